@@ -1,0 +1,1 @@
+"""TOML, validated by frozen pydantic models."""

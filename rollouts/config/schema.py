@@ -1,0 +1,182 @@
+"""The settings of a run: frozen pydantic models, unknown keys refused. Few settings; a new one is a decision."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen table of settings that refuses unknown keys and silent conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NaturalInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NaturalFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class OutputConfig(Section):
+    """Where the run writes."""
+
+    dir: str = ""  # empty: runs/NAME
+    checkpoint_every: NaturalInt = 0  # steps; 0: only at the end of a stage and when stopped
+    samples_per_step: NaturalInt = 16  # rows of samples.jsonl written per step; all of an evaluation's are counted, none written
+
+
+class ModelConfig(Section):
+    """Which model trains and how its numbers are kept."""
+
+    name: str = "bundled:smollm2-135m-instruct"  # bundled:…, tiny:byte (random), a directory, or a hub name
+    autocast: Literal["off", "bfloat16", "auto"] = "auto"  # master weights are float32; auto: bfloat16 where the hardware multiplies it natively
+    threads: NaturalInt = 0  # torch threads; 0: one per core this process may use
+
+
+class DataSourceConfig(Section):
+    """One source of rows. A row has a prompt (text or chat messages) or messages, and anything else a reward function reads."""
+
+    kind: Literal["jsonl", "reasoning_gym"]
+    path: str = ""  # jsonl: the file, relative to the config file
+    dataset: str = ""  # reasoning_gym: the dataset's name
+    params: dict[str, Any] = {}  # reasoning_gym: passed to create_dataset
+    size: PositiveInt | None = None  # how many rows to take; None: all of a file (reasoning_gym needs a size)
+    seed: int = 0  # reasoning_gym: which rows are made
+    system_prompt: str | None = None  # put before every prompt that has no system message; None: what the chat template does
+
+    @model_validator(mode="after")
+    def _complete(self) -> DataSourceConfig:
+        if self.kind == "jsonl" and not self.path:
+            raise ValueError("path is missing; a jsonl source names its file")
+        if self.kind == "reasoning_gym" and not self.dataset:
+            raise ValueError("dataset is missing; a reasoning_gym source names its dataset, for example 'chain_sum'")
+        if self.kind == "reasoning_gym" and self.size is None:
+            raise ValueError("size is missing; a reasoning_gym source says how many rows to make")
+        return self
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule."""
+
+    lr: PositiveFloat = 1e-5
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    warmup_steps: NaturalInt = 0  # steps over which lr rises linearly from lr/warmup_steps
+    min_lr_ratio: Fraction = 0.0  # lr at the end of linear and cosine, as a share of lr
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    eps: PositiveFloat = 1e-8
+    weight_decay: NaturalFloat = 0.0
+    max_grad_norm: PositiveFloat | None = 1.0  # None: no clipping
+    max_nonfinite_steps: PositiveInt = 3  # stop after so many steps in a row whose loss or gradient is not finite
+
+
+class SFTTrainingConfig(Section):
+    """Supervised fine-tuning."""
+
+    data: DataSourceConfig
+    steps: PositiveInt
+    batch_size: PositiveInt = 16  # conversations per step
+    max_length: PositiveInt = 1024  # tokens of one conversation
+    train_on: Literal["all", "last"] = "all"  # which assistant turns train
+    optim: OptimConfig = OptimConfig(lr=1e-4)
+    micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
+    eval_every: NaturalInt = 0  # steps; 0: only before and after
+
+
+class RolloutConfig(Section):
+    """How samples are made."""
+
+    num_prompts: PositiveInt = 8  # P: groups in a batch
+    samples_per_prompt: PositiveInt = 8  # G
+    over_sampling: Annotated[float, Field(ge=1)] = 1.0  # groups launched at once = ceil(num_prompts * over_sampling)
+    max_new_tokens: PositiveInt = 256
+    temperature: PositiveFloat = 1.0
+    generate: str = ""  # module:function or file.py:function; empty: one chat turn
+    reward: str = ""  # module:function or file.py:function
+    filters: list[str] = []  # group filters, run in order; names of rollouts.filters, module:function or file.py:function
+    max_attempts: PositiveInt = 20  # a batch may draw at most num_prompts * max_attempts groups
+    max_failed_fraction: Fraction = 0.2  # of the samples of a batch; above it the run stops
+    reward_timeout_s: PositiveFloat = 30.0
+
+
+class RLTrainingConfig(Section):
+    """Reinforcement learning."""
+
+    data: DataSourceConfig
+    steps: PositiveInt
+    rollout: RolloutConfig
+    advantage: Literal["grpo", "centred", "rloo"] = "grpo"
+    loss: str = "ppo_clip"  # a key of rollouts.losses.LOSSES, or module:function
+    loss_params: dict[str, float | int | bool | str] = {}
+    normalise_by: Literal["tokens", "sequences", "constant"] = "tokens"  # constant: num_prompts * samples_per_prompt * max_new_tokens
+    clip_low: PositiveFloat = 0.2
+    clip_high: PositiveFloat = 0.2
+    kl_coef: NaturalFloat = 0.0  # 0: no reference model is loaded
+    kl_in: Literal["reward", "loss"] = "reward"
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    recompute_old: bool = False  # old log-probs from a forward pass instead of the engine's, with truncated importance weights
+    importance_cap: PositiveFloat = 2.0  # C of min(exp(old - mu), C); used with recompute_old
+    updates_per_batch: PositiveInt = 1  # optimizer steps on one batch, each on all of it
+    sync_every: PositiveInt = 1  # steps between weight updates of the engines
+    max_staleness: NaturalInt = 0  # steps
+    optim: OptimConfig = OptimConfig()
+    micro_batch_tokens: PositiveInt = 8192
+    share_prefix: bool = True  # compute a group's prompt once where that is exact
+    eval_every: NaturalInt = 0
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RLTrainingConfig:
+        if self.max_staleness < self.sync_every - 1:
+            raise ValueError(
+                f"max_staleness={self.max_staleness} is below sync_every - 1 = {self.sync_every - 1}: samples would always be too old; "
+                f"set max_staleness = {self.sync_every - 1} or more, or sync_every = {self.max_staleness + 1}"
+            )
+        if self.kl_in == "reward" and self.kl_coef > 0 and self.kl_estimator != "k1":
+            raise ValueError(f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; the KL term in the reward is k1; use kl_in='loss' for k2 and k3")
+        return self
+
+
+class EngineConfig(Section):
+    """What generates."""
+
+    kind: Literal["local"] = "local"
+    mode: Literal["shared", "copied"] = "shared"  # shared: the trainer's own parameters, on its thread
+    max_rows: PositiveInt = 128  # sequences decoded at once
+
+
+class EvalConfig(Section):
+    """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of both training stages."""
+
+    data: DataSourceConfig
+    reward: str = ""  # empty: rl.rollout.reward
+    max_new_tokens: PositiveInt = 256
+    temperature: NaturalFloat = 0.0  # 0: greedy
+    samples_per_prompt: PositiveInt = 1
+
+
+class RunConfig(Section):
+    """Everything a run is made of. `--mode` says which of the stages run."""
+
+    name: str = "run"
+    seed: int = 0
+    deterministic: bool = False  # float32, fixed threads, fixed order: two runs give the same bits
+    model: ModelConfig = ModelConfig()
+    output: OutputConfig = OutputConfig()
+    engine: EngineConfig = EngineConfig()
+    sft: SFTTrainingConfig | None = None
+    rl: RLTrainingConfig | None = None
+    eval: EvalConfig | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.deterministic and self.model.autocast == "bfloat16":
+            raise ValueError("model.autocast='bfloat16' with deterministic=true; deterministic mode computes in float32; set model.autocast='off'")
+        if self.rl is not None and self.engine.mode == "shared" and (self.rl.sync_every != 1 or self.rl.max_staleness != 0):
+            raise ValueError(
+                f"engine.mode='shared' with rl.sync_every={self.rl.sync_every}, rl.max_staleness={self.rl.max_staleness}; a shared engine always "
+                "has the newest weights: it needs sync_every=1 and max_staleness=0; set engine.mode='copied'"
+            )
+        return self

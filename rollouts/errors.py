@@ -1,0 +1,117 @@
+"""Every error the package raises on purpose, drawn once.
+
+    RolloutsError
+    ├── ConfigError                 a setting: unknown key, wrong type, broken rule          (exit 2)
+    ├── DataError                   a dataset file or row                                    (exit 2 at start)
+    ├── ModelError                  a model directory, tokenizer or chat template            (exit 2 at start)
+    ├── PlugInError                 a user function that does not import or has a wrong signature (exit 2)
+    ├── RunDirError                 the output directory is another run's, or not a run      (exit 2)
+    ├── CheckpointError             a checkpoint that is incomplete, damaged or of another model
+    ├── MetricError                 a metric name or value that may not be written
+    ├── UserFunctionError           a generate, reward or filter function raised or returned nonsense
+    ├── BackendError
+    │   ├── EarlierStepFailed       a step before this one failed; call reset()
+    │   ├── BackendClosed           the backend is no longer open
+    │   ├── DenominatorMismatch     a loss counted something else than its unit
+    │   └── NonFiniteSteps          k steps in a row were not finite
+    ├── EngineError
+    │   ├── EngineClosed            the engine is no longer open
+    │   ├── RequestRefused          the request breaks a rule of the engine
+    │   └── WeightVersionError      an engine's version is not the one that was asked for
+    ├── WeightSyncError             an update could not be verified
+    ├── StalenessError              a sample older than max_staleness reached the trainer
+    ├── NotEnoughSamples            the manager's attempt or failure budget is spent
+    └── Interrupted                 the user asked the run to stop; a checkpoint was saved   (exit 130)
+
+Messages name the field, the value, the rule and the way out. Causes are kept with `from`.
+"""
+
+from __future__ import annotations
+
+
+class RolloutsError(Exception):
+    """Base of every error that rollouts raises on purpose."""
+
+
+class ConfigError(RolloutsError):
+    """A setting is unknown, of the wrong type, or breaks a rule."""
+
+
+class DataError(RolloutsError):
+    """A dataset file or row is missing or malformed."""
+
+
+class ModelError(RolloutsError):
+    """A model directory, tokenizer or chat template cannot be used."""
+
+
+class PlugInError(RolloutsError):
+    """A user function named in the config does not import or has the wrong signature."""
+
+
+class RunDirError(RolloutsError):
+    """The output directory belongs to another run, or is not a run directory."""
+
+
+class CheckpointError(RolloutsError):
+    """A checkpoint is incomplete, damaged, or of another model."""
+
+
+class MetricError(RolloutsError):
+    """A metric name or value that may not be written."""
+
+
+class UserFunctionError(RolloutsError):
+    """A user's generate, reward or filter function raised or returned nonsense."""
+
+
+class BackendError(RolloutsError):
+    """A training backend could not do what was asked."""
+
+
+class EarlierStepFailed(BackendError):
+    """A step submitted before this one failed, so this one did not run. The way out is `backend.reset()`."""
+
+
+class BackendClosed(BackendError):
+    """The backend is no longer open."""
+
+
+class DenominatorMismatch(BackendError):
+    """A loss returned a count that differs from the denominator computed for its unit."""
+
+
+class NonFiniteSteps(BackendError):
+    """Too many steps in a row had a loss or gradient that is not finite."""
+
+
+class EngineError(RolloutsError):
+    """An inference engine failed."""
+
+
+class EngineClosed(EngineError):
+    """The engine is no longer open."""
+
+
+class RequestRefused(EngineError):
+    """A request breaks a rule of the engine: too long, a token outside the vocabulary, an unsupported setting."""
+
+
+class WeightVersionError(EngineError):
+    """An engine's weight version is not the one that was asked for."""
+
+
+class WeightSyncError(RolloutsError):
+    """A weight update could not be verified."""
+
+
+class StalenessError(RolloutsError):
+    """A sample older than `max_staleness` reached the trainer."""
+
+
+class NotEnoughSamples(RolloutsError):
+    """The rollout manager spent its attempt or failure budget before the batch was full."""
+
+
+class Interrupted(RolloutsError):
+    """The user asked the run to stop; it finished its step and saved a checkpoint."""

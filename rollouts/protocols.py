@@ -1,0 +1,156 @@
+"""The seams of the framework. Behaviour is swapped by passing another function or another object of these shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+from rollouts.types import (
+    Completion,
+    EngineFeatures,
+    FilterDecision,
+    FloatArray,
+    ForwardBackwardResult,
+    GenerateRequest,
+    LossSpec,
+    OptimParams,
+    OptimStepResult,
+    RewardResult,
+    RolloutBatch,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+ResultT = TypeVar("ResultT")
+CoResultT = TypeVar("CoResultT", covariant=True)
+
+
+class TrainFuture(Protocol[CoResultT]):
+    """Work that a backend has queued. Futures of one backend finish in submission order.
+
+    May be awaited many times, by many tasks. Cancelling a waiter does not cancel the work. A failure that nobody awaited is raised
+    when the backend closes.
+    """
+
+    async def result(self) -> CoResultT: ...
+    def __await__(self) -> Generator[Any, Any, CoResultT]: ...
+    def done(self) -> bool: ...
+
+
+WeightSink = Callable[[Sequence[tuple[str, "torch.Tensor"]]], None]
+"""Takes one bucket of (Hugging Face parameter name, tensor); called on the backend's device thread, tensors valid during the call only."""
+
+
+class TrainingBackend(Protocol):
+    """A model with its optimizer. Every call below that runs torch returns at once with a TrainFuture; work is done in submission order.
+
+    When a submitted step fails, every step queued after it fails with EarlierStepFailed, accumulated gradients are discarded, and the
+    backend works again after `reset()`. A loss or gradient that is not finite is not a failed step: nothing changes, its future says
+    `skipped`, later steps run.
+    """
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights after everything queued so far."""
+        ...
+
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> TrainFuture[ForwardBackwardResult]: ...
+    def optim_step(self, params: OptimParams | None = None) -> TrainFuture[OptimStepResult]: ...
+    def forward(self, batch: RolloutBatch) -> TrainFuture[tuple[FloatArray, ...]]:
+        """Log-probs [T_i] of every row's tokens at batch.temperature; 0.0 where the loss mask is 0."""
+        ...
+
+    def stream_weights(self, sink: WeightSink) -> TrainFuture[None]: ...
+    def get_weights(self) -> TrainFuture[dict[str, torch.Tensor]]: ...
+    def load_weights(self, weights: Mapping[str, torch.Tensor]) -> TrainFuture[None]: ...
+    def save(self, path: Path) -> TrainFuture[None]:
+        """Model (Hugging Face directory) and, in `state/`, everything an exact resume of the backend needs."""
+        ...
+
+    def load(self, path: Path) -> TrainFuture[None]: ...
+    def reset(self) -> TrainFuture[None]:
+        """Discards accumulated gradients and forgets an earlier failure."""
+        ...
+
+    def set_weight_version(self, version: int) -> TrainFuture[None]: ...
+    def statistics(self) -> Mapping[str, float]: ...
+
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+class InferenceEngine(Protocol):
+    """Something that generates. Token ids in, token ids and log-probs out."""
+
+    @property
+    def features(self) -> EngineFeatures: ...
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One completion. Cancelling the caller frees its row. Raises RequestRefused, EngineError."""
+        ...
+
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]: ...
+    async def weight_version(self) -> int: ...
+    async def pause(self, mode: PauseMode) -> None: ...
+    async def resume(self) -> None: ...
+    async def abort_all(self) -> None: ...
+    async def health(self) -> bool: ...
+    async def release_memory(self) -> None: ...
+    async def restore_memory(self) -> None: ...
+    async def begin_update(self) -> None: ...
+    def receive_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """A WeightSink: copies one bucket. Raises EngineError on an unknown name or a wrong shape, before anything is copied."""
+        ...
+
+    async def finish_update(self, version: int) -> None: ...
+    def statistics(self) -> Mapping[str, float]: ...
+
+
+class GenerateFn(Protocol):
+    """Completes a sample on the fleet; several samples are segments of one trajectory and share its reward."""
+
+    def __call__(self, sample: Sample, engine: InferenceEngine, sampling: SamplingParams, /) -> (
+        Sample | Sequence[Sample] | Awaitable[Sample | Sequence[Sample]]
+    ): ...
+
+
+RewardValue = float | Mapping[str, float] | RewardResult
+
+
+class RewardFn(Protocol):
+    """Scores one sample."""
+
+    def __call__(self, sample: Sample, /) -> RewardValue | Awaitable[RewardValue]: ...
+
+
+class GroupRewardFn(Protocol):
+    """Scores the samples of a group together, one value per sample."""
+
+    def __call__(self, samples: Sequence[Sample], /) -> Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]: ...
+
+
+class FilterFn(Protocol):
+    """Decides whether a scored group trains."""
+
+    def __call__(self, group: SampleGroup, /) -> bool | FilterDecision | Awaitable[bool | FilterDecision]: ...
+
+
+class MetricsLogger(Protocol):
+    """Takes one row per step, sample rows and evaluations. The row is on disk when `log` returns."""
+
+    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None: ...
+    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None: ...
+    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None: ...
+
+
+class LogProbScorer(Protocol):
+    """Log-probs of given tokens under a frozen model (a reference, a teacher)."""
+
+    async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+        """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0."""
+        ...

@@ -1,0 +1,417 @@
+"""Words that two floors share: frozen records of numpy arrays and plain values. No torch, no trio.
+
+Axes: P prompts, G samples per prompt, B = P*G rows, T tokens of one row (prompt and response).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, TypedDict
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+JSONValue = Any  # None, bool, int, finite float, str, and lists and str-keyed dicts of these
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Status(StrEnum):
+    """What became of a sample."""
+
+    PENDING = "pending"  # not generated yet
+    COMPLETED = "completed"  # ended by itself
+    TRUNCATED = "truncated"  # cut at the token limit
+    ABORTED = "aborted"  # stopped by us; may be continued
+    FAILED = "failed"  # could not be generated or scored; metadata["failure"] says why
+
+
+def _frozen_array(owner: str, name: str, value: ArrayLike, dtype: Any, length: int | None) -> NDArray[Any]:
+    source = np.asarray(value)
+    if source.ndim != 1:
+        raise ValueError(f"{owner}.{name} has {source.ndim} axes; it must be one-dimensional [T]")
+    if length is not None and len(source) != length:
+        raise ValueError(f"{owner}.{name} has {len(source)} values for {length} tokens; token-level fields have one value per token")
+    wanted = np.dtype(dtype)
+    if len(source) == 0:
+        source = source.astype(wanted)
+    elif wanted.kind == "i" and source.dtype.kind not in "iu":
+        raise ValueError(f"{owner}.{name} has dtype {source.dtype}; it must hold integers")
+    elif wanted.kind == "f" and source.dtype.kind not in "fiu":
+        raise ValueError(f"{owner}.{name} has dtype {source.dtype}; it must hold numbers")
+    elif wanted.kind == "b" and source.dtype.kind != "b" and not bool(np.isin(source, (0, 1)).all()):
+        raise ValueError(f"{owner}.{name} holds values other than 0 and 1")
+    result = source.astype(wanted, copy=True)
+    result.flags.writeable = False
+    return result
+
+
+def check_json(name: str, value: object) -> None:
+    """Raises ValueError, naming the path, if `value` is not JSON (None, bool, int, finite float, str, list, str-keyed dict)."""
+    if value is None or isinstance(value, bool | int | str):
+        return
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}; JSON has no such number")
+        return
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{name} has the key {key!r}; keys must be strings")
+            check_json(f"{name}.{key}", inner)
+        return
+    if isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            check_json(f"{name}[{index}]", inner)
+        return
+    raise ValueError(f"{name} is a {type(value).__name__}; it must be a JSON value (numpy scalars: call .item())")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One prompt and what became of it. Lists are accepted for arrays; construction checks lengths, types and metadata.
+
+    Where a token was not sampled its mask is 0, its log-prob 0.0 and its version -1. Token-level fields left empty are filled so.
+    Raises ValueError naming the field that is wrong.
+    """
+
+    id: str  # unique in the run; samples of a group share a prompt, not an id
+    prompt: str | tuple[ChatMessage, ...]  # text, or chat messages
+    response: str = ""  # decoded response tokens, special tokens left out
+    tokens: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [T] prompt and response ids
+    loss_mask: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))  # [T] 1 where the token trains
+    rollout_log_probs: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T] nats, of the distribution sampled from
+    weight_versions: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [T] version that produced the token
+    reward: float | None = None  # None until scored
+    rewards: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
+    group_index: int | None = None  # which draw of a prompt this belongs to; None outside a manager
+    status: Status = Status.PENDING
+    metadata: Mapping[str, JSONValue] = field(default_factory=dict)  # JSON values only: the dataset row, notes, failures
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        if not isinstance(self.id, str) or not self.id:
+            raise ValueError(f"Sample.id is {self.id!r}; it must be a string that is not empty")
+        if not isinstance(self.prompt, str):
+            put(self, "prompt", _checked_messages(self.prompt))
+        if not isinstance(self.response, str):
+            raise ValueError(f"Sample.response is a {type(self.response).__name__}; it must be text")
+        tokens = _frozen_array("Sample", "tokens", self.tokens, np.int64, None)
+        if len(tokens) and int(tokens.min()) < 0:
+            raise ValueError(f"Sample.tokens holds {int(tokens.min())}; token ids are not negative")
+        count = len(tokens)
+        put(self, "tokens", tokens)
+        for name, dtype, blank in (("loss_mask", np.bool_, 0), ("rollout_log_probs", np.float32, 0.0), ("weight_versions", np.int64, -1)):
+            value = getattr(self, name)
+            filled = np.full(count, blank, dtype) if len(value) == 0 else value
+            put(self, name, _frozen_array("Sample", name, filled, dtype, count))
+        if not np.isfinite(self.rollout_log_probs).all():
+            raise ValueError("Sample.rollout_log_probs holds a value that is not finite")
+        if self.reward is not None:
+            put(self, "reward", _finite("Sample.reward", self.reward))
+        put(self, "rewards", {str(key): _finite(f"Sample.rewards[{key!r}]", value) for key, value in self.rewards.items()})
+        put(self, "status", Status(self.status))
+        check_json("Sample.metadata", self.metadata)
+
+    @property
+    def response_length(self) -> int:
+        """Number of tokens that train."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def oldest_version(self) -> int | None:
+        """The oldest weight version of any token that trains; None if none does."""
+        return int(self.weight_versions[self.loss_mask].min()) if self.loss_mask.any() else None
+
+
+def _checked_messages(messages: object) -> tuple[ChatMessage, ...]:
+    if not isinstance(messages, Sequence) or not messages:
+        raise ValueError(f"Sample.prompt is {messages!r}; it must be text or a list of chat messages that is not empty")
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ValueError(f"Sample.prompt[{index}] is {message!r}; a chat message has a text 'role' and a text 'content'")
+    return tuple(ChatMessage(role=m["role"], content=m["content"]) for m in messages)
+
+
+def _finite(name: str, value: object) -> float:
+    if isinstance(value, bool | int | float | np.integer | np.floating | np.bool_):
+        number = float(value)
+        if math.isfinite(number):
+            return number
+    raise ValueError(f"{name} is {value!r}; it must be a finite number")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleGroup:
+    """The samples of one prompt, in launch order."""
+
+    group_index: int  # unique in the run
+    prompt_id: str  # id of the dataset row
+    samples: tuple[Sample, ...]  # G of them, fewer when some failed
+
+    @property
+    def rewards(self) -> FloatArray:
+        """Rewards [G] of a scored group. Raises ValueError if a sample has none."""
+        values = [sample.reward for sample in self.samples]
+        if any(value is None for value in values):
+            raise ValueError(f"group {self.group_index} has samples without a reward")
+        return np.asarray(values, np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutBatch:
+    """What one training step consumes: B ragged rows. Every token-level field is one array [T_i] per row. SFT leaves rewards None."""
+
+    tokens: tuple[IntArray, ...]
+    loss_masks: tuple[BoolArray, ...]
+    rewards: FloatArray | None = None  # [B]
+    metadata: tuple[Mapping[str, JSONValue], ...] = ()  # one per row, or empty
+    rollout_log_probs: tuple[FloatArray, ...] | None = None  # nats; mu
+    old_log_probs: tuple[FloatArray, ...] | None = None  # nats; trainer's recompute, when rl.recompute_old
+    ref_log_probs: tuple[FloatArray, ...] | None = None  # nats; frozen reference
+    advantages: tuple[FloatArray, ...] | None = None
+    group_indices: IntArray | None = None  # [B]
+    weight_versions: tuple[IntArray, ...] | None = None
+    temperature: float = 1.0  # that the rollouts were sampled at; the trainer divides its logits by it
+    samples: tuple[Sample, ...] = ()  # the records behind the rows, for samples.jsonl; backends do not read them
+
+    def __post_init__(self) -> None:
+        rows = len(self.tokens)
+        for name in ("loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "weight_versions"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if len(value) != rows:
+                raise ValueError(f"RolloutBatch.{name} has {len(value)} rows; tokens has {rows}")
+            for row, (inner, tokens) in enumerate(zip(value, self.tokens, strict=True)):
+                if len(inner) != len(tokens):
+                    raise ValueError(f"RolloutBatch.{name}[{row}] has {len(inner)} values for {len(tokens)} tokens")
+        for name in ("rewards", "group_indices"):
+            value = getattr(self, name)
+            if value is not None and len(value) != rows:
+                raise ValueError(f"RolloutBatch.{name} has {len(value)} values for {rows} rows")
+        if self.metadata and len(self.metadata) != rows:
+            raise ValueError(f"RolloutBatch.metadata has {len(self.metadata)} records for {rows} rows")
+        if not self.temperature > 0:
+            raise ValueError(f"RolloutBatch.temperature is {self.temperature}; it must be above 0")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def response_lengths(self) -> IntArray:
+        """[B] number of tokens that train in each row."""
+        return np.asarray([int(mask.sum()) for mask in self.loss_masks], np.int64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one completion is sampled."""
+
+    max_new_tokens: int  # at least 1
+    temperature: float = 1.0  # 0 means greedy; log-probs are then those at temperature 1
+    top_p: float = 1.0
+    top_k: int = 0  # 0 means all
+    stop_token_ids: tuple[int, ...] = ()  # the stop token is part of the completion
+    seed: int | None = None  # key of a counter-based stream: the same seed gives the same draws
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """Token ids in."""
+
+    request_id: str  # unique in the run; deterministic engines sort by it
+    prompt_ids: IntArray  # [prompt length], at least 1
+    sampling: SamplingParams
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """Token ids out: what an engine answers to one request."""
+
+    request_id: str
+    token_ids: IntArray  # [n] sampled ids, the stop token included
+    log_probs: FloatArray  # [n] nats, of the distribution sampled from
+    weight_versions: IntArray  # [n] the version that produced each token
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFeatures:
+    """What an engine supports: a frozen statement that callers may rely on."""
+
+    vocab_size: int
+    context_length: int  # prompt and response together
+    in_memory_update: bool  # begin_update, receive_bucket, finish_update
+    update_from_checkpoint: bool
+    shares_weights: bool  # generates with the trainer's own parameters
+    keep_pause: bool  # pause("keep") freezes requests in flight, which go on after resume
+    deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RewardResult:
+    """A reward with its parts and a remark that ends up in the sample's record."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FilterDecision:
+    """Whether a group trains. A dropped group says why: a short name that metrics count by, and a sentence."""
+
+    keep: bool
+    reason: str = ""  # lower_snake name; empty when kept
+    detail: str = ""  # a sentence with the numbers
+
+
+LossUnit = Literal["tokens", "sequences", "constant"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """A loss by name, so that it crosses ranks and wires."""
+
+    name: str  # a key of losses.LOSSES, or module:function
+    params: Mapping[str, float | int | bool | str] = field(default_factory=dict)  # passed to the loss by keyword
+    unit: LossUnit = "tokens"  # what the global denominator counts
+    constant: float | None = None  # the denominator when unit is "constant"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimParams:
+    """Settings of one optimizer step; they override the backend's own."""
+
+    lr: float
+    max_grad_norm: float | None = 1.0  # None: no clipping
+
+
+# --- mergeable metric values -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that carries its count, so that means of parts merge exactly."""
+
+    total: float
+    count: float
+
+    def merge(self, other: Mean) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """A sum over parts."""
+
+    total: float
+
+    def merge(self, other: Total) -> Total:
+        return Total(self.total + other.total)
+
+    @property
+    def value(self) -> float:
+        return self.total
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest of the parts."""
+
+    largest: float
+
+    def merge(self, other: Max) -> Max:
+        return Max(max(self.largest, other.largest))
+
+    @property
+    def value(self) -> float:
+        return self.largest
+
+
+@dataclass(frozen=True, slots=True)
+class Min:
+    """The smallest of the parts."""
+
+    smallest: float
+
+    def merge(self, other: Min) -> Min:
+        return Min(min(self.smallest, other.smallest))
+
+    @property
+    def value(self) -> float:
+        return self.smallest
+
+
+Metric = Mean | Total | Max | Min
+Metrics = Mapping[str, Metric]
+
+
+def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
+    """One mapping in which metrics of the same name are merged. Raises ValueError if a name has two kinds."""
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            held = merged.get(name)
+            if held is None:
+                merged[name] = metric
+            elif type(held) is type(metric):
+                merged[name] = held.merge(metric)  # pyright: ignore[reportArgumentType]  (the kinds are equal)
+            else:
+                raise ValueError(f"metric {name} is a {type(held).__name__} in one part and a {type(metric).__name__} in another")
+    return merged
+
+
+def metric_values(metrics: Metrics) -> dict[str, float]:
+    """Plain numbers; a metric without a value (a mean of nothing) is absent."""
+    return {name: value for name, metric in metrics.items() if (value := metric.value) is not None}
+
+
+# --- what a backend answers --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardResult:
+    """What forward_backward did with a batch."""
+
+    loss: float | None  # sum / denominator over the whole batch; None when skipped
+    denominator: float  # of the loss's unit, over the whole batch
+    metrics: Metrics
+    skipped: str | None = None  # why nothing changed ("loss is nan"); None when it counted
+    log_probs: tuple[FloatArray, ...] | None = None  # [T_i] per row, when asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStepResult:
+    """What optim_step did."""
+
+    step: int  # optimizer steps done so far, this one included
+    lr: float
+    grad_norm: float | None  # before clipping; None when it was not finite
+    clipped: bool
+    skipped: str | None = None  # why the step changed nothing ("gradient norm is inf"); None when it counted
+
+
+def encode_json(value: object) -> str:
+    """Compact JSON; raises ValueError on NaN and infinity."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":"), ensure_ascii=False)
