@@ -20,8 +20,7 @@
     │   └── WeightVersionError      an engine's version is not the one that was asked for
     ├── WeightSyncError             an update could not be verified
     ├── StalenessError              a sample older than max_staleness reached the trainer
-    ├── NotEnoughSamples            the manager's attempt or failure budget is spent
-    └── Interrupted                 the user asked the run to stop; a checkpoint was saved   (exit 130)
+    └── NotEnoughSamples            the manager's attempt or failure budget is spent
 
 Messages name the field, the value, the rule and the way out. Causes are kept with `from`.
 """
@@ -111,7 +110,3 @@ class StalenessError(RolloutsError):
 
 class NotEnoughSamples(RolloutsError):
     """The rollout manager spent its attempt or failure budget before the batch was full."""
-
-
-class Interrupted(RolloutsError):
-    """The user asked the run to stop; it finished its step and saved a checkpoint."""

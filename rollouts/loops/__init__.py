@@ -1,0 +1,1 @@
+"""Training loops: pure functions over protocols. Importing one loads neither torch nor transformers."""

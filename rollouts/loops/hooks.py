@@ -1,0 +1,36 @@
+"""What a loop may be handed besides its objects: functions that evaluate, save, and say when to stop."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+
+async def do_nothing(step: int) -> None:
+    """The hook that is not there."""
+
+
+def never() -> bool:
+    """The stop request that never comes."""
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class LoopHooks:
+    """Called between steps, when the backend and the engines are idle. `step` counts completed steps."""
+
+    evaluate: Callable[[int], Awaitable[None]] = do_nothing  # every `eval_every` steps, not after the last
+    save_checkpoint: Callable[[int], Awaitable[None]] = do_nothing  # every `checkpoint_every` steps, and after the last
+    stop_requested: Callable[[], bool] = never  # asked after every step; True ends the loop after a checkpoint
+    checkpoint_every: int = 0  # 0: only after the last step
+
+
+async def run_hooks(hooks: LoopHooks, step: int, *, last_step: int, eval_every: int) -> bool:
+    """True if the loop must end after this step. Saves before it evaluates, so that a slow evaluation cannot lose a step."""
+    stopping = hooks.stop_requested()
+    last = stopping or step == last_step
+    if last or (hooks.checkpoint_every and step % hooks.checkpoint_every == 0):
+        await hooks.save_checkpoint(step)
+    if not last and eval_every and step % eval_every == 0:
+        await hooks.evaluate(step)
+    return stopping

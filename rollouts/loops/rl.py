@@ -1,0 +1,103 @@
+"""Reinforcement learning: generate → reward → filter → advantages → train → weight sync, one row of metrics a step.
+
+    DataBuffer ──► rollout_manager.generate_batch() ──► advantages ──► forward_backward, optim_step ──► set_weight_version
+        ▲                      ▲ waits for the engines                     waits for the backend                │
+        └── returned prompts   └──────────────────── sync_weights every config.sync_every steps ◄───────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from rollouts.config.schema import RLTrainingConfig
+from rollouts.loops.hooks import LoopHooks, run_hooks
+from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
+from rollouts.loops.sft import step_metrics
+from rollouts.metrics.spans import PhaseTimer
+from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
+from rollouts.types import Metric, RolloutBatch, metric_values
+
+
+class BatchSource(Protocol):
+    """What the loop needs of an AsyncRolloutManager."""
+
+    async def generate_batch(self) -> RolloutBatch: ...
+    def batch_metrics(self) -> Mapping[str, Metric]: ...
+
+
+class PromptSource(Protocol):
+    """What the loop needs of a DataBuffer."""
+
+    def statistics(self) -> Mapping[str, float]: ...
+
+
+SyncWeights = Callable[[TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, float]]]
+"""Brings every engine to a version and proves it; returns metrics. Raises WeightSyncError."""
+
+
+async def run_rl_training(
+    backend: TrainingBackend,
+    data_buffer: PromptSource,
+    rollout_manager: BatchSource,
+    inference_engines: Sequence[InferenceEngine],
+    config: RLTrainingConfig,
+    metrics_logger: MetricsLogger,
+    *,
+    sync_weights: SyncWeights,
+    reference: LogProbScorer | None = None,
+    completed_steps: int = 0,
+    hooks: LoopHooks | None = None,
+) -> list[dict[str, float]]:
+    """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
+
+    Consumes prompts through `rollout_manager`; produces weights inside `backend` and pushes them to the engines every `sync_every`
+    steps. Generation and training alternate: the loop waits for a whole batch, then for the step, then for the engines. Each of
+    `updates_per_batch` optimizer steps uses the whole batch; together they advance the weight version once. A step whose loss or
+    gradient is not finite changes nothing and still consumes its batch.
+    """
+    hooks = hooks or LoopHooks()
+    loss = make_loss_spec(config)
+    history: list[dict[str, float]] = []
+    for step in range(completed_steps + 1, config.steps + 1):
+        timer = PhaseTimer()
+        with timer.phase("generate"):
+            batch = await rollout_manager.generate_batch()
+        lags = compute_lags(batch, step - 1)
+        check_staleness(lags, max_staleness=config.max_staleness)
+        with timer.phase("log_probs"):
+            batch = await add_log_probs(batch, backend, reference, config)
+        batch, advantage_metrics = add_advantages(batch, config)
+        with timer.phase("train"):
+            futures = [(backend.forward_backward(batch, loss), backend.optim_step()) for _ in range(config.updates_per_batch)]
+            version_set = backend.set_weight_version(step)
+            results = [(await forward.result(), await optim.result()) for forward, optim in futures]
+            await version_set.result()
+        sync_metrics: Mapping[str, float] = {}
+        if step % config.sync_every == 0:
+            with timer.phase("weight_sync"):
+                sync_metrics = await sync_weights(backend, inference_engines, step)
+        metrics = {
+            **metric_values(rollout_manager.batch_metrics()),
+            **advantage_metrics,
+            **step_metrics(*results[-1]),
+            "optim/skipped_steps": float(sum(optim.skipped is not None for _, optim in results)),
+            "off_policy/mean": float(lags.mean()),
+            "off_policy/max": float(lags.max()),
+            **{f"data/{name}": value for name, value in data_buffer.statistics().items()},
+            **sync_metrics,
+            **timer.metrics(),
+            **throughput(batch, timer),
+        }
+        await metrics_logger.log_step("rl", step, step - 1, metrics)
+        await metrics_logger.log_samples("rl", step, step - 1, batch.samples)
+        history.append(metrics)
+        if await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every):
+            break
+    return history
+
+
+def throughput(batch: RolloutBatch, timer: PhaseTimer) -> dict[str, float]:
+    """Response tokens of the batch over the seconds of the phases that made and consumed them."""
+    tokens = float(batch.response_lengths.sum())
+    return {"perf/generated_tokens_per_s": tokens / timer.seconds("generate"), "perf/trained_tokens_per_s": tokens / timer.seconds("train")}

@@ -1,0 +1,1 @@
+"""Brings inference engines to the trainer's weights and proves that they have them."""
