@@ -1,0 +1,514 @@
+"""Trains a language model by supervised fine-tuning, by reinforcement learning, or by one after the other.
+
+    python   integration_training/train.py --config FILE --mode sft|rl|sft+rl [--section.key value …] [--dry-run] [--resume]
+    torchrun --nproc-per-node=1 integration_training/train.py …                                      the same, under a launcher
+
+This is the one place where all parts meet. Nothing that loads torch is imported before the config is known to be good.
+Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run failed; 2 a setting, file or plug-in is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+from rich.console import Console
+
+from rollouts.config.load import check_same_run, dump_config, load_config
+from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
+from rollouts.errors import CheckpointError, ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
+from rollouts.loops.hooks import LoopHooks
+from rollouts.protocols import FilterFn, GenerateFn, LogProbScorer, MetricsLogger, RewardFn
+from rollouts.run_dir import RunDir, parse_step
+from rollouts.types import SamplingParams
+
+if TYPE_CHECKING:
+    from rollouts.backends.pytorch import PyTorchTrainingBackend
+    from rollouts.engines.local import LocalEngine
+
+STAGES = ("sft", "rl")
+BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError, CheckpointError)
+HELD_OUT = "heldout"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """The command line."""
+
+    config_path: Path
+    stages: tuple[str, ...]
+    dry_run: bool
+    resume: bool
+    overrides: tuple[str, ...]
+
+
+def parse_command_line(argv: Sequence[str]) -> Command:
+    """Exits with 2 and a usage line when the command line is wrong."""
+    parser = argparse.ArgumentParser(description="Train by SFT, by RL, or both.", epilog="any setting: --section.key value", allow_abbrev=False)
+    parser.add_argument("--config", required=True, type=Path, help="a TOML file; `python -m rollouts config` lists the settings")
+    parser.add_argument("--mode", required=True, choices=("sft", "rl", "sft+rl"))
+    parser.add_argument("--dry-run", action="store_true", help="check config, files, rows and functions; train nothing")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint, or start if there is none")
+    known, overrides = parser.parse_known_args(argv)
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return Command(known.config, tuple(known.mode.split("+")), known.dry_run, known.resume or restarted, tuple(overrides))
+
+
+# --- before any model loads --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The datasets of a run. No prompt of `held_out` is in `sft` or `rl`."""
+
+    sft: list[dict[str, Any]]
+    rl: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    left_out: dict[str, int]  # training rows removed because their prompt is held out, by stage
+
+
+def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
+    """Raises DataError naming the file, line and field."""
+    from rollouts.data.datasets import exclude_prompts, load_rows, unique_prompts
+
+    held_out = unique_prompts(load_rows(config.eval.data, name="eval.data")) if config.eval else []
+    training: dict[str, list[dict[str, Any]]] = {"sft": [], "rl": []}
+    left_out: dict[str, int] = {}
+    for stage in stages:
+        rows, left_out[stage] = exclude_prompts(load_rows(stage_config(config, stage).data, name=f"{stage}.data"), held_out)
+        if not rows:
+            raise DataError(f"{stage}.data has no row left: all of its prompts are held out by eval.data; use another seed or file")
+        training[stage] = rows
+    return Rows(training["sft"], training["rl"], held_out, left_out)
+
+
+def stage_config(config: RunConfig, stage: str) -> SFTTrainingConfig | RLTrainingConfig:
+    """The table of a stage. Raises ConfigError if the config has none."""
+    section = config.sft if stage == "sft" else config.rl
+    if section is None:
+        raise ConfigError(f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another mode")
+    return section
+
+
+@dataclass(frozen=True, slots=True)
+class Functions:
+    """The user's functions, imported and checked."""
+
+    generate: GenerateFn | None  # None: one chat turn
+    reward: RewardFn | None
+    eval_reward: RewardFn | None
+    filters: tuple[FilterFn, ...]
+
+
+def load_functions(config: RunConfig, stages: Sequence[str]) -> Functions:
+    """Raises PlugInError naming the setting and what is wrong."""
+    from rollouts.config.plugins import load_function
+    from rollouts.filters import FILTERS
+
+    def load(name: str, role: Any) -> Any:
+        return load_function(name, role=role, base_dir=Path.cwd())
+
+    rollout = config.rl.rollout if config.rl else None
+    reward = load(rollout.reward, "reward") if rollout and rollout.reward else None
+    if "rl" in stages and reward is None:
+        raise ConfigError("rl.rollout.reward is empty; name a function as module:function or file.py:function")
+    if "rl" in stages and config.rl and ":" in config.rl.loss:
+        load(config.rl.loss, "loss")
+    eval_reward = load(config.eval.reward, "reward") if config.eval and config.eval.reward else reward
+    if config.eval and eval_reward is None:
+        raise ConfigError("eval.reward is empty and there is no rl.rollout.reward to fall back on; name a function")
+    filters = tuple(FILTERS[name] if name in FILTERS else load(name, "filter") for name in (rollout.filters if rollout else ()))
+    return Functions(load(rollout.generate, "generate") if rollout and rollout.generate else None, reward, eval_reward, filters)
+
+
+def prepare_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, dry_run: bool) -> None:
+    """Makes the run directory and writes the resolved config, unless `dry_run`. Raises RunDirError if it is another run's."""
+    if run_dir.root.exists() and not run_dir.root.is_dir():
+        raise RunDirError(f"output.dir={run_dir.root} is a file; name a directory")
+    used = run_dir.root.is_dir() and any(run_dir.root.iterdir())
+    if used and not resume:
+        raise RunDirError(f"output.dir={run_dir.root} is not empty; go on with --resume, or name another directory with --output.dir DIR")
+    if used and not run_dir.config.exists():
+        raise RunDirError(f"output.dir={run_dir.root} holds files but no config.toml: it is not a run; name another directory with --output.dir DIR")
+    if used:
+        check_same_run(load_config(run_dir.config, ()), config)
+    if not dry_run:
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        run_dir.config.write_text(dump_config(config), encoding="utf-8")
+
+
+def check_launch() -> None:
+    """Raises ConfigError when a launcher started more ranks than this program uses."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != 1:
+        raise ConfigError(f"WORLD_SIZE={world_size}: this version trains on one rank; launch with --nproc-per-node=1")
+
+
+# --- the run -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What every stage reads."""
+
+    config: RunConfig
+    run_dir: RunDir
+    rows: Rows
+    functions: Functions
+    tokenizer: Any
+    stop_ids: tuple[int, ...]
+    logger: MetricsLogger
+    stop: trio.Event  # set by the first SIGINT or SIGTERM
+
+
+async def watch_signals(stop: trio.Event) -> None:
+    """Sets `stop` at the first SIGINT or SIGTERM; the second ends the process at once. Checkpoints are atomic, so nothing durable breaks."""
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for number in signals:
+            if stop.is_set():
+                os._exit(128 + number)
+            stop.set()
+            print("stopping after this step and its checkpoint; once more to stop now", file=sys.stderr, flush=True)
+
+
+@asynccontextmanager
+async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[tuple[PyTorchTrainingBackend, LocalEngine]]:
+    """A backend with the weights at `model_path` and a fresh optimizer, and an engine that generates with them."""
+    from rollouts.backends.open import open_pytorch_backend
+    from rollouts.engines.local import open_local_engine
+
+    config = run.config
+    section = stage_config(config, stage)
+    async with (
+        open_pytorch_backend(
+            model_path,
+            optim=section.optim,
+            total_steps=section.steps * (config.rl.updates_per_batch if config.rl and stage == "rl" else 1),
+            tokenizer=run.tokenizer,
+            autocast="off" if config.deterministic else config.model.autocast,
+            threads=config.model.threads,
+            deterministic=config.deterministic,
+            micro_batch_tokens=section.micro_batch_tokens,
+            share_prefix=config.rl.share_prefix if config.rl and stage == "rl" else False,
+        ) as backend,
+        open_local_engine(
+            backend.model,
+            device_thread=backend.device_thread,
+            mode=config.engine.mode if stage == "rl" else "shared",
+            trainer_version=lambda: backend.weight_version,
+            max_rows=config.engine.max_rows,
+            deterministic=config.deterministic,
+            seed=config.seed,
+        ) as engine,
+    ):
+        yield backend, engine
+
+
+async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
+    """True when every stage is complete, False when the user stopped the run. Each stage starts from the checkpoint of the one before."""
+    from rollouts.checkpoints.load import find_newest_checkpoint
+
+    before = ("base", 0)
+    for stage in stages:
+        total = stage_config(run.config, stage).steps
+        newest = find_newest_checkpoint(run.run_dir.stage_checkpoints(stage))
+        completed = (parse_step(newest.name) or 0) if newest else 0
+        last = stage == stages[-1]
+        if completed < total or (last and not evaluated(run, stage, total)):
+            async with open_stage(run, stage, newest or model_path) as (backend, engine):
+                if newest is None:
+                    await evaluate_once(run, engine, *before)
+                if completed < total:
+                    train = train_sft if stage == "sft" else train_rl
+                    completed = await train(run, backend, engine, newest, model_path)
+                if completed == total and last:
+                    await evaluate_once(run, engine, stage, total)
+        if completed < total:
+            return False
+        model_path = run.run_dir.checkpoint(stage, total)
+        before = (stage, total)
+    return True
+
+
+async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngine, newest: Path | None, start: Path) -> int:
+    """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at `start`."""
+    from rollouts.data.sft import prepare_sft_rows
+    from rollouts.loops.sft import run_sft_training
+
+    config = run.config.sft
+    assert config is not None
+    data = prepare_sft_rows(run.rows.sft, run.tokenizer, max_length=config.max_length, train_on=config.train_on)
+    completed = await restore(backend, newest)
+
+    async def save(step: int) -> None:
+        await save_step(run, backend, "sft", step, {})
+
+    async def evaluate_now(step: int) -> None:
+        await evaluate_once(run, engine, "sft", step)
+
+    history = await run_sft_training(
+        backend,
+        data.samples,
+        config,
+        run.logger,
+        seed=run.config.seed,
+        completed_steps=completed,
+        hooks=LoopHooks(evaluate_now, save, run.stop.is_set, run.config.output.checkpoint_every),
+    )
+    return completed + len(history)
+
+
+async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngine, newest: Path | None, start: Path) -> int:
+    """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at `start`, which stays the reference."""
+    from rollouts.checkpoints.load import load_trainer_state
+    from rollouts.data.data_buffer import DataBuffer
+    from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+    from rollouts.generation.generate import make_chat_generate
+    from rollouts.loops.rl import run_rl_training
+    from rollouts.weight_sync.probe import Probe, make_probe_prompt
+    from rollouts.weight_sync.sync import WeightSync
+
+    config = run.config.rl
+    assert config is not None
+    buffer = DataBuffer(run.rows.rl, seed=run.config.seed)
+    manager = AsyncRolloutManager(
+        buffer,
+        engine,
+        generate=run.functions.generate or make_chat_generate(run.tokenizer),
+        config=config.rollout,
+        reward=run.functions.reward,
+        filters=run.functions.filters,
+        sampling=SamplingParams(
+            max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature, stop_token_ids=run.stop_ids
+        ),
+        seed=run.config.seed,
+        policy_version=lambda: backend.weight_version,
+        max_staleness=config.max_staleness,
+    )
+    completed = await restore(backend, newest)
+    if newest is not None:
+        state = load_trainer_state(newest)
+        buffer.load_state_dict(state["data_buffer"])
+        manager.load_state_dict(state["rollout_manager"])
+    tolerance = 1e-3 if run.config.model.autocast == "off" or run.config.deterministic else 5e-2
+    sync = WeightSync(Probe(make_probe_prompt(engine.features.vocab_size), tolerance), snapshot_dir=run.run_dir.weights)
+    await sync(backend, [engine], completed)
+
+    async def save(step: int) -> None:
+        await save_step(run, backend, "rl", step, {"data_buffer": buffer.state_dict(), "rollout_manager": manager.state_dict()})
+
+    async def evaluate_now(step: int) -> None:
+        await evaluate_once(run, engine, "rl", step)
+
+    async with open_reference(run, backend, start) as reference:
+        history = await run_rl_training(
+            backend,
+            buffer,
+            manager,
+            [engine],
+            config,
+            run.logger,
+            sync_weights=sync,
+            reference=reference,
+            completed_steps=completed,
+            hooks=LoopHooks(evaluate_now, save, run.stop.is_set, run.config.output.checkpoint_every),
+        )
+    return completed + len(history)
+
+
+@asynccontextmanager
+async def open_reference(run: Run, backend: PyTorchTrainingBackend, start: Path) -> AsyncIterator[LogProbScorer | None]:
+    """The frozen model that RL started from, on the backend's thread; None when no KL term needs it."""
+    from rollouts.reference.score import open_frozen_reference
+
+    config = run.config.rl
+    if config is None or config.kl_coef == 0:
+        yield None
+        return
+    async with open_frozen_reference(start, device_thread=backend.device_thread, micro_batch_tokens=config.micro_batch_tokens) as reference:
+        yield reference
+
+
+async def restore(backend: PyTorchTrainingBackend, checkpoint: Path | None) -> int:
+    """The step of `checkpoint`, whose weights and optimizer are now in `backend`; 0 without one. Raises CheckpointError if it is damaged."""
+    from rollouts.checkpoints.load import check_checkpoint
+
+    if checkpoint is None:
+        return 0
+    await trio.to_thread.run_sync(lambda: check_checkpoint(checkpoint, hashes=True))
+    await backend.load(checkpoint).result()
+    return parse_step(checkpoint.name) or 0
+
+
+async def save_step(run: Run, backend: PyTorchTrainingBackend, stage: str, step: int, state: dict[str, Any]) -> None:
+    """Saves step `step` of `stage`; afterwards it is complete on disk or absent."""
+    from rollouts.checkpoints.save import save_checkpoint
+
+    async def write_model(path: Path) -> None:
+        await backend.save(path).result()
+
+    path = run.run_dir.checkpoint(stage, step)
+    await save_checkpoint(path, write_model=write_model, state=state, stage=stage, step=step)
+
+
+# --- evaluation and the end --------------------------------------------------------------------------------------------------
+
+
+def evaluated(run: Run, stage: str, step: int) -> bool:
+    """Whether evaluations.jsonl has the row already, from an earlier attempt; True when there is nothing to evaluate on."""
+    from rollouts.metrics.jsonl import read_rows
+
+    rows = read_rows(run.run_dir.evaluations) if run.run_dir.evaluations.exists() else []
+    return not run.rows.held_out or any(row["stage"] == stage and row["step"] == step for row in rows)
+
+
+async def evaluate_once(run: Run, engine: LocalEngine, stage: str, step: int) -> None:
+    """Evaluates the engine's weights on the held-out prompts and logs it, unless this (stage, step) has a row."""
+    from rollouts.evaluation.evaluate import evaluate
+    from rollouts.generation.generate import make_chat_generate
+
+    config = run.config.eval
+    if config is None or run.functions.eval_reward is None or evaluated(run, stage, step):
+        return
+    result = await evaluate(
+        run.rows.held_out,
+        engine,
+        generate=run.functions.generate or make_chat_generate(run.tokenizer),
+        reward=run.functions.eval_reward,
+        sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature, stop_token_ids=run.stop_ids),
+        samples_per_prompt=config.samples_per_prompt,
+        seed=run.config.seed,
+    )
+    version = await engine.weight_version()
+    await run.logger.log_samples(f"eval-{stage}", step, version, result.samples)
+    await run.logger.log_evaluation(stage, step, version, HELD_OUT, result.metrics(HELD_OUT))
+
+
+def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, Any]:
+    """What summary.json holds, read back from the files that the run left. `wall_s` is of the attempt that finished."""
+    from rollouts.metrics.jsonl import newest_attempts, read_rows
+
+    evaluations = newest_attempts(read_rows(run.run_dir.evaluations)) if run.run_dir.evaluations.exists() else []
+    accuracy: dict[str, float | None] = {"base": None, "sft": None, "rl": None}
+    for row in evaluations:
+        key = f"eval/{HELD_OUT}/avg@{run.config.eval.samples_per_prompt}" if run.config.eval else ""
+        accuracy[row["stage"]] = row[key]
+    rewards = [row["reward/mean"] for row in newest_attempts(read_rows(run.run_dir.metrics)) if row["stage"] == "rl" and "reward/mean" in row]
+    summary = {
+        "mode": "+".join(stages),
+        "steps": sum(stage_config(run.config, stage).steps for stage in stages),
+        "accuracy": accuracy,
+        "reward": {"first": rewards[0] if rewards else None, "last": rewards[-1] if rewards else None},
+        "wall_s": round(wall_s, 1),
+        "peak_rss_gib": round(read_peak_rss_gib(), 3),
+        "seed": run.config.seed,
+        "versions": {name: version(name) for name in ("rollouts-rl", "torch", "transformers", "trio", "numpy")},
+    }
+    write_atomically(run.run_dir.summary, json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def read_peak_rss_gib() -> float:
+    """Most memory this process and its ended children ever held, summed, in GiB. All of a run's work is in this process."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    status = Path("/proc/self/status")
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if status.exists():  # ru_maxrss counts what the process was before exec; VmHWM does not
+        own = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return (own + children) / 2**20
+
+
+def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
+    """Accuracy before and after each stage, three transcripts, and where the files are."""
+    from rollouts.metrics.jsonl import newest_attempts, read_rows
+
+    console.print()
+    for name, label in (("base", "base model"), ("sft", "after SFT"), ("rl", "after RL")):
+        if summary["accuracy"][name] is not None:
+            console.print(f"held-out reward, {label:<11} {100 * summary['accuracy'][name]:5.1f} %   ({len(run.rows.held_out)} problems)", highlight=False)
+    last_stage = f"eval-{summary['mode'].split('+')[-1]}"
+    transcripts = [row for row in read_rows(run.run_dir.samples) if row["stage"] == last_stage][:3] if run.run_dir.samples.exists() else []
+    for row in transcripts:
+        console.print(f"\n  prompt    {row['prompt']}\n  response  {row['response']}\n  reward    {row['reward']}", highlight=False, markup=False)
+    console.print(f"\n{summary['wall_s']:.0f} s, peak memory {summary['peak_rss_gib']:.2f} GiB", highlight=False)
+    console.print(f"everything is in {run.run_dir.root}; look at it with: python -m rollouts inspect {run.run_dir.root}", highlight=False)
+
+
+async def run_training(command: Command, config: RunConfig) -> int:
+    """The exit code. Raises RolloutsError; everything that can be checked without a model is checked before one loads."""
+    started = time.perf_counter()
+    console = Console()
+    check_launch()
+    rows = load_all_rows(config, command.stages)
+    functions = load_functions(config, command.stages)
+    run_dir = RunDir(Path(config.output.dir or f"runs/{config.name}"))
+    prepare_run_dir(run_dir, config, resume=command.resume, dry_run=command.dry_run)
+    for stage, count in rows.left_out.items():
+        if count:
+            console.print(f"{stage}: {count} rows left out because their prompts are held out", highlight=False)
+
+    from rollouts.models.load import load_tokenizer, resolve_model, stop_token_ids
+
+    model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed))
+    tokenizer = load_tokenizer(model_path)
+    if command.dry_run:
+        console.print("the config, the files, the rows, the functions and the model directory are in order; nothing was trained")
+        return 0
+
+    from rollouts.metrics.jsonl import next_attempt, open_jsonl_logger
+    from rollouts.metrics.progress import open_progress
+
+    totals = {stage: stage_config(config, stage).steps for stage in command.stages}
+    async with trio.open_nursery() as nursery:
+        stop = trio.Event()
+        nursery.start_soon(watch_signals, stop)
+        with open_progress(console, totals) as progress:
+            attempt = next_attempt(run_dir)
+            async with open_jsonl_logger(
+                run_dir, attempt=attempt, samples_per_step=config.output.samples_per_step, progress=progress
+            ) as logger:
+                run = Run(config, run_dir, rows, functions, tokenizer, stop_token_ids(tokenizer, model_path), logger, stop)
+                finished = await run_stages(run, command.stages, model_path)
+        nursery.cancel_scope.cancel()
+    if not finished:
+        console.print(f"stopped; go on with --resume --output.dir {run_dir.root}")
+        return 0
+    print_report(run, write_summary(run, command.stages, time.perf_counter() - started), console)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code. A known error is one message, without a traceback."""
+    command = parse_command_line(sys.argv[1:] if argv is None else argv)
+    try:
+        config = load_config(command.config_path, command.overrides)
+        return trio.run(run_training, command, config)
+    except* RolloutsError as group:
+        errors = leaf_errors(group)
+    for error in errors:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    return 2 if isinstance(errors[0], BAD_INPUT) else 1
+
+
+def leaf_errors(group: BaseExceptionGroup[RolloutsError]) -> list[RolloutsError]:
+    """The errors inside nested groups, in order, each message once."""
+    leaves: list[RolloutsError] = []
+    for error in group.exceptions:
+        leaves += leaf_errors(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return list({str(error): error for error in leaves}.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
