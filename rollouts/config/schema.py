@@ -39,7 +39,7 @@ class ModelConfig(Section):
 class DataSourceConfig(Section):
     """One source of rows. A row has a prompt (text or chat messages) or messages, and anything else a reward function reads."""
 
-    kind: Literal["jsonl", "reasoning_gym"]
+    kind: Literal["jsonl", "reasoning_gym"]  # a file of rows, or rows made by the package reasoning-gym
     path: str = ""  # jsonl: the file, relative to the config file
     dataset: str = ""  # reasoning_gym: the dataset's name
     params: dict[str, Any] = {}  # reasoning_gym: passed to create_dataset
@@ -61,14 +61,14 @@ class DataSourceConfig(Section):
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: PositiveFloat = 1e-5
+    lr: PositiveFloat = 1e-5  # learning rate after the warm-up
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: NaturalInt = 0  # steps over which lr rises linearly from lr/warmup_steps
     min_lr_ratio: Fraction = 0.0  # lr at the end of linear and cosine, as a share of lr
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.999
-    eps: PositiveFloat = 1e-8
-    weight_decay: NaturalFloat = 0.0
+    beta1: Fraction = 0.9  # decay of the mean of gradients
+    beta2: Fraction = 0.999  # decay of the mean of squared gradients
+    eps: PositiveFloat = 1e-8  # added to the root of the mean square
+    weight_decay: NaturalFloat = 0.0  # decoupled from the gradient, as in AdamW
     max_grad_norm: PositiveFloat | None = 1.0  # None: no clipping
     max_nonfinite_steps: PositiveInt = 3  # stop after so many steps in a row whose loss or gradient is not finite
 
@@ -77,7 +77,7 @@ class SFTTrainingConfig(Section):
     """Supervised fine-tuning."""
 
     data: DataSourceConfig
-    steps: PositiveInt
+    steps: PositiveInt  # training steps of the stage
     batch_size: PositiveInt = 16  # conversations per step
     max_length: PositiveInt = 1024  # tokens of one conversation
     train_on: Literal["all", "last"] = "all"  # which assistant turns train
@@ -90,42 +90,42 @@ class RolloutConfig(Section):
     """How samples are made."""
 
     num_prompts: PositiveInt = 8  # P: groups in a batch
-    samples_per_prompt: PositiveInt = 8  # G
+    samples_per_prompt: PositiveInt = 8  # G: samples of a group
     over_sampling: Annotated[float, Field(ge=1)] = 1.0  # groups launched at once = ceil(num_prompts * over_sampling)
-    max_new_tokens: PositiveInt = 256
-    temperature: PositiveFloat = 1.0
+    max_new_tokens: PositiveInt = 256  # tokens of one response, at most
+    temperature: PositiveFloat = 1.0  # of sampling; the trainer divides its logits by it too
     generate: str = ""  # module:function or file.py:function; empty: one chat turn
     reward: str = ""  # module:function or file.py:function
     filters: list[str] = []  # group filters, run in order; names of rollouts.filters, module:function or file.py:function
     max_attempts: PositiveInt = 20  # a batch may draw at most num_prompts * max_attempts groups
     max_failed_fraction: Fraction = 0.2  # of the samples of a batch; above it the run stops
-    reward_timeout_s: PositiveFloat = 30.0
+    reward_timeout_s: PositiveFloat = 30.0  # seconds one reward call may take; after it the sample has failed
 
 
 class RLTrainingConfig(Section):
     """Reinforcement learning."""
 
     data: DataSourceConfig
-    steps: PositiveInt
+    steps: PositiveInt  # training steps of the stage
     rollout: RolloutConfig
-    advantage: Literal["grpo", "centred", "rloo"] = "grpo"
+    advantage: Literal["grpo", "centred", "rloo"] = "grpo"  # how rewards of a group become advantages
     loss: str = "ppo_clip"  # a key of rollouts.losses.LOSSES, or module:function
-    loss_params: dict[str, float | int | bool | str] = {}
+    loss_params: dict[str, float | int | bool | str] = {}  # passed to the loss by keyword
     normalise_by: Literal["tokens", "sequences", "constant"] = "tokens"  # constant: num_prompts * samples_per_prompt * max_new_tokens
-    clip_low: PositiveFloat = 0.2
-    clip_high: PositiveFloat = 0.2
+    clip_low: PositiveFloat = 0.2  # the ratio is clipped below 1 - clip_low
+    clip_high: PositiveFloat = 0.2  # the ratio is clipped above 1 + clip_high
     kl_coef: NaturalFloat = 0.0  # 0: no reference model is loaded
-    kl_in: Literal["reward", "loss"] = "reward"
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    kl_in: Literal["reward", "loss"] = "reward"  # where the KL term goes
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k2 and k3 only with kl_in = "loss"
     recompute_old: bool = False  # old log-probs from a forward pass instead of the engine's, with truncated importance weights
     importance_cap: PositiveFloat = 2.0  # C of min(exp(old - mu), C); used with recompute_old
     updates_per_batch: PositiveInt = 1  # optimizer steps on one batch, each on all of it
     sync_every: PositiveInt = 1  # steps between weight updates of the engines
-    max_staleness: NaturalInt = 0  # steps
+    max_staleness: NaturalInt = 0  # steps a trained token may lag behind the trainer
     optim: OptimConfig = OptimConfig()
-    micro_batch_tokens: PositiveInt = 8192
+    micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
     share_prefix: bool = True  # compute a group's prompt once where that is exact
-    eval_every: NaturalInt = 0
+    eval_every: NaturalInt = 0  # steps; 0: only before and after
 
     @model_validator(mode="after")
     def _consistent(self) -> RLTrainingConfig:
@@ -142,7 +142,7 @@ class RLTrainingConfig(Section):
 class EngineConfig(Section):
     """What generates."""
 
-    kind: Literal["local"] = "local"
+    kind: Literal["local"] = "local"  # local: in this process
     mode: Literal["shared", "copied"] = "shared"  # shared: the trainer's own parameters, on its thread
     max_rows: PositiveInt = 128  # sequences decoded at once
 
@@ -152,16 +152,16 @@ class EvalConfig(Section):
 
     data: DataSourceConfig
     reward: str = ""  # empty: rl.rollout.reward
-    max_new_tokens: PositiveInt = 256
+    max_new_tokens: PositiveInt = 256  # tokens of one response, at most
     temperature: NaturalFloat = 0.0  # 0: greedy
-    samples_per_prompt: PositiveInt = 1
+    samples_per_prompt: PositiveInt = 1  # samples of each held-out prompt
 
 
 class RunConfig(Section):
     """Everything a run is made of. `--mode` says which of the stages run."""
 
-    name: str = "run"
-    seed: int = 0
+    name: str = "run"  # of the run directory, when output.dir is empty
+    seed: int = 0  # of data order, sampling and random weights
     deterministic: bool = False  # float32, fixed threads, fixed order: two runs give the same bits
     model: ModelConfig = ModelConfig()
     output: OutputConfig = OutputConfig()
