@@ -1,0 +1,126 @@
+"""How far a run is, for a person: a live line per stage on a terminal, plain lines in a log file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+SHOWN = (  # label, metrics of which the first present is shown, format
+    ("reward", ("reward/mean",), "{:.3f}"),
+    ("loss", ("loss/total",), "{:.4g}"),
+    ("grad", ("optim/grad_norm",), "{:.3g}"),
+    ("tok/s", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s", "perf/tokens_per_s"), "{:.0f}"),
+    ("s/step", ("time/step",), "{:.2f}"),
+)
+
+
+@dataclass(slots=True)
+class StageProgress:
+    """Where one stage is."""
+
+    first_step: int  # of this attempt
+    first_time: float  # seconds, when the first step was reported
+    step: int
+    total: int | None  # None: unknown
+    eta_s: float | None  # None: unknown
+    values: tuple[str, ...]  # one text per SHOWN entry, empty where the step has no such metric
+
+
+class Progress:
+    """Shows each step it is told about. Made by open_progress."""
+
+    def __init__(self, console: Console, live: Live | None, *, every_s: float, clock: Callable[[], float]) -> None:
+        self._console = console
+        self._live = live  # None: plain lines
+        self._every_s = every_s
+        self._clock = clock
+        self._last_line = float("-inf")
+        self._stages: dict[str, StageProgress] = {}
+
+    def update(self, stage: str, step: int, total: int | None, metrics: Mapping[str, float]) -> None:
+        """Shows a completed step. On a terminal always; in a log at most every `every_s` seconds, and the first and last of a stage."""
+        now = self._clock()
+        known = self._stages.get(stage)
+        first_step, first_time = (known.first_step, known.first_time) if known else (step, now)
+        eta_s = compute_eta_s(step, total, first_step, now - first_time, metrics.get("time/step"))
+        state = StageProgress(first_step, first_time, step, total, eta_s, format_values(metrics))
+        self._stages[stage] = state
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+        elif known is None or step == total or now - self._last_line >= self._every_s:
+            self._last_line = now
+            self._print(format_line(stage, state))
+
+    def note(self, text: str) -> None:
+        """Prints a line of its own, above the live display if there is one."""
+        self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        table.add_row("stage", "step", *(label for label, _, _ in SHOWN), "eta", style="dim")
+        for stage, state in self._stages.items():
+            eta = "" if state.eta_s is None else format_duration(state.eta_s)
+            table.add_row(stage, format_step(state), *state.values, eta)
+        return table
+
+
+@contextmanager
+def open_progress(
+    console: Console | None = None, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Progress]:
+    """A Progress on `console` (stderr if None): a live table if that is a terminal, else plain lines at most every `every_s` seconds.
+
+    It draws when it is told something, and owns no thread and no task.
+    """
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        yield Progress(console, None, every_s=every_s, clock=clock)
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield Progress(console, live, every_s=every_s, clock=clock)
+
+
+def compute_eta_s(step: int, total: int | None, first_step: int, elapsed_s: float, step_s: float | None) -> float | None:
+    """Seconds until step `total`, at the pace since `first_step` was reported, or of this step if it is the first. None if unknown."""
+    if total is None:
+        return None
+    if step > first_step:
+        return (total - step) * elapsed_s / (step - first_step)
+    return None if step_s is None else (total - step) * step_s
+
+
+def format_values(metrics: Mapping[str, float]) -> tuple[str, ...]:
+    """One text per SHOWN entry, empty where the metrics have none of its names."""
+    found = (next((metrics[name] for name in names if name in metrics), None) for _, names, _ in SHOWN)
+    return tuple("" if value is None else form.format(value) for value, (_, _, form) in zip(found, SHOWN, strict=True))
+
+
+def format_step(state: StageProgress) -> str:
+    """`3/40`, or `3` if the number of steps is unknown."""
+    return str(state.step) if state.total is None else f"{state.step}/{state.total}"
+
+
+def format_line(stage: str, state: StageProgress) -> str:
+    """One line of a log: `rl 3/40  reward 0.250  loss 0.01  eta 1m20s`."""
+    shown = [f"{label} {value}" for (label, _, _), value in zip(SHOWN, state.values, strict=True) if value]
+    eta = [] if state.eta_s is None else [f"eta {format_duration(state.eta_s)}"]
+    return "  ".join([f"{stage} {format_step(state)}", *shown, *eta])
+
+
+def format_duration(seconds: float) -> str:
+    """`42s`, `3m05s`, `2h07m`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
