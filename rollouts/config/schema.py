@@ -73,6 +73,9 @@ class OptimConfig(Section):
     max_nonfinite_steps: PositiveInt = 3  # stop after so many steps in a row whose loss or gradient is not finite
 
 
+SFT_LR = 1e-4  # ten times OptimConfig's, which suits RL
+
+
 class SFTTrainingConfig(Section):
     """Supervised fine-tuning."""
 
@@ -81,9 +84,17 @@ class SFTTrainingConfig(Section):
     batch_size: PositiveInt = 16  # conversations per step
     max_length: PositiveInt = 1024  # tokens of one conversation
     train_on: Literal["all", "last"] = "all"  # which assistant turns train
-    optim: OptimConfig = OptimConfig(lr=1e-4)
+    optim: OptimConfig = OptimConfig(lr=SFT_LR)
     micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
     eval_every: NaturalInt = 0  # steps; 0: only before and after
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_own_lr(cls, settings: Any) -> Any:
+        # an [sft.optim] table that sets something else would otherwise fall back to OptimConfig's lr, ten times smaller
+        if isinstance(settings, dict) and isinstance(settings.get("optim"), dict):
+            return {**settings, "optim": {"lr": SFT_LR, **settings["optim"]}}
+        return settings
 
 
 class RolloutConfig(Section):
@@ -135,7 +146,7 @@ class RLTrainingConfig(Section):
                 f"set max_staleness = {self.sync_every - 1} or more, or sync_every = {self.max_staleness + 1}"
             )
         if self.kl_in == "reward" and self.kl_coef > 0 and self.kl_estimator != "k1":
-            raise ValueError(f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; the KL term in the reward is k1; use kl_in='loss' for k2 and k3")
+            raise ValueError(f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; KL in the reward is k1; use kl_in='loss' for k2 and k3")
         return self
 
 

@@ -1,0 +1,333 @@
+"""A TOML file and the flags of a command line become one RunConfig, and back. Every problem is named in one ConfigError.
+
+A path or file.py:function is taken relative to the file that names it; one given by a flag, relative to the working directory. Both are
+made absolute, so that the resolved config means the same wherever it is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from rollouts.config.explain import ConfigKey, config_keys, describe_unknown_key, format_value, is_nullable, members_of, nearest
+from rollouts.config.schema import RunConfig, Section
+from rollouts.errors import ConfigError, RunDirError
+
+NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
+DATA_PATHS = ("sft.data.path", "rl.data.path", "eval.data.path")
+FUNCTIONS = ("rl.rollout.generate", "rl.rollout.reward", "rl.rollout.filters", "rl.loss", "eval.reward")
+MAY_CHANGE = (  # on resume: what a run writes and how long it goes on, not what it computes
+    "name", "output", "model.threads", "engine.max_rows", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s",
+)  # fmt: skip
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """The settings in `path` after `overrides` (`--section.key value` or `--section.key=value`), checked, with absolute paths.
+
+    An override is read as its setting's type asks: text stays text, everything else is a TOML value (true, 0.5, ["a", "b"]).
+    Raises ConfigError naming the file or flag, the key, the value and the rule; all problems of the file and flags, one a line.
+    """
+    file = Path(path)
+    settings = _read_toml(file)
+    problems = _Problems(str(path))
+    for flag, text in _split_overrides(overrides, problems):
+        _apply_override(settings, flag, text, problems)
+    _replace_none(settings)
+    _make_paths_absolute(settings, file.absolute().parent, problems.flags)
+    config = _validate(settings, problems)
+    if config is None:
+        raise ConfigError(problems.text())
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """TOML that `load_config` reads back equal: every setting written out, unset ones left out.
+
+    Raises ConfigError if data.params holds a value that TOML cannot write.
+    """
+    try:
+        return tomli_w.dumps(_plain(config))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the config cannot be written as TOML: {error}; data.params and loss_params hold TOML values only") from error
+
+
+def config_digest(config: RunConfig) -> str:
+    """SHA-256, in hex, of every setting. Equal configs have equal digests, in whatever order a file names its keys."""
+    text = json.dumps(_plain(config), sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_same_run(saved: RunConfig, now: RunConfig) -> None:
+    """Raises RunDirError, naming each setting, if a run with `saved` may not go on with `now`.
+
+    What a run writes and how many steps it takes may change (MAY_CHANGE); what it computes may not.
+    """
+    before, after = _flatten(_plain(saved)), _flatten(_plain(now))
+    differing = [
+        f"  {key}: {format_value(before[key]) if key in before else 'unset'} then, {format_value(after[key]) if key in after else 'unset'} now"
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key) != after.get(key) and not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+    ]
+    if differing:
+        lines = "\n".join(differing)
+        raise RunDirError(f"the run directory was made with other settings; go on with those, or name another --output.dir:\n{lines}")
+
+
+# --- problems ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Problems:
+    """What is wrong so far, and which keys came from a flag."""
+
+    file: str
+    flags: dict[str, str] = field(default_factory=dict)  # dotted key → flag as typed
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, source: str, message: str) -> None:
+        self.lines.append(f"{source}: {message}")
+
+    def source_of(self, key: str) -> str:
+        """The flag that set `key` or a table around it; otherwise the file."""
+        parts = key.split(".")
+        names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((self.flags[name] for name in names if name in self.flags), self.file)
+
+    def text(self) -> str:
+        lines = list(dict.fromkeys(self.lines))
+        return lines[0] if len(lines) == 1 else f"{len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+# --- the file ----------------------------------------------------------------------------------------------------------------
+
+
+def _read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_bytes().decode("utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: there is no such file; name a TOML file with --config FILE") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 at byte {error.start}; a TOML file is UTF-8 text") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+# --- flags -------------------------------------------------------------------------------------------------------------------
+
+
+def _split_overrides(overrides: Sequence[str], problems: _Problems) -> Iterable[tuple[str, str]]:
+    words = list(overrides)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--") or word == "--":
+            problems.add(word, "a stray word; settings are given as --section.key value")
+            continue
+        flag, equals, text = word.partition("=")
+        if not equals:
+            if not words or words[0].startswith("--"):
+                problems.add(flag, f"has no value; write {flag} VALUE")
+                continue
+            text = words.pop(0)
+        yield flag, text
+
+
+def _apply_override(settings: dict[str, Any], flag: str, text: str, problems: _Problems) -> None:
+    dotted = flag.removeprefix("--")
+    key = _setting_at(dotted)
+    if key is None:
+        problems.add(flag, describe_unknown_key(dotted))
+        return
+    if key.is_table or (key.takes_any_key and key.key == dotted):
+        problems.add(flag, f"{dotted} is a table; set one of its keys, for example {_example_of(key)}")
+        return
+    section = dotted.partition(".")[0]
+    if section not in settings and config_keys()[section].default == "unset":
+        required = [other.key for other in config_keys().values() if other.table == section and other.default == "required"]
+        problems.add(flag, f"the file has no [{section}] table to change; add one with {', '.join(required)}, or leave the flag out")
+        return
+    table = settings
+    for part in dotted.split(".")[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            return  # the file has a value where a table belongs: validation says so
+    table[dotted.rpartition(".")[2]] = _parse_override(text, key)
+    problems.flags[dotted] = flag
+
+
+def _setting_at(dotted: str) -> ConfigKey | None:
+    """The setting of that name; for a key that the user may choose freely, the table that holds it."""
+    known = config_keys()
+    if dotted in known:
+        return known[dotted]
+    parts = dotted.split(".")
+    holders = (known.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
+    return next((holder for holder in holders if holder is not None and holder.takes_any_key and all(parts)), None)
+
+
+def _example_of(key: ConfigKey) -> str:
+    inside = [other.key for other in config_keys().values() if other.table == key.key and not other.is_table]
+    return f"--{inside[0]} VALUE" if inside else f"--{key.key}.NAME VALUE"
+
+
+def _parse_override(text: str, key: ConfigKey) -> object:
+    members = members_of(key.annotation)
+    if _is_text_only(members) and not text.startswith(('"', "'")):
+        return text
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return parsed["value"] if len(parsed) == 1 else text
+
+
+def _is_text_only(members: Sequence[Any]) -> bool:
+    kinds = {type(value) for member in members if get_origin(member) is Literal for value in get_args(member)}
+    kinds |= {member for member in members if get_origin(member) is not Literal}
+    return kinds - {type(None)} == {str}
+
+
+# --- before validation -------------------------------------------------------------------------------------------------------
+
+
+def _replace_none(settings: dict[str, Any]) -> None:
+    for key in config_keys().values():
+        table = _table_at(settings, key.table)
+        if table is not None and table.get(key.name) == NONE and is_nullable(key.annotation):
+            table[key.name] = None
+
+
+def _make_paths_absolute(settings: dict[str, Any], file_dir: Path, flags: Mapping[str, str]) -> None:
+    for dotted in (*DATA_PATHS, *FUNCTIONS, "model.name"):
+        table_name, _, name = dotted.rpartition(".")
+        table = _table_at(settings, table_name)
+        if table is None or not table.get(name):
+            continue
+        base = Path.cwd() if dotted in flags else file_dir
+        make_absolute = _absolute_path if dotted in DATA_PATHS else _absolute_function if dotted in FUNCTIONS else _absolute_model
+        value = table[name]
+        if isinstance(value, str):
+            table[name] = make_absolute(value, base)
+        elif isinstance(value, list):
+            table[name] = [make_absolute(item, base) if isinstance(item, str) else item for item in value]
+
+
+def _table_at(settings: dict[str, Any], dotted: str) -> dict[str, Any] | None:
+    table: Any = settings
+    for part in dotted.split(".") if dotted else ():
+        table = table.get(part)
+        if not isinstance(table, dict):
+            return None
+    return table
+
+
+def _absolute_path(path: str, base: Path) -> str:
+    return str((base / Path(path).expanduser()).resolve())
+
+
+def _absolute_function(name: str, base: Path) -> str:
+    file, colon, function = name.rpartition(":")
+    return f"{_absolute_path(file, base)}:{function}" if colon and file.endswith(".py") else name
+
+
+def _absolute_model(name: str, base: Path) -> str:
+    # "org/model" on the hub looks like a relative path: it is one only if such a directory is there, or if it says so
+    is_path = name.startswith((".", "~", "/")) or (":" not in name and (base / name).is_dir())
+    return _absolute_path(name, base) if is_path else name
+
+
+# --- validation --------------------------------------------------------------------------------------------------------------
+
+
+def _validate(settings: dict[str, Any], problems: _Problems) -> RunConfig | None:
+    config = None
+    try:
+        config = RunConfig.model_validate(settings)
+    except ValidationError as error:
+        for detail in error.errors(include_url=False):
+            dotted, message = _explain_problem(detail)
+            problems.add(problems.source_of(dotted), message)
+    return None if problems.lines else config
+
+
+def _explain_problem(detail: ErrorDetails) -> tuple[str, str]:
+    """(dotted key, message) of one pydantic error."""
+    dotted, key = _locate(detail["loc"])
+    value = format_value(detail["input"])
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return dotted, describe_unknown_key(dotted)
+    if kind == "missing":
+        hint = f": {key.meaning}" if key and key.meaning else ""
+        return dotted, f"{dotted} is missing{hint}"
+    if kind == "value_error":
+        rule = str(detail.get("ctx", {}).get("error", detail["msg"]))
+        return dotted, f"{dotted}: {rule}" if dotted else rule
+    if kind == "literal_error" and key and isinstance(detail["input"], str):
+        close = nearest(detail["input"], [choice for member in members_of(key.annotation) for choice in get_args(member)])
+        return dotted, f"{dotted} = {value}; it must be {key.type_text}" + (f"; did you mean {format_value(close)}?" if close else "")
+    if key is None:
+        return dotted, f"{dotted} = {value}; {detail['msg']}"
+    if kind == "finite_number":
+        return dotted, f"{dotted} = {value}; it must be {key.type_text}, and finite"
+    rule = "a number, true or false, or text" if key.takes_any_key and dotted != key.key else key.type_text
+    return dotted, f"{dotted} = {value}; it must be {rule}" + _hint_about_quotes(detail["input"], key)
+
+
+def _locate(loc: Sequence[int | str]) -> tuple[str, ConfigKey | None]:
+    """The dotted key that a pydantic location means, and its setting; union members that pydantic appends are left off."""
+    known = config_keys()
+    parts: list[str] = []
+    for part in loc:
+        held = known.get(".".join(parts))
+        if held is not None and not held.is_table and not (held.takes_any_key or isinstance(part, int)):
+            break
+        parts.append(str(part))
+        if held is not None and not held.is_table:
+            break
+    dotted = ".".join(parts)
+    return dotted, known.get(dotted) or _setting_at(dotted) or known.get(dotted.rpartition(".")[0])
+
+
+def _hint_about_quotes(value: object, key: ConfigKey) -> str:
+    if not isinstance(value, str) or str in members_of(key.annotation):
+        return ""
+    inner = _parse_override(value, key)
+    return f"; write it without quotes: {format_value(inner)}" if isinstance(inner, bool | int | float) else ""
+
+
+# --- plain values ------------------------------------------------------------------------------------------------------------
+
+
+def _plain(config: Section) -> dict[str, Any]:
+    """Values that TOML knows: unset settings are left out, a nullable one that is off but not by default is the word "none"."""
+    plain: dict[str, Any] = {}
+    for name, info in type(config).model_fields.items():
+        value = getattr(config, name)
+        if isinstance(value, Section):
+            plain[name] = _plain(value)
+        elif value is not None:
+            plain[name] = value
+        elif info.default is not None:
+            plain[name] = NONE
+    return plain
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
