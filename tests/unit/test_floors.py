@@ -1,0 +1,206 @@
+"""Who may import whom: a file imports from its own folder or a lower floor, and only the listed modules load torch or wait on trio."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = {  # floor: its rooms
+    1: ["errors"],
+    2: ["types", "run_dir"],
+    3: ["protocols"],
+    4: ["config", "advantages", "kl_control", "filters", "metrics", "losses", "distributed", "device_thread"],
+    5: ["data", "models"],
+    6: ["checkpoints", "engines"],
+    7: ["reference", "rewards", "weight_sync"],
+    8: ["backends", "generation", "environments"],
+    9: ["evaluation"],
+    10: ["loops"],
+    11: ["preflight", "server", "inspect", "testing"],
+    12: ["cli", "__main__"],
+}
+FLOORS = {room: floor for floor, rooms in ROOMS.items() for room in rooms}
+CLI_ROOM = {"cli", "__main__"}  # one command in two files
+LOADS_TORCH = (
+    "losses", "distributed", "device_thread", "models", "checkpoints", "engines.local", "reference", "rewards.reward_model", "weight_sync",
+    "backends", "evaluation.policy_metrics", "testing.torch_contracts",
+)  # fmt: skip
+NEVER_TRIO = ("types", "errors", "run_dir", "config", "advantages", "kl_control", "filters", "losses", "data", "models")
+TORCH = frozenset({"torch", "transformers", "accelerate", "safetensors.torch", "torchao"})  # importing one of these loads torch
+TRIO = frozenset({"trio", "trio_parallel"})
+
+
+class Import(NamedTuple):
+    """One import statement's target."""
+
+    target: str  # dotted, absolute
+    line: int
+    at_top: bool  # runs when the module is imported, not inside a function
+
+
+def parse_imports(source: str, package: str = "") -> list[Import]:
+    """Every import in a module's source but those under TYPE_CHECKING. `from a import b` gives both a and a.b, for b may be a module."""
+    found: list[Import] = []
+
+    def visit(node: ast.AST, *, at_top: bool) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.orelse:
+                visit(child, at_top=at_top)
+            return
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, node.lineno, at_top) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found.append(Import(base, node.lineno, at_top))
+            found.extend(Import(f"{base}.{alias.name}", node.lineno, at_top) for alias in node.names)
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            visit(child, at_top=at_top and not inside)
+
+    visit(ast.parse(source), at_top=True)
+    return found
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in sorted((ROOT / "rollouts").rglob("*.py"))}
+
+
+@cache
+def imports_of(module: str) -> tuple[Import, ...]:
+    path = MODULES[module]
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    return tuple(parse_imports(path.read_text(), package))
+
+
+def room_of(module: str) -> str:
+    """The part after `rollouts.`; empty for the package itself."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def is_in(module: str, names: tuple[str, ...]) -> bool:
+    """Whether `rollouts.x.y` is one of the names (`x` or `x.y`) or inside one."""
+    return any(f"{module}.".startswith(f"rollouts.{name}.") for name in names)
+
+
+def is_external(target: str, packages: frozenset[str]) -> bool:
+    return any(f"{target}.".startswith(f"{package}.") for package in packages)
+
+
+@cache
+def loaded_by(module: str) -> frozenset[str]:
+    """Everything that importing a module of rollouts imports, transitively, at top level: our modules and outside names."""
+    seen: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        if name in MODULES:
+            parents = [name.rsplit(".", count)[0] for count in range(1, name.count(".") + 1)]
+            waiting += [*parents, *(found.target for found in imports_of(name) if found.at_top)]
+    return frozenset(seen)
+
+
+def floor_violations() -> list[str]:
+    wrong: list[str] = []
+    for module in MODULES:
+        room = room_of(module)
+        for found in imports_of(module):
+            target = room_of(found.target)
+            if found.target.split(".")[0] == "integration_training":
+                wrong.append(f"{MODULES[module]}:{found.line} imports integration_training, which is above the package")
+            if found.target.split(".")[0] != "rollouts" or not target or target == room or {room, target} <= CLI_ROOM:
+                continue
+            if target in FLOORS and (room == "" or FLOORS[target] >= FLOORS[room]):
+                wrong.append(f"{MODULES[module]}:{found.line} ({room or 'rollouts'}, floor {FLOORS.get(room, 0)}) imports {found.target}")
+    return wrong
+
+
+def loading_violations(packages: frozenset[str], allowed: set[str]) -> list[str]:
+    """Modules outside `allowed` that load one of the packages when imported, or import one inside a function."""
+    wrong: list[str] = []
+    for module in sorted(set(MODULES) - allowed):
+        if reached := sorted(name for name in loaded_by(module) if is_external(name, packages)):
+            through = sorted(name for name in loaded_by(module) & set(MODULES) if any(is_external(i.target, packages) for i in imports_of(name) if i.at_top))
+            wrong.append(f"{module} loads {reached} through {through}")
+        wrong += [f"{module}:{i.line} imports {i.target} in a function" for i in imports_of(module) if not i.at_top and is_external(i.target, packages)]
+    return wrong
+
+
+def test_every_module_stands_on_a_floor():
+    assert {room_of(module) for module in MODULES} - {""} <= set(FLOORS), "a new room: give it a floor here and in the design"
+
+
+def test_no_file_imports_sideways_or_up():
+    assert floor_violations() == []
+
+
+def test_torch_loads_only_through_the_listed_modules():
+    assert loading_violations(TORCH, {module for module in MODULES if is_in(module, LOADS_TORCH)}) == []
+
+
+def test_pure_modules_never_load_trio():
+    assert loading_violations(TRIO, {module for module in MODULES if not is_in(module, NEVER_TRIO)}) == []
+
+
+def test_asyncio_threads_and_pickle_are_imported_nowhere():
+    banned = frozenset({"asyncio", "pickle", "cloudpickle", "dill", "marshal"})
+    assert [f"{module}:{i.line} imports {i.target}" for module in MODULES for i in imports_of(module) if is_external(i.target, banned)] == []
+
+
+def test_light_modules_really_leave_torch_unloaded():
+    """In a fresh interpreter: first what must not load trio, then everything else that must not load torch."""
+    light = [module for module in MODULES if not is_in(module, LOADS_TORCH) and module != "rollouts.__main__"]
+    pure = [module for module in light if is_in(module, NEVER_TRIO)]
+    required = {"rollouts", "rollouts.loops.rl", "rollouts.loops.sft", "rollouts.generation"}
+    assert required <= set(light), required - set(light)
+    script = f"""
+import importlib, sys
+for name in {pure!r}:
+    importlib.import_module(name)
+assert 'trio' not in sys.modules, 'trio'
+for name in {light!r}:
+    importlib.import_module(name)
+    heavy = [package for package in ('torch', 'transformers') if package in sys.modules]
+    assert not heavy, (name, heavy)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import a.b", [("a.b", True)]),
+        ("from a import b", [("a", True), ("a.b", True)]),
+        ("def f():\n    import torch", [("torch", False)]),
+        ("class C:\n    import torch", [("torch", True)]),
+        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import numpy", [("numpy", True)]),
+        ("import typing\nif typing.TYPE_CHECKING:\n    import torch", [("typing", True)]),
+        ("try:\n    import torch\nexcept ImportError:\n    pass", [("torch", True)]),
+        ("from . import b", [("p.q", True), ("p.q.b", True)]),
+        ("from ..r import b", [("p.r", True), ("p.r.b", True)]),
+    ],
+)
+def test_imports_are_found_where_they_run(source: str, expected: list[tuple[str, bool]]):
+    assert [(found.target, found.at_top) for found in parse_imports(source, "p.q")] == expected
+
+
+def test_a_name_that_only_begins_alike_is_not_inside():
+    assert is_in("rollouts.models.load", ("models",))
+    assert not is_in("rollouts.models_zoo", ("models",))
+    assert is_in("rollouts.engines.local", ("engines.local",))
+    assert not is_in("rollouts.engines.fleet", ("engines.local",))
