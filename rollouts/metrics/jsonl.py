@@ -43,7 +43,6 @@ class JsonlLogger:
         attempt: int,
         samples_per_step: int,
         progress: Progress | None,
-        total_steps: Mapping[str, int],
         repaired_bytes: int,
         time_unix: Callable[[], float],
     ) -> None:
@@ -51,7 +50,6 @@ class JsonlLogger:
         self._attempt = attempt
         self._samples_per_step = samples_per_step
         self._progress = progress
-        self._total_steps = total_steps
         self._time_unix = time_unix
         self._statistics = {"rows": 0, "sample_rows": 0, "evaluation_rows": 0, "repaired_bytes": repaired_bytes}
 
@@ -60,7 +58,7 @@ class JsonlLogger:
         self._append("metrics", [make_row(stage, step, policy_version, self._attempt, self._time_unix(), metrics)])
         self._statistics["rows"] += 1
         if self._progress is not None:
-            self._progress.update(stage, step, self._total_steps.get(stage), metrics)
+            self._progress.update(stage, step, metrics)
         await trio.lowlevel.checkpoint()
 
     async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
@@ -93,12 +91,11 @@ async def open_jsonl_logger(
     attempt: int,
     samples_per_step: int,
     progress: Progress | None = None,
-    total_steps: Mapping[str, int] | None = None,
     time_unix: Callable[[], float] = time.time,
 ) -> AsyncIterator[JsonlLogger]:
     """A logger on the files of `run_dir`, made if missing and repaired if torn; flushed to the device on the way out.
 
-    `total_steps` per stage is what the progress display counts towards. Writes are made on the event loop: a row is a few kilobytes.
+    Writes are made on the event loop: a row is a few kilobytes.
     """
     assert attempt >= 1 and samples_per_step >= 0, (attempt, samples_per_step)
     paths = {"metrics": run_dir.metrics, "samples": run_dir.samples, "evaluations": run_dir.evaluations}
@@ -115,7 +112,6 @@ async def open_jsonl_logger(
             attempt=attempt,
             samples_per_step=samples_per_step,
             progress=progress,
-            total_steps=total_steps or {},
             repaired_bytes=repaired,
             time_unix=time_unix,
         )

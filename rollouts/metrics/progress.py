@@ -35,17 +35,20 @@ class StageProgress:
 class Progress:
     """Shows each step it is told about. Made by open_progress."""
 
-    def __init__(self, console: Console, live: Live | None, *, every_s: float, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, console: Console, live: Live | None, total_steps: Mapping[str, int], *, every_s: float, clock: Callable[[], float]
+    ) -> None:
         self._console = console
         self._live = live  # None: plain lines
+        self._total_steps = total_steps
         self._every_s = every_s
         self._clock = clock
         self._last_line = float("-inf")
         self._stages: dict[str, StageProgress] = {}
 
-    def update(self, stage: str, step: int, total: int | None, metrics: Mapping[str, float]) -> None:
+    def update(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
         """Shows a completed step. On a terminal always; in a log at most every `every_s` seconds, and the first and last of a stage."""
-        now = self._clock()
+        now, total = self._clock(), self._total_steps.get(stage)
         known = self._stages.get(stage)
         first_step, first_time = (known.first_step, known.first_time) if known else (step, now)
         eta_s = compute_eta_s(step, total, first_step, now - first_time, metrics.get("time/step"))
@@ -75,18 +78,23 @@ class Progress:
 
 @contextmanager
 def open_progress(
-    console: Console | None = None, *, every_s: float = 5.0, clock: Callable[[], float] = time.monotonic
+    console: Console | None = None,
+    total_steps: Mapping[str, int] | None = None,
+    *,
+    every_s: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Progress]:
     """A Progress on `console` (stderr if None): a live table if that is a terminal, else plain lines at most every `every_s` seconds.
 
-    It draws when it is told something, and owns no thread and no task.
+    `total_steps` per stage is what it counts towards; a stage without one has no end in sight. It draws when it is told something, and
+    owns no thread and no task.
     """
     console = console or Console(stderr=True)
     if not console.is_terminal:
-        yield Progress(console, None, every_s=every_s, clock=clock)
+        yield Progress(console, None, total_steps or {}, every_s=every_s, clock=clock)
         return
     with Live(console=console, auto_refresh=False) as live:
-        yield Progress(console, live, every_s=every_s, clock=clock)
+        yield Progress(console, live, total_steps or {}, every_s=every_s, clock=clock)
 
 
 def compute_eta_s(step: int, total: int | None, first_step: int, elapsed_s: float, step_s: float | None) -> float | None:

@@ -133,11 +133,16 @@ def loading_violations(packages: frozenset[str], allowed: set[str]) -> list[str]
     """Modules outside `allowed` that load one of the packages when imported, or import one inside a function."""
     wrong: list[str] = []
     for module in sorted(set(MODULES) - allowed):
-        if reached := sorted(name for name in loaded_by(module) if is_external(name, packages)):
-            through = sorted(name for name in loaded_by(module) & set(MODULES) if any(is_external(i.target, packages) for i in imports_of(name) if i.at_top))
-            wrong.append(f"{module} loads {reached} through {through}")
-        wrong += [f"{module}:{i.line} imports {i.target} in a function" for i in imports_of(module) if not i.at_top and is_external(i.target, packages)]
+        through = sorted(name for name in loaded_by(module) & set(MODULES) if imports_directly(name, packages, at_top=True))
+        if through:
+            wrong.append(f"{module} loads one of {sorted(packages)} through {through}")
+        if imports_directly(module, packages, at_top=False):
+            wrong.append(f"{module} imports one of {sorted(packages)} in a function")
     return wrong
+
+
+def imports_directly(module: str, packages: frozenset[str], *, at_top: bool) -> bool:
+    return any(found.at_top == at_top and is_external(found.target, packages) for found in imports_of(module))
 
 
 def test_every_module_stands_on_a_floor():
