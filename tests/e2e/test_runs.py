@@ -1,0 +1,129 @@
+"""What a whole run leaves, and that it can be repeated, stopped, killed and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import trio
+from transformers import AutoModelForCausalLM
+
+from rollouts.metrics.jsonl import read_rows
+from tests.e2e.compare import assert_same_run, weights_digest
+from tests.e2e.conftest import Train
+
+PATIENCE_S = 120.0
+
+
+async def wait_for_row(path: Path, stage: str, step: int, process: subprocess.Popen[str]) -> None:
+    """Until the file has the row. The file is another process's: there is no event to wait for."""
+    with trio.fail_after(PATIENCE_S):
+        while not (path.exists() and any(row["stage"] == stage and row["step"] >= step for row in read_rows(path))):
+            assert process.poll() is None, process.communicate()
+            await trio.sleep(0.02)
+
+
+def start(train: Train, out: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(train.command(out, *arguments), env=train.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path):
+    names = {path.name for path in finished_run.iterdir()}
+    assert {"config.toml", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "checkpoints", "summary.json"} <= names
+    summary = json.loads((finished_run / "summary.json").read_text())
+    assert summary["mode"] == "sft+rl"
+    assert summary["steps"] == 10
+    assert set(summary["accuracy"]) == {"base", "sft", "rl"}
+    assert all(0 <= value <= 1 for value in summary["accuracy"].values())
+    assert summary["reward"]["first"] is not None
+    assert 0 < summary["peak_rss_gib"] < 8
+    rows = read_rows(finished_run / "metrics.jsonl")
+    assert [(row["stage"], row["step"]) for row in rows] == [("sft", n) for n in range(1, 7)] + [("rl", n) for n in range(1, 5)]
+    assert rows[6]["policy_version"] == 0
+
+
+def test_an_rl_row_answers_the_questions_that_people_ask(finished_run: Path):
+    row = read_rows(finished_run / "metrics.jsonl")[-1]
+    wanted = {
+        "reward/mean", "reward/std", "groups/zero_std_frac", "loss/total", "clip_ratio/low", "clip_ratio/high", "mismatch_kl/mean", "entropy/mean",
+        "optim/grad_norm", "optim/lr", "response_length/mean", "truncated/frac", "perf/generated_tokens_per_s", "time/generate", "time/train",
+        "off_policy/max",
+    }  # fmt: skip
+    assert wanted <= set(row), wanted - set(row)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_a_checkpoint_is_a_hugging_face_model_directory(finished_run: Path, stage: str):
+    newest = max((finished_run / "checkpoints" / stage).iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
+    model = AutoModelForCausalLM.from_pretrained(newest)
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
+def test_two_deterministic_runs_are_the_same_bits(train: Train, finished_run: Path, tmp_path: Path):
+    assert train.run(tmp_path / "again").returncode == 0
+    assert_same_run(finished_run, tmp_path / "again")
+
+
+@pytest.mark.parametrize(("stage", "step"), [("sft", 3), ("rl", 2)])
+async def test_a_killed_run_goes_on_exactly(train: Train, finished_run: Path, tmp_path: Path, stage: str, step: int):
+    process = start(train, tmp_path / "killed")
+    await wait_for_row(tmp_path / "killed" / "metrics.jsonl", stage, step, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    result = train.run(tmp_path / "killed", "--resume")
+    assert result.returncode == 0, result.stderr
+    assert_same_run(finished_run, tmp_path / "killed")
+
+
+async def test_ctrl_c_once_finishes_the_step_and_saves(train: Train, finished_run: Path, tmp_path: Path):
+    process = start(train, tmp_path / "stopped")
+    await wait_for_row(tmp_path / "stopped" / "metrics.jsonl", "rl", 1, process)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, stderr
+    assert "--resume" in stdout
+    assert "Traceback" not in stderr
+    assert not (tmp_path / "stopped" / "summary.json").exists()
+    rows = read_rows(tmp_path / "stopped" / "metrics.jsonl")
+    assert (tmp_path / "stopped" / "checkpoints" / "rl" / f"step_{rows[-1]['step']}" / "manifest.json").exists()
+    assert train.run(tmp_path / "stopped", "--resume").returncode == 0
+    assert weights_digest(tmp_path / "stopped/checkpoints/rl/step_4") == weights_digest(finished_run / "checkpoints/rl/step_4")
+
+
+async def test_ctrl_c_twice_exits_now(train: Train, tmp_path: Path):
+    process = start(train, tmp_path / "stopped", "--sft.steps", "100000")
+    await wait_for_row(tmp_path / "stopped" / "metrics.jsonl", "sft", 1, process)
+    os.kill(process.pid, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, signal.SIGTERM)
+    os.kill(process.pid, signal.SIGCONT)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode in (130, 143)
+
+
+def test_resume_without_a_run_starts_one_and_a_finished_run_stays_finished(train: Train, tmp_path: Path):
+    assert train.run(tmp_path / "run", "--resume", mode="sft").returncode == 0
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert train.run(tmp_path / "run", "--resume", mode="sft").returncode == 0
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == rows
+
+
+def test_torchrun_runs_the_same_program_to_the_same_bits(train: Train, finished_run: Path, tmp_path: Path):
+    result = train.run(tmp_path / "torchrun", torchrun=True)
+    assert result.returncode == 0, result.stderr
+    assert_same_run(finished_run, tmp_path / "torchrun")
+
+
+def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train: Train, finished_run: Path, tmp_path: Path):
+    checkpoint = finished_run / "checkpoints" / "sft" / "step_6"
+    result = train.run(tmp_path / "rl", "--model.name", str(checkpoint), mode="rl")
+    assert result.returncode == 0, result.stderr
+    continued = [row for row in read_rows(finished_run / "metrics.jsonl") if row["stage"] == "rl"]
+    alone = read_rows(tmp_path / "rl" / "metrics.jsonl")
+    for name in ("reward/mean", "loss/total", "optim/grad_norm", "entropy/mean", "mismatch_kl/mean"):
+        assert alone[0][name] == continued[0][name], name
