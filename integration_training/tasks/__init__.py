@@ -1,0 +1,1 @@
+"""Tasks: a dataset, a reward and a filter on one page each."""

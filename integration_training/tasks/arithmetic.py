@@ -1,0 +1,37 @@
+"""Sums in plain text, made by reasoning-gym's chain_sum: the model answers with a number and nothing else.
+
+    [rl.data]
+    kind = "reasoning_gym"
+    dataset = "chain_sum"
+    params = { min_terms = 2, max_terms = 2, min_digits = 1, max_digits = 1 }
+    size = 2000
+    system_prompt = "Answer with the number only."
+
+    [rl.rollout]
+    reward = "integration_training.tasks.arithmetic:exact_answer"
+"""
+
+from __future__ import annotations
+
+import re
+
+from rollouts.types import RewardResult, Sample
+
+NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
+
+
+def exact_answer(sample: Sample) -> RewardResult:
+    """1 if the response, without white space around it, is the row's answer and nothing else; otherwise 0.
+
+    Parts: `exact`, the reward itself, and `well_formed`, 1 if the response is a number at all.
+    Raises KeyError if the sample's row has no answer, so that the sample counts as failed and not as wrong.
+    """
+    answer = str(sample.metadata["answer"]).strip()
+    response = sample.response.strip()
+    exact = float(response == answer)
+    return RewardResult(exact, {"exact": exact, "well_formed": float(is_number(response))})
+
+
+def is_number(text: str) -> bool:
+    """Whether `text` is one number in digits, with nothing around it."""
+    return NUMBER.fullmatch(text) is not None

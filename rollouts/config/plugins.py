@@ -1,0 +1,114 @@
+"""Functions that the config names: `module:function`, or `path/file.py:function`, imported by importlib and checked."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from rollouts.config.explain import nearest
+from rollouts.errors import PlugInError
+
+Role = Literal["reward", "generate", "filter", "loss"]
+
+CALLED_WITH: dict[Role, tuple[str, ...]] = {"reward": ("sample",), "generate": ("sample", "engine", "sampling"), "filter": ("group",)}
+
+
+def load_function(name: str, *, role: Role, base_dir: Path) -> Callable[..., Any]:
+    """The function that `name` means, imported once: the same name, or another function of the same file, comes from the same module.
+
+    A file is taken relative to `base_dir`; it is imported by itself, so it cannot import its neighbours unless they are installed.
+    Raises PlugInError naming what failed: the form of the name, the file or module, its import (the cause is kept), the function, or
+    the number of positional arguments that `role` passes (a loss is not checked: backends call it).
+    """
+    where, colon, function_name = name.rpartition(":")
+    if not colon or not where or not function_name:
+        raise PlugInError(f"{role}={name!r} does not name a function; write module:function or path/file.py:function")
+    what = f"{role}={name!r}"
+    module = _load_file(base_dir / Path(where).expanduser(), what) if where.endswith(".py") else _load_module(where, what)
+    function = _get_attribute(module, function_name, what)
+    if not callable(function):
+        raise PlugInError(f"{what}: {function_name} is a {type(function).__name__}; it must be a function")
+    _check_parameters(function, CALLED_WITH.get(role), what)
+    return function
+
+
+def _load_module(module_name: str, what: str) -> ModuleType:
+    if "/" in module_name or "\\" in module_name:
+        raise PlugInError(f"{what}: {module_name} looks like a file; a file's name ends in .py, a module's has dots")
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name != missing and not module_name.startswith(f"{missing}."):
+            raise PlugInError(f"{what}: importing {module_name} failed: {_describe(error)}") from error
+        raise PlugInError(
+            f"{what}: there is no module {missing}; install its package, or name the file itself: path/{module_name.rpartition('.')[2]}.py:function"
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise PlugInError(f"{what}: importing {module_name} failed: {_describe(error)}") from error
+
+
+def _load_file(path: Path, what: str) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise PlugInError(f"{what}: there is no file {path}")
+    # a name of its own, so that two files called reward.py do not meet; in sys.modules because dataclasses look their module up there
+    module_name = f"rollouts_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None, path  # a .py file has a loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[module_name]
+        raise PlugInError(f"{what}: importing {path} failed: {_describe(error)}{_neighbour_hint(error, path)}") from error
+    return module
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _neighbour_hint(error: BaseException, path: Path) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
+    if missing and (path.parent / f"{missing.partition('.')[0]}.py").is_file():
+        return f"; {missing} lies beside it but is not installed: install it, put its directory on PYTHONPATH, or move what is needed into this file"
+    return ""
+
+
+def _get_attribute(module: ModuleType, dotted: str, what: str) -> object:
+    value: object = module
+    for name in dotted.split("."):
+        if not hasattr(value, name):
+            close = nearest(name, [other for other in dir(value) if not other.startswith("__")])
+            hint = f"; did you mean {close}?" if close else ""
+            owner = getattr(module, "__file__", None) or module.__name__
+            raise PlugInError(f"{what}: {owner} has no {name}{hint}")
+        value = getattr(value, name)
+    return value
+
+
+def _check_parameters(function: Callable[..., Any], arguments: tuple[str, ...] | None, what: str) -> None:
+    if arguments is None:
+        return
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):  # written in C: nothing to look at
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise PlugInError(
+            f"{what}: it is called with {len(arguments)} positional argument{'s' if len(arguments) > 1 else ''} ({', '.join(arguments)}) "
+            f"but takes {signature}: {error}"
+        ) from error

@@ -1,0 +1,1 @@
+"""Rows, conversations and the order in which they are used."""

@@ -1,0 +1,95 @@
+"""Conversations as training rows: tokenized once, cut to length without losing what trains, drawn in an order that needs no state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from rollouts.data.chat import ChatTokenizer, TrainOn, compute_loss_mask, tokenize_conversation
+from rollouts.data.datasets import row_to_conversation
+from rollouts.errors import DataError, ModelError
+from rollouts.types import BoolArray, IntArray, RolloutBatch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SFTSample:
+    """One conversation, ready to train."""
+
+    token_ids: IntArray  # [T]
+    loss_mask: BoolArray  # [T] 1 where the token trains; at least one does, the first never
+    row_id: int  # position of its row in the dataset
+
+
+@dataclass(frozen=True, slots=True)
+class SFTData:
+    """The rows that train, and what became of the others."""
+
+    samples: tuple[SFTSample, ...]
+    truncated: int  # samples cut at max_length; the tokens after it do not train
+    dropped: Mapping[str, int]  # reason → rows left out; "no_trained_tokens": max_length ends before the first token that trains
+
+
+def prepare_sft_rows(
+    rows: Sequence[Mapping[str, Any]], tokenizer: ChatTokenizer, *, max_length: int, train_on: TrainOn = "all", name: str = "sft.data"
+) -> SFTData:
+    """Every row as a sample of at most `max_length` tokens, in the rows' order.
+
+    A longer row is cut on the right if tokens that train remain, and dropped otherwise; both are counted.
+    Raises DataError naming the row if it is no conversation, or naming max_length if nothing is left; ModelError for the chat template.
+    """
+    samples: list[SFTSample] = []
+    truncated = dropped = longest = 0
+    for row_id, row in enumerate(rows):
+        sample = _prepare_row(row, row_id, tokenizer, train_on, where=f"{name}: row {row_id}")
+        longest = max(longest, len(sample.token_ids))
+        cut = SFTSample(sample.token_ids[:max_length], sample.loss_mask[:max_length], row_id)
+        if not cut.loss_mask.any():
+            dropped += 1
+            continue
+        truncated += len(sample.token_ids) > max_length
+        samples.append(cut)
+    if not samples:
+        raise DataError(
+            f"{name}: none of {len(rows)} rows has a token to train on within max_length={max_length} (the longest has {longest} tokens); "
+            "raise sft.max_length"
+        )
+    assert len(samples) + dropped == len(rows), "a row was lost"
+    return SFTData(tuple(samples), truncated, {"no_trained_tokens": dropped} if dropped else {})
+
+
+def _prepare_row(row: Mapping[str, Any], row_id: int, tokenizer: ChatTokenizer, train_on: TrainOn, *, where: str) -> SFTSample:
+    messages = row_to_conversation(row, where=where)
+    try:
+        conversation = tokenize_conversation(messages, tokenizer, train_on=train_on)
+        loss_mask = compute_loss_mask(conversation, train_on)
+    except (DataError, ModelError) as error:
+        raise type(error)(f"{where}: {error}") from error
+    assert not loss_mask[0], "the first token has nothing before it to be predicted from"
+    return SFTSample(conversation.token_ids, loss_mask, row_id)
+
+
+def select_sft_batch(num_rows: int, batch_size: int, step: int, seed: int) -> list[int]:
+    """The rows of the step after `step` completed ones: a pure function, so a resumed run needs no state.
+
+    Rows come in one order per epoch, every row once an epoch; a batch may reach into the next one. The order is a stable sort of raw
+    64-bit draws of Philox keyed by (seed, epoch), which numpy promises not to change, unlike its shuffles.
+    """
+    assert num_rows > 0 and batch_size > 0 and step >= 0, (num_rows, batch_size, step)
+    positions = range(step * batch_size, (step + 1) * batch_size)
+    return [int(_epoch_order(num_rows, position // num_rows, seed)[position % num_rows]) for position in positions]
+
+
+@lru_cache(maxsize=4)
+def _epoch_order(num_rows: int, epoch: int, seed: int) -> IntArray:
+    key = np.array([seed % 2**64, epoch], np.uint64)
+    draws = np.random.Philox(key=key).random_raw(num_rows)
+    return np.argsort(draws, kind="stable")
+
+
+def make_sft_batch(samples: Sequence[SFTSample]) -> RolloutBatch:
+    """What one SFT step consumes: tokens and loss masks, no rewards and no log-probs."""
+    return RolloutBatch(tokens=tuple(sample.token_ids for sample in samples), loss_masks=tuple(sample.loss_mask for sample in samples))
