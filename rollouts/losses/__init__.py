@@ -6,6 +6,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from torch import Tensor
 
@@ -46,7 +47,7 @@ def resolve_loss(name: str) -> LossFn:
         raise PlugInError(f"loss={name!r} cannot be imported ({error}); it must be module:function with the module on the Python path") from error
     if not callable(function):
         raise PlugInError(f"loss={name!r} is a {type(function).__name__}; it must be a function of (inputs, *, unit, ...)")
-    return function
+    return cast(LossFn, function)
 
 
 def check_loss_params(name: str, params: Mapping[str, object]) -> None:

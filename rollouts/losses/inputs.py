@@ -30,7 +30,7 @@ class LossOutput(NamedTuple):
     """A sum and what it sums over. The backend divides by the count of the whole batch, never by that of a micro-batch."""
 
     sum: Tensor  # scalar with gradient
-    count: float  # of the loss's unit; must equal what the masks say
+    count: float  # of the loss's unit; must equal what the masks say  # pyright: ignore[reportIncompatibleMethodOverride]
     metrics: dict[str, Metric]
 
 
