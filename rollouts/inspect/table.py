@@ -1,0 +1,140 @@
+"""Tables of a run for a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from rollouts.inspect.read import RunRecord, series, sum_by_name
+from rollouts.metrics.jsonl import Row
+
+COLUMNS = (  # heading, metrics of which the first present is shown, format
+    ("reward", ("reward/mean",), "{:.3f}"),
+    ("loss", ("loss/total",), "{:.4g}"),
+    ("grad norm", ("optim/grad_norm",), "{:.3g}"),
+    ("lr", ("optim/lr",), "{:.2e}"),
+    ("entropy", ("entropy/mean",), "{:.3f}"),
+    ("clipped", ("clip_ratio/mean", "clip_ratio/region", "clip_ratio/frac"), "{:.3f}"),
+    ("length", ("response_length/mean",), "{:.1f}"),
+    ("cut", ("truncated/frac",), "{:.2f}"),
+    ("lag", ("off_policy/max",), "{:.0f}"),
+    ("tok/s", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s"), "{:.0f}"),
+    ("s/step", ("time/step",), "{:.2f}"),
+)
+ACCURACY = re.compile(r"eval/(?P<name>.+)/(?P<stat>(?:avg|pass)@\d+)")
+DROPPED = "groups/dropped/"
+FAILED = "fail/"
+
+
+def make_stage_table(record: RunRecord) -> Table:
+    """One row per stage: how far, how the reward and the loss moved, how long, what was dropped and what failed."""
+    table = Table()
+    for heading in ("stage", "steps", "reward first → last", "loss first → last", "minutes", "groups dropped", "failed"):
+        table.add_column(heading, justify="left" if heading in ("stage", "groups dropped", "failed") else "right")
+    for stage in record.stages:
+        rows = record.stage_rows(stage)
+        minutes = sum(series(rows, "time/step")[1]) / 60
+        table.add_row(
+            stage,
+            str(rows[-1]["step"]),
+            format_first_last(rows, "reward/mean", "{:.3f}"),
+            format_first_last(rows, "loss/total", "{:.4g}"),
+            f"{minutes:.1f}",
+            format_counts(sum_by_name(rows, DROPPED)),
+            format_counts(sum_by_name(rows, FAILED)),
+        )
+    return table
+
+
+def describe_state(record: RunRecord) -> str:
+    """Whether the run is finished, how often it was started, and its newest checkpoint."""
+    state = "not finished" if record.summary is None else "finished"
+    attempts = f"{record.attempts} attempt{'' if record.attempts == 1 else 's'}"
+    newest = f"checkpoint {'/step_'.join(map(str, find_newest_checkpoint(record)))}" if record.checkpoints else "no checkpoint"
+    return f"{state}, {attempts}, {newest}"
+
+
+def find_newest_checkpoint(record: RunRecord) -> tuple[str, int]:
+    """(stage, step) of the last checkpoint of the last stage that has one."""
+    order = {stage: place for place, stage in enumerate(record.stages)}
+    return max(record.checkpoints, key=lambda found: (order.get(found[0], -1), found[1]))
+
+
+def make_evaluation_table(record: RunRecord) -> Table | None:
+    """Accuracy (avg@k, pass@k, in percent) per evaluation, in order; None if there was none."""
+    if not record.evaluations:
+        return None
+    found = [(row, match, row[name]) for row in record.evaluations for name in row if (match := ACCURACY.fullmatch(name))]
+    stats = list(dict.fromkeys(match["stat"] for _, match, _ in found))
+    table = Table(title="evaluations, %", title_justify="left", title_style="bold")
+    for heading in ("stage", "step", "version", "name", *stats, "failed"):
+        table.add_column(heading, justify="left" if heading in ("stage", "name") else "right")
+    for row in record.evaluations:
+        values = {match["stat"]: 100 * value for other, match, value in found if other is row}
+        failed = sum(value for name, value in row.items() if name.startswith("eval/") and name.endswith("/failed"))
+        cells = [f"{values[stat]:.1f}" if stat in values else "" for stat in stats]
+        table.add_row(row["stage"], str(row["step"]), str(row.get("policy_version", "")), str(row.get("name", "")), *cells, f"{failed:.0f}")
+    return table
+
+
+def make_step_table(record: RunRecord, *, last: int) -> Table | None:
+    """The last steps of the run, columns that none of them has left out; None if there are no steps."""
+    rows = record.metrics[-last:] if last > 0 else ()
+    if not rows:
+        return None
+    columns = [column for column in COLUMNS if any(find_value(row, column[1]) is not None for row in rows)]
+    table = Table(title=f"last {len(rows)} steps", title_justify="left", title_style="bold")
+    for heading in ("stage", "step", *(heading for heading, _, _ in columns)):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for row in rows:
+        values = [(find_value(row, names), form) for _, names, form in columns]
+        table.add_row(row["stage"], str(row["step"]), *("" if value is None else form.format(value) for value, form in values))
+    return table
+
+
+def find_value(row: Row, names: Sequence[str]) -> float | None:
+    """The first of the metrics that the row has."""
+    return next((row[name] for name in names if name in row), None)
+
+
+def format_first_last(rows: Sequence[Row], name: str, form: str) -> str:
+    """`first → last` of a metric; empty if no row has it."""
+    _, values = series(rows, name)
+    return f"{form.format(values[0])} → {form.format(values[-1])}" if values else ""
+
+
+def format_counts(counts: dict[str, float]) -> str:
+    """`zero_std 12, surplus 3`, the most frequent first."""
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {count:.0f}" for name, count in ordered)
+
+
+def make_summary_lines(record: RunRecord) -> list[str]:
+    """What summary.json says beyond the tables: mode, accuracy by stage, wall time, memory, seed, versions. Empty until the run is finished."""
+    summary = record.summary or {}
+    lines: list[str] = []
+    if facts := [f"{name} {format_fact(summary[name])}" for name in ("mode", "seed", "wall_s", "peak_rss_gib") if name in summary]:
+        lines.append(", ".join(facts))
+    accuracy = summary.get("accuracy")
+    if isinstance(accuracy, dict) and (known := {stage: value for stage, value in accuracy.items() if isinstance(value, int | float)}):
+        lines.append("accuracy: " + " → ".join(f"{stage} {100 * value:.1f} %" for stage, value in known.items()))
+    if isinstance(versions := summary.get("versions"), dict):
+        lines.append("versions: " + ", ".join(f"{package} {version}" for package, version in versions.items()))
+    return lines
+
+
+def format_fact(value: Any) -> str:
+    """A number with at most two decimals, anything else as it is."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+
+
+def format_sample(row: Row) -> str:
+    """A sample as a person reads it: what identifies it, the prompt, the response, the reward."""
+    prompt = row.get("prompt", "")
+    text = prompt if isinstance(prompt, str) else "\n".join(f"[{turn['role']}] {turn['content']}" for turn in prompt)
+    reward = f"{row['reward']:.3f}" if "reward" in row else "none"
+    facts = [f"{row['stage']} step {row['step']}", row.get("id", ""), row.get("status", ""), f"reward {reward}"]
+    return f"── {' · '.join(facts)} · {row.get('response_length', 0)} tokens\n{text}\n→ {row.get('response', '')}\n"
