@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le
 
 from rollouts.config import schema
 from rollouts.config.schema import RunConfig, Section
@@ -177,8 +177,6 @@ def format_value(value: object) -> str:
 def _plain_text(value: object) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, Section):
-        return _plain_text(value.model_dump(exclude_none=True))
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key} = {format_value(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -261,8 +259,6 @@ def _describe_bound(constraint: object) -> str:
             return f", above {bound}"
         case Le(le=bound):
             return f", at most {bound}"
-        case Lt(lt=bound):
-            return f", below {bound}"
         case _:
             return ""
 

@@ -273,11 +273,10 @@ def _explain_problem(detail: ErrorDetails) -> tuple[str, str]:
     if kind == "value_error":
         rule = str(detail.get("ctx", {}).get("error", detail["msg"]))
         return dotted, f"{dotted}: {rule}" if dotted else rule
-    if kind == "literal_error" and key and isinstance(detail["input"], str):
+    if key and kind == "literal_error" and isinstance(detail["input"], str):
         close = nearest(detail["input"], [choice for member in members_of(key.annotation) for choice in get_args(member)])
         return dotted, f"{dotted} = {value}; it must be {key.type_text}" + (f"; did you mean {format_value(close)}?" if close else "")
-    if key is None:
-        return dotted, f"{dotted} = {value}; {detail['msg']}"
+    assert key is not None, dotted  # only an unknown key has no setting
     if kind == "finite_number":
         return dotted, f"{dotted} = {value}; it must be {key.type_text}, and finite"
     rule = "a number, true or false, or text" if key.takes_any_key and dotted != key.key else key.type_text
@@ -290,9 +289,8 @@ def _locate(loc: Sequence[int | str]) -> tuple[str, ConfigKey | None]:
     parts: list[str] = []
     for part in loc:
         held = known.get(".".join(parts))
-        if held is not None and not held.is_table and not (held.takes_any_key or isinstance(part, int)):
-            break
-        parts.append(str(part))
+        if held is None or held.is_table or held.takes_any_key or isinstance(part, int):
+            parts.append(str(part))
         if held is not None and not held.is_table:
             break
     dotted = ".".join(parts)

@@ -34,7 +34,7 @@ def load_function(name: str, *, role: Role, base_dir: Path) -> Callable[..., Any
     module = _load_file(base_dir / Path(where).expanduser(), what) if where.endswith(".py") else _load_module(where, what)
     function = _get_attribute(module, function_name, what)
     if not callable(function):
-        raise PlugInError(f"{what}: {function_name} is a {type(function).__name__}; it must be a function")
+        raise PlugInError(f"{what}: {function_name} is of type {type(function).__name__}; it must be a function")
     _check_parameters(function, CALLED_WITH.get(role), what)
     return function
 

@@ -45,7 +45,7 @@ def _read_jsonl(source: DataSourceConfig, name: str) -> list[Row]:
                 if len(rows) == source.size:
                     break
                 if line.strip():
-                    rows.append(_parse_row(line, f"{name}: {path}:{number}"))
+                    rows.append(_parse_row(line.rstrip(b"\r\n"), f"{name}: {path}:{number}"))
     except FileNotFoundError as error:
         raise DataError(f"{name}.path={source.path!r}: there is no such file (looked for {path.absolute()})") from error
     except OSError as error:
@@ -99,17 +99,17 @@ def check_row(row: Mapping[str, Any], *, where: str) -> None:
 def check_messages(messages: object, *, where: str) -> None:
     """Raises DataError, beginning with `where`, unless `messages` is a list, not empty, of objects with a text role and a text content."""
     if not isinstance(messages, list | tuple):
-        raise DataError(f"{where} is a {type(messages).__name__}; it must be a list of chat messages")
+        raise DataError(f"{where} is of type {type(messages).__name__}; it must be a list of chat messages")
     if not messages:
         raise DataError(f"{where} is an empty list; it must hold at least one chat message")
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise DataError(f"{where}[{index}] is a {type(message).__name__}; a chat message is an object with a role and a content")
+            raise DataError(f"{where}[{index}] is of type {type(message).__name__}; a chat message is an object with a role and a content")
         for key in ("role", "content"):
             if key not in message:
                 raise DataError(f"{where}[{index}] has no {key}; a chat message is an object with a role and a content")
             if not isinstance(message[key], str):
-                raise DataError(f"{where}[{index}].{key} is a {type(message[key]).__name__}; it must be text")
+                raise DataError(f"{where}[{index}].{key} is of type {type(message[key]).__name__}; it must be text")
         if not message["role"]:
             raise DataError(f"{where}[{index}].role is empty; it must be system, user, assistant or tool")
 

@@ -1,0 +1,359 @@
+"""The config: TOML and flags in, frozen settings or one message with every problem out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollouts.config.explain import ALIASES, config_keys, describe_unknown_key, explain_config
+from rollouts.config.load import check_same_run, config_digest, dump_config, load_config
+from rollouts.config.schema import RunConfig
+from rollouts.errors import ConfigError, RunDirError
+
+RL = """
+[rl]
+steps = 4
+data = { kind = "jsonl", path = "train.jsonl" }
+[rl.rollout]
+reward = "rewards.py:score"
+"""
+SFT = """
+[sft]
+steps = 3
+data = { kind = "jsonl", path = "sft.jsonl" }
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_config(text: str) -> Path:
+        path = tmp_path / "run.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_config
+
+
+def problems_of(path: Path, overrides: list[str] | None = None) -> list[str]:
+    """The lines of the message, without the file's name in front."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides or [])
+    lines = str(caught.value).splitlines()
+    lines = lines[1:] if len(lines) > 1 else lines
+    return [line.strip().removeprefix(f"{path}: ") for line in lines]
+
+
+# --- values ------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_empty_file_is_the_defaults(write):
+    assert load_config(write("")) == RunConfig()
+
+
+def test_values_of_the_file_replace_defaults(write):
+    config = load_config(write("seed = 7\n[model]\nthreads = 2\n" + RL))
+    assert (config.seed, config.model.threads, config.model.autocast) == (7, 2, "auto")
+    assert config.rl is not None
+    assert config.rl.steps == 4
+    assert config.rl.rollout.samples_per_prompt == 8
+
+
+def test_a_whole_number_is_a_number_but_text_is_not(write):
+    config = load_config(write(RL.replace("steps = 4", "steps = 4\nclip_low = 1")))
+    assert config.rl is not None
+    assert config.rl.clip_low == 1.0
+    assert problems_of(write(SFT.replace("3", '"8"'))) == [
+        'sft.steps = "8"; it must be a whole number, at least 1; write it without quotes: 8'
+    ]
+
+
+def test_an_sft_optimizer_table_that_leaves_lr_out_keeps_the_sft_default(write):
+    config = load_config(write(SFT + "[sft.optim]\nwarmup_steps = 2\n"))
+    assert config.sft is not None
+    assert (config.sft.optim.lr, config.sft.optim.warmup_steps) == (1e-4, 2)
+    config = load_config(write(SFT + "[sft.optim]\nlr = 0.5\n"))
+    assert config.sft is not None
+    assert config.sft.optim.lr == 0.5
+
+
+def test_the_word_none_switches_off_a_nullable_number(write):
+    config = load_config(write(RL + '[rl.optim]\nmax_grad_norm = "none"\n'))
+    assert config.rl is not None
+    assert config.rl.optim.max_grad_norm is None
+    assert load_config(write(RL), ["--rl.optim.max_grad_norm", "none"]) == config
+
+
+def test_the_word_none_stays_text_where_text_is_asked_for(write):
+    assert load_config(write('name = "none"')).name == "none"
+
+
+# --- flags -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [["--rl.rollout.num_prompts", "4"], ["--rl.rollout.num_prompts=4"]])
+def test_a_flag_overrides_a_nested_setting(write, flags):
+    config = load_config(write(RL), flags)
+    assert config.rl is not None
+    assert config.rl.rollout.num_prompts == 4
+
+
+def test_flags_are_read_as_their_setting_asks(write):
+    config = load_config(
+        write(RL),
+        [
+            "--name", "8",
+            "--deterministic", "true",
+            "--seed", "-3",
+            "--rl.optim.lr", "1e-6",
+            "--rl.clip_high=1",
+            "--rl.rollout.filters", '["a", "b"]',
+            "--rl.loss_params.x", "3",
+            "--rl.loss_params.mode", "hard",
+            "--rl.data.params.deep.list", "[1, 2]",
+            "--rl.data.system_prompt", '"quoted = yes"',
+            "--model.autocast", "off",
+        ],
+    )  # fmt: skip
+    assert (config.name, config.deterministic, config.seed, config.model.autocast) == ("8", True, -3, "off")
+    assert config.rl is not None
+    assert (config.rl.optim.lr, config.rl.clip_high, config.rl.rollout.filters) == (1e-6, 1.0, ["a", "b"])
+    assert config.rl.loss_params == {"x": 3, "mode": "hard"}
+    assert config.rl.data.params == {"deep": {"list": [1, 2]}}
+    assert config.rl.data.system_prompt == "quoted = yes"
+
+
+def test_the_last_of_two_equal_flags_counts(write):
+    assert load_config(write(""), ["--seed", "1", "--seed", "2"]).seed == 2
+
+
+def test_a_flag_cannot_smuggle_in_a_second_setting(write):
+    assert problems_of(write(""), ["--seed", "1\nname = 'x'"]) == [
+        '--seed: seed = "1\\nname = \'x\'"; it must be a whole number'
+    ]
+
+
+def test_a_flag_into_an_absent_table_says_what_the_table_needs(write):
+    assert problems_of(write(RL), ["--eval.temperature", "0.5"]) == [
+        "--eval.temperature: the file has no [eval] table to change; add one with eval.data, or leave the flag out"
+    ]
+
+
+def test_a_wrong_flag_is_named_with_its_value_and_rule(write):
+    assert problems_of(write(RL), ["--rl.rollout.num_prompts", "many", "--rl.loss_params.x", "[3]"]) == [
+        '--rl.rollout.num_prompts: rl.rollout.num_prompts = "many"; it must be a whole number, at least 1',
+        "--rl.loss_params.x: rl.loss_params.x = [3]; it must be a number, true or false, or text",
+    ]
+
+
+def test_malformed_flags_are_named(write):
+    assert problems_of(write(RL), ["--seed", "--name", "x", "stray", "--rl.optim", "3", "--rl.loss_params", "3", "--sed", "1", "--name"]) == [
+        "--seed: has no value; write --seed VALUE",
+        "stray: a stray word; settings are given as --section.key value",
+        "--rl.optim: rl.optim is a table; set one of its keys, for example --rl.optim.lr VALUE",
+        "--rl.loss_params: rl.loss_params is a table; set one of its keys, for example --rl.loss_params.NAME VALUE",
+        "--sed: unknown key sed; did you mean seed? Valid at the top: name, seed, deterministic, model, output, engine, sft, rl, eval",
+        "--name: has no value; write --name VALUE",
+    ]
+
+
+def test_a_flag_below_a_value_of_the_file_leaves_the_problem_to_the_file(write):
+    assert problems_of(write("model = 3"), ["--model.threads", "2"]) == ["model = 3; it must be a table"]
+
+
+# --- what is wrong with a file -----------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file_is_named(tmp_path):
+    assert problems_of(tmp_path / "no.toml") == ["there is no such file; name a TOML file with --config FILE"]
+
+
+def test_a_directory_is_no_config(tmp_path):
+    assert problems_of(tmp_path) == ["cannot be read: Is a directory"]
+
+
+def test_a_syntax_error_gives_its_line(write):
+    assert problems_of(write("seed = 1\nname = = 2\n")) == ["not TOML: Invalid value (at line 2, column 8)"]
+
+
+def test_a_file_that_is_not_utf8_gives_the_byte(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(b'name = "\xff"')
+    assert problems_of(path) == ["not UTF-8 at byte 8; a TOML file is UTF-8 text"]
+
+
+def test_an_unknown_key_gives_the_nearest_and_the_valid_ones(write):
+    (problem,) = problems_of(write(RL + "temperture = 1.0\n"))
+    assert problem == (
+        "unknown key rl.rollout.temperture; did you mean temperature? Valid here: num_prompts, samples_per_prompt, over_sampling, "
+        "max_new_tokens, temperature, generate, reward, filters, max_attempts, max_failed_fraction, reward_timeout_s"
+    )
+
+
+def test_all_problems_of_a_file_are_listed_one_a_line(write):
+    text = """
+    deterministic = 1
+    [model]
+    autocast = "bflot16"
+    [sft]
+    steps = 0
+    data = { kind = "jsonl" }
+    [rl]
+    kl_coef = inf
+    data = { kind = "csv", path = "x" }
+    rollout = { temperature = 0, filters = [3], max_failed_fraction = 2 }
+    """
+    assert problems_of(write(text)) == [
+        "deterministic = 1; it must be true or false",
+        'model.autocast = "bflot16"; it must be one of "off", "bfloat16", "auto"; did you mean "bfloat16"?',
+        "sft.data: path is missing; a jsonl source names its file",
+        "sft.steps = 0; it must be a whole number, at least 1",
+        'rl.data.kind = "csv"; it must be one of "jsonl", "reasoning_gym"',
+        "rl.steps is missing: training steps of the stage",
+        "rl.rollout.temperature = 0; it must be a number, above 0",
+        "rl.rollout.filters.0 = 3; it must be a list of text",
+        "rl.rollout.max_failed_fraction = 2; it must be a number, at least 0, at most 1",
+        "rl.kl_coef = inf; it must be a number, at least 0, and finite",
+    ]
+
+
+def test_rules_between_settings_name_both(write):
+    (problem,) = problems_of(write(RL.replace("steps = 4", "steps = 4\nsync_every = 3")))
+    assert problem.startswith("rl: max_staleness=0 is below sync_every - 1 = 2")
+    (problem,) = problems_of(write('deterministic = true\n[model]\nautocast = "bfloat16"'))
+    assert problem.startswith("model.autocast='bfloat16' with deterministic=true")
+
+
+# --- suggestions -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("rl.rollout.group_size", "samples_per_prompt"),
+        ("rl.rollout.num_generations", "samples_per_prompt"),
+        ("rl.rollout.num-prompts", "num_prompts"),
+        ("rl.rollout.batch_size", "num_prompts"),
+        ("rl.optim.learning_rate", "lr"),
+        ("rl.lr", "rl.optim.lr"),
+        ("sft.lr", "sft.optim.lr"),
+        ("rl.temperture", "rl.rollout.temperature"),
+        ("rl.rolout.num_prompts", "rollout"),
+        ("eval.data.pth", "path"),
+        ("stepps", "sft.steps"),
+    ],
+)
+def test_a_wrong_key_gets_the_right_one_suggested(wrong, right):
+    assert f"; did you mean {right}? " in describe_unknown_key(wrong)
+
+
+def test_a_key_like_no_other_gets_no_suggestion():
+    assert describe_unknown_key("eval.zzz") == "unknown key eval.zzz. Valid here: data, reward, max_new_tokens, temperature, samples_per_prompt"
+
+
+def test_every_alias_points_to_a_setting_that_exists():
+    names = {key.name for key in config_keys().values()}
+    assert set(ALIASES.values()) <= names
+
+
+# --- paths -------------------------------------------------------------------------------------------------------------------
+
+
+def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    text = 'model = { name = "model" }\n' + RL.replace("rewards.py", "../rewards.py") + 'filters = ["mean", "f.py:keep", "pkg.mod:keep"]\n'
+    config = load_config(write(text))
+    assert config.rl is not None
+    assert config.rl.data.path == str(tmp_path / "train.jsonl")
+    assert config.rl.rollout.reward == f"{tmp_path.parent / 'rewards.py'}:score"
+    assert config.rl.rollout.filters == ["mean", f"{tmp_path / 'f.py'}:keep", "pkg.mod:keep"]
+    assert config.model.name == str(tmp_path / "model")
+
+
+def test_paths_in_flags_are_relative_to_the_working_directory(write, tmp_path, monkeypatch):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    config = load_config(write(RL), ["--rl.data.path", "here.jsonl", "--rl.rollout.reward", "r.py:f"])
+    assert config.rl is not None
+    assert (config.rl.data.path, config.rl.rollout.reward) == (str(elsewhere / "here.jsonl"), f"{elsewhere / 'r.py'}:f")
+
+
+@pytest.mark.parametrize("name", ["bundled:smollm2-135m-instruct", "tiny:byte", "org/model"])
+def test_a_model_name_that_is_no_directory_stays(write, name):
+    assert load_config(write(f'model = {{ name = "{name}" }}')).model.name == name
+
+
+def test_a_model_name_that_says_it_is_a_path_becomes_absolute(write, tmp_path):
+    assert load_config(write('model = { name = "./gone" }')).model.name == str(tmp_path / "gone")
+
+
+# --- out and back ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dumped_config_loads_back_equal(write, tmp_path):
+    extra = 'filters = ["a.py:f"]\n[rl.loss_params]\nx = 3\ny = 0.1\nz = true\n[rl.optim]\nmax_grad_norm = "none"\nlr = 3e-7\n'
+    evaluation = '[eval]\ndata = { kind = "reasoning_gym", dataset = "chain_sum", size = 3, params = { min_terms = 2, deep = { a = [1] } } }\n'
+    config = load_config(write('name = "ü \\" x"\n' + SFT + RL + extra + evaluation))
+    saved = tmp_path / "runs" / "config.toml"
+    saved.parent.mkdir()
+    saved.write_text(dump_config(config), encoding="utf-8")
+    assert load_config(saved) == config
+
+
+def test_a_config_that_toml_cannot_hold_is_refused_by_name():
+    config = RunConfig.model_validate(
+        {"eval": {"data": {"kind": "reasoning_gym", "dataset": "x", "size": 1, "params": {"a": object()}}}}
+    )
+    with pytest.raises(ConfigError, match=r"data\.params"):
+        dump_config(config)
+
+
+def test_the_digest_depends_on_values_and_not_on_order(write):
+    one = config_digest(load_config(write('seed = 1\nname = "x"')))
+    assert one == config_digest(load_config(write('name = "x"\nseed = 1')))
+    assert one != config_digest(load_config(write('name = "x"\nseed = 2')))
+    assert len(one) == 64
+
+
+def test_a_resumed_run_may_write_elsewhere_and_go_on_longer(write):
+    saved = load_config(write(RL))
+    check_same_run(saved, load_config(write(RL), ["--rl.steps", "9", "--output.checkpoint_every", "2", "--name", "other"]))
+
+
+def test_a_resumed_run_may_not_compute_something_else(write):
+    saved = load_config(write(RL))
+    with pytest.raises(RunDirError) as caught:
+        check_same_run(saved, load_config(write(RL), ["--rl.optim.lr", "0.5", "--rl.data.size", "3"]))
+    assert str(caught.value).splitlines()[1:] == ["  rl.optim.lr: 1e-05 then, 0.5 now", "  rl.data.size: unset then, 3 now"]
+
+
+# --- explaining --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_says_what_it_means():
+    assert [key.key for key in config_keys().values() if not key.meaning] == []
+
+
+def test_the_explanation_has_a_line_per_setting_with_its_real_default():
+    lines = explain_config().splitlines()
+    for key in config_keys().values():
+        begin = f"[{key.key}]  " if key.is_table else f"{key.key} "
+        assert any(line.startswith(begin) for line in lines), key.key
+    assert next(line for line in lines if line.startswith("sft.optim.lr ")).split()[1] == "0.0001"
+    assert next(line for line in lines if line.startswith("rl.optim.lr ")).split()[1] == "1e-05"
+    assert next(line for line in lines if line.startswith("rl.steps ")).split()[1] == "required"
+
+
+def test_a_part_can_be_explained_alone():
+    assert explain_config("engine").splitlines() == [
+        "[engine]  What generates.",
+        'engine.kind      "local"   local: in this process  (one of "local")',
+        'engine.mode      "shared"  shared: the trainer\'s own parameters, on its thread  (one of "shared", "copied")',
+        "engine.max_rows  128       sequences decoded at once  (a whole number, at least 1)",
+    ]
+    with pytest.raises(KeyError, match="did you mean engine"):
+        explain_config("engin")

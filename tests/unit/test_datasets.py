@@ -1,0 +1,257 @@
+"""Rows: read, checked where they enter, and kept apart from held-out prompts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.config.schema import DataSourceConfig
+from rollouts.data.datasets import exclude_prompts, load_rows, prompt_key, require_prompts, row_to_conversation, unique_prompts
+from rollouts.errors import DataError
+from rollouts.types import check_json
+
+
+def jsonl(path: Path, **settings: Any) -> DataSourceConfig:
+    return DataSourceConfig(kind="jsonl", path=str(path), **settings)
+
+
+def gym(**settings: Any) -> DataSourceConfig:
+    return DataSourceConfig(**{"kind": "reasoning_gym", "dataset": "chain_sum", "size": 3, **settings})
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write_rows(*lines: object) -> Path:
+        path = tmp_path / "rows.jsonl"
+        parts = [line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode() for line in lines]
+        path.write_bytes(b"".join(part + b"\n" for part in parts))
+        return path
+
+    return write_rows
+
+
+def message_of(source: DataSourceConfig) -> str:
+    with pytest.raises(DataError) as caught:
+        load_rows(source, name="rl.data")
+    return str(caught.value)
+
+
+# --- files -------------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_keep_their_order_and_their_other_fields(write):
+    path = write({"prompt": "a", "answer": 7, "tags": ["x"]}, {"messages": [{"role": "user", "content": "b"}]})
+    assert load_rows(jsonl(path), name="rl.data") == [
+        {"prompt": "a", "answer": 7, "tags": ["x"]},
+        {"messages": [{"role": "user", "content": "b"}]},
+    ]
+
+
+def test_size_takes_the_first_rows(write):
+    path = write({"prompt": "a"}, {"prompt": "b"}, {"prompt": "c"})
+    assert [row["prompt"] for row in load_rows(jsonl(path, size=2), name="rl.data")] == ["a", "b"]
+
+
+def test_a_size_above_what_there_is_states_both(write):
+    path = write({"prompt": "a"}, {"prompt": "b"})
+    assert message_of(jsonl(path, size=3)) == f"rl.data.size=3 but {path} has 2 rows; set size = 2 or leave it out"
+
+
+def test_only_a_newline_ends_a_line(write):
+    separators = "one\u2028two\u0085three\x0cfour"
+    path = write(json.dumps({"prompt": separators}, ensure_ascii=False))
+    assert load_rows(jsonl(path), name="rl.data") == [{"prompt": separators}]
+
+
+def test_empty_lines_and_a_byte_order_mark_are_no_rows(write):
+    path = write(b"\xef\xbb\xbf" + json.dumps({"prompt": "a"}).encode(), "", "  \r", {"prompt": "b"})
+    assert [row["prompt"] for row in load_rows(jsonl(path), name="rl.data")] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b'{"prompt": "\xff"}', "not UTF-8 at byte 12 of the line"),
+        ('{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
+        ('{"prompt": "a", "x": NaN}', "not JSON: NaN is not a JSON number"),
+        ('{"prompt": "a", "x": 1e999}', "row.x is inf; JSON has no such number"),
+        ("[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+        ("[1]", "a list; every line must be a JSON object with `prompt` or `messages`"),
+        ({"promt": "a", "x": 1}, "neither `prompt` nor `messages`; the row has promt, x; did you mean prompt?"),
+        ({}, "neither `prompt` nor `messages`; the row has no fields"),
+        ({"prompt": " "}, "prompt is empty; it must be text or chat messages"),
+        ({"prompt": 3}, "prompt is of type int; it must be a list of chat messages"),
+        ({"prompt": []}, "prompt is an empty list; it must hold at least one chat message"),
+        ({"messages": "hi"}, "messages is of type str; it must be a list of chat messages"),
+        ({"messages": ["hi"]}, "messages[0] is of type str; a chat message is an object with a role and a content"),
+        ({"messages": [{"role": "user"}]}, "messages[0] has no content; a chat message is an object with a role and a content"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is of type NoneType; it must be text"),
+        ({"messages": [{"role": "", "content": "a"}]}, "messages[0].role is empty; it must be system, user, assistant or tool"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_number(write, line, problem):
+    path = write({"prompt": "fine"}, line)
+    message = message_of(jsonl(path))
+    assert message.startswith(f"rl.data: {path}:2: {problem}")
+
+
+def test_a_file_without_rows_is_named(write):
+    assert "has no rows" in message_of(jsonl(write("")))
+
+
+def test_a_missing_file_is_named_with_the_place_looked_at(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message_of(jsonl(Path("no.jsonl"))) == f"rl.data.path='no.jsonl': there is no such file (looked for {tmp_path / 'no.jsonl'})"
+    assert "cannot be read: Is a directory" in message_of(jsonl(tmp_path))
+
+
+# --- system prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_system_prompt_goes_before_every_prompt_that_has_none(write):
+    user, own = {"role": "user", "content": "q"}, {"role": "system", "content": "own"}
+    path = write({"prompt": "q"}, {"prompt": [user]}, {"prompt": [own, user]}, {"messages": [user, {"role": "assistant", "content": "a"}]})
+    rows = load_rows(jsonl(path, system_prompt="be brief"), name="rl.data")
+    brief = {"role": "system", "content": "be brief"}
+    assert [row.get("prompt", row.get("messages")) for row in rows] == [
+        [brief, user],
+        [brief, user],
+        [own, user],
+        [brief, user, {"role": "assistant", "content": "a"}],
+    ]
+
+
+# --- reasoning-gym -----------------------------------------------------------------------------------------------------------
+
+
+def test_reasoning_gym_rows_have_prompt_answer_and_plain_metadata():
+    rows = load_rows(gym(seed=1, params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}), name="rl.data")
+    assert len(rows) == 3
+    for row in rows:
+        assert row["source_dataset"] == "chain_sum"
+        assert row["metadata"]["num_terms"] == 2
+        left, sign, right = row["metadata"]["expression"].split()
+        assert int(row["answer"]) == int(left) + (int(right) if sign == "+" else -int(right))
+        assert row["metadata"]["expression"] in row["prompt"]
+        check_json("row", row)
+        assert json.loads(json.dumps(row)) == row  # no tuples left
+
+
+def test_reasoning_gym_rows_depend_on_the_seed_alone():
+    assert load_rows(gym(seed=1), name="rl.data") == load_rows(gym(seed=1), name="rl.data")
+    assert load_rows(gym(seed=1), name="rl.data") != load_rows(gym(seed=2), name="rl.data")
+
+
+def test_what_json_cannot_say_is_left_out_of_metadata(monkeypatch):
+    from reasoning_gym import factory
+
+    entry = {"question": "q", "answer": "a", "metadata": {"kept": (1, object(), "x"), "lost": object(), 3: {"inf": float("inf"), "ok": None}}}
+    monkeypatch.setattr(factory, "create_dataset", lambda name, **settings: [entry])
+    (row,) = load_rows(gym(size=1), name="rl.data")
+    assert row["metadata"] == {"kept": [1, "x"], "3": {"ok": None}}
+
+
+def test_an_unknown_reasoning_gym_dataset_gets_the_nearest_name():
+    assert message_of(gym(dataset="chain_sums")).endswith("datasets; did you mean chain_sum?")
+
+
+def test_an_unknown_reasoning_gym_parameter_gets_the_nearest_name():
+    message = message_of(gym(params={"min_term": 2}))
+    assert message.startswith("rl.data.params.min_term is no parameter of chain_sum; did you mean min_terms? It takes: min_terms, max_terms")
+
+
+def test_seed_and_size_have_one_place():
+    assert message_of(gym(params={"seed": 2})) == "rl.data.params.seed: set rl.data.seed instead"
+
+
+def test_a_reasoning_gym_parameter_out_of_range_keeps_its_reason():
+    message = message_of(gym(params={"min_terms": 5, "max_terms": 2}))
+    assert message.startswith("rl.data: reasoning-gym refused chain_sum with rl.data.params={'min_terms': 5, 'max_terms': 2}: AssertionError:")
+
+
+def test_without_reasoning_gym_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    assert "pip install 'rollouts-rl[reasoning-gym]'" in message_of(gym())
+
+
+# --- what each stage needs ---------------------------------------------------------------------------------------------------
+
+
+def test_rl_rows_need_a_prompt():
+    require_prompts([{"prompt": "a"}], name="rl.data")
+    with pytest.raises(DataError, match=r"rl\.data: row 1 has no prompt"):
+        require_prompts([{"prompt": "a"}, {"messages": []}], name="rl.data")
+
+
+def test_an_sft_row_is_its_messages_or_its_prompt_and_answer():
+    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    assert row_to_conversation({"messages": [user, answer]}) == [user, answer]
+    assert row_to_conversation({"prompt": "q", "answer": "a"}) == [user, answer]
+    assert row_to_conversation({"prompt": [user], "answer": "a"}) == [user, answer]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"messages": [{"role": "user", "content": "q"}]}, "row 3: messages has no assistant turn"),
+        ({"prompt": "q"}, "row 3: no `messages` and no `answer`"),
+        ({"prompt": "q", "answer": 7}, "row 3: answer is 7; SFT trains on it, so it must be text"),
+        ({"prompt": "q", "answer": ""}, "row 3: answer is ''"),
+    ],
+)
+def test_an_sft_row_without_something_to_train_on_is_refused(row, problem):
+    with pytest.raises(DataError) as caught:
+        row_to_conversation(row, where="row 3")
+    assert str(caught.value).startswith(problem)
+
+
+# --- held-out prompts --------------------------------------------------------------------------------------------------------
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if index % 2 else "user", "content": content} for index, content in enumerate(contents)]
+
+
+def test_the_same_question_has_one_key_however_it_is_written():
+    forms = [
+        {"prompt": "What is 3+4?"},
+        {"prompt": "  what is\n3+4? "},
+        {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "What is 3+4?"}]},
+        {"messages": turns("What is 3+4?", "7")},
+        {"prompt": "What is \uff13+4?"},  # a full-width three
+    ]
+    assert len({prompt_key(form) for form in forms}) == 1
+    assert prompt_key({"prompt": "What is 34?"}) != prompt_key(forms[0])
+
+
+def test_prompts_that_are_only_a_system_message_differ_by_it():
+    first, second = ({"prompt": [{"role": "system", "content": text}]} for text in "ab")
+    assert prompt_key(first) != prompt_key(second)
+
+
+def test_held_out_prompts_leave_the_training_rows():
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"messages": turns("A", "1")}, {"messages": turns("c", "1", "d", "2")}]
+    kept, removed = exclude_prompts(rows, [{"prompt": "a"}])
+    assert (kept, removed) == ([rows[1], rows[3]], 2)
+    assert exclude_prompts(rows, []) == (rows, 0)
+
+
+def test_a_held_out_prompt_inside_a_longer_conversation_is_found():
+    rows = [{"messages": turns("a", "1", "b", "2")}]
+    assert exclude_prompts(rows, [{"prompt": "a"}]).removed_count == 1
+    assert exclude_prompts(rows, [{"prompt": turns("a", "1", "b")}]).removed_count == 1
+    assert exclude_prompts(rows, [{"prompt": "b"}]).removed_count == 0  # asked alone, it is another question
+
+
+def test_a_row_with_prompt_and_messages_is_judged_by_both():
+    rows = [{"prompt": "a", "messages": turns("b", "1")}]
+    assert [exclude_prompts(rows, [{"prompt": text}]).removed_count for text in "abc"] == [1, 1, 0]
+
+
+def test_of_rows_that_ask_the_same_the_first_stays():
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"prompt": " A", "answer": "2"}]
+    assert unique_prompts(rows) == rows[:2]
