@@ -62,7 +62,8 @@ def test_files_of_the_same_name_in_two_directories_stay_apart(write, tmp_path):
 
 
 def test_a_file_may_define_dataclasses(write, tmp_path):
-    write("r.py", "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass R:\n    x: int\ndef f(s):\n    return R(1).x\n")
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass R:\n    x: int\ndef f(s):\n    return R(1).x\n"
+    write("r.py", text)
     assert load_function("r.py:f", role="reward", base_dir=tmp_path)("x") == 1
 
 

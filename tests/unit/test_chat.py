@@ -1,0 +1,200 @@
+"""Spans of assistant turns: exactly the content and its end token, whatever the chat template does around them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollouts.data.chat import compute_loss_mask, render_prompt, tokenize_conversation, tokenize_prompt
+from rollouts.errors import DataError, ModelError
+from rollouts.types import ChatMessage
+from tests.unit.chat_tokenizers import CHATML, SMOLLM2, byte_tokenizer, prefix_space_tokenizer
+
+
+def turn(role: str, content: str) -> ChatMessage:
+    return ChatMessage(role=role, content=content)
+
+
+TWO_TURNS = [turn("user", "3+4?"), turn("assistant", "It is 7."), turn("user", "And 2+2?"), turn("assistant", "4")]
+
+
+def taught(messages: list[ChatMessage], tokenizer, **options) -> list[str]:
+    """The text of every span."""
+    conversation = tokenize_conversation(messages, tokenizer, **options)
+    return [tokenizer.decode(conversation.token_ids[span.start : span.end]) for span in conversation.spans]
+
+
+# --- spans -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
+    conversation = tokenize_conversation([turn("user", "q"), turn("assistant", "abc")], byte_tokenizer())
+    # <|im_start|> "user\n" "q" <|im_end|> "\n" = 1 + 5 + 1 + 1 + 1, then <|im_start|> "assistant\n" = 1 + 10
+    (span,) = conversation.spans
+    assert (span.role, span.index, span.start, span.end) == ("assistant", 1, 20, 24)  # a, b, c, <|im_end|>
+    assert len(conversation.token_ids) == 25  # and the newline after it
+    assert conversation.token_ids[23] == 2
+    assert conversation.token_ids.dtype == np.int64
+
+
+def test_the_token_ids_are_those_of_the_rendered_text():
+    tokenizer = byte_tokenizer(SMOLLM2)
+    text = tokenizer.apply_chat_template(list(TWO_TURNS), tokenize=False)
+    assert tokenize_conversation(TWO_TURNS, tokenizer).token_ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.mark.parametrize("template", [CHATML, SMOLLM2])
+@pytest.mark.parametrize("system", [[], [turn("system", "Be brief.")]])
+def test_every_assistant_turn_is_found(template, system):
+    tokenizer = byte_tokenizer(template)
+    assert taught([*system, *TWO_TURNS], tokenizer) == ["It is 7.<|im_end|>", "4<|im_end|>"]
+    assert [span.index for span in tokenize_conversation([*system, *TWO_TURNS], tokenizer).spans] == [1 + len(system), 3 + len(system)]
+
+
+def test_content_of_many_bytes_and_odd_white_space_is_kept():
+    contents = ["7 😀 été", "  spaces  ", "line\n", "\nline", "", "assistant\n<|im_start", "e\u0301"]
+    for content in contents:
+        assert taught([turn("user", "q"), turn("assistant", content)], byte_tokenizer()) == [content + "<|im_end|>"]
+
+
+def test_two_assistant_turns_in_a_row_are_two_spans():
+    messages = [turn("user", "q"), turn("assistant", "a"), turn("assistant", "b"), turn("user", "end")]
+    assert taught(messages, byte_tokenizer()) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+def test_content_equal_to_an_earlier_turn_is_not_confused_with_it():
+    messages = [turn("user", "same"), turn("assistant", "same"), turn("user", "same"), turn("assistant", "same")]
+    conversation = tokenize_conversation(messages, byte_tokenizer())
+    # a user turn takes 1 + 5 + 4 + 1 + 1 = 12 tokens, the assistant's header 11, its span 5, its newline 1
+    assert [(span.start, span.end) for span in conversation.spans] == [(23, 28), (29 + 23, 29 + 28)]
+
+
+def test_what_trains_continues_exactly_the_prompt_that_generation_sees():
+    tokenizer = byte_tokenizer(SMOLLM2, merges=[("Ċ", "Ċ"), ("I", "t")])
+    conversation = tokenize_conversation(TWO_TURNS, tokenizer)
+    for span in conversation.spans:
+        prompt_ids = tokenize_prompt(TWO_TURNS[: span.index], tokenizer)
+        assert conversation.token_ids[: span.start].tolist() == prompt_ids.tolist()
+
+
+def test_a_tokenizer_that_marks_the_start_of_text_is_supported():
+    conversation = tokenize_conversation(TWO_TURNS, prefix_space_tokenizer())
+    tokenizer = prefix_space_tokenizer()
+    assert [tokenizer.decode(conversation.token_ids[span.start : span.end]) for span in conversation.spans] == ["It is 7.<|im_end|>", "4<|im_end|>"]
+
+
+# --- loss masks --------------------------------------------------------------------------------------------------------------
+
+
+def test_all_turns_train_with_their_end_tokens_and_nothing_else():
+    tokenizer = byte_tokenizer()
+    conversation = tokenize_conversation(TWO_TURNS, tokenizer)
+    mask = compute_loss_mask(conversation)
+    assert tokenizer.decode(conversation.token_ids[mask]) == "It is 7.<|im_end|>4<|im_end|>"
+    assert mask.sum() == 9 + 2
+
+
+@pytest.mark.parametrize(("train_on", "text"), [("last", "4<|im_end|>"), ([1], "It is 7.<|im_end|>"), ((3, 1, 3), "It is 7.<|im_end|>4<|im_end|>")])
+def test_only_the_chosen_turns_train(train_on, text):
+    tokenizer = byte_tokenizer()
+    conversation = tokenize_conversation(TWO_TURNS, tokenizer)
+    assert tokenizer.decode(conversation.token_ids[compute_loss_mask(conversation, train_on)]) == text
+
+
+@pytest.mark.parametrize("train_on", [[0], [1, 2], [-1], [4], []])
+def test_a_choice_that_is_no_assistant_turn_is_refused(train_on):
+    with pytest.raises(DataError, match="must name assistant turns by their position in the conversation: 1, 3"):
+        compute_loss_mask(tokenize_conversation(TWO_TURNS, byte_tokenizer()), train_on)
+
+
+def test_a_conversation_without_assistant_turn_is_refused():
+    with pytest.raises(DataError, match="no assistant turn to train on"):
+        tokenize_conversation([turn("user", "q")], byte_tokenizer())
+    with pytest.raises(DataError, match="no messages"):
+        tokenize_conversation([], byte_tokenizer())
+
+
+def test_a_conversation_that_begins_with_the_assistant_is_refused():
+    with pytest.raises(DataError, match="message 0 is an assistant turn"):
+        tokenize_conversation([turn("assistant", "a")], byte_tokenizer())
+
+
+# --- templates that do more --------------------------------------------------------------------------------------------------
+
+
+def test_a_template_that_strips_content_teaches_the_stripped_text():
+    template = CHATML.replace("message['content']", "message['content'] | trim")
+    assert taught([turn("user", " q "), turn("assistant", " a \n"), turn("user", "r"), turn("assistant", "b")], byte_tokenizer(template)) == [
+        "a<|im_end|>",
+        "b<|im_end|>",
+    ]
+
+
+def test_a_template_that_changes_content_teaches_what_it_writes():
+    template = CHATML.replace("message['content']", "(message['content'] | upper)")
+    assert taught(TWO_TURNS, byte_tokenizer(template)) == ["IT IS 7.<|im_end|>", "4<|im_end|>"]
+
+
+def test_what_a_template_puts_into_the_turn_itself_is_taught():
+    template = CHATML.replace("message['content']", "('<think></think>' if message['role'] == 'assistant' else '') + message['content']")
+    assert taught(TWO_TURNS[:2], byte_tokenizer(template)) == ["<think></think>It is 7.<|im_end|>"]
+
+
+FORGETFUL = CHATML.replace("message['content']", "(message['content'].split('</think>')[-1] if not loop.last else message['content'])")
+THOUGHTS = [turn("user", "q"), turn("assistant", "hm</think>a"), turn("user", "r"), turn("assistant", "ha</think>b")]
+
+
+def test_a_template_that_rewrites_earlier_turns_cannot_train_on_all():
+    with pytest.raises(ModelError, match=r"rewrites messages up to 1 when later turns follow \(at character 51: 'hm</think>a") as caught:
+        tokenize_conversation(THOUGHTS, byte_tokenizer(FORGETFUL))
+    assert 'sft.train_on = "last"' in str(caught.value)
+
+
+def test_a_template_that_rewrites_earlier_turns_can_train_on_the_last():
+    assert taught(THOUGHTS, byte_tokenizer(FORGETFUL), train_on="last") == ["ha</think>b<|im_end|>"]
+
+
+def test_a_template_whose_generation_header_differs_is_refused():
+    template = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
+    with pytest.raises(ModelError, match="writes another header before message 1 than it does for generation"):
+        tokenize_conversation(TWO_TURNS, byte_tokenizer(template))
+
+
+@pytest.mark.parametrize("end", ["", "\\n", "<|im_end|>.", "</s>"])
+def test_a_turn_that_does_not_end_with_a_special_token_is_refused(end):
+    template = CHATML.replace("'<|im_end|>' + '\n'", f"'{end}'")
+    with pytest.raises(ModelError, match="never learns to stop"):
+        tokenize_conversation(TWO_TURNS[:2], byte_tokenizer(template))
+
+
+def test_a_template_that_refuses_a_role_keeps_its_reason():
+    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
+    with pytest.raises(DataError, match="refuses messages with the roles system, user: TemplateError: System role not supported") as caught:
+        render_prompt([turn("system", "s"), turn("user", "q")], byte_tokenizer(template))
+    assert caught.value.__cause__ is not None
+
+
+def test_a_tokenizer_without_chat_template_is_refused():
+    with pytest.raises(ModelError, match="no chat template"):
+        render_prompt("q", byte_tokenizer(None))
+
+
+# --- boundaries --------------------------------------------------------------------------------------------------------------
+
+
+def test_content_that_melts_into_its_header_is_refused_by_name():
+    tokenizer = byte_tokenizer(merges=[("Ċ", "Ċ")])
+    assert taught([turn("user", "q"), turn("assistant", "a\n\n")], tokenizer) == ["a\n\n<|im_end|>"]
+    with pytest.raises(DataError, match=r"message 3 begins within a token \(near 'assistant\\n\\nb") as caught:
+        tokenize_conversation([*TWO_TURNS[:3], turn("assistant", "\nb")], tokenizer)
+    assert "strip white space" in str(caught.value)
+
+
+# --- prompts -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_text_prompt_is_one_user_turn():
+    tokenizer = byte_tokenizer()
+    assert render_prompt("q", tokenizer) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    assert render_prompt([turn("user", "q")], tokenizer) == render_prompt("q", tokenizer)
+    assert len(tokenize_prompt("q", tokenizer)) == 20
