@@ -116,6 +116,8 @@ def load_functions(config: RunConfig, stages: Sequence[str]) -> Functions:
     """Raises PlugInError naming the setting and what is wrong."""
     from rollouts.config.plugins import load_function
     from rollouts.filters import FILTERS
+    from rollouts.loops.rl_batch import make_loss_spec
+    from rollouts.losses import check_loss_params
 
     def load(name: str, role: Any) -> Any:
         return load_function(name, role=role, base_dir=Path.cwd())
@@ -124,8 +126,8 @@ def load_functions(config: RunConfig, stages: Sequence[str]) -> Functions:
     reward = load(rollout.reward, "reward") if rollout and rollout.reward else None
     if "rl" in stages and reward is None:
         raise ConfigError("rl.rollout.reward is empty; name a function as module:function or file.py:function")
-    if "rl" in stages and config.rl and ":" in config.rl.loss:
-        load(config.rl.loss, "loss")
+    if "rl" in stages and config.rl:
+        check_loss_params(config.rl.loss, make_loss_spec(config.rl).params)
     eval_reward = load(config.eval.reward, "reward") if config.eval and config.eval.reward else reward
     if config.eval and eval_reward is None:
         raise ConfigError("eval.reward is empty and there is no rl.rollout.reward to fall back on; name a function")
@@ -446,26 +448,43 @@ def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
     console.print(f"everything is in {run.run_dir.root}; look at it with: python -m rollouts inspect {run.run_dir.root}", highlight=False)
 
 
+def print_findings(command: Command, config: RunConfig, console: Console) -> int:
+    """The exit code of --dry-run: 0 when nothing would stop the run."""
+    from rollouts.models.load import load_tokenizer, resolve_model
+    from rollouts.preflight.checks import check_run, format_findings, has_errors
+
+    findings = check_run(
+        config,
+        command.stages,
+        find_model=lambda name: resolve_model(name, seed=config.seed),
+        open_tokenizer=load_tokenizer,
+        base_dir=Path.cwd(),
+    )
+    console.print(format_findings(findings), markup=False, highlight=False, end="")
+    if has_errors(findings):
+        return 2
+    console.print("nothing stands in the way of this run; nothing was trained")
+    return 0
+
+
 async def run_training(command: Command, config: RunConfig) -> int:
     """The exit code. Raises RolloutsError; everything that can be checked without a model is checked before one loads."""
+    from rollouts.models.load import load_tokenizer, resolve_model, stop_token_ids
+
     started = time.perf_counter()
     console = Console()
     check_launch()
-    rows = load_all_rows(config, command.stages)
-    functions = load_functions(config, command.stages)
     run_dir = RunDir(Path(config.output.dir or f"runs/{config.name}"))
     prepare_run_dir(run_dir, config, resume=command.resume, dry_run=command.dry_run)
+    if command.dry_run:
+        return print_findings(command, config, console)
+    rows = load_all_rows(config, command.stages)
+    functions = load_functions(config, command.stages)
     for stage, count in rows.left_out.items():
         if count:
             console.print(f"{stage}: {count} rows left out because their prompts are held out", highlight=False)
-
-    from rollouts.models.load import load_tokenizer, resolve_model, stop_token_ids
-
     model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed))
     tokenizer = load_tokenizer(model_path)
-    if command.dry_run:
-        console.print("the config, the files, the rows, the functions and the model directory are in order; nothing was trained")
-        return 0
 
     from rollouts.metrics.jsonl import next_attempt, open_jsonl_logger
     from rollouts.metrics.progress import open_progress

@@ -32,6 +32,19 @@ def exact_answer(sample: Sample) -> RewardResult:
     return RewardResult(exact, {"exact": exact, "well_formed": float(is_number(response))})
 
 
+def leading_characters(sample: Sample) -> RewardResult:
+    """The share of the answer's characters that the response begins with: 1 for the answer itself, partial credit for a good start.
+
+    Characters after the answer count against it: the share is of the longer of the two texts. Raises KeyError like exact_answer.
+    """
+    answer = str(sample.metadata["answer"]).strip()
+    response = sample.response.strip()
+    same = 0
+    while same < min(len(answer), len(response)) and answer[same] == response[same]:
+        same += 1
+    return RewardResult(same / max(len(answer), len(response)), {"exact": float(response == answer)})
+
+
 def is_number(text: str) -> bool:
     """Whether `text` is one number in digits, with nothing around it."""
     return NUMBER.fullmatch(text) is not None
