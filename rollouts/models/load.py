@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+HUB_IGNORED = ["original/*", "consolidated*"]  # the same weights in the format of their authors
 
 
 def resolve_model(name: str, *, cache_dir: Path | None = None, seed: int = 0) -> Path:
@@ -51,7 +52,7 @@ def _download(name: str) -> Path:
 
     try:
         with quiet_transformers():
-            return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+            return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except (OSError, ValueError) as error:
         raise ModelError(
             f"model.name={name!r} is no directory here, and the hub did not give it ({type(error).__name__}: {_first_line(error)}); check the "
