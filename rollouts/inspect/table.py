@@ -17,7 +17,7 @@ COLUMNS = (  # heading, metrics of which the first present is shown, format
     ("grad norm", ("optim/grad_norm",), "{:.3g}"),
     ("lr", ("optim/lr",), "{:.2e}"),
     ("entropy", ("entropy/mean",), "{:.3f}"),
-    ("clipped", ("clip_ratio/mean", "clip_ratio/region", "clip_ratio/frac"), "{:.3f}"),
+    ("clipped", ("clip_ratio",), "{:.3f}"),
     ("length", ("response_length/mean",), "{:.1f}"),
     ("cut", ("truncated/frac",), "{:.2f}"),
     ("lag", ("off_policy/max",), "{:.0f}"),

@@ -12,12 +12,13 @@ from rollouts.types import Metrics, metric_values
 
 SCHEMA = 1  # raised when a field changes its meaning; new fields and metrics do not raise it
 SEGMENT = r"[a-z0-9_]+(@[0-9]+)?"
+BARE_NAMES = frozenset({"clip_ratio"})  # the share itself, above its parts clip_ratio/low and clip_ratio/high
 METRIC_NAME = re.compile(rf"[a-z][a-z0-9_]*(/{SEGMENT}){{1,4}}")
 
 
 def check_metric(name: str, value: object) -> float:
     """The value as a float. Raises MetricError, naming the metric, for a name out of form or a value that is not a finite number."""
-    if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
+    if not isinstance(name, str) or not (METRIC_NAME.fullmatch(name) or name in BARE_NAMES):
         raise MetricError(
             f"metric {name!r} = {value!r}: a name is <area>/<name>[/<stat>] in lower_snake, a stat may end in @k; for example reward/format/mean"
         )
