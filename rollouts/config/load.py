@@ -25,9 +25,10 @@ from rollouts.errors import ConfigError, RunDirError
 NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
 DATA_PATHS = ("sft.data.path", "rl.data.path", "eval.data.path")
 FUNCTIONS = ("rl.rollout.generate", "rl.rollout.reward", "rl.rollout.filters", "rl.loss", "eval.reward")
-MAY_CHANGE = (  # on resume: what a run writes and how long it goes on, not what it computes
-    "name", "output", "model.threads", "engine.max_rows", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s",
-)  # fmt: skip
+# On resume: what a run writes and how long it goes on, not what it computes.
+MAY_CHANGE = ("name", "output", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s")
+# How fast it computes may change too, unless the run promised equal bits: these change the order of sums.
+CHANGES_BITS = ("model.threads", "engine.max_rows", "sft.micro_batch_tokens", "rl.micro_batch_tokens", "rl.share_prefix")
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -69,13 +70,15 @@ def config_digest(config: RunConfig) -> str:
 def check_same_run(saved: RunConfig, now: RunConfig) -> None:
     """Raises RunDirError, naming each setting, if a run with `saved` may not go on with `now`.
 
-    What a run writes and how many steps it takes may change (MAY_CHANGE); what it computes may not.
+    What a run writes and how many steps it takes may change, and how fast it computes (MAY_CHANGE, CHANGES_BITS); what it computes may
+    not. With a linear or cosine schedule, more steps stretch the rest of it.
     """
+    free = MAY_CHANGE if saved.deterministic else MAY_CHANGE + CHANGES_BITS
     before, after = _flatten(_plain(saved)), _flatten(_plain(now))
     differing = [
         f"  {key}: {format_value(before[key]) if key in before else 'unset'} then, {format_value(after[key]) if key in after else 'unset'} now"
         for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key) and not any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+        if before.get(key) != after.get(key) and not any(key == name or key.startswith(f"{name}.") for name in free)
     ]
     if differing:
         lines = "\n".join(differing)

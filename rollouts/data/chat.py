@@ -152,13 +152,26 @@ def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, tokenizer:
             "what trains would not be what the model is asked for; use another chat template"
         )
     body = ended[len(prompt) :]
-    end = max((body.rfind(token) + len(token) for token in special if token in body), default=0)
-    if end == 0 or body[end:].strip():
+    end = _find_end(body, messages[turn]["content"].strip(), special)
+    if end is None:
         raise ModelError(
             f"the chat template ends message {turn} with {body[-20:]!r}, not with a special token; a model trained on that never learns to stop; "
             "use a template that ends the assistant's turn"
         )
     return len(prompt), len(prompt) + end
+
+
+def _find_end(body: str, content: str, special: tuple[str, ...]) -> int | None:
+    """Where the first special token after the content ends, if nothing but white space and special tokens follows it."""
+    after_content = body.find(content) + len(content) if content in body else 0
+    ends = [(at, -len(token)) for token in special if (at := body.find(token, after_content)) >= 0]
+    if not ends:
+        return None
+    at, negative_length = min(ends)  # the longer of two that begin together
+    rest = body[at - negative_length :]
+    for token in special:
+        rest = rest.replace(token, "")
+    return None if rest.strip() else at - negative_length
 
 
 def _first_difference(first: str, second: str) -> str:

@@ -72,7 +72,7 @@ def _reporting(findings: list[Finding], subject: str) -> Iterator[None]:
     try:
         yield
     except RolloutsError as error:
-        findings.append(Finding("error", subject, str(error)))
+        findings.append(Finding("error", subject, str(error).removeprefix(f"{subject}: ")))
 
 
 # --- rows --------------------------------------------------------------------------------------------------------------------
@@ -114,9 +114,10 @@ def check_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path)
     named: list[tuple[str, Role, str]] = []
     findings: list[Finding] = []
     if rollout and config.rl:
-        named += [("rl.rollout.generate", "generate", rollout.generate), ("rl.rollout.reward", "reward", rollout.reward)]
-        named += [("rl.rollout.filters", "filter", name) for name in rollout.filters if name not in FILTERS]
-        named += [("rl.loss", "loss", config.rl.loss)] if ":" in config.rl.loss else []
+        named.append(("rl.rollout.generate", "generate", rollout.generate))
+        named.append(("rl.rollout.reward", "reward", rollout.reward))
+        named.extend(("rl.rollout.filters", "filter", name) for name in rollout.filters if name not in FILTERS)
+        named.append(("rl.loss", "loss", config.rl.loss if ":" in config.rl.loss else ""))
         if "rl" in stages and not rollout.reward:
             findings.append(Finding("error", "rl.rollout.reward", "empty; name a function as module:function or file.py:function"))
     if config.eval:

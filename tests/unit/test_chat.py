@@ -167,6 +167,16 @@ def test_a_turn_that_does_not_end_with_a_special_token_is_refused(end):
         tokenize_conversation(TWO_TURNS[:2], byte_tokenizer(template))
 
 
+def test_special_tokens_in_the_content_do_not_end_the_turn():
+    messages = [turn("user", "q"), turn("assistant", "a<|im_end|>b<|endoftext|>")]
+    assert taught(messages, byte_tokenizer()) == ["a<|im_end|>b<|endoftext|><|im_end|>"]
+
+
+def test_what_follows_the_end_token_does_not_train():
+    template = CHATML.replace("{% if add_generation_prompt %}", "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% else %}")
+    assert taught(TWO_TURNS, byte_tokenizer(template), train_on="last") == ["4<|im_end|>"]
+
+
 def test_a_template_that_refuses_a_role_keeps_its_reason():
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
     with pytest.raises(DataError, match="refuses messages with the roles system, user: TemplateError: System role not supported") as caught:

@@ -224,6 +224,20 @@ def test_rules_between_settings_name_both(write):
     assert problem.startswith("model.autocast='bfloat16' with deterministic=true")
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (RL.replace('"jsonl", path = "train.jsonl"', '"reasoning_gym", size = 3'), "rl.data: dataset is missing"),
+        (RL.replace('"jsonl", path = "train.jsonl"', '"reasoning_gym", dataset = "chain_sum"'), "rl.data: size is missing"),
+        (RL.replace("steps = 4", 'steps = 4\nkl_coef = 0.1\nkl_estimator = "k3"'), "rl: kl_estimator='k3' with kl_in='reward'"),
+        (RL.replace("steps = 4", "steps = 4\nmax_staleness = 1"), "engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1"),
+    ],
+)
+def test_a_combination_that_cannot_work_is_refused(write, text, rule):
+    (problem,) = problems_of(write(text))
+    assert problem.startswith(rule)
+
+
 # --- suggestions -------------------------------------------------------------------------------------------------------------
 
 
@@ -322,6 +336,14 @@ def test_the_digest_depends_on_values_and_not_on_order(write):
 def test_a_resumed_run_may_write_elsewhere_and_go_on_longer(write):
     saved = load_config(write(RL))
     check_same_run(saved, load_config(write(RL), ["--rl.steps", "9", "--output.checkpoint_every", "2", "--name", "other"]))
+
+
+def test_a_resumed_run_may_compute_faster_unless_it_promised_equal_bits(write):
+    flags = ["--engine.max_rows", "4", "--model.threads", "1", "--rl.micro_batch_tokens", "99"]
+    check_same_run(load_config(write(RL)), load_config(write(RL), flags))
+    deterministic = "deterministic = true\n" + RL
+    with pytest.raises(RunDirError, match=r"engine\.max_rows: 128 then, 4 now"):
+        check_same_run(load_config(write(deterministic)), load_config(write(deterministic), flags))
 
 
 def test_a_resumed_run_may_not_compute_something_else(write):
