@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from integration_training.tasks.arithmetic import exact_answer, is_number
+from integration_training.tasks.arithmetic import exact_answer, is_number, leading_characters
 from rollouts.types import Sample
 
 
@@ -33,8 +33,18 @@ def test_only_the_answer_itself_earns_the_reward(response, answer, exact, well_f
 
 
 def test_a_row_without_answer_fails_loudly():
-    with pytest.raises(KeyError, match="answer"):
-        exact_answer(answered("7"))
+    for reward in (exact_answer, leading_characters):
+        with pytest.raises(KeyError, match="answer"):
+            reward(answered("7"))
+
+
+@pytest.mark.parametrize(
+    ("response", "share"), [("12", 1), (" 12\n", 1), ("1", 1 / 2), ("123", 2 / 3), ("1x", 1 / 2), ("21", 0), ("", 0), ("12 is it", 2 / 8)]
+)
+def test_a_good_start_earns_its_share(response, share):
+    result = leading_characters(answered(response, answer="12"))
+    assert result.reward == pytest.approx(share)
+    assert result.parts == {"exact": float(share == 1)}
 
 
 @pytest.mark.parametrize(("text", "yes"), [("7", True), ("-7", True), ("+3.25", True), ("7.", False), ("1e3", False), ("", False), ("7 8", False)])
