@@ -13,6 +13,7 @@ from rollouts.metrics.jsonl import Row
 
 DOT_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Unicode braille: 4 rows of 2 dots
 CURVES = (("reward/mean", "reward"), ("loss/total", "loss"))
+EVALUATIONS = "evaluations"
 PANELS = (  # of the PNG: metric, title
     ("reward/mean", "reward"),
     ("loss/total", "loss"),
@@ -67,7 +68,7 @@ def draw_curves(record: RunRecord, *, width: int = 60, height: int = 8) -> str:
 
 
 def save_png(record: RunRecord, path: Path) -> None:
-    """Writes the curves of every stage as a PNG at `path`: a column per stage, a row per metric that it has, evaluations at the bottom.
+    """Writes the curves of every stage as a PNG at `path`: a column per stage, a panel per metric that it has, its evaluations last.
 
     Raises RunDirError if the run has no steps yet, if matplotlib is not installed, or if the file cannot be written.
     """
@@ -78,16 +79,17 @@ def save_png(record: RunRecord, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise RunDirError("--png needs matplotlib, which is not installed; install it with: pip install 'rollouts-rl[plot]'") from error
-    stages = record.stages or ("evaluations",)
-    panels = [(name, title) for name, title in PANELS if series(record.metrics, name)[1]]
-    if record.evaluations:
-        panels.append(("evaluations", "accuracy, %"))
-    figure = Figure(figsize=(5.5 * len(stages), 2.2 * len(panels) + 0.6), layout="constrained")
+    columns = {stage: choose_panels(record, stage) for stage in record.stages or (EVALUATIONS,)}
+    height = max(len(panels) for panels in columns.values())
+    figure = Figure(figsize=(5.5 * len(columns), 2.2 * height + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(panels), len(stages), squeeze=False)
-    for column, stage in enumerate(stages):
-        for row, (name, title) in enumerate(panels):
-            draw_panel(axes[row][column], record, stage, name, title)
+    axes = figure.subplots(height, len(columns), squeeze=False)
+    for column, (stage, panels) in enumerate(columns.items()):
+        for row in range(height):
+            if row < len(panels):
+                draw_panel(axes[row][column], record, stage, *panels[row])
+            else:
+                axes[row][column].set_axis_off()
     figure.suptitle(record.root.name)
     try:
         figure.savefig(path, dpi=110, format="png")
@@ -95,22 +97,31 @@ def save_png(record: RunRecord, path: Path) -> None:
         raise RunDirError(f"--png {path} cannot be written: {error}; name a file in a directory that exists") from error
 
 
+def choose_panels(record: RunRecord, stage: str) -> list[tuple[str, str]]:
+    """Metric and title of each panel of a stage: those of PANELS that it has, and its evaluations."""
+    panels = [(name, title) for name, title in PANELS if series(record.stage_rows(stage), name)[1]]
+    return [*panels, (EVALUATIONS, "accuracy, %")] if record.evaluations else panels or [PANELS[0]]
+
+
 def draw_panel(axes: Any, record: RunRecord, stage: str, name: str, title: str) -> None:
-    """One metric of one stage on matplotlib axes; an empty frame says that the stage has none."""
+    """One metric of one stage on matplotlib axes."""
     axes.set_title(f"{stage}: {title}", fontsize=9)
     axes.tick_params(labelsize=8)
-    if name == "evaluations":
-        others = [row for row in record.evaluations if row["stage"] not in record.stages]  # of the model before any stage: into the first column
-        own = [row for row in record.evaluations if row["stage"] == stage]
-        draw_evaluations(axes, own if stage in record.stages[1:] else [*others, *own])
+    axes.grid(alpha=0.3)
+    if name == EVALUATIONS:
+        draw_evaluations(axes, choose_evaluations(record, stage))
         return
     steps, values = series(record.stage_rows(stage), name)
-    if not values:
-        axes.set_axis_off()
-        return
     axes.plot(steps, values, linewidth=0.8, alpha=0.5, marker="." if len(steps) < 30 else None)
     axes.plot(steps, smooth(values), linewidth=1.6)
-    axes.grid(alpha=0.3)
+
+
+def choose_evaluations(record: RunRecord, stage: str) -> list[Row]:
+    """The evaluations of a stage, and as its step 0 the last one made before it, of the model that it started from."""
+    own = [row for row in record.evaluations if row["stage"] == stage]
+    position = record.evaluations.index(own[0]) if own else len(record.evaluations)
+    before = record.evaluations[max(0, position - 1) : position] if all(row["step"] > 0 for row in own) else ()
+    return [*({**row, "step": 0} for row in before), *own]
 
 
 def draw_evaluations(axes: Any, rows: Sequence[Row]) -> None:
@@ -125,7 +136,6 @@ def draw_evaluations(axes: Any, rows: Sequence[Row]) -> None:
     for label, (steps, values) in lines.items():
         axes.plot(steps, values, marker="o", label=label)
     axes.set_ylim(0, 100)
-    axes.grid(alpha=0.3)
     if lines:
         axes.legend(fontsize=8)
 

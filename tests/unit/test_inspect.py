@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rollouts.errors import RunDirError
-from rollouts.inspect.plot import draw_curve, draw_curves, mean_by_column, save_png, smooth
+from rollouts.inspect.plot import choose_evaluations, choose_panels, draw_curve, draw_curves, mean_by_column, save_png, smooth
 from rollouts.inspect.read import read_run, series, sum_by_name
 from rollouts.inspect.table import (
     describe_state,
@@ -257,7 +257,27 @@ def test_the_picture_is_a_png_with_a_column_per_stage(tmp_path: Path):
     data = (tmp_path / "curves.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = int.from_bytes(data[16:20]), int.from_bytes(data[20:24])
-    assert (width, height) == (1210, 1034)  # 2 stages x 5.5 in; 4 panels (reward, loss, seconds, accuracy) x 2.2 in + 0.6 in; at 110 dpi
+    assert (width, height) == (1210, 792)  # 2 stages x 5.5 in; 3 panels (reward or loss, seconds, accuracy) x 2.2 in + 0.6 in; at 110 dpi
+
+
+def test_a_stage_without_a_metric_gives_its_place_to_the_next(tmp_path: Path):
+    record = read_run(write_run(tmp_path))
+    assert [name for name, _ in choose_panels(record, "sft")] == ["loss/total", "time/step", "evaluations"]
+    assert [name for name, _ in choose_panels(record, "rl")] == ["reward/mean", "time/step", "evaluations"]
+
+
+def test_a_stage_starts_from_the_evaluation_before_it(tmp_path: Path):
+    record = read_run(write_run(tmp_path))
+    points = {stage: [(row["step"], row["eval/heldout/avg@1"]) for row in choose_evaluations(record, stage)] for stage in ("sft", "rl")}
+    assert points == {"sft": [(0, 0.25), (3, 0.5)], "rl": [(0, 0.5), (4, 0.875)]}
+
+
+def test_stages_of_different_height_are_drawn_side_by_side(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    rows = [make_metric_row("sft", 1, loss__total=1.0), make_metric_row("rl", 1, loss__total=1.0, reward__mean=0.5)]
+    write_rows(tmp_path / "metrics.jsonl", rows)
+    save_png(read_run(tmp_path), tmp_path / "curves.png")
+    assert int.from_bytes((tmp_path / "curves.png").read_bytes()[20:24]) == 550  # 2 panels x 2.2 in + 0.6 in, at 110 dpi
 
 
 def test_a_run_with_evaluations_alone_is_plotted_and_an_empty_one_refused(tmp_path: Path):
