@@ -1,0 +1,287 @@
+"""The forward pass of a Llama-like model over slots: whole prompts, or one token per row.
+
+It calls the model's own submodules and never changes the model, so that a trainer may use the same object. What it leaves out of the
+model's own forward (masks, caches, output records) costs more than the arithmetic on small models. `open_decoder` proves on a probe
+that both forwards agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollouts.engines.local.kv_slots import KVSlots
+from rollouts.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FLOAT32_TOLERANCE = 1e-4  # nats
+HALF_TOLERANCE = 0.25  # nats; bfloat16 keeps 8 bits
+PROBE_LENGTHS = (13, 8)  # prompts of unlike length, so that padding and positions are tried too
+PROBE_STEPS = 3
+
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+ATTENTION_EXTRAS = {"q_norm", "k_norm", "rotary_emb"}
+LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The submodules of one decoder layer."""
+
+    input_norm: nn.Module
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    o_proj: nn.Module
+    q_norm: nn.Module | None  # over each head's D values, where the model has it
+    k_norm: nn.Module | None
+    mlp_norm: nn.Module
+    mlp: nn.Module
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model taken apart. H query heads, K key-value heads, D values per head, V vocabulary."""
+
+    embed: nn.Embedding
+    rotary: nn.Module
+    layers: tuple[Layer, ...]
+    norm: nn.Module
+    lm_head: nn.Linear
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scaling: float  # of the attention scores
+    autocast_dtype: torch.dtype | None
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed.weight.device
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self.autocast_dtype or self.embed.weight.dtype
+
+    @property
+    def vocab_size(self) -> int:
+        return min(self.embed.num_embeddings, self.lm_head.out_features)
+
+    def make_slots(self, *, max_rows: int, max_length: int) -> KVSlots:
+        """Empty slots of this model's shape."""
+        return KVSlots(
+            num_layers=len(self.layers),
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            max_rows=max_rows,
+            max_length=max_length,
+            dtype=self.kv_dtype,
+            device=self.device,
+        )
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The context of every forward pass. One for many steps: autocast converts the weights once per context."""
+        autocast: AbstractContextManager[Any] = nullcontext()
+        if self.autocast_dtype is not None:
+            autocast = torch.autocast(self.device.type, dtype=self.autocast_dtype)
+        with torch.inference_mode(), autocast:
+            yield
+
+    def prefill(self, ids: Tensor, lengths: Tensor, slots: Tensor, kv: KVSlots) -> Tensor:
+        """Logits [N, V] after the last token of each prompt; its keys and values go to `slots` [N].
+
+        ids [N, S] is right-padded; lengths [N] counts the real tokens. Causal attention keeps the padding out of what comes before it.
+        """
+        states = self.embed(ids)
+        cos, sin = self._rotation(states, torch.arange(ids.shape[1], device=ids.device)[None])
+        for index, layer in enumerate(self.layers):
+            queries, keys, values = self._project(layer, layer.input_norm(states), cos, sin)
+            keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [N, K, S, D]
+            kv.write_prompts(index, slots, keys, values)
+            attended = scaled_dot_product_attention(
+                queries.transpose(1, 2).to(values.dtype),
+                keys.to(values.dtype),
+                values,
+                is_causal=True,
+                scale=self.scaling,
+                enable_gqa=self.num_heads != self.num_kv_heads,
+            )
+            states = states + layer.o_proj(attended.transpose(1, 2).flatten(2))
+            states = states + layer.mlp(layer.mlp_norm(states))
+        last = states[torch.arange(len(ids), device=ids.device), lengths - 1]
+        return self.lm_head(self.norm(last))
+
+    def decode(self, ids: Tensor, positions: Tensor, kv: KVSlots, *, length: int) -> Tensor:
+        """Logits [B, V] after one more token in each of slots 0..B-1, whose keys and values are added at `positions` [B].
+
+        `length` is 1 + the largest position. The query heads of one key-value head share its keys as if they were query positions, so
+        nothing is repeated in memory.
+        """
+        rows = torch.arange(len(ids), device=ids.device)
+        states = self.embed(ids)
+        cos, sin = self._rotation(states, positions[:, None])
+        mask = torch.where(torch.arange(length, device=ids.device) <= positions[:, None], 0.0, float("-inf"))
+        mask = mask.to(self.kv_dtype)[:, None, None]
+        for index, layer in enumerate(self.layers):
+            queries, keys, values = self._project(layer, layer.input_norm(states)[:, None], cos, sin)
+            layer_keys, layer_values = kv.keys[index], kv.values[index]
+            layer_keys[rows, :, positions] = keys[:, 0].to(layer_keys.dtype)
+            layer_values[rows, :, positions] = values[:, 0].to(layer_values.dtype)
+            attended = scaled_dot_product_attention(
+                queries.to(layer_keys.dtype).view(len(ids), self.num_kv_heads, -1, self.head_dim),
+                layer_keys[: len(ids), :, :length],
+                layer_values[: len(ids), :, :length],
+                attn_mask=mask,
+                scale=self.scaling,
+            )
+            states = states + layer.o_proj(attended.reshape(len(ids), -1))
+            states = states + layer.mlp(layer.mlp_norm(states))
+        return self.lm_head(self.norm(states))
+
+    def _rotation(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [N, S, 1, D] of the positions [N, S]; the first half of the sines is negated, ready for `_rotate`."""
+        cos, sin = self.rotary(states, positions)
+        first, second = sin.chunk(2, dim=-1)
+        return cos[:, :, None], torch.cat((-first, second), dim=-1)[:, :, None]
+
+    def _project(self, layer: Layer, states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, S, H, D] and keys [N, S, K, D], rotated, and values [N, S, K, D]."""
+        shape = (*states.shape[:2], -1, self.head_dim)
+        queries, keys = layer.q_proj(states).view(shape), layer.k_proj(states).view(shape)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries, keys = layer.q_norm(queries), layer.k_norm(keys)
+        both = _rotate(torch.cat((queries, keys), dim=2), cos, sin)
+        return both[:, :, : self.num_heads], both[:, :, self.num_heads :], layer.v_proj(states).view(shape)
+
+
+def _rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return heads * cos + heads.roll(heads.shape[-1] // 2, dims=-1) * sin
+
+
+def open_decoder(model: PreTrainedModel, *, max_context: int, autocast_dtype: torch.dtype | None = None) -> Decoder:
+    """The decoder of a model, after a probe on which it agrees with the model's own forward.
+
+    Raises ModelError for what it cannot run: no Llama-like layers, attention that is not full, rotary frequencies that depend on the
+    length, a capped or non-linear head, dropout, or a probe that differs by more than 1e-4 nats (0.25 in half precision).
+    """
+    _check_config(model.config, max_context=max_context)
+    decoder = _take_apart(model, autocast_dtype)
+    try:
+        difference = _probe_difference(model, decoder)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        raise ModelError(f"{type(model).__name__} does not run as a Llama-like model: {error}; use an engine that serves it") from error
+    full_precision = decoder.kv_dtype in (torch.float32, torch.float64)
+    tolerance = FLOAT32_TOLERANCE if full_precision else HALF_TOLERANCE
+    if not difference <= tolerance:
+        raise ModelError(
+            f"{type(model).__name__}: log-probs of the embedded engine differ from the model's own by {difference:.3g} nats on a probe; "
+            f"the limit is {tolerance:g}: its layers are not Llama-like; use an engine that serves it"
+        )
+    return decoder
+
+
+def _check_config(config: Any, *, max_context: int) -> None:
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"config.layer_types has {sorted(kinds)}; the embedded engine runs full attention only")
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    windowed = "sliding_attention" in kinds or (window is not None and getattr(config, "layer_types", None) is None)
+    if windowed and (window is None or window < max_context):
+        raise ModelError(
+            f"config.sliding_window={window} is shorter than the context of {max_context} tokens; the embedded engine runs full attention "
+            "only; lower max_context or use an engine that serves it"
+        )
+    for name in ("final_logit_softcapping", "attn_logit_softcapping"):
+        if getattr(config, name, None) is not None:
+            raise ModelError(f"config.{name}={getattr(config, name)}; the embedded engine has no soft-capping")
+    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rope_type in ("dynamic", "longrope"):
+        raise ModelError(f"config.rope_parameters.rope_type={rope_type!r} changes with the length, so kept keys would be wrong; unsupported")
+
+
+def _take_apart(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> Decoder:
+    config: Any = model.config
+    body = getattr(model, "model", None)
+    layers = getattr(body, "layers", None)
+    embed, rotary, norm = (getattr(body, name, None) for name in ("embed_tokens", "rotary_emb", "norm"))
+    head = getattr(model, "lm_head", None)
+    if not isinstance(layers, nn.ModuleList) or not isinstance(embed, nn.Embedding) or rotary is None or norm is None:
+        raise ModelError(f"{type(model).__name__} has no model.layers, embed_tokens, rotary_emb and norm as a Llama has")
+    if not isinstance(head, nn.Linear):
+        raise ModelError(f"{type(model).__name__}.lm_head is a {type(head).__name__}; the embedded engine needs a linear head")
+    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
+        raise ModelError(f"{type(model).__name__} has active dropout layers; generation would be random beyond sampling; set dropout to 0")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parts = tuple(_take_layer_apart(layer, index) for index, layer in enumerate(layers))
+    return Decoder(
+        embed=embed,
+        rotary=rotary,
+        layers=parts,
+        norm=norm,
+        lm_head=head,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        head_dim=head_dim,
+        scaling=float(getattr(layers[0].self_attn, "scaling", head_dim**-0.5)),
+        autocast_dtype=autocast_dtype,
+    )
+
+
+def _take_layer_apart(layer: nn.Module, index: int) -> Layer:
+    names = {name for name, _ in layer.named_children()}
+    inner = {name for name, _ in layer.get_submodule("self_attn").named_children()} if "self_attn" in names else set()
+    if names != LAYER_PARTS or not inner >= ATTENTION_PARTS or inner - ATTENTION_PARTS - ATTENTION_EXTRAS:
+        raise ModelError(
+            f"layer {index} has the parts {sorted(names)} with attention parts {sorted(inner)}; the embedded engine runs layers of "
+            f"{sorted(LAYER_PARTS)} with {sorted(ATTENTION_PARTS)}; use an engine that serves it"
+        )
+    part = layer.get_submodule
+    return Layer(
+        input_norm=part("input_layernorm"),
+        q_proj=part("self_attn.q_proj"),
+        k_proj=part("self_attn.k_proj"),
+        v_proj=part("self_attn.v_proj"),
+        o_proj=part("self_attn.o_proj"),
+        q_norm=part("self_attn.q_norm") if "q_norm" in inner else None,
+        k_norm=part("self_attn.k_norm") if "k_norm" in inner else None,
+        mlp_norm=part("post_attention_layernorm"),
+        mlp=part("mlp"),
+    )
+
+
+def _probe_difference(model: PreTrainedModel, decoder: Decoder) -> float:
+    """Largest |engine - model| log-prob over prompts and a few decoded tokens, in nats."""
+    total = max(PROBE_LENGTHS) + PROBE_STEPS
+    ids = torch.linspace(0, decoder.vocab_size - 1, len(PROBE_LENGTHS) * total, device=decoder.device).long().view(total, -1).T.contiguous()
+    lengths = torch.tensor(PROBE_LENGTHS, device=decoder.device)
+    slots = torch.arange(len(PROBE_LENGTHS), device=decoder.device)
+    kv = decoder.make_slots(max_rows=len(PROBE_LENGTHS), max_length=total)
+    kv.reserve(len(PROBE_LENGTHS), total)
+    with decoder.computing(), _evaluating(model):
+        expected = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
+        found = [decoder.prefill(ids[:, : max(PROBE_LENGTHS)], lengths, slots, kv)]
+        for step in range(PROBE_STEPS):
+            positions = lengths + step
+            found.append(decoder.decode(ids[slots, positions], positions, kv, length=int(positions.max()) + 1))
+        wanted = torch.stack([expected[slots, lengths - 1 + step] for step in range(len(found))])
+        return float((torch.stack(found).float().log_softmax(-1) - wanted).abs().max())
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Inference behaviour inside, every module's own training flag again outside."""
+    flags: Sequence[tuple[nn.Module, bool]] = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in flags:
+            module.training = training

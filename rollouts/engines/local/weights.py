@@ -1,0 +1,79 @@
+"""An update of the engine's own model: it arrives in buckets, is held aside, and becomes visible at once or not at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from rollouts.errors import EngineError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class StagedWeights:
+    """New values for the weights of one model, by Hugging Face name. Tied weights have several names; any of them will do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        self._staged: dict[int, Tensor] = {}  # by identity of the target, which tied names share
+
+    def add(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Copies the tensors. Raises EngineError on an unknown name or a wrong shape, before any of the bucket is copied."""
+        for name, tensor in bucket:
+            target = self._targets.get(name)
+            if target is None:
+                raise EngineError(f"weight update has {name!r}, which the engine's model does not have; trainer and engine must be one model")
+            if target.shape != tensor.shape:
+                raise EngineError(f"weight update has {name!r} of shape {list(tensor.shape)}; the engine's is {list(target.shape)}")
+        for name, tensor in bucket:
+            target = self._targets[name]
+            self._staged[id(target)] = tensor.detach().to(device=target.device, dtype=target.dtype, copy=True)
+
+    def apply(self) -> int:
+        """Makes the staged values the model's own; the number of tensors. Raises EngineError, changing nothing, if one never arrived."""
+        missing = [name for name, target in self._targets.items() if id(target) not in self._staged]
+        if missing:
+            raise EngineError(f"weight update lacks {len(missing)} of {len(self._targets)} tensors, among them {missing[:3]}; nothing was changed")
+        for target in {id(target): target for target in self._targets.values()}.values():
+            target.data = self._staged.pop(id(target))
+        return len(self._targets)
+
+
+def read_checkpoint(path: Path) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors of a Hugging Face directory of safetensors, one list per file. Raises EngineError naming what is missing or damaged."""
+    for file in _checkpoint_files(path):
+        try:
+            yield list(load_file(file).items())
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"{file} cannot be read as safetensors: {error}; export the weights again") from error
+
+
+def _checkpoint_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise EngineError(f"{index} is not an index of safetensors files: {error!r}") from error
+        return [path / name for name in sorted(names)]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise EngineError(f"{path} holds no *.safetensors file; give a Hugging Face model directory")
+    return files
+
+
+def copy_model(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The engine's own copy, for inference only."""
+    own = copy.deepcopy(model)
+    if dtype is not None:
+        nn.Module.to(own, dtype=dtype)
+    return own.eval().requires_grad_(False)
