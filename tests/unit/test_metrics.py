@@ -40,7 +40,9 @@ def test_an_evaluation_row_carries_its_name():
     assert make_row("rl", 3, 2, 1, 0.0, {"eval/heldout/avg@4": 0.5}, name="heldout")["name"] == "heldout"
 
 
-@pytest.mark.parametrize("name", ["reward/mean", "time/step", "eval/heldout/pass@16", "eval/h/response_length/mean", "engine/0/version", "a/b/c/d/e", "clip_ratio"])
+@pytest.mark.parametrize(
+    "name", ["reward/mean", "time/step", "eval/heldout/pass@16", "eval/h/response_length/mean", "engine/0/version", "a/b/c/d/e", "clip_ratio"]
+)
 def test_names_in_form_are_taken(name: str):
     assert check_metric(name, 1) == 1.0
 
