@@ -35,7 +35,7 @@ def resolve_model(name: str, *, cache_dir: Path | None = None, seed: int = 0) ->
             raise ModelError(f"model.name={name!r} is not known; the tiny model is 'tiny:byte'")
         return _checked(make_tiny_byte_model(seed, choose_model_cache(cache_dir)))
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _checked(path)
     if not name or path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(f"model.name={name!r} is not a directory; give a directory, a hub name like 'org/model', 'bundled:…' or 'tiny:byte'")

@@ -1,0 +1,293 @@
+"""Model directories, tokenizers, export, and the optimizer with its learning rate worked by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from rollouts.config.schema import OptimConfig
+from rollouts.errors import ModelError
+from rollouts.models.export import save_hf_model
+from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model, stop_token_ids
+from rollouts.models.optim import compute_lr, create_adamw_optimizer
+from rollouts.models.tokenizers import make_byte_tokenizer
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return resolve_model("tiny:byte", cache_dir=tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def copied(tiny, tmp_path) -> Path:
+    """A copy of the tiny model that a test may damage."""
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+# --- directories --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_complete_directory_resolves_to_itself(copied):
+    assert resolve_model(str(copied)) == copied
+
+
+def test_a_model_directory_without_weights_is_named_as_such(copied):
+    (copied / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="a model directory without weights"):
+        resolve_model(str(copied))
+    (copied / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match="never loaded; convert them to safetensors"):
+        resolve_model(str(copied))
+
+
+def test_a_directory_without_config_or_with_a_lost_shard_is_refused(copied):
+    index = copied / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}}))
+    with pytest.raises(ModelError, match=r"lacks model-2\.safetensors \(and 1 more\)"):
+        resolve_model(str(copied))
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    assert resolve_model(str(copied)) == copied
+    index.write_text("{")
+    with pytest.raises(ModelError, match=r"index\.json cannot be read"):
+        resolve_model(str(copied))
+    (copied / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        resolve_model(str(copied))
+    with pytest.raises(ModelError, match="does not exist"):
+        load_hf_model(copied / "nowhere")
+
+
+@pytest.mark.parametrize("name", ["", "./no/such", "/no/such", "~/no_such_directory", "a/b/c"])
+def test_a_path_that_is_not_there_never_reaches_the_hub(name, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(ModelError, match="is not a directory"):
+        resolve_model(name)
+
+
+def test_a_hub_name_is_downloaded_without_pickles_and_checked(tiny, monkeypatch):
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.append((name, "*.safetensors" in allow_patterns, "*.bin" in allow_patterns))
+        return str(tiny)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert resolve_model("org/model") == tiny
+    assert asked == [("org/model", True, False)]
+
+
+@pytest.mark.parametrize("name", ["org/no-such-model", "bad name!"])
+def test_a_hub_that_cannot_be_reached_names_the_way_out(name):
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE") as caught:
+        resolve_model(name)
+    assert caught.value.__cause__ is not None
+
+
+# --- loading ------------------------------------------------------------------------------------------------------------------
+
+
+def test_loading_gives_the_files_weights_in_the_asked_dtype_and_prints_nothing(tiny, capfd):
+    stored = load_file(tiny / "model.safetensors")
+    for dtype in (torch.float32, torch.bfloat16):
+        model = load_hf_model(tiny, dtype=dtype)
+        assert not model.training
+        assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, stored[name].to(dtype)), name
+    load_tokenizer(tiny)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_changing_a_loaded_model_leaves_its_files_alone(copied):
+    before = (copied / "model.safetensors").read_bytes()
+    model = load_hf_model(copied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    assert (copied / "model.safetensors").read_bytes() == before
+
+
+def test_a_missing_weight_is_an_error_not_random_numbers(copied):
+    weights = load_file(copied / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copied / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_hf_model(copied)
+
+
+def test_files_that_cannot_be_used_are_a_model_error_with_its_cause(copied):
+    weights = (copied / "model.safetensors").read_bytes()
+    (copied / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+        load_hf_model(copied)
+    assert caught.value.__cause__ is not None
+    (copied / "model.safetensors").write_bytes(weights)
+    edit_json(copied / "config.json", hidden_size=128)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_hf_model(copied)
+
+
+def test_code_in_a_model_directory_is_never_run(copied):
+    (copied / "evil.py").write_text("raise SystemExit('ran code from a model directory')\n")
+    auto_map = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
+    edit_json(copied / "config.json", model_type="evil", architectures=["Evil"], auto_map=auto_map)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_hf_model(copied)
+
+
+# --- tokenizers ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "plain", " two  spaces ", "é漢字🎉\x00\r\n\t", "it 's n't , . !", "line\n\n<|im_start|>user\nx<|im_end|>"])
+def test_any_text_survives_the_byte_tokenizer(text, tiny):
+    for tokenizer in (make_byte_tokenizer(), load_tokenizer(tiny)):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert tokenizer.decode(ids) == text
+
+
+def test_byte_ids_are_the_bytes_and_specials_follow():
+    tokenizer = make_byte_tokenizer()
+    assert tokenizer.encode("hé<|im_end|>") == [104, 0xC3, 0xA9, 258]
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (256, 257, 258, 259)
+    assert tokenizer.decode([104, 258, 256], skip_special_tokens=True) == "h"
+    every_two_byte_text = "".join(chr(code) for code in range(1, 0x800))
+    assert tokenizer.encode(every_two_byte_text) == list(every_two_byte_text.encode())
+
+
+def test_the_byte_tokenizer_writes_chats_that_extend_their_prompt(tiny):
+    tokenizer = load_tokenizer(tiny)
+    question, answer = {"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "7"}
+    prompt = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+    assert prompt == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.apply_chat_template([question, answer], tokenize=False) == f"{prompt}7<|im_end|>\n"
+
+
+def test_a_tokenizer_without_chat_template_is_refused_with_the_way_out(copied):
+    (copied / "chat_template.jinja").unlink()
+    with pytest.raises(ModelError, match=r"put a chat_template\.jinja beside it"):
+        load_tokenizer(copied)
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_token(copied):
+    edit_json(copied / "tokenizer_config.json", pad_token=None)
+    assert load_tokenizer(copied).pad_token_id == 258
+    edit_json(copied / "tokenizer_config.json", eos_token=None)
+    with pytest.raises(ModelError, match="neither a padding nor an end token"):
+        load_tokenizer(copied)
+
+
+def test_a_damaged_tokenizer_is_a_model_error(copied):
+    (copied / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelError, match=r"tokenizer in .* cannot be loaded"):
+        load_tokenizer(copied)
+
+
+@pytest.mark.parametrize(("eos", "expected"), [(258, (258,)), ([2, 258, 1], (1, 2, 258)), (None, (258,)), (7, (7, 258))])
+def test_stop_ids_are_those_of_the_tokenizer_and_of_the_generation_config(copied, eos, expected):
+    edit_json(copied / "generation_config.json", eos_token_id=eos)
+    assert stop_token_ids(load_tokenizer(copied), copied) == expected
+
+
+def test_stop_ids_without_or_with_a_broken_generation_config(copied):
+    tokenizer = load_tokenizer(copied)
+    edit_json(copied / "generation_config.json", eos_token_id=["two"])
+    with pytest.raises(ModelError, match="the ids must be integers"):
+        stop_token_ids(tokenizer, copied)
+    (copied / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelError, match="cannot be read"):
+        stop_token_ids(tokenizer, copied)
+    (copied / "generation_config.json").unlink()
+    assert stop_token_ids(tokenizer, copied) == (258,)
+
+
+# --- export -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_model_comes_back_bit_for_bit(tiny, tmp_path, dtype, capfd):
+    model, tokenizer = load_hf_model(tiny, dtype=dtype), load_tokenizer(tiny)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) / 3)
+    save_hf_model(model, tmp_path / "a" / "saved", tokenizer)
+    again = load_hf_model(tmp_path / "a" / "saved", dtype=dtype)
+    state, state_again = model.state_dict(), again.state_dict()
+    assert state.keys() == state_again.keys()
+    assert all(torch.equal(state[name], state_again[name]) for name in state)
+    assert load_tokenizer(tmp_path / "a" / "saved").encode("hé") == tokenizer.encode("hé")
+    assert "lm_head.weight" not in load_file(tmp_path / "a" / "saved" / "model.safetensors")
+    assert capfd.readouterr() == ("", "")
+
+
+# --- optimizer ----------------------------------------------------------------------------------------------------------------
+
+
+def test_weight_decay_is_on_matrices_only_and_tied_weights_are_there_once(tiny):
+    model = load_hf_model(tiny)
+    model.get_submodule("model.norm").requires_grad_(False)
+    optimizer = create_adamw_optimizer(model, OptimConfig(lr=0.1, weight_decay=0.01))
+    matrices, vectors = optimizer.param_groups
+    assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.01, 0.0)
+    assert {parameter.ndim for parameter in matrices["params"]} == {2}
+    assert {parameter.ndim for parameter in vectors["params"]} == {1}
+    assert len(matrices["params"]) == 1 + 2 * 7  # the embedding once, 7 matrices a layer
+    assert len(vectors["params"]) == 2 * 2  # two norms a layer; the last is frozen
+
+
+def test_the_first_adamw_step_matches_the_number_worked_by_hand():
+    layer = torch.nn.Linear(1, 1)
+    with torch.no_grad():
+        layer.weight.fill_(2.0)
+        layer.bias.fill_(2.0)
+    optimizer = create_adamw_optimizer(layer, OptimConfig(lr=0.1, weight_decay=0.5))
+    layer.weight.grad, layer.bias.grad = torch.tensor([[-3.0]]), torch.tensor([4.0])
+    optimizer.step()
+    # decay first: 2 (1 - .1 * .5) = 1.9; the first step moves by lr * sign(grad)
+    assert float(layer.weight.detach()) == pytest.approx(1.9 + 0.1)
+    assert float(layer.bias.detach()) == pytest.approx(2.0 - 0.1)
+
+
+def test_a_model_without_trained_parameters_is_refused():
+    with pytest.raises(ValueError, match="nothing to optimize"):
+        create_adamw_optimizer(torch.nn.Linear(1, 1).requires_grad_(False), OptimConfig())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 0.775, 0.55, 0.325, 0.1]),
+        # .1 + .9 (1 + cos(pi k/4))/2 for k = 1..4; cos(pi/4) = .7071068
+        ("cosine", [0.5, 1.0, 0.868198052, 0.55, 0.231801948, 0.1]),
+    ],
+)
+def test_the_learning_rate_rises_and_falls_as_worked_by_hand(schedule, expected):
+    config = OptimConfig(lr=2.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
+    assert [compute_lr(step, 6, config) / 2.0 for step in range(6)] == pytest.approx(expected)
+    assert compute_lr(100, 6, config) == compute_lr(5, 6, config)
+
+
+def test_without_warm_up_the_first_step_has_the_whole_learning_rate():
+    config = OptimConfig(lr=1.0, schedule="linear", min_lr_ratio=0.0)
+    assert [compute_lr(step, 5, config) for step in range(5)] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+    assert compute_lr(0, 1, config) == 1.0
+
+
+def test_a_warm_up_longer_than_the_run_only_rises():
+    config = OptimConfig(lr=1.0, schedule="cosine", warmup_steps=10)
+    rates = [compute_lr(step, 4, config) for step in range(4)]
+    assert rates == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert math.isclose(compute_lr(10, 4, config), 1.0)
