@@ -1,0 +1,1 @@
+"""Training backends: one protocol, one contract suite."""

@@ -1,0 +1,76 @@
+"""A backend from a model directory in one call, made only of tier-1 parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.config.schema import OptimConfig
+from rollouts.device_thread import open_device_thread
+from rollouts.models.load import load_hf_model
+from rollouts.models.optim import create_adamw_optimizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@asynccontextmanager
+async def open_pytorch_backend(
+    model_path: Path,
+    *,
+    optim: OptimConfig,
+    total_steps: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str = "cpu",
+    autocast: Literal["off", "bfloat16", "auto"] = "auto",
+    threads: int = 0,
+    deterministic: bool = False,
+    micro_batch_tokens: int = 8192,
+    share_prefix: bool = True,
+) -> AsyncIterator[PyTorchTrainingBackend]:
+    """A backend with float32 master weights from `model_path` and a fresh AdamW; `total_steps` is where its schedule ends.
+
+    threads: torch's, 0 for one per core this process may use. deterministic: only algorithms that give the same bits every time.
+    Raises ModelError if the directory cannot be trained.
+    """
+    async with open_device_thread(name="trainer", torch_threads=threads or len(os.sched_getaffinity(0))) as device_thread:
+
+        def load() -> PreTrainedModel:
+            torch.use_deterministic_algorithms(deterministic)
+            return load_hf_model(model_path).to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+
+        model = await device_thread.run(load)
+        yield PyTorchTrainingBackend(
+            model,
+            create_adamw_optimizer(model, optim),
+            device_thread,
+            optim=optim,
+            total_steps=total_steps,
+            tokenizer=tokenizer,
+            autocast_dtype=choose_autocast_dtype(autocast, device),
+            micro_batch_tokens=micro_batch_tokens,
+            share_prefix=share_prefix,
+        )
+
+
+def choose_autocast_dtype(autocast: Literal["off", "bfloat16", "auto"], device: str) -> torch.dtype | None:
+    """bfloat16 or None for float32. auto: bfloat16 on a GPU that has it and on a CPU that multiplies it natively; elsewhere it is slower."""
+    if autocast == "auto":
+        native = torch.cuda.is_bf16_supported() if torch.device(device).type == "cuda" else cpu_multiplies_bfloat16()
+        return torch.bfloat16 if native else None
+    return torch.bfloat16 if autocast == "bfloat16" else None
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions that multiply bfloat16 (AVX-512 BF16 or AMX), by the kernel's word."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -1,0 +1,346 @@
+"""One model, one optimizer, one device thread: the backend that trains in a single process.
+
+    caller ──forward_backward, optim_step, …──► queue of the device thread ──► model, gradients, optimizer
+       ◄───────────── TrainFuture ──────────────────┘ in submission order
+
+A job that raises makes every later job fail with EarlierStepFailed until reset(). What is not finite is skipped, not failed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollouts.backends.state import load_backend_state, read_model_weights, save_backend_state
+from rollouts.config.schema import OptimConfig
+from rollouts.data.packing import MicroBatch, make_micro_batches
+from rollouts.device_thread import DeviceFuture, DeviceThread
+from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
+from rollouts.losses import LossFn, LossInputs, LossOutput, resolve_loss
+from rollouts.models.export import save_hf_model
+from rollouts.models.log_probs import check_trainable_architecture, compute_micro_batch_log_probs, supports_shared_prefix
+from rollouts.models.optim import compute_lr
+from rollouts.protocols import WeightSink
+from rollouts.types import (
+    FloatArray,
+    ForwardBackwardResult,
+    LossSpec,
+    Mean,
+    Metric,
+    Metrics,
+    OptimParams,
+    OptimStepResult,
+    RolloutBatch,
+    merge_metrics,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+T = TypeVar("T")
+BUCKET_BYTES = 256 * 2**20
+TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+
+
+class PyTorchTrainingBackend:
+    """A TrainingBackend (see rollouts.protocols for its rules) on one device. Make it with open_pytorch_backend, or from its parts."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.AdamW,
+        device_thread: DeviceThread,
+        *,
+        optim: OptimConfig,
+        total_steps: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        autocast_dtype: torch.dtype | None = None,
+        micro_batch_tokens: int = 8192,
+        share_prefix: bool = True,
+    ) -> None:
+        check_trainable_architecture(model)
+        self.model = model
+        self.device_thread = device_thread
+        self._optimizer = optimizer
+        self._optim = optim
+        self._total_steps = total_steps
+        self._tokenizer = tokenizer
+        self._autocast_dtype = autocast_dtype
+        self._micro_batch_tokens = micro_batch_tokens
+        self._share_prefix = share_prefix and supports_shared_prefix(model)
+        self._failure: BaseException | None = None  # of the job that failed; None when the backend works
+        self._version = 0
+        self._queued_version: int | None = None  # after everything queued; None: nothing queued changes it
+        self._poisoned: str | None = None  # why the pending step will be skipped
+        self._pending_batches = 0  # forward_backward calls since the last optim_step
+        self._steps = 0  # optimizer steps, skipped ones included: the schedule's position
+        self._skipped_in_a_row = 0
+        self._counts = {"skipped_steps": 0.0, "trained_tokens": 0.0, "computed_tokens": 0.0}
+
+    # --- the queue
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights after everything queued so far."""
+        return self._version if self._failure is not None or self._queued_version is None else self._queued_version
+
+    def _submit(self, work: Callable[[], T]) -> DeviceFuture[T]:
+        def job() -> T:
+            if self._failure is not None:
+                raise EarlierStepFailed(f"a step before this one failed ({self._failure!r}); call reset()") from self._failure
+            try:
+                return work()
+            except BaseException as error:
+                self._failure = error
+                self._discard_pending()
+                raise
+
+        return self.device_thread.submit(job)
+
+    def reset(self) -> DeviceFuture[None]:
+        """Discards accumulated gradients and forgets an earlier failure."""
+        self._queued_version = None
+
+        def job() -> None:
+            self._failure = None
+            self._discard_pending()
+
+        return self.device_thread.submit(job)
+
+    def _discard_pending(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._poisoned = None
+        self._pending_batches = 0
+
+    def statistics(self) -> Mapping[str, float]:
+        """Optimizer steps, skipped ones, tokens trained and computed (padding included), and the device thread's queue."""
+        return {"steps": float(self._steps), **self._counts, **self.device_thread.statistics()}
+
+    # --- training
+
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> DeviceFuture[ForwardBackwardResult]:
+        """Adds the batch's gradient of sum / denominator to what has accumulated since the last optim_step."""
+        return self._submit(lambda: self._forward_backward(batch, loss))
+
+    def optim_step(self, params: OptimParams | None = None) -> DeviceFuture[OptimStepResult]:
+        """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of `params`."""
+        return self._submit(lambda: self._optim_step(params))
+
+    def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
+        """Log-probs [T_i] of every row's trained tokens at batch.temperature; 0.0 elsewhere."""
+        return self._submit(lambda: self._forward(batch))
+
+    def _make_micro_batches(self, batch: RolloutBatch) -> list[MicroBatch]:
+        micro_batches = make_micro_batches(
+            batch.tokens, batch.loss_masks, micro_batch_tokens=self._micro_batch_tokens, share_prefix=self._share_prefix
+        )
+        self._counts["computed_tokens"] += sum(micro_batch.computed_tokens for micro_batch in micro_batches)
+        return micro_batches
+
+    def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
+        loss_fn = resolve_loss(spec.name)
+        denominator, expected_count = compute_denominator(batch, spec)
+        self._pending_batches += 1
+        total, count = 0.0, 0.0
+        metrics: list[Metrics] = []
+        for micro_batch in self._make_micro_batches(batch):
+            output, entropy = self._compute_loss(micro_batch, batch, loss_fn, spec)
+            total += float(output.sum.detach())
+            count += float(output.count)
+            if self._poisoned is None and not math.isfinite(total):
+                self._poisoned = f"the loss is {total}"
+                self._optimizer.zero_grad(set_to_none=True)
+            if self._poisoned is not None:
+                return ForwardBackwardResult(loss=None, denominator=denominator, metrics={}, skipped=self._poisoned)
+            (output.sum / denominator).backward()
+            metrics.append({"entropy/mean": Mean(float(entropy.sum()), float(len(entropy))), **output.metrics})
+        if not math.isclose(count, expected_count, rel_tol=1e-6):
+            raise DenominatorMismatch(
+                f"loss {spec.name!r} counted {count:g} {spec.unit} where the batch has {expected_count:g}; its count must be that of its unit"
+            )
+        self._counts["trained_tokens"] += float(batch.response_lengths.sum())
+        return ForwardBackwardResult(loss=total / denominator, denominator=denominator, metrics=merge_metrics(metrics))
+
+    def _compute_loss(self, micro_batch: MicroBatch, batch: RolloutBatch, loss_fn: LossFn, spec: LossSpec) -> tuple[LossOutput, Tensor]:
+        """The loss of one micro-batch, and the entropy [M] of its trained tokens."""
+        flat = compute_micro_batch_log_probs(self.model, micro_batch, temperature=batch.temperature, autocast_dtype=self._autocast_dtype)
+        device = flat.log_probs.device
+        pairs = torch.from_numpy(micro_batch.token_pairs).to(device)
+        place = torch.from_numpy(micro_batch.token_rows).to(device), torch.from_numpy(micro_batch.token_positions).to(device)
+        shape = len(micro_batch.rows), max(len(batch.tokens[row]) for row in micro_batch.rows)
+
+        def spread(values: Tensor) -> Tensor:
+            return torch.zeros(shape, dtype=values.dtype, device=device).index_put(place, values)
+
+        fields: dict[str, Tensor] = {}
+        for name in TOKEN_FIELDS:
+            rows = getattr(batch, name)
+            if rows is not None:
+                fields[name] = torch.from_numpy(pad_rows([rows[row] for row in micro_batch.rows], shape[1])).to(device)
+        entropy = flat.entropy[pairs]
+        inputs = LossInputs(
+            log_probs=spread(flat.log_probs[pairs]), mask=spread(torch.ones_like(pairs, dtype=torch.bool)), entropy=spread(entropy), **fields
+        )
+        return loss_fn(inputs, unit=spec.unit, **spec.params), entropy
+
+    def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
+        if self._pending_batches == 0:
+            raise BackendError("optim_step without a forward_backward since the last one; there is no gradient to step with")
+        if params is None:
+            lr, max_grad_norm = compute_lr(self._steps, self._total_steps, self._optim), self._optim.max_grad_norm
+        else:
+            lr, max_grad_norm = params.lr, params.max_grad_norm
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        skipped, grad_norm = self._poisoned, None
+        if skipped is None:
+            norm = torch.nn.utils.get_total_norm(gradients)
+            grad_norm = float(norm)
+            if not math.isfinite(grad_norm):
+                skipped, grad_norm = f"the gradient norm is {grad_norm}", None
+        self._steps += 1
+        if skipped is not None:
+            return self._skip_step(skipped, lr)
+        clipped = max_grad_norm is not None and grad_norm is not None and grad_norm > max_grad_norm
+        if clipped and max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_grad_norm, torch.as_tensor(grad_norm))
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._discard_pending()
+        self._skipped_in_a_row = 0
+        return OptimStepResult(step=self._steps, lr=lr, grad_norm=grad_norm, clipped=clipped)
+
+    def _skip_step(self, reason: str, lr: float) -> OptimStepResult:
+        self._discard_pending()
+        self._skipped_in_a_row += 1
+        self._counts["skipped_steps"] += 1
+        if self._skipped_in_a_row >= self._optim.max_nonfinite_steps:
+            raise NonFiniteSteps(
+                f"{self._skipped_in_a_row} steps in a row were not finite, the last because {reason}; optim.max_nonfinite_steps="
+                f"{self._optim.max_nonfinite_steps}: lower optim.lr, or look at samples.jsonl for what the batch holds"
+            )
+        return OptimStepResult(step=self._steps, lr=lr, grad_norm=None, clipped=False, skipped=reason)
+
+    def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+        rows = tuple(np.zeros(len(tokens), np.float32) for tokens in batch.tokens)
+        with torch.no_grad():
+            for micro_batch in self._make_micro_batches(batch):
+                flat = compute_micro_batch_log_probs(self.model, micro_batch, temperature=batch.temperature, autocast_dtype=self._autocast_dtype)
+                spread_to_rows(micro_batch, flat.log_probs.cpu().numpy(), rows)
+        return rows
+
+    # --- weights
+
+    def set_weight_version(self, version: int) -> DeviceFuture[None]:
+        """Names the weights as they are after everything queued so far."""
+
+        def work() -> None:
+            self._version = version
+
+        future = self._submit(work)
+        self._queued_version = version
+        return future
+
+    def stream_weights(self, sink: WeightSink) -> DeviceFuture[None]:
+        """Hands every parameter to `sink` in buckets of at most 256 MiB (a larger parameter alone). Tied weights come once."""
+
+        def work() -> None:
+            bucket: list[tuple[str, Tensor]] = []
+            size = 0
+            for name, parameter in self.model.named_parameters():
+                if bucket and size + parameter.nbytes > BUCKET_BYTES:
+                    sink(bucket)
+                    bucket, size = [], 0
+                bucket.append((name, parameter.detach()))
+                size += parameter.nbytes
+            if bucket:
+                sink(bucket)
+
+        return self._submit(work)
+
+    def get_weights(self) -> DeviceFuture[dict[str, Tensor]]:
+        """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
+        return self._submit(lambda: {name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()})
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> DeviceFuture[None]:
+        """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape, before anything is copied."""
+        return self._submit(lambda: copy_weights(self.model, weights))
+
+    def save(self, path: Path) -> DeviceFuture[None]:
+        """Writes the model directory and, in `state/`, everything an exact resume needs. Not atomic: see rollouts.checkpoints.save."""
+
+        def work() -> None:
+            save_hf_model(self.model, path, self._tokenizer)
+            position = {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row, "weight_version": self._version, **self._counts}
+            save_backend_state(path, self.model, self._optimizer, position)
+
+        return self._submit(work)
+
+    def load(self, path: Path) -> DeviceFuture[None]:
+        """Restores what save() wrote, bit for bit; accumulated gradients are discarded. Raises CheckpointError naming what is wrong."""
+
+        def work() -> None:
+            weights = read_model_weights(path)
+            position = load_backend_state(path, self.model, self._optimizer)
+            copy_weights(self.model, weights)
+            self._discard_pending()
+            self._steps, self._skipped_in_a_row = int(position["steps"]), int(position["skipped_in_a_row"])
+            self._version = int(position["weight_version"])
+            self._counts = {name: float(position[name]) for name in self._counts}
+
+        self._queued_version = None
+        return self._submit(work)
+
+
+def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
+    """What the loss's sum over the whole batch is divided by, and what its counts must add up to. Raises BackendError if nothing trains."""
+    tokens = float(batch.response_lengths.sum())
+    sequences = float((batch.response_lengths > 0).sum())
+    if tokens == 0:
+        raise BackendError(f"none of the batch's {len(batch)} rows has a token to train on; check its loss masks")
+    if spec.unit == "constant":
+        if spec.constant is None or not spec.constant > 0:
+            raise BackendError(f"LossSpec(unit='constant') has constant={spec.constant}; give the denominator, a number above 0")
+        return spec.constant, tokens
+    return (tokens, tokens) if spec.unit == "tokens" else (sequences, sequences)
+
+
+def pad_rows(rows: list[FloatArray], width: int) -> FloatArray:
+    """[B, T] float32, right-padded with 0."""
+    padded = np.zeros((len(rows), width), np.float32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    return padded
+
+
+def spread_to_rows(micro_batch: MicroBatch, values: FloatArray, rows: tuple[FloatArray, ...]) -> None:
+    """Puts one value per pair where its tokens are."""
+    per_token = values[micro_batch.token_pairs]
+    for index, row in enumerate(micro_batch.rows.tolist()):
+        mine = micro_batch.token_rows == index
+        rows[row][micro_batch.token_positions[mine]] = per_token[mine]
+
+
+def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Copies `weights` into the model's parameters. Raises BackendError before anything is copied."""
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
+    missing = sorted(set(parameters) - set(weights))
+    unknown = sorted(set(weights) - set(parameters) - tied)
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} for {tuple(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in weights and weights[name].shape != parameter.shape
+    ]
+    for what, names in (("are missing", missing), ("are not the model's", unknown), ("have another shape", shapes)):
+        if names:
+            raise BackendError(f"{len(names)} weights {what}: {', '.join(names[:5])}; nothing was loaded")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(weights[name])

@@ -1,0 +1,155 @@
+"""One thread that owns every torch call, and futures of the work it was given.
+
+    trio task ── submit(job) ──► queue, first in first out ──► the thread runs one job at a time ──► DeviceFuture ──► any number of waiters
+                                                                                                        │
+    leaving the context: normally, everything queued runs first; by an exception, the running job ends and the queued ones are dropped.
+    Either way no job is left behind running, and a failure that nobody awaited is raised (unless something else is being raised).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+import trio
+
+from rollouts.errors import BackendClosed, EarlierStepFailed
+
+T = TypeVar("T")
+
+
+class DeviceFuture(Generic[T]):
+    """What a job will return. May be awaited many times, by many tasks; cancelling a waiter does not cancel the job."""
+
+    def __init__(self, thread: DeviceThread) -> None:
+        self._thread = thread
+        self._finished = trio.Event()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether the job has ended, well or not."""
+        return self._finished.is_set()
+
+    async def result(self) -> T:
+        """What the job returned. Raises what it raised; BackendClosed if it was dropped because its context was left by an exception."""
+        await self._finished.wait()
+        if self._error is None:
+            return cast(T, self._value)
+        self._thread._unheard.pop(self, None)
+        raise self._error.with_traceback(None)  # without it, the traceback would grow with every waiter
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self.result().__await__()
+
+    def _finish(self, value: T | None, error: BaseException | None) -> None:
+        self._value, self._error = value, error
+        if error is not None:
+            self._thread._unheard[self] = error
+        self._finished.set()
+
+
+Job = tuple[Callable[[], Any], DeviceFuture[Any]]
+
+
+class DeviceThread:
+    """A queue of jobs and the thread that runs them. Made by `open_device_thread`."""
+
+    def __init__(self, name: str, torch_threads: int | None) -> None:
+        self.name = name
+        self._torch_threads = torch_threads
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: no more jobs
+        self._token = trio.lowlevel.current_trio_token()
+        self._home = threading.get_ident()
+        self._unheard: dict[DeviceFuture[Any], BaseException] = {}  # failures that nobody awaited yet
+        self._open = True
+        self._dropping = False
+        self._submitted = 0
+        self._completed = 0
+        self._busy_s = 0.0
+
+    def submit(self, job: Callable[[], T]) -> DeviceFuture[T]:
+        """A future of `job`, which runs on the thread after everything submitted before it. Returns at once.
+
+        Raises BackendClosed after the context was left, and from any thread but trio's own.
+        """
+        if threading.get_ident() != self._home:
+            raise BackendClosed(f"device thread {self.name!r} takes jobs from trio's thread only; go through trio.from_thread.run_sync")
+        if not self._open:
+            raise BackendClosed(f"device thread {self.name!r} is closed; submit inside its `async with`")
+        future: DeviceFuture[T] = DeviceFuture(self)
+        self._submitted += 1
+        self._jobs.put((job, future))
+        return future
+
+    def check_open(self) -> None:
+        """For long jobs, between two pieces of work: raises BackendClosed if the context is being left by an exception."""
+        if self._dropping:
+            raise BackendClosed(f"device thread {self.name!r} is being closed by an exception; the job was stopped between two pieces of work")
+
+    def statistics(self) -> Mapping[str, float]:
+        """Jobs submitted and not finished (`queued`), jobs finished (`completed`), seconds spent in jobs (`busy_s`)."""
+        return {"queued": float(self._submitted - self._completed), "completed": float(self._completed), "busy_s": self._busy_s}
+
+    def _run_jobs(self) -> None:
+        if self._torch_threads is not None:
+            torch.set_num_threads(self._torch_threads)
+        while (entry := self._jobs.get()) is not None:
+            job, future = entry
+            started = time.perf_counter()
+            value: Any = None
+            error: BaseException | None = None
+            try:
+                self.check_open()
+                value = job()
+            except BaseException as raised:  # noqa: BLE001  whatever it is belongs to whoever awaits the future
+                error = raised
+            self._token.run_sync_soon(self._deliver, future, value, error, time.perf_counter() - started)
+            del entry, job, future, value, error  # a job's tensors must not live until the next job comes
+
+    def _deliver(self, future: DeviceFuture[Any], value: Any, error: BaseException | None, seconds: float) -> None:
+        self._completed += 1
+        self._busy_s += seconds
+        future._finish(value, error)
+
+    def _close(self, *, drop_queued: bool) -> None:
+        self._open = False
+        self._dropping = drop_queued
+        self._jobs.put(None)
+
+    def _raise_unheard(self) -> None:
+        # a step that did not run because of an earlier failure adds nothing to that failure, which was heard or is in here too
+        errors = [error for error in self._unheard.values() if not isinstance(error, EarlierStepFailed)]
+        if len(errors) == 1:
+            raise errors[0]
+        if errors:
+            raise BaseExceptionGroup(f"{len(errors)} jobs of device thread {self.name!r} failed and nobody awaited them", errors)
+
+
+@asynccontextmanager
+async def open_device_thread(*, name: str, torch_threads: int | None = None) -> AsyncIterator[DeviceThread]:
+    """A thread that runs jobs in submission order for as long as the context is open.
+
+    `torch_threads` is what torch may use inside one operation on this thread; None leaves torch's own choice. Leaving normally waits for
+    all jobs and then raises failures that nobody awaited: one as it is, several as a group. Leaving by an exception or a cancellation
+    waits only for the running job (shielded, for nothing can interrupt it) and drops the rest, whose futures raise BackendClosed.
+    """
+    thread = DeviceThread(name, torch_threads)
+    stopped = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+    # not to_thread.run_sync in a nursery: the nursery would wrap every exception of the body in a group
+    trio.lowlevel.start_thread_soon(thread._run_jobs, lambda ended: token.run_sync_soon(stopped.set), name)
+    drop_queued = True
+    try:
+        yield thread
+        drop_queued = False
+    finally:
+        thread._close(drop_queued=drop_queued)
+        with trio.CancelScope(shield=True):
+            await stopped.wait()
+    thread._raise_unheard()
