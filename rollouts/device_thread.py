@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -31,6 +32,7 @@ class DeviceFuture(Generic[T]):
         self._finished = trio.Event()
         self._value: T | None = None
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
 
     def done(self) -> bool:
         """Whether the job has ended, well or not."""
@@ -42,7 +44,7 @@ class DeviceFuture(Generic[T]):
         if self._error is None:
             return cast(T, self._value)
         self._thread._unheard.pop(self, None)
-        raise self._error.with_traceback(None)  # without it, the traceback would grow with every waiter
+        raise self._error.with_traceback(self._traceback)  # the job's own; it would grow with every waiter
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self.result().__await__()
@@ -50,6 +52,7 @@ class DeviceFuture(Generic[T]):
     def _finish(self, value: T | None, error: BaseException | None) -> None:
         self._value, self._error = value, error
         if error is not None:
+            self._traceback = error.__traceback__
             self._thread._unheard[self] = error
         self._finished.set()
 

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import trio
+
+from rollouts.device_thread import open_device_thread
+from rollouts.errors import BackendClosed, EarlierStepFailed
+
+SOON = 10  # seconds; a test that takes longer hangs
+
+
+class Gate:
+    """A job that runs until it is let go."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.let_go = threading.Event()
+        self.ended = False
+
+    def __call__(self) -> str:
+        self.started.set()
+        assert self.let_go.wait(SOON)
+        self.ended = True
+        return "through"
+
+    async def wait_started(self) -> None:
+        assert await trio.to_thread.run_sync(self.started.wait, SOON)
+
+
+def fail(text: str) -> None:
+    raise ValueError(text)
+
+
+async def test_jobs_run_in_submission_order_on_one_thread_that_is_not_trios():
+    order: list[tuple[int, int]] = []
+    async with open_device_thread(name="device") as device:
+        futures = [device.submit(lambda n=n: order.append((n, threading.get_ident())) or n * n) for n in range(20)]
+        assert [await future for future in futures] == [n * n for n in range(20)]
+    assert [n for n, _ in order] == list(range(20))
+    assert len({thread for _, thread in order}) == 1
+    assert order[0][1] != threading.get_ident()
+
+
+async def test_submit_returns_before_the_job_ran():
+    gate = Gate()
+    async with open_device_thread(name="device") as device:
+        future = device.submit(gate)
+        assert not future.done()
+        gate.let_go.set()
+        assert await future.result() == "through"
+        assert future.done()
+
+
+async def test_many_tasks_may_await_one_future_many_times():
+    gate = Gate()
+    seen: list[str] = []
+
+    async def wait_twice() -> None:
+        seen.append(await future)
+        seen.append(await future.result())
+
+    async with open_device_thread(name="device") as device:
+        future = device.submit(gate)
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(wait_twice)
+            await gate.wait_started()
+            gate.let_go.set()
+    assert seen == ["through"] * 6
+
+
+async def test_a_failure_reaches_every_waiter_and_is_then_not_raised_again_on_leaving():
+    async with open_device_thread(name="device") as device:
+        future = device.submit(lambda: fail("bad"))
+        for _ in range(3):
+            with pytest.raises(ValueError, match="bad") as caught:
+                await future
+        depth, frame = 0, caught.value.__traceback__
+        while frame is not None:
+            depth, frame = depth + 1, frame.tb_next
+        assert depth == 5, "here, result(), the thread's loop, the lambda and fail(): the traceback must not grow with every waiter"
+
+
+async def test_cancelling_a_waiter_does_not_cancel_the_job():
+    gate = Gate()
+    async with open_device_thread(name="device") as device:
+        future = device.submit(gate)
+        await gate.wait_started()
+        with trio.move_on_after(0) as scope:
+            await future
+        assert scope.cancelled_caught
+        gate.let_go.set()
+        assert await future == "through"
+
+
+async def test_a_cancelled_waiter_has_not_heard_of_the_failure():
+    with pytest.raises(ValueError, match="unheard"):  # noqa: PT012  it is leaving the context that raises
+        async with open_device_thread(name="device") as device:
+            gate = Gate()
+            device.submit(gate)
+            future = device.submit(lambda: fail("unheard"))
+            await gate.wait_started()
+            with trio.move_on_after(0):
+                await future
+            gate.let_go.set()
+
+
+async def test_leaving_normally_runs_everything_that_was_queued():
+    ran: list[int] = []
+    async with open_device_thread(name="device") as device:
+        for n in range(10):
+            device.submit(lambda n=n: ran.append(n))
+    assert ran == list(range(10))
+
+
+async def test_several_unheard_failures_are_raised_as_a_group():
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  it is leaving the context that raises
+        async with open_device_thread(name="device") as device:
+            device.submit(lambda: fail("one"))
+            device.submit(lambda: fail("two"))
+    assert [str(error) for error in caught.value.exceptions] == ["one", "two"]
+
+
+async def test_a_step_that_did_not_run_because_of_an_earlier_one_adds_no_failure():
+    def refuse() -> None:
+        raise EarlierStepFailed("a step before this one failed")
+
+    async with open_device_thread(name="device") as device:
+        device.submit(refuse)
+
+
+async def test_an_exception_of_the_body_is_raised_as_it_is_and_hides_unheard_failures():
+    with pytest.raises(KeyError, match="mine"):  # noqa: PT012  it is leaving the context that raises
+        async with open_device_thread(name="device") as device:
+            device.submit(lambda: fail("unheard"))
+            raise KeyError("mine")
+
+
+async def test_leaving_by_an_exception_waits_for_the_running_job_and_drops_the_rest():
+    gate = Gate()
+    ran: list[int] = []
+    futures = []
+    with pytest.raises(KeyError):  # noqa: PT012  it is leaving the context that raises
+        async with open_device_thread(name="device") as device:
+            futures.append(device.submit(gate))
+            futures.append(device.submit(lambda: ran.append(1)))
+            await gate.wait_started()
+            trio.lowlevel.current_trio_token().run_sync_soon(gate.let_go.set)
+            raise KeyError("mine")
+    assert gate.ended
+    assert ran == []
+    assert await futures[0] == "through"
+    with pytest.raises(BackendClosed, match="closed by an exception"):
+        await futures[1]
+
+
+async def test_a_cancelled_context_ends_with_its_running_job_and_the_cancellation_passes_through():
+    gate = Gate()
+    with trio.move_on_after(0.05) as scope:
+        async with open_device_thread(name="device") as device:
+            device.submit(gate)
+            dropped = device.submit(lambda: "never")
+            await gate.wait_started()
+            trio.lowlevel.current_trio_token().run_sync_soon(gate.let_go.set)
+            scope.cancel()
+            await trio.sleep_forever()
+    assert scope.cancelled_caught
+    assert gate.ended
+    assert dropped.done()
+
+
+async def test_a_long_job_learns_between_two_pieces_of_work_that_it_should_stop():
+    gate = Gate()
+
+    def long_job() -> None:
+        device.check_open()
+        gate()
+        device.check_open()
+
+    with pytest.raises(KeyError):  # noqa: PT012  it is leaving the context that raises
+        async with open_device_thread(name="device") as device:
+            future = device.submit(long_job)
+            await gate.wait_started()
+            trio.lowlevel.current_trio_token().run_sync_soon(gate.let_go.set)
+            raise KeyError("mine")
+    with pytest.raises(BackendClosed, match="stopped between two pieces"):
+        await future
+
+
+async def test_submitting_after_the_end_or_from_another_thread_is_refused():
+    async with open_device_thread(name="device") as device:
+        with pytest.raises(BackendClosed, match="trio's thread only"):
+            await trio.to_thread.run_sync(device.submit, lambda: None)
+        inside = device.submit(lambda: device.submit(lambda: None))
+        with pytest.raises(BackendClosed, match="trio's thread only"):
+            await inside
+    with pytest.raises(BackendClosed, match="is closed"):
+        device.submit(lambda: None)
+
+
+async def test_torch_uses_the_number_of_threads_that_was_asked_for():
+    async with open_device_thread(name="device", torch_threads=1) as device:
+        assert await device.submit(torch.get_num_threads) == 1
+
+
+async def test_statistics_count_jobs_and_seconds():
+    gate = Gate()
+    async with open_device_thread(name="device") as device:
+        device.submit(lambda: None)
+        future = device.submit(gate)
+        await gate.wait_started()
+        assert device.statistics()["queued"] == 1
+        gate.let_go.set()
+        await future
+        statistics = device.statistics()
+    assert (statistics["queued"], statistics["completed"]) == (0, 2)
+    assert statistics["busy_s"] > 0
