@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollouts.backends.state import load_backend_state, read_model_weights, save_backend_state
 from rollouts.config.schema import OptimConfig
-from rollouts.data.packing import MicroBatch, make_micro_batches
+from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
 from rollouts.losses import LossFn, LossInputs, LossOutput, resolve_loss
@@ -228,12 +228,13 @@ class PyTorchTrainingBackend:
         return OptimStepResult(step=self._steps, lr=lr, grad_norm=None, clipped=False, skipped=reason)
 
     def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-        rows = tuple(np.zeros(len(tokens), np.float32) for tokens in batch.tokens)
+        micro_batches = self._make_micro_batches(batch)
         with torch.no_grad():
-            for micro_batch in self._make_micro_batches(batch):
-                flat = compute_micro_batch_log_probs(self.model, micro_batch, temperature=batch.temperature, autocast_dtype=self._autocast_dtype)
-                spread_to_rows(micro_batch, flat.log_probs.cpu().numpy(), rows)
-        return rows
+            flats = [
+                compute_micro_batch_log_probs(self.model, part, temperature=batch.temperature, autocast_dtype=self._autocast_dtype)
+                for part in micro_batches
+            ]
+        return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
 
     # --- weights
 
@@ -317,14 +318,6 @@ def pad_rows(rows: list[FloatArray], width: int) -> FloatArray:
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
     return padded
-
-
-def spread_to_rows(micro_batch: MicroBatch, values: FloatArray, rows: tuple[FloatArray, ...]) -> None:
-    """Puts one value per pair where its tokens are."""
-    per_token = values[micro_batch.token_pairs]
-    for index, row in enumerate(micro_batch.rows.tolist()):
-        mine = micro_batch.token_rows == index
-        rows[row][micro_batch.token_positions[mine]] = per_token[mine]
 
 
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:

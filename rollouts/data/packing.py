@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollouts.types import BoolArray, IntArray
+from rollouts.types import BoolArray, FloatArray, IntArray
 
 PACKED_LENGTH = 512  # nodes of one packed row, unless a single sequence is longer: attention over a dense mask grows with the square
 
@@ -169,3 +169,14 @@ def _make_micro_batch(packed: Sequence[_Packed], tokens: Sequence[IntArray], los
         token_positions=np.concatenate(token_positions),
         token_pairs=token_pairs.reshape(-1),
     )
+
+
+def spread_to_rows(micro_batches: Sequence[MicroBatch], values: Sequence[FloatArray], tokens: Sequence[IntArray]) -> tuple[FloatArray, ...]:
+    """[T_i] per row of the batch: the value of each trained token's pair, 0.0 elsewhere. `values` holds one array [N] per micro-batch."""
+    rows = tuple(np.zeros(len(row), np.float32) for row in tokens)
+    for micro_batch, per_pair in zip(micro_batches, values, strict=True):
+        per_token = per_pair[micro_batch.token_pairs]
+        for index, row in enumerate(micro_batch.rows.tolist()):
+            mine = micro_batch.token_rows == index
+            rows[row][micro_batch.token_positions[mine]] = per_token[mine]
+    return rows
