@@ -81,15 +81,18 @@ class Rows:
 
 def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
     """Raises DataError naming the file, line and field."""
-    from rollouts.data.datasets import exclude_prompts, load_rows, unique_prompts
+    from rollouts.data.datasets import exclude_prompts, load_rows, require_prompts, unique_prompts
 
     held_out = unique_prompts(load_rows(config.eval.data, name="eval.data")) if config.eval else []
+    require_prompts(held_out, name="eval.data")
     training: dict[str, list[dict[str, Any]]] = {"sft": [], "rl": []}
     left_out: dict[str, int] = {}
     for stage in stages:
         rows, left_out[stage] = exclude_prompts(load_rows(stage_config(config, stage).data, name=f"{stage}.data"), held_out)
         if not rows:
             raise DataError(f"{stage}.data has no row left: all of its prompts are held out by eval.data; use another seed or file")
+        if stage == "rl":
+            require_prompts(rows, name="rl.data")
         training[stage] = rows
     return Rows(training["sft"], training["rl"], held_out, left_out)
 
@@ -221,10 +224,12 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[tu
 async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
     """True when every stage is complete, False when the user stopped the run. Each stage starts from the checkpoint of the one before."""
     from rollouts.checkpoints.load import find_newest_checkpoint
+    from rollouts.checkpoints.retention import remove_incomplete
 
     before = ("base", 0)
     for stage in stages:
         total = stage_config(run.config, stage).steps
+        remove_incomplete(run.run_dir.stage_checkpoints(stage))
         newest = find_newest_checkpoint(run.run_dir.stage_checkpoints(stage))
         completed = (parse_step(newest.name) or 0) if newest else 0
         last = stage == stages[-1]
@@ -356,6 +361,7 @@ async def restore(backend: PyTorchTrainingBackend, checkpoint: Path | None) -> i
 
 async def save_step(run: Run, backend: PyTorchTrainingBackend, stage: str, step: int, state: dict[str, Any]) -> None:
     """Saves step `step` of `stage`; afterwards it is complete on disk or absent."""
+    from rollouts.checkpoints.retention import apply_retention
     from rollouts.checkpoints.save import save_checkpoint
 
     async def write_model(path: Path) -> None:
@@ -363,6 +369,8 @@ async def save_step(run: Run, backend: PyTorchTrainingBackend, stage: str, step:
 
     path = run.run_dir.checkpoint(stage, step)
     await save_checkpoint(path, write_model=write_model, state=state, stage=stage, step=step)
+    if run.config.output.keep_checkpoints:
+        apply_retention(path.parent, run.config.output.keep_checkpoints)
 
 
 # --- evaluation and the end --------------------------------------------------------------------------------------------------
@@ -418,7 +426,9 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
         "seed": run.config.seed,
         "versions": {name: version(name) for name in ("rollouts-rl", "torch", "transformers", "trio", "numpy")},
     }
-    write_atomically(run.run_dir.summary, json.dumps(summary, indent=1) + "\n")
+    partial = run.run_dir.summary.with_suffix(".tmp")
+    partial.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    partial.replace(run.run_dir.summary)
     return summary
 
 
@@ -434,7 +444,7 @@ def read_peak_rss_gib() -> float:
 
 def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
     """Accuracy before and after each stage, three transcripts, and where the files are."""
-    from rollouts.metrics.jsonl import newest_attempts, read_rows
+    from rollouts.metrics.jsonl import read_rows
 
     console.print()
     for name, label in (("base", "base model"), ("sft", "after SFT"), ("rl", "after RL")):

@@ -45,7 +45,7 @@ async def open_pytorch_backend(
             torch.use_deterministic_algorithms(deterministic)
             return load_hf_model(model_path).to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
 
-        model = await device_thread.run(load)
+        model = await device_thread.submit(load)
         yield PyTorchTrainingBackend(
             model,
             create_adamw_optimizer(model, optim),

@@ -32,7 +32,6 @@ from rollouts.types import (
     ForwardBackwardResult,
     LossSpec,
     Mean,
-    Metric,
     Metrics,
     OptimParams,
     OptimStepResult,

@@ -25,7 +25,8 @@ class OutputConfig(Section):
 
     dir: str = ""  # empty: runs/NAME
     checkpoint_every: NaturalInt = 0  # steps; 0: only at the end of a stage and when stopped
-    samples_per_step: NaturalInt = 16  # rows of samples.jsonl written per step; all of an evaluation's are counted, none written
+    keep_checkpoints: NaturalInt = 0  # newest complete checkpoints of a stage that stay; 0: all
+    samples_per_step: NaturalInt = 16  # rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is
 
 
 class ModelConfig(Section):
@@ -147,6 +148,10 @@ class RLTrainingConfig(Section):
             )
         if self.kl_in == "reward" and self.kl_coef > 0 and self.kl_estimator != "k1":
             raise ValueError(f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; KL in the reward is k1; use kl_in='loss' for k2 and k3")
+        if self.kl_in == "loss" and self.kl_coef > 0 and self.kl_estimator == "k1":
+            raise ValueError("kl_estimator='k1' with kl_in='loss'; as a loss k1 has an expected gradient of 0; use 'k2' (reverse KL) or 'k3'")
+        if self.kl_in == "loss" and self.kl_coef > 0 and self.loss != "ppo_clip":
+            raise ValueError(f"kl_in='loss' with loss={self.loss!r}; only 'ppo_clip' adds the KL term itself; use kl_in='reward', or loss_params")
         return self
 
 

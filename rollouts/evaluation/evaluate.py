@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 import trio
 
+from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import NotEnoughSamples
-from rollouts.generation.generate import compute_request_seed
+from rollouts.generation.group import GroupPlan, failure_class_of, make_samples, make_trajectory
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
-from rollouts.rewards.call import call_generate, call_reward
+from rollouts.rewards.call import USER_THREADS
 from rollouts.types import JSONValue, Sample, SamplingParams, Status
 
 
@@ -44,3 +45,56 @@ class EvaluationResult:
             f"eval/{name}/truncated/frac": truncated / len(scored),
             f"eval/{name}/response_length/mean": math.fsum(sample.response_length for sample in scored) / len(scored),
         }
+
+
+async def evaluate(
+    rows: Sequence[Mapping[str, JSONValue]],
+    engine: InferenceEngine,
+    *,
+    generate: GenerateFn,
+    reward: RewardFn,
+    sampling: SamplingParams,
+    samples_per_prompt: int = 1,
+    seed: int = 0,
+    reward_timeout_s: float = math.inf,
+    max_failed_fraction: float = 0.2,
+) -> EvaluationResult:
+    """Every prompt generated `samples_per_prompt` times and scored, all at once: the engine decides how many run together.
+
+    A sample that cannot be generated or scored is counted as failed and is not part of the mean. Raises NotEnoughSamples, naming the
+    failures by class, if more than `max_failed_fraction` of them failed: a mean over the rest would be of other prompts.
+    """
+    plan = GroupPlan(
+        engine=engine,
+        generate=generate,
+        reward=reward,
+        group_reward=None,
+        filters=(),
+        sampling=sampling,
+        seed=seed,
+        samples_per_prompt=samples_per_prompt,
+        reward_timeout_s=reward_timeout_s,
+        limiter=trio.CapacityLimiter(USER_THREADS),
+        may_continue=lambda sample: True,
+    )
+    pending = [
+        replace(sample, id=f"eval-{sample.id}")
+        for index, row in enumerate(rows)
+        for sample in make_samples(index, PromptRow(prompt_id=f"row-{index}", epoch=0, row=row), samples_per_prompt)
+    ]
+    done: list[Sample | None] = [None] * len(pending)
+
+    async def run_one(index: int) -> None:
+        done[index] = (await make_trajectory(plan, pending[index])).segments[-1]
+
+    async with trio.open_nursery() as nursery:
+        for index in range(len(pending)):
+            nursery.start_soon(run_one, index)
+    samples = tuple(sample for sample in done if sample is not None)
+    assert len(samples) == len(pending), "a held-out prompt was lost"
+    failed = [sample for sample in samples if sample.status is Status.FAILED]
+    if len(failed) > max_failed_fraction * len(samples):
+        classes = sorted({failure_class_of(sample) for sample in failed})
+        example = failed[0].metadata["failure"]["message"]
+        raise NotEnoughSamples(f"{len(failed)} of {len(samples)} held-out samples failed ({', '.join(classes)}); the first: {example}")
+    return EvaluationResult(samples, samples_per_prompt, len(rows))

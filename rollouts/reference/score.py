@@ -30,7 +30,7 @@ class FrozenReference:
 
     async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0."""
-        return await self._device_thread.run(lambda: self._score(batch))
+        return await self._device_thread.submit(lambda: self._score(batch))
 
     def _score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         micro_batches = make_micro_batches(
@@ -52,4 +52,4 @@ async def open_frozen_reference(
         check_trainable_architecture(model)
         return model.requires_grad_(False)
 
-    yield FrozenReference(await device_thread.run(load), device_thread, micro_batch_tokens)
+    yield FrozenReference(await device_thread.submit(load), device_thread, micro_batch_tokens)
