@@ -9,6 +9,7 @@
     ├── CheckpointError             a checkpoint that is incomplete, damaged or of another model
     ├── MetricError                 a metric name or value that may not be written
     ├── UserFunctionError           a generate, reward or filter function raised or returned nonsense
+    │   └── RewardTimeout           a reward function took longer than it may
     ├── BackendError
     │   ├── EarlierStepFailed       a step before this one failed; call reset()
     │   ├── BackendClosed           the backend is no longer open
@@ -62,6 +63,10 @@ class MetricError(RolloutsError):
 
 class UserFunctionError(RolloutsError):
     """A user's generate, reward or filter function raised or returned nonsense."""
+
+
+class RewardTimeout(UserFunctionError):
+    """A reward function took longer than `reward_timeout_s`. Its sample has failed; it is not a reward of 0."""
 
 
 class BackendError(RolloutsError):

@@ -1,0 +1,96 @@
+"""Group filters: which groups are worth training on, and why a group is not. Plain functions of a scored group."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import cast
+
+import numpy as np
+
+from rollouts.errors import PlugInError
+from rollouts.types import FilterDecision, SampleGroup
+
+GroupFilter = Callable[..., FilterDecision]
+KEEP = FilterDecision(keep=True)
+
+
+def check_reward_nonzero_std(group: SampleGroup, *, min_std: float = 1e-6) -> FilterDecision:
+    """Drops a group whose rewards are all alike ("zero_variance"): group-relative advantages would all be 0.
+
+    The standard deviation is the population's, over the whole group. A group of one sample has none and is dropped.
+    """
+    rewards = group.rewards.astype(np.float64)
+    std = float(rewards.std())
+    if std > min_std:
+        return KEEP
+    return FilterDecision(
+        False, "zero_variance", f"standard deviation {std:.3g} of {len(rewards)} rewards around {rewards.mean():.4g} is not above {min_std:.3g}"
+    )
+
+
+def check_min_reward(group: SampleGroup, *, min_reward: float = 0.0) -> FilterDecision:
+    """Drops a group whose mean reward is below `min_reward` ("low_reward")."""
+    mean = float(group.rewards.astype(np.float64).mean())
+    if mean >= min_reward:
+        return KEEP
+    return FilterDecision(False, "low_reward", f"mean reward {mean:.4g} of {len(group.samples)} samples is below {min_reward:.4g}")
+
+
+def check_response_diversity(group: SampleGroup, *, min_unique_fraction: float = 0.25) -> FilterDecision:
+    """Drops a group in which too few responses differ ("low_diversity"). Responses are compared as text without white space around it."""
+    unique = len({sample.response.strip() for sample in group.samples})
+    fraction = unique / len(group.samples)
+    if fraction >= min_unique_fraction:
+        return KEEP
+    detail = f"{unique} of {len(group.samples)} responses are distinct, a share of {fraction:.3g}, below {min_unique_fraction:.3g}"
+    return FilterDecision(False, "low_diversity", detail)
+
+
+def check_reasonable_length(
+    group: SampleGroup, *, min_tokens: int = 1, max_tokens: int = 4096, max_outside_fraction: float = 0.5
+) -> FilterDecision:
+    """Drops a group in which too many responses are shorter or longer than allowed ("unreasonable_length"). Lengths are trained tokens."""
+    lengths = [sample.response_length for sample in group.samples]
+    outside = sum(not min_tokens <= length <= max_tokens for length in lengths)
+    fraction = outside / len(lengths)
+    if fraction <= max_outside_fraction:
+        return KEEP
+    detail = (
+        f"{outside} of {len(lengths)} responses have a length outside {min_tokens} to {max_tokens} tokens (shortest {min(lengths)}, "
+        f"longest {max(lengths)}), a share of {fraction:.3g}, above {max_outside_fraction:.3g}"
+    )
+    return FilterDecision(False, "unreasonable_length", detail)
+
+
+def check_quality_and_diversity(
+    group: SampleGroup, *, min_reward: float = 0.0, min_std: float = 1e-6, min_unique_fraction: float = 0.25
+) -> FilterDecision:
+    """The first objection of check_min_reward, check_reward_nonzero_std and check_response_diversity, in this order."""
+    decisions = (
+        check_min_reward(group, min_reward=min_reward),
+        check_reward_nonzero_std(group, min_std=min_std),
+        check_response_diversity(group, min_unique_fraction=min_unique_fraction),
+    )
+    return next((decision for decision in decisions if not decision.keep), KEEP)
+
+
+FILTERS: Mapping[str, GroupFilter] = {
+    "check_reward_nonzero_std": check_reward_nonzero_std,
+    "check_min_reward": check_min_reward,
+    "check_response_diversity": check_response_diversity,
+    "check_reasonable_length": check_reasonable_length,
+    "check_quality_and_diversity": check_quality_and_diversity,
+}
+
+
+def make_filter(name: str, **thresholds: float) -> GroupFilter:
+    """The filter of that name with some of its thresholds replaced. Raises PlugInError naming the filters, or the thresholds there are."""
+    if name not in FILTERS:
+        raise PlugInError(f"filter={name!r} is not one of {', '.join(FILTERS)}")
+    known = [parameter for parameter in inspect.signature(FILTERS[name]).parameters if parameter != "group"]
+    unknown = [threshold for threshold in thresholds if threshold not in known]
+    if unknown:
+        raise PlugInError(f"filter {name} has no threshold {unknown[0]!r}; it has {', '.join(known)}")
+    return cast(GroupFilter, functools.partial(FILTERS[name], **thresholds))

@@ -1,0 +1,91 @@
+"""Groups as the batch that one step consumes, and as metrics."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from rollouts.generation.group import ClosedGroup, failure_class_of
+from rollouts.generation.ledger import FILTERED
+from rollouts.types import Max, Mean, Metric, Min, RolloutBatch, Sample, SampleGroup, Status, Total
+
+
+def make_batch(groups: Sequence[SampleGroup], *, temperature: float) -> RolloutBatch:
+    """One row per sample, groups by group index, samples of a group in launch order. Temperature 0 is greedy, whose log-probs are at 1."""
+    samples = tuple(sample for group in sorted(groups, key=lambda group: group.group_index) for sample in group.samples)
+    rewards = [sample.reward for sample in samples]
+    assert all(reward is not None for reward in rewards), "a sample without a reward reached the batch"
+    return RolloutBatch(
+        tokens=tuple(sample.tokens for sample in samples),
+        loss_masks=tuple(sample.loss_mask for sample in samples),
+        rewards=np.asarray(rewards, np.float32),
+        metadata=tuple(sample.metadata for sample in samples),
+        rollout_log_probs=tuple(sample.rollout_log_probs for sample in samples),
+        group_indices=np.asarray([sample.group_index for sample in samples], np.int64),
+        weight_versions=tuple(sample.weight_versions for sample in samples),
+        temperature=temperature or 1.0,
+        samples=samples,
+    )
+
+
+def compute_batch_metrics(
+    groups: Sequence[SampleGroup], *, decided: Sequence[ClosedGroup], drawn: int, dropped: Mapping[str, int]
+) -> dict[str, Metric]:
+    """What the groups of a batch look like and what they cost; `decided` are those that this call closed, in or out of the batch.
+
+    reward/…, response_length/… and truncated/… are of the rows that train. groups/zero_std_frac and groups/reward_std are of every group
+    that was scored, filtered ones included: a filter would hide what it looks for. Spreads are the population's.
+    """
+    metrics: dict[str, Metric] = {"groups/drawn": Total(drawn), "groups/kept": Total(len(groups))}
+    for reason, count in sorted(dropped.items()):
+        _merge(metrics, f"groups/dropped/{metric_segment(reason.removeprefix(FILTERED))}", Total(count))
+    failures = Counter(failure_class_of(sample) for closed in decided for sample in closed.failed)
+    metrics.update({f"fail/{name}": Total(count) for name, count in sorted(failures.items())})
+    metrics.update(_sample_metrics([sample for group in groups for sample in group.samples]))
+    filtered = [closed.group for closed in decided if not closed.decision.keep and closed.failure_class is None]
+    metrics.update(_spread_metrics([*groups, *filtered]))
+    seconds = [trajectory for closed in decided for trajectory in closed.trajectories]
+    metrics["perf/generate_s/mean"] = _mean([trajectory.generate_s for trajectory in seconds])
+    metrics["perf/reward_s/mean"] = _mean([trajectory.reward_s for trajectory in seconds if trajectory.reward_s is not None])
+    return metrics
+
+
+def metric_segment(name: str) -> str:
+    """A user's name as part of a metric's name: lower case, anything but letters, digits and _ becomes _."""
+    return re.sub(r"[^a-z0-9_]+", "_", name.lower()) or "unnamed"
+
+
+def _sample_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
+    lengths = [sample.response_length for sample in samples]
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    metrics: dict[str, Metric] = {
+        "response_length/mean": _mean(lengths),
+        "response_length/min": Min(min(lengths)),
+        "response_length/max": Max(max(lengths)),
+        "truncated/frac": _mean([sample.status is Status.TRUNCATED for sample in samples]),
+        "reward/mean": _mean(rewards),
+        "reward/std": Mean(float(np.std(rewards)), 1),
+    }
+    for sample in samples:
+        for name, value in sample.rewards.items():
+            _merge(metrics, f"reward/part/{metric_segment(name)}/mean", Mean(value, 1))
+    return metrics
+
+
+def _spread_metrics(groups: Sequence[SampleGroup]) -> dict[str, Metric]:
+    rewards = [group.rewards.astype(np.float64) for group in groups]
+    alike = [values.min() == values.max() for values in rewards]  # rounding can leave equal rewards a tiny deviation
+    return {"groups/zero_std_frac": _mean(alike), "groups/reward_std/mean": _mean([values.std() for values in rewards])}
+
+
+def _mean(values: Iterable[float]) -> Mean:
+    numbers = [float(value) for value in values]
+    return Mean(float(np.sum(numbers)), len(numbers))
+
+
+def _merge(metrics: dict[str, Metric], name: str, metric: Metric) -> None:
+    held = metrics.get(name)
+    metrics[name] = metric if held is None else held.merge(metric)  # pyright: ignore[reportArgumentType]  (one name has one kind)

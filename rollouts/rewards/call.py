@@ -1,0 +1,218 @@
+"""How a user's function is called and its answer checked.
+
+One rule for generate, reward, group_reward and filter alike: a coroutine function is awaited where it is, anything else runs in a worker
+thread (and if it answers with an awaitable, that is awaited). A thread whose caller has gone away is abandoned, not stopped; it keeps its
+place in the limiter until it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import trio
+
+from rollouts.errors import RewardTimeout, RolloutsError, UserFunctionError
+from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
+from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
+
+USER_THREADS = 32  # calls of sync functions at once: enough to hide waiting for a sandbox or a service; Python code shares one lock anyway
+
+
+async def call_generate(
+    generate: GenerateFn, sample: Sample, engine: InferenceEngine, sampling: SamplingParams, *, limiter: trio.CapacityLimiter | None = None
+) -> tuple[Sample, ...]:
+    """The segments of one trajectory, at least one, none of them pending; they carry the id of `sample` (later ones id.1, id.2, …) and its group.
+
+    Raises what the engine and the data raised (EngineError, DataError, ModelError); UserFunctionError for any other exception and for an
+    answer that is not a sample or a sequence of samples.
+    """
+    where = f"generate function {function_name(generate)} on sample {sample.id}"
+    try:
+        answer = await _call(generate, sample, engine, sampling, limiter=limiter)
+    except Exception as error:
+        inner = _only_leaf(error)
+        if isinstance(inner, RolloutsError) and not isinstance(inner, UserFunctionError):
+            raise inner from (None if inner is error else error)
+        raise UserFunctionError(f"{where} raised {_describe(inner)}") from inner
+    segments = (answer,) if isinstance(answer, Sample) else tuple(answer) if isinstance(answer, Sequence) else ()
+    if not segments or not all(isinstance(segment, Sample) for segment in segments):
+        raise UserFunctionError(f"{where} returned {_shorten(answer)}; it must return a Sample or a sequence of Samples that is not empty")
+    if any(segment.status is Status.PENDING for segment in segments):
+        raise UserFunctionError(f"{where} returned a sample whose status is still pending; set completed, truncated, aborted or failed")
+    ids = [sample.id if index == 0 else f"{sample.id}.{index}" for index in range(len(segments))]
+    return tuple(replace(segment, id=id_, group_index=sample.group_index) for segment, id_ in zip(segments, ids, strict=True))
+
+
+async def call_reward(
+    reward: RewardFn, sample: Sample, *, timeout_s: float = math.inf, limiter: trio.CapacityLimiter | None = None
+) -> RewardResult:
+    """The reward as a checked record. `timeout_s` counts from when the function starts, not while it waits for a thread.
+
+    Raises UserFunctionError naming function and sample if it raises or its answer is no reward; RewardTimeout if it takes too long.
+    """
+    where = f"reward function {function_name(reward)} on sample {sample.id}"
+    return check_reward(await _call_in_time(reward, sample, where=where, timeout_s=timeout_s, limiter=limiter), where)
+
+
+async def call_group_reward(
+    group_reward: GroupRewardFn, samples: Sequence[Sample], *, timeout_s: float = math.inf, limiter: trio.CapacityLimiter | None = None
+) -> tuple[RewardResult, ...]:
+    """One checked reward per sample, in their order. Raises like call_reward, and if the number of rewards is another than of samples."""
+    where = f"group reward function {function_name(group_reward)} on the group of sample {samples[0].id}"
+    answer = await _call_in_time(group_reward, tuple(samples), where=where, timeout_s=timeout_s, limiter=limiter)
+    values = None if isinstance(answer, str | bytes | Mapping) else _as_list(answer)
+    if values is None or len(values) != len(samples):
+        raise UserFunctionError(f"{where} returned {_shorten(answer)}; it must return {len(samples)} rewards, one per sample")
+    return tuple(check_reward(value, f"{where}, reward {index}") for index, value in enumerate(values))
+
+
+async def call_filter(filter_: FilterFn, group: SampleGroup, *, limiter: trio.CapacityLimiter | None = None) -> FilterDecision:
+    """The decision; a drop without a reason gets the function's name as its reason. Raises UserFunctionError naming function and group."""
+    name = function_name(filter_)
+    where = f"filter {name} on group {group.group_index} (prompt {group.prompt_id})"
+    try:
+        answer = await _call(filter_, group, limiter=limiter)
+    except Exception as error:
+        inner = _only_leaf(error)
+        raise UserFunctionError(f"{where} raised {_describe(inner)}") from inner
+    if isinstance(answer, FilterDecision):
+        return answer if answer.keep or answer.reason else replace(answer, reason=name)
+    if not isinstance(answer, bool | np.bool_):
+        raise UserFunctionError(f"{where} returned {_shorten(answer)}; it must return True, False or a FilterDecision")
+    return FilterDecision(keep=True) if answer else FilterDecision(keep=False, reason=name)
+
+
+def apply_reward(sample: Sample, result: RewardResult) -> Sample:
+    """The sample with its reward and the named parts; a note goes to metadata["reward_note"]."""
+    metadata = sample.metadata if result.note is None else {**sample.metadata, "reward_note": result.note}
+    return replace(sample, reward=result.reward, rewards=result.parts, metadata=metadata)
+
+
+def check_reward(answer: object, where: str) -> RewardResult:
+    """`answer` as a record: a finite number, a mapping of named parts whose sum is the reward, or a RewardResult; True is 1.0.
+
+    Raises UserFunctionError, beginning with `where`, for anything else: NaN, infinity, None, text, no parts at all.
+    """
+    if isinstance(answer, RewardResult):
+        if answer.note is not None and not isinstance(answer.note, str):
+            raise UserFunctionError(f"{where} returned the note {_shorten(answer.note)}; a note is text")
+        return RewardResult(_check_number(answer.reward, where, "reward"), _check_parts(answer.parts, where), answer.note)
+    if isinstance(answer, Mapping):
+        parts = _check_parts(answer, where)
+        if not parts:
+            raise UserFunctionError(f"{where} returned a mapping without parts; name at least one")
+        return RewardResult(math.fsum(parts.values()), parts)
+    return RewardResult(_check_number(answer, where, "reward"))
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The name by which errors and metrics call a function: without its module, through functools.partial, the class for a callable object."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", None) or type(function).__qualname__
+    return name.rpartition("<locals>.")[2]
+
+
+# --- calling -----------------------------------------------------------------------------------------------------------------
+
+
+async def _call_in_time(function: Callable[..., Any], argument: object, *, where: str, timeout_s: float, limiter: trio.CapacityLimiter | None) -> Any:
+    try:
+        with trio.CancelScope() as scope:
+            return await _call(function, argument, limiter=limiter, on_start=lambda: _set_deadline(scope, timeout_s))
+    except Exception as error:
+        inner = _only_leaf(error)
+        raise UserFunctionError(f"{where} raised {_describe(inner)}") from inner
+    raise RewardTimeout(f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s")
+
+
+def _set_deadline(scope: trio.CancelScope, timeout_s: float) -> None:
+    scope.deadline = trio.current_time() + timeout_s
+
+
+async def _call(
+    function: Callable[..., Any], *arguments: object, limiter: trio.CapacityLimiter | None, on_start: Callable[[], None] = lambda: None
+) -> Any:
+    if _is_async(function):
+        on_start()
+        return await function(*arguments)
+    place = _Place(limiter or trio.to_thread.current_default_thread_limiter(), on_start)
+    # in a tuple, for trio refuses a bare coroutine as a thread's answer
+    (answer,) = await trio.to_thread.run_sync(
+        lambda: (function(*arguments),),
+        thread_name=function_name(function),
+        abandon_on_cancel=True,
+        limiter=place,  # pyright: ignore[reportArgumentType]  (trio documents that any object with these two methods will do)
+    )
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A limiter that says when a place was got: only then does the function start, and its time run."""
+
+    limiter: trio.CapacityLimiter
+    on_start: Callable[[], None]
+
+    async def acquire_on_behalf_of(self, borrower: object) -> None:
+        await self.limiter.acquire_on_behalf_of(borrower)
+        self.on_start()
+
+    def release_on_behalf_of(self, borrower: object) -> None:
+        self.limiter.release_on_behalf_of(borrower)
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def _only_leaf(error: Exception) -> Exception:
+    """What a nursery wrapped, if it is one error."""
+    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
+# --- checking ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_parts(parts: object, where: str) -> dict[str, float]:
+    if not isinstance(parts, Mapping) or not all(isinstance(name, str) and name for name in parts):
+        raise UserFunctionError(f"{where} returned the parts {_shorten(parts)}; parts are a mapping from names to numbers")
+    return {name: _check_number(value, where, f"part {name!r}") for name, value in parts.items()}
+
+
+def _check_number(value: Any, where: str, what: str) -> float:
+    number = math.nan
+    if hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:  # numpy and torch scalars too, arrays not
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+    if not math.isfinite(number):
+        raise UserFunctionError(f"{where} returned {_shorten(value)} as its {what}; it must be a finite number")
+    return number
+
+
+def _as_list(values: Any) -> list[Any] | None:
+    try:
+        return list(values)
+    except TypeError:
+        return None
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _shorten(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

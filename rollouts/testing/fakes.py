@@ -1,0 +1,461 @@
+"""Fakes at the protocols, in numpy and virtual time: an engine that follows a script, a backend that only counts, a tokenizer of bytes.
+
+They keep every promise of their protocol (order of futures, pause modes, versions per token, failures) and run no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import trio
+
+from rollouts.errors import (
+    BackendClosed,
+    CheckpointError,
+    EarlierStepFailed,
+    EngineClosed,
+    EngineError,
+    RequestRefused,
+    RolloutsError,
+    WeightVersionError,
+)
+from rollouts.protocols import PauseMode, WeightSink
+from rollouts.types import (
+    Completion,
+    EngineFeatures,
+    FinishReason,
+    FloatArray,
+    ForwardBackwardResult,
+    GenerateRequest,
+    LossSpec,
+    OptimParams,
+    OptimStepResult,
+    RolloutBatch,
+    Total,
+)
+
+ResultT = TypeVar("ResultT")
+
+
+# --- tokenizer ---------------------------------------------------------------------------------------------------------------
+
+FAKE_START, FAKE_END = 256, 257
+
+
+class FakeTokenizer:
+    """One token per byte of UTF-8, and 256 and 257 around each turn, written <|start|> and <|end|>."""
+
+    chat_template = "<|start|>{role}\n{content}<|end|>"
+    all_special_tokens = ["<|start|>", "<|end|>"]
+    added_tokens_decoder: Mapping[int, Any] = {}
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []  # every text that was tokenized
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool = False, add_generation_prompt: bool = False) -> str:
+        assert not tokenize
+        turns = "".join(f"<|start|>{message['role']}\n{message['content']}<|end|>" for message in conversation)
+        return turns + ("<|start|>assistant\n" if add_generation_prompt else "")
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        assert not add_special_tokens
+        self.encoded.append(text)
+        special = str.maketrans({"\ue000": None, "\ue001": None})
+        marked = text.translate(special).replace("<|start|>", "\ue000").replace("<|end|>", "\ue001")
+        ids: list[int] = []
+        for character in marked:
+            ids += [FAKE_START] if character == "\ue000" else [FAKE_END] if character == "\ue001" else list(character.encode())
+        return ids
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        special = {FAKE_START: b"<|start|>", FAKE_END: b"<|end|>"}
+        kept = [token for token in token_ids if not (skip_special_tokens and token in special)]
+        return b"".join(special.get(token) or bytes([token]) for token in kept).decode(errors="replace")
+
+
+# --- engine ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedReply:
+    """What the engine does with one request."""
+
+    text: str = "ok"  # its bytes are the sampled ids, followed by the first stop token if finish is "stop" and there is one
+    token_s: float = 0.0  # seconds per token
+    finish: FinishReason = "stop"
+    error: Exception | None = None  # raised after the tokens
+    first_token_s: float = 0.0  # seconds before the first token
+
+
+Script = Callable[[GenerateRequest], ScriptedReply]
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    request: GenerateRequest
+    started: bool = False  # admitted: "wait" lets it finish
+    aborted: bool = False
+    token_ids: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+
+class ScriptedEngine:
+    """An InferenceEngine that answers as its script says, one token at a time, so that pauses and updates fall between tokens.
+
+    A token's log-prob depends on the request's seed, the token's position and the weight version, and is between −2 and 0.
+    Updates take any bucket and remember the names.
+    """
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        *,
+        version: int = 0,
+        vocab_size: int = 258,
+        context_length: int = 4096,
+        shares_weights: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        self._script = script or (lambda request: ScriptedReply())
+        self._version = version
+        self._features = EngineFeatures(
+            vocab_size=vocab_size,
+            context_length=context_length,
+            in_memory_update=not shares_weights,
+            update_from_checkpoint=not shares_weights,
+            shares_weights=shares_weights,
+            keep_pause=True,
+            deterministic=deterministic,
+        )
+        self._running: dict[str, _Running] = {}
+        self._paused: PauseMode | None = None
+        self._updating = False
+        self._closed = False
+        self._changed = trio.Event()
+        self.requests: list[GenerateRequest] = []  # every request that was taken, in order of arrival
+        self.received: list[str] = []  # names of the tensors of the last update
+        self.most_in_flight = 0
+
+    @property
+    def features(self) -> EngineFeatures:
+        return self._features
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have no answer yet."""
+        return len(self._running)
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self._check_open()
+        self._check_request(request)
+        reply = self._script(request)
+        running = self._running[request.request_id] = _Running(request)
+        self.requests.append(request)
+        self.most_in_flight = max(self.most_in_flight, len(self._running))
+        try:
+            return await self._generate_tokens(running, reply)
+        finally:
+            del self._running[request.request_id]
+            self._notify()
+
+    async def weight_version(self) -> int:
+        await trio.lowlevel.checkpoint()
+        return self._version
+
+    def set_version(self, version: int) -> None:
+        """What an update does, at once; tokens sampled from now on carry `version`."""
+        self._version = version
+
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+        self._check_open()
+        if self._features.shares_weights and version != self._version:
+            raise WeightVersionError(f"update to version {version} of an engine that shares weights at version {self._version}")
+        if not path.is_dir():
+            raise EngineError(f"{path} is not a directory")
+        await trio.lowlevel.checkpoint()
+        self._version = version
+        return {"version": version}
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._check_open()
+        self._paused = mode
+        if mode == "abort":
+            self._abort_running()
+        self._notify()
+        if mode != "keep":
+            await self._wait_until(lambda: not any(running.started for running in self._running.values()))
+
+    async def resume(self) -> None:
+        self._check_open()
+        self._paused = None
+        self._notify()
+        await trio.lowlevel.checkpoint()
+
+    async def abort_all(self) -> None:
+        self._check_open()
+        waiting = list(self._running.values())
+        self._abort_running()
+        await self._wait_until(lambda: not any(running in waiting for running in self._running.values()))
+
+    async def health(self) -> bool:
+        await trio.lowlevel.checkpoint()
+        return not self._closed
+
+    async def release_memory(self) -> None:
+        self._check_open()
+        await trio.lowlevel.checkpoint()
+
+    async def restore_memory(self) -> None:
+        self._check_open()
+        await trio.lowlevel.checkpoint()
+
+    async def begin_update(self) -> None:
+        self._check_open()
+        if self._features.shares_weights:
+            raise EngineError("an engine that shares the trainer's weights takes no update")
+        await trio.lowlevel.checkpoint()
+        self._updating, self.received = True, []
+
+    def receive_bucket(self, bucket: Sequence[tuple[str, Any]]) -> None:
+        if not self._updating:
+            raise EngineError("receive_bucket outside an update; await begin_update() first")
+        self.received += [name for name, _ in bucket]
+
+    async def finish_update(self, version: int) -> None:
+        if not self._updating:
+            raise EngineError(f"finish_update({version}) without begin_update()")
+        await trio.lowlevel.checkpoint()
+        self._updating, self._version = False, version
+
+    def statistics(self) -> Mapping[str, float]:
+        return {"running": float(len(self._running)), "requests": float(len(self.requests))}
+
+    def close(self) -> None:
+        """Every request in flight and every later call raises EngineClosed."""
+        self._closed = True
+        self._notify()
+
+    async def _generate_tokens(self, running: _Running, reply: ScriptedReply) -> Completion:
+        await self._wait_until(lambda: self._paused is None or running.aborted)
+        running.started = True
+        await self._spend(reply.first_token_s)
+        stop = running.request.sampling.stop_token_ids[:1] if reply.finish == "stop" else ()
+        planned = [*reply.text.encode(), *stop]
+        limit = running.request.sampling.max_new_tokens
+        for token in planned[:limit]:
+            await self._spend(reply.token_s)
+            await self._wait_until(lambda: self._paused in (None, "wait") or running.aborted)
+            if running.aborted:
+                return self._complete(running, "abort")
+            running.token_ids.append(token)
+            running.versions.append(self._version)
+        if reply.error is not None:
+            raise reply.error
+        return self._complete(running, "length" if len(planned) > limit else reply.finish)
+
+    async def _spend(self, seconds: float) -> None:
+        await trio.sleep(seconds)  # a checkpoint if 0
+        self._check_open()
+
+    def _complete(self, running: _Running, finish: FinishReason) -> Completion:
+        seed = running.request.sampling.seed
+        log_probs = [fake_log_prob(seed, position, version) for position, version in enumerate(running.versions)]
+        return Completion(
+            request_id=running.request.request_id,
+            token_ids=np.asarray(running.token_ids, np.int64),
+            log_probs=np.asarray(log_probs, np.float32),
+            weight_versions=np.asarray(running.versions, np.int64),
+            finish_reason=finish,
+        )
+
+    def _check_request(self, request: GenerateRequest) -> None:
+        if request.request_id in self._running:
+            raise RequestRefused(f"request {request.request_id!r} is in flight already")
+        total = len(request.prompt_ids) + request.sampling.max_new_tokens
+        if len(request.prompt_ids) == 0 or total > self._features.context_length:
+            raise RequestRefused(f"request {request.request_id!r} needs {total} tokens; the context is {self._features.context_length}")
+
+    def _abort_running(self) -> None:
+        for running in self._running.values():
+            running.aborted = True
+        self._notify()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine is closed")
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, trio.Event()
+        changed.set()
+
+    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self._changed.wait()
+            self._check_open()
+
+
+def fake_log_prob(seed: int | None, position: int, version: int) -> float:
+    """A number between −2 and 0 that depends on all three arguments and nothing else."""
+    return -2.0 * fake_uniform(seed, position, version)
+
+
+def fake_uniform(*key: object) -> float:
+    """A number in [0, 1) that depends on the key and nothing else."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") / 2**32
+
+
+# --- backend -----------------------------------------------------------------------------------------------------------------
+
+
+class FakeFuture(Generic[ResultT]):
+    """A TrainFuture whose work is done at a point in time. It was decided when the work was queued; waiting changes nothing."""
+
+    def __init__(self, result: ResultT | None, failure: RolloutsError | None, done_at: float) -> None:
+        self._result = result
+        self._done_at = done_at
+        self.failure = failure
+        self.awaited = False
+
+    async def result(self) -> ResultT:
+        self.awaited = True
+        await trio.sleep_until(self._done_at)
+        if self.failure is not None:
+            raise self.failure
+        return self._result  # pyright: ignore[reportReturnType]  (None only where ResultT is None)
+
+    def __await__(self) -> Generator[Any, Any, ResultT]:
+        return self.result().__await__()
+
+    def done(self) -> bool:
+        return trio.current_time() >= self._done_at
+
+
+@asynccontextmanager
+async def open_fake_backend(*, step_s: float = 0.0, failures: Mapping[int, RolloutsError] | None = None) -> AsyncIterator[FakeBackend]:
+    """A backend whose pieces of work take `step_s` each; the i-th piece submitted (from 0) fails with failures[i].
+
+    Leaving raises the first failure that nobody awaited.
+    """
+    backend = FakeBackend(step_s=step_s, failures=failures or {})
+    yield backend
+    unasked = backend.close()
+    await trio.lowlevel.checkpoint()
+    if unasked is not None:
+        raise unasked
+
+
+class FakeBackend:
+    """A TrainingBackend without a model: its weights are one number, the optimizer steps that were done. Made by open_fake_backend."""
+
+    def __init__(self, *, step_s: float, failures: Mapping[int, RolloutsError]) -> None:
+        self._step_s = step_s
+        self._failures = failures
+        self._futures: list[FakeFuture[Any]] = []
+        self._free_at = 0.0  # when the last piece of work is done
+        self._failed: RolloutsError | None = None
+        self._closed = False
+        self._version = 0
+        self._steps = 0
+        self.batches: list[RolloutBatch] = []  # of every forward_backward that did not fail
+        self.losses: list[LossSpec] = []
+
+    @property
+    def weight_version(self) -> int:
+        return self._version
+
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> FakeFuture[ForwardBackwardResult]:
+        def run() -> ForwardBackwardResult:
+            self.batches.append(batch)
+            self.losses.append(loss)
+            tokens = float(batch.response_lengths.sum())
+            denominator = {"tokens": tokens, "sequences": float(len(batch)), "constant": loss.constant or 1.0}[loss.unit]
+            return ForwardBackwardResult(loss=1.0 / (1 + self._steps), denominator=denominator, metrics={"loss/tokens": Total(tokens)})
+
+        return self._submit(run)
+
+    def optim_step(self, params: OptimParams | None = None) -> FakeFuture[OptimStepResult]:
+        def run() -> OptimStepResult:
+            self._steps += 1
+            return OptimStepResult(step=self._steps, lr=params.lr if params else 1e-3, grad_norm=1.0, clipped=False)
+
+        return self._submit(run)
+
+    def forward(self, batch: RolloutBatch) -> FakeFuture[tuple[FloatArray, ...]]:
+        return self._submit(lambda: tuple(np.where(mask, np.float32(-1), np.float32(0)) for mask in batch.loss_masks))
+
+    def stream_weights(self, sink: WeightSink) -> FakeFuture[None]:
+        return self._submit(lambda: sink(list(self._weights().items())))  # pyright: ignore[reportArgumentType]  (arrays in place of tensors)
+
+    def get_weights(self) -> FakeFuture[dict[str, Any]]:
+        return self._submit(self._weights)
+
+    def load_weights(self, weights: Mapping[str, Any]) -> FakeFuture[None]:
+        def run() -> None:
+            self._steps = int(weights["weight"][0])
+
+        return self._submit(run)
+
+    def save(self, path: Path) -> FakeFuture[None]:
+        def run() -> None:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "fake.json").write_text(json.dumps({"version": self._version, "steps": self._steps}))
+
+        return self._submit(run)
+
+    def load(self, path: Path) -> FakeFuture[None]:
+        def run() -> None:
+            file = path / "fake.json"
+            if not file.exists():
+                raise CheckpointError(f"{file}: there is no such file; it is written by FakeBackend.save")
+            state = json.loads(file.read_text())
+            self._version, self._steps = state["version"], state["steps"]
+
+        return self._submit(run)
+
+    def reset(self) -> FakeFuture[None]:
+        self._failed = None
+        return self._submit(lambda: None)
+
+    def set_weight_version(self, version: int) -> FakeFuture[None]:
+        def run() -> None:
+            self._version = version
+
+        return self._submit(run)
+
+    def statistics(self) -> Mapping[str, float]:
+        return {"submitted": float(len(self._futures)), "steps": float(self._steps)}
+
+    def close(self) -> RolloutsError | None:
+        """The first failure that nobody awaited."""
+        self._closed = True
+        return next((future.failure for future in self._futures if future.failure is not None and not future.awaited), None)
+
+    def _weights(self) -> dict[str, Any]:
+        return {"weight": np.full(2, self._steps, np.float32)}
+
+    def _submit(self, run: Callable[[], ResultT]) -> FakeFuture[ResultT]:
+        if self._closed:
+            raise BackendClosed("the backend is closed; use it inside its `async with open_fake_backend(…)`")
+        failure: RolloutsError | None = None
+        result: ResultT | None = None
+        if self._failed is not None:
+            failure = EarlierStepFailed(f"a step before this one failed ({self._failed}); call reset()")
+        elif len(self._futures) in self._failures:
+            self._failed = failure = self._failures[len(self._futures)]
+        else:
+            try:
+                result = run()
+            except RolloutsError as error:
+                self._failed = failure = error
+        self._free_at = max(self._free_at, trio.current_time()) + self._step_s
+        future = FakeFuture(result, failure, self._free_at)
+        self._futures.append(future)
+        return future
