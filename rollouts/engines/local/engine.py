@@ -114,7 +114,7 @@ async def open_local_engine(
         nursery.start_soon(engine._schedule)
         try:
             yield engine
-        except Exception as error:  # noqa: BLE001  (raised below, outside the nursery, which would wrap it in a group)
+        except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
             failure = error
         finally:
             engine._close()
@@ -239,7 +239,7 @@ class LocalEngine:
             return False
         try:
             return bool(await self._device_thread.submit(lambda: True))
-        except Exception:  # noqa: BLE001  (whatever it is, the device does not answer)
+        except Exception:  # whatever it is, the device does not answer
             return False
 
     async def release_memory(self) -> None:
@@ -403,7 +403,7 @@ class LocalEngine:
         )
         try:
             finished = await self._run_to_end(job)  # ends within a step of an interrupt
-        except Exception as error:  # noqa: BLE001  (whatever the device raised goes to every caller)
+        except Exception as error:  # whatever the device raised goes to every caller
             await self._fail_calls(error)
             return
         finally:
@@ -457,7 +457,7 @@ class LocalEngine:
             call.finished.set()
         try:
             await self._run_to_end(self._batch.reset)
-        except Exception:  # noqa: BLE001  (a device thread that is closed keeps nothing)
+        except Exception:  # a device thread that is closed keeps nothing
             return
 
     def _close(self) -> None:

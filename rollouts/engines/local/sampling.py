@@ -95,7 +95,7 @@ def keep_top(logits: Tensor, temperature: NDArray[np.float64], top_k: NDArray[np
     """
     device, vocab = logits.device, logits.shape[1]
     inverse = torch.from_numpy((1 / temperature).clip(max=LARGEST_INVERSE_TEMPERATURE)).to(device)[:, None]
-    scaled = (logits - logits.amax(-1, keepdim=True)).double() * inverse
+    scaled = (logits - logits.amax(-1, keepdim=True)) * inverse.float()
     limited = (top_k > 0) & (top_k < vocab)
     limits = torch.from_numpy(np.where(limited, top_k, vocab)).to(device)[:, None]
     mass = torch.from_numpy(top_p).to(device)[:, None]
@@ -114,9 +114,10 @@ def _largest(scaled: Tensor, candidates: int, limits: Tensor) -> tuple[Tensor, T
     """The `candidates` largest of each row [B, candidates], their ids, and the share of the top-k mass up to and with each of them."""
     values, ids = scaled.topk(candidates, dim=-1)
     inside = torch.arange(candidates, device=scaled.device) < limits
-    weights = values.exp() * inside
-    whole = scaled.exp().sum(-1, keepdim=True)
-    total = torch.where(limits > candidates, whole, weights.sum(-1, keepdim=True))
+    weights = values.double().exp() * inside
+    total = weights.sum(-1, keepdim=True)
+    if bool((limits > candidates).any()):
+        total = torch.where(limits > candidates, scaled.exp().sum(-1, keepdim=True), total)
     return values, ids, weights.cumsum(-1) / total
 
 
