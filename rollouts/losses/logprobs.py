@@ -1,4 +1,8 @@
-"""Log-probs and entropy of a linear head over the vocabulary, in chunks: the logits of all tokens are never in memory at once."""
+"""Log-probs of given tokens under a linear head, without ever holding the logits.
+
+Axes: N positions, H hidden size, V vocabulary. Logits exist for one tile of positions and vocabulary at a time, in float32, forward and
+backward; the backward pass computes them again.
+"""
 
 from __future__ import annotations
 
@@ -7,117 +11,124 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-VOCAB_CHUNK = 8192
-TOKEN_CHUNK = 1024  # with VOCAB_CHUNK: 32 MiB of float32 logits at a time
+CPU_TILE = 4 * 2**20  # logits of one tile: 16 MiB, two of which fit the last-level cache of a server
+DEVICE_TILE = 128 * 2**20  # 512 MiB: large enough to keep an accelerator busy
 
 
 class LinearLogProbs(NamedTuple):
-    """One value per token, float32."""
+    """Both [N], float32 (float64 for float64 inputs), in nats."""
 
-    log_probs: Tensor  # [N] nats, with gradient
-    entropy: Tensor  # [N] nats of the whole distribution, without gradient
+    log_probs: Tensor  # with gradient
+    entropy: Tensor  # of the whole distribution at the position; without gradient
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, vocab_chunk: int = VOCAB_CHUNK, token_chunk: int = TOKEN_CHUNK
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, vocab_chunk: int = 8192
 ) -> LinearLogProbs:
-    """log_softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of the same distribution.
+    """log softmax(hidden [N, H] · weightᵀ [H, V] / temperature) at targets [N], and the entropy of each distribution.
 
-    hidden [N, H], weight [V, H], targets [N] in 0..V−1. No more than [token_chunk, vocab_chunk] logits exist at a time, in the backward
-    pass too, which computes them again. Sums are in float32 whatever the inputs are; rows whose gradient is exactly 0 cost no backward.
+    Memory: one tile of at most `vocab_chunk` logits per position, and the gradients. Half-precision inputs: products are accumulated and
+    kept in float32, so nothing is rounded between the matrix product and the softmax. Gradients go to hidden and weight; the weight's is
+    summed in float32 over all positions. Positions whose incoming gradient is zero cost nothing backward. Empty input gives empty output.
+    Raises: never; targets must lie in [0, V).
     """
-    assert hidden.ndim == 2 and weight.ndim == 2 and targets.shape == hidden.shape[:1], (hidden.shape, weight.shape, targets.shape)
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, float(temperature), vocab_chunk, token_chunk)  # pyright: ignore[reportGeneralTypeIssues]
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, temperature, vocab_chunk)  # pyright: ignore[reportGeneralTypeIssues]
     return LinearLogProbs(log_probs, entropy)
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_chunk: int, token_chunk: int
-    ) -> tuple[Tensor, Tensor]:
-        with torch.autocast(hidden.device.type, enabled=False):
-            parts = [
-                _score(rows, weight, wanted, temperature, vocab_chunk)
-                for rows, wanted in zip(hidden.split(token_chunk), targets.split(token_chunk), strict=True)
-            ]
-        log_probs, entropy, log_sum = (torch.cat(values) for values in zip(*parts, strict=True))
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_chunk: int) -> tuple[Tensor, Tensor]:
+        head = _Head(hidden, weight, temperature, vocab_chunk)
+        log_sum, mean_logit, target_logits = hidden.new_empty((3, len(hidden)), dtype=head.wide)
+        for rows in head.row_slices(len(hidden)):
+            log_sum[rows], mean_logit[rows] = head.reduce_logits(hidden[rows])
+            target_logits[rows] = (hidden[rows].to(head.wide) * weight[targets[rows]]).sum(-1) / temperature
         ctx.save_for_backward(hidden, weight, targets, log_sum)
-        ctx.settings = temperature, vocab_chunk, token_chunk
+        ctx.temperature, ctx.vocab_chunk = temperature, vocab_chunk
+        entropy = log_sum - mean_logit
         ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        return target_logits - log_sum, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, targets, log_sum = ctx.saved_tensors
-        temperature, vocab_chunk, token_chunk = ctx.settings
-        gradient = gradients[0].float() / temperature
-        needed = gradient.nonzero().flatten()  # NaN is not zero: it stays
-        hidden_gradient = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if ctx.needs_input_grad[1] else None
-        with torch.autocast(hidden.device.type, enabled=False):
-            for rows in needed.split(token_chunk):
-                hidden_gradient[rows] = _add_gradients(
-                    hidden[rows], weight, targets[rows], log_sum[rows], gradient[rows], temperature, vocab_chunk, weight_gradient
-                )
-        return hidden_gradient.to(hidden.dtype), None if weight_gradient is None else weight_gradient.to(weight.dtype), None, None, None, None
+        head = _Head(hidden, weight, ctx.temperature, ctx.vocab_chunk)
+        grad = grads[0].to(head.wide) / ctx.temperature  # of the logits before the temperature
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=head.wide) if ctx.needs_input_grad[1] else None
+        alive = grad.nonzero().squeeze(-1)  # a NaN is not zero
+        for rows in head.row_slices(len(alive)):
+            index = alive[rows]
+            states, target, gradient = hidden[index], targets[index], grad[index, None]
+            weighted = states.to(head.wide) * gradient
+            mean_weight = head.subtract_probs(states, log_sum[index], weighted, grad_weight)
+            grad_hidden[index] = ((weight[target].to(head.wide) - mean_weight) * gradient).to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight.index_add_(0, target, weighted)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = (hidden @ weight.to(hidden.dtype).T).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+class _Head:
+    """The products of one head, a chunk of the vocabulary at a time.
 
+    A CPU rounds the product of two half-precision matrices to half precision, so there they are widened first. An accelerator multiplies
+    them as they are and keeps float32.
+    """
 
-def _score(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_chunk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, entropy and log-sum-exp [n], by a running maximum `top` with z = Σ e^(l − top) and u = Σ e^(l − top)·(l − top)."""
-    target_logits = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    top = z = u = torch.zeros((), device=hidden.device)
-    for start in range(0, len(weight), vocab_chunk):
-        logits = _logits(hidden, weight[start : start + vocab_chunk], temperature)
-        rows, columns = _targets_inside(targets, start, logits.shape[1])
-        target_logits[rows] = logits[rows, columns]
-        chunk_top = logits.amax(dim=1)
-        new_top = chunk_top if start == 0 else torch.maximum(top, chunk_top)
-        shifted = logits.sub_(new_top[:, None])
-        exponentials = shifted.exp()
-        chunk_z, chunk_u = exponentials.sum(dim=1), torch.linalg.vecdot(exponentials, shifted)
-        if start == 0:
-            z, u = chunk_z, chunk_u
-        else:
-            scale = (top - new_top).exp()
-            u = scale * (u + z * (top - new_top)) + chunk_u
-            z = scale * z + chunk_z
-        top = new_top
-    log_z = z.log()
-    return target_logits - top - log_z, log_z - u / z, top + log_z
+    def __init__(self, hidden: Tensor, weight: Tensor, temperature: float, vocab_chunk: int) -> None:
+        self.weight = weight
+        self.temperature = temperature
+        self.vocab_chunk = min(vocab_chunk, max(len(weight), 1))
+        self.on_device = hidden.is_cuda
+        self.wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self.factor = hidden.dtype if self.on_device else self.wide  # dtype of what is multiplied
 
+    def row_slices(self, count: int) -> list[slice]:
+        """Positions in pieces whose logits make one tile."""
+        size = max((DEVICE_TILE if self.on_device else CPU_TILE) // self.vocab_chunk, 1)
+        return [slice(start, start + size) for start in range(0, count, size)]
 
-def _add_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    log_sum: Tensor,
-    gradient: Tensor,
-    temperature: float,
-    vocab_chunk: int,
-    weight_gradient: Tensor | None,
-) -> Tensor:
-    """The gradient of `hidden` [n, H] in float32; adds that of `weight` to `weight_gradient`. d log p / d logits = onehot − p."""
-    hidden_gradient = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-    for start in range(0, len(weight), vocab_chunk):
-        chunk = weight[start : start + vocab_chunk].to(hidden.dtype)
-        logit_gradient = _logits(hidden, chunk, temperature).sub_(log_sum[:, None]).exp_().mul_(-gradient[:, None])
-        rows, columns = _targets_inside(targets, start, len(chunk))
-        logit_gradient[rows, columns] += gradient[rows]
-        logit_gradient = logit_gradient.to(hidden.dtype)
-        hidden_gradient += logit_gradient @ chunk
-        if weight_gradient is not None:
-            weight_gradient[start : start + vocab_chunk] += logit_gradient.T @ hidden
-    return hidden_gradient
+    def reduce_logits(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """log Σ exp(logit) and Σ p·logit of each position; sums are rescaled whenever a chunk has a larger logit."""
+        states = states.to(self.factor)
+        largest = states.new_full((len(states),), float("-inf"), dtype=self.wide)
+        total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
+        tile, spare = (states.new_empty((len(states), self.vocab_chunk), dtype=self.wide) for _ in range(2))
+        for chunk in self.weight.split(self.vocab_chunk):
+            logits = self._multiply(states, chunk, tile)
+            higher = torch.maximum(largest, logits.amax(-1))
+            exps = torch.sub(logits, higher[:, None], out=spare[:, : len(chunk)]).exp_()
+            shrink = (largest - higher).exp_()
+            total = total * shrink + exps.sum(-1)
+            weighted = weighted * shrink + logits.mul_(exps).sum(-1)
+            largest = higher
+        return largest + total.log(), weighted / total
 
+    def subtract_probs(self, states: Tensor, log_sum: Tensor, weighted: Tensor, grad_weight: Tensor | None) -> Tensor:
+        """Σ_v p_v · weight_v, [n, H]. On the way pᵀ · weighted is taken off `grad_weight`."""
+        states = states.to(self.factor)
+        narrow_weighted = weighted.to(self.factor)
+        mean_weight = torch.zeros_like(states, dtype=self.wide)
+        tile = states.new_empty((len(states), self.vocab_chunk), dtype=self.wide)
+        for index, chunk in enumerate(self.weight.split(self.vocab_chunk)):
+            probs = self._multiply(states, chunk, tile).sub_(log_sum[:, None]).exp_().to(self.factor)
+            self._add_product(mean_weight, probs, chunk.to(self.factor), alpha=1.0)
+            if grad_weight is not None:
+                start = index * self.vocab_chunk
+                self._add_product(grad_weight[start : start + len(chunk)], probs.T, narrow_weighted, alpha=-1.0)
+        return mean_weight
 
-def _targets_inside(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Which rows have their target in this chunk, and in which column."""
-    inside = (targets >= start) & (targets < start + width)
-    rows = inside.nonzero().flatten()
-    return rows, targets[rows] - start
+    def _multiply(self, states: Tensor, chunk: Tensor, tile: Tensor) -> Tensor:
+        """Logits [n, chunk] in float32, in `tile` where the product can be written there."""
+        if self.factor == self.wide:
+            logits = torch.mm(states, chunk.to(self.factor).T, out=tile[:, : len(chunk)])
+        else:  # pragma: gpu
+            logits = torch.mm(states, chunk.to(self.factor).T, out_dtype=self.wide)
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def _add_product(self, total: Tensor, left: Tensor, right: Tensor, *, alpha: float) -> None:
+        if self.factor == self.wide:
+            total.addmm_(left, right, alpha=alpha)
+        else:  # pragma: gpu
+            total.add_(torch.mm(left, right, out_dtype=self.wide), alpha=alpha)
