@@ -320,7 +320,8 @@ class AsyncRolloutManager:
         """Holds the groups that finished after the batch was full, where carrying over is allowed."""
         if self._in_launch_order:
             return
-        for group_index, closed in draw.closed.items():
+        finished, draw.closed = draw.closed, {}
+        for group_index, closed in finished.items():
             if closed.error is None and closed.decision.keep and not self._is_stale(closed.samples):
                 self._hold(HeldGroup(closed.group, draw.undecided.pop(group_index)))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from rollouts.data.chat import ChatTokenizer, tokenize_prompt
 from rollouts.protocols import GenerateFn, InferenceEngine
-from rollouts.types import ChatMessage, Completion, FinishReason, GenerateRequest, IntArray, Sample, SamplingParams, Status
+from rollouts.types import ChatMessage, FinishReason, GenerateRequest, IntArray, Sample, SamplingParams, Status
 
 STATUS_OF: dict[FinishReason, Status] = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 CACHED_PROMPTS = 4096  # a prompt of 1000 tokens takes 8 kB
@@ -39,19 +38,27 @@ def make_chat_generate(tokenizer: GenerationTokenizer) -> GenerateFn:
         token_ids.flags.writeable = False
         return token_ids
 
-    def decode(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=True))
-
     async def chat_generate(sample: Sample, engine: InferenceEngine, sampling: SamplingParams) -> Sample:
         continued = sample.status is Status.ABORTED and bool(sample.loss_mask.any())
-        if not continued:
-            sample = _start(sample, tokenize(_hashable(sample.prompt)))
-        request = _make_request(sample, sampling)
+        tokens = sample.tokens if continued else tokenize(_hashable(sample.prompt))
+        mask = sample.loss_mask if continued else np.zeros(len(tokens), np.bool_)
+        request = _make_request(sample.id, tokens, int(mask.sum()), sampling)
         if request is None:
             return replace(sample, status=Status.TRUNCATED)
         completion = await engine.generate(request)
-        sample = _append(sample, completion)
-        return replace(sample, response=decode(sample.tokens[sample.loss_mask].tolist()))
+        count = len(completion.token_ids)
+        before = (sample.rollout_log_probs, sample.weight_versions) if continued else (np.zeros(len(tokens)), np.full(len(tokens), -1))
+        tokens = np.concatenate([tokens, completion.token_ids])
+        mask = np.concatenate([mask, np.ones(count, np.bool_)])
+        return replace(
+            sample,
+            tokens=tokens,
+            loss_mask=mask,
+            rollout_log_probs=np.concatenate([before[0], completion.log_probs]),
+            weight_versions=np.concatenate([before[1], completion.weight_versions]),
+            response=str(tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True)),
+            status=STATUS_OF[completion.finish_reason],
+        )
 
     return chat_generate
 
@@ -66,34 +73,14 @@ def _hashable(prompt: str | tuple[ChatMessage, ...]) -> str | tuple[tuple[str, s
     return prompt if isinstance(prompt, str) else tuple((message["role"], message["content"]) for message in prompt)
 
 
-def _start(sample: Sample, prompt_ids: IntArray) -> Sample:
-    """The sample with nothing but its prompt."""
-    blank = np.zeros(0)
-    return replace(sample, tokens=prompt_ids, loss_mask=blank, rollout_log_probs=blank, weight_versions=blank, response="", status=Status.PENDING)
-
-
-def _make_request(sample: Sample, sampling: SamplingParams) -> GenerateRequest | None:
-    """What the engine is asked to do after the tokens there are; None if there is nothing left to sample."""
-    done = sample.response_length
+def _make_request(sample_id: str, tokens: IntArray, done: int, sampling: SamplingParams) -> GenerateRequest | None:
+    """What the engine is asked to do after `tokens`, the last `done` of them sampled; None if there is nothing left to sample."""
     if done == 0:
-        return GenerateRequest(request_id=sample.id, prompt_ids=sample.tokens, sampling=sampling)
+        return GenerateRequest(request_id=sample_id, prompt_ids=tokens, sampling=sampling)
     if done >= sampling.max_new_tokens:
         return None
     # a new request begins its random stream anew: with the seed of the first, the second half would repeat its draws
-    request_id = f"{sample.id}@{done}"
+    request_id = f"{sample_id}@{done}"
     seed = None if sampling.seed is None else compute_request_seed(sampling.seed, request_id)
     rest = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
-    return GenerateRequest(request_id=request_id, prompt_ids=sample.tokens, sampling=rest)
-
-
-def _append(sample: Sample, completion: Completion) -> Sample:
-    """The sample with the tokens of a completion at its end, each of which trains."""
-    count = len(completion.token_ids)
-    return replace(
-        sample,
-        tokens=np.concatenate([sample.tokens, completion.token_ids]),
-        loss_mask=np.concatenate([sample.loss_mask, np.ones(count, np.bool_)]),
-        rollout_log_probs=np.concatenate([sample.rollout_log_probs, completion.log_probs]),
-        weight_versions=np.concatenate([sample.weight_versions, completion.weight_versions]),
-        status=STATUS_OF[completion.finish_reason],
-    )
+    return GenerateRequest(request_id=request_id, prompt_ids=tokens, sampling=rest)

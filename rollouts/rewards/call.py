@@ -45,8 +45,14 @@ async def call_generate(
         raise UserFunctionError(f"{where} returned {_shorten(answer)}; it must return a Sample or a sequence of Samples that is not empty")
     if any(segment.status is Status.PENDING for segment in segments):
         raise UserFunctionError(f"{where} returned a sample whose status is still pending; set completed, truncated, aborted or failed")
-    ids = [sample.id if index == 0 else f"{sample.id}.{index}" for index in range(len(segments))]
-    return tuple(replace(segment, id=id_, group_index=sample.group_index) for segment, id_ in zip(segments, ids, strict=True))
+    return tuple(_name_segment(segment, sample, index) for index, segment in enumerate(segments))
+
+
+def _name_segment(segment: Sample, sample: Sample, index: int) -> Sample:
+    name = sample.id if index == 0 else f"{sample.id}.{index}"
+    if segment.id == name and segment.group_index == sample.group_index:
+        return segment
+    return replace(segment, id=name, group_index=sample.group_index)
 
 
 async def call_reward(
@@ -112,11 +118,10 @@ def check_reward(answer: object, where: str) -> RewardResult:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name by which errors and metrics call a function: without its module, through functools.partial, the class for a callable object."""
+    """The name by which errors and metrics call a function, without its module: through functools.partial; the class of a callable object."""
     while isinstance(function, functools.partial):
         function = function.func
-    name = getattr(function, "__qualname__", None) or type(function).__qualname__
-    return name.rpartition("<locals>.")[2]
+    return getattr(function, "__name__", None) or type(function).__name__
 
 
 # --- calling -----------------------------------------------------------------------------------------------------------------
