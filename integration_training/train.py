@@ -448,14 +448,17 @@ def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
 
     console.print()
     for name, label in (("base", "base model"), ("sft", "after SFT"), ("rl", "after RL")):
-        if summary["accuracy"][name] is not None:
-            console.print(f"held-out reward, {label:<11} {100 * summary['accuracy'][name]:5.1f} %   ({len(run.rows.held_out)} problems)", highlight=False)
+        accuracy = summary["accuracy"][name]
+        if accuracy is not None:
+            console.print(f"held-out accuracy, {label:<11}{100 * accuracy:5.1f} %   ({len(run.rows.held_out)} problems)", highlight=False)
     last_stage = f"eval-{summary['mode'].split('+')[-1]}"
     transcripts = [row for row in read_rows(run.run_dir.samples) if row["stage"] == last_stage][:3] if run.run_dir.samples.exists() else []
     for row in transcripts:
-        console.print(f"\n  prompt    {row['prompt']}\n  response  {row['response']}\n  reward    {row['reward']}", highlight=False, markup=False)
+        prompt = row["prompt"] if isinstance(row["prompt"], str) else row["prompt"][-1]["content"]
+        console.print(f"\n  prompt    {prompt}\n  response  {row['response']}\n  reward    {row['reward']}", highlight=False, markup=False)
     console.print(f"\n{summary['wall_s']:.0f} s, peak memory {summary['peak_rss_gib']:.2f} GiB", highlight=False)
-    console.print(f"everything is in {run.run_dir.root}; look at it with: python -m rollouts inspect {run.run_dir.root}", highlight=False)
+    console.print(f"everything is in {run.run_dir.root}", highlight=False, soft_wrap=True)
+    console.print(f"look at it with: python -m rollouts inspect {run.run_dir.root}", highlight=False, soft_wrap=True)
 
 
 def print_findings(command: Command, config: RunConfig, console: Console) -> int:

@@ -32,6 +32,19 @@ def exact_answer(sample: Sample) -> RewardResult:
     return RewardResult(exact, {"exact": exact, "well_formed": float(is_number(response))})
 
 
+def close_answer(sample: Sample) -> RewardResult:
+    """1 for the answer and nothing else; for another number half of how near it is: ½·max(0, 1 − |error|/20); 0 for anything else.
+
+    A near miss tells a small model more than a plain 0 does. Parts: `exact` and `well_formed`. Raises KeyError like exact_answer.
+    """
+    exact = exact_answer(sample)
+    response = sample.response.strip()
+    if exact.reward == 1.0 or not is_number(response):
+        return exact
+    error = abs(float(response) - float(str(sample.metadata["answer"])))
+    return RewardResult(0.5 * max(0.0, 1.0 - error / 20.0), exact.parts)
+
+
 def leading_characters(sample: Sample) -> RewardResult:
     """The share of the answer's characters that the response begins with: 1 for the answer itself, partial credit for a good start.
 
@@ -39,6 +52,8 @@ def leading_characters(sample: Sample) -> RewardResult:
     """
     answer = str(sample.metadata["answer"]).strip()
     response = sample.response.strip()
+    if not answer:
+        raise ValueError("the row's answer is empty; there is nothing to compare with")
     same = 0
     while same < min(len(answer), len(response)) and answer[same] == response[same]:
         same += 1
