@@ -139,15 +139,17 @@ def _invert(weights: Tensor, uniforms: Tensor) -> _Inverted:
 
     In two levels, blocks then one block's tokens: a running sum over the whole vocabulary would cost as much as the exponentials.
     """
-    size = _block_size(weights.shape[1])
-    if weights.shape[1] % size:
-        weights = torch.nn.functional.pad(weights, (0, size - weights.shape[1] % size))
+    vocab = weights.shape[1]
+    size = _block_size(vocab)
+    if vocab % size:
+        weights = torch.nn.functional.pad(weights, (0, size - vocab % size))
     blocks = weights.view(len(weights), -1, size)
     block_edges = blocks.sum(-1).double().cumsum(-1)
     block, rest = _first_above(block_edges, uniforms)
     inner_edges = blocks[torch.arange(len(weights), device=weights.device), block].double().cumsum(-1)
     inner, _ = _first_above(inner_edges, rest)
-    return _Inverted(block * size + inner, block_edges[:, -1])
+    ids = (block * size + inner).clamp_(max=vocab - 1)  # NaN leads anywhere
+    return _Inverted(ids, block_edges[:, -1])
 
 
 def _first_above(edges: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
