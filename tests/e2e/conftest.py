@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = REPOSITORY / "integration_training" / "train.py"
 TINY = REPOSITORY / "integration_training" / "configs" / "tiny.toml"
-SHORT = ("--sft.steps", "6", "--rl.steps", "4", "--output.checkpoint_every", "2", "--rl.eval_every", "2")
+SHORT = ("--sft.steps", "20", "--rl.steps", "4", "--output.checkpoint_every", "4", "--rl.eval_every", "2", "--rl.rollout.filters", "[]", "--output.keep_checkpoints", "0")
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,14 @@ def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path)
     assert {"config.toml", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "checkpoints", "summary.json"} <= names
     summary = json.loads((finished_run / "summary.json").read_text())
     assert summary["mode"] == "sft+rl"
-    assert summary["steps"] == 10
+    assert summary["steps"] == 24
     assert set(summary["accuracy"]) == {"base", "sft", "rl"}
     assert all(0 <= value <= 1 for value in summary["accuracy"].values())
     assert summary["reward"]["first"] is not None
     assert 0 < summary["peak_rss_gib"] < 8
     rows = read_rows(finished_run / "metrics.jsonl")
-    assert [(row["stage"], row["step"]) for row in rows] == [("sft", n) for n in range(1, 7)] + [("rl", n) for n in range(1, 5)]
-    assert rows[6]["policy_version"] == 0
+    assert [(row["stage"], row["step"]) for row in rows] == [("sft", n) for n in range(1, 21)] + [("rl", n) for n in range(1, 5)]
+    assert rows[20]["policy_version"] == 0
 
 
 def test_an_rl_row_answers_the_questions_that_people_ask(finished_run: Path):
@@ -120,7 +120,7 @@ def test_torchrun_runs_the_same_program_to_the_same_bits(train: Train, finished_
 
 
 def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train: Train, finished_run: Path, tmp_path: Path):
-    checkpoint = finished_run / "checkpoints" / "sft" / "step_6"
+    checkpoint = finished_run / "checkpoints" / "sft" / "step_20"
     result = train.run(tmp_path / "rl", "--model.name", str(checkpoint), mode="rl")
     assert result.returncode == 0, result.stderr
     continued = [row for row in read_rows(finished_run / "metrics.jsonl") if row["stage"] == "rl"]
