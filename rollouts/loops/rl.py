@@ -16,7 +16,7 @@ from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_stalene
 from rollouts.loops.sft import step_metrics
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
-from rollouts.types import Metric, RolloutBatch, metric_values
+from rollouts.types import Metric, RolloutBatch, Sample, metric_values
 
 
 class BatchSource(Protocol):
@@ -24,6 +24,7 @@ class BatchSource(Protocol):
 
     async def generate_batch(self) -> RolloutBatch: ...
     def batch_metrics(self) -> Mapping[str, Metric]: ...
+    def failed_samples(self) -> Sequence[Sample]: ...
 
 
 class PromptSource(Protocol):
@@ -91,6 +92,7 @@ async def run_rl_training(
         }
         await metrics_logger.log_step("rl", step, step - 1, metrics)
         await metrics_logger.log_samples("rl", step, step - 1, batch.samples)
+        await metrics_logger.log_samples("rl", step, step - 1, rollout_manager.failed_samples())
         history.append(metrics)
         if await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every):
             break

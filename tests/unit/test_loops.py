@@ -1,0 +1,228 @@
+"""The loops on fakes, in virtual time: what they log, in which order they wait, when they save and stop."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import trio
+
+from rollouts.config.schema import DataSourceConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts.data.data_buffer import DataBuffer
+from rollouts.data.sft import SFTSample
+from rollouts.errors import ConfigError, StalenessError
+from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.generate import make_chat_generate
+from rollouts.loops.hooks import LoopHooks
+from rollouts.loops.rl import run_rl_training
+from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
+from rollouts.loops.sft import run_sft_training
+from rollouts.testing.fakes import FakeTokenizer, ScriptedEngine, ScriptedReply, open_fake_backend
+from rollouts.types import RolloutBatch, Sample, SamplingParams
+
+DATA = DataSourceConfig(kind="jsonl", path="unused.jsonl")
+
+
+class MemoryLogger:
+    """A MetricsLogger that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[str, int, int, Mapping[str, float]]] = []
+        self.samples: list[tuple[str, int, int]] = []
+
+    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append((stage, step, policy_version, metrics))
+
+    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
+        self.samples.append((stage, step, len(samples)))
+
+    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
+        raise AssertionError("loops do not evaluate by themselves")
+
+
+class Diary:
+    """Hooks that write down when they were called."""
+
+    def __init__(self, *, stop_after: int | None = None, checkpoint_every: int = 0) -> None:
+        self.entries: list[tuple[str, int]] = []
+        self._stop_after = stop_after
+        self.hooks = LoopHooks(self.evaluate, self.save, self.stop_requested, checkpoint_every)
+        self._asked = 0
+
+    async def evaluate(self, step: int) -> None:
+        self.entries.append(("evaluate", step))
+
+    async def save(self, step: int) -> None:
+        self.entries.append(("save", step))
+
+    def stop_requested(self) -> bool:
+        self._asked += 1
+        return self._asked == self._stop_after
+
+
+def sft_samples(count: int) -> list[SFTSample]:
+    mask = np.asarray([False, True, True])
+    return [SFTSample(np.asarray([row, 1, 2]), mask, row) for row in range(count)]
+
+
+async def test_sft_logs_every_step_and_trains_the_rows_of_its_step():
+    logger, diary = MemoryLogger(), Diary(checkpoint_every=2)
+    async with open_fake_backend() as backend:
+        config = SFTTrainingConfig(data=DATA, steps=3, batch_size=2, eval_every=1)
+        history = await run_sft_training(backend, sft_samples(6), config, logger, hooks=diary.hooks)
+    assert [(stage, step, version) for stage, step, version, _ in logger.steps] == [("sft", 1, 0), ("sft", 2, 1), ("sft", 3, 2)]
+    assert [row["loss/total"] for row in history] == [1.0, 0.5, pytest.approx(1 / 3)]
+    rows = [int(tokens[0]) for batch in backend.batches for tokens in batch.tokens]
+    assert sorted(rows) == list(range(6)), "an epoch has every row once"
+    assert diary.entries == [("evaluate", 1), ("save", 2), ("evaluate", 2), ("save", 3)]
+
+
+async def test_sft_goes_on_after_the_completed_steps_with_the_rows_it_would_have_had():
+    config = SFTTrainingConfig(data=DATA, steps=4, batch_size=2)
+    async with open_fake_backend() as whole, open_fake_backend() as rest:
+        await run_sft_training(whole, sft_samples(5), config, MemoryLogger(), seed=3)
+        await run_sft_training(rest, sft_samples(5), config, MemoryLogger(), seed=3, completed_steps=2)
+    first = [[tokens.tolist() for tokens in batch.tokens] for batch in whole.batches]
+    assert [[tokens.tolist() for tokens in batch.tokens] for batch in rest.batches] == first[2:]
+
+
+async def test_a_stop_request_saves_and_ends_after_the_step():
+    diary = Diary(stop_after=2)
+    async with open_fake_backend() as backend:
+        history = await run_sft_training(
+            backend, sft_samples(4), SFTTrainingConfig(data=DATA, steps=9, batch_size=1, eval_every=1), MemoryLogger(), hooks=diary.hooks
+        )
+    assert len(history) == 2
+    assert diary.entries == [("evaluate", 1), ("save", 2)]
+
+
+def rl_config(**changes: object) -> RLTrainingConfig:
+    rollout = RolloutConfig(num_prompts=2, samples_per_prompt=2, max_new_tokens=8)
+    return RLTrainingConfig.model_validate({"data": DATA, "steps": 3, "rollout": rollout, **changes})
+
+
+def make_manager(engine: ScriptedEngine, buffer: DataBuffer, config: RLTrainingConfig, version) -> AsyncRolloutManager:
+    async def reward(sample: Sample) -> float:
+        return float(sample.id.endswith("s000"))
+
+    return AsyncRolloutManager(
+        buffer,
+        engine,
+        generate=make_chat_generate(FakeTokenizer()),
+        config=config.rollout,
+        reward=reward,
+        filters=(),
+        sampling=SamplingParams(max_new_tokens=8, stop_token_ids=(257,)),
+        seed=0,
+        policy_version=version,
+        max_staleness=config.max_staleness,
+    )
+
+
+async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
+    engine = ScriptedEngine(lambda request: ScriptedReply(token_s=0.5))
+    buffer = DataBuffer([{"prompt": str(n)} for n in range(5)], seed=0)
+    logger, diary, synced = MemoryLogger(), Diary(), []
+    config = rl_config(updates_per_batch=2, eval_every=2)
+
+    async def sync(backend, engines, version):
+        synced.append((version, backend.weight_version, trio.current_time()))
+        engines[0].set_version(version)
+        return {"weight_sync/made_up": 1.0}
+
+    async with open_fake_backend(step_s=10.0) as backend:
+        manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
+        history = await run_rl_training(backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks)
+    assert [(step, version) for _, step, version, _ in logger.steps] == [(1, 0), (2, 1), (3, 2)]
+    assert [(version, trainer) for version, trainer, _ in synced] == [(1, 1), (2, 2), (3, 3)]
+    assert len(backend.batches) == 6, "each batch is used updates_per_batch times"
+    assert [size for _, _, size in logger.samples] == [4, 0, 4, 0, 4, 0], "the trained and the failed samples of each step"
+    assert diary.entries == [("evaluate", 2), ("save", 3)]
+    row = history[0]
+    assert row["reward/mean"] == 0.5
+    assert row["off_policy/max"] == 0.0
+    assert row["weight_sync/made_up"] == 1.0
+    np.testing.assert_allclose(np.unique(np.concatenate(backend.batches[0].advantages)), [-0.70710578, 0.0, 0.70710578], atol=1e-5)
+
+
+async def test_with_sync_every_2_the_engine_lags_by_one_step_and_no_more(autojump_clock):
+    engine = ScriptedEngine()
+    buffer = DataBuffer([{"prompt": str(n)} for n in range(5)], seed=0)
+    config = rl_config(steps=4, sync_every=2, max_staleness=1)
+    synced: list[int] = []
+
+    async def sync(backend, engines, version):
+        synced.append(version)
+        engines[0].set_version(version)
+        return {}
+
+    async with open_fake_backend() as backend:
+        manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
+        history = await run_rl_training(backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync)
+    assert synced == [2, 4]
+    assert [row["off_policy/max"] for row in history] == [0.0, 1.0, 0.0, 1.0]
+
+
+def batch_of(rewards: list[float], groups: list[int], versions: list[int]) -> RolloutBatch:
+    count = len(rewards)
+    mask = np.asarray([False, True, True])
+    return RolloutBatch(
+        tokens=tuple(np.asarray([1, 2, 3]) for _ in range(count)),
+        loss_masks=(mask,) * count,
+        rewards=np.asarray(rewards, np.float32),
+        group_indices=np.asarray(groups),
+        rollout_log_probs=tuple(np.asarray([0.0, -1.0, -2.0], np.float32) for _ in range(count)),
+        weight_versions=tuple(np.asarray([-1, version, version + 1]) for version in versions),
+    )
+
+
+def test_the_lag_of_a_row_is_that_of_its_oldest_trained_token():
+    batch = batch_of([0, 0], [0, 0], [3, 5])
+    np.testing.assert_array_equal(compute_lags(batch, 6), [3, 1])
+
+
+@pytest.mark.parametrize(("lags", "allowed"), [([0, 2], 1), ([-1, 0], 1)])
+def test_a_row_outside_the_staleness_window_stops_the_loop(lags: list[float], allowed: int):
+    with pytest.raises(StalenessError, match=f"max_staleness={allowed}"):
+        check_staleness(np.asarray(lags, np.float32), max_staleness=allowed)
+
+
+class FixedReference:
+    """A LogProbScorer that answers −1.5 for every trained token."""
+
+    async def score(self, batch: RolloutBatch):
+        return tuple(np.where(mask, np.float32(-1.5), np.float32(0)) for mask in batch.loss_masks)
+
+
+async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
+    config = rl_config(kl_coef=0.1, advantage="centred")
+    async with open_fake_backend() as backend:
+        batch = await add_log_probs(batch_of([1.0, 0.0], [7, 7], [0, 0]), backend, FixedReference(), config)
+    batch, metrics = add_advantages(batch, config)
+    # Σ (mu − ref) = (−1 + 1.5) + (−2 + 1.5) = 0, so the rewards stay 1 and 0 and the centred advantages are ±½
+    assert metrics["kl/ref_per_sample"] == pytest.approx(0.0, abs=1e-6)
+    assert batch.advantages is not None
+    np.testing.assert_allclose(batch.advantages[0], [0, 0.5, 0.5])
+    np.testing.assert_allclose(batch.advantages[1], [0, -0.5, -0.5])
+
+
+async def test_recompute_old_asks_the_trainer():
+    async with open_fake_backend() as backend:
+        batch = await add_log_probs(batch_of([1.0], [0], [0]), backend, None, rl_config(recompute_old=True))
+    assert batch.old_log_probs is not None
+    np.testing.assert_array_equal(batch.old_log_probs[0], [0, -1, -1])
+
+
+async def test_a_kl_term_without_a_reference_is_refused():
+    async with open_fake_backend() as backend:
+        with pytest.raises(ConfigError, match=r"kl_coef=0\.1"):
+            await add_log_probs(batch_of([1.0], [0], [0]), backend, None, rl_config(kl_coef=0.1))
+
+
+def test_the_loss_is_named_with_the_numbers_of_the_config():
+    spec = make_loss_spec(rl_config(clip_high=0.28, kl_coef=0.02, kl_in="loss", kl_estimator="k3", normalise_by="constant"))
+    assert spec.name == "ppo_clip"
+    assert spec.params == {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0, "kl_coef": 0.02, "kl_estimator": "k3"}
+    assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
+    assert make_loss_spec(rl_config(loss="cispo", loss_params={"ratio_high": 4.0})).params == {"ratio_high": 4.0}

@@ -1,0 +1,86 @@
+"""A frozen reference scores like the model itself; an evaluation counts every prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rollouts.device_thread import open_device_thread
+from rollouts.errors import NotEnoughSamples
+from rollouts.evaluation.evaluate import evaluate
+from rollouts.generation.generate import make_chat_generate
+from rollouts.models.load import load_hf_model, resolve_model
+from rollouts.reference.score import open_frozen_reference
+from rollouts.testing.fakes import FakeTokenizer, ScriptedEngine, ScriptedReply
+from rollouts.types import RolloutBatch, Sample, SamplingParams, Status
+
+
+async def test_a_reference_scores_each_row_as_a_plain_forward_pass_does(tmp_path: Path):
+    path = resolve_model("tiny:byte", cache_dir=tmp_path)
+    random = np.random.default_rng(0)
+    prompt = random.integers(0, 200, 6)
+    rows = [np.concatenate([prompt, random.integers(0, 200, count)]) for count in (3, 1, 5)]
+    batch = RolloutBatch(tokens=tuple(rows), loss_masks=tuple(np.arange(len(row)) >= 6 for row in rows), temperature=0.7)
+    async with open_device_thread(name="reference", torch_threads=1) as thread, open_frozen_reference(path, device_thread=thread) as reference:
+        scores = await reference.score(batch)
+    model = load_hf_model(path)
+    for row, score in zip(rows, scores, strict=True):
+        with torch.no_grad():
+            logits = model(torch.from_numpy(row)[None]).logits[0, :-1] / 0.7
+        expected = logits.log_softmax(-1).gather(1, torch.from_numpy(row)[1:, None])[:, 0].numpy()
+        np.testing.assert_allclose(score[6:], expected[5:], atol=1e-5)
+        assert (score[:6] == 0).all()
+
+
+ROWS = [{"prompt": str(number), "answer": str(number)} for number in range(10)]
+
+
+async def reward(sample: Sample) -> float:
+    if sample.metadata["answer"] == "3":
+        raise ValueError("no idea")
+    return float(int(sample.metadata["answer"]) % 2 == 0)
+
+
+async def run(rows, script=lambda request: ScriptedReply(), **changes):
+    return await evaluate(
+        rows,
+        ScriptedEngine(script),
+        generate=make_chat_generate(FakeTokenizer()),
+        reward=reward,
+        sampling=SamplingParams(max_new_tokens=8, temperature=0.0, stop_token_ids=(257,)),
+        **changes,
+    )
+
+
+async def test_a_failed_sample_is_counted_and_is_not_part_of_the_mean(autojump_clock):
+    result = await run(ROWS)
+    assert len(result.samples) == 10
+    assert [sample.metadata["answer"] for sample in result.samples] == [str(number) for number in range(10)]
+    assert result.samples[3].status is Status.FAILED
+    assert result.mean_reward == pytest.approx(5 / 9)
+    metrics = result.metrics("sums")
+    assert metrics["eval/sums/avg@1"] == pytest.approx(5 / 9)
+    assert (metrics["eval/sums/prompts"], metrics["eval/sums/failed"], metrics["eval/sums/truncated/frac"]) == (10, 1, 0)
+    assert metrics["eval/sums/response_length/mean"] == 3  # "ok" and the stop token
+
+
+async def test_every_prompt_is_asked_samples_per_prompt_times_with_seeds_of_its_own(autojump_clock):
+    engine = ScriptedEngine()
+    result = await evaluate(
+        ROWS[:2],
+        engine,
+        generate=make_chat_generate(FakeTokenizer()),
+        reward=reward,
+        sampling=SamplingParams(max_new_tokens=8, stop_token_ids=(257,)),
+        samples_per_prompt=3,
+    )
+    assert len(result.samples) == 6
+    assert len({request.sampling.seed for request in engine.requests}) == 6
+
+
+async def test_too_many_failures_are_an_error_and_not_a_mean(autojump_clock):
+    with pytest.raises(NotEnoughSamples, match="1 of 2 held-out samples failed"):
+        await run(ROWS[3:5])
