@@ -137,7 +137,7 @@ class DataBuffer:
 
     def _index_of(self, prompt_id: str) -> int:
         number = prompt_id.removeprefix("row-")
-        index = int(number) if number.isdecimal() else -1
+        index = int(number) if number.isdecimal() else len(self)
         if prompt_id != f"row-{index}" or index >= len(self):
             raise DataError(f"prompt {prompt_id!r} is not of this dataset; its {len(self)} rows are row-0 to row-{len(self) - 1}")
         return index

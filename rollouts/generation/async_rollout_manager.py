@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -219,11 +219,20 @@ class AsyncRolloutManager:
             try:
                 if len(draw.kept) < wanted:
                     launch(at_once - len(draw.kept))
+                owed = 0  # replacements that wait for the end of a round
                 while len(draw.kept) < wanted:
-                    self._check_budget(draw)
-                    closed = await receive.receive()
-                    draw.closed[closed.group_index] = closed
-                    launch(self._decide_ready(draw))
+                    ready = self._next_ready(draw)
+                    if ready is None:
+                        launch(owed)
+                        owed = 0
+                        closed = await receive.receive()
+                        draw.closed[closed.group_index] = closed
+                    elif not self._decide(ready, draw):
+                        self._check_budget(draw)
+                        if self._in_rounds:
+                            owed += 1
+                        else:  # at once, even if the batch is full in a moment: else ids would depend on who finishes first
+                            launch(1)
             except RolloutsError as error:
                 failure = error  # raised below, outside the nursery, which would wrap it in a group
             nursery.cancel_scope.cancel()
@@ -233,27 +242,23 @@ class AsyncRolloutManager:
         if failure is not None:
             raise failure
 
-    def _open_groups(self, draw: _Draw, count: int) -> Iterator[tuple[int, PromptRow]]:
-        for prompt in self._data_buffer.get_prompts(max(0, min(count, self._draw_limit - draw.drawn))):
-            group_index = self._next_group_index
-            self._next_group_index += 1
+    def _open_groups(self, draw: _Draw, count: int) -> list[tuple[int, PromptRow]]:
+        """Up to `count` new attempts, as many as the draw limit leaves."""
+        prompts = self._data_buffer.get_prompts(max(0, min(count, self._draw_limit - draw.drawn)))
+        opened = list(enumerate(prompts, start=self._next_group_index))
+        for group_index, prompt in opened:
             self._ledger.open(group_index)
             draw.undecided[group_index] = prompt
-            draw.drawn += 1
-            yield group_index, prompt
+        self._next_group_index += len(opened)
+        draw.drawn += len(opened)
+        return opened
 
-    def _decide_ready(self, draw: _Draw) -> int:
-        """Decides every closed group whose turn it is, until the batch is full; returns how many fell out."""
+    def _next_ready(self, draw: _Draw) -> ClosedGroup | None:
+        """The closed group whose turn it is to be decided; None while that one, or in rounds any of them, still runs."""
         if self._in_rounds and len(draw.closed) < len(draw.undecided):
-            return 0
-        fell_out = 0
-        while len(draw.kept) < self._config.num_prompts:
-            turn = next(iter(draw.undecided if self._in_launch_order else draw.closed), None)
-            closed = None if turn is None else draw.closed.pop(turn, None)
-            if closed is None:
-                break
-            fell_out += not self._decide(closed, draw)
-        return fell_out
+            return None
+        turn = next(iter(draw.undecided if self._in_launch_order else draw.closed), None)
+        return None if turn is None else draw.closed.pop(turn, None)
 
     def _decide(self, closed: ClosedGroup, draw: _Draw) -> bool:
         """Whether the group is kept. Raises what stops the whole call, leaving the group undecided."""
@@ -293,10 +298,12 @@ class AsyncRolloutManager:
                 f"allows; the first: {failed[0].metadata['failure']['message']}"
             )
         if len(draw.kept) + len(draw.undecided) < config.num_prompts and draw.drawn >= self._draw_limit:
-            first = f"; the first failure: {failed[0].metadata['failure']['message']}" if failed else ""
+            hints = f"; the first failure: {failed[0].metadata['failure']['message']}" if failed else ""
+            if STALE in draw.dropped:
+                hints += f"; stale: the engine's weights are more than max_staleness={self._max_staleness} steps behind the trainer's"
             raise NotEnoughSamples(
                 f"{len(draw.kept)} of num_prompts={config.num_prompts} groups were kept of {draw.drawn} drawn ({_count_text(draw.dropped)}), and "
-                f"max_attempts={config.max_attempts} allows no more; loosen the filters, use easier or harder prompts, or raise max_attempts{first}"
+                f"max_attempts={config.max_attempts} allows no more; loosen the filters, use easier or harder prompts, or raise max_attempts{hints}"
             )
 
     # --- the end of a batch --------------------------------------------------------------------------------------------------

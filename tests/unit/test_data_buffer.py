@@ -1,0 +1,154 @@
+"""DataBuffer: a seeded endless stream, prompts given back, exact resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollouts.data.data_buffer import DataBuffer, PromptRow
+from rollouts.errors import DataError
+
+
+def make_rows(count: int) -> list[dict[str, str]]:
+    return [{"prompt": f"question {index}", "answer": str(index)} for index in range(count)]
+
+
+def keys(prompts: list[PromptRow]) -> list[tuple[int, str]]:
+    return [prompt.key for prompt in prompts]
+
+
+def test_every_epoch_has_each_row_once_in_another_order():
+    buffer = DataBuffer(make_rows(20), seed=3)
+    first, second = buffer.get_prompts(20), buffer.get_prompts(20)
+    assert {prompt.prompt_id for prompt in first} == {f"row-{index}" for index in range(20)} == {prompt.prompt_id for prompt in second}
+    assert [prompt.prompt_id for prompt in first] != [prompt.prompt_id for prompt in second]
+    assert {prompt.epoch for prompt in first} == {0} and {prompt.epoch for prompt in second} == {1}
+    assert all(prompt.row == {"prompt": f"question {prompt.prompt_id[4:]}", "answer": prompt.prompt_id[4:]} for prompt in first)
+
+
+def test_one_draw_may_span_epochs():
+    buffer = DataBuffer(make_rows(2), seed=0)
+    assert [prompt.epoch for prompt in buffer.get_prompts(5)] == [0, 0, 1, 1, 2]
+    assert buffer.statistics() == {"epoch": 2.0, "drawn": 5.0, "returned": 0.0}
+
+
+def test_the_order_depends_on_the_seed_and_on_nothing_else():
+    orders = {seed: keys(DataBuffer(make_rows(50), seed=seed).get_prompts(100)) for seed in (0, 1, -1)}
+    assert orders[0] == keys(DataBuffer(make_rows(50), seed=0).get_prompts(100))
+    assert orders[0] != orders[1] != orders[-1]
+    by_ones = DataBuffer(make_rows(50), seed=0)
+    assert [by_ones.get_prompts(1)[0].key for _ in range(100)] == orders[0]
+
+
+def test_the_order_is_the_one_that_older_runs_saw():
+    # written down once: a change would make old checkpoints continue in another order
+    order = [int(prompt.prompt_id[4:]) for prompt in DataBuffer(make_rows(8), seed=7).get_prompts(8)]
+    assert order == [0, 1, 3, 5, 7, 2, 4, 6]
+
+
+def test_without_shuffle_the_order_is_the_datasets():
+    buffer = DataBuffer(make_rows(3), seed=9, shuffle=False)
+    assert [prompt.prompt_id for prompt in buffer.get_prompts(4)] == ["row-0", "row-1", "row-2", "row-0"]
+
+
+def test_returned_prompts_come_first_and_in_the_order_given():
+    buffer = DataBuffer(make_rows(6), seed=1)
+    drawn = buffer.get_prompts(4)
+    buffer.return_prompts(drawn[3:])
+    buffer.return_prompts([drawn[1], drawn[2]])
+    assert buffer.statistics()["returned"] == 3
+    assert buffer.get_prompts(3) == [drawn[1], drawn[2], drawn[3]]
+
+
+@given(st.integers(1, 7), st.integers(0, 20), st.integers(0, 20), st.integers(0, 5))
+@settings(max_examples=60, deadline=None)
+def test_giving_everything_back_leaves_the_buffer_as_it_was(rows: int, before: int, count: int, seed: int):
+    buffer, untouched = DataBuffer(make_rows(rows), seed=seed), DataBuffer(make_rows(rows), seed=seed)
+    buffer.get_prompts(before)
+    untouched.get_prompts(before)
+    buffer.return_prompts(buffer.get_prompts(count))
+    assert keys(buffer.get_prompts(30)) == keys(untouched.get_prompts(30))
+
+
+OPERATIONS = st.lists(st.tuples(st.integers(0, 5), st.sets(st.integers(0, 4))), max_size=8)
+
+
+@given(st.integers(1, 7), OPERATIONS, OPERATIONS, st.integers(-3, 3), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_saving_and_restoring_at_any_point_leaves_the_future_unchanged(rows, past, future, seed, shuffle):
+    def play(buffer: DataBuffer, operations) -> list[PromptRow]:
+        stream = []
+        for count, give_back in operations:
+            drawn = buffer.get_prompts(count)
+            stream += drawn
+            buffer.return_prompts([drawn[index] for index in sorted(give_back) if index < count])
+        return stream
+
+    buffer = DataBuffer(make_rows(rows), seed=seed, shuffle=shuffle)
+    play(buffer, past)
+    restored = DataBuffer(make_rows(rows), seed=seed + 1)
+    restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    assert restored.state_dict() == buffer.state_dict()
+    assert play(restored, [*future, (10, set())]) == play(buffer, [*future, (10, set())])
+    assert restored.statistics() == buffer.statistics()
+
+
+def test_the_state_of_another_dataset_is_refused_and_changes_nothing():
+    saved = DataBuffer(make_rows(3), seed=0)
+    other = DataBuffer([*make_rows(3), {"prompt": "one more"}], seed=0)
+    with pytest.raises(DataError, match=rf"{saved.fingerprint} \(3 rows\), this one is {other.fingerprint} \(4 rows\)"):
+        other.load_state_dict(saved.state_dict())
+    assert other.statistics()["drawn"] == 0
+
+
+def test_the_fingerprint_sees_content_and_order_of_rows_but_not_of_keys():
+    rows = make_rows(2)
+    same = [{"answer": row["answer"], "prompt": row["prompt"]} for row in rows]
+    assert DataBuffer(rows, seed=0).fingerprint == DataBuffer(same, seed=5).fingerprint
+    assert DataBuffer(rows, seed=0).fingerprint != DataBuffer(rows[::-1], seed=0).fingerprint
+    assert DataBuffer(rows, seed=0).fingerprint != DataBuffer([rows[0], rows[1] | {"answer": "2"}], seed=0).fingerprint
+
+
+def test_a_prompt_found_by_its_id_is_the_one_that_was_drawn():
+    buffer = DataBuffer(make_rows(5), seed=2)
+    drawn = buffer.get_prompts(7)
+    assert [buffer.find_prompt(prompt.prompt_id, prompt.epoch) for prompt in drawn] == drawn
+
+
+@pytest.mark.parametrize("prompt_id", ["row-3", "row-03", "row--1", "row-x", "3", ""])
+def test_an_id_of_no_row_is_refused(prompt_id: str):
+    with pytest.raises(DataError, match="row-0 to row-2"):
+        DataBuffer(make_rows(3), seed=0).find_prompt(prompt_id, 0)
+
+
+def test_only_prompts_that_are_out_can_be_returned():
+    buffer = DataBuffer(make_rows(3), seed=0)
+    drawn = buffer.get_prompts(4)
+    with pytest.raises(DataError, match="returned twice"):
+        buffer.return_prompts([drawn[0], drawn[0]])
+    buffer.return_prompts([drawn[0]])
+    with pytest.raises(DataError, match="returned twice"):
+        buffer.return_prompts([drawn[0]])
+    undrawn = next(f"row-{index}" for index in range(3) if f"row-{index}" != drawn[3].prompt_id)
+    for never in (PromptRow(undrawn, 1, {}), PromptRow("row-0", 2, {}), PromptRow("row-0", -1, {})):
+        with pytest.raises(DataError, match="never drawn"):
+            buffer.return_prompts([never])
+    assert buffer.statistics()["returned"] == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "has no rows"),
+        ([{"prompt": "a"}, {"prompt": " "}], "row 1: prompt is empty"),
+        ([{"prompt": "a"}, {"question": "b"}], "row 1: neither `prompt` nor `messages`"),
+        ([{"messages": [{"role": "user", "content": "a"}]}], "row 0 has no prompt"),
+        ([{"prompt": "a", "score": float("nan")}], "row 0: row.score is nan"),
+    ],
+)
+def test_rows_that_cannot_be_asked_are_refused_at_the_start(rows, message: str):
+    with pytest.raises(DataError, match=message):
+        DataBuffer(rows, seed=0)

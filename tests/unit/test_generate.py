@@ -1,0 +1,148 @@
+"""The default generate function: a prompt's tokens in, a sample with one value per token out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import trio
+
+from rollouts.errors import DataError, ModelError, RequestRefused
+from rollouts.generation.generate import compute_request_seed, make_chat_generate
+from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply, fake_log_prob
+from rollouts.types import Sample, SamplingParams, Status
+
+SAMPLING = SamplingParams(max_new_tokens=4, stop_token_ids=(FAKE_END,), seed=5)
+PENDING = Sample(id="g00000000-s000", prompt="hi", group_index=0, metadata={"answer": "x"})
+
+
+async def generate(engine: ScriptedEngine, sample: Sample = PENDING, sampling: SamplingParams = SAMPLING, tokenizer=None) -> Sample:
+    return await make_chat_generate(tokenizer or FakeTokenizer())(sample, engine, sampling)  # type: ignore[misc]
+
+
+async def test_a_sample_has_the_prompt_and_the_sampled_tokens_with_one_value_each():
+    sample = await generate(ScriptedEngine(lambda request: ScriptedReply(text="ok"), version=3))
+    prompt_ids = FakeTokenizer().encode("<|start|>user\nhi<|end|><|start|>assistant\n")
+    assert sample.tokens.tolist() == [*prompt_ids, ord("o"), ord("k"), FAKE_END]
+    assert sample.loss_mask.tolist() == [False] * len(prompt_ids) + [True] * 3  # the stop token trains
+    assert sample.weight_versions.tolist() == [-1] * len(prompt_ids) + [3, 3, 3]
+    expected = [fake_log_prob(5, position, 3) for position in range(3)]
+    assert sample.rollout_log_probs.tolist() == [0.0] * len(prompt_ids) + [pytest.approx(value, abs=1e-7) for value in expected]
+    assert (sample.response, sample.status, sample.reward) == ("ok", Status.COMPLETED, None)
+    assert (sample.id, sample.group_index, sample.metadata) == (PENDING.id, 0, {"answer": "x"})
+
+
+async def test_the_engine_gets_ids_and_the_sampling_as_they_are():
+    engine = ScriptedEngine()
+    await generate(engine)
+    (request,) = engine.requests
+    assert request.request_id == PENDING.id and request.sampling == SAMPLING
+    assert request.prompt_ids.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "length"),
+    [
+        (ScriptedReply(text="abc"), Status.COMPLETED, 4),
+        (ScriptedReply(text="abcd"), Status.TRUNCATED, 4),
+        (ScriptedReply(text="abc", finish="length"), Status.TRUNCATED, 3),
+        (ScriptedReply(text="ab", finish="abort"), Status.ABORTED, 2),
+        (ScriptedReply(text="", finish="abort"), Status.ABORTED, 0),
+    ],
+)
+async def test_the_status_says_why_it_ended(reply: ScriptedReply, status: Status, length: int):
+    sample = await generate(ScriptedEngine(lambda request: reply))
+    assert (sample.status, sample.response_length) == (status, length)
+
+
+async def test_special_tokens_are_left_out_of_the_text_but_not_of_the_tokens():
+    sample = await generate(ScriptedEngine(lambda request: ScriptedReply(text="a")))
+    assert sample.response == "a" and sample.tokens[-1] == FAKE_END
+
+
+async def test_messages_are_a_conversation_and_text_is_one_user_turn():
+    engine = ScriptedEngine()
+    await generate(engine, Sample(id="a", prompt="hi"))
+    await generate(engine, Sample(id="b", prompt=({"role": "user", "content": "hi"},)))
+    await generate(engine, Sample(id="c", prompt=({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})))
+    text, messages, with_system = [FakeTokenizer().decode(request.prompt_ids.tolist(), skip_special_tokens=False) for request in engine.requests]
+    assert text == messages == "<|start|>user\nhi<|end|><|start|>assistant\n"
+    assert with_system == "<|start|>system\nbe brief<|end|>" + text
+
+
+async def test_the_samples_of_a_prompt_share_one_tokenisation():
+    tokenizer = FakeTokenizer()
+    chat_generate = make_chat_generate(tokenizer)
+    for prompt in ("hi", "hi", ({"role": "user", "content": "there"},), ({"role": "user", "content": "there"},)):
+        await chat_generate(Sample(id="s", prompt=prompt), ScriptedEngine(), SAMPLING)  # type: ignore[misc]
+    assert len(tokenizer.encoded) == 2
+
+
+async def test_an_aborted_sample_goes_on_after_its_tokens(autojump_clock):
+    engine = ScriptedEngine(lambda request: ScriptedReply(text="abc"[4 - request.sampling.max_new_tokens :], token_s=1.0), version=1)
+    aborted: list[Sample] = []
+
+    async def first() -> None:
+        aborted.append(await generate(engine))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(first)
+        await trio.sleep(2.5)
+        await engine.abort_all()
+    assert (aborted[0].status, aborted[0].response) == (Status.ABORTED, "ab")
+    engine.set_version(2)
+    sample = await generate(engine, aborted[0])
+    prompt_length = len(aborted[0].tokens) - 2
+    assert (sample.status, sample.response) == (Status.COMPLETED, "abc")
+    assert sample.tokens[:-2].tolist() == aborted[0].tokens.tolist()
+    assert sample.weight_versions[prompt_length:].tolist() == [1, 1, 2, 2]
+    assert sample.rollout_log_probs[: prompt_length + 2].tolist() == aborted[0].rollout_log_probs.tolist()
+    first_request, second_request = engine.requests
+    assert second_request.request_id == f"{PENDING.id}@2" and second_request.sampling.max_new_tokens == 2
+    assert second_request.sampling.seed != first_request.sampling.seed, "the second half would repeat the draws of the first"
+
+
+async def test_an_aborted_sample_with_nothing_left_to_sample_is_truncated():
+    full = await generate(ScriptedEngine(lambda request: ScriptedReply(text="abcd", finish="abort")))
+    engine = ScriptedEngine()
+    sample = await generate(engine, full)
+    assert (sample.status, sample.response, engine.requests) == (Status.TRUNCATED, "abcd", [])
+
+
+async def test_an_aborted_sample_without_a_sampled_token_starts_again():
+    empty = await generate(ScriptedEngine(lambda request: ScriptedReply(text="", finish="abort")))
+    engine = ScriptedEngine()
+    assert (await generate(engine, empty)).response == "ok"
+    assert engine.requests[0].request_id == PENDING.id
+
+
+async def test_continuing_without_a_seed_leaves_it_to_the_engine():
+    part = await generate(ScriptedEngine(lambda request: ScriptedReply(text="a", finish="abort")))
+    engine = ScriptedEngine()
+    await generate(engine, part, SamplingParams(max_new_tokens=4))
+    assert engine.requests[0].sampling.seed is None
+
+
+async def test_a_prompt_that_does_not_fit_is_refused_by_the_engine():
+    with pytest.raises(RequestRefused):
+        await generate(ScriptedEngine(context_length=8))
+
+
+async def test_a_template_that_is_missing_or_refuses_says_so():
+    class Bare(FakeTokenizer):
+        chat_template = ""
+
+    class Strict(FakeTokenizer):
+        def apply_chat_template(self, conversation, **options):
+            raise ValueError("roles must alternate")
+
+    with pytest.raises(ModelError, match="no chat template"):
+        await generate(ScriptedEngine(), tokenizer=Bare())
+    with pytest.raises(DataError, match="roles must alternate"):
+        await generate(ScriptedEngine(), tokenizer=Strict())
+
+
+def test_request_seeds_depend_on_run_and_sample_alone_and_fit_63_bits():
+    # the first 8 bytes of SHA-256 of "1/g00000000-s000", shifted right by one; written down so that old runs can be repeated
+    assert compute_request_seed(1, "g00000000-s000") == 8469932455629867556
+    seeds = {compute_request_seed(run, f"s{index}") for run in (-1, 0, 1) for index in range(500)}
+    assert len(seeds) == 1500 and all(0 <= seed < 2**63 for seed in seeds)

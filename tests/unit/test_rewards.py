@@ -1,0 +1,393 @@
+"""Rewards: how user functions are called, what counts as an answer, and the simple rewards."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from rollouts.errors import ConfigError, DataError, EngineClosed, EngineError, RewardTimeout, UserFunctionError
+from rollouts.rewards.call import (
+    apply_reward,
+    call_filter,
+    call_generate,
+    call_group_reward,
+    call_reward,
+    check_reward,
+    function_name,
+)
+from rollouts.rewards.exact import exact_match
+from rollouts.rewards.format import make_format_reward, think_answer_format
+from rollouts.rewards.math import find_final_number, numeric_match
+from rollouts.testing.fakes import ScriptedEngine
+from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
+
+SAMPLE = Sample(id="g0-s0", prompt="1+1?", response="2", metadata={"answer": "2"}, status=Status.COMPLETED)
+GROUP = SampleGroup(3, "row-7", (SAMPLE,))
+SAMPLING = SamplingParams(max_new_tokens=4)
+
+
+def answering(value: Any):
+    async def reward(sample: Sample) -> Any:
+        return value
+
+    return reward
+
+
+# --- what counts as a reward ---
+
+
+@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), Fraction(1)])
+def test_numbers_of_every_kind_are_rewards(value: Any):
+    assert check_reward(value, "f") == RewardResult(1.0)
+
+
+def test_named_parts_add_up_to_the_reward():
+    assert check_reward({"exact": True, "length": -0.25}, "f") == RewardResult(0.75, {"exact": 1.0, "length": -0.25})
+
+
+def test_a_reward_result_keeps_its_own_reward():
+    assert check_reward(RewardResult(np.float32(0.5), {"a": 2}, "why"), "f") == RewardResult(0.5, {"a": 2.0}, "why")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (math.nan, "returned nan as its reward; it must be a finite number"),
+        (math.inf, "returned inf as its reward"),
+        (None, "returned None as its reward"),
+        ("1", "returned '1' as its reward"),
+        (np.array([1.0]), "returned array"),
+        ([1.0], r"returned \[1.0\] as its reward"),
+        (10**400, "returned 1000"),
+        ({}, "a mapping without parts"),
+        ({"a": math.nan}, "returned nan as its part 'a'"),
+        ({1: 1.0}, "parts are a mapping from names to numbers"),
+        (RewardResult(math.nan), "returned nan as its reward"),
+        (RewardResult(1.0, {"a": None}), "returned None as its part 'a'"),  # type: ignore[dict-item]
+        (RewardResult(1.0, note=3), "a note is text"),  # type: ignore[arg-type]
+    ],
+)
+async def test_anything_else_is_an_error_that_names_function_and_sample(value: Any, message: str):
+    with pytest.raises(UserFunctionError, match=message) as caught:
+        await call_reward(answering(value), SAMPLE)
+    assert str(caught.value).startswith("reward function reward on sample g0-s0")
+
+
+def test_a_reward_is_written_into_the_sample():
+    scored = apply_reward(SAMPLE, RewardResult(0.5, {"a": 0.5}, "half right"))
+    assert (scored.reward, scored.rewards, scored.metadata) == (0.5, {"a": 0.5}, {"answer": "2", "reward_note": "half right"})
+    assert "reward_note" not in apply_reward(SAMPLE, RewardResult(1.0)).metadata
+
+
+# --- calling ---
+
+
+async def test_a_sync_function_runs_in_a_worker_thread_and_an_async_one_where_it_is():
+    def sync(sample: Sample) -> float:
+        return float(threading.current_thread() is threading.main_thread())
+
+    async def asynchronous(sample: Sample) -> float:
+        return float(threading.current_thread() is threading.main_thread())
+
+    assert (await call_reward(sync, SAMPLE)).reward == 0.0
+    assert (await call_reward(asynchronous, SAMPLE)).reward == 1.0
+
+
+class CallableReward:
+    async def __call__(self, sample: Sample) -> float:
+        return float(threading.current_thread() is threading.main_thread())
+
+
+async def weighted(sample: Sample, *, weight: float) -> float:
+    return weight * (threading.current_thread() is threading.main_thread())
+
+
+async def test_async_functions_are_recognised_behind_partial_and_as_objects():
+    assert (await call_reward(CallableReward(), SAMPLE)).reward == 1.0
+    assert (await call_reward(functools.partial(weighted, weight=2.0), SAMPLE)).reward == 2.0
+
+
+async def test_a_sync_function_may_answer_with_an_awaitable():
+    assert (await call_reward(lambda sample: weighted(sample, weight=3.0), SAMPLE)).reward == 3.0
+
+
+def test_functions_are_named_as_their_author_did():
+    assert function_name(weighted) == "weighted"
+    assert function_name(functools.partial(functools.partial(weighted), weight=1)) == "weighted"
+    assert function_name(CallableReward()) == "CallableReward"
+
+
+async def test_an_exception_keeps_its_cause():
+    async def reward(sample: Sample) -> float:
+        return sample.metadata["solution"]
+
+    with pytest.raises(UserFunctionError, match="reward function reward on sample g0-s0 raised KeyError: 'solution'") as caught:
+        await call_reward(reward, SAMPLE)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_an_exception_inside_a_nursery_is_named_itself():
+    async def reward(sample: Sample) -> float:
+        async with trio.open_nursery():
+            raise KeyError("solution")
+
+    with pytest.raises(UserFunctionError, match="raised KeyError: 'solution'"):
+        await call_reward(reward, SAMPLE)
+
+
+async def test_a_reward_that_takes_too_long_is_a_timeout_and_not_a_reward(autojump_clock):
+    async def slow(sample: Sample) -> float:
+        await trio.sleep(31)
+        return 1.0
+
+    assert (await call_reward(slow, SAMPLE, timeout_s=32)).reward == 1.0
+    with pytest.raises(RewardTimeout, match="reward function slow on sample g0-s0 took longer than 30 s"):
+        await call_reward(slow, SAMPLE, timeout_s=30)
+
+
+async def test_a_users_own_timeout_is_an_error_of_his(autojump_clock):
+    async def reward(sample: Sample) -> float:
+        with trio.fail_after(1):
+            await trio.sleep(2)
+        return 1.0
+
+    with pytest.raises(UserFunctionError, match="raised TooSlowError") as caught:
+        await call_reward(reward, SAMPLE, timeout_s=30)
+    assert not isinstance(caught.value, RewardTimeout)
+
+
+async def test_a_stuck_thread_is_abandoned_and_keeps_its_place():
+    release = threading.Event()
+    limiter = trio.CapacityLimiter(1)
+    with pytest.raises(RewardTimeout):
+        await call_reward(lambda sample: release.wait() and 1.0, SAMPLE, timeout_s=0.02, limiter=limiter)
+    assert limiter.borrowed_tokens == 1
+    release.set()
+    # waiting for the place does not count: the second call would time out at once
+    assert (await call_reward(lambda sample: 1.0, SAMPLE, timeout_s=5, limiter=limiter)).reward == 1.0
+    assert limiter.borrowed_tokens == 0
+
+
+async def test_waiting_for_a_thread_does_not_count_as_time_of_the_reward():
+    limiter = trio.CapacityLimiter(1)
+    release = threading.Event()
+    results: list[float] = []
+
+    async def score(function, timeout_s: float) -> None:
+        results.append((await call_reward(function, SAMPLE, timeout_s=timeout_s, limiter=limiter)).reward)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(score, lambda sample: release.wait() and 1.0, math.inf)
+        while limiter.borrowed_tokens == 0:
+            await trio.lowlevel.checkpoint()
+        nursery.start_soon(score, lambda sample: 2.0, 0.2)
+        await trio.sleep(0.3)
+        release.set()
+    assert results == [1.0, 2.0]
+
+
+async def test_cancellation_passes_through(autojump_clock):
+    with trio.move_on_after(1) as scope:
+        await call_reward(answering_after(2), SAMPLE, timeout_s=30)
+    assert scope.cancelled_caught
+
+
+def answering_after(seconds: float):
+    async def reward(sample: Sample) -> float:
+        await trio.sleep(seconds)
+        return 1.0
+
+    return reward
+
+
+# --- groups ---
+
+
+async def test_a_group_reward_gives_one_reward_per_sample():
+    async def ranks(samples) -> Any:
+        return np.arange(len(samples)) / 2
+
+    results = await call_group_reward(ranks, [SAMPLE, SAMPLE, SAMPLE])
+    assert [result.reward for result in results] == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0], r"returned \[1.0\]; it must return 2 rewards, one per sample"),
+        (1.0, "it must return 2 rewards"),
+        ({"a": 1.0, "b": 2.0}, "it must return 2 rewards"),
+        ("ab", "it must return 2 rewards"),
+        ([1.0, None], "on the group of sample g0-s0, reward 1 returned None"),
+    ],
+)
+async def test_a_group_reward_of_another_shape_is_refused(value: Any, message: str):
+    with pytest.raises(UserFunctionError, match=message):
+        await call_group_reward(answering(value), [SAMPLE, SAMPLE])
+
+
+@pytest.mark.parametrize(
+    ("value", "decision"),
+    [
+        (True, FilterDecision(True)),
+        (np.bool_(True), FilterDecision(True)),
+        (False, FilterDecision(False, "reward")),
+        (FilterDecision(False), FilterDecision(False, "reward")),
+        (FilterDecision(False, "too_easy", "all right"), FilterDecision(False, "too_easy", "all right")),
+        (FilterDecision(True), FilterDecision(True)),
+    ],
+)
+async def test_a_drop_always_has_a_reason(value: Any, decision: FilterDecision):
+    assert await call_filter(answering(value), GROUP) == decision
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes", 0.5])
+async def test_a_filter_answers_yes_or_no(value: Any):
+    with pytest.raises(UserFunctionError, match=r"filter reward on group 3 \(prompt row-7\) returned .* True, False or a FilterDecision"):
+        await call_filter(answering(value), GROUP)
+
+
+async def test_a_filter_that_raises_is_named_with_its_group():
+    def broken(group: SampleGroup) -> bool:
+        raise ZeroDivisionError("oops")
+
+    with pytest.raises(UserFunctionError, match=r"filter broken on group 3 \(prompt row-7\) raised ZeroDivisionError: oops"):
+        await call_filter(broken, GROUP)
+
+
+# --- generate ---
+
+
+def generating(value: Any):
+    async def generate(sample: Sample, engine, sampling) -> Any:
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    return generate
+
+
+async def test_segments_carry_the_id_of_their_sample():
+    own = Sample(id="mine", prompt="x", status=Status.COMPLETED)
+    pending = Sample(id="g4-s1", prompt="x", group_index=4)
+    (single,) = await call_generate(generating(own), pending, ScriptedEngine(), SAMPLING)
+    assert (single.id, single.group_index) == ("g4-s1", 4)
+    segments = await call_generate(generating([own, own, own]), pending, ScriptedEngine(), SAMPLING)
+    assert [segment.id for segment in segments] == ["g4-s1", "g4-s1.1", "g4-s1.2"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, "returned None; it must return a Sample or a sequence of Samples"),
+        ([], r"returned \[\]"),
+        ([SAMPLE, "text"], "it must return a Sample"),
+        (Sample(id="x", prompt="x"), "status is still pending"),
+        (ValueError("oops"), "generate function generate on sample g0-s0 raised ValueError: oops"),
+    ],
+)
+async def test_a_generate_function_returns_finished_samples(value: Any, message: str):
+    with pytest.raises(UserFunctionError, match=message):
+        await call_generate(generating(value), SAMPLE, ScriptedEngine(), SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (EngineClosed("gone"), EngineClosed),
+        (DataError("bad row"), DataError),
+        (ExceptionGroup("nursery", [EngineError("down")]), EngineError),
+        (ExceptionGroup("nursery", [EngineError("down"), EngineError("too")]), UserFunctionError),
+    ],
+)
+async def test_errors_of_engine_and_data_keep_their_type(raised: Exception, seen: type[Exception]):
+    with pytest.raises(seen):
+        await call_generate(generating(raised), SAMPLE, ScriptedEngine(), SAMPLING)
+
+
+# --- the simple rewards ---
+
+
+def sample_of(response: str, **metadata: Any) -> Sample:
+    return Sample(id="s", prompt="q", response=response, metadata=metadata)
+
+
+def test_exact_match_ignores_white_space_around_and_nothing_else():
+    assert exact_match(sample_of(" Paris\n", answer="Paris ")) == RewardResult(1.0, {"exact": 1.0})
+    assert exact_match(sample_of("Paris.", answer="Paris")).reward == 0.0
+    assert exact_match(sample_of("paris", answer="Paris")).reward == 0.0
+    assert exact_match(sample_of("paris", answer="Paris"), ignore_case=True).reward == 1.0
+    assert exact_match(sample_of("12", answer=12)).reward == 1.0
+    assert exact_match(sample_of("b", accepted=["a", "b"]), key="accepted").reward == 1.0
+
+
+@pytest.mark.parametrize("reward", [exact_match, numeric_match])
+def test_a_row_without_an_answer_is_an_error_and_not_a_wrong_answer(reward):
+    with pytest.raises(DataError, match=r"sample s has no metadata\['answer'\] to compare with; its row has solution"):
+        reward(sample_of("1", solution="1"))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("42", Fraction(42)),
+        ("The answer is 1,234.50.", Fraction("1234.5")),
+        ("so 3 + 4 = 7", Fraction(7)),
+        ("5-3", Fraction(3)),
+        ("x = -3", Fraction(-3)),
+        ("it is −3", Fraction(-3)),
+        ("1/2 of it", Fraction(1, 2)),
+        (".5", Fraction(1, 2)),
+        ("1, 2 and 3", Fraction(3)),
+        ("1,2", Fraction(2)),
+        ("first 9 #### 8 apples", Fraction(8)),
+        (r"9 or \boxed{1} or \boxed{ -2 } or 7", Fraction(-2)),
+        ("none", None),
+        (r"5 \boxed{x}", None),
+        ("5 ####", None),
+        ("1/0", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_the_final_number_of_a_text(text: str, number: Fraction | None):
+    assert find_final_number(text) == number
+
+
+def test_numeric_match_compares_exactly_unless_told_otherwise():
+    assert numeric_match(sample_of("it is 0.50", answer="1/2")) == RewardResult(1.0, {"numeric": 1.0, "has_number": 1.0})
+    assert numeric_match(sample_of("0.333", answer="1/3")).reward == 0.0
+    assert numeric_match(sample_of("0.333", answer="1/3"), tolerance=1e-3).reward == 1.0
+    assert numeric_match(sample_of("1001", answer=1000), tolerance=1e-3).reward == 1.0  # relative above 1
+    assert numeric_match(sample_of("no idea", answer=1)).parts == {"numeric": 0.0, "has_number": 0.0}
+    with pytest.raises(DataError, match="metadata\\['answer'\\] is 'x', which holds no number"):
+        numeric_match(sample_of("1", answer="x"))
+
+
+def test_a_format_reward_wants_the_whole_response():
+    reward = make_format_reward(r"[0-9]+\.", weight=0.5)
+    assert reward(sample_of("12.")) == RewardResult(0.5, {"format": 0.5})
+    assert reward(sample_of("12. Yes")) == RewardResult(0.0, {"format": 0.0})
+    assert make_format_reward("a.b")(sample_of("a\nb")).reward == 1.0
+    with pytest.raises(ConfigError, match=r"pattern='\(' is not a regular expression"):
+        make_format_reward("(")
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("<think>\n1+1\n</think>\n<answer>2</answer>\n", 1.0),
+        ("<think></think><answer></answer>", 1.0),
+        ("<think>a</think><answer>2</answer> done", 0.0),
+        ("<think>a</think>b</think><answer>2</answer>", 0.0),
+        ("<answer>2</answer>", 0.0),
+    ],
+)
+def test_thinking_comes_before_the_answer(response: str, reward: float):
+    assert think_answer_format(sample_of(response)).reward == reward
