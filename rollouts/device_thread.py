@@ -110,7 +110,7 @@ class DeviceThread:
             try:
                 self.check_open()
                 value = job()
-            except BaseException as raised:  # noqa: BLE001  whatever it is belongs to whoever awaits the future
+            except BaseException as raised:  # whatever it is belongs to whoever awaits the future
                 error = raised
             self._token.run_sync_soon(self._deliver, future, value, error, time.perf_counter() - started)
             del entry, job, future, value, error  # a job's tensors must not live until the next job comes

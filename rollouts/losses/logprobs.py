@@ -40,13 +40,12 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_chunk: int) -> tuple[Tensor, Tensor]:
         head = _Head(hidden, weight, temperature, vocab_chunk)
-        log_sum, mean_logit, target_logits = hidden.new_empty((3, len(hidden)), dtype=head.wide)
+        log_sum, entropy, target_logits = hidden.new_empty((3, len(hidden)), dtype=head.wide)
         for rows in head.row_slices(len(hidden)):
-            log_sum[rows], mean_logit[rows] = head.reduce_logits(hidden[rows])
+            log_sum[rows], entropy[rows] = head.reduce_logits(hidden[rows])
             target_logits[rows] = (hidden[rows].to(head.wide) * weight[targets[rows]]).sum(-1) / temperature
         ctx.save_for_backward(hidden, weight, targets, log_sum)
         ctx.temperature, ctx.vocab_chunk = temperature, vocab_chunk
-        entropy = log_sum - mean_logit
         ctx.mark_non_differentiable(entropy)
         return target_logits - log_sum, entropy
 
@@ -90,20 +89,21 @@ class _Head:
         return [slice(start, start + size) for start in range(0, count, size)]
 
     def reduce_logits(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """log Σ exp(logit) and Σ p·logit of each position; sums are rescaled whenever a chunk has a larger logit."""
+        """log Σ e^l and the entropy of each position: z = Σ e^(l − top) and u = Σ e^(l − top)·(l − top), moved along with the largest logit."""
         states = states.to(self.factor)
-        largest = states.new_full((len(states),), float("-inf"), dtype=self.wide)
-        total, weighted = torch.zeros_like(largest), torch.zeros_like(largest)
+        top = states.new_full((len(states),), torch.finfo(self.wide).min, dtype=self.wide)
+        z, u = torch.zeros_like(top), torch.zeros_like(top)
         tile, spare = (states.new_empty((len(states), self.vocab_chunk), dtype=self.wide) for _ in range(2))
         for chunk in self.weight.split(self.vocab_chunk):
             logits = self._multiply(states, chunk, tile)
-            higher = torch.maximum(largest, logits.amax(-1))
-            exps = torch.sub(logits, higher[:, None], out=spare[:, : len(chunk)]).exp_()
-            shrink = (largest - higher).exp_()
-            total = total * shrink + exps.sum(-1)
-            weighted = weighted * shrink + logits.mul_(exps).sum(-1)
-            largest = higher
-        return largest + total.log(), weighted / total
+            higher = torch.maximum(top, logits.amax(-1))
+            exps = torch.exp(logits.sub_(higher[:, None]), out=spare[:, : len(chunk)])
+            shrink = (top - higher).exp_()
+            u = shrink * (u + z * (top - higher)) + logits.mul_(exps).sum(-1)
+            z = shrink * z + exps.sum(-1)
+            top = higher
+        log_z = z.log()
+        return top + log_z, log_z - u / z
 
     def subtract_probs(self, states: Tensor, log_sum: Tensor, weighted: Tensor, grad_weight: Tensor | None) -> Tensor:
         """Σ_v p_v · weight_v, [n, H]. On the way pᵀ · weighted is taken off `grad_weight`."""

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
-from rollouts.data.packing import MicroBatch, find_common_prefix, pack_micro_batches
+from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
 
 
 def row(*ids: int) -> np.ndarray:
@@ -14,136 +16,112 @@ def mask(text: str) -> np.ndarray:
     return np.asarray([character == "1" for character in text])
 
 
-def visible(micro: MicroBatch) -> np.ndarray:
-    """[N, N]: the attention rule, written out."""
-    count = len(micro.input_ids)
-    segment_of = np.repeat(np.arange(len(micro.segment_lengths)), micro.segment_lengths)
+def visible(micro: MicroBatch, line: int) -> np.ndarray:
+    """[S, S]: the attention rule, written out; a causal micro-batch must not need anything else."""
+    count = micro.input_ids.shape[1]
     sees = np.zeros((count, count), bool)
-    for i in range(count):
-        for j in range(count):
-            same = segment_of[i] == segment_of[j]
-            from_trunk = micro.segment_trunks[segment_of[i]] == segment_of[j]
-            sees[i, j] = (same and j <= i) or from_trunk
+    for i, j in itertools.product(range(count), repeat=2):
+        sees[i, j] = j <= i and (micro.causal or i < micro.subtree_end[line, j])
     return sees
 
 
-def read_back(micro: MicroBatch) -> set[tuple[int, int, int, tuple[int, ...]]]:
-    """(row, position, target, what the predicting position sees in order) of every trained token."""
-    sees = visible(micro)
-    found = set()
-    for k in range(len(micro.target_ids)):
-        seen = np.flatnonzero(sees[micro.predicted_by[k]])
-        seen = seen[np.argsort(micro.position_ids[seen], kind="stable")]
-        assert micro.position_ids[seen].tolist() == list(range(len(seen)))
-        original_row = int(micro.rows[micro.target_rows[k]])
-        found.add((original_row, int(micro.target_positions[k]), int(micro.target_ids[k]), tuple(micro.input_ids[seen].tolist())))
+def read_back(micro: MicroBatch) -> list[tuple[int, int, int, tuple[int, ...]]]:
+    """(row, position, target, what the predicting node sees in order of position) of every trained token."""
+    sees = [visible(micro, line) for line in range(len(micro.input_ids))]
+    found = []
+    for token_row, position, pair in zip(micro.token_rows, micro.token_positions, micro.token_pairs, strict=True):
+        line, node = divmod(int(micro.predictors[pair]), micro.input_ids.shape[1])
+        seen = np.flatnonzero(sees[line][node])
+        assert micro.causal or micro.position_ids[line][seen].tolist() == list(range(len(seen)))
+        found.append((int(micro.rows[token_row]), int(position), int(micro.targets[pair]), tuple(micro.input_ids[line][seen].tolist())))
     return found
 
 
-def expected(tokens, masks, rows=None) -> set[tuple[int, int, int, tuple[int, ...]]]:
+def expected(tokens, masks) -> list[tuple[int, int, int, tuple[int, ...]]]:
     """The same from the rows themselves: a token at position t is predicted from tokens[:t]."""
-    wanted = range(len(tokens)) if rows is None else rows
-    return {(r, int(t), int(tokens[r][t]), tuple(tokens[r][:t].tolist())) for r in wanted for t in np.flatnonzero(masks[r])}
+    return sorted((r, int(t), int(tokens[r][t]), tuple(tokens[r][:t].tolist())) for r in range(len(tokens)) for t in np.flatnonzero(masks[r]))
 
 
-def random_batch(seed: int, groups: int, size: int) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+def random_batch(seed: int, groups: int, size: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
     rng = np.random.default_rng(seed)
-    tokens, masks, indices = [], [], []
-    for group in range(groups):
-        prompt = rng.integers(0, 9, rng.integers(1, 8))
+    tokens, masks = [], []
+    for _ in range(groups):
+        prompt = rng.integers(0, 5, rng.integers(1, 8))
         for _ in range(size):
-            response = rng.integers(0, 9, rng.integers(1, 12))
-            trained = rng.random(len(response)) < 0.8
+            response = rng.integers(0, 3, rng.integers(1, 12))
             tokens.append(np.concatenate([prompt, response]))
-            masks.append(np.concatenate([np.zeros(len(prompt), bool), trained]))
-            indices.append(group)
-    return tokens, masks, np.asarray(indices)
+            masks.append(np.concatenate([np.zeros(len(prompt), bool), rng.random(len(response)) < 0.8]))
+    return tokens, masks
 
 
-def test_a_shared_prompt_is_one_trunk_with_a_branch_per_row():
-    tokens = [row(1, 2, 3, 7, 8, 9), row(1, 2, 3, 5, 6), row(1, 2, 3, 4)]
-    masks = [mask("000111"), mask("00001"), mask("0001")]
-    (micro,) = pack_micro_batches(tokens, masks, micro_batch_tokens=100, group_indices=row(0, 0, 0))
-    assert micro.input_ids.tolist() == [1, 2, 3, 7, 8, 5]  # the last trained token of a row is only a target
-    assert micro.position_ids.tolist() == [0, 1, 2, 3, 4, 3]
-    assert micro.segment_starts.tolist() == [0, 3, 5]
-    assert micro.segment_lengths.tolist() == [3, 2, 1]
-    assert micro.segment_trunks.tolist() == [-1, 0, 0]  # the third row's branch has no token
-    assert micro.predicted_by.tolist() == [2, 3, 4, 5, 2]  # the first tokens of rows 0 and 2 by the last prompt token; 5 is not trained
-    assert micro.target_ids.tolist() == [7, 8, 9, 6, 4]
-    assert micro.target_rows.tolist() == [0, 0, 0, 1, 2]
-    assert micro.target_positions.tolist() == [3, 4, 5, 4, 3]
-    assert micro.row_lengths.tolist() == [6, 5, 4]
-    assert micro.shares
+def test_a_shared_prompt_is_computed_once_and_every_response_sees_it_and_itself():
+    tokens = [row(1, 2, 7, 8, 9), row(1, 2, 5, 6)]
+    (micro,) = make_micro_batches(tokens, [mask("00111"), mask("0011")], micro_batch_tokens=99, share_prefix=True)
+    assert micro.input_ids.tolist() == [[1, 2, 5, 7, 8]]  # the last trained token of a row is only a target
+    assert micro.position_ids.tolist() == [[0, 1, 2, 2, 3]]
+    assert micro.subtree_end.tolist() == [[5, 5, 3, 5, 5]]
+    assert not micro.causal
+    assert micro.computed_tokens == 5
+    assert sorted(read_back(micro)) == expected(tokens, [mask("00111"), mask("0011")])
 
 
-def test_without_groups_every_row_is_a_trunk():
-    tokens = [row(1, 2, 3), row(1, 2, 4, 5)]
-    (micro,) = pack_micro_batches(tokens, [mask("001"), mask("0010")], micro_batch_tokens=100)
-    assert micro.segment_trunks.tolist() == [-1, -1]
-    assert micro.input_ids.tolist() == [1, 2, 1, 2]  # what comes after the last trained token does not enter
-    assert not micro.shares
+def test_a_pair_of_node_and_target_that_rows_share_is_scored_once():
+    tokens = [row(1, 2, 3), row(1, 2, 3), row(1, 2, 4)]
+    (micro,) = make_micro_batches(tokens, [mask("001")] * 3, micro_batch_tokens=99, share_prefix=True)
+    assert micro.input_ids.tolist() == [[1, 2]]
+    assert micro.targets.tolist() == [3, 4]
+    assert len(micro.token_pairs) == 3
 
 
 @pytest.mark.parametrize("budget", [1, 9, 30, 1000])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [False, True])
-def test_every_trained_token_is_predicted_once_from_exactly_what_precedes_it(seed: int, budget: int, share: bool):
-    tokens, masks, groups = random_batch(seed, groups=4, size=3)
-    micros = pack_micro_batches(tokens, masks, micro_batch_tokens=budget, group_indices=groups if share else None)
-    assert sum(len(micro.target_ids) for micro in micros) == sum(int(m.sum()) for m in masks)
-    assert set().union(*(read_back(micro) for micro in micros)) == expected(tokens, masks)
+@pytest.mark.parametrize("packed_length", [4, 512])
+def test_every_trained_token_is_predicted_once_from_exactly_what_precedes_it(seed: int, budget: int, share: bool, packed_length: int):
+    tokens, masks = random_batch(seed, groups=4, size=3)
+    micros = make_micro_batches(tokens, masks, micro_batch_tokens=budget, share_prefix=share, packed_length=packed_length)
+    assert sorted(found for micro in micros for found in read_back(micro)) == expected(tokens, masks)
 
 
 @pytest.mark.parametrize("budget", [20, 64, 200])
-def test_padded_to_the_longest_a_micro_batch_keeps_within_the_budget(budget: int):
-    tokens, masks, groups = random_batch(7, groups=12, size=4)
-    for group_indices in (None, groups):
-        for micro in pack_micro_batches(tokens, masks, micro_batch_tokens=budget, group_indices=group_indices):
-            trunks, branches = micro.segment_lengths[micro.segment_trunks < 0], micro.segment_lengths[micro.segment_trunks >= 0]
-            padded = len(trunks) * trunks.max() + (len(branches) * branches.max() if len(branches) else 0)
-            assert padded <= budget or len(micro.rows) == 1
+@pytest.mark.parametrize("share", [False, True])
+def test_padded_to_the_longest_a_micro_batch_keeps_within_the_budget(budget: int, share: bool):
+    tokens, masks = random_batch(7, groups=12, size=4)
+    for micro in make_micro_batches(tokens, masks, micro_batch_tokens=budget, share_prefix=share, packed_length=budget):
+        assert micro.computed_tokens <= budget or len(micro.rows) == 1
 
 
-def test_a_group_that_does_not_fit_is_split_and_repeats_its_prompt():
-    tokens = [row(1, 2, 3, 4, 10 + n, 11 + n, 12 + n) for n in range(4)]
-    masks = [mask("0000111")] * 4
-    micros = pack_micro_batches(tokens, masks, micro_batch_tokens=8, group_indices=row(0, 0, 0, 0))
-    assert [len(micro.input_ids) for micro in micros] == [8, 8]  # prompt 4, two branches of 2
-    assert set().union(*(read_back(micro) for micro in micros)) == expected(tokens, masks)
+def test_without_sharing_every_row_stands_alone_and_padding_comes_last():
+    tokens = [row(1, 2, 3), row(1, 2, 4, 5)]
+    (micro,) = make_micro_batches(tokens, [mask("001"), mask("0001")], micro_batch_tokens=99, share_prefix=False)
+    assert micro.causal
+    assert micro.input_ids.tolist() == [[1, 2, 4], [1, 2, 0]]
+    assert micro.rows.tolist() == [1, 0]
 
 
-def test_sharing_stops_before_the_first_trained_token_of_any_row():
-    tokens = [row(1, 2, 3, 4), row(1, 2, 3, 5)]
-    (micro,) = pack_micro_batches(tokens, [mask("0111"), mask("0001")], micro_batch_tokens=99, group_indices=row(0, 0))
-    assert micro.segment_lengths.tolist() == [1, 2, 2]  # row 0 trains its second token
+def test_long_rows_that_share_little_are_not_put_under_one_large_mask():
+    rng = np.random.default_rng(0)
+    tokens = [np.concatenate([[1], rng.integers(2, 50, 700)]) for _ in range(4)]
+    micros = make_micro_batches(tokens, [np.arange(701) >= 1] * 4, micro_batch_tokens=8192, share_prefix=True)
+    assert max(micro.input_ids.shape[1] for micro in micros) == 700
 
 
-def test_rows_of_different_groups_share_nothing():
-    tokens = [row(1, 2, 3), row(1, 2, 4)]
-    (micro,) = pack_micro_batches(tokens, [mask("001")] * 2, micro_batch_tokens=99, group_indices=row(0, 1))
-    assert not micro.shares
-
-
-def test_rows_without_trained_tokens_and_skipped_rows_are_left_out():
-    tokens = [row(1, 2), row(1, 3), row(1, 4)]
-    masks = [mask("00"), mask("01"), mask("01")]
-    (micro,) = pack_micro_batches(tokens, masks, micro_batch_tokens=99, skip_rows=np.asarray([False, True, False]))
-    assert micro.rows.tolist() == [2]
-    assert pack_micro_batches(tokens, masks, micro_batch_tokens=99, skip_rows=np.ones(3, bool)) == []
+def test_rows_without_trained_tokens_are_left_out():
+    tokens, masks = [row(1, 2), row(1, 3)], [mask("00"), mask("01")]
+    (micro,) = make_micro_batches(tokens, masks, micro_batch_tokens=99, share_prefix=False)
+    assert micro.rows.tolist() == [1]
+    assert make_micro_batches(tokens[:1], masks[:1], micro_batch_tokens=99, share_prefix=True) == []
 
 
 def test_a_trained_first_token_is_refused_by_its_row():
-    with pytest.raises(ValueError, match=r"loss_masks\[1\]\[0\] is 1"):
-        pack_micro_batches([row(1, 2), row(3, 4)], [mask("01"), mask("11")], micro_batch_tokens=99)
+    with pytest.raises(ValueError, match=r"loss_masks\[1\] trains the first token"):
+        make_micro_batches([row(1, 2), row(3, 4)], [mask("01"), mask("11")], micro_batch_tokens=99, share_prefix=True)
 
 
-def test_a_budget_below_one_is_refused():
-    with pytest.raises(ValueError, match="micro_batch_tokens=0"):
-        pack_micro_batches([], [], micro_batch_tokens=0)
-
-
-def test_the_common_prefix_of_rows():
-    assert find_common_prefix([row(1, 2, 3), row(1, 2, 4)]) == 2
-    assert find_common_prefix([row(1, 2, 3), row(1, 2)]) == 2
-    assert find_common_prefix([row(1), row(2)]) == 0
+def test_values_of_pairs_come_back_in_their_rows():
+    tokens = [row(1, 2, 3), row(5, 6), row(1, 2, 3, 9)]
+    masks = [mask("001"), mask("00"), mask("0011")]
+    micros = make_micro_batches(tokens, masks, micro_batch_tokens=3, share_prefix=True)
+    values = [micro.targets.astype(np.float32) * 10 for micro in micros]
+    rows = spread_to_rows(micros, values, tokens)
+    assert [r.tolist() for r in rows] == [[0, 0, 30], [0, 0], [0, 0, 30, 90]]

@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.config.schema import OptimConfig
+from rollouts.device_thread import open_device_thread
+from rollouts.errors import BackendError, CheckpointError, ModelError
+from rollouts.losses import LossInputs, LossOutput
+from rollouts.losses.reductions import reduce_loss
+from rollouts.models.export import save_hf_model
+from rollouts.models.log_probs import supports_shared_prefix
+from rollouts.models.optim import create_adamw_optimizer
+from rollouts.testing import torch_contracts as contract
+from rollouts.testing.torch_contracts import SFT, make_batch
+from rollouts.types import LossSpec, Mean, OptimParams, RolloutBatch
+
+torch.set_num_threads(1)
+OPTIM = OptimConfig(lr=1e-2, max_nonfinite_steps=2)
+SEEN: list[LossInputs] = []
+
+
+def make_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,  # so that log-probs differ by nats, and errors show
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@asynccontextmanager
+async def open_backend(model: Any = None, *, optim: OptimConfig = OPTIM, total_steps: int = 10, **options: Any) -> AsyncIterator[Any]:
+    model = make_model() if model is None else model
+    async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
+        yield PyTorchTrainingBackend(
+            model, create_adamw_optimizer(model, optim), device_thread, optim=optim, total_steps=total_steps, **options
+        )
+
+
+def slow_log_probs(model: Any, batch: RolloutBatch) -> list[Tensor]:
+    """[T_i - 1] of every row by itself: the plain forward pass."""
+    rows = []
+    for tokens in batch.tokens:
+        ids = torch.from_numpy(tokens)
+        log_probs = (model(input_ids=ids[None]).logits[0] / batch.temperature).log_softmax(-1)
+        rows.append(log_probs[:-1].gather(-1, ids[1:, None]).squeeze(-1))
+    return rows
+
+
+def slow_gradients(batch: RolloutBatch, *, per_row: bool, advantages: bool = False) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of SFT or REINFORCE, row by row, over the whole batch."""
+    model = make_model()
+    total: Any = 0.0
+    count = 0
+    for row, log_probs in enumerate(slow_log_probs(model, batch)):
+        mask = torch.from_numpy(np.asarray(batch.loss_masks[row][1:]))
+        weights = torch.from_numpy(batch.advantages[row][1:]) if advantages and batch.advantages is not None else torch.ones(len(mask))
+        losses = (-log_probs * weights)[mask]
+        total = total + (losses.mean() if per_row else losses.sum())
+        count += 1 if per_row else int(mask.sum())
+    (total / count).backward()
+    return float(total.detach() / count), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    assert set(one) == set(other)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def gradients(backend: Any) -> dict[str, Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in backend.model.named_parameters() if parameter.grad is not None}
+
+
+FORMS = {
+    "one padded micro-batch": {"share_prefix": False, "micro_batch_tokens": 10_000},
+    "a micro-batch per row": {"share_prefix": False, "micro_batch_tokens": 1},
+    "some micro-batches": {"share_prefix": False, "micro_batch_tokens": 30},
+    "shared prefix": {"share_prefix": True, "micro_batch_tokens": 10_000},
+    "shared prefix in micro-batches": {"share_prefix": True, "micro_batch_tokens": 24},
+}
+
+
+@pytest.mark.parametrize("unit", ["tokens", "sequences"])
+@pytest.mark.parametrize("form", FORMS)
+async def test_loss_and_gradients_are_those_of_a_plain_forward_of_each_row(form: str, unit: Any):
+    batch = make_batch(temperature=0.7)
+    wanted_loss, wanted = slow_gradients(batch, per_row=unit == "sequences", advantages=True)
+    async with open_backend(**FORMS[form]) as backend:
+        result = await backend.forward_backward(batch, LossSpec("reinforce", unit=unit))
+        found = gradients(backend)
+    assert result.loss == pytest.approx(wanted_loss, abs=1e-5)
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_forward_gives_the_log_probs_of_a_plain_forward_of_each_row(form: str):
+    batch = make_batch(temperature=1.3)
+    with torch.no_grad():
+        wanted = slow_log_probs(make_model(), batch)
+    async with open_backend(**FORMS[form]) as backend:
+        rows = await backend.forward(batch)
+    for row, found in enumerate(rows):
+        mask = batch.loss_masks[row]
+        assert found.dtype == np.float32
+        assert (found[~mask] == 0).all()
+        np.testing.assert_allclose(found[mask], wanted[row].numpy()[mask[1:]], atol=1e-5)
+
+
+async def test_untied_heads_get_the_same_gradients_in_every_form():
+    found = []
+    for form in FORMS.values():
+        async with open_backend(make_model(tied=False), **form) as backend:
+            await backend.forward_backward(make_batch(), SFT)
+            found.append(gradients(backend))
+    assert "lm_head.weight" in found[0]
+    for other in found[1:]:
+        assert_close(found[0], other)
+
+
+async def test_masked_tokens_get_no_gradient():
+    """What stands behind the last trained token changes nothing; what a masked token is matters only to what comes after it."""
+    batch = make_batch(groups=1, size=2)
+    longer = dataclasses.replace(
+        batch,
+        tokens=tuple(np.append(tokens, 39) for tokens in batch.tokens),
+        loss_masks=tuple(np.append(mask, False) for mask in batch.loss_masks),
+        rollout_log_probs=None,
+        advantages=None,
+    )
+    found = []
+    for one in (batch, longer):
+        async with open_backend() as backend:
+            await backend.forward_backward(one, SFT)
+            found.append(gradients(backend))
+    assert_close(*found, tolerance=0)
+
+
+async def test_gradients_of_two_batches_add_up():
+    first, second = make_batch(0), make_batch(1)
+    parts = []
+    for one in (first, second):
+        async with open_backend() as backend:
+            await backend.forward_backward(one, SFT)
+            parts.append(gradients(backend))
+    async with open_backend() as backend:
+        await backend.forward_backward(first, SFT)
+        await backend.forward_backward(second, SFT)
+        both = gradients(backend)
+    assert_close(both, {name: parts[0][name] + parts[1][name] for name in both}, tolerance=1e-6)
+
+
+def watching_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """Keeps what it was given."""
+    SEEN.append(inputs)
+    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
+    return LossOutput(total, count, {"rows": Mean(float(len(inputs.mask)), 1.0)})
+
+
+@pytest.mark.parametrize("share", [False, True])
+async def test_a_loss_sees_right_padded_rows_whatever_the_packing(share: bool):
+    SEEN.clear()
+    batch = make_batch()
+    assert batch.advantages is not None
+    assert batch.rollout_log_probs is not None
+    async with open_backend(share_prefix=share) as backend:
+        result = await backend.forward_backward(batch, LossSpec(f"{__name__}:watching_loss"))
+    (inputs,) = SEEN
+    assert inputs.old_log_probs is None
+    assert inputs.ref_log_probs is None
+    shapes = {tuple(value.shape) for value in (inputs.log_probs, inputs.mask, inputs.entropy, inputs.advantages, inputs.rollout_log_probs)}
+    assert shapes == {(9, max(len(row) for row in batch.tokens))}
+    masks = {tuple(row[: len(mask)]) for row in inputs.mask.tolist() for mask in batch.loss_masks if sum(row) == mask.sum()}
+    assert {tuple(mask.tolist()) for mask in batch.loss_masks} <= masks
+    found = sorted(round(float(value), 5) for value in inputs.advantages[inputs.mask])
+    assert found == sorted(round(float(a), 5) for row, mask in zip(batch.advantages, batch.loss_masks, strict=True) for a in row[mask])
+    assert result.metrics["rows"] == Mean(9.0, 1.0)
+
+
+async def test_entropy_is_a_mean_over_trained_tokens():
+    batch = make_batch()
+    with torch.no_grad():
+        model = make_model()
+        entropies = []
+        for tokens, mask in zip(batch.tokens, batch.loss_masks, strict=True):
+            log_probs = model(input_ids=torch.from_numpy(tokens)[None]).logits[0].log_softmax(-1)
+            entropies.append((-(log_probs.exp() * log_probs).sum(-1))[torch.from_numpy(np.flatnonzero(mask) - 1)])
+    async with open_backend(micro_batch_tokens=20) as backend:
+        result = await backend.forward_backward(batch, SFT)
+    metric = result.metrics["entropy/mean"]
+    assert metric.value == pytest.approx(float(torch.cat(entropies).mean()), abs=1e-4)
+    assert metric.count == sum(int(mask.sum()) for mask in batch.loss_masks)
+
+
+async def test_a_constant_unit_divides_by_its_constant():
+    batch = make_batch()
+    tokens = sum(int(mask.sum()) for mask in batch.loss_masks)
+    async with open_backend() as backend:
+        by_tokens = await backend.forward_backward(batch, SFT)
+        constant = await backend.forward_backward(batch, LossSpec("sft", unit="constant", constant=7.0))
+        assert constant.denominator == 7.0
+        assert constant.loss == pytest.approx(by_tokens.loss * tokens / 7.0, rel=1e-5)
+        with pytest.raises(BackendError, match="constant=None"):
+            await backend.forward_backward(batch, LossSpec("sft", unit="constant"))
+
+
+async def test_the_schedule_sets_the_learning_rate_unless_it_is_given():
+    optim = OptimConfig(lr=1e-2, schedule="linear", warmup_steps=2)
+    batch = make_batch()
+    async with open_backend(optim=optim, total_steps=4) as backend:
+        rates = []
+        for params in (None, None, None, OptimParams(lr=0.5), None):
+            await backend.forward_backward(batch, SFT)
+            rates.append((await backend.optim_step(params)).lr)
+    # warm-up to the peak at the second step, then a line to 0 at the fourth
+    assert rates == pytest.approx([5e-3, 1e-2, 5e-3, 0.5, 0.0])
+
+
+async def test_a_clipped_step_is_that_of_the_scaled_gradient():
+    """SGD-like check by the first moment: after one step exp_avg = 0.1 · gradient · (limit / norm)."""
+    async with open_backend() as backend:
+        await backend.forward_backward(make_batch(), SFT)
+        before = gradients(backend)
+        result = await backend.optim_step(OptimParams(lr=1e-3, max_grad_norm=0.1))
+        norm = torch.stack([gradient.norm() for gradient in before.values()]).norm()
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+        moments = {name: backend._optimizer.state[parameter]["exp_avg"] for name, parameter in backend.model.named_parameters()}
+    assert_close(moments, {name: 0.1 * gradient * 0.1 / norm for name, gradient in before.items()}, tolerance=1e-6)
+
+
+async def test_a_model_with_a_window_or_a_scaled_head_is_not_shared_or_refused():
+    sizes: Any = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes["num_key_value_heads"] = 2
+    assert supports_shared_prefix(make_model())
+    assert not supports_shared_prefix(MistralForCausalLM(MistralConfig(**sizes, sliding_window=16)))
+    with pytest.raises(ModelError, match=r"logits_scaling=3\.0"):
+        async with open_backend(GraniteForCausalLM(GraniteConfig(**sizes, logits_scaling=3.0))):
+            pass
+
+
+async def test_bfloat16_autocast_stays_close_to_float32():
+    batch = make_batch()
+    found = []
+    for dtype in (None, torch.bfloat16):
+        async with open_backend(autocast_dtype=dtype) as backend:
+            rows = await backend.forward(batch)
+            result = await backend.forward_backward(batch, SFT)
+            found.append((rows, result.loss))
+            assert all(parameter.grad.dtype == torch.float32 for parameter in backend.model.parameters())
+    assert found[0][1] == pytest.approx(found[1][1], abs=0.05)
+    assert max(np.abs(one - other).max() for one, other in zip(found[0][0], found[1][0], strict=True)) < 0.3
+    assert choose_autocast_dtype("off", "cpu") is None
+    assert choose_autocast_dtype("bfloat16", "cpu") == torch.bfloat16
+
+
+async def test_statistics_count_steps_and_tokens():
+    batch = make_batch()
+    async with open_backend() as backend:
+        await backend.forward_backward(batch, SFT)
+        await backend.optim_step()
+        statistics = backend.statistics()
+    assert statistics["steps"] == 1
+    assert statistics["trained_tokens"] == sum(int(mask.sum()) for mask in batch.loss_masks)
+    assert statistics["computed_tokens"] < sum(len(row) for row in batch.tokens)  # prompts are shared
+    assert statistics["queued"] == 0
+
+
+async def test_weights_are_streamed_in_buckets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rollouts.backends.pytorch.BUCKET_BYTES", 9000)
+    buckets: list[list[int]] = []
+    async with open_backend() as backend:
+        await backend.stream_weights(lambda bucket: buckets.append([tensor.nbytes for _, tensor in bucket]))
+        names = set(await backend.get_weights())
+    assert all(sum(bucket) <= 9000 or len(bucket) == 1 for bucket in buckets)
+    assert len(buckets) > 2
+    assert sum(len(bucket) for bucket in buckets) == len(names)
+    assert "lm_head.weight" not in names  # tied to the embedding
+
+
+async def test_a_tied_weight_may_be_loaded_under_both_names():
+    async with open_backend() as backend:
+        weights = await backend.get_weights()
+        await backend.load_weights(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
+
+
+async def test_a_checkpoint_is_a_hugging_face_directory_and_safetensors(tmp_path: Path):
+    async with open_backend() as backend:
+        await backend.forward_backward(make_batch(), SFT)
+        await backend.optim_step()
+        await backend.save(tmp_path)
+        weights = await backend.get_weights()
+    loaded = LlamaForCausalLM.from_pretrained(str(tmp_path))
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in loaded.named_parameters())
+    state = load_file(tmp_path / "state" / "optimizer.safetensors")
+    assert {key.partition("/")[0] for key in state} == {"rng", "step", "exp_avg", "exp_avg_sq"}
+    assert json.loads((tmp_path / "state" / "backend.json").read_text())["steps"] == 1
+
+
+async def test_a_checkpoint_before_the_first_step_can_be_loaded(tmp_path: Path):
+    async with open_backend() as backend:
+        await backend.save(tmp_path)
+    async with open_backend() as backend:
+        await backend.forward_backward(make_batch(), SFT)
+        await backend.load(tmp_path)
+        with pytest.raises(BackendError, match="no gradient"):
+            await backend.optim_step()
+
+
+async def test_torchs_random_state_is_restored(tmp_path: Path):
+    async with open_backend() as backend:
+        await backend.save(tmp_path)
+        wanted = await backend.device_thread.submit(lambda: torch.rand(3))
+        await backend.load(tmp_path)
+        assert torch.equal(await backend.device_thread.submit(lambda: torch.rand(3)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "state" / "backend.json").write_text("{"), r"backend\.json cannot be read"),
+        (lambda path: (path / "state" / "optimizer.safetensors").write_bytes(b"12345678"), r"optimizer\.safetensors cannot be read"),
+        (lambda path: (path / "model.safetensors").unlink(), "no \\*.safetensors file"),
+        (lambda path: rename_state(path, "exp_avg/model.norm.weight", "exp_avg/model.other"), r"exp_avg/model\.other"),
+        (lambda path: reshape_state(path, "exp_avg/model.norm.weight"), r"'exp_avg/model\.norm\.weight' has shape \(5,\)"),
+    ],
+)
+async def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: Any, message: str):
+    async with open_backend() as backend:
+        await backend.forward_backward(make_batch(), SFT)
+        await backend.optim_step()
+        await backend.save(tmp_path)
+        damage(tmp_path)
+        with pytest.raises(CheckpointError, match=message):
+            await backend.load(tmp_path)
+
+
+def rename_state(path: Path, old: str, new: str) -> None:
+    file = path / "state" / "optimizer.safetensors"
+    tensors = load_file(file)
+    tensors[new] = tensors.pop(old)
+    save_file(tensors, file)
+
+
+def reshape_state(path: Path, name: str) -> None:
+    file = path / "state" / "optimizer.safetensors"
+    save_file(load_file(file) | {name: torch.zeros(5)}, file)
+
+
+async def test_open_pytorch_backend_loads_trains_and_saves(tmp_path: Path):
+    save_hf_model(make_model(), tmp_path / "model")
+    async with open_pytorch_backend(tmp_path / "model", optim=OPTIM, total_steps=3, threads=1, autocast="off") as backend:
+        first = await backend.forward_backward(make_batch(), SFT)
+        await backend.optim_step()
+        second = await backend.forward_backward(make_batch(), SFT)
+        assert second.loss < first.loss
+        assert await backend.device_thread.submit(torch.get_num_threads) == 1
+
+
+async def test_deterministic_training_gives_the_same_bits_twice(tmp_path: Path):
+    save_hf_model(make_model(), tmp_path / "model")
+    found = []
+    try:
+        for _ in range(2):
+            async with open_pytorch_backend(
+                tmp_path / "model", optim=OPTIM, total_steps=3, threads=1, autocast="off", deterministic=True
+            ) as backend:
+                for seed in range(2):
+                    await contract.train(backend, make_batch(seed))
+                found.append(await backend.get_weights())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    contract.assert_weights_equal(*found)
+
+
+CONTRACT = [name for name in vars(contract) if name.startswith("check_") and name != "check_resume_is_exact"]
+
+
+@pytest.mark.parametrize("check", CONTRACT)
+async def test_contract(check: str):
+    await getattr(contract, check)(open_backend)
+
+
+async def test_contract_of_resuming(tmp_path: Path):
+    await contract.check_resume_is_exact(open_backend, tmp_path)
