@@ -225,6 +225,7 @@ class AsyncRolloutManager:
                     if ready is None:
                         launch(owed)
                         owed = 0
+                        self._check_budget(draw)  # the limit may have left fewer than are owed
                         closed = await receive.receive()
                         draw.closed[closed.group_index] = closed
                     elif not self._decide(ready, draw):

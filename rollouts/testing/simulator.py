@@ -30,6 +30,7 @@ from rollouts.types import FilterDecision, GenerateRequest, RolloutBatch, Sample
 FAULTS = ("engine", "refused", "generate", "reward", "nan", "hang")
 TIMEOUT_S = 5.0
 MAX_NEW_TOKENS = 2
+MOST_VIRTUAL_S = 10_000.0  # far more than any schedule takes; a run that is longer waits for what never comes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +208,7 @@ class _Simulation:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.abort_now_and_then)
             nursery.start_soon(self.save_in_the_middle)
+            nursery.cancel_scope.deadline = trio.current_time() + MOST_VIRTUAL_S
             for batch in range(self.schedule.batches):
                 self.engine.set_version(max(0, self.version - self.schedule.engine_lag))
                 self.report.outcomes.append(await self.run_batch(self.schedule.cancel_after_s[batch]))
@@ -215,6 +217,7 @@ class _Simulation:
                     self.restart()
                     self.check_books()
             nursery.cancel_scope.cancel()
+        assert len(self.report.outcomes) == self.schedule.batches, f"batch {len(self.report.outcomes)} never ended"
         self.report.statistics = self.manager.statistics()
         self.report.virtual_s = trio.current_time()
         return self.report

@@ -565,6 +565,12 @@ async def test_in_deterministic_mode_replacements_are_launched_together(by_engin
     assert arrivals == {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 8, 6: 14}
 
 
+async def test_in_deterministic_mode_a_limit_that_leaves_too_few_replacements_ends_the_batch(autojump_clock):
+    run = make_run(num_prompts=2, over_sampling=1.5, max_attempts=2, filters=[keep_groups(3)], deterministic=True)
+    with trio.fail_after(100), pytest.raises(NotEnoughSamples, match=r"0 of num_prompts=2 groups were kept of 4 drawn \(not_chosen: 3\)"):
+        await run.manager.generate_batch()
+
+
 async def test_in_deterministic_mode_nothing_is_held():
     run = make_run(over_sampling=2.0, max_staleness=1, deterministic=True)
     assert await run.batch_groups() == [0, 1]
