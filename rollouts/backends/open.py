@@ -33,22 +33,25 @@ async def open_pytorch_backend(
     deterministic: bool = False,
     micro_batch_tokens: int = 8192,
     share_prefix: bool = True,
+    skip_zero_advantage: bool = False,
 ) -> AsyncIterator[PyTorchTrainingBackend]:
     """A backend with float32 master weights from `model_path` and a fresh AdamW; `total_steps` is where its schedule ends.
 
     threads: torch's, 0 for one per core this process may use. deterministic: only algorithms that give the same bits every time.
+    skip_zero_advantage: see PyTorchTrainingBackend. The model is in evaluation mode, so dropout is off.
     Raises ModelError if the directory cannot be trained.
     """
     async with open_device_thread(name="trainer", torch_threads=threads or len(os.sched_getaffinity(0))) as device_thread:
 
-        def load() -> PreTrainedModel:
+        def load() -> tuple[PreTrainedModel, torch.optim.AdamW]:
             torch.use_deterministic_algorithms(deterministic)
-            return load_hf_model(model_path).to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+            loaded = load_hf_model(model_path).to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+            return loaded, create_adamw_optimizer(loaded, optim)
 
-        model = await device_thread.submit(load)
+        model, optimizer = await device_thread.submit(load)
         yield PyTorchTrainingBackend(
             model,
-            create_adamw_optimizer(model, optim),
+            optimizer,
             device_thread,
             optim=optim,
             total_steps=total_steps,
@@ -56,6 +59,7 @@ async def open_pytorch_backend(
             autocast_dtype=choose_autocast_dtype(autocast, device),
             micro_batch_tokens=micro_batch_tokens,
             share_prefix=share_prefix,
+            skip_zero_advantage=skip_zero_advantage,
         )
 
 

@@ -19,15 +19,17 @@ from torch import Tensor
 
 from rollouts.backends.state import load_backend_state, read_model_weights, save_backend_state
 from rollouts.config.schema import OptimConfig
-from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
+from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
-from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
+from rollouts.errors import BackendError, CheckpointError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
 from rollouts.losses import LossFn, LossInputs, LossOutput, resolve_loss
+from rollouts.losses.logprobs import LinearLogProbs
 from rollouts.models.export import save_hf_model
 from rollouts.models.log_probs import check_trainable_architecture, compute_micro_batch_log_probs, supports_shared_prefix
 from rollouts.models.optim import compute_lr
 from rollouts.protocols import WeightSink
 from rollouts.types import (
+    BoolArray,
     FloatArray,
     ForwardBackwardResult,
     LossSpec,
@@ -48,7 +50,11 @@ TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_pro
 
 
 class PyTorchTrainingBackend:
-    """A TrainingBackend (see rollouts.protocols for its rules) on one device. Make it with open_pytorch_backend, or from its parts."""
+    """A TrainingBackend (see rollouts.protocols for its rules) on one device. Make it with open_pytorch_backend, or from its parts.
+
+    `skip_zero_advantage` leaves rows out whose advantages are all 0. That is exact only if the loss has no term but the advantage's (no KL,
+    no entropy). The denominator counts them all the same; metrics are then means over the rows that ran.
+    """
 
     def __init__(
         self,
@@ -62,6 +68,7 @@ class PyTorchTrainingBackend:
         autocast_dtype: torch.dtype | None = None,
         micro_batch_tokens: int = 8192,
         share_prefix: bool = True,
+        skip_zero_advantage: bool = False,
     ) -> None:
         check_trainable_architecture(model)
         self.model = model
@@ -73,21 +80,27 @@ class PyTorchTrainingBackend:
         self._autocast_dtype = autocast_dtype
         self._micro_batch_tokens = micro_batch_tokens
         self._share_prefix = share_prefix and supports_shared_prefix(model)
+        self._skip_zero_advantage = skip_zero_advantage
+        self._micro_batch_cost = MICRO_BATCH_COST if model.device.type == "cpu" else micro_batch_tokens
         self._failure: BaseException | None = None  # of the job that failed; None when the backend works
         self._version = 0
-        self._queued_version: int | None = None  # after everything queued; None: nothing queued changes it
+        self._version_set: tuple[DeviceFuture[None], int] | None = None  # the last set_weight_version
         self._poisoned: str | None = None  # why the pending step will be skipped
         self._pending_batches = 0  # forward_backward calls since the last optim_step
         self._steps = 0  # optimizer steps, skipped ones included: the schedule's position
         self._skipped_in_a_row = 0
-        self._counts = {"skipped_steps": 0.0, "trained_tokens": 0.0, "computed_tokens": 0.0}
+        self._counts = {"skipped_steps": 0.0, "trained_tokens": 0.0, "computed_tokens": 0.0, "skipped_rows": 0.0}
 
     # --- the queue
 
     @property
     def weight_version(self) -> int:
         """Version of the weights after everything queued so far."""
-        return self._version if self._failure is not None or self._queued_version is None else self._queued_version
+        if self._version_set is not None:
+            future, version = self._version_set
+            if not future.done() and self._failure is None:
+                return version
+        return self._version
 
     def _submit(self, work: Callable[[], T]) -> DeviceFuture[T]:
         def job() -> T:
@@ -104,10 +117,9 @@ class PyTorchTrainingBackend:
 
     def reset(self) -> DeviceFuture[None]:
         """Discards accumulated gradients and forgets an earlier failure."""
-        self._queued_version = None
-
         def job() -> None:
             self._failure = None
+            self._skipped_in_a_row = 0
             self._discard_pending()
 
         return self.device_thread.submit(job)
@@ -135,9 +147,15 @@ class PyTorchTrainingBackend:
         """Log-probs [T_i] of every row's trained tokens at batch.temperature; 0.0 elsewhere."""
         return self._submit(lambda: self._forward(batch))
 
-    def _make_micro_batches(self, batch: RolloutBatch) -> list[MicroBatch]:
+    def _make_micro_batches(self, batch: RolloutBatch, skip_rows: BoolArray | None = None) -> list[MicroBatch]:
+        check_token_ids(batch, self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
         micro_batches = make_micro_batches(
-            batch.tokens, batch.loss_masks, micro_batch_tokens=self._micro_batch_tokens, share_prefix=self._share_prefix
+            batch.tokens,
+            batch.loss_masks,
+            micro_batch_tokens=self._micro_batch_tokens,
+            share_prefix=self._share_prefix,
+            micro_batch_cost=self._micro_batch_cost,
+            skip_rows=skip_rows,
         )
         self._counts["computed_tokens"] += sum(micro_batch.computed_tokens for micro_batch in micro_batches)
         return micro_batches
@@ -145,10 +163,15 @@ class PyTorchTrainingBackend:
     def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
         loss_fn = resolve_loss(spec.name)
         denominator, expected_count = compute_denominator(batch, spec)
+        skip_rows = find_zero_advantage_rows(batch) if self._skip_zero_advantage else None
+        if skip_rows is not None:
+            expected_count -= count_unit(batch, spec, skip_rows)
+            self._counts["skipped_rows"] += float(skip_rows.sum())
         self._pending_batches += 1
         total, count = 0.0, 0.0
         metrics: list[Metrics] = []
-        for micro_batch in self._make_micro_batches(batch):
+        for micro_batch in self._make_micro_batches(batch, skip_rows):
+            self.device_thread.check_open()
             output, entropy = self._compute_loss(micro_batch, batch, loss_fn, spec)
             total += float(output.sum.detach())
             count += float(output.count)
@@ -157,6 +180,8 @@ class PyTorchTrainingBackend:
                 self._optimizer.zero_grad(set_to_none=True)
             if self._poisoned is not None:
                 return ForwardBackwardResult(loss=None, denominator=denominator, metrics={}, skipped=self._poisoned)
+            if not output.sum.requires_grad:
+                raise BackendError(f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not detached")
             (output.sum / denominator).backward()
             metrics.append({"entropy/mean": Mean(float(entropy.sum()), float(len(entropy))), **output.metrics})
         if not math.isclose(count, expected_count, rel_tol=1e-6):
@@ -195,7 +220,7 @@ class PyTorchTrainingBackend:
             lr, max_grad_norm = compute_lr(self._steps, self._total_steps, self._optim), self._optim.max_grad_norm
         else:
             lr, max_grad_norm = params.lr, params.max_grad_norm
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        gradients = self._collect_gradients()
         skipped, grad_norm = self._poisoned, None
         if skipped is None:
             norm = torch.nn.utils.get_total_norm(gradients)
@@ -215,6 +240,14 @@ class PyTorchTrainingBackend:
         self._skipped_in_a_row = 0
         return OptimStepResult(step=self._steps, lr=lr, grad_norm=grad_norm, clipped=clipped)
 
+    def _collect_gradients(self) -> list[Tensor]:
+        """Every gradient; zeros where no row ran at all, for AdamW moves a parameter with a zero gradient and passes over one without."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        if all(parameter.grad is None for parameter in parameters):
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
     def _skip_step(self, reason: str, lr: float) -> OptimStepResult:
         self._discard_pending()
         self._skipped_in_a_row += 1
@@ -229,10 +262,10 @@ class PyTorchTrainingBackend:
     def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         micro_batches = self._make_micro_batches(batch)
         with torch.no_grad():
-            flats = [
-                compute_micro_batch_log_probs(self.model, part, temperature=batch.temperature, autocast_dtype=self._autocast_dtype)
-                for part in micro_batches
-            ]
+            flats: list[LinearLogProbs] = []
+            for part in micro_batches:
+                self.device_thread.check_open()
+                flats.append(compute_micro_batch_log_probs(self.model, part, temperature=batch.temperature, autocast_dtype=self._autocast_dtype))
         return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
 
     # --- weights
@@ -244,7 +277,7 @@ class PyTorchTrainingBackend:
             self._version = version
 
         future = self._submit(work)
-        self._queued_version = version
+        self._version_set = (future, version)
         return future
 
     def stream_weights(self, sink: WeightSink) -> DeviceFuture[None]:
@@ -287,28 +320,53 @@ class PyTorchTrainingBackend:
 
         def work() -> None:
             weights = read_model_weights(path)
-            position = load_backend_state(path, self.model, self._optimizer)
+            try:
+                check_weights(self.model, weights)
+            except BackendError as error:
+                raise CheckpointError(f"{path} is not of this model: {error}") from error
+            fields = ("steps", "skipped_in_a_row", "weight_version", *self._counts)
+            position = load_backend_state(path, self.model, self._optimizer, fields)
             copy_weights(self.model, weights)
             self._discard_pending()
             self._steps, self._skipped_in_a_row = int(position["steps"]), int(position["skipped_in_a_row"])
             self._version = int(position["weight_version"])
             self._counts = {name: float(position[name]) for name in self._counts}
 
-        self._queued_version = None
         return self._submit(work)
 
 
 def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
     """What the loss's sum over the whole batch is divided by, and what its counts must add up to. Raises BackendError if nothing trains."""
-    tokens = float(batch.response_lengths.sum())
-    sequences = float((batch.response_lengths > 0).sum())
-    if tokens == 0:
+    count = count_unit(batch, spec, np.ones(len(batch), np.bool_))
+    if count == 0:
         raise BackendError(f"none of the batch's {len(batch)} rows has a token to train on; check its loss masks")
     if spec.unit == "constant":
         if spec.constant is None or not spec.constant > 0:
             raise BackendError(f"LossSpec(unit='constant') has constant={spec.constant}; give the denominator, a number above 0")
-        return spec.constant, tokens
-    return (tokens, tokens) if spec.unit == "tokens" else (sequences, sequences)
+        return spec.constant, count
+    return count, count
+
+
+def count_unit(batch: RolloutBatch, spec: LossSpec, rows: BoolArray) -> float:
+    """How many of the loss's unit are in the chosen rows [B]: trained tokens, or rows that have one."""
+    lengths = batch.response_lengths[rows]
+    return float((lengths > 0).sum() if spec.unit == "sequences" else lengths.sum())
+
+
+def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray | None:
+    """[B] rows whose trained tokens all have advantage 0; None when the batch has no advantages."""
+    if batch.advantages is None:
+        return None
+    rows = zip(batch.advantages, batch.loss_masks, strict=True)
+    return np.asarray([not np.any(advantages[mask]) for advantages, mask in rows], np.bool_)
+
+
+def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:
+    """Raises BackendError naming the first row with an id outside the model's vocabulary; on an accelerator torch would abort the process."""
+    for row, ids in enumerate(batch.tokens):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            worst = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
+            raise BackendError(f"batch.tokens[{row}] has the id {worst}; the model's ids are 0 to {vocab_size - 1}: use the model's own tokenizer")
 
 
 def pad_rows(rows: list[FloatArray], width: int) -> FloatArray:
@@ -321,6 +379,14 @@ def pad_rows(rows: list[FloatArray], width: int) -> FloatArray:
 
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     """Copies `weights` into the model's parameters. Raises BackendError before anything is copied."""
+    check_weights(model, weights)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+
+
+def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may come under each of its names."""
     parameters: dict[str, Any] = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
     missing = sorted(set(parameters) - set(weights))
@@ -333,6 +399,3 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     for what, names in (("are missing", missing), ("are not the model's", unknown), ("have another shape", shapes)):
         if names:
             raise BackendError(f"{len(names)} weights {what}: {', '.join(names[:5])}; nothing was loaded")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(weights[name])

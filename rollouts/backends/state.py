@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 OPTIMIZER_FILE, BACKEND_FILE = "optimizer.safetensors", "backend.json"
 CPU_RNG, CUDA_RNG = "rng/cpu", "rng/cuda"
+ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}
 
 
 def save_backend_state(checkpoint: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, position: Mapping[str, float]) -> None:
@@ -36,11 +37,14 @@ def save_backend_state(checkpoint: Path, model: PreTrainedModel, optimizer: torc
     (folder / BACKEND_FILE).write_text(json.dumps(dict(position), indent=1, allow_nan=False), encoding="utf-8")
 
 
-def load_backend_state(checkpoint: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The position that was saved; the optimizer and torch's random state are as they were. Raises CheckpointError naming file and field."""
+def load_backend_state(checkpoint: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, fields: Collection[str]) -> dict[str, float]:
+    """The position that was saved; the optimizer and torch's random state are as they were.
+
+    Raises CheckpointError naming file and field, before anything is changed.
+    """
     folder = checkpoint_state_dir(checkpoint)
     tensors = _read_tensors(folder / OPTIMIZER_FILE)
-    position = _read_position(folder / BACKEND_FILE)
+    position = _read_position(folder / BACKEND_FILE, fields)
     parameters = dict(model.named_parameters())
     states: dict[Tensor, dict[str, Any]] = {}
     for key, value in tensors.items():
@@ -52,7 +56,11 @@ def load_backend_state(checkpoint: Path, model: PreTrainedModel, optimizer: torc
         parameter = parameters[name]
         if value.ndim and value.shape != parameter.shape:
             raise CheckpointError(f"{folder / OPTIMIZER_FILE}: {key!r} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}")
-        states.setdefault(parameter, {})[kind] = value.to(parameter.device) if value.ndim else value
+        states.setdefault(parameter, {})[kind] = value.to(parameter.device)  # fused AdamW wants its step counter there too
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
+    for parameter, state in states.items():
+        if set(state) != ADAMW_STATE:
+            raise CheckpointError(f"{folder / OPTIMIZER_FILE} has {sorted(state)} of {names[parameter]}; AdamW needs {sorted(ADAMW_STATE)}")
     optimizer.state.clear()
     for parameter, state in states.items():
         optimizer.state[parameter] = state
@@ -81,8 +89,13 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
 
 
-def _read_position(path: Path) -> dict[str, float]:
+def _read_position(path: Path, fields: Collection[str]) -> dict[str, float]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        position: Any = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from another checkpoint") from error
+    for name in fields:
+        value = position.get(name) if isinstance(position, dict) else None
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise CheckpointError(f"{path} has {name}={value!r}; it must be a number: resume from another checkpoint")
+    return position

@@ -20,7 +20,9 @@ import numpy as np
 
 from rollouts.types import BoolArray, FloatArray, IntArray
 
-PACKED_LENGTH = 512  # nodes of one packed row, unless a single sequence is longer: attention over a dense mask grows with the square
+PACKED_LENGTH = 512  # up to so many nodes, filling a packed row is always worth it: less padding, and attention is a small part
+MICRO_BATCH_COST = 128  # tokens; on a CPU mostly the head's and the embedding's gradients, which are as large as the vocabulary
+LINEAR_COST = 1000  # one node costs as much in the linear layers as a query does over so many nodes of a dense mask, on small models
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,25 +58,54 @@ class _Packed:
 
 
 def make_micro_batches(
-    tokens: Sequence[IntArray], loss_masks: Sequence[BoolArray], *, micro_batch_tokens: int, share_prefix: bool, packed_length: int = PACKED_LENGTH
+    tokens: Sequence[IntArray],
+    loss_masks: Sequence[BoolArray],
+    *,
+    micro_batch_tokens: int,
+    share_prefix: bool,
+    packed_length: int = PACKED_LENGTH,
+    micro_batch_cost: int = MICRO_BATCH_COST,
+    skip_rows: BoolArray | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `micro_batch_tokens` computed tokens (a longer single row gets its own), holding every row that trains a token.
 
-    `share_prefix` packs rows into tries; without it each row is padded to the longest of its micro-batch. Deterministic.
-    Raises ValueError if a row trains its first token, which nothing predicts.
+    `share_prefix` packs rows into tries; without it each row is padded to the longest of its micro-batch. `micro_batch_cost`: what a
+    micro-batch costs beside its tokens, in tokens; rows are divided so that padding and that are least together. `skip_rows` [B] are left
+    out. Deterministic. Raises ValueError if a row trains its first token, which nothing predicts.
     """
     lengths = [_needed_length(row, mask) for row, mask in enumerate(loss_masks)]
-    trained = [row for row, length in enumerate(lengths) if length > 0]
+    trained = [row for row, length in enumerate(lengths) if length > 0 and (skip_rows is None or not skip_rows[row])]
     inputs = {row: tokens[row][: lengths[row]] for row in trained}
-    packed = _pack_tries(inputs, packed_length) if share_prefix else [_pack_tries({row: inputs[row]}, 0)[0] for row in trained]
+    if share_prefix:
+        packed = _pack_tries(inputs, min(packed_length, micro_batch_tokens), micro_batch_tokens)
+    else:
+        packed = [_pack_tries({row: inputs[row]}, 0, 0)[0] for row in trained]
     packed.sort(key=lambda one: (-len(one.input_ids), one.rows))
-    batches: list[list[_Packed]] = []
-    for one in packed:
-        if batches and (len(batches[-1]) + 1) * len(batches[-1][0].input_ids) <= micro_batch_tokens:
-            batches[-1].append(one)
-        else:
-            batches.append([one])
-    return [_make_micro_batch(batch, tokens, loss_masks) for batch in batches]
+    cuts = divide_lengths([len(one.input_ids) for one in packed], micro_batch_tokens, micro_batch_cost)
+    return [_make_micro_batch(packed[first:last], tokens, loss_masks) for first, last in cuts]
+
+
+def divide_lengths(lengths: Sequence[int], budget: int, cost: int) -> list[tuple[int, int]]:
+    """[first, last) of every micro-batch over `lengths`, which fall: the division with the fewest padded tokens, each micro-batch costing `cost`.
+
+    Each holds (last − first)·lengths[first] <= budget padded tokens, or one row. Quadratic in the number of rows, in numpy.
+    """
+    longest = np.asarray(lengths, np.int64)
+    count = len(longest)
+    best = np.zeros(count + 1, np.int64)  # best[n]: cost of the first n rows
+    came_from = np.zeros(count + 1, np.int64)
+    for last in range(1, count + 1):
+        padded = (last - np.arange(last)) * longest[:last]
+        allowed = padded <= budget
+        allowed[last - 1] = True
+        totals = np.where(allowed, best[:last] + padded + cost, np.iinfo(np.int64).max)
+        came_from[last] = np.argmin(totals)
+        best[last] = totals[came_from[last]]
+    cuts: list[tuple[int, int]] = []
+    while count:
+        cuts.append((int(came_from[count]), count))
+        count = int(came_from[count])
+    return cuts[::-1]
 
 
 def _needed_length(row: int, mask: BoolArray) -> int:
@@ -85,13 +116,19 @@ def _needed_length(row: int, mask: BoolArray) -> int:
     return int(positions[-1]) if len(positions) else 0
 
 
-def _pack_tries(inputs: dict[int, IntArray], packed_length: int) -> list[_Packed]:
-    """Rows in lexicographic order, so that those with a common beginning are neighbours, cut into packed rows of about `packed_length`."""
+def _pack_tries(inputs: dict[int, IntArray], packed_length: int, longest: int) -> list[_Packed]:
+    """Rows in lexicographic order, so that those with a common beginning are neighbours, cut into packed rows.
+
+    Up to `packed_length` nodes a row is filled; up to `longest` it goes on while sharing saves more in the linear layers than the larger
+    dense mask costs.
+    """
     order = sorted(inputs, key=lambda row: (inputs[row].tolist(), row))
     packed: list[_Packed] = []
     builder = _TrieBuilder()
     for row in order:
-        if builder.rows and len(builder.position_ids) + builder.new_nodes(inputs[row]) > packed_length:
+        held, new = len(builder.position_ids), builder.new_nodes(inputs[row])
+        saved = LINEAR_COST * (len(inputs[row]) - new) - ((held + new) ** 2 - held**2 - len(inputs[row]) ** 2)
+        if builder.rows and held + new > (longest if saved > 0 else packed_length):
             packed.append(builder.finish())
             builder = _TrieBuilder()
         builder.add(row, inputs[row])
@@ -156,18 +193,19 @@ def _make_micro_batch(packed: Sequence[_Packed], tokens: Sequence[IntArray], los
             nodes.append(line * width + path[positions - 1])
             targets.append(tokens[row][positions])
             rows.append(row)
-    pairs, token_pairs = np.unique(np.stack([np.concatenate(nodes), np.concatenate(targets)]), axis=1, return_inverse=True)
+    keys = (np.concatenate(nodes) << 32) | np.concatenate(targets)  # a node and a token id fit 32 bits each
+    pairs, token_pairs = np.unique(keys, return_inverse=True)
     return MicroBatch(
         rows=np.asarray(rows),
         input_ids=input_ids,
         position_ids=position_ids,
         subtree_end=subtree_end,
         causal=all(len(one.rows) == 1 for one in packed),
-        predictors=pairs[0],
-        targets=pairs[1],
+        predictors=pairs >> 32,
+        targets=pairs & 0xFFFFFFFF,
         token_rows=np.concatenate(token_rows),
         token_positions=np.concatenate(token_positions),
-        token_pairs=token_pairs.reshape(-1),
+        token_pairs=token_pairs,
     )
 
 

@@ -52,19 +52,25 @@ def compute_micro_batch_log_probs(
     input_ids = torch.from_numpy(micro_batch.input_ids).to(device)
     mask, positions = None, None  # the model's own: causal, counted from 0. Padding comes last, so nobody sees it.
     if not micro_batch.causal:
-        mask = make_trie_mask(torch.from_numpy(micro_batch.subtree_end).to(device))
+        mask = make_trie_mask(torch.from_numpy(micro_batch.subtree_end).to(device), dtype=autocast_dtype or model.dtype)
         positions = torch.from_numpy(micro_batch.position_ids).to(device)
     with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
         output = model.get_decoder()(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
     hidden: Tensor = output.last_hidden_state.flatten(0, 1)
     selected = hidden.index_select(0, torch.from_numpy(micro_batch.predictors).to(device))
+    if autocast_dtype is not None and selected.is_cuda:  # the last norm gives float32, which an accelerator multiplies ten times slower
+        selected = selected.to(autocast_dtype)  # pragma: gpu
     head: Any = model.get_output_embeddings()
     return linear_logprobs(selected, head.weight, torch.from_numpy(micro_batch.targets).to(device), temperature=temperature)
 
 
-def make_trie_mask(subtree_end: Tensor) -> Tensor:
-    """[R, 1, S, S], True where the first S may attend to the second: j <= i < subtree_end[j]."""
+def make_trie_mask(subtree_end: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """[R, 1, S, S], 0 where the first S may attend to the second, j <= i < subtree_end[j], and -inf elsewhere.
+
+    In the dtype of the scores, to which every layer would convert a boolean mask again.
+    """
     nodes = torch.arange(subtree_end.shape[1], device=subtree_end.device)
     causal = nodes[:, None] >= nodes[None, :]
     inside = nodes[:, None] < subtree_end[:, None, :]
-    return (causal & inside)[:, None]
+    mask = torch.zeros(inside.shape, dtype=dtype, device=subtree_end.device)
+    return mask.masked_fill_(~(causal & inside), float("-inf"))[:, None]

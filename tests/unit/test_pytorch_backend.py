@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import trio
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
@@ -18,7 +20,7 @@ from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import open_device_thread
-from rollouts.errors import BackendError, CheckpointError, ModelError
+from rollouts.errors import BackendClosed, BackendError, CheckpointError, ModelError, NonFiniteSteps
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
 from rollouts.models.export import save_hf_model
@@ -31,6 +33,10 @@ from rollouts.types import LossSpec, Mean, OptimParams, RolloutBatch
 torch.set_num_threads(1)
 OPTIM = OptimConfig(lr=1e-2, max_nonfinite_steps=2)
 SEEN: list[LossInputs] = []
+
+
+def on_batch() -> None:
+    """Called by slow_loss; a test replaces it."""
 
 
 def make_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
@@ -403,3 +409,136 @@ async def test_contract(check: str):
 
 async def test_contract_of_resuming(tmp_path: Path):
     await contract.check_resume_is_exact(open_backend, tmp_path)
+
+
+# --- what users saw ----------------------------------------------------------------------------------------------------------------
+
+
+def with_zero_rows(batch: RolloutBatch, rows: set[int]) -> RolloutBatch:
+    assert batch.advantages is not None
+    return dataclasses.replace(batch, advantages=tuple(a * 0 if row in rows else a for row, a in enumerate(batch.advantages)))
+
+
+@pytest.mark.parametrize("unit", ["tokens", "sequences"])
+async def test_skipping_rows_without_advantage_changes_neither_gradient_nor_denominator(unit: Any):
+    batch = with_zero_rows(make_batch(), {0, 1, 2, 5})
+    found = []
+    for skip in (False, True):
+        async with open_backend(skip_zero_advantage=skip) as backend:
+            result = await backend.forward_backward(batch, LossSpec("reinforce", unit=unit))
+            found.append((result.loss, result.denominator, gradients(backend), backend.statistics()))
+    assert found[0][:2] == pytest.approx(found[1][:2], rel=1e-5)
+    assert_close(found[0][2], found[1][2], tolerance=1e-6)
+    assert found[1][3]["skipped_rows"] == 4
+    assert found[1][3]["computed_tokens"] < found[0][3]["computed_tokens"]
+
+
+async def test_a_batch_without_any_advantage_moves_weights_only_by_momentum_skipped_or_not():
+    nothing = with_zero_rows(make_batch(), set(range(9)))
+    found = []
+    for skip in (False, True):
+        async with open_backend(skip_zero_advantage=skip) as backend:
+            for batch in (make_batch(), nothing):
+                await backend.forward_backward(batch, LossSpec("reinforce"))
+                result = await backend.optim_step()
+            assert result.grad_norm == 0
+            found.append(await backend.get_weights())
+    assert_close(*found, tolerance=1e-6)
+
+
+async def test_the_weight_version_is_right_while_a_reset_waits_behind_it():
+    async with open_backend() as backend:
+        queued = backend.set_weight_version(5)
+        backend.reset()
+        assert backend.weight_version == 5
+        await queued
+        assert backend.weight_version == 5
+
+
+async def test_a_token_outside_the_vocabulary_is_named_by_its_row():
+    batch = make_batch()
+    wrong = dataclasses.replace(batch, tokens=(*batch.tokens[:-1], np.full_like(batch.tokens[-1], 64)))
+    async with open_backend() as backend:
+        with pytest.raises(BackendError, match=r"batch\.tokens\[8\] has the id 64; the model's ids are 0 to 63"):
+            await backend.forward_backward(wrong, SFT)
+
+
+def detached_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """A loss that forgot its gradient."""
+    total, count = reduce_loss(inputs.log_probs.detach(), inputs.mask, unit)
+    return LossOutput(total, count, {})
+
+
+async def test_a_loss_without_gradient_is_named():
+    async with open_backend() as backend:
+        with pytest.raises(BackendError, match="detached_loss' returned a sum without gradient"):
+            await backend.forward_backward(make_batch(), LossSpec(f"{__name__}:detached_loss"))
+
+
+async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path):
+    async with open_backend() as backend:
+        await contract.train(backend, make_batch())
+        await backend.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": torch.zeros(5)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    async with open_backend() as backend:
+        with pytest.raises(CheckpointError, match=r"not of this model.*model\.norm\.weight \(5,\) for \(32,\)"):
+            await backend.load(tmp_path)
+        assert len(backend._optimizer.state) == 0
+        await backend.reset()
+        await contract.train(backend, make_batch())
+
+
+async def test_a_checkpoint_without_a_position_or_a_moment_is_named(tmp_path: Path):
+    async with open_backend() as backend:
+        await contract.train(backend, make_batch())
+        await backend.save(tmp_path)
+        file = tmp_path / "state" / "backend.json"
+        good = file.read_text()
+        file.write_text(json.dumps({**json.loads(good), "steps": "one"}))
+        with pytest.raises(CheckpointError, match=r"backend\.json has steps='one'; it must be a number"):
+            await backend.load(tmp_path)
+        await backend.reset()
+        file.write_text(good)
+        rename_state(tmp_path, "exp_avg/model.norm.weight", "other/model.norm.weight")
+        with pytest.raises(CheckpointError, match=r"of model\.norm\.weight; AdamW needs"):
+            await backend.load(tmp_path)
+
+
+async def test_a_cancelled_step_stops_between_micro_batches(monkeypatch: pytest.MonkeyPatch):
+    SEEN.clear()
+    future = None
+    started = trio.Event()
+    token = trio.lowlevel.current_trio_token()
+    monkeypatch.setattr(f"{__name__}.on_batch", lambda: token.run_sync_soon(started.set))
+    with trio.move_on_after(30) as scope:
+        async with open_backend(share_prefix=False, micro_batch_tokens=1) as backend:
+            future = backend.forward_backward(make_batch(groups=8, size=8), LossSpec(f"{__name__}:slow_loss"))
+            await started.wait()
+            scope.cancel()
+            await future
+    assert scope.cancelled_caught
+    assert len(SEEN) < 64
+    assert future is not None
+    with pytest.raises(BackendClosed, match="stopped between two pieces"):
+        await future
+
+
+def slow_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """A loss that takes its time, so that a cancellation arrives while a batch is worked on."""
+    on_batch()
+    threading.Event().wait(0.05)
+    return watching_loss(inputs, unit=unit)
+
+
+async def test_reset_forgets_how_many_steps_were_not_finite():
+    bad = LossSpec(f"{contract.HERE}:nan_loss")
+    async with open_backend() as backend:
+        for _ in range(2):
+            backend.forward_backward(make_batch(), bad)
+            future = backend.optim_step()
+        with pytest.raises(NonFiniteSteps):
+            await future
+        await backend.reset()
+        await backend.forward_backward(make_batch(), bad)
+        assert (await backend.optim_step()).skipped is not None
