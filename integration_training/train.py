@@ -4,7 +4,8 @@
     torchrun --nproc-per-node=1 integration_training/train.py …                                      the same, under a launcher
 
 This is the one place where all parts meet. Nothing that loads torch is imported before the config is known to be good.
-Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run failed; 2 a setting, file or plug-in is wrong.
+Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run failed; 2 a setting, file or plug-in is wrong; 130 interrupted
+before training began.
 """
 
 from __future__ import annotations
@@ -524,11 +525,16 @@ async def run_training(command: Command, config: RunConfig) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code. A known error is one message, without a traceback."""
     command = parse_command_line(sys.argv[1:] if argv is None else argv)
+    errors: list[RolloutsError] = []
     try:
         config = load_config(command.config_path, command.overrides)
         return trio.run(run_training, command, config)
     except* RolloutsError as group:
         errors = leaf_errors(group)
+    except* KeyboardInterrupt:
+        print("interrupted before training began", file=sys.stderr)
+    if not errors:
+        return 130
     for error in errors:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     return 2 if isinstance(errors[0], BAD_INPUT) else 1

@@ -43,7 +43,7 @@ class WeightSync:
         self.replies = replies
         if not replies:
             return {}
-        return {"weight_sync/pause_s": pause_s, "weight_sync/probe_difference/max": max(reply.difference for reply in replies)}
+        return {"time/weight_sync_pause": pause_s, "weight_sync/probe_difference/max": max(reply.difference for reply in replies)}
 
     async def _load(self, backend: TrainingBackend, engine: InferenceEngine, version: int) -> float:
         """Seconds for which the engine was paused."""
