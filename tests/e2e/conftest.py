@@ -13,7 +13,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = REPOSITORY / "integration_training" / "train.py"
 TINY = REPOSITORY / "integration_training" / "configs" / "tiny.toml"
-SHORT = ("--sft.steps", "20", "--rl.steps", "4", "--output.checkpoint_every", "4", "--rl.eval_every", "2", "--rl.rollout.filters", "[]", "--output.keep_checkpoints", "0")
+SHORT = (
+    "--sft.steps", "20", "--rl.steps", "4", "--rl.eval_every", "2", "--rl.rollout.filters", "[]",
+    "--output.checkpoint_every", "4", "--output.keep_checkpoints", "0",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -70,9 +70,9 @@ def test_ones_own_files_beside_the_config_are_enough(tmp_path: Path):
     text = TINY.read_text()
     rl_data = text[text.index("[rl.data]") : text.index("[rl.rollout]")]
     text = text.replace(rl_data, '[rl.data]\nkind = "jsonl"\npath = "rows.jsonl"\n\n').replace("../tasks", str(TINY.parents[1] / "tasks"))
-    text = text.replace("arithmetic.py:close_answer", "arithmetic.py:close_answer_x").replace(str(TINY.parents[1] / "tasks/arithmetic.py:close_answer_x"), "mine.py:short")
+    text = text.replace(f"{TINY.parents[1] / 'tasks'}/arithmetic.py:close_answer", "mine.py:short")
     (tmp_path / "mine.toml").write_text(text)
-    rows = run(tmp_path / "run", "--rl.rollout.filters", '["mine.py:keep"]', "--rl.steps", "2", config=tmp_path / "mine.toml")
+    rows = run(tmp_path / "run", "--rl.rollout.filters", f'["{tmp_path}/mine.py:keep"]', "--rl.steps", "2", config=tmp_path / "mine.toml")
     assert rows[0]["fail/reward"] >= 2
     samples = [row for row in read_rows(tmp_path / "run" / "samples.jsonl") if row["stage"] == "rl"]
     failed = [row for row in samples if row["status"] == "failed"]
