@@ -46,10 +46,10 @@ install-dev: .venv/.dev-$(LOCK)
 demo: install-demo
 	@run=$(RUN); n=1; while [ -e "$$run" ]; do n=$$((n + 1)); run=$(RUN)-$$n; done; \
 	$(BIN)/python integration_training/train.py --config integration_training/configs/demo.toml --mode sft+rl --output.dir "$$run" $(DEMO_ARGS) \
-	&& { [ ! -e "$$run/summary.json" ] || $(BIN)/python -m rollouts inspect "$$run" --png "$$run/curves.png" | tail -n 1; }
+	&& { [ ! -e "$$run/summary.json" ] || $(BIN)/python -m rollouts inspect "$$run" | tail -n 1; }
 
 test: install-dev
-	$(BIN)/python -m pytest --cov=rollouts --cov-fail-under=90 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 $(PYTEST_ARGS)
 
 check: install-dev
 	$(BIN)/ruff check .

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 from rich.console import Console
 
+from rollouts import __version__
 from rollouts.config.load import check_same_run, dump_config, load_config
 from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
 from rollouts.errors import CheckpointError, ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
@@ -120,8 +121,6 @@ def load_functions(config: RunConfig, stages: Sequence[str]) -> Functions:
     """Raises PlugInError naming the setting and what is wrong."""
     from rollouts.config.plugins import load_function
     from rollouts.filters import FILTERS
-    from rollouts.loops.rl_batch import make_loss_spec
-    from rollouts.losses import check_loss_params
 
     def load(name: str, role: Any) -> Any:
         return load_function(name, role=role, base_dir=Path.cwd())
@@ -131,7 +130,7 @@ def load_functions(config: RunConfig, stages: Sequence[str]) -> Functions:
     if "rl" in stages and reward is None:
         raise ConfigError("rl.rollout.reward is empty; name a function as module:function or file.py:function")
     if "rl" in stages and config.rl:
-        check_loss_params(config.rl.loss, make_loss_spec(config.rl).params)
+        check_loss(config.rl)
     eval_reward = load(config.eval.reward, "reward") if config.eval and config.eval.reward else reward
     if config.eval and eval_reward is None:
         raise ConfigError("eval.reward is empty and there is no rl.rollout.reward to fall back on; name a function")
@@ -139,8 +138,16 @@ def load_functions(config: RunConfig, stages: Sequence[str]) -> Functions:
     return Functions(load(rollout.generate, "generate") if rollout and rollout.generate else None, reward, eval_reward, filters)
 
 
-def prepare_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, dry_run: bool) -> None:
-    """Makes the run directory and writes the resolved config, unless `dry_run`. Raises RunDirError if it is another run's."""
+def check_loss(config: RLTrainingConfig) -> None:
+    """Raises ConfigError if there is no such loss, or it takes no such parameters."""
+    from rollouts.loops.rl_batch import make_loss_spec
+    from rollouts.losses import check_loss_params
+
+    check_loss_params(config.loss, make_loss_spec(config).params)
+
+
+def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool) -> None:
+    """Raises RunDirError if the directory is another run's. Changes nothing on disk."""
     if run_dir.root.exists() and not run_dir.root.is_dir():
         raise RunDirError(f"output.dir={run_dir.root} is a file; name a directory")
     used = run_dir.root.is_dir() and any(run_dir.root.iterdir())
@@ -150,9 +157,22 @@ def prepare_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, dry_run
         raise RunDirError(f"output.dir={run_dir.root} holds files but no config.toml: it is not a run; name another directory with --output.dir DIR")
     if used:
         check_same_run(load_config(run_dir.config, ()), config)
-    if not dry_run:
+
+
+def write_config(run_dir: RunDir, config: RunConfig) -> None:
+    """Makes the run directory with its resolved config. Only when nothing can be wrong any more, or a corrected command would be refused."""
+    try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        run_dir.config.write_text(dump_config(config), encoding="utf-8")
+        write_atomically(run_dir.config, dump_config(config))
+    except OSError as error:
+        raise RunDirError(f"output.dir={run_dir.root} cannot be written ({error}); name another directory with --output.dir DIR") from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The whole text under this name, or what was there before."""
+    partial = path.with_name(f".tmp-{path.name}")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def check_launch() -> None:
@@ -233,17 +253,23 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
         remove_incomplete(run.run_dir.stage_checkpoints(stage))
         newest = find_newest_checkpoint(run.run_dir.stage_checkpoints(stage))
         completed = (parse_step(newest.name) or 0) if newest else 0
+        if completed > total:
+            raise ConfigError(f"{stage}.steps={total} but {newest} has {completed} steps; set {stage}.steps={completed} or more")
         last = stage == stages[-1]
         if completed < total or (last and not evaluated(run, stage, total)):
             async with open_stage(run, stage, newest or model_path) as (backend, engine):
                 if newest is None:
                     await evaluate_once(run, engine, *before)
-                if completed < total:
+                else:
+                    await restore(backend, newest)
+                if completed < total and not run.stop.is_set():
                     train = train_sft if stage == "sft" else train_rl
                     completed = await train(run, backend, engine, newest, model_path)
-                if completed == total and last:
+                    if completed == total and last and not run.stop.is_set():
+                        await evaluate_now(run, engine, stage, total)
+                elif last and not run.stop.is_set():
                     await evaluate_once(run, engine, stage, total)
-        if completed < total:
+        if completed < total or (run.stop.is_set() and not (last and evaluated(run, stage, total))):
             return False
         model_path = run.run_dir.checkpoint(stage, total)
         before = (stage, total)
@@ -258,13 +284,19 @@ async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngi
     config = run.config.sft
     assert config is not None
     data = prepare_sft_rows(run.rows.sft, run.tokenizer, max_length=config.max_length, train_on=config.train_on)
-    completed = await restore(backend, newest)
+    for what, count in (("cut at", data.truncated), ("left out: nothing to train on within", sum(data.dropped.values()))):
+        if count:
+            print(f"sft.data: {count} of {len(run.rows.sft)} rows {what} max_length={config.max_length}", file=sys.stderr)
+    completed = (parse_step(newest.name) or 0) if newest else 0
 
     async def save(step: int) -> None:
         await save_step(run, backend, "sft", step, {})
 
-    async def evaluate_now(step: int) -> None:
-        await evaluate_once(run, engine, "sft", step)
+    async def evaluate_step(step: int) -> None:
+        await evaluate_now(run, engine, "sft", step)
+
+    if completed and config.eval_every and completed % config.eval_every == 0:
+        await evaluate_once(run, engine, "sft", completed)
 
     history = await run_sft_training(
         backend,
@@ -273,7 +305,7 @@ async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngi
         run.logger,
         seed=run.config.seed,
         completed_steps=completed,
-        hooks=LoopHooks(evaluate_now, save, run.stop.is_set, run.config.output.checkpoint_every),
+        hooks=LoopHooks(evaluate_step, save, run.stop.is_set, run.config.output.checkpoint_every),
     )
     return completed + len(history)
 
@@ -305,7 +337,7 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
         policy_version=lambda: backend.weight_version,
         max_staleness=config.max_staleness,
     )
-    completed = await restore(backend, newest)
+    completed = (parse_step(newest.name) or 0) if newest else 0
     if newest is not None:
         state = load_trainer_state(newest)
         buffer.load_state_dict(state["data_buffer"])
@@ -317,8 +349,11 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
     async def save(step: int) -> None:
         await save_step(run, backend, "rl", step, {"data_buffer": buffer.state_dict(), "rollout_manager": manager.state_dict()})
 
-    async def evaluate_now(step: int) -> None:
-        await evaluate_once(run, engine, "rl", step)
+    async def evaluate_step(step: int) -> None:
+        await evaluate_now(run, engine, "rl", step)
+
+    if completed and config.eval_every and completed % config.eval_every == 0:
+        await evaluate_once(run, engine, "rl", completed)
 
     async with open_reference(run, backend, start) as reference:
         history = await run_rl_training(
@@ -331,7 +366,7 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
             sync_weights=sync,
             reference=reference,
             completed_steps=completed,
-            hooks=LoopHooks(evaluate_now, save, run.stop.is_set, run.config.output.checkpoint_every),
+            hooks=LoopHooks(evaluate_step, save, run.stop.is_set, run.config.output.checkpoint_every),
         )
     return completed + len(history)
 
@@ -349,15 +384,12 @@ async def open_reference(run: Run, backend: PyTorchTrainingBackend, start: Path)
         yield reference
 
 
-async def restore(backend: PyTorchTrainingBackend, checkpoint: Path | None) -> int:
-    """The step of `checkpoint`, whose weights and optimizer are now in `backend`; 0 without one. Raises CheckpointError if it is damaged."""
+async def restore(backend: PyTorchTrainingBackend, checkpoint: Path) -> None:
+    """Puts the weights and the optimizer of `checkpoint` into `backend`. Raises CheckpointError if it is damaged."""
     from rollouts.checkpoints.load import check_checkpoint
 
-    if checkpoint is None:
-        return 0
     await trio.to_thread.run_sync(lambda: check_checkpoint(checkpoint, hashes=True))
     await backend.load(checkpoint).result()
-    return parse_step(checkpoint.name) or 0
 
 
 async def save_step(run: Run, backend: PyTorchTrainingBackend, stage: str, step: int, state: dict[str, Any]) -> None:
@@ -371,7 +403,7 @@ async def save_step(run: Run, backend: PyTorchTrainingBackend, stage: str, step:
     path = run.run_dir.checkpoint(stage, step)
     await save_checkpoint(path, write_model=write_model, state=state, stage=stage, step=step)
     if run.config.output.keep_checkpoints:
-        apply_retention(path.parent, run.config.output.keep_checkpoints)
+        await trio.to_thread.run_sync(apply_retention, path.parent, run.config.output.keep_checkpoints)
 
 
 # --- evaluation and the end --------------------------------------------------------------------------------------------------
@@ -386,12 +418,18 @@ def evaluated(run: Run, stage: str, step: int) -> bool:
 
 
 async def evaluate_once(run: Run, engine: LocalEngine, stage: str, step: int) -> None:
-    """Evaluates the engine's weights on the held-out prompts and logs it, unless this (stage, step) has a row."""
+    """Evaluates the engine's weights unless this (stage, step) has a row from the same weights."""
+    if not evaluated(run, stage, step):
+        await evaluate_now(run, engine, stage, step)
+
+
+async def evaluate_now(run: Run, engine: LocalEngine, stage: str, step: int) -> None:
+    """Evaluates the engine's weights on the held-out prompts and logs it. A row of an earlier attempt may be of weights that were lost."""
     from rollouts.evaluation.evaluate import evaluate
     from rollouts.generation.generate import make_chat_generate
 
     config = run.config.eval
-    if config is None or run.functions.eval_reward is None or evaluated(run, stage, step):
+    if config is None or run.functions.eval_reward is None:
         return
     result = await evaluate(
         run.rows.held_out,
@@ -401,6 +439,7 @@ async def evaluate_once(run: Run, engine: LocalEngine, stage: str, step: int) ->
         sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature, stop_token_ids=run.stop_ids),
         samples_per_prompt=config.samples_per_prompt,
         seed=run.config.seed,
+        reward_timeout_s=run.config.rl.rollout.reward_timeout_s if run.config.rl else 30.0,
     )
     version = await engine.weight_version()
     await run.logger.log_samples(f"eval-{stage}", step, version, result.samples)
@@ -425,11 +464,9 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
         "wall_s": round(wall_s, 1),
         "peak_rss_gib": round(read_peak_rss_gib(), 3),
         "seed": run.config.seed,
-        "versions": {name: version(name) for name in ("rollouts-rl", "torch", "transformers", "trio", "numpy")},
+        "versions": {"rollouts-rl": __version__, **{name: version(name) for name in ("torch", "transformers", "trio", "numpy")}},
     }
-    partial = run.run_dir.summary.with_suffix(".tmp")
-    partial.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-    partial.replace(run.run_dir.summary)
+    write_atomically(run.run_dir.summary, json.dumps(summary, indent=1) + "\n")
     return summary
 
 
@@ -467,6 +504,8 @@ def print_findings(command: Command, config: RunConfig, console: Console) -> int
     from rollouts.models.load import load_tokenizer, resolve_model
     from rollouts.preflight.checks import check_run, format_findings, has_errors
 
+    if "rl" in command.stages and config.rl:
+        check_loss(config.rl)
     findings = check_run(
         config,
         command.stages,
@@ -489,7 +528,7 @@ async def run_training(command: Command, config: RunConfig) -> int:
     console = Console()
     check_launch()
     run_dir = RunDir(Path(config.output.dir or f"runs/{config.name}"))
-    prepare_run_dir(run_dir, config, resume=command.resume, dry_run=command.dry_run)
+    check_run_dir(run_dir, config, resume=command.resume)
     if command.dry_run:
         return print_findings(command, config, console)
     rows = load_all_rows(config, command.stages)
@@ -499,6 +538,8 @@ async def run_training(command: Command, config: RunConfig) -> int:
             console.print(f"{stage}: {count} rows left out because their prompts are held out", highlight=False)
     model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed))
     tokenizer = load_tokenizer(model_path)
+    stop_ids = stop_token_ids(tokenizer, model_path)
+    write_config(run_dir, config)
 
     from rollouts.metrics.jsonl import next_attempt, open_jsonl_logger
     from rollouts.metrics.progress import open_progress
@@ -512,7 +553,8 @@ async def run_training(command: Command, config: RunConfig) -> int:
             async with open_jsonl_logger(
                 run_dir, attempt=attempt, samples_per_step=config.output.samples_per_step, progress=progress
             ) as logger:
-                run = Run(config, run_dir, rows, functions, tokenizer, stop_token_ids(tokenizer, model_path), logger, stop)
+                run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
+                run = Run(config, run_dir, rows, functions, tokenizer, stop_ids, logger, stop)
                 finished = await run_stages(run, command.stages, model_path)
         nursery.cancel_scope.cancel()
     if not finished:

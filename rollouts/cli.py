@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 a failure; 2 wrong usage, or a directory or file that is n
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     inspect = commands.add_parser("inspect", help="tables and curves of a run directory, also while it runs", allow_abbrev=False)
     inspect.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
-    inspect.add_argument("--png", type=Path, metavar="FILE", help="also write the curves as a picture (needs matplotlib)")
+    inspect.add_argument("--png", type=Path, metavar="FILE", help="where to draw the curves as a picture (default RUN/curves.png; needs matplotlib)")
     inspect.add_argument("--last", type=int, default=10, metavar="N", help="how many of the last steps to list (default 10)")
     inspect.add_argument("--samples", type=int, default=0, metavar="N", help="also print the last N samples")
     inspect.set_defaults(run=run_inspect)
@@ -79,9 +80,12 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         console.print(line, soft_wrap=True)
     for row in record.samples[-arguments.samples :] if arguments.samples > 0 else ():
         console.print(format_sample(row), soft_wrap=True)
-    if arguments.png is not None:
-        save_png(record, arguments.png)
-        console.print(f"wrote {arguments.png}", soft_wrap=True)
+    if arguments.png is None and importlib.util.find_spec("matplotlib") is None:
+        console.print("no picture: pip install 'rollouts-rl[plot]'")
+        return 0
+    png = arguments.png or record.root / "curves.png"
+    save_png(record, png)
+    console.print(f"wrote {png}", soft_wrap=True)
     return 0
 
 

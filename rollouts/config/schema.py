@@ -190,6 +190,13 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         if self.deterministic and self.model.autocast == "bfloat16":
             raise ValueError("model.autocast='bfloat16' with deterministic=true; deterministic mode computes in float32; set model.autocast='off'")
+        if self.rl is not None:
+            for name, every in (("rl.eval_every", self.rl.eval_every), ("output.checkpoint_every", self.output.checkpoint_every)):
+                if every % self.rl.sync_every:
+                    raise ValueError(
+                        f"{name}={every} with rl.sync_every={self.rl.sync_every}; between updates the engines have older weights than the trainer: "
+                        f"use a multiple of {self.rl.sync_every}"
+                    )
         if self.rl is not None and self.engine.mode == "shared" and (self.rl.sync_every != 1 or self.rl.max_staleness != 0):
             raise ValueError(
                 f"engine.mode='shared' with rl.sync_every={self.rl.sync_every}, rl.max_staleness={self.rl.max_staleness}; a shared engine always "

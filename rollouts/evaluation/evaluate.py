@@ -56,7 +56,7 @@ async def evaluate(
     sampling: SamplingParams,
     samples_per_prompt: int = 1,
     seed: int = 0,
-    reward_timeout_s: float = math.inf,
+    reward_timeout_s: float = 30.0,
     max_failed_fraction: float = 0.2,
 ) -> EvaluationResult:
     """Every prompt generated `samples_per_prompt` times and scored, all at once: the engine decides how many run together.

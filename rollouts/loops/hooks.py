@@ -25,9 +25,12 @@ class LoopHooks:
     checkpoint_every: int = 0  # 0: only after the last step
 
 
-async def run_hooks(hooks: LoopHooks, step: int, *, last_step: int, eval_every: int) -> bool:
-    """True if the loop must end after this step. Saves before it evaluates, so that a slow evaluation cannot lose a step."""
-    stopping = hooks.stop_requested()
+async def run_hooks(hooks: LoopHooks, step: int, *, last_step: int, eval_every: int, stop_every: int = 1) -> bool:
+    """True if the loop must end after this step. Saves before it evaluates, so that a slow evaluation cannot lose a step.
+
+    A stop waits for a multiple of `stop_every`, the steps after which engines have the weights that a checkpoint holds.
+    """
+    stopping = hooks.stop_requested() and step % stop_every == 0
     last = stopping or step == last_step
     if last or (hooks.checkpoint_every and step % hooks.checkpoint_every == 0):
         await hooks.save_checkpoint(step)

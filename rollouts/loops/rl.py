@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
+import trio
+
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.loops.hooks import LoopHooks, run_hooks
 from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
-from rollouts.loops.sft import step_metrics
+from rollouts.loops.sft import step_metrics, warn_of_skipped_step
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
 from rollouts.types import Metric, RolloutBatch, Sample, metric_values
@@ -63,7 +65,7 @@ async def run_rl_training(
     for step in range(completed_steps + 1, config.steps + 1):
         timer = PhaseTimer()
         with timer.phase("generate"):
-            batch = await rollout_manager.generate_batch()
+            batch = await generate_and_log(rollout_manager, metrics_logger, step)
         lags = compute_lags(batch, step - 1)
         check_staleness(lags, max_staleness=config.max_staleness)
         with timer.phase("log_probs"):
@@ -74,8 +76,10 @@ async def run_rl_training(
             version_set = backend.set_weight_version(step)
             results = [(await forward.result(), await optim.result()) for forward, optim in futures]
             await version_set.result()
+        for _, optim in results:
+            warn_of_skipped_step("rl", step, optim)
         sync_metrics: Mapping[str, float] = {}
-        if step % config.sync_every == 0:
+        if step % config.sync_every == 0 or step == config.steps:  # the last one, so that what is evaluated at the end is the end
             with timer.phase("weight_sync"):
                 sync_metrics = await sync_weights(backend, inference_engines, step)
         metrics = {
@@ -91,12 +95,21 @@ async def run_rl_training(
             **throughput(batch, timer),
         }
         await metrics_logger.log_step("rl", step, step - 1, metrics)
-        await metrics_logger.log_samples("rl", step, step - 1, batch.samples)
-        await metrics_logger.log_samples("rl", step, step - 1, rollout_manager.failed_samples())
         history.append(metrics)
-        if await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every):
+        if await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every, stop_every=config.sync_every):
             break
     return history
+
+
+async def generate_and_log(rollout_manager: BatchSource, metrics_logger: MetricsLogger, step: int) -> RolloutBatch:
+    """The batch; its samples and those that failed are on disk before anything is done with it, also when the failures stop the run."""
+    try:
+        batch = await rollout_manager.generate_batch()
+        await metrics_logger.log_samples("rl", step, step - 1, batch.samples)
+    finally:
+        with trio.CancelScope(shield=True):  # a write of a few kilobytes
+            await metrics_logger.log_samples("rl", step, step - 1, rollout_manager.failed_samples())
+    return batch
 
 
 def throughput(batch: RolloutBatch, timer: PhaseTimer) -> dict[str, float]:

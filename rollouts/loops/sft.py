@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from rollouts.config.schema import SFTTrainingConfig
@@ -38,6 +39,7 @@ async def run_sft_training(
             forward_future = backend.forward_backward(batch, LossSpec("sft"))
             optim_future = backend.optim_step()
             forward, optim = await forward_future.result(), await optim_future.result()
+        warn_of_skipped_step("sft", step, optim)
         trained_tokens = int(batch.response_lengths.sum())
         metrics = {**step_metrics(forward, optim), **timer.metrics(), "perf/trained_tokens_per_s": trained_tokens / timer.seconds("train")}
         await metrics_logger.log_step("sft", step, step - 1, metrics)
@@ -45,6 +47,12 @@ async def run_sft_training(
         if await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every):
             break
     return history
+
+
+def warn_of_skipped_step(stage: str, step: int, optim: OptimStepResult) -> None:
+    """Says by name why a step changed nothing; the metrics only count it."""
+    if optim.skipped is not None:
+        logging.getLogger("rollouts").warning("%s step %d changed nothing: %s", stage, step, optim.skipped)
 
 
 def step_metrics(forward: ForwardBackwardResult, optim: OptimStepResult) -> dict[str, float]:

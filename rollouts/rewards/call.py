@@ -11,7 +11,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -147,30 +147,15 @@ async def _call(
     if _is_async(function):
         on_start()
         return await function(*arguments)
-    place = _Place(limiter or trio.to_thread.current_default_thread_limiter(), on_start)
-    # in a tuple, for trio refuses a bare coroutine as a thread's answer
-    (answer,) = await trio.to_thread.run_sync(
-        lambda: (function(*arguments),),
-        thread_name=function_name(function),
-        abandon_on_cancel=True,
-        limiter=place,  # pyright: ignore[reportArgumentType]  (trio documents that any object with these two methods will do)
-    )
+    async with limiter or trio.to_thread.current_default_thread_limiter():
+        on_start()
+        # A limiter of its own: a thread that is abandoned must not keep its place, or as many hung calls as there are places would stop
+        # everything. The budget of failed samples bounds how many there can be. The answer comes in a tuple, for trio refuses a bare
+        # coroutine as a thread's answer.
+        (answer,) = await trio.to_thread.run_sync(
+            lambda: (function(*arguments),), thread_name=function_name(function), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
+        )
     return await answer if inspect.isawaitable(answer) else answer
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A limiter that says when a place was got: only then does the function start, and its time run."""
-
-    limiter: trio.CapacityLimiter
-    on_start: Callable[[], None]
-
-    async def acquire_on_behalf_of(self, borrower: object) -> None:
-        await self.limiter.acquire_on_behalf_of(borrower)
-        self.on_start()
-
-    def release_on_behalf_of(self, borrower: object) -> None:
-        self.limiter.release_on_behalf_of(borrower)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

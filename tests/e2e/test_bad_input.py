@@ -114,3 +114,24 @@ def test_a_wrong_command_line_exits_with_2(arguments: list[str]):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
+
+
+def test_a_corrected_command_may_use_the_same_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    out = str(tmp_path / "run")
+    assert run(capsys, "--output.dir", out, "--rl.rollout.reward", "nowhere.py:f")[0] == 2
+    assert not (tmp_path / "run").exists()
+    assert run(capsys, "--output.dir", out, "--sft.steps", "2", mode="sft")[0] == 0
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_fewer_steps_than_the_checkpoint_has_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    out = str(tmp_path / "run")
+    assert run(capsys, "--output.dir", out, "--sft.steps", "3", mode="sft")[0] == 0
+    code, message = run(capsys, "--output.dir", out, "--sft.steps", "2", "--resume", mode="sft")
+    assert (code, "sft.steps=2" in message) == (2, True)
+
+
+def test_an_output_directory_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    code, message = run(capsys, "--output.dir", str(tmp_path / "file" / "run"), mode="sft")
+    assert (code, "output.dir" in message) == (2, True)

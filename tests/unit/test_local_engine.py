@@ -829,3 +829,14 @@ async def test_a_shared_engine_keeps_the_trainers_version(tmp_path: Path):
     await engine_contracts.check_shared_engine_keeps_the_trainers_version(open_shared, tmp_path)
 
 
+
+
+async def test_a_deterministic_engine_goes_on_after_a_cancelled_list_longer_than_its_rows():
+    async with open_engine(deterministic=True, max_rows=2) as engine:
+        with trio.move_on_after(0.05):
+            async with trio.open_nursery() as nursery:
+                for request in make_requests(6):
+                    nursery.start_soon(engine.generate, request)
+        with trio.fail_after(20):
+            completion = await engine.generate(replace(make_requests(1)[0], request_id="later"))
+        assert len(completion.token_ids) > 0

@@ -163,16 +163,14 @@ async def test_a_users_own_timeout_is_an_error_of_his(autojump_clock):
     assert not isinstance(caught.value, RewardTimeout)
 
 
-async def test_a_stuck_thread_is_abandoned_and_keeps_its_place():
+async def test_a_stuck_thread_is_abandoned_and_gives_its_place_back():
     release = threading.Event()
     limiter = trio.CapacityLimiter(1)
     with pytest.raises(RewardTimeout):
         await call_reward(lambda sample: release.wait() and 1.0, SAMPLE, timeout_s=0.02, limiter=limiter)
-    assert limiter.borrowed_tokens == 1
-    release.set()
-    # waiting for the place does not count: the second call would time out at once
-    assert (await call_reward(lambda sample: 1.0, SAMPLE, timeout_s=5, limiter=limiter)).reward == 1.0
     assert limiter.borrowed_tokens == 0
+    assert (await call_reward(lambda sample: 1.0, SAMPLE, timeout_s=5, limiter=limiter)).reward == 1.0
+    release.set()
 
 
 async def test_waiting_for_a_thread_does_not_count_as_time_of_the_reward():
@@ -391,3 +389,27 @@ def test_a_format_reward_wants_the_whole_response():
 )
 def test_thinking_comes_before_the_answer(response: str, reward: float):
     assert think_answer_format(sample_of(response)).reward == reward
+
+
+async def test_hung_calls_do_not_keep_the_places_of_others():
+    let_go = threading.Event()
+
+    def hang(sample: Sample) -> float:
+        let_go.wait(30)
+        return 1.0
+
+    limiter = trio.CapacityLimiter(2)
+    sample = Sample(id="s", prompt="p")
+    try:
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                for _ in range(5):
+                    nursery.start_soon(expect_timeout, hang, sample, limiter)
+            assert (await call_reward(lambda sample: 0.5, sample, timeout_s=5, limiter=limiter)).reward == 0.5
+    finally:
+        let_go.set()
+
+
+async def expect_timeout(function, sample: Sample, limiter: trio.CapacityLimiter) -> None:
+    with pytest.raises(RewardTimeout):
+        await call_reward(function, sample, timeout_s=0.05, limiter=limiter)

@@ -373,9 +373,10 @@ class LocalEngine:
         if self._paused is not None:
             return []
         if self._features.deterministic:
+            self._listed = [request_id for request_id in self._listed if request_id in self._waiting]
             if not self._active and not self._listed:
                 self._listed = sorted(self._waiting)
-            order: Iterable[str] = [request_id for request_id in self._listed if request_id in self._waiting]
+            order: Iterable[str] = self._listed
         else:
             order = self._waiting
         admitted = list(order)[: self._max_rows - len(self._active)]
