@@ -85,12 +85,12 @@ def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
     """Raises DataError naming the file, line and field."""
     from rollouts.data.datasets import exclude_prompts, load_rows, require_prompts, unique_prompts
 
-    held_out = unique_prompts(load_rows(config.eval.data, name="eval.data")) if config.eval else []
+    held_out = unique_prompts(load_rows(config.eval.data[0], name="eval.data")) if config.eval else []
     require_prompts(held_out, name="eval.data")
     training: dict[str, list[dict[str, Any]]] = {"sft": [], "rl": []}
     left_out: dict[str, int] = {}
     for stage in stages:
-        rows, left_out[stage] = exclude_prompts(load_rows(stage_config(config, stage).data, name=f"{stage}.data"), held_out)
+        rows, left_out[stage] = exclude_prompts(load_rows(stage_config(config, stage).data[0], name=f"{stage}.data"), held_out)
         if not rows:
             raise DataError(f"{stage}.data has no row left: all of its prompts are held out by eval.data; use another seed or file")
         if stage == "rl":

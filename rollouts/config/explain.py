@@ -89,6 +89,7 @@ class ConfigKey:
     default: str  # as TOML, "required", or "unset"
     meaning: str  # one line; empty when the name says it
     is_table: bool  # holds further settings of the schema
+    is_list: bool = False  # a table that may occur several times, as [[key]]
 
     @property
     def name(self) -> str:
@@ -213,10 +214,19 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
+def _section_of(annotation: Any) -> tuple[type[Section] | None, bool]:
+    """(the section that a field holds, whether it holds a list of them)."""
+    for member in members_of(annotation):
+        inner = members_of(get_args(member)[0])[0] if get_origin(member) is list else member
+        if _is_section(inner):
+            return inner, inner is not member
+    return None, False
+
+
 def _add_keys(keys: dict[str, ConfigKey], section: type[Section], prefix: str, defaults: Section | None = None) -> None:
     for name, field in section.model_fields.items():
         dotted = f"{prefix}{name}"
-        inner = next((member for member in members_of(field.annotation) if _is_section(member)), None)
+        inner, is_list = _section_of(field.annotation)
         value = getattr(defaults, name) if defaults else field.default
         if inner is None:
             meaning = _comments().get((section.__name__, name), "").replace("None:", '"none":' if is_nullable(field.annotation) else "unset:")
@@ -225,7 +235,7 @@ def _add_keys(keys: dict[str, ConfigKey], section: type[Section], prefix: str, d
             continue
         meaning = (inspect.getdoc(inner) or "").partition("\n")[0]
         default = "unset" if field.default is None else "required" if field.is_required() else "set"
-        keys[dotted] = ConfigKey(dotted, field.annotation, "a table", default, meaning, True)
+        keys[dotted] = ConfigKey(dotted, field.annotation, "a table", default, meaning, True, is_list)
         _add_keys(keys, inner, f"{dotted}.", value if isinstance(value, Section) else None)
 
 

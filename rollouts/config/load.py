@@ -23,8 +23,13 @@ from rollouts.config.schema import RunConfig, Section
 from rollouts.errors import ConfigError, RunDirError
 
 NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
-DATA_PATHS = ("sft.data.path", "rl.data.path", "eval.data.path")
-FUNCTIONS = ("rl.rollout.generate", "rl.rollout.reward", "rl.rollout.filters", "rl.loss", "eval.reward")
+STAGE_DATA = ("sft.data", "rl.data", "eval.data")
+PATHS = (*(f"{data}.path" for data in STAGE_DATA), "model.chat_template")
+FUNCTIONS = (
+    *(f"{data}.function" for data in STAGE_DATA),
+    *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "reward_combine", "filters")),
+    *("rl.curriculum", "rl.loss", "eval.reward"),
+)
 # On resume: what a run writes and how long it goes on, not what it computes.
 MAY_CHANGE = ("name", "output", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s")
 # How fast it computes may change too, unless the run promised equal bits: these change the order of sums.
@@ -160,10 +165,23 @@ def _apply_override(settings: dict[str, Any], flag: str, text: str, problems: _P
         problems.add(flag, f"the file has no [{section}] table to change; add one with {', '.join(required)}, or leave the flag out")
         return
     table = settings
+    walked: list[str] = []
     for part in dotted.split(".")[:-1]:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            return  # the file has a value where a table belongs: validation says so
+        walked.append(part)
+        if isinstance(table, list):
+            table = table[int(part)] if part.isdecimal() and int(part) < len(table) else None
+        else:
+            table = table.setdefault(part, {})
+            if isinstance(table, list) and len(table) == 1 and not dotted.removeprefix(".".join(walked) + ".")[:1].isdecimal():
+                table = table[0]
+        if not isinstance(table, dict | list):
+            break
+    if isinstance(table, list) or table is None:
+        many = ".".join(walked if isinstance(table, list) else walked[:-1])
+        problems.add(flag, f"{many} has several sources; say which: --{many}.0.{key.name}, --{many}.1.{key.name}, …")
+        return
+    if not isinstance(table, dict):
+        return  # the file has a value where a table belongs: validation says so
     table[dotted.rpartition(".")[2]] = _parse_override(text, key)
     problems.flags[dotted] = flag
 
@@ -173,7 +191,9 @@ def _setting_at(dotted: str) -> ConfigKey | None:
     known = config_keys()
     if dotted in known:
         return known[dotted]
-    parts = dotted.split(".")
+    parts = [part for part in dotted.split(".") if not part.isdecimal()]  # rl.data.0.size is rl.data.size of the first source
+    if ".".join(parts) in known:
+        return known[".".join(parts)]
     holders = (known.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
     return next((holder for holder in holders if holder is not None and holder.takes_any_key and all(parts)), None)
 
@@ -205,33 +225,31 @@ def _is_text_only(members: Sequence[Any]) -> bool:
 
 def _replace_none(settings: dict[str, Any]) -> None:
     for key in config_keys().values():
-        table = _table_at(settings, key.table)
-        if table is not None and table.get(key.name) == NONE and is_nullable(key.annotation):
-            table[key.name] = None
+        for table in _tables_at(settings, key.table):
+            if table.get(key.name) == NONE and is_nullable(key.annotation):
+                table[key.name] = None
 
 
 def _make_paths_absolute(settings: dict[str, Any], file_dir: Path, flags: Mapping[str, str]) -> None:
-    for dotted in (*DATA_PATHS, *FUNCTIONS, "model.name"):
+    for dotted in (*PATHS, *FUNCTIONS, "model.name"):
         table_name, _, name = dotted.rpartition(".")
-        table = _table_at(settings, table_name)
-        if table is None or not table.get(name):
-            continue
-        base = Path.cwd() if dotted in flags else file_dir
-        make_absolute = _absolute_path if dotted in DATA_PATHS else _absolute_function if dotted in FUNCTIONS else _absolute_model
-        value = table[name]
-        if isinstance(value, str):
-            table[name] = make_absolute(value, base)
-        elif isinstance(value, list):
-            table[name] = [make_absolute(item, base) if isinstance(item, str) else item for item in value]
+        make_absolute = _absolute_path if dotted in PATHS else _absolute_function if dotted in FUNCTIONS else _absolute_model
+        for index, table in enumerate(_tables_at(settings, table_name)):
+            base = Path.cwd() if dotted in flags or f"{table_name}.{index}.{name}" in flags else file_dir
+            value = table.get(name)
+            if isinstance(value, str) and value:
+                table[name] = make_absolute(value, base)
+            elif isinstance(value, list):
+                table[name] = [make_absolute(item, base) if isinstance(item, str) else item for item in value]
 
 
-def _table_at(settings: dict[str, Any], dotted: str) -> dict[str, Any] | None:
-    table: Any = settings
+def _tables_at(settings: dict[str, Any], dotted: str) -> list[dict[str, Any]]:
+    """The tables of that name: none, one, or those of a list."""
+    tables: list[Any] = [settings]
     for part in dotted.split(".") if dotted else ():
-        table = table.get(part)
-        if not isinstance(table, dict):
-            return None
-    return table
+        inner = [table.get(part) for table in tables]
+        tables = [item for found in inner for item in (found if isinstance(found, list) else [found]) if isinstance(item, dict)]
+    return tables
 
 
 def _absolute_path(path: str, base: Path) -> str:
@@ -258,14 +276,14 @@ def _validate(settings: dict[str, Any], problems: _Problems) -> RunConfig | None
         config = RunConfig.model_validate(settings)
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            dotted, message = _explain_problem(detail)
+            dotted, message = _explain_problem(detail, settings)
             problems.add(problems.source_of(dotted), message)
     return None if problems.lines else config
 
 
-def _explain_problem(detail: ErrorDetails) -> tuple[str, str]:
-    """(dotted key, message) of one pydantic error."""
-    dotted, key = _locate(detail["loc"])
+def _explain_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """(dotted key, message) of one pydantic error; of one source among several, the key has its number: rl.data.1.path."""
+    dotted, key = _locate(detail["loc"], settings)
     value = format_value(detail["input"])
     kind = detail["type"]
     if kind == "extra_forbidden":
@@ -286,18 +304,20 @@ def _explain_problem(detail: ErrorDetails) -> tuple[str, str]:
     return dotted, f"{dotted} = {value}; it must be {rule}" + _hint_about_quotes(detail["input"], key)
 
 
-def _locate(loc: Sequence[int | str]) -> tuple[str, ConfigKey | None]:
+def _locate(loc: Sequence[int | str], settings: Mapping[str, Any]) -> tuple[str, ConfigKey | None]:
     """The dotted key that a pydantic location means, and its setting; union members that pydantic appends are left off."""
-    known = config_keys()
     parts: list[str] = []
     for part in loc:
-        held = known.get(".".join(parts))
+        held = _setting_at(".".join(parts))
+        if held is not None and held.is_list and isinstance(part, int):
+            parts += [str(part)] if len(_tables_at(dict(settings), held.key)) > 1 else []
+            continue
         if held is None or held.is_table or held.takes_any_key or isinstance(part, int):
             parts.append(str(part))
         if held is not None and not held.is_table:
             break
     dotted = ".".join(parts)
-    return dotted, known.get(dotted) or _setting_at(dotted) or known.get(dotted.rpartition(".")[0])
+    return dotted, _setting_at(dotted) or _setting_at(dotted.rpartition(".")[0])
 
 
 def _hint_about_quotes(value: object, key: ConfigKey) -> str:
@@ -317,6 +337,9 @@ def _plain(config: Section) -> dict[str, Any]:
         value = getattr(config, name)
         if isinstance(value, Section):
             plain[name] = _plain(value)
+        elif isinstance(value, list) and value and isinstance(value[0], Section):
+            tables = [_plain(item) for item in value]
+            plain[name] = tables if len(tables) > 1 else tables[0]
         elif value is not None:
             plain[name] = value
         elif info.default is not None:
@@ -329,6 +352,9 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for name, value in table.items():
         if isinstance(value, Mapping):
             flat |= _flatten(value, f"{prefix}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            for index, item in enumerate(value):
+                flat |= _flatten(item, f"{prefix}{name}.{index}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat

@@ -15,9 +15,17 @@ from typing import Any, Literal
 from rollouts.config.explain import nearest
 from rollouts.errors import PlugInError
 
-Role = Literal["reward", "generate", "filter", "loss"]
+Role = Literal["reward", "group_reward", "reward_combine", "generate", "filter", "curriculum", "rows", "loss"]
 
-CALLED_WITH: dict[Role, tuple[str, ...]] = {"reward": ("sample",), "generate": ("sample", "engine", "sampling"), "filter": ("group",)}
+CALLED_WITH: dict[Role, tuple[str, ...]] = {
+    "reward": ("sample",),
+    "group_reward": ("samples",),
+    "reward_combine": ("parts",),
+    "generate": ("sample", "engine", "sampling"),
+    "filter": ("group",),
+    "curriculum": ("step", "statistics"),
+}
+CALLED_BY_NAME: dict[Role, tuple[str, ...]] = {"rows": ("size", "seed")}  # beside data.params
 
 
 def load_function(name: str, *, role: Role, base_dir: Path) -> Callable[..., Any]:
@@ -36,6 +44,7 @@ def load_function(name: str, *, role: Role, base_dir: Path) -> Callable[..., Any
     if not callable(function):
         raise PlugInError(f"{what}: {function_name} is of type {type(function).__name__}; it must be a function")
     _check_parameters(function, CALLED_WITH.get(role), what)
+    _check_named_parameters(function, CALLED_BY_NAME.get(role, ()), what)
     return function
 
 
@@ -112,3 +121,15 @@ def _check_parameters(function: Callable[..., Any], arguments: tuple[str, ...] |
             f"{what}: it is called with {len(arguments)} positional argument{'s' if len(arguments) > 1 else ''} ({', '.join(arguments)}) "
             f"but takes {signature}: {error}"
         ) from error
+
+
+def _check_named_parameters(function: Callable[..., Any], names: tuple[str, ...], what: str) -> None:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    by_name = {parameter.name for parameter in parameters if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)}
+    missing = [name for name in names if name not in by_name and not takes_any]
+    if missing:
+        raise PlugInError(f"{what}: it is called with {', '.join(f'{name}=…' for name in names)} but has no parameter {missing[0]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
 class Section(BaseModel):
@@ -33,30 +33,60 @@ class ModelConfig(Section):
     """Which model trains and how its numbers are kept."""
 
     name: str = "bundled:smollm2-135m-instruct"  # bundled:…, tiny:byte (random), a directory, or a hub name
+    chat_template: str = ""  # a file to use instead of the tokenizer's own chat template
+    template_params: dict[str, Any] = {}  # passed to the chat template, for example enable_thinking = false
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
     autocast: Literal["off", "bfloat16", "auto"] = "auto"  # master weights are float32; auto: bfloat16 where the hardware multiplies it natively
     threads: NaturalInt = 0  # torch threads; 0: one per core this process may use
 
 
-class DataSourceConfig(Section):
-    """One source of rows. A row has a prompt (text or chat messages) or messages, and anything else a reward function reads."""
+SourceKind = Literal["jsonl", "parquet", "hf", "reasoning_gym", "python"]
+NEEDS: dict[SourceKind, tuple[str, str]] = {  # what a source of a kind cannot do without, and what that is
+    "jsonl": ("path", "a jsonl source names its file"),
+    "parquet": ("path", "a parquet source names its file"),
+    "hf": ("dataset", "an hf source names a dataset of the hub or a local directory"),
+    "reasoning_gym": ("dataset", "a reasoning_gym source names its dataset, for example 'chain_sum'"),
+    "python": ("function", "a python source names a function as module:function or file.py:function"),
+}
+NEEDS_SIZE = ("reasoning_gym", "python")  # they could go on for ever
 
-    kind: Literal["jsonl", "reasoning_gym"]  # a file of rows, or rows made by the package reasoning-gym
-    path: str = ""  # jsonl: the file, relative to the config file
-    dataset: str = ""  # reasoning_gym: the dataset's name
-    params: dict[str, Any] = {}  # reasoning_gym: passed to create_dataset
-    size: PositiveInt | None = None  # how many rows to take; None: all of a file (reasoning_gym needs a size)
-    seed: int = 0  # reasoning_gym: which rows are made
+
+class DataSourceConfig(Section):
+    """A source of rows; several [[tables]] of the same name are a mixture. A row has a prompt (text or messages) or messages, and more."""
+
+    kind: SourceKind  # files of rows, a dataset of the hub, rows made by reasoning-gym or by a Python function
+    path: str = ""  # jsonl and parquet: the file, relative to the config file; a pattern with * means several, in the order of their names
+    dataset: str = ""  # hf: a name on the hub, or a directory; reasoning_gym: the dataset's name, or "composite"
+    subset: str = ""  # hf: the dataset's configuration
+    split: str = "train"  # hf: the split
+    streaming: bool = False  # hf: read the first `size` rows in order without downloading the rest
+    function: str = ""  # python: module:function or file.py:function, called with size=, seed= and params; gives rows
+    params: dict[str, Any] = {}  # reasoning_gym: passed to create_dataset; python: passed to the function
+    size: PositiveInt | None = None  # how many rows to take; None: all there are (reasoning_gym and python need a size)
+    seed: int = 0  # reasoning_gym and python: which rows are made
+    columns: dict[str, str] = {}  # our name = the data's name, for example prompt = "question"
     system_prompt: str | None = None  # put before every prompt that has no system message; None: what the chat template does
+    max_bad_fraction: Fraction = 0.01  # malformed rows that may be skipped, as a share of the rows; above it the run does not start
+    name: str = ""  # of the source in a mixture, in metrics and in sample records; empty: source-0, source-1, …
+    weight: PositiveFloat = 1.0  # share of the draws in a mixture, relative to the other sources
 
     @model_validator(mode="after")
     def _complete(self) -> DataSourceConfig:
-        if self.kind == "jsonl" and not self.path:
-            raise ValueError("path is missing; a jsonl source names its file")
-        if self.kind == "reasoning_gym" and not self.dataset:
-            raise ValueError("dataset is missing; a reasoning_gym source names its dataset, for example 'chain_sum'")
-        if self.kind == "reasoning_gym" and self.size is None:
-            raise ValueError("size is missing; a reasoning_gym source says how many rows to make")
+        needed, why = NEEDS[self.kind]
+        if not getattr(self, needed):
+            raise ValueError(f"{needed} is missing; {why}")
+        if self.size is None and (self.kind in NEEDS_SIZE or self.streaming):
+            raise ValueError(f"size is missing; a {'streaming' if self.streaming else self.kind} source says how many rows to take")
+        if self.streaming and self.kind != "hf":
+            raise ValueError(f"streaming=true with kind={self.kind!r}; only hf sources stream")
         return self
+
+
+def _as_list(sources: Any) -> Any:
+    return [sources] if isinstance(sources, dict) else sources
+
+
+Sources = Annotated[list[DataSourceConfig], BeforeValidator(_as_list), Field(min_length=1)]
 
 
 class OptimConfig(Section):
@@ -80,11 +110,12 @@ SFT_LR = 1e-4  # ten times OptimConfig's, which suits RL
 class SFTTrainingConfig(Section):
     """Supervised fine-tuning."""
 
-    data: DataSourceConfig
+    data: Sources
     steps: PositiveInt  # training steps of the stage
     batch_size: PositiveInt = 16  # conversations per step
     max_length: PositiveInt = 1024  # tokens of one conversation
     train_on: Literal["all", "last"] = "all"  # which assistant turns train
+    thinking: Literal["keep", "drop"] = "keep"  # whether the thinking part of assistant turns trains or is left out
     optim: OptimConfig = OptimConfig(lr=SFT_LR)
     micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
     eval_every: NaturalInt = 0  # steps; 0: only before and after
@@ -107,17 +138,23 @@ class RolloutConfig(Section):
     max_new_tokens: PositiveInt = 256  # tokens of one response, at most
     temperature: PositiveFloat = 1.0  # of sampling; the trainer divides its logits by it too
     generate: str = ""  # module:function or file.py:function; empty: one chat turn
-    reward: str = ""  # module:function or file.py:function
+    reward: str = ""  # module:function or file.py:function, of one sample
+    group_reward: str = ""  # module:function or file.py:function, of all samples of a group; instead of reward
+    reward_weights: dict[str, float] = {}  # weight of each named part of the reward; empty: the reward is what the function says
+    reward_combine: str = ""  # module:function or file.py:function from the named parts to the reward; instead of reward_weights
     filters: list[str] = []  # group filters, run in order; names of rollouts.filters, module:function or file.py:function
     max_attempts: PositiveInt = 20  # a batch may draw at most num_prompts * max_attempts groups
     max_failed_fraction: Fraction = 0.2  # of the samples of a batch; above it the run stops
     reward_timeout_s: PositiveFloat = 30.0  # seconds one reward call may take; after it the sample has failed
+    reward_workers: NaturalInt = 0  # processes that run sync rewards; 0: one per core this process may use
+    reward_memory_gib: PositiveFloat = 4.0  # memory of one such process; above it the sample has failed
 
 
 class RLTrainingConfig(Section):
     """Reinforcement learning."""
 
-    data: DataSourceConfig
+    data: Sources
+    curriculum: str = ""  # module:function or file.py:function from (step, statistics) to the weights of the sources
     steps: PositiveInt  # training steps of the stage
     rollout: RolloutConfig
     advantage: Literal["grpo", "centred", "rloo"] = "grpo"  # how rewards of a group become advantages
@@ -166,7 +203,7 @@ class EngineConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of both training stages."""
 
-    data: DataSourceConfig
+    data: Sources
     reward: str = ""  # empty: rl.rollout.reward
     max_new_tokens: PositiveInt = 256  # tokens of one response, at most
     temperature: NaturalFloat = 0.0  # 0: greedy

@@ -84,7 +84,7 @@ def collect_rows(config: RunConfig, stages: Sequence[str], findings: list[Findin
     for stage in (*(["eval"] if config.eval else []), *stages):
         section = getattr(config, stage)
         with _reporting(findings, f"{stage}.data"):
-            found = load_rows(section.data, name=f"{stage}.data")
+            found = load_rows(section.data[0], name=f"{stage}.data")
             if stage != "sft":
                 require_prompts(found, name=f"{stage}.data")
             rows[stage], removed = _without_held_out(stage, found, rows.get("eval", []))

@@ -119,7 +119,7 @@ def test_flags_are_read_as_their_setting_asks(write):
     assert config.rl is not None
     assert (config.rl.optim.lr, config.rl.clip_high, config.rl.rollout.filters) == (1e-6, 1.0, ["a", "b"])
     assert config.rl.loss_params == {"x": 3, "mode": "hard"}
-    assert config.rl.data.params == {"deep": {"list": [1, 2]}}
+    assert config.rl.data[0].params == {"deep": {"list": [1, 2]}}
     assert config.rl.data.system_prompt == "quoted = yes"
 
 
@@ -186,7 +186,8 @@ def test_an_unknown_key_gives_the_nearest_and_the_valid_ones(write):
     (problem,) = problems_of(write(RL + "temperture = 1.0\n"))
     assert problem == (
         "unknown key rl.rollout.temperture; did you mean temperature? Valid here: num_prompts, samples_per_prompt, over_sampling, "
-        "max_new_tokens, temperature, generate, reward, filters, max_attempts, max_failed_fraction, reward_timeout_s"
+        "max_new_tokens, temperature, generate, reward, group_reward, reward_weights, reward_combine, filters, max_attempts, max_failed_fraction, "
+        "reward_timeout_s, reward_workers, reward_memory_gib"
     )
 
 
@@ -208,7 +209,7 @@ def test_all_problems_of_a_file_are_listed_one_a_line(write):
         'model.autocast = "bflot16"; it must be one of "off", "bfloat16", "auto"; did you mean "bfloat16"?',
         "sft.data: path is missing; a jsonl source names its file",
         "sft.steps = 0; it must be a whole number, at least 1",
-        'rl.data.kind = "csv"; it must be one of "jsonl", "reasoning_gym"',
+        'rl.data.kind = "csv"; it must be one of "jsonl", "parquet", "hf", "reasoning_gym", "python"',
         "rl.steps is missing: training steps of the stage",
         "rl.rollout.temperature = 0; it must be a number, above 0",
         "rl.rollout.filters.0 = 3; it must be a list of text",
@@ -281,7 +282,7 @@ def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path, monkeypatch
     text = 'model = { name = "model" }\n' + RL.replace("rewards.py", "../rewards.py") + 'filters = ["mean", "f.py:keep", "pkg.mod:keep"]\n'
     config = load_config(write(text))
     assert config.rl is not None
-    assert config.rl.data.path == str(tmp_path / "train.jsonl")
+    assert config.rl.data[0].path == str(tmp_path / "train.jsonl")
     assert config.rl.rollout.reward == f"{tmp_path.parent / 'rewards.py'}:score"
     assert config.rl.rollout.filters == ["mean", f"{tmp_path / 'f.py'}:keep", "pkg.mod:keep"]
     assert config.model.name == str(tmp_path / "model")
@@ -293,7 +294,7 @@ def test_paths_in_flags_are_relative_to_the_working_directory(write, tmp_path, m
     monkeypatch.chdir(elsewhere)
     config = load_config(write(RL), ["--rl.data.path", "here.jsonl", "--rl.rollout.reward", "r.py:f"])
     assert config.rl is not None
-    assert (config.rl.data.path, config.rl.rollout.reward) == (str(elsewhere / "here.jsonl"), f"{elsewhere / 'r.py'}:f")
+    assert (config.rl.data[0].path, config.rl.rollout.reward) == (str(elsewhere / "here.jsonl"), f"{elsewhere / 'r.py'}:f")
 
 
 @pytest.mark.parametrize("name", ["bundled:smollm2-135m-instruct", "tiny:byte", "org/model"])
