@@ -164,26 +164,24 @@ def _apply_override(settings: dict[str, Any], flag: str, text: str, problems: _P
         required = [other.key for other in config_keys().values() if other.table == section and other.default == "required"]
         problems.add(flag, f"the file has no [{section}] table to change; add one with {', '.join(required)}, or leave the flag out")
         return
-    table = settings
-    walked: list[str] = []
-    for part in dotted.split(".")[:-1]:
-        walked.append(part)
-        if isinstance(table, list):
-            table = table[int(part)] if part.isdecimal() and int(part) < len(table) else None
-        else:
-            table = table.setdefault(part, {})
-            if isinstance(table, list) and len(table) == 1 and not dotted.removeprefix(".".join(walked) + ".")[:1].isdecimal():
-                table = table[0]
-        if not isinstance(table, dict | list):
-            break
-    if isinstance(table, list) or table is None:
-        many = ".".join(walked if isinstance(table, list) else walked[:-1])
-        problems.add(flag, f"{many} has several sources; say which: --{many}.0.{key.name}, --{many}.1.{key.name}, …")
-        return
-    if not isinstance(table, dict):
-        return  # the file has a value where a table belongs: validation says so
-    table[dotted.rpartition(".")[2]] = _parse_override(text, key)
-    problems.flags[dotted] = flag
+    tables = _walk_to(settings, dotted.split(".")[:-1])
+    if len(tables) > 1:
+        problems.add(flag, f"there are {len(tables)} of {key.table}; say which: --{key.table}.0.{key.name}, --{key.table}.1.{key.name}, …")
+    for table in tables[:1]:  # none: the file has a value where a table belongs, and validation says so
+        table[dotted.rpartition(".")[2]] = _parse_override(text, key)
+        problems.flags[dotted] = flag
+
+
+def _walk_to(settings: dict[str, Any], parts: Sequence[str]) -> list[dict[str, Any]]:
+    """The tables under that name, made where there is none; a number chooses one of a list of tables."""
+    found: list[Any] = [settings]
+    for part in parts:
+        if part.isdecimal() and int(part) < len(found):
+            found = [found[int(part)]]
+            continue
+        inner = [table.setdefault(part, {}) for table in found if isinstance(table, dict)]
+        found = [item for value in inner for item in (value if isinstance(value, list) else [value])]
+    return [table for table in found if isinstance(table, dict)]
 
 
 def _setting_at(dotted: str) -> ConfigKey | None:

@@ -120,7 +120,7 @@ def test_flags_are_read_as_their_setting_asks(write):
     assert (config.rl.optim.lr, config.rl.clip_high, config.rl.rollout.filters) == (1e-6, 1.0, ["a", "b"])
     assert config.rl.loss_params == {"x": 3, "mode": "hard"}
     assert config.rl.data[0].params == {"deep": {"list": [1, 2]}}
-    assert config.rl.data.system_prompt == "quoted = yes"
+    assert config.rl.data[0].system_prompt == "quoted = yes"
 
 
 def test_the_last_of_two_equal_flags_counts(write):
