@@ -1,1 +1,1 @@
-"""Tasks: a dataset, a reward and a filter on one page each."""
+"""Tasks: a dataset, a reward, a filter and a self-check of the gold answers on one page each."""

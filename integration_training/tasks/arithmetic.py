@@ -9,15 +9,30 @@
 
     [rl.rollout]
     reward = "integration_training.tasks.arithmetic:exact_answer"
+    filters = ["integration_training.tasks.arithmetic:keep_mixed"]
+
+Without reasoning-gym: kind = "python", function = "integration_training.tasks.arithmetic:make_rows".
 """
 
 from __future__ import annotations
 
+import random
 import re
+from typing import Any
 
-from rollouts.types import RewardResult, Sample
+from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
+
+
+def make_rows(*, size: int, seed: int, largest: int = 99) -> list[dict[str, Any]]:
+    """`size` sums of two whole numbers from 0 to `largest`. Row i depends on (seed, i) alone."""
+    return [_make_row(random.Random(f"arithmetic/{seed}/{index}"), largest) for index in range(size)]
+
+
+def _make_row(draw: random.Random, largest: int) -> dict[str, Any]:
+    first, second = draw.randint(0, largest), draw.randint(0, largest)
+    return {"prompt": f"{first} + {second} =", "answer": str(first + second)}
 
 
 def exact_answer(sample: Sample) -> RewardResult:
@@ -63,3 +78,18 @@ def leading_characters(sample: Sample) -> RewardResult:
 def is_number(text: str) -> bool:
     """Whether `text` is one number in digits, with nothing around it."""
     return NUMBER.fullmatch(text) is not None
+
+
+def keep_mixed(group: SampleGroup) -> FilterDecision:
+    """Keeps a group whose samples do not all have the same reward: with equal rewards every advantage is 0."""
+    if group.rewards.min() < group.rewards.max():
+        return FilterDecision(keep=True)
+    return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")
+
+
+def check_gold_answers(size: int = 200, seed: int = 0) -> None:
+    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
+    for row in make_rows(size=size, seed=seed):
+        sample = Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row)
+        for reward in (exact_answer, close_answer, leading_characters):
+            assert reward(sample).reward == 1.0, (row, reward(sample))

@@ -1,0 +1,108 @@
+"""Countdown: reach a target number with the given numbers, each used at most once, and + - * /.
+
+    [rl.data]
+    kind = "python"
+    function = "integration_training.tasks.countdown:make_rows"
+    params = { count = 3, largest = 20 }
+    size = 2000
+    seed = 1
+
+    [rl.rollout]
+    reward = "integration_training.tasks.countdown:reaches_target"
+    filters = ["integration_training.tasks.countdown:keep_solvable"]
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import random
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+
+OPERATORS: dict[type[ast.operator], tuple[str, Callable[[Fraction, Fraction], Fraction]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+}
+LONGEST_EXPRESSION = 200  # characters; no answer needs more, and a parser given more may be kept busy
+WELL_FORMED_REWARD = 0.1
+
+
+def make_rows(*, size: int, seed: int, count: int = 3, largest: int = 20) -> list[dict[str, Any]]:
+    """`size` solvable puzzles of `count` numbers from 1 to `largest`; `answer` is one solution. Row i depends on (seed, i) alone."""
+    return [_make_row(random.Random(f"countdown/{seed}/{index}"), count, largest) for index in range(size)]
+
+
+def _make_row(draw: random.Random, count: int, largest: int) -> dict[str, Any]:
+    while True:
+        numbers = [draw.randint(1, largest) for _ in range(count)]
+        expression, value = str(numbers[0]), Fraction(numbers[0])
+        for number in numbers[1:]:
+            symbol, apply = draw.choice(list(OPERATORS.values()))
+            expression, value = f"({expression} {symbol} {number})", apply(value, Fraction(number))
+        if value.denominator == 1 and 0 < value <= 1000 and value not in numbers:
+            break
+    shown = draw.sample(numbers, len(numbers))
+    given = ", ".join(map(str, shown))
+    prompt = f"Use the numbers {given}, each at most once, with + - * / and brackets to make {value}. Answer with the expression only."
+    return {"prompt": prompt, "answer": expression[1:-1], "numbers": shown, "target": int(value)}
+
+
+def reaches_target(sample: Sample) -> RewardResult:
+    """1 if the response is an expression over the given numbers that equals the target; 0.1 if it is one that equals something else; or 0.
+
+    Parts: `solved` and `well_formed`. A division by zero is not well formed.
+    """
+    numbers, target = sample.metadata["numbers"], sample.metadata["target"]
+    try:
+        value, used = evaluate(sample.response)
+    except (ValueError, ZeroDivisionError) as error:
+        return RewardResult(0.0, {"solved": 0.0, "well_formed": 0.0}, note=str(error))
+    extra = Counter(used) - Counter(numbers)
+    if extra:
+        return RewardResult(0.0, {"solved": 0.0, "well_formed": 0.0}, note=f"uses {sorted(extra.elements())}, which are not given so often")
+    solved = float(value == target)
+    return RewardResult(max(solved, WELL_FORMED_REWARD), {"solved": solved, "well_formed": 1.0}, note=f"= {value}")
+
+
+def evaluate(expression: str) -> tuple[Fraction, list[int]]:
+    """The exact value and the numbers used. The text is parsed, never executed. Raises ValueError for anything but + - * / and whole numbers."""
+    if len(expression) > LONGEST_EXPRESSION:
+        raise ValueError(f"longer than {LONGEST_EXPRESSION} characters")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except (SyntaxError, RecursionError, MemoryError) as error:
+        raise ValueError("not an expression") from error
+    used: list[int] = []
+    return _value_of(tree, used), used
+
+
+def _value_of(node: ast.expr, used: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left = _value_of(node.left, used)
+        return OPERATORS[type(node.op)][1](left, _value_of(node.right, used))
+    raise ValueError(f"{type(node).__name__} is not allowed: only whole numbers, + - * / and brackets")
+
+
+def keep_solvable(group: SampleGroup) -> FilterDecision:
+    """Keeps a group in which some samples solve the puzzle and some do not; the others teach nothing about solving."""
+    solved = sum(sample.rewards["solved"] for sample in group.samples)
+    if 0 < solved < len(group.samples):
+        return FilterDecision(keep=True)
+    return FilterDecision(False, "all_or_none_solved", f"{solved:.0f} of {len(group.samples)} samples solve it")
+
+
+def check_gold_answers(size: int = 200, seed: int = 0) -> None:
+    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
+    for row in make_rows(size=size, seed=seed):
+        result = reaches_target(Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row))
+        assert result.reward == 1.0, (row, result)

@@ -1,0 +1,70 @@
+"""Letter counting: how often does a letter occur in a word?
+
+    [rl.data]
+    kind = "python"
+    function = "integration_training.tasks.letter_counting:make_rows"
+    size = 2000
+    seed = 1
+
+    [rl.rollout]
+    reward = "integration_training.tasks.letter_counting:counts_right"
+    filters = ["integration_training.tasks.letter_counting:keep_mixed"]
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+
+WORDS = (
+    "strawberry", "banana", "mississippi", "committee", "bookkeeper", "assessment", "successful", "parallel", "occurrence", "possession",
+    "tennessee", "balloon", "raspberry", "connection", "grammar", "referee", "accommodation", "embarrass", "millennium", "questionnaire",
+    "recommendation", "intelligence", "address", "beginning", "coffee", "happiness", "letter", "butter", "pepper", "rabbit", "summer",
+    "yellow", "weekend", "keyboard", "window", "garden", "orange", "planet", "rocket", "silver", "tunnel", "velvet", "walnut", "zipper",
+    "anchor", "basket", "candle", "dragon", "engine", "falcon", "guitar", "hammer", "island", "jacket", "kitten", "ladder",
+)  # fmt: skip
+FINAL_NUMBER = re.compile(r"\d+(?!.*\d)", re.DOTALL)
+
+
+def make_rows(*, size: int, seed: int) -> list[dict[str, Any]]:
+    """`size` questions; a quarter ask for a letter that is not in the word. Row i depends on (seed, i) alone."""
+    return [_make_row(random.Random(f"letters/{seed}/{index}")) for index in range(size)]
+
+
+def _make_row(draw: random.Random) -> dict[str, Any]:
+    word = draw.choice(WORDS)
+    present = draw.random() >= 0.25
+    letters = sorted(set(word)) if present else sorted(set("abcdefghijklmnopqrstuvwxyz") - set(word))
+    letter = draw.choice(letters)
+    prompt = f"How many times does the letter {letter} occur in the word {word}? Answer with the number only."
+    return {"prompt": prompt, "answer": str(word.count(letter)), "word": word, "letter": letter}
+
+
+def counts_right(sample: Sample) -> RewardResult:
+    """1 if the last number of the response is the count and it is all there is; 0.5 if there are words around it; otherwise 0.
+
+    Parts: `right` and `number_only`.
+    """
+    response = sample.response.strip()
+    found = FINAL_NUMBER.search(response)
+    right = float(found is not None and found.group().lstrip("0") == str(sample.metadata["answer"]).lstrip("0"))
+    number_only = float(response.isascii() and response.isdigit())
+    return RewardResult(right * (0.5 + 0.5 * number_only), {"right": right, "number_only": number_only})
+
+
+def keep_mixed(group: SampleGroup) -> FilterDecision:
+    """Keeps a group whose samples do not all have the same reward: with equal rewards every advantage is 0."""
+    if group.rewards.min() < group.rewards.max():
+        return FilterDecision(keep=True)
+    return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")
+
+
+def check_gold_answers(size: int = 200, seed: int = 0) -> None:
+    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
+    for row in make_rows(size=size, seed=seed):
+        assert sum(character == row["letter"] for character in row["word"]) == int(row["answer"]), row
+        result = counts_right(Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row))
+        assert result.reward == 1.0, (row, result)

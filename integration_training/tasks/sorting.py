@@ -1,0 +1,75 @@
+"""Sorting: put a list of numbers into ascending order.
+
+    [rl.data]
+    kind = "python"
+    function = "integration_training.tasks.sorting:make_rows"
+    params = { shortest = 3, longest = 6 }
+    size = 2000
+    seed = 1
+
+    [rl.rollout]
+    reward = "integration_training.tasks.sorting:in_order"
+    filters = ["integration_training.tasks.sorting:keep_unsettled"]
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections import Counter
+from typing import Any
+
+from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+
+SEPARATED_NUMBERS = re.compile(r"-?\d+(?:\s*,\s*-?\d+)*")
+
+
+def make_rows(*, size: int, seed: int, shortest: int = 3, longest: int = 6, largest: int = 99) -> list[dict[str, Any]]:
+    """`size` lists of `shortest` to `longest` whole numbers from 0 to `largest`. Row i depends on (seed, i) alone."""
+    if not 2 <= shortest <= longest:
+        raise ValueError(f"shortest={shortest}, longest={longest}; it must be 2 <= shortest <= longest")
+    return [_make_row(random.Random(f"sorting/{seed}/{index}"), shortest, longest, largest) for index in range(size)]
+
+
+def _make_row(draw: random.Random, shortest: int, longest: int, largest: int) -> dict[str, Any]:
+    numbers = [draw.randint(0, largest) for _ in range(draw.randint(shortest, longest))]
+    prompt = f"Sort these numbers from the smallest to the largest: {_write(numbers)}\nAnswer with the numbers only, separated by commas."
+    return {"prompt": prompt, "answer": _write(sorted(numbers)), "numbers": numbers}
+
+
+def _write(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def in_order(sample: Sample) -> RewardResult:
+    """1 for the sorted list; for another order of the same numbers half of the share of neighbours in order; otherwise 0.
+
+    Parts: `sorted`, and `same_numbers`, 1 if the response holds the given numbers and no others.
+    """
+    response = sample.response.strip().removeprefix("[").removesuffix("]").strip()
+    if not SEPARATED_NUMBERS.fullmatch(response):
+        return RewardResult(0.0, {"sorted": 0.0, "same_numbers": 0.0}, note="not a list of numbers")
+    found = [int(number) for number in response.split(",")] if len(response) < 1000 else []
+    if Counter(found) != Counter(sample.metadata["numbers"]):
+        return RewardResult(0.0, {"sorted": 0.0, "same_numbers": 0.0}, note="other numbers than were given")
+    pairs = list(itertools.pairwise(found))
+    share = sum(first <= second for first, second in pairs) / len(pairs)
+    is_sorted = float(share == 1.0)
+    return RewardResult(is_sorted or 0.5 * share, {"sorted": is_sorted, "same_numbers": 1.0})
+
+
+def keep_unsettled(group: SampleGroup) -> FilterDecision:
+    """Keeps a group unless all of its samples are sorted or none holds the right numbers."""
+    for name, when, why in (("sorted", len(group.samples), "all_sorted"), ("same_numbers", 0, "no_right_numbers")):
+        count = sum(sample.rewards[name] for sample in group.samples)
+        if count == when:
+            return FilterDecision(False, why, f"{count:.0f} of {len(group.samples)} samples: {name}")
+    return FilterDecision(keep=True)
+
+
+def check_gold_answers(size: int = 200, seed: int = 0) -> None:
+    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
+    for row in make_rows(size=size, seed=seed):
+        result = in_order(Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row))
+        assert result.reward == 1.0, (row, result)

@@ -1,0 +1,144 @@
+"""The shipped tasks: their gold answers earn everything, wrong ones do not, and rows are the same wherever they are made."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+from types import ModuleType
+
+import pytest
+
+import integration_training.tasks
+from integration_training.tasks import countdown, json_extraction, letter_counting, sorting, summary_length
+from rollouts.config.plugins import load_function
+from rollouts.types import RewardResult, Sample, SampleGroup, Status
+
+NAMES = sorted(module.name for module in pkgutil.iter_modules(integration_training.tasks.__path__))
+TASKS = [importlib.import_module(f"integration_training.tasks.{name}") for name in NAMES]
+
+
+@pytest.fixture(params=TASKS, ids=NAMES)
+def task(request: pytest.FixtureRequest) -> ModuleType:
+    return request.param
+
+
+def answer(row: dict, response: str) -> Sample:
+    return Sample(id="s", prompt=row["prompt"], response=response, metadata={key: value for key, value in row.items() if key != "prompt"})
+
+
+def group_of(row: dict, results: list[RewardResult]) -> SampleGroup:
+    samples = [
+        Sample(id=f"s{index}", prompt=row["prompt"], reward=result.reward, rewards=result.parts, status=Status.COMPLETED)
+        for index, result in enumerate(results)
+    ]
+    return SampleGroup(0, "row-0", tuple(samples))
+
+
+def test_there_are_at_least_six_tasks():
+    assert NAMES == ["arithmetic", "countdown", "json_extraction", "letter_counting", "sorting", "summary_length"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_gold_answers_earn_the_full_reward(task, seed):
+    task.check_gold_answers(size=150, seed=seed)
+
+
+def test_row_i_depends_on_the_seed_and_i_alone(task):
+    few, many = task.make_rows(size=5, seed=3), task.make_rows(size=20, seed=3)
+    assert many[:5] == few
+    assert task.make_rows(size=20, seed=4) != many
+    assert all(isinstance(row["prompt"], str) and isinstance(row["answer"], str) for row in many)
+    assert json.loads(json.dumps(many)) == many
+
+
+def test_the_functions_that_a_page_names_exist_and_fit_their_role(task, tmp_path):
+    page = task.__doc__ or ""
+    for role, key in (("rows", "function"), ("reward", "reward"), ("group_reward", "group_reward"), ("filter", "filters")):
+        for line in page.splitlines():
+            name, equals, value = line.strip().partition(" = ")
+            if equals and name == key:
+                load_function(value.strip('[]"'), role=role, base_dir=tmp_path)
+    assert "integration_training.tasks" in page and "filters = " in page
+
+
+def test_countdown_knows_a_solution_from_a_try_from_nonsense():
+    row = {"prompt": "p", "answer": "(3 + 5) * 2", "numbers": [5, 2, 3], "target": 16}
+    expected = {"(3+5)*2": 1.0, "3*5": 0.1, "2*2*4": 0.0, "3+5+": 0.0, "__import__('os')": 0.0, "3**2": 0.0, "5/(3-3)": 0.0, "True": 0.0}
+    assert {text: countdown.reaches_target(answer(row, text)).reward for text in expected} == expected
+    assert "which are not given" in (countdown.reaches_target(answer(row, "2*2*4")).note or "")
+    assert countdown.evaluate("1/3 + 1/6")[0] * 2 == 1
+    assert countdown.reaches_target(answer(row, "(" * 5000)).reward == 0.0
+
+
+def test_countdown_keeps_groups_that_are_partly_solved():
+    row = countdown.make_rows(size=1, seed=0)[0]
+    solved, tried = RewardResult(1.0, {"solved": 1.0}), RewardResult(0.1, {"solved": 0.0})
+    assert countdown.keep_solvable(group_of(row, [solved, tried])).keep
+    assert countdown.keep_solvable(group_of(row, [solved, solved])).reason == "all_or_none_solved"
+    assert not countdown.keep_solvable(group_of(row, [tried, tried])).keep
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [("3", 1.0), (" 3\n", 1.0), ("It is 3.", 0.5), ("03", 1.0), ("2, no: 3", 0.5), ("3 or 4", 0.0), ("three", 0.0), ("", 0.0)],
+)
+def test_letter_counting_takes_the_last_number(response, reward):
+    row = {"prompt": "How many r in strawberry?", "answer": "3", "word": "strawberry", "letter": "r"}
+    assert letter_counting.counts_right(answer(row, response)).reward == reward
+
+
+def test_a_letter_that_does_not_occur_is_counted_as_0():
+    row = {"prompt": "p", "answer": "0"}
+    assert letter_counting.counts_right(answer(row, "0")).reward == 1.0
+    assert letter_counting.counts_right(answer(row, "10")).reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ('{"name": "Ada", "age": 30}', 1.0),
+        ('{"name": "Ada", "age": "30"}', 1.0),
+        ('{"name": "Ada", "age": 31}', 0.2 + 0.8 / 2),
+        ('{"name": "Ada", "age": 30, "city": "Oslo"}', 0.2 + 0.8 * 2 / 3),
+        ('{"name": "Ada"}', 0.2 + 0.8 / 2),
+        ("{}", 0.2),
+        ("[1]", 0.0),
+        ("Ada is 30", 0.0),
+        ('{"name": "Ada", "age": true}', 0.2 + 0.8 / 2),
+    ],
+)
+def test_json_extraction_counts_right_fields(response, reward):
+    row = {"prompt": "p", "answer": '{"name": "Ada", "age": 30}'}
+    assert json_extraction.extracts_fields(answer(row, response)).reward == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [("1, 2, 3", 1.0), ("[1,2,3]", 1.0), ("1, 3, 2", 0.25), ("3, 2, 1", 0.0), ("1, 2", 0.0), ("1, 2, 2, 3", 0.0), ("1 2 3", 0.0), ("", 0.0)],
+)
+def test_sorting_gives_half_of_the_share_of_neighbours_in_order(response, reward):
+    row = {"prompt": "p", "answer": "1, 2, 3", "numbers": [3, 1, 2]}
+    assert sorting.in_order(answer(row, response)).reward == reward
+
+
+def test_a_summary_is_scored_by_coverage_and_length():
+    row = {"prompt": "p", "answer": "", "target_words": 10, "facts": ["otter", "river", "coin", "child"]}
+    fits = summary_length.fits(answer(row, "an otter and a coin"))  # 2 of 4 facts, 5 of 10 words
+    assert fits == RewardResult(0.25, {"coverage": 0.5, "length": 0.5})
+
+
+def test_preferences_are_win_rates_with_ties_as_half():
+    row = {"prompt": "p", "answer": "", "target_words": 4, "facts": ["otter", "river", "coin", "child"]}
+    samples = [answer(row, text) for text in ("otter river coin child", "otter river coin coin", "coin otter river river", "")]
+    assert [result.reward for result in summary_length.win_rates(samples)] == [1.0, 0.5, 0.5, 0.0]
+    with pytest.raises(ValueError, match="at least two"):
+        summary_length.win_rates(samples[:1])
+
+
+def test_filters_drop_groups_without_a_difference(task):
+    row = task.make_rows(size=1, seed=0)[0]
+    keep = next(value for name, value in vars(task).items() if name.startswith("keep_"))
+    alike = RewardResult(1.0, {"solved": 1.0, "parsed": 1.0, "sorted": 1.0, "same_numbers": 1.0})
+    decision = keep(group_of(row, [alike, alike]))
+    assert not decision.keep and decision.reason and decision.detail
