@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -22,10 +22,14 @@ JSONValue = Any  # None, bool, int, finite float, str, and lists and str-keyed d
 
 
 class ChatMessage(TypedDict):
-    """One turn of a conversation."""
+    """One turn of a conversation. A row's other keys stay beside these, and the chat template sees them."""
 
-    role: str
-    content: str
+    role: str  # system, user, assistant, tool, or what else the chat template knows
+    content: str  # "" where the turn is nothing but tool calls
+    reasoning_content: NotRequired[str]  # the thinking before the content
+    tool_calls: NotRequired[list[dict[str, JSONValue]]]  # {"type": "function", "function": {"name", "arguments"}}, arguments an object or its text
+    tool_call_id: NotRequired[str]  # of a tool's turn: the call that it answers
+    name: NotRequired[str]  # of who speaks, mostly the tool
 
 
 class Status(StrEnum):
@@ -139,10 +143,129 @@ class Sample:
 def _checked_messages(messages: object) -> tuple[ChatMessage, ...]:
     if not isinstance(messages, Sequence) or not messages:
         raise ValueError(f"Sample.prompt is {messages!r}; it must be text or a list of chat messages that is not empty")
+    checked: list[ChatMessage] = []
     for index, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ValueError(f"Sample.prompt[{index}] is {message!r}; a chat message has a text 'role' and a text 'content'")
-    return tuple(ChatMessage(role=m["role"], content=m["content"]) for m in messages)
+        try:
+            checked.append(checked_message(message))
+        except ValueError as error:
+            raise ValueError(f"Sample.prompt[{index}]{error}") from error
+    return tuple(checked)
+
+
+OTHER_THINKING_KEYS = ("reasoning", "thinking")  # names that some datasets give to reasoning_content
+MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
+
+
+def checked_message(message: object) -> ChatMessage:
+    """A copy of `message` as one turn, with every key that has a value.
+
+    A content of text parts becomes one text, the parts put together with nothing between them. No content beside tool calls becomes "". A
+    null elsewhere, or an empty list of tool calls, is an absent key. `reasoning` and `thinking` become reasoning_content.
+    Raises ValueError with a text that goes on after the message's name, such as ".content is of type int; it must be text".
+    """
+    if not isinstance(message, Mapping):
+        raise ValueError(f" is of type {type(message).__name__}; a chat message is an object with a role and a content")
+    turn: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
+    calls = _checked_tool_calls(turn.pop("tool_calls", []))
+    if calls:
+        turn.setdefault("content", "")
+    for key in ("role", "content"):
+        if key not in turn and key not in message:
+            raise ValueError(f" has no {key}; a chat message is an object with a role and a content")
+    role = turn.get("role")
+    if not isinstance(role, str):
+        raise ValueError(f".role is of type {type(role).__name__}; it must be text")
+    if not role:
+        raise ValueError(".role is empty; it must be system, user, assistant or tool")
+    if calls and role != "assistant":
+        raise ValueError(f" has the role {role} and tool_calls; only an assistant's turn calls tools")
+    turn["content"] = _checked_content(turn.get("content"))
+    for key in OTHER_THINKING_KEYS:
+        if key in turn and turn.setdefault("reasoning_content", turn[key]) == turn[key]:
+            del turn[key]
+    _check_other_keys(turn)
+    return cast(ChatMessage, turn | ({"tool_calls": calls} if calls else {}))
+
+
+def _checked_content(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise ValueError(f".content is of type {type(content).__name__}; it must be text")
+    if not content:
+        raise ValueError(".content is an empty list; it must be text, or a list of text parts")
+    parts: list[str] = []
+    for index, part in enumerate(content):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if kind != "text":
+            raise ValueError(f".content[{index}] is a part of type {kind!r}; only text can train, so leave such rows out")
+        if not isinstance(text, str):
+            raise ValueError(f'.content[{index}] has no text; a part is {{"type": "text", "text": "…"}}')
+        parts.append(text)
+    return "".join(parts)
+
+
+def _check_other_keys(turn: Mapping[str, Any]) -> None:
+    for key in ("reasoning_content", "tool_call_id", "name"):
+        if not isinstance(turn.get(key, ""), str):
+            raise ValueError(f".{key} is of type {type(turn[key]).__name__}; it must be text")
+    for key in OTHER_THINKING_KEYS:
+        if key in turn:
+            raise ValueError(f" has another text in {key} than in reasoning_content; keep one of them")
+    for key in MEDIA_KEYS:
+        if turn.get(key):
+            raise ValueError(f".{key}: only text can train, so leave such rows out")
+    if "function_call" in turn:
+        raise ValueError('.function_call is the old way to call a tool; write tool_calls: [{"type": "function", "function": {…}}]')
+    for key in ("weight", "train"):
+        if turn.get(key, 1) in (0, False):
+            raise ValueError(f".{key} is {turn[key]!r}, which is not read; the turns that train are chosen by sft.train_on")
+    for key, value in turn.items():
+        check_json(f".{key}", value)
+
+
+def _checked_tool_calls(calls: object) -> list[dict[str, Any]]:
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f".tool_calls is of type {type(calls).__name__}; it must be a list of tool calls")
+    return [_checked_tool_call(call, f".tool_calls[{index}]") for index, call in enumerate(calls)]
+
+
+def _checked_tool_call(call: object, name: str) -> dict[str, Any]:
+    form = '{"type": "function", "function": {"name": "…", "arguments": {…}}}'
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function, Mapping):
+        raise ValueError(f"{name} has no function; a tool call is {form}")
+    if (call.get("type") or "function") != "function":
+        raise ValueError(f"{name}.type is {call['type']!r}; a tool call is {form}")
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError(f"{name}.function.name is {function.get('name')!r}; it must be text that is not empty")
+    parse_tool_arguments(function.get("arguments"), f"{name}.function.arguments")
+    check_json(name, call)
+    kept = {key: value for key, value in call.items() if value is not None}
+    return {"type": "function", **kept, "function": dict(function)}
+
+
+def parse_tool_arguments(arguments: object, name: str) -> dict[str, Any]:
+    """The arguments of a tool call as an object, from one or from its JSON text. Raises ValueError, beginning with `name`, for others."""
+    value: object = arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments, object_pairs_hook=_unique_keys)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{name} is {arguments!r}, which is not the JSON text of an object ({error})") from error
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {arguments!r}; it must be an object or its JSON text, {{}} for no arguments")
+    check_json(name, value)
+    return dict(value)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise ValueError(f"the key {twice!r} stands twice")
+    return dict(pairs)
 
 
 def _finite(name: str, value: object) -> float:
