@@ -10,25 +10,15 @@ import numpy as np
 
 from rollouts.generation.group import ClosedGroup, failure_class_of
 from rollouts.generation.ledger import FILTERED
+from rollouts.generation.rollouts import convert_to_batch
 from rollouts.types import Max, Mean, Metric, Min, RolloutBatch, Sample, SampleGroup, Status, Total
 
 
 def make_batch(groups: Sequence[SampleGroup], *, temperature: float) -> RolloutBatch:
     """One row per sample, groups by group index, samples of a group in launch order. Temperature 0 is greedy, whose log-probs are at 1."""
     samples = tuple(sample for group in sorted(groups, key=lambda group: group.group_index) for sample in group.samples)
-    rewards = [sample.reward for sample in samples]
-    assert all(reward is not None for reward in rewards), "a sample without a reward reached the batch"
-    return RolloutBatch(
-        tokens=tuple(sample.tokens for sample in samples),
-        loss_masks=tuple(sample.loss_mask for sample in samples),
-        rewards=np.asarray(rewards, np.float32),
-        metadata=tuple(sample.metadata for sample in samples),
-        rollout_log_probs=tuple(sample.rollout_log_probs for sample in samples),
-        group_indices=np.asarray([sample.group_index for sample in samples], np.int64),
-        weight_versions=tuple(sample.weight_versions for sample in samples),
-        temperature=temperature or 1.0,
-        samples=samples,
-    )
+    assert all(sample.reward is not None for sample in samples), "a sample without a reward reached the batch"
+    return convert_to_batch(samples, temperature=temperature)
 
 
 def compute_batch_metrics(

@@ -1,0 +1,162 @@
+"""One token per row from logits, by inverse transform over a counter-based stream: a row's draws depend on its key and count alone."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollouts.types import FloatArray, IntArray, SamplingParams
+
+# How each row samples, one record per row. `drawn` is t: the number of tokens the row has drawn so far.
+DRAW_DTYPE = np.dtype([("key", np.uint64, 2), ("drawn", np.uint64), ("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64)])
+
+LARGEST_INVERSE_TEMPERATURE = 1e30  # 0 * inf would be NaN at the largest logit
+FIRST_CANDIDATES = 1024  # of top-p; a whole-vocabulary sort costs 50 times as much and is rarely needed
+
+
+class Sampled(NamedTuple):
+    """What was drawn for each row."""
+
+    token_ids: IntArray  # [B]
+    log_probs: FloatArray  # [B] nats, of the distribution drawn from; at temperature 0 of the one at temperature 1
+
+
+def stream_key(engine_seed: int, request_id: str, seed: int | None) -> tuple[int, int]:
+    """The key of a request's stream: from its own seed if it has one, else from its id."""
+    name = f"{engine_seed}/id/{request_id}" if seed is None else f"{engine_seed}/seed/{seed}"
+    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
+
+def make_draw(key: tuple[int, int], sampling: SamplingParams) -> NDArray[np.void]:
+    """One record of DRAW_DTYPE, at the start of its stream."""
+    return np.array((key, 0, sampling.temperature, sampling.top_p, sampling.top_k), DRAW_DTYPE)
+
+
+def compute_uniforms(keys: NDArray[np.uint64], drawn: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Uniform numbers [B] in [0, 1) with 53 bits, a function of (key [B, 2], drawn [B]) alone.
+
+    Two rounds of the splitmix64 finaliser (Steele et al. 2014), one per half of the key, so that streams of different keys do not
+    become shifted copies of each other.
+    """
+    first = _mix(keys[:, 0] + drawn * np.uint64(0x9E3779B97F4A7C15))
+    bits = _mix(first ^ keys[:, 1])
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def sample_tokens(logits: Tensor, draws: NDArray[np.void]) -> Sampled:
+    """One token per row of logits [B, V]. Each record of `draws` (DRAW_DTYPE) describes its row; the caller advances `drawn`.
+
+    The order of the filters is temperature, top-k, top-p on what top-k left; log-probs are of the renormalised distribution. At
+    temperature 0 the first largest logit is taken and the filters do not apply. A NaN among a row's logits, or a +inf, makes its
+    log-prob NaN: check it.
+    """
+    temperature = draws["temperature"].astype(np.float64)
+    greedy = temperature == 0
+    logits = logits.float()
+    filtered = ~greedy & ((draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < logits.shape[1])))
+    if filtered.any():
+        rows = torch.from_numpy(np.flatnonzero(filtered)).to(logits.device)
+        kept = keep_top(logits[rows], temperature[filtered], draws["top_k"][filtered], draws["top_p"][filtered].astype(np.float64))
+        logits = logits.index_copy(0, rows, kept)
+    largest = logits.amax(-1, keepdim=True)
+    weights = logits - largest
+    inverse = np.minimum(1 / np.where(greedy, 1.0, temperature), LARGEST_INVERSE_TEMPERATURE).astype(np.float32)
+    scale = None if (inverse == 1).all() else torch.from_numpy(inverse).to(logits.device)
+    if scale is not None:
+        weights.mul_(scale[:, None])
+    weights.exp_()
+    uniforms = torch.from_numpy(compute_uniforms(draws["key"], draws["drawn"]))
+    ids, totals = _invert(weights, uniforms.to(logits.device, non_blocking=True))
+    if greedy.any():
+        rows = torch.from_numpy(np.flatnonzero(greedy)).to(logits.device)
+        ids[rows] = logits[rows].argmax(-1)
+    chosen = (logits.gather(1, ids[:, None]) - largest)[:, 0]
+    log_probs = (chosen if scale is None else chosen * scale) - totals.log().float()
+    return Sampled(ids.cpu().numpy(), log_probs.cpu().numpy())
+
+
+def keep_top(logits: Tensor, temperature: NDArray[np.float64], top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
+    """The logits with -inf outside each row's kept set: the top_k largest, of these the fewest whose mass reaches top_p, at least one.
+
+    logits [B, V]; one temperature, top_k (0: all) and top_p per row.
+    """
+    device, vocab = logits.device, logits.shape[1]
+    inverse = torch.from_numpy((1 / temperature).clip(max=LARGEST_INVERSE_TEMPERATURE)).to(device)[:, None]
+    scaled = (logits - logits.amax(-1, keepdim=True)) * inverse.float()
+    limited = (top_k > 0) & (top_k < vocab)
+    limits = torch.from_numpy(np.where(limited, top_k, vocab)).to(device)[:, None]
+    mass = torch.from_numpy(top_p).to(device)[:, None]
+    candidates = min(vocab, max(FIRST_CANDIDATES, int(np.where(limited, top_k, 0).max())))
+    values, ids, reached = _largest(scaled, candidates, limits)
+    if bool(((limits > candidates) & (reached[:, -1:] < mass)).any()):
+        values, ids, reached = _largest(scaled, vocab, limits)
+    inside = torch.arange(values.shape[1], device=device) < limits
+    before = torch.nn.functional.pad(reached, (1, -1))
+    keep = inside & ((before < mass) | (mass >= 1))
+    masked = torch.where(keep, logits.gather(1, ids), float("-inf"))
+    return torch.full_like(logits, float("-inf")).scatter_(1, ids, masked)
+
+
+def _largest(scaled: Tensor, candidates: int, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The `candidates` largest of each row [B, candidates], their ids, and the share of the top-k mass up to and with each of them."""
+    values, ids = scaled.topk(candidates, dim=-1)
+    inside = torch.arange(candidates, device=scaled.device) < limits
+    weights = values.double().exp() * inside
+    total = weights.sum(-1, keepdim=True)
+    if bool((limits > candidates).any()):
+        total = torch.where(limits > candidates, scaled.exp().sum(-1, keepdim=True), total)
+    return values, ids, weights.cumsum(-1) / total
+
+
+@lru_cache(maxsize=64)
+def _block_size(vocab: int) -> int:
+    """A block length near the root of the vocabulary, a divisor of it where one lies within a factor of 4."""
+    root = vocab**0.5
+    divisors = [size for size in range(max(1, int(root / 4)), int(root * 4) + 1) if vocab % size == 0]
+    return min(divisors, key=lambda size: abs(np.log(size / root)), default=int(root))
+
+
+class _Inverted(NamedTuple):
+    ids: Tensor  # [B]
+    totals: Tensor  # [B] float64, sum of the weights
+
+
+def _invert(weights: Tensor, uniforms: Tensor) -> _Inverted:
+    """For each row of weights [B, V] the first index at which their running sum exceeds uniform * total; uniforms [B] are float64.
+
+    In two levels, blocks then one block's tokens: a running sum over the whole vocabulary would cost as much as the exponentials.
+    """
+    vocab = weights.shape[1]
+    size = _block_size(vocab)
+    if vocab % size:
+        weights = torch.nn.functional.pad(weights, (0, size - vocab % size))
+    blocks = weights.view(len(weights), -1, size)
+    block_edges = blocks.sum(-1).double().cumsum(-1)
+    block, rest = _first_above(block_edges, uniforms)
+    inner_edges = blocks[torch.arange(len(weights), device=weights.device), block].double().cumsum(-1)
+    inner, _ = _first_above(inner_edges, rest)
+    ids = (block * size + inner).clamp_(max=vocab - 1)  # NaN leads anywhere
+    return _Inverted(ids, block_edges[:, -1])
+
+
+def _first_above(edges: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Index [B] of the first of the edges [B, N] above uniform * last edge, and how far into that step the target lies, in [0, 1)."""
+    total = edges[:, -1]
+    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))  # rounding may reach the total itself
+    index = torch.searchsorted(edges, target[:, None], right=True)[:, 0].clamp_(max=edges.shape[1] - 1)
+    after = edges.gather(1, index[:, None])[:, 0]
+    before = torch.where(index > 0, edges.gather(1, (index - 1).clamp_(min=0)[:, None])[:, 0], torch.zeros_like(after))
+    return index, (target - before) / (after - before)

@@ -1,0 +1,164 @@
+"""Completions from a torch model in the calling thread, without an engine: token ids in, token ids and log-probs out.
+
+    requests ──► prompts in one padded forward pass ──► draw a token per row ──► one step of the cache ──► … until the last row has ended
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollouts.errors import ModelError, RequestRefused
+from rollouts.models.draws import make_draw, sample_tokens, stream_key
+from rollouts.models.requests import check_request
+from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+UNLIMITED = 2**62  # the context of a model that states none
+Steps = Generator[Tensor, Tensor, None]
+
+
+def sample_completions(
+    model: PreTrainedModel, requests: Sequence[GenerateRequest], *, seed: int = 0, weight_version: int = 0, use_cache: bool = True
+) -> list[Completion]:
+    """One completion per request, in their order: token ids (the stop token included) and log-probs in nats of the distribution drawn from.
+
+    The temperature, then top-k, then top-p shape that distribution; temperature 0 takes the likeliest token, with log-probs at temperature 1.
+    Draw t of a request depends on (seed, its own seed or else its id, t) alone, so neither its order nor its neighbours change it, but for
+    rounding. `weight_version` is written beside every token. The requests are one padded batch, decoded until the last row ends. The
+    model's dropout is off meanwhile and no gradient is kept.
+
+    `use_cache` keeps keys and values where the model can; without it, and for a model that has none, every step computes everything again.
+    Raises RequestRefused for an empty or too long prompt, an id outside the vocabulary, two requests of one id and wrong settings;
+    ModelError if the model's distribution is not finite.
+    """
+    if not requests:
+        return []
+    _check_requests(model, requests)
+    prompts = [np.asarray(request.prompt_ids, np.int64) for request in requests]
+    with evaluation_mode(model), torch.no_grad():
+        steps = _cached_steps(model, prompts) if use_cache and _has_cache(model) else _plain_steps(model, prompts)
+        return _draw_all(steps, requests, seed, weight_version)
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """The model without dropout inside the block; afterwards the modules that were training train again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+# --- drawing -----------------------------------------------------------------------------------------------------------------
+
+
+def _draw_all(steps: Steps, requests: Sequence[GenerateRequest], seed: int, weight_version: int) -> list[Completion]:
+    draws = np.stack([make_draw(stream_key(seed, request.request_id, request.sampling.seed), request.sampling) for request in requests])
+    token_ids: list[list[int]] = [[] for _ in requests]
+    log_probs: list[list[float]] = [[] for _ in requests]
+    reasons: list[FinishReason | None] = [None] * len(requests)
+    logits = next(steps)
+    while True:
+        sampled = sample_tokens(logits, draws)
+        draws["drawn"] += np.uint64(1)
+        for row, request in enumerate(requests):
+            if reasons[row] is not None:
+                continue
+            if not np.isfinite(sampled.log_probs[row]):
+                raise ModelError(
+                    f"request {request.request_id!r}: the model's distribution of token {len(token_ids[row])} is not finite; look for NaN in its "
+                    "weights, or lower the learning rate that made them"
+                )
+            token_ids[row].append(int(sampled.token_ids[row]))
+            log_probs[row].append(float(sampled.log_probs[row]))
+            reasons[row] = _finish_reason(token_ids[row], request)
+        if all(reason is not None for reason in reasons):
+            break
+        logits = steps.send(torch.from_numpy(sampled.token_ids).to(logits.device))
+    steps.close()
+    return [
+        Completion(
+            request_id=request.request_id,
+            token_ids=np.asarray(token_ids[row], np.int64),
+            log_probs=np.asarray(log_probs[row], np.float32),
+            weight_versions=np.full(len(token_ids[row]), weight_version, np.int64),
+            finish_reason=reasons[row] or "length",
+        )
+        for row, request in enumerate(requests)
+    ]
+
+
+def _finish_reason(token_ids: Sequence[int], request: GenerateRequest) -> FinishReason | None:
+    if token_ids[-1] in request.sampling.stop_token_ids:
+        return "stop"
+    return "length" if len(token_ids) == request.sampling.max_new_tokens else None
+
+
+# --- stepping ----------------------------------------------------------------------------------------------------------------
+
+
+def _cached_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
+    """Yields logits [B, V] of the next token; takes the tokens [B] that were drawn. Prompts are padded on the left, so all end together."""
+    width = max(len(prompt) for prompt in prompts)
+    input_ids, mask = np.zeros((len(prompts), width), np.int64), np.zeros((len(prompts), width), np.int64)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
+    ids, attention = torch.from_numpy(input_ids).to(model.device), torch.from_numpy(mask).to(model.device)
+    positions = (attention.cumsum(-1) - 1).clamp(min=0)
+    accepted = _accepted_inputs(model)
+    cache: Any = None
+    while True:
+        options = {"attention_mask": attention, "position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+        output: Any = model(input_ids=ids, **{name: value for name, value in options.items() if name in accepted})
+        cache = output.past_key_values
+        drawn = yield output.logits[:, -1]
+        ids, positions = drawn[:, None], positions[:, -1:] + 1
+        attention = torch.cat([attention, attention.new_ones((len(prompts), 1))], dim=1)
+
+
+def _plain_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
+    """The same without a cache. Rows are padded on the right, where no token of a causal model sees the padding: exact for all of them."""
+    rows = [torch.from_numpy(prompt).to(model.device) for prompt in prompts]
+    options: dict[str, Any] = {"use_cache": False} if "use_cache" in _accepted_inputs(model) else {}
+    while True:
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        ends = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
+        output: Any = model(input_ids=ids, **options)
+        drawn = yield output.logits[torch.arange(len(rows), device=ids.device), ends]
+        rows = [torch.cat([row, token[None]]) for row, token in zip(rows, drawn, strict=True)]
+
+
+def _has_cache(model: PreTrainedModel) -> bool:
+    """Whether padding on the left with a cache is exact: the model takes keys and values back, and a mask that hides the padding."""
+    return {"past_key_values", "use_cache", "attention_mask"} <= _accepted_inputs(model)
+
+
+def _accepted_inputs(model: PreTrainedModel) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)
+
+
+# --- checking ----------------------------------------------------------------------------------------------------------------
+
+
+def _check_requests(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> None:
+    config: Any = model.config.get_text_config()
+    embeddings: Any = model.get_input_embeddings()
+    context = getattr(config, "max_position_embeddings", None) or UNLIMITED
+    seen: set[str] = set()
+    for request in requests:
+        check_request(request, vocab_size=len(embeddings.weight), max_context=context)
+        if request.request_id in seen:
+            raise RequestRefused(f"request {request.request_id!r} is there twice; both would draw the same tokens: give every request its own id")
+        seen.add(request.request_id)
