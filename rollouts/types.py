@@ -222,6 +222,8 @@ def _check_other_keys(turn: Mapping[str, Any]) -> None:
         if turn.get(key, 1) in (0, False):
             raise ValueError(f".{key} is {turn[key]!r}, which is not read; the turns that train are chosen by sft.train_on")
     for key, value in turn.items():
+        if not isinstance(key, str):
+            raise ValueError(f" has the key {key!r}; keys must be text")
         check_json(f".{key}", value)
 
 

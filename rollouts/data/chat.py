@@ -9,14 +9,26 @@ rendering, never by searching for the content: what the template adds between "p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
-from rollouts.errors import DataError, ModelError
-from rollouts.types import BoolArray, ChatMessage, IntArray
+from rollouts.config.explain import nearest
+from rollouts.data.messages import parse_messages
+from rollouts.errors import ConfigError, DataError, ModelError
+from rollouts.types import BoolArray, ChatMessage, IntArray, JSONValue, check_json, parse_tool_arguments
+
+Tools = Sequence[Mapping[str, JSONValue]]  # JSON schemas of the tools that a conversation may call
+
+OWN_PARAMS = (
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length", "messages", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools",
+    "truncation",
+)  # fmt: skip
 
 
 class ChatTokenizer(Protocol):
@@ -30,6 +42,28 @@ class ChatTokenizer(Protocol):
 
     def apply_chat_template(self, conversation: Any, *, tokenize: bool = ..., add_generation_prompt: bool = ...) -> Any: ...
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateOptions:
+    """What a run tells its chat template beside the messages. Raises ConfigError for a parameter that is not the user's to set."""
+
+    params: Mapping[str, JSONValue] = field(default_factory=dict)  # by name, such as enable_thinking
+    thinking: Literal["keep", "drop"] = "keep"  # of the assistant turns in SFT conversations
+
+    def __post_init__(self) -> None:
+        if self.thinking not in ("keep", "drop"):
+            raise ConfigError(f"thinking={self.thinking!r}; it must be keep or drop")
+        for name, value in self.params.items():
+            if name in OWN_PARAMS:
+                raise ConfigError(f"the template parameter {name} is set by rollouts; leave it out")
+            try:
+                check_json(f"the template parameter {name}", value)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+
+
+DEFAULT_OPTIONS = TemplateOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,39 +87,55 @@ class TokenizedConversation:
 TrainOn = Literal["all", "last"] | Sequence[int]
 
 
-def render_prompt(prompt: str | Sequence[ChatMessage], tokenizer: ChatTokenizer) -> str:
+def render_prompt(
+    prompt: str | Sequence[ChatMessage], tokenizer: ChatTokenizer, *, options: TemplateOptions = DEFAULT_OPTIONS, tools: Tools | None = None
+) -> str:
     """The text that a model continues: `prompt` (text is one user turn) in the chat template, with the header of the assistant's turn.
 
-    Raises ModelError if the tokenizer has no chat template, DataError if the template refuses the messages.
+    Raises ModelError if the tokenizer has no chat template or it does not read a parameter, DataError if the template refuses the messages
+    or leaves out their tool calls or the tools.
     """
-    messages = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
-    return _render(messages, tokenizer, add_generation_prompt=True)
+    messages = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else parse_messages(list(prompt), where="the prompt")
+    template = _make_template(messages, tokenizer, options, tools)
+    return _render(messages, template, add_generation_prompt=True)
 
 
-def tokenize_prompt(prompt: str | Sequence[ChatMessage], tokenizer: ChatTokenizer) -> IntArray:
+def tokenize_prompt(
+    prompt: str | Sequence[ChatMessage], tokenizer: ChatTokenizer, *, options: TemplateOptions = DEFAULT_OPTIONS, tools: Tools | None = None
+) -> IntArray:
     """Token ids [T] of `render_prompt`. Special tokens come from the template alone."""
-    return np.asarray(tokenizer.encode(render_prompt(prompt, tokenizer), add_special_tokens=False), np.int64)
+    return np.asarray(tokenizer.encode(render_prompt(prompt, tokenizer, options=options, tools=tools), add_special_tokens=False), np.int64)
 
 
-def tokenize_conversation(messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, *, train_on: TrainOn = "all") -> TokenizedConversation:
+def tokenize_conversation(
+    messages: Sequence[ChatMessage],
+    tokenizer: ChatTokenizer,
+    *,
+    train_on: TrainOn = "all",
+    options: TemplateOptions = DEFAULT_OPTIONS,
+    tools: Tools | None = None,
+) -> TokenizedConversation:
     """The token ids of the whole conversation, and the spans of the assistant turns that `train_on` names: content and end token.
 
-    The header of a turn and what the template writes after the end token (a newline) are in no span. Turns that do not train may be
+    A span is what the model is to write after the prompt that generation gives it: thinking, content and tool calls as the template writes
+    them. The header of a turn and what the template writes after the end token (a newline) are in no span. Turns that do not train may be
     written as the template likes; some templates rewrite earlier turns, and then only the last can train.
     Raises ModelError if the template is missing, writes a turn that trains otherwise than it was generated, or ends it without a special
-    token; DataError if the template refuses the messages, train_on names no assistant turn, or a turn begins or ends within a token.
+    token; DataError if the template refuses the messages or leaves out a part of what trains, train_on names no assistant turn, or a turn
+    begins or ends within a token.
     """
     if not messages:
         raise DataError("the conversation has no messages")
-    text = _render(messages, tokenizer, add_generation_prompt=False)
-    special = _special_texts(tokenizer)
+    messages = parse_messages(list(messages), where="messages")
+    if options.thinking == "drop":
+        messages = _drop_thinking(messages)
+    template = _make_template(messages, tokenizer, options, tools)
+    text = _render(messages, template, add_generation_prompt=False)
     turns = _choose_turns([index for index, message in enumerate(messages) if message["role"] == "assistant"], train_on)
-    bounds = [_find_turn(messages, turn, text, tokenizer, special) for turn in turns]
+    bounds = [_find_turn(messages, turn, text, template) for turn in turns]
     marks = [position for pair in bounds for position in pair]
     token_ids, token_marks = _tokenize_with_marks(text, marks, lambda piece: list(tokenizer.encode(piece, add_special_tokens=False)), turns)
-    spans = tuple(
-        MessageSpan("assistant", turn, start, end) for turn, start, end in zip(turns, token_marks[::2], token_marks[1::2], strict=True)
-    )
+    spans = tuple(MessageSpan("assistant", turn, start, end) for turn, start, end in zip(turns, token_marks[::2], token_marks[1::2], strict=True))
     return TokenizedConversation(np.asarray(token_ids, np.int64), spans)
 
 
@@ -115,14 +165,133 @@ def _choose_turns(turns: list[int], train_on: TrainOn) -> list[int]:
     return chosen
 
 
+# --- thinking ----------------------------------------------------------------------------------------------------------------
+
+THINKING = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+
+
+def _drop_thinking(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """The messages without what assistant turns thought: neither reasoning_content nor a leading <think>…</think>."""
+    return [_without_thinking(message, index) if message["role"] == "assistant" else message for index, message in enumerate(messages)]
+
+
+def _without_thinking(message: ChatMessage, index: int) -> ChatMessage:
+    content = message["content"]
+    thought = THINKING.match(content)
+    if thought:
+        content = content[thought.end() :]
+    elif content.lstrip().startswith("<think>"):
+        raise DataError(f"message {index} begins with <think> that never closes, so sft.thinking='drop' leaves nothing; leave the row out")
+    thinks = thought is not None or "reasoning_content" in message
+    if thinks and not content.strip() and "tool_calls" not in message:
+        raise DataError(f"message {index} is nothing but thinking, so sft.thinking='drop' leaves nothing; leave the row out")
+    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return cast(ChatMessage, rest | {"content": content})
+
+
 # --- rendering ---------------------------------------------------------------------------------------------------------------
 
 
-def _render(messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, *, add_generation_prompt: bool) -> str:
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """A tokenizer's chat template with what it is given beside the messages, and the form in which it takes tool calls."""
+
+    tokenizer: ChatTokenizer
+    params: Mapping[str, JSONValue]
+    tools: Tools | None = None
+    arguments: Literal["object", "text"] = "object"  # most templates write arguments as JSON themselves; some want the text of it
+    empty_content: str | None = ""  # of a turn with nothing but tool calls; some templates want none
+
+
+FORMS: tuple[tuple[Literal["object", "text"], str | None], ...] = (("object", ""), ("text", ""), ("object", None), ("text", None))
+
+
+def _make_template(messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, options: TemplateOptions, tools: Tools | None) -> _Template:
+    """The template, ready for these messages. Raises if there is none, or it has no place for a parameter, the tools or a tool call."""
     if not tokenizer.chat_template:
-        raise ModelError("the tokenizer has no chat template; use an instruct model, or put chat_template.jinja into the model directory")
+        raise ModelError(
+            "the tokenizer has no chat template; use an instruct model, set model.chat_template, or put chat_template.jinja into the model directory"
+        )
+    if options.params:
+        _check_params(options.params, tokenizer.chat_template)
+    template = _Template(tokenizer, options.params, tools or None)
+    if any(message.get("tool_calls") for message in messages):
+        template = _choose_form(messages, template)
+    if tools:
+        _check_tools_are_written(messages, template)
+    return template
+
+
+def _check_params(params: Mapping[str, JSONValue], chat_template: object) -> None:
+    source = "\n".join(map(str, chat_template.values())) if isinstance(chat_template, Mapping) else str(chat_template)
+    words = set(re.findall(r"[A-Za-z_]\w*", source))
+    for name in params:
+        if name not in words:
+            close = nearest(name, sorted(words))
+            hint = f"; did you mean {close}?" if close else ""
+            raise ModelError(f"model.template_params.{name}: the chat template does not read it{hint}")
+
+
+def _check_tools_are_written(messages: Sequence[ChatMessage], template: _Template) -> None:
+    written = _render(messages, template, add_generation_prompt=False)
+    if written == _render(messages, replace(template, tools=None), add_generation_prompt=False):
+        raise DataError(
+            "the row has tools, and the chat template does not write them; describe them in the system prompt and remove `tools` from the row, "
+            "or set model.chat_template to one that does"
+        )
+
+
+def _choose_form(messages: Sequence[ChatMessage], template: _Template) -> _Template:
+    """The template in the first form in which it writes every tool call, tried with names and arguments that occur nowhere else."""
+    probe, marks = _mark_tool_calls(messages)
+    refusals: list[DataError] = []
+    lacking: int | None = None
+    for arguments, empty_content in FORMS:
+        tried = replace(template, arguments=arguments, empty_content=empty_content)
+        try:
+            text = _render(probe, tried, add_generation_prompt=False)
+        except DataError as error:
+            refusals.append(error)
+            continue
+        unwritten = next((index for index, mark in marks if not _writes_call(text, mark)), None)
+        if unwritten is None:
+            return tried
+        lacking = unwritten if lacking is None else lacking
+    if lacking is None:
+        mistyped = [isinstance(error.__cause__, TypeError) for error in refusals]  # text where an object is wanted, or the other way round
+        raise refusals[mistyped.index(False) if False in mistyped else 0]
+    raise DataError(
+        f"the chat template does not write every tool call of message {lacking} (with its arguments); set model.chat_template to one that does, "
+        "or leave the row out"
+    )
+
+
+def _mark_tool_calls(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], list[tuple[int, str]]]:
+    """The messages with a mark for every call's name and its one argument, and those marks with the positions of their messages."""
+    marked: list[ChatMessage] = []
+    marks: list[tuple[int, str]] = []
+    for index, message in enumerate(messages):
+        calls: list[dict[str, JSONValue]] = []
+        for call in message.get("tool_calls", ()):
+            mark = f"q{len(marks)}zq"
+            marks.append((index, mark))
+            calls.append({**call, "function": {**call["function"], "name": f"name{mark}", "arguments": {f"key{mark}": f"value{mark}"}}})
+        marked.append(cast(ChatMessage, message | {"tool_calls": calls}) if calls else message)
+    return marked, marks
+
+
+def _writes_call(text: str, mark: str) -> bool:
+    """Whether the call with this mark is written in full, its argument neither in Python's notation nor as JSON text within JSON."""
+    spoilt = (f"{{'key{mark}'", f'\\"key{mark}')
+    return all(f"{part}{mark}" in text for part in ("name", "key", "value")) and not any(form in text for form in spoilt)
+
+
+def _render(messages: Sequence[ChatMessage], template: _Template, *, add_generation_prompt: bool) -> str:
+    apply: Any = template.tokenizer.apply_chat_template
+    given = {"tools": [dict(tool) for tool in template.tools]} if template.tools else {}
+    turns = [_in_form(message, template) for message in messages]
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = apply(turns, tokenize=False, add_generation_prompt=add_generation_prompt, **given, **template.params)
     except Exception as error:  # a template raises what its author chose, and jinja adds its own
         roles = ", ".join(message["role"] for message in messages)
         raise DataError(f"the chat template refuses messages with the roles {roles}: {type(error).__name__}: {error}") from error
@@ -130,48 +299,127 @@ def _render(messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, *, add_ge
     return text
 
 
+def _in_form(message: ChatMessage, template: _Template) -> dict[str, Any]:
+    turn: dict[str, Any] = dict(message)
+    if "tool_calls" not in turn:
+        return turn
+    turn["content"] = turn["content"] or template.empty_content
+    turn["tool_calls"] = [
+        {**call, "function": {**call["function"], "arguments": _form_arguments(call["function"]["arguments"], template.arguments)}}
+        for call in turn["tool_calls"]
+    ]
+    return turn
+
+
+def _form_arguments(arguments: object, form: Literal["object", "text"]) -> object:
+    if form == "object":
+        return parse_tool_arguments(arguments, "arguments")
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+# --- spans -------------------------------------------------------------------------------------------------------------------
+
+
 def _special_texts(tokenizer: ChatTokenizer) -> tuple[str, ...]:
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return tuple(dict.fromkeys(text for text in [*tokenizer.all_special_tokens, *added] if text))
 
 
-def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, tokenizer: ChatTokenizer, special: tuple[str, ...]) -> tuple[int, int]:
+def _added_texts(tokenizer: ChatTokenizer) -> tuple[str, ...]:
+    return tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip())
+
+
+def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, template: _Template) -> tuple[int, int]:
     """(start, end) in characters of what turn `turn` teaches."""
     if turn == 0:
         raise DataError("message 0 is an assistant turn; a conversation begins with a system or user turn")
-    prompt = _render(messages[:turn], tokenizer, add_generation_prompt=True)
-    ended = text if turn == len(messages) - 1 else _render(messages[: turn + 1], tokenizer, add_generation_prompt=False)
-    if not text.startswith(ended):
-        raise ModelError(
-            f"the chat template rewrites messages up to {turn} when later turns follow ({_first_difference(ended, text)}); such a conversation "
-            "cannot train on all turns at once: set sft.train_on = \"last\", with one row per answer"
-        )
+    prompt = _render(messages[:turn], template, add_generation_prompt=True)
+    ended = text if turn == len(messages) - 1 else _render(messages[: turn + 1], template, add_generation_prompt=False)
     if not ended.startswith(prompt):
         raise ModelError(
             f"the chat template writes another header before message {turn} than it does for generation ({_first_difference(prompt, ended)}); "
             "what trains would not be what the model is asked for; use another chat template"
         )
     body = ended[len(prompt) :]
-    end = _find_end(body, messages[turn]["content"].strip(), special)
+    end = _find_end(body, messages, turn, template)
     if end is None:
         raise ModelError(
             f"the chat template ends message {turn} with {body[-20:]!r}, not with a special token; a model trained on that never learns to stop; "
             "use a template that ends the assistant's turn"
         )
-    return len(prompt), len(prompt) + end
+    trained = ended[: len(prompt) + end]
+    if not text.startswith(trained):
+        raise ModelError(
+            f"the chat template rewrites messages up to {turn} when later turns follow ({_first_difference(trained, text)}); such a conversation "
+            'cannot train on all turns at once: set sft.train_on = "last", with one row per answer'
+        )
+    _check_turn_is_written(messages, turn, ended, template)
+    return len(prompt), len(trained)
 
 
-def _find_end(body: str, content: str, special: tuple[str, ...]) -> int | None:
-    """Where the first special token after the content ends, if nothing but white space and special tokens follows it."""
+def _check_turn_is_written(messages: Sequence[ChatMessage], turn: int, ended: str, template: _Template) -> None:
+    """Raises DataError if thinking, or content beside tool calls, could be changed without changing what the template writes."""
+    message = messages[turn]
+    parts = {"reasoning_content": "thinking (reasoning_content)"}
+    if message.get("tool_calls"):
+        parts["content"] = "content beside its tool calls"
+    for key, name in parts.items():
+        value = str(message.get(key, "")).strip()
+        if not value:
+            continue
+        other = cast(ChatMessage, message | {key: f"{value} {value}"})
+        if _render([*messages[:turn], other], template, add_generation_prompt=False) == ended:
+            way_out = "set sft.thinking='drop', " if key == "reasoning_content" else ""
+            raise DataError(
+                f"the chat template does not write the {name} of message {turn}, so it would not train; {way_out}remove it from the row, or set "
+                "model.chat_template to one that does"
+            )
+
+
+def _find_end(body: str, messages: Sequence[ChatMessage], turn: int, template: _Template) -> int | None:
+    """Where the end token of the turn ends in what was written after its prompt; None if it ends without one.
+
+    What follows the content, or the tool calls, must be special tokens and white space alone. If there are several, as after a tool call or
+    where a template closes the conversation too, the one that ends a plain answer in this place is meant, otherwise the first.
+    """
+    content = messages[turn]["content"].strip()
     after_content = body.find(content) + len(content) if content in body else 0
-    ends = [(at, -len(token)) for token in special if (at := body.find(token, after_content)) >= 0]
-    if not ends:
+    tail = _find_tail(body, after_content, _special_texts(template.tokenizer))
+    if len(tail) == 1:
+        return tail[0][1]
+    usual = _find_usual_end(messages, turn, template)
+    if not tail:  # some tokenizers end a turn with an added token that is not marked as special
+        tail = [found for found in _find_tail(body, after_content, _added_texts(template.tokenizer)) if body[found[0] : found[1]] == usual]
+    ends = [end for start, end in tail if body[start:end] == usual] or [end for _, end in tail]
+    return ends[0] if ends else None
+
+
+def _find_tail(body: str, begin: int, tokens: Sequence[str]) -> list[tuple[int, int]]:
+    """(start, end) of the tokens that stand, with nothing but white space between and after them, at the end of body[begin:]."""
+    if not tokens:
+        return []
+    one = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+    run = re.search(rf"(?:(?:{one})\s*)+\Z", body[begin:])
+    if run is None:
+        return []
+    offset = begin + run.start()
+    return [(offset + found.start(), offset + found.end()) for found in re.finditer(one, run.group())]
+
+
+def _find_usual_end(messages: Sequence[ChatMessage], turn: int, template: _Template) -> str | None:
+    """The added token that the template writes after a plain answer in the place of turn `turn`; None if it refuses one there."""
+    answer = "plain answer"
+    try:
+        text = _render([*messages[:turn], ChatMessage(role="assistant", content=answer)], template, add_generation_prompt=False)
+    except DataError:
         return None
-    at, negative_length = min(ends)  # the longer of two that begin together
-    rest = body[at - negative_length :]
-    for token in special:
-        rest = rest.replace(token, "")
-    return None if rest.strip() else at - negative_length
+    rest = text.rpartition(answer)[2]
+    tokens = {*_special_texts(template.tokenizer), *_added_texts(template.tokenizer)}
+    starts = [(at, -len(token), token) for token in tokens if (at := rest.find(token)) >= 0]
+    if not starts:
+        return None
+    at, _, token = min(starts)
+    return None if rest[:at].strip() else token
 
 
 def _first_difference(first: str, second: str) -> str:
@@ -182,9 +430,7 @@ def _first_difference(first: str, second: str) -> str:
 # --- tokens ------------------------------------------------------------------------------------------------------------------
 
 
-def _tokenize_with_marks(
-    text: str, marks: Sequence[int], encode: Callable[[str], list[int]], turns: Sequence[int]
-) -> tuple[list[int], list[int]]:
+def _tokenize_with_marks(text: str, marks: Sequence[int], encode: Callable[[str], list[int]], turns: Sequence[int]) -> tuple[list[int], list[int]]:
     """(token ids of the whole text, the token position of every character position in `marks`).
 
     Raises DataError if a mark lies within a token.
@@ -192,7 +438,10 @@ def _tokenize_with_marks(
     token_ids = encode(text)
     pieces = [encode(text[start:end]) for start, end in zip([0, *marks], [*marks, len(text)], strict=True)]
     if [token for piece in pieces for token in piece] == token_ids:
-        return token_ids, np.cumsum([len(piece) for piece in pieces])[:-1].tolist()
+        positions = np.cumsum([len(piece) for piece in pieces])[:-1].tolist()
+        later_starts = zip(marks[2::2], positions[2::2], strict=True)  # generation gets all before a turn in one piece; the first has been seen
+        if all(encode(text[:mark]) == token_ids[:position] for mark, position in later_starts):
+            return token_ids, positions
     # Some tokenizers put a space before the first word of any text, so pieces differ where the whole does not: compare prefixes instead.
     token_marks: list[int] = []
     for number, mark in enumerate(marks):
@@ -201,7 +450,7 @@ def _tokenize_with_marks(
             edge = "begins" if number % 2 == 0 else "ends"
             raise DataError(
                 f"message {turns[number // 2]} {edge} within a token (near {text[max(0, mark - 10) : mark + 10]!r}): the model would never be asked "
-                "for it that way; strip white space from both ends of the content"
+                "for it that way; strip white space from both ends of the content, or use a template whose header ends without a space"
             )
         token_marks.append(len(prefix))
     return token_ids, token_marks

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from rollouts.data.chat import ChatTokenizer, TrainOn, compute_loss_mask, tokenize_conversation
+from rollouts.data.chat import DEFAULT_OPTIONS, ChatTokenizer, TemplateOptions, TrainOn, compute_loss_mask, tokenize_conversation
 from rollouts.data.datasets import row_to_conversation
+from rollouts.data.messages import parse_tools
 from rollouts.errors import DataError, ModelError
 from rollouts.types import BoolArray, IntArray, RolloutBatch
 
@@ -34,9 +35,15 @@ class SFTData:
 
 
 def prepare_sft_rows(
-    rows: Sequence[Mapping[str, Any]], tokenizer: ChatTokenizer, *, max_length: int, train_on: TrainOn = "all", name: str = "sft.data"
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: ChatTokenizer,
+    *,
+    max_length: int,
+    train_on: TrainOn = "all",
+    options: TemplateOptions = DEFAULT_OPTIONS,
+    name: str = "sft.data",
 ) -> SFTData:
-    """Every row as a sample of at most `max_length` tokens, in the rows' order.
+    """Every row as a sample of at most `max_length` tokens, in the rows' order. The tools of a row are its row["tools"].
 
     A longer row is cut on the right if tokens that train remain, and dropped otherwise; both are counted.
     Raises DataError naming the row if it is no conversation, or naming max_length if nothing is left; ModelError for the chat template.
@@ -44,7 +51,7 @@ def prepare_sft_rows(
     samples: list[SFTSample] = []
     truncated = dropped = longest = 0
     for row_id, row in enumerate(rows):
-        sample = _prepare_row(row, row_id, tokenizer, train_on, where=f"{name}: row {row_id}")
+        sample = _prepare_row(row, row_id, tokenizer, train_on, options, where=f"{name}: row {row_id}")
         longest = max(longest, len(sample.token_ids))
         cut = SFTSample(sample.token_ids[:max_length], sample.loss_mask[:max_length], row_id)
         if not cut.loss_mask.any():
@@ -61,10 +68,13 @@ def prepare_sft_rows(
     return SFTData(tuple(samples), truncated, {"no_trained_tokens": dropped} if dropped else {})
 
 
-def _prepare_row(row: Mapping[str, Any], row_id: int, tokenizer: ChatTokenizer, train_on: TrainOn, *, where: str) -> SFTSample:
+def _prepare_row(
+    row: Mapping[str, Any], row_id: int, tokenizer: ChatTokenizer, train_on: TrainOn, options: TemplateOptions, *, where: str
+) -> SFTSample:
     messages = row_to_conversation(row, where=where)
+    tools = parse_tools(row.get("tools"), where=f"{where}: tools")
     try:
-        conversation = tokenize_conversation(messages, tokenizer, train_on=train_on)
+        conversation = tokenize_conversation(messages, tokenizer, train_on=train_on, options=options, tools=tools)
         loss_mask = compute_loss_mask(conversation, train_on)
     except (DataError, ModelError) as error:
         raise type(error)(f"{where}: {error}") from error

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from rollouts.data.chat import ChatTokenizer, tokenize_prompt
+from rollouts.data.chat import DEFAULT_OPTIONS, ChatTokenizer, TemplateOptions, tokenize_prompt
+from rollouts.data.messages import parse_tools
 from rollouts.protocols import GenerateFn, InferenceEngine
-from rollouts.types import ChatMessage, FinishReason, GenerateRequest, IntArray, Sample, SamplingParams, Status
+from rollouts.types import FinishReason, GenerateRequest, IntArray, Sample, SamplingParams, Status
 
 STATUS_OF: dict[FinishReason, Status] = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
 CACHED_PROMPTS = 4096  # a prompt of 1000 tokens takes 8 kB
@@ -23,24 +25,25 @@ class GenerationTokenizer(ChatTokenizer, Protocol):
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any: ...
 
 
-def make_chat_generate(tokenizer: GenerationTokenizer) -> GenerateFn:
+def make_chat_generate(tokenizer: GenerationTokenizer, *, options: TemplateOptions = DEFAULT_OPTIONS) -> GenerateFn:
     """A generate function that answers a prompt (text is one user turn) in the chat template with one completion.
 
-    Given a sample that was aborted, it goes on after the tokens there are, with what is left of max_new_tokens; whether those tokens are
-    fresh enough is the caller's business. A prompt is tokenized once however many samples it has.
+    The tools of a prompt are its sample's metadata["tools"]. Given a sample that was aborted, it goes on after the tokens there are, with
+    what is left of max_new_tokens; whether those tokens are fresh enough is the caller's business. A prompt is tokenized once however many
+    samples it has.
     The function raises DataError and ModelError like tokenize_prompt, RequestRefused and EngineError like the engine.
     """
 
     @functools.lru_cache(maxsize=CACHED_PROMPTS)
-    def tokenize(prompt: str | tuple[tuple[str, str], ...]) -> IntArray:
-        messages = prompt if isinstance(prompt, str) else [ChatMessage(role=role, content=content) for role, content in prompt]
-        token_ids = tokenize_prompt(messages, tokenizer)
+    def tokenize(key: str) -> IntArray:
+        prompt, tools = json.loads(key)
+        token_ids = tokenize_prompt(prompt, tokenizer, options=options, tools=parse_tools(tools, where="the sample's tools"))
         token_ids.flags.writeable = False
         return token_ids
 
     async def chat_generate(sample: Sample, engine: InferenceEngine, sampling: SamplingParams) -> Sample:
         continued = sample.status is Status.ABORTED and bool(sample.loss_mask.any())
-        tokens = sample.tokens if continued else tokenize(_hashable(sample.prompt))
+        tokens = sample.tokens if continued else tokenize(json.dumps([sample.prompt, sample.metadata.get("tools")]))
         mask = sample.loss_mask if continued else np.zeros(len(tokens), np.bool_)
         request = _make_request(sample.id, tokens, int(mask.sum()), sampling)
         if request is None:
@@ -67,10 +70,6 @@ def compute_request_seed(run_seed: int, sample_id: str) -> int:
     """63 bits that depend on both arguments and nothing else: the same in every process and on every machine."""
     digest = hashlib.sha256(f"{run_seed}/{sample_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
-
-
-def _hashable(prompt: str | tuple[ChatMessage, ...]) -> str | tuple[tuple[str, str], ...]:
-    return prompt if isinstance(prompt, str) else tuple((message["role"], message["content"]) for message in prompt)
 
 
 def _make_request(sample_id: str, tokens: IntArray, done: int, sampling: SamplingParams) -> GenerateRequest | None:
