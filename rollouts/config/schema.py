@@ -83,7 +83,7 @@ class DataSourceConfig(Section):
 
 
 def _as_list(sources: Any) -> Any:
-    return [sources] if isinstance(sources, dict) else sources
+    return [sources] if isinstance(sources, dict | DataSourceConfig) else sources
 
 
 Sources = Annotated[list[DataSourceConfig], BeforeValidator(_as_list), Field(min_length=1)]

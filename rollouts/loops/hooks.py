@@ -10,6 +10,10 @@ async def do_nothing(step: int) -> None:
     """The hook that is not there."""
 
 
+def prepare_nothing(step: int) -> None:
+    """The preparation that is not needed."""
+
+
 def never() -> bool:
     """The stop request that never comes."""
     return False
@@ -23,6 +27,11 @@ class LoopHooks:
     save_checkpoint: Callable[[int], Awaitable[None]] = do_nothing  # every `checkpoint_every` steps, and after the last
     stop_requested: Callable[[], bool] = never  # asked after every step; True ends the loop after a checkpoint
     checkpoint_every: int = 0  # 0: only after the last step
+    before_step: Callable[[int], None] = prepare_nothing  # before step `step` + 1 draws its prompts; RL only
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a step that is not the last is followed by a checkpoint."""
+        return self.checkpoint_every > 0 and step % self.checkpoint_every == 0
 
 
 async def run_hooks(hooks: LoopHooks, step: int, *, last_step: int, eval_every: int, stop_every: int = 1) -> bool:
@@ -32,7 +41,7 @@ async def run_hooks(hooks: LoopHooks, step: int, *, last_step: int, eval_every: 
     """
     stopping = hooks.stop_requested() and step % stop_every == 0
     last = stopping or step == last_step
-    if last or (hooks.checkpoint_every and step % hooks.checkpoint_every == 0):
+    if last or hooks.saves_after(step):
         await hooks.save_checkpoint(step)
     if not last and eval_every and step % eval_every == 0:
         await hooks.evaluate(step)

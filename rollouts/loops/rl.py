@@ -13,6 +13,7 @@ from typing import Protocol
 import trio
 
 from rollouts.config.schema import RLTrainingConfig
+from rollouts.errors import NotEnoughSamples, UserFunctionError
 from rollouts.loops.hooks import LoopHooks, run_hooks
 from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
 from rollouts.loops.sft import step_metrics, warn_of_skipped_step
@@ -57,15 +58,22 @@ async def run_rl_training(
     Consumes prompts through `rollout_manager`; produces weights inside `backend` and pushes them to the engines every `sync_every`
     steps. Generation and training alternate: the loop waits for a whole batch, then for the step, then for the engines. Each of
     `updates_per_batch` optimizer steps uses the whole batch; together they advance the weight version once. A step whose loss or
-    gradient is not finite changes nothing and still consumes its batch.
+    gradient is not finite changes nothing and still consumes its batch. When the manager's budget of failures or attempts is spent, the
+    steps that are complete are saved before NotEnoughSamples, or what a filter raised, leaves.
     """
     hooks = hooks or LoopHooks()
     loss = make_loss_spec(config)
     history: list[dict[str, float]] = []
     for step in range(completed_steps + 1, config.steps + 1):
         timer = PhaseTimer()
-        with timer.phase("generate"):
-            batch = await generate_and_log(rollout_manager, metrics_logger, step)
+        hooks.before_step(step - 1)
+        try:
+            with timer.phase("generate"):
+                batch = await generate_and_log(rollout_manager, metrics_logger, step)
+        except (NotEnoughSamples, UserFunctionError):
+            if step - 1 > completed_steps and not hooks.saves_after(step - 1):
+                await hooks.save_checkpoint(step - 1)
+            raise
         lags = compute_lags(batch, step - 1)
         check_staleness(lags, max_staleness=config.max_staleness)
         with timer.phase("log_probs"):

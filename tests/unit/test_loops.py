@@ -11,7 +11,7 @@ import trio
 from rollouts.config.schema import DataSourceConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.sft import SFTSample
-from rollouts.errors import ConfigError, StalenessError
+from rollouts.errors import ConfigError, NotEnoughSamples, StalenessError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.hooks import LoopHooks
@@ -102,10 +102,11 @@ def rl_config(**changes: object) -> RLTrainingConfig:
     return RLTrainingConfig.model_validate({"data": DATA, "steps": 3, "rollout": rollout, **changes})
 
 
-def make_manager(engine: ScriptedEngine, buffer: DataBuffer, config: RLTrainingConfig, version) -> AsyncRolloutManager:
-    async def reward(sample: Sample) -> float:
-        return float(sample.id.endswith("s000"))
+async def first_is_right(sample: Sample) -> float:
+    return float(sample.id.endswith("s000"))
 
+
+def make_manager(engine: ScriptedEngine, buffer: DataBuffer, config: RLTrainingConfig, version, reward=first_is_right) -> AsyncRolloutManager:
     return AsyncRolloutManager(
         buffer,
         engine,
@@ -144,6 +145,32 @@ async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
     assert row["off_policy/max"] == 0.0
     assert row["weight_sync/made_up"] == 1.0
     np.testing.assert_allclose(np.unique(np.concatenate(backend.batches[0].advantages)), [-0.70710578, 0.0, 0.70710578], atol=1e-5)
+
+
+@pytest.mark.parametrize(("checkpoint_every", "saved"), [(0, [("save", 2)]), (1, [("save", 1), ("save", 2)])])
+async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_saved(autojump_clock, checkpoint_every, saved):
+    engine, buffer, config = ScriptedEngine(), DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0), rl_config()
+    logger, diary = MemoryLogger(), Diary(checkpoint_every=checkpoint_every)
+    asked = 0
+
+    async def reward(sample: Sample) -> float:
+        nonlocal asked
+        asked += 1
+        if asked > 8:  # from the third step on
+            raise RuntimeError("the grader is gone")
+        return float(sample.id.endswith("s000"))
+
+    async def sync(backend, engines, version):
+        engines[0].set_version(version)
+        return {}
+
+    async with open_fake_backend() as backend:
+        manager = make_manager(engine, buffer, config, lambda: backend.weight_version, reward)
+        with pytest.raises(NotEnoughSamples, match="the grader is gone"):
+            await run_rl_training(backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks)
+    assert diary.entries == saved
+    assert logger.samples[-1][1] == 3 and logger.samples[-1][2] > 0, "what failed is in the record"
+    assert buffer.statistics()["returned"] > 0, "the prompts of the batch that failed are back"
 
 
 async def test_with_sync_every_2_the_engine_lags_by_one_step_and_no_more(autojump_clock):
