@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
 
 from rollouts.errors import ConfigError
+from rollouts.rewards.call import check_reward, function_name
 from rollouts.types import RewardResult, Sample
 
 THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"
+ANSWER_TAG = r"<answer>((?:(?!</?answer>).)*)</answer>"
+TAG_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def make_format_reward(pattern: str, *, weight: float = 1.0) -> Callable[[Sample], RewardResult]:
@@ -16,10 +22,7 @@ def make_format_reward(pattern: str, *, weight: float = 1.0) -> Callable[[Sample
 
     Part `format` is the reward itself. Raises ConfigError naming the pattern and the place where it is wrong.
     """
-    try:
-        compiled = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ConfigError(f"pattern={pattern!r} is not a regular expression: {error}") from error
+    compiled = _compile(pattern)
 
     def format_reward(sample: Sample) -> RewardResult:
         matched = weight * float(compiled.fullmatch(sample.response) is not None)
@@ -30,3 +33,101 @@ def make_format_reward(pattern: str, *, weight: float = 1.0) -> Callable[[Sample
 
 think_answer_format = make_format_reward(THINK_ANSWER)
 """1 where the response is <think>…</think> followed by <answer>…</answer> and nothing else."""
+
+
+def make_tags_reward(tags: Sequence[str], *, partial: bool = False) -> Callable[[Sample], RewardResult]:
+    """A reward of 1 where the response is <tag>…</tag> of each tag, in this order and with nothing but white space between, otherwise 0.
+
+    With `partial` it is the fraction of the opening and closing tags that stand in the response exactly once, in any order and with any text.
+    Part `format` is the reward itself. Raises ConfigError for no tags, a tag twice or a name that is no tag's.
+    """
+    names = [tags] if isinstance(tags, str) else list(tags)
+    if not names or len(set(names)) < len(names) or not all(TAG_NAME.fullmatch(name) for name in names):
+        raise ConfigError(f"tags={tags!r}; they must be names such as 'think' and 'answer', at least one and each once")
+    inside = "".join(f"</?{name}>|" for name in names).rstrip("|")
+    whole = re.compile(r"\s*" + r"\s*".join(rf"<{name}>(?:(?!{inside}).)*</{name}>" for name in names) + r"\s*", re.DOTALL)
+    marks = [mark for name in names for mark in (f"<{name}>", f"</{name}>")]
+
+    def tags_reward(sample: Sample) -> RewardResult:
+        once = sum(sample.response.count(mark) == 1 for mark in marks)
+        matched = once / len(marks) if partial else float(whole.fullmatch(sample.response) is not None)
+        return RewardResult(matched, {"format": matched})
+
+    return tags_reward
+
+
+def json_format(sample: Sample) -> RewardResult:
+    """1 where the whole response is one JSON value, otherwise 0; see make_json_reward."""
+    return _reward_json(sample, ())
+
+
+def make_json_reward(required_keys: Sequence[str]) -> Callable[[Sample], RewardResult]:
+    """A reward of 1 where the whole response is a JSON object with these keys, otherwise 0.
+
+    White space around it is allowed; NaN, Infinity and a key twice in one object are not JSON here. Parts: `format`, the reward itself, and
+    `json`, 1 if the response is JSON of any kind. The note says what is wrong. Raises ConfigError for a key that is no text, or a bare text of keys.
+    """
+    if isinstance(required_keys, str) or not all(isinstance(key, str) for key in required_keys):
+        raise ConfigError(f"required_keys={required_keys!r}; it must be a list of texts")
+    keys = tuple(required_keys)
+
+    def json_keys_format(sample: Sample) -> RewardResult:
+        return _reward_json(sample, keys)
+
+    return json_keys_format
+
+
+def make_extracted(reward: Callable[[Sample], Any], pattern: str = ANSWER_TAG, *, pick: str = "last") -> Callable[[Sample], RewardResult]:
+    """`reward` of the sample with its response cut down to what the pattern's group holds, the <answer> tag's text unless told otherwise.
+
+    The group is the first one, or the whole match of a pattern without groups; of several matches the last, or with pick="first" the first,
+    or with pick="only" none of them. White space around it is left out, a dot matches newlines too. Tokens and metadata stay those of the
+    whole sample. Parts: those of `reward` and `extracted`, 1; without a match the reward is 0, `extracted` 0 and a note says so, and `reward` is not
+    called, so its parts are missing. Raises ConfigError for a wrong pattern or pick.
+    """
+    compiled = _compile(pattern)
+    if pick not in ("first", "last", "only"):
+        raise ConfigError(f"pick={pick!r}; it must be first, last or only")
+    if compiled.groups > 1:
+        raise ConfigError(f"pattern={pattern!r} has {compiled.groups} groups; mark what to extract with one and write the others (?:…)")
+
+    def extracted_reward(sample: Sample) -> RewardResult:
+        found = [match for match in compiled.finditer(sample.response) if match[compiled.groups] is not None]
+        if not found or (pick == "only" and len(found) > 1):
+            return RewardResult(0.0, {"extracted": 0.0}, f"{len(found)} matches of {pattern}")
+        match = found[0 if pick == "first" else -1]
+        inner = replace(sample, response=match[compiled.groups].strip())
+        result = check_reward(reward(inner), f"reward function {function_name(reward)} on sample {sample.id}")
+        return RewardResult(result.reward, {**result.parts, "extracted": 1.0}, result.note)
+
+    return extracted_reward
+
+
+def _reward_json(sample: Sample, keys: tuple[str, ...]) -> RewardResult:
+    try:
+        value = json.loads(sample.response, parse_constant=_refuse_constant, object_pairs_hook=_object_of_unique_keys)
+    except (ValueError, RecursionError) as error:
+        return RewardResult(0.0, {"format": 0.0, "json": 0.0}, f"not JSON: {error}")
+    if not keys:
+        return RewardResult(1.0, {"format": 1.0, "json": 1.0})
+    missing = list(keys) if not isinstance(value, dict) else [key for key in keys if key not in value]
+    note = f"JSON without the keys {', '.join(missing)}" if missing else None
+    return RewardResult(float(not missing), {"format": float(not missing), "json": 1.0}, note)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return value
+
+
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"pattern={pattern!r} is not a regular expression: {error}") from error

@@ -1,0 +1,279 @@
+"""The child process in which model-written code runs. A script of its own: `python -I -S code_child.py REQUEST_FD RESULT_FD`.
+
+    worker ──> outer ──(own namespaces)──> init ──(own root, no privileges, limits)──> the code
+               waits                       waits; all that is left dies with it
+
+Each of the three is killed when the one before it dies. Without namespaces there is only one process, which puts itself under the limits.
+The request is one JSON object, the results are lines of JSON. It imports nothing of the package: what is here can be seen by the code.
+"""
+
+# ruff: noqa: PTH - pathlib would double the time that this process needs to start
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Any
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = (
+    0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
+)  # fmt: skip
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID = 1, 2
+SYS_MOUNT_SETATTR = 442  # the same number on every architecture
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+LINUX_CAPABILITY_VERSION_3 = 0x20080522
+NOBODY = 65534
+FIRST_OWN_UID = 1_000_000_000  # real root gives each child a user of its own: this plus its process id
+NEW_ROOT = "/proc"  # where the new root is put together: a directory that every host has and that nothing is taken from
+WORK = "/work"
+SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+
+
+def main(request_fd: int, result_fd: int) -> None:
+    die_with_parent()
+    with open(request_fd, "rb") as file:- a descriptor
+        request = json.load(file)
+    if os.getppid() != request["worker"]:
+        return  # it died before this process asked to die with it
+    signal.alarm(request["cpu_s"] + 90)  # in case that the worker hangs; not inherited by the inner processes
+    is_root = os.geteuid() == 0
+    own_uid = FIRST_OWN_UID + os.getpid()  # here, for in a namespace of processes the numbers start anew
+    got: dict[str, bool] = {name: False for name in ("network", "filesystem", "processes", "memory", "user", "privileges")}  # noqa: C420 - typed
+    if request["namespaces"] and enter_namespaces(is_root):
+        got["network"] = got["processes"] = True
+        wait_for(os.fork())  # the child goes on as init
+        die_with_parent()
+        prctl(PR_SET_DUMPABLE, 0)
+        got["filesystem"] = enter_own_root(request)
+        wait_for(os.fork())  # the child goes on as the one that runs the code
+    give_up_privileges(request, got, own_uid if is_root else None)
+    die_with_parent()  # a change of user takes this away
+    if request["expected"] is not None and got != request["expected"]:
+        report(result_fd, {"error": f"this process is isolated by {got}, the first one by {request['expected']}"})
+        os._exit(1)
+    report(result_fd, {"isolation": got})
+    if request["code"] is not None:
+        run_code(request, result_fd)
+
+
+def wait_for(child: int) -> None:
+    """Returns in the child; in the parent it ends the process with the child's status."""
+    if child == 0:
+        return
+    while True:  # init is given orphans too
+        process, status = os.wait()
+        if process == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
+
+
+# --- namespaces -----------------------------------------------------------------------------------------------------------------
+
+
+def enter_namespaces(is_root: bool) -> bool:
+    """Whether the children of this process have a network, process ids, mounts and IPC of their own. Root of a container without the right
+    to do so tries a user namespace, as any other user does."""
+    wanted = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
+    if is_root and libc().unshare(wanted) == 0:
+        return True
+    uid, gid = os.geteuid(), os.getegid()
+    if libc().unshare(wanted | CLONE_NEWUSER) != 0:
+        return False
+    # Without these maps the process is nobody, with all the rights that count here; a host that forbids them forbids the mounts too.
+    with contextlib.suppress(OSError):
+        write_text("/proc/self/setgroups", "deny")
+        write_text("/proc/self/gid_map", f"{NOBODY} {gid} 1")
+        write_text("/proc/self/uid_map", f"{NOBODY} {uid} 1")
+    return True
+
+
+def enter_own_root(request: dict[str, Any]) -> bool:
+    """Whether the file system is now a small one in memory: libraries to read, an empty working directory to write, nothing else."""
+    try:
+        mount("none", "/", None, MS_REC | MS_PRIVATE)
+        mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+        for path in [*SYSTEM_LIBRARIES, *python_libraries(), *request["import_paths"], *DEVICES]:
+            bind(path)
+        os.mkdir(NEW_ROOT + WORK)
+        if not os.path.lexists(NEW_ROOT + "/tmp"):
+            os.symlink(WORK, NEW_ROOT + "/tmp")
+        set_read_only(NEW_ROOT)
+        mount("tmpfs", NEW_ROOT + WORK, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=777,size={request['disk_bytes']},nr_inodes=4096")
+        os.chdir(NEW_ROOT)
+        check(libc().pivot_root(b".", b"."), "pivot_root")
+        check(libc().umount2(b".", MNT_DETACH), "umount2")
+        os.chdir(WORK)
+    except OSError:
+        return False
+    return True
+
+
+def python_libraries() -> list[str]:
+    return [path for path in sys.path if os.path.isdir(path)]
+
+
+def bind(path: str) -> None:
+    """`path` appears in the new root, unless it is not there or is already part of another that is."""
+    target = NEW_ROOT + path
+    if not os.path.exists(path) or os.path.lexists(target):
+        return
+    parent = os.path.dirname(target)
+    os.makedirs(parent, exist_ok=True)
+    if os.path.islink(path) and os.path.isdir(path):
+        os.symlink(os.readlink(path), target)- /lib -> usr/lib, which is bound itself
+        return
+    if os.path.isdir(path):
+        os.mkdir(target)
+    else:
+        write_text(target, "")
+    mount(path, target, None, MS_BIND | MS_REC)
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    encoded = [None if text is None else text.encode() for text in (source, target, kind)]
+    check(libc().mount(*encoded, ctypes.c_ulong(flags), None if options is None else options.encode()), f"mount {target}")
+
+
+def set_read_only(path: str) -> None:
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
+    done = libc().syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes))
+    check(done, f"mount_setattr {path}")
+
+
+# --- privileges and limits --------------------------------------------------------------------------------------------------------
+
+
+def give_up_privileges(request: dict[str, Any], got: dict[str, bool], own_uid: int | None) -> None:
+    """Writes into `got` what succeeded. The order matters: first what needs rights, then the rights."""
+    limit(resource.RLIMIT_CORE, 0)
+    limit(resource.RLIMIT_CPU, request["cpu_s"])
+    limit(resource.RLIMIT_FSIZE, request["disk_bytes"])
+    limit(resource.RLIMIT_NOFILE, 64)
+    got["user"] = (own_uid is not None and change_user(own_uid)) or got["filesystem"]
+    got["memory"] = limit(resource.RLIMIT_AS, request["memory_bytes"])
+    # Outside a namespace of processes none may be started, for it could outlive this one.
+    limited = limit(resource.RLIMIT_NPROC, request["max_processes"] if got["processes"] else 0)
+    got["processes"] = got["processes"] or (limited and os.geteuid() != 0)
+    got["privileges"] = prctl(PR_SET_NO_NEW_PRIVS, 1) and drop_capabilities()
+
+
+def limit(which: int, value: int) -> bool:
+    try:
+        resource.setrlimit(which, (value, value))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def change_user(own_uid: int) -> bool:
+    """Whether this process, root's until now, is a user's that owns nothing."""
+    for uid in (own_uid, NOBODY):  # a container may know no large numbers
+        try:
+            os.setgroups([])
+            os.setresgid(NOBODY, NOBODY, NOBODY)
+            os.setresuid(uid, uid, uid)
+        except OSError:
+            continue
+        return True
+    return False
+
+
+def drop_capabilities() -> bool:
+    header = (ctypes.c_uint32 * 2)(LINUX_CAPABILITY_VERSION_3, 0)
+    none = (ctypes.c_uint32 * 6)()
+    return libc().capset(ctypes.byref(header), ctypes.byref(none)) == 0
+
+
+def die_with_parent() -> None:
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+# --- the code -----------------------------------------------------------------------------------------------------------------------
+
+
+def run_code(request: dict[str, Any], result_fd: int) -> None:
+    """Reports `compiled`, then how it ended: `done` (only this with the nonce), `exited` or `raised`; or only `syntax`. Ends the process."""
+    nonce, send, leave = request.pop("nonce"), report, os._exit  # the code may replace what is in modules
+    sys.path += request["import_paths"]
+    is_test = request["test"] is not None
+    try:
+        code = compile(request["code"], "<response>", "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        send(result_fd, {"status": "syntax", "what": describe(error)})
+        leave(1)
+        return
+    send(result_fd, {"status": "compiled"})
+    try:
+        if is_test:
+            run_test(code, request["test"], request["entry_point"])
+        else:
+            exec(code, {"__name__": "__main__", "__builtins__": __builtins__})  # noqa: S102 - what this process is for
+    except SystemExit as error:
+        send(result_fd, {"status": "exited", "what": f"it called sys.exit({error.code!r})"[:200]})
+        if not is_test:
+            raise
+        leave(1)
+    except BaseException as error:
+        send(result_fd, {"status": "raised", "what": describe(error)})
+        leave(1)
+    send(result_fd, {"status": "done", "nonce": nonce})
+    if is_test:
+        leave(0)
+    # A whole program ends as programs do: its threads are waited for and its output is flushed.
+
+
+def run_test(code: Any, test: str, entry_point: str | None) -> None:
+    space: dict[str, Any] = {"__name__": "solution", "__builtins__": __builtins__}
+    exec(code, space)  # noqa: S102 - what this process is for
+    if entry_point is not None:
+        if entry_point not in space:
+            raise NameError(f"the response does not define {entry_point}")
+        space["candidate"] = space[entry_point]
+    check_of_code = space.get("check")
+    exec(compile(test, "<test>", "exec"), space)  # noqa: S102
+    if entry_point is not None and space.get("check") is not check_of_code:
+        space["check"](space["candidate"])
+
+
+def describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:200]
+    except BaseException:  # an exception of the code's own kind
+        return "an exception that cannot be shown"
+
+
+def report(result_fd: int, result: dict[str, Any]) -> None:
+    os.write(result_fd, json.dumps(result).encode() + b"\n")
+
+
+# --- libc -----------------------------------------------------------------------------------------------------------------------------
+
+
+def libc() -> Any:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, value: int) -> bool:
+    return libc().prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) == 0
+
+
+def check(status: int, what: str) -> None:
+    if status != 0:
+        raise OSError(ctypes.get_errno(), what)
+
+
+def write_text(path: str, text: str) -> None:
+    with open(path, "w") as file:- this file starts fast and imports little
+        file.write(text)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

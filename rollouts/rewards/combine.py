@@ -1,0 +1,107 @@
+"""Several rewards as one, and one reward's parts weighed anew."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollouts.errors import ConfigError, UserFunctionError
+from rollouts.rewards.call import check_reward, function_name
+from rollouts.types import RewardResult, Sample
+
+SyncReward = Callable[[Sample], Any]
+
+
+def combine_rewards(
+    rewards: Mapping[str, SyncReward] | Sequence[tuple[str, SyncReward]], *, weights: Mapping[str, float] | None = None
+) -> Callable[[Sample], RewardResult]:
+    """A reward of Σ weight · reward over the named sync rewards; without weights each counts once.
+
+    Parts: each component's reward under its name, before weighing, and its own parts as name.part. Notes are joined as `name: note`.
+    A component that raises makes the whole raise. Raises ConfigError for no components, a name twice, a name that is empty or has a dot,
+    a component that is async, and weights that do not name every component once.
+    """
+    pairs = list(rewards.items()) if isinstance(rewards, Mapping) else list(rewards)
+    names = [name for name, _ in pairs]
+    _check_components(pairs)
+    factors = dict.fromkeys(names, 1.0) if weights is None else dict(weights)
+    _check_weights(factors)
+    _check_same_names(factors, present=names, needed=names, what="combine_rewards has the components")
+
+    def combined_reward(sample: Sample) -> RewardResult:
+        parts: dict[str, float] = {}
+        notes: list[str] = []
+        for name, reward in pairs:
+            result = check_reward(reward(sample), f"reward function {function_name(reward)} (component {name!r}) on sample {sample.id}")
+            parts[name] = result.reward
+            parts.update({f"{name}.{part}": value for part, value in result.parts.items()})
+            notes += [f"{name}: {result.note}"] if result.note is not None else []
+        return RewardResult(math.fsum(factors[name] * parts[name] for name in names), parts, "; ".join(notes) or None)
+
+    return combined_reward
+
+
+def apply_weights(result: RewardResult, weights: Mapping[str, float]) -> RewardResult:
+    """The result with the reward Σ weight · part; parts and note stay as they are.
+
+    Every part needs a weight, 0 for one that shall not count; only the details of a part (`exact.exact` where there is `exact`) need none.
+    Raises ConfigError naming a weight without its part, a part without weight, or a weight that is no finite number.
+    """
+    _check_weights(weights)
+    needed = [name for name in result.parts if not _is_detail(name, result.parts)]
+    _check_same_names(weights, present=result.parts, needed=needed, what="the reward has the parts")
+    return replace(result, reward=math.fsum(weight * result.parts[name] for name, weight in weights.items()))
+
+
+def apply_combine(result: RewardResult, combine: Callable[[Mapping[str, float]], Any]) -> RewardResult:
+    """The result with the reward combine(parts); parts and note stay as they are.
+
+    Raises UserFunctionError if the function raises or its answer is not a finite number.
+    """
+    where = f"combine function {function_name(combine)} on the parts {', '.join(result.parts) or '(none)'}"
+    try:
+        answer = combine(dict(result.parts))
+    except Exception as error:
+        raise UserFunctionError(f"{where} raised {type(error).__name__}: {error}") from error
+    if isinstance(answer, Mapping | RewardResult):
+        raise UserFunctionError(f"{where} returned a {type(answer).__name__}; it must be a finite number")
+    return replace(result, reward=check_reward(answer, where).reward)
+
+
+def _is_detail(name: str, parts: Mapping[str, float]) -> bool:
+    above = name.rpartition(".")[0]
+    return bool(above) and (above in parts or _is_detail(above, parts))
+
+
+def _check_components(pairs: Sequence[tuple[str, SyncReward]]) -> None:
+    if not pairs:
+        raise ConfigError("combine_rewards has no components; name at least one reward function")
+    names = [name for name, _ in pairs]
+    for name, reward in pairs:
+        if not isinstance(name, str) or not name or "." in name:
+            raise ConfigError(f"combine_rewards has a component named {name!r}; a name is text without a dot (dots lead to a component's parts)")
+        if names.count(name) > 1:
+            raise ConfigError(f"combine_rewards has {names.count(name)} components named {name!r}; each needs a name of its own")
+        if not callable(reward):
+            raise ConfigError(f"combine_rewards: component {name!r} is a {type(reward).__name__}; it must be a reward function")
+        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004
+            raise ConfigError(f"combine_rewards: component {name!r} ({function_name(reward)}) is async; await it in an async reward of your own")
+
+
+def _check_weights(weights: Mapping[str, float]) -> None:
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+            raise ConfigError(f"weights: {name!r} is {weight!r}; a weight is a finite number")
+
+
+def _check_same_names(weights: Mapping[str, float], *, present: Mapping[str, float] | Sequence[str], needed: Sequence[str], what: str) -> None:
+    known = f"{what} {', '.join(present) or '(none)'}"
+    for name in weights:
+        if name not in present:
+            raise ConfigError(f"weights: {name!r} is weighted but not there; {known}")
+    for name in needed:
+        if name not in weights:
+            raise ConfigError(f"weights: {name!r} has no weight; {known}; give it one, 0 if it shall not count")
