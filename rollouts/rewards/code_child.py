@@ -7,7 +7,7 @@ Each of the three is killed when the one before it dies. Without namespaces ther
 The request is one JSON object, the results are lines of JSON. It imports nothing of the package: what is here can be seen by the code.
 """
 
-# ruff: noqa: PTH - pathlib would double the time that this process needs to start
+# ruff: noqa: PTH  (pathlib would lengthen the start of this process)
 from __future__ import annotations
 
 import contextlib
@@ -39,7 +39,7 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 def main(request_fd: int, result_fd: int) -> None:
     die_with_parent()
-    with open(request_fd, "rb") as file:- a descriptor
+    with open(request_fd, "rb") as file:
         request = json.load(file)
     if os.getppid() != request["worker"]:
         return  # it died before this process asked to die with it
@@ -128,7 +128,7 @@ def bind(path: str) -> None:
     parent = os.path.dirname(target)
     os.makedirs(parent, exist_ok=True)
     if os.path.islink(path) and os.path.isdir(path):
-        os.symlink(os.readlink(path), target)- /lib -> usr/lib, which is bound itself
+        os.symlink(os.readlink(path), target)  # /lib -> usr/lib, which is bound itself
         return
     if os.path.isdir(path):
         os.mkdir(target)
@@ -271,7 +271,7 @@ def check(status: int, what: str) -> None:
 
 
 def write_text(path: str, text: str) -> None:
-    with open(path, "w") as file:- this file starts fast and imports little
+    with open(path, "w") as file:
         file.write(text)
 
 

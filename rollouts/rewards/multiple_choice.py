@@ -28,7 +28,7 @@ BOXED_LETTER = re.compile(OPEN + r"([A-Za-z])[\s.:*)]*[}\s)]*")
 AFTER = CLOSE + r"(?=\s*$|\s*\n|\s*[.,:;!?)\]/&<]|\s+(?i:because|since|as|so|or|and|with|which|not|is)\b|\s+[-–—(])"
 SMALL_AFTER = CLOSE + r"(?=\s*$|\s*\n|\s*[.,:;!?)\]<])"
 SENTENCE_STARTS = (
-    r"(?i:\banswer\b[\s*_]*(?:is|was|would be|must be|should be|:|=)[\s*_:]*(?:(?:most likely|clearly)\s+)?(?:(?:the\s+)?(?:option|choice|letter)\s+)?)",
+    r"(?i:\banswer\b[\s*_]*(?:is|was|would be|must be|should be|:|=)[\s*_:]*(?:clearly\s+)?(?:(?:the\s+)?(?:option|choice|letter)\s+)?)",
     r"(?i:\b(?:correct|right|best)\s+(?:option|choice|letter)\s*(?:is|:)\s*:?)",
     r"(?i:\bi\s+(?:would\s+)?(?:choose|pick|select)\s+(?:(?:the\s+)?(?:option|choice|letter|answer)\s+)?)",
 )
