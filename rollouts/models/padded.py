@@ -14,12 +14,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollouts.losses.inputs import LossInputs
-from rollouts.losses.logprobs import linear_logprobs
-from rollouts.models.log_probs import check_trainable_architecture
+from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
+from rollouts.models.log_probs import own_log_probs, score_logits
+from rollouts.models.sampling import without_cache
 from rollouts.types import RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from rollouts.models.log_probs import ForwardPlan
 
 
 class TokenLogProbs(NamedTuple):
@@ -38,40 +41,53 @@ def pad_rows(rows: Sequence[NDArray[Any]], *, device: torch.device | None = None
     return torch.from_numpy(padded).to(device or torch.device("cpu"))
 
 
-def compute_token_log_probs(model: PreTrainedModel, input_ids: Tensor, mask: Tensor, *, temperature: float = 1.0) -> TokenLogProbs:
+def compute_token_log_probs(
+    model: PreTrainedModel, input_ids: Tensor, mask: Tensor, *, temperature: float = 1.0, plan: ForwardPlan | None = None
+) -> TokenLogProbs:
     """Log-probs of the masked tokens of right-padded input_ids [B, T], mask [B, T] bool, under softmax(logits / temperature).
 
-    Logits are computed for masked positions only, and never held. The model is used in the mode it is in: call model.eval() for log-probs
-    without dropout. Raises ModelError if the model's head is not a plain linear one; ValueError if shapes differ, or if a first token is
-    masked in, which nothing predicts.
+    Without a plan, from the model's logits at every position: right for every causal model, and B·T·V numbers. With the plan of
+    rollouts.models.forward_plan.plan_forward, logits are computed for the positions that predict alone and never held together. The model
+    is used in the mode it is in: call model.eval() for log-probs without dropout.
+    Raises ValueError if shapes differ, or if a first token is masked in, which nothing predicts.
     """
-    check_trainable_architecture(model)
     if input_ids.shape != mask.shape or input_ids.ndim != 2:
         raise ValueError(f"input_ids have shape {tuple(input_ids.shape)} and mask {tuple(mask.shape)}; both must be [B, T]")
     first = mask[:, :1].flatten().nonzero()
     if len(first):
         raise ValueError(f"mask[{int(first[0])}] trains the first token; nothing comes before it to predict it from: mask it out")
     log_probs, entropy = input_ids.new_zeros((2, *input_ids.shape), dtype=torch.float32)
-    if not mask.any():
-        return TokenLogProbs(log_probs, entropy)
-    # no attention mask: padding comes last, so no token sees it
-    hidden: Tensor = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
-    head: Any = model.get_output_embeddings()
     rows, positions = mask.nonzero(as_tuple=True)
-    values = linear_logprobs(hidden[rows, positions - 1], head.weight, input_ids[rows, positions], temperature=temperature)
+    if len(rows) == 0:
+        return TokenLogProbs(log_probs, entropy)
+    values = _score(model, input_ids, (rows, positions - 1), input_ids[rows, positions], temperature, plan)
     return TokenLogProbs(
         log_probs.index_put((rows, positions), values.log_probs.float()), entropy.index_put((rows, positions), values.entropy.float())
     )
 
 
-def make_loss_inputs(model: PreTrainedModel, batch: RolloutBatch) -> LossInputs:
+def _score(
+    model: PreTrainedModel, input_ids: Tensor, predictors: tuple[Tensor, Tensor], targets: Tensor, temperature: float, plan: ForwardPlan | None
+) -> LinearLogProbs:
+    """Log-probs and entropy [N] of targets [N]. No attention mask: padding comes last, so no token sees it."""
+    if plan is None or plan.head == "whole":
+        return score_logits(model(input_ids=input_ids, **without_cache(model)).logits[predictors], targets, temperature)
+    output: Any = model.get_decoder()(input_ids=input_ids, **without_cache(model))
+    hidden = output.last_hidden_state[predictors]
+    if plan.head == "own":
+        return own_log_probs(model, type(output), hidden, targets, temperature=temperature)
+    head: Any = model.get_output_embeddings()
+    return linear_logprobs(hidden, head.weight, targets, temperature=temperature / plan.logit_scale)
+
+
+def make_loss_inputs(model: PreTrainedModel, batch: RolloutBatch, *, plan: ForwardPlan | None = None) -> LossInputs:
     """What every loss of LOSSES takes, [B, T] on the model's device: the policy's log-probs with gradient and what the batch carries.
 
     At the temperature of the batch. Fields that the batch lacks are None. Raises like compute_token_log_probs.
     """
     device = model.device
     mask = pad_rows(batch.loss_masks, device=device)
-    log_probs, entropy = compute_token_log_probs(model, pad_rows(batch.tokens, device=device), mask, temperature=batch.temperature)
+    log_probs, entropy = compute_token_log_probs(model, pad_rows(batch.tokens, device=device), mask, temperature=batch.temperature, plan=plan)
 
     def pad(rows: Sequence[NDArray[np.float32]] | None) -> Tensor | None:
         return None if rows is None else pad_rows(rows, device=device)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNLIMITED = 2**62  # the context of a model that states none
+ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers that a mask over the padding is enough for
 Steps = Generator[Tensor, Tensor, None]
 
 
@@ -131,7 +132,7 @@ def _cached_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
 def _plain_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
     """The same without a cache. Rows are padded on the right, where no token of a causal model sees the padding: exact for all of them."""
     rows = [torch.from_numpy(prompt).to(model.device) for prompt in prompts]
-    options: dict[str, Any] = {"use_cache": False} if "use_cache" in _accepted_inputs(model) else {}
+    options = without_cache(model)
     while True:
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         ends = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
@@ -141,8 +142,16 @@ def _plain_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
 
 
 def _has_cache(model: PreTrainedModel) -> bool:
-    """Whether padding on the left with a cache is exact: the model takes keys and values back, and a mask that hides the padding."""
-    return {"past_key_values", "use_cache", "attention_mask"} <= _accepted_inputs(model)
+    """Whether padding on the left with a cache is exact: every layer attends, under a mask that hides the padding, to keys that are handed back."""
+    config: Any = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    stateful = bool(getattr(model, "_is_stateful", False))  # layers that sum up what came before, padding included
+    return not stateful and kinds <= ATTENTION and {"past_key_values", "use_cache", "attention_mask"} <= _accepted_inputs(model)
+
+
+def without_cache(model: PreTrainedModel) -> dict[str, Any]:
+    """The argument that keeps a forward pass from making a cache, for a model that takes it."""
+    return {"use_cache": False} if "use_cache" in _accepted_inputs(model) else {}
 
 
 def _accepted_inputs(model: PreTrainedModel) -> frozenset[str]:

@@ -31,6 +31,14 @@ def check_reward(answer: object, where: str) -> RewardResult:
     return RewardResult(_check_number(answer, where, "reward"))
 
 
+def check_group_rewards(answer: Any, count: int, where: str) -> tuple[RewardResult, ...]:
+    """`answer` as `count` records. Raises UserFunctionError, beginning with `where`, if it has another number of them or one is no reward."""
+    values = None if isinstance(answer, str | bytes | Mapping) else _as_list(answer)
+    if values is None or len(values) != count:
+        raise UserFunctionError(f"{where} returned {shorten(answer)}; it must return {count} rewards, one per sample")
+    return tuple(check_reward(value, f"{where}, reward {index}") for index, value in enumerate(values))
+
+
 def check_decision(answer: object, filter_name: str, where: str) -> FilterDecision:
     """A filter's answer as a record; a drop without a reason gets the filter's name as its reason.
 
@@ -83,3 +91,10 @@ def _check_number(value: Any, where: str, what: str) -> float:
     if not math.isfinite(number):
         raise UserFunctionError(f"{where} returned {shorten(value)} as its {what}; it must be a finite number")
     return number
+
+
+def _as_list(values: Any) -> list[Any] | None:
+    try:
+        return list(values)
+    except TypeError:
+        return None

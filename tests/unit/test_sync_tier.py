@@ -1,0 +1,639 @@
+"""The synchronous tier: batches, completions and padded log-probs from plain functions."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from rollouts.advantages import broadcast_advantages
+from rollouts.data.data_buffer import DataBuffer, PromptRow
+from rollouts.errors import ConfigError, DataError, ModelError, NotEnoughSamples, PlugInError, RequestRefused, UserFunctionError
+from rollouts.generation.rollouts import (
+    append_completion,
+    apply_sample_transforms,
+    build_batch_metadata,
+    compute_response_lengths,
+    convert_to_batch,
+    extract_sample_fields,
+    generate_rollout_batches,
+    make_samples,
+    make_sync_chat_generate,
+    score_sample,
+)
+from rollouts.losses import LOSSES
+from rollouts.models.log_probs import ForwardPlan
+from rollouts.models.padded import compute_token_log_probs, make_loss_inputs, pad_rows
+from rollouts.models.sampling import sample_completions
+from rollouts.models.tokenizers import END_ID, make_byte_tokenizer
+from rollouts.rewards.check import check_decision
+from rollouts.types import Completion, FilterDecision, GenerateRequest, RewardResult, RolloutBatch, Sample, SampleGroup, SamplingParams, Status
+
+ROWS = [{"prompt": text, "answer": index} for index, text in enumerate("abcde")]
+
+
+def make_buffer() -> DataBuffer:
+    return DataBuffer(ROWS, seed=0, shuffle=False)
+
+
+def answer(sample: Sample) -> Sample:
+    """Prompt token 7, then as many response tokens as the sample's number in its group, plus one: s000 has 1, s001 has 2."""
+    count = int(sample.id[-3:]) + 1
+    return replace(
+        sample,
+        response="x" * count,
+        tokens=np.asarray([7] + [8] * count),
+        loss_mask=np.asarray([0] + [1] * count),
+        rollout_log_probs=np.asarray([0.0] + [-0.5] * count),
+        weight_versions=np.asarray([-1] + [3] * count),
+        status=Status.COMPLETED,
+    )
+
+
+def answer_all(samples: list[Sample]) -> list[Sample]:
+    return [answer(sample) for sample in samples]
+
+
+def reward_length(sample: Sample) -> float:
+    return float(len(sample.response))
+
+
+batches_of_two = functools.partial(generate_rollout_batches, num_prompts=2, samples_per_prompt=2)
+
+
+def prompts_after(buffer: DataBuffer, count: int = 12) -> list[tuple[int, str]]:
+    return [prompt.key for prompt in buffer.get_prompts(count)]
+
+
+# --- batches -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_tier_loads_neither_trio_nor_torch():
+    code = "import sys, rollouts.generation.rollouts, rollouts.data.data_buffer, rollouts.advantages; print({'trio', 'torch'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+def test_pending_samples_carry_the_row_and_launch_order():
+    prompt = PromptRow("row-1", 2, {"prompt": "b", "answer": 1})
+    first, second = make_samples(12, prompt, 2)
+    assert (first.id, second.id) == ("g00000012-s000", "g00000012-s001")
+    assert first.metadata == {"prompt_id": "row-1", "epoch": 2, "answer": 1}
+    assert (first.group_index, first.status, first.prompt) == (12, Status.PENDING, "b")
+
+
+def test_a_batch_has_a_row_per_sample_in_the_order_drawn():
+    batch = next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, temperature=0.7))
+    assert [row.tolist() for row in batch.tokens] == [[7, 8], [7, 8, 8], [7, 8], [7, 8, 8]]
+    assert batch.rewards is not None and batch.rewards.tolist() == [1, 2, 1, 2]
+    assert batch.group_indices is not None and batch.group_indices.tolist() == [0, 0, 1, 1]
+    assert [record["answer"] for record in batch.metadata] == [0, 0, 1, 1]
+    assert batch.temperature == 0.7
+    assert batch.response_lengths.tolist() == [1, 2, 1, 2]
+
+
+def test_batches_go_on_over_epochs_with_new_group_indices():
+    batches = list(itertools.islice(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length), 3))
+    assert [record["answer"] for batch in batches for record in batch.metadata[::2]] == [0, 1, 2, 3, 4, 0]
+    assert [record["epoch"] for record in batches[2].metadata] == [0, 0, 1, 1]
+    assert [int(index) for batch in batches for index in (batch.group_indices if batch.group_indices is not None else [])[::2]] == [0, 1, 2, 3, 4, 5]
+
+
+def test_group_indices_start_where_asked():
+    batch = next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, first_group_index=40))
+    assert [sample.id for sample in batch.samples][-1] == "g00000041-s001"
+
+
+def test_answers_may_come_in_any_order_and_lose_their_group_index():
+    def reverse(samples: list[Sample]) -> list[Sample]:
+        return [replace(answer(sample), group_index=None) for sample in reversed(samples)]
+
+    batch = next(batches_of_two(make_buffer(), reverse, reward_fn=reward_length))
+    assert [sample.id for sample in batch.samples] == ["g00000000-s000", "g00000000-s001", "g00000001-s000", "g00000001-s001"]
+    assert [sample.group_index for sample in batch.samples] == [0, 0, 1, 1]
+
+
+def test_dropped_groups_are_drawn_again_until_the_batch_is_full():
+    buffer, asked = make_buffer(), []
+
+    def generate(samples: list[Sample]) -> list[Sample]:
+        asked.append([sample.group_index for sample in samples[::2]])
+        return answer_all(samples)
+
+    def even(group: SampleGroup) -> bool:
+        return group.group_index % 2 == 0
+
+    batch = next(batches_of_two(buffer, generate, reward_fn=reward_length, filter_fn=even))
+    assert asked == [[0, 1], [2]]  # two are missing, then one
+    assert batch.group_indices is not None and batch.group_indices.tolist() == [0, 0, 2, 2]
+    assert buffer.statistics()["drawn"] == 3
+
+
+def test_failed_samples_leave_their_group_before_they_are_scored():
+    scored = []
+
+    def generate(samples: list[Sample]) -> list[Sample]:
+        return [replace(answer(sample), status=Status.FAILED) if sample.id == "g00000000-s001" else answer(sample) for sample in samples]
+
+    def reward(sample: Sample) -> float:
+        scored.append(sample.id)
+        return 1.0
+
+    batches = generate_rollout_batches(make_buffer(), generate, num_prompts=1, samples_per_prompt=3, reward_fn=reward)
+    assert [sample.id for sample in next(batches).samples] == ["g00000000-s000", "g00000000-s002"]
+    assert scored == ["g00000000-s000", "g00000000-s002"]
+
+
+def test_a_group_with_one_sample_left_is_drawn_again():
+    def generate(samples: list[Sample]) -> list[Sample]:
+        return [replace(answer(sample), status=Status.FAILED) if sample.id == "g00000000-s001" else answer(sample) for sample in samples]
+
+    batch = next(batches_of_two(make_buffer(), generate, reward_fn=reward_length))
+    assert batch.group_indices is not None and batch.group_indices.tolist() == [1, 1, 2, 2]
+
+
+def test_the_generate_function_may_set_the_rewards_itself():
+    def generate(samples: list[Sample]) -> list[Sample]:
+        return [replace(answer(sample), reward=0.25) for sample in samples]
+
+    batch = next(batches_of_two(make_buffer(), generate))
+    assert batch.rewards is not None and batch.rewards.tolist() == [0.25] * 4
+    with pytest.raises(ConfigError, match="sample g00000000-s000 has no reward: pass reward_fn"):
+        next(batches_of_two(make_buffer(), answer_all))
+
+
+def test_parts_of_a_reward_are_added_and_kept():
+    sample = score_sample(lambda sample: {"right": 1, "short": -0.25}, answer(make_samples(0, make_buffer().get_prompts(1)[0], 1)[0]))
+    assert (sample.reward, sample.rewards) == (0.75, {"right": 1.0, "short": -0.25})
+    noted = score_sample(lambda sample: RewardResult(0.5, {"x": 0.5}, "half"), sample)
+    assert (noted.reward, noted.metadata["reward_note"]) == (0.5, "half")
+
+
+def test_transforms_run_between_the_reward_and_the_filter():
+    seen = []
+
+    def penalise(samples: list[Sample]) -> list[Sample]:
+        return [replace(sample, reward=(sample.reward or 0.0) - 10) for sample in samples]
+
+    def look(group: SampleGroup) -> FilterDecision:
+        seen.append(group.rewards.tolist())
+        return FilterDecision(keep=True)
+
+    batch = next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, transforms=[penalise], filter_fn=look))
+    assert seen == [[-9, -8], [-9, -8]]
+    assert batch.rewards is not None and batch.rewards.tolist() == [-9, -8, -9, -8]
+
+
+# --- nothing is lost ---------------------------------------------------------------------------------------------------------
+
+
+def test_too_few_groups_are_an_error_once_the_attempts_are_spent():
+    buffer = make_buffer()
+    batches = batches_of_two(buffer, answer_all, reward_fn=reward_length, filter_fn=lambda group: group.group_index == 3, max_attempts=4)
+    with pytest.raises(NotEnoughSamples, match=r"1 of num_prompts=2 groups were kept of 8 drawn \(<lambda> 7\), and max_attempts=4 allows no more"):
+        next(batches)
+    assert prompts_after(buffer) == prompts_after(make_buffer())  # all 8, over two epochs, are back in their order
+
+
+@pytest.mark.parametrize("error", [ValueError("no verdict"), KeyboardInterrupt()])
+def test_prompts_of_a_batch_that_did_not_come_about_are_drawn_again(error: BaseException):
+    buffer, fresh = make_buffer(), make_buffer()
+
+    def reward(sample: Sample) -> float:
+        if sample.id == "g00000004-s000":  # in the third round of the second batch
+            raise error
+        return 1.0
+
+    def drop_group_2(group: SampleGroup) -> bool:
+        return group.group_index != 2
+
+    batches = batches_of_two(buffer, answer_all, reward_fn=reward, filter_fn=drop_group_2)
+    next(batches)
+    with pytest.raises((UserFunctionError, KeyboardInterrupt)):
+        next(batches)
+    fresh.get_prompts(2)  # those of the batch that was delivered
+    assert prompts_after(buffer) == prompts_after(fresh)
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_nothing_is_drawn_before_the_first_batch_is_asked_for():
+    buffer = make_buffer()
+    batches = batches_of_two(buffer, answer_all, reward_fn=reward_length)
+    assert buffer.statistics()["drawn"] == 0
+    next(batches)
+    assert buffer.statistics()["drawn"] == 2
+
+
+# --- functions that break their rules ----------------------------------------------------------------------------------------
+
+
+def raise_zero_division(argument: Any) -> Any:
+    return 1 / 0
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (raise_zero_division, "function raise_zero_division on samples g00000000-s000 to g00000001-s001 raised ZeroDivisionError: division by zero"),
+        (lambda samples: answer_all(samples)[1:], "returned no sample g00000000-s000"),
+        (lambda samples: [*answer_all(samples), answer(replace(samples[0], id="new-000"))], "returned a sample 'new-000' that it was not given"),
+        (lambda samples: [answer(samples[0])] * 4, "returned sample g00000000-s000 twice"),
+        (lambda samples: samples, "returned sample g00000000-s000 as pending; set completed, truncated or failed"),
+        (lambda samples: [replace(answer(s), status=Status.ABORTED) for s in samples], "returned sample g00000000-s000 as aborted"),
+        (lambda samples: [sample.response for sample in samples], "must return a list of Samples"),
+        (lambda samples: None, "returned None; it must return a list of Samples"),
+    ],
+)
+def test_a_generate_function_that_breaks_its_rule_is_named(broken: Callable[..., Any], message: str):
+    with pytest.raises(UserFunctionError, match=message):
+        next(batches_of_two(make_buffer(), broken, reward_fn=reward_length))
+
+
+def test_errors_of_the_data_rise_through_a_generate_function_as_they_are():
+    def generate(samples: list[Sample]) -> list[Sample]:
+        raise DataError("the prompt is empty")
+
+    with pytest.raises(DataError, match=r"^the prompt is empty$"):
+        next(batches_of_two(make_buffer(), generate, reward_fn=reward_length))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (raise_zero_division, "reward function raise_zero_division on sample g00000000-s000 raised ZeroDivisionError"),
+        (lambda sample: float("nan"), "on sample g00000000-s000 returned nan as its reward; it must be a finite number"),
+        (lambda sample: None, "returned None as its reward"),
+        (lambda sample: {}, "returned a mapping without parts"),
+    ],
+)
+def test_a_reward_that_is_none_is_never_a_zero(broken: Callable[..., Any], message: str):
+    with pytest.raises(UserFunctionError, match=message):
+        next(batches_of_two(make_buffer(), answer_all, reward_fn=broken))
+
+
+def test_a_filter_that_breaks_its_rule_is_named():
+    with pytest.raises(UserFunctionError, match=r"filter raise_zero_division on group 0 \(prompt row-0\) raised ZeroDivisionError"):
+        next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, filter_fn=raise_zero_division))
+    with pytest.raises(UserFunctionError, match="returned 'yes'; it must return True, False or a FilterDecision"):
+        next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, filter_fn=lambda group: "yes"))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_filter_that_says_no_gives_its_name_as_the_reason():
+    assert check_decision(False, "short", "filter short") == FilterDecision(keep=False, reason="short")
+    assert check_decision(FilterDecision(keep=False, reason="why"), "short", "filter short").reason == "why"
+    assert check_decision(np.bool_(True), "short", "filter short").keep
+
+
+async def async_function(argument: Any) -> Any:
+    return argument
+
+
+@pytest.mark.parametrize("name", ["generate_fn", "reward_fn", "filter_fn", "transforms"])
+def test_async_functions_are_refused_before_anything_is_drawn(name: str):
+    arguments: dict[str, Any] = {"generate_fn": answer_all, "reward_fn": reward_length}
+    arguments[name] = [async_function] if name == "transforms" else async_function
+    with pytest.raises(PlugInError, match="async_function is async; these calls run plain functions"):
+        generate_rollout_batches(make_buffer(), num_prompts=1, samples_per_prompt=1, **arguments)
+
+
+@pytest.mark.parametrize("name", ["num_prompts", "samples_per_prompt", "max_attempts"])
+def test_numbers_below_one_are_refused(name: str):
+    with pytest.raises(ConfigError, match=f"{name}=0 must be at least 1"):
+        generate_rollout_batches(make_buffer(), answer_all, **cast(Any, {"num_prompts": 1, "samples_per_prompt": 1, name: 0}))
+
+
+# --- transforms --------------------------------------------------------------------------------------------------------------
+
+
+def make_finished(count: int = 2) -> list[Sample]:
+    return [replace(answer(sample), reward=float(index)) for index, sample in enumerate(make_samples(5, make_buffer().get_prompts(1)[0], count))]
+
+
+def test_transforms_run_in_turn_and_may_leave_samples_out():
+    def keep_last(samples: list[Sample]) -> list[Sample]:
+        return samples[1:]
+
+    def double(samples: list[Sample]) -> list[Sample]:
+        return [replace(sample, reward=2 * (sample.reward or 0)) for sample in samples]
+
+    result = apply_sample_transforms(make_finished(3), [double, keep_last, double])
+    assert [sample.reward for sample in result] == [4, 8]
+
+
+def test_a_transform_that_empties_its_list_does_not_reach_the_callers():
+    samples = make_finished()
+
+    def clear(given: list[Sample]) -> list[Sample]:
+        given.clear()
+        return given
+
+    assert apply_sample_transforms(samples, [clear]) == []
+    assert len(samples) == 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (raise_zero_division, "transform raise_zero_division on 2 samples, the first of them g00000005-s000 raised ZeroDivisionError"),
+        (lambda samples: None, "returned None; it must return a list of Samples"),
+        (lambda samples: samples * 2, "returned sample g00000005-s000 twice"),
+        (lambda samples: [replace(samples[0], group_index=6)], "returned sample g00000005-s000 with group_index=6; it was given no such group"),
+        (lambda samples: [replace(samples[0], status=Status.PENDING)], "as pending"),
+    ],
+)
+def test_a_transform_that_breaks_its_rule_is_named(broken: Callable[..., Any], message: str):
+    with pytest.raises(UserFunctionError, match=message):
+        apply_sample_transforms(make_finished(), [broken])
+
+
+# --- samples as arrays -------------------------------------------------------------------------------------------------------
+
+
+def test_the_fields_of_samples_are_ragged_columns():
+    fields = extract_sample_fields(make_finished())
+    assert [row.tolist() for row in fields.tokens] == [[7, 8], [7, 8, 8]]
+    assert [row.tolist() for row in fields.loss_masks] == [[False, True], [False, True, True]]
+    assert [row.tolist() for row in fields.rollout_log_probs] == [[0, -0.5], [0, -0.5, -0.5]]
+    assert [row.tolist() for row in fields.weight_versions] == [[-1, 3], [-1, 3, 3]]
+    assert fields.rewards is not None and fields.rewards.tolist() == [0, 1] and fields.rewards.dtype == np.float32
+    assert fields.group_indices is not None and fields.group_indices.tolist() == [5, 5]
+
+
+def test_response_lengths_count_what_trains():
+    assert compute_response_lengths([np.asarray([False, True, False, True]), np.asarray([False])]).tolist() == [2, 0]
+    assert compute_response_lengths([]).shape == (0,)
+
+
+def test_batch_metadata_is_the_samples_with_step_and_epoch_on_top():
+    samples = make_finished()
+    plain, stamped = build_batch_metadata(samples), build_batch_metadata(samples, step=7, epoch=9)
+    assert plain[0] == {"prompt_id": "row-0", "epoch": 0, "answer": 0}
+    assert stamped[1] == {"prompt_id": "row-0", "epoch": 9, "answer": 0, "step": 7}
+    assert samples[1].metadata["epoch"] == 0
+
+
+def test_greedy_samples_have_log_probs_at_temperature_one():
+    assert convert_to_batch(make_finished(), temperature=0.0).temperature == 1.0
+    assert convert_to_batch(make_finished(), temperature=0.5, step=3).metadata[0]["step"] == 3
+
+
+def test_a_batch_without_rewards_is_for_supervised_training():
+    batch = convert_to_batch([replace(sample, reward=None, group_index=None) for sample in make_finished()])
+    assert batch.rewards is None and batch.group_indices is None and len(batch) == 2
+
+
+def test_half_scored_and_failed_samples_do_not_become_a_batch():
+    first, second = make_finished()
+    with pytest.raises(ValueError, match="sample g00000005-s001 has no reward and other samples of the batch do"):
+        convert_to_batch([first, replace(second, reward=None)])
+    with pytest.raises(ValueError, match="sample g00000005-s001 is failed"):
+        convert_to_batch([first, replace(second, status=Status.FAILED)])
+    with pytest.raises(ValueError, match="sample g00000005-s000 is pending"):
+        convert_to_batch([replace(first, status=Status.PENDING)])
+
+
+def test_a_completion_trains_and_its_prompt_does_not():
+    pending = make_samples(0, make_buffer().get_prompts(1)[0], 1)[0]
+    completion = Completion(
+        request_id=pending.id, token_ids=np.asarray([104, 105, END_ID]), log_probs=np.asarray([-1, -2, -3], np.float32),
+        weight_versions=np.asarray([4, 4, 4]), finish_reason="stop",
+    )  # fmt: skip
+    sample = append_completion(pending, np.asarray([97, 98]), completion, make_byte_tokenizer())
+    assert (sample.response, sample.status) == ("hi", Status.COMPLETED)
+    assert sample.tokens.tolist() == [97, 98, 104, 105, END_ID]
+    assert sample.loss_mask.tolist() == [False, False, True, True, True]
+    assert sample.rollout_log_probs.tolist() == [0, 0, -1, -2, -3]
+    assert sample.weight_versions.tolist() == [-1, -1, 4, 4, 4]
+
+
+# --- completions of a model --------------------------------------------------------------------------------------------------
+
+
+def make_model(kind: str = "llama", seed: int = 0) -> Any:
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        MambaConfig,
+        MambaForCausalLM,
+        OpenAIGPTConfig,
+        OpenAIGPTLMHeadModel,
+    )
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if kind == "llama":
+            model: Any = LlamaForCausalLM(LlamaConfig(
+                vocab_size=259, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+                max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=257, eos_token_id=258, pad_token_id=256,
+            ))  # fmt: skip
+        elif kind == "gpt2":  # positions are learned, and dropout is on
+            model = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=257, eos_token_id=258))
+        elif kind == "mamba":  # recurrent: padding before a prompt would change its state
+            model = MambaForCausalLM(MambaConfig(vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=2))
+        else:  # takes no cache
+            model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=64))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.copy_(torch.randn(parameter.shape) * 0.4)
+    return model.eval()
+
+
+def make_requests(*prompts: list[int], **sampling: Any) -> list[GenerateRequest]:
+    params = SamplingParams(**{"max_new_tokens": 6, **sampling})
+    return [GenerateRequest(request_id=f"r{index}", prompt_ids=np.asarray(prompt), sampling=params) for index, prompt in enumerate(prompts)]
+
+
+RAGGED = ([65], [1, 2, 3, 4, 5, 6, 7], [200, 100, 50])
+
+
+def slow_log_probs(model: Any, prompt: list[int], completion: Completion, temperature: float) -> list[float]:
+    """One whole forward pass per token, one sequence at a time."""
+    ids, values = list(prompt), []
+    for token in completion.token_ids.tolist():
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double() / temperature
+        values.append(float(torch.log_softmax(logits, -1)[token]))
+        ids.append(token)
+    return values
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "openai-gpt", "mamba"])
+def test_log_probs_are_those_of_the_distribution_drawn_from_whatever_the_padding(kind: str):
+    model = make_model(kind)
+    completions = sample_completions(model, make_requests(*RAGGED, temperature=0.8), seed=3, weight_version=5)
+    for prompt, completion in zip(RAGGED, completions, strict=True):
+        assert completion.log_probs.tolist() == pytest.approx(slow_log_probs(model, prompt, completion, 0.8), abs=1e-4)
+        assert completion.weight_versions.tolist() == [5] * 6
+        assert completion.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_the_cache_and_the_neighbours_change_nothing(kind: str):
+    model, requests = make_model(kind), make_requests(*RAGGED)
+    together = sample_completions(model, requests, seed=1)
+    without_cache = sample_completions(model, requests, seed=1, use_cache=False)
+    alone = [sample_completions(model, [request], seed=1)[0] for request in reversed(requests)][::-1]
+    for one, two, three in zip(together, without_cache, alone, strict=True):
+        assert one.token_ids.tolist() == two.token_ids.tolist() == three.token_ids.tolist()
+        assert one.log_probs == pytest.approx(two.log_probs, abs=1e-4)
+
+
+def test_a_seed_and_an_id_fix_the_draws():
+    model, requests = make_model(), make_requests([65], [65])
+    first, second = sample_completions(model, requests, seed=1)
+    assert first.token_ids.tolist() != second.token_ids.tolist()
+    assert sample_completions(model, requests, seed=1)[0].token_ids.tolist() == first.token_ids.tolist()
+    assert sample_completions(model, requests, seed=2)[0].token_ids.tolist() != first.token_ids.tolist()
+
+
+def test_temperature_zero_takes_the_likeliest_token_with_log_probs_at_one():
+    model = make_model()
+    completion = sample_completions(model, make_requests([65, 66], temperature=0.0, max_new_tokens=3))[0]
+    ids = [65, 66]
+    for token in completion.token_ids.tolist():
+        with torch.no_grad():
+            assert int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
+        ids.append(token)
+    assert completion.log_probs.tolist() == pytest.approx(slow_log_probs(model, [65, 66], completion, 1.0), abs=1e-4)
+
+
+def test_a_kept_set_of_one_token_has_log_prob_zero():
+    completion = sample_completions(make_model(), make_requests([65], top_k=1, max_new_tokens=4))[0]
+    assert completion.log_probs.tolist() == [0.0] * 4
+
+
+def test_a_row_ends_at_its_stop_token_while_others_go_on():
+    model = make_model()
+    free = sample_completions(model, make_requests([65], [66], temperature=0.0))
+    stop = int(free[0].token_ids[2])
+    ended = sample_completions(model, make_requests([65], [66], temperature=0.0, stop_token_ids=(stop,)))[0]
+    assert ended.token_ids.tolist() == free[0].token_ids[: free[0].token_ids.tolist().index(stop) + 1].tolist()
+    assert ended.finish_reason == "stop"
+    short, long = make_requests([65], [66], temperature=0.0)
+    short = replace(short, sampling=replace(short.sampling, max_new_tokens=2))
+    first, second = sample_completions(model, [short, long])
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == (free[0].token_ids[:2].tolist(), free[1].token_ids.tolist())
+
+
+def test_dropout_is_off_while_sampling_and_on_again_after():
+    model = make_model("gpt2")
+    expected = sample_completions(model, make_requests(*RAGGED))
+    model.train()
+    model.transformer.drop.eval()  # the user's own choice stays
+    completions = sample_completions(model, make_requests(*RAGGED))
+    assert [c.log_probs.tolist() for c in completions] == [c.log_probs.tolist() for c in expected]
+    assert model.training and model.transformer.h[0].training and not model.transformer.drop.training
+
+
+def test_requests_that_cannot_be_answered_are_refused():
+    model = make_model()
+    assert sample_completions(model, []) == []
+    with pytest.raises(RequestRefused, match="60 prompt tokens and max_new_tokens=6 make 66; the context is 64"):
+        sample_completions(model, make_requests([1] * 60))
+    with pytest.raises(RequestRefused, match=r"holds 259; the vocabulary is 0\.\.258"):
+        sample_completions(model, make_requests([259]))
+    with pytest.raises(RequestRefused, match="request 'r0' is there twice"):
+        sample_completions(model, make_requests([1]) * 2)
+
+
+def test_a_model_of_nan_is_an_error_not_a_token():
+    model = make_model()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ModelError, match="request 'r0': the model's distribution of token 0 is not finite"):
+        sample_completions(model, make_requests([65]))
+
+
+def test_a_chat_generator_answers_in_the_chat_template():
+    model, tokenizer = make_model(), make_byte_tokenizer()
+    sampling = SamplingParams(max_new_tokens=3)
+    generate = make_sync_chat_generate(functools.partial(sample_completions, model, seed=0), tokenizer, sampling)
+    batch = next(generate_rollout_batches(make_buffer(), generate, num_prompts=1, samples_per_prompt=2, reward_fn=lambda sample: 1.0))
+    assert tokenizer.decode(batch.tokens[0][:-3].tolist()) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert batch.response_lengths.tolist() == [3, 3]
+    assert batch.samples[0].status is Status.TRUNCATED
+
+
+# --- padded log-probs --------------------------------------------------------------------------------------------------------
+
+
+def make_batch() -> RolloutBatch:
+    """Two rows of different length; the second has a masked token between trained ones."""
+    return RolloutBatch(
+        tokens=(np.asarray([65, 66, 67, 68, 69]), np.asarray([70, 71, 72])),
+        loss_masks=(np.asarray([0, 0, 1, 0, 1], np.bool_), np.asarray([0, 1, 1], np.bool_)),
+        rollout_log_probs=tuple(np.full(count, -5.0, np.float32) for count in (5, 3)),
+        temperature=0.7,
+    )
+
+
+def test_padding_fills_with_nothing():
+    padded = pad_rows([np.asarray([True, True]), np.asarray([True])])
+    assert padded.tolist() == [[True, True], [True, False]] and padded.dtype == torch.bool
+    assert pad_rows([]).shape == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "head"), [("llama", None), ("gpt2", None), ("mamba", None), ("llama", "linear"), ("gpt2", "linear"), ("gpt2", "own")]
+)
+def test_padded_log_probs_and_gradients_are_those_of_each_row_alone(kind: str, head: Any):
+    model, batch = make_model(kind), make_batch()
+    weights = torch.tensor([[0, 0, 2.0, 0, -1.0], [0, 0.5, 3.0, 0, 0]])
+    expected = torch.zeros(2, 5)
+    for row, tokens in enumerate(batch.tokens):
+        logits = model(input_ids=torch.from_numpy(tokens)[None]).logits[0, :-1] / 0.7
+        values = torch.log_softmax(logits, -1)[torch.arange(len(tokens) - 1), torch.from_numpy(tokens[1:])]
+        expected[row, 1 : len(tokens)] = values * torch.from_numpy(batch.loss_masks[row][1:])
+    (expected * weights).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+
+    plan = None if head is None else ForwardPlan(tries_up_to=0, rows_up_to=64, reason="", head=head)
+    result = compute_token_log_probs(model, pad_rows(batch.tokens), pad_rows(batch.loss_masks), temperature=0.7, plan=plan)
+    (result.log_probs * weights).sum().backward()
+    torch.testing.assert_close(result.log_probs.detach(), expected.detach(), atol=1e-4, rtol=1e-4)
+    mine = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert len(mine) == len(gradients)
+    for one, two in zip(mine, gradients, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
+
+
+def test_a_batch_becomes_the_inputs_of_every_loss():
+    model, batch = make_model(), make_batch()
+    with torch.no_grad():
+        log_probs = make_loss_inputs(model, batch).log_probs.numpy()
+    own = tuple(row[: len(tokens)] for row, tokens in zip(log_probs, batch.tokens, strict=True))
+    batch = replace(batch, rollout_log_probs=own, advantages=broadcast_advantages([2.0, -0.5], batch.loss_masks))
+    inputs = make_loss_inputs(model, batch)
+    assert inputs.ref_log_probs is None and inputs.old_log_probs is None
+    # the ratio is 1 on every token: -(2 + 2) for the first row, +(0.5 + 0.5) for the second, over 4 tokens
+    for name, loss in LOSSES.items():
+        total, count, _ = loss(inputs, unit="tokens")
+        total.backward(retain_graph=True)
+        assert count == 4
+        if name in ("ppo_clip", "importance_sampling", "gspo"):
+            assert float(total.detach()) == pytest.approx(-3.0, abs=1e-5)
+
+
+def test_a_first_token_cannot_train():
+    with pytest.raises(ValueError, match=r"mask\[1\] trains the first token"):
+        compute_token_log_probs(make_model(), torch.tensor([[1, 2], [3, 4]]), torch.tensor([[False, True], [True, True]]))
+    with pytest.raises(ValueError, match=r"input_ids have shape \(1, 2\) and mask \(1, 3\)"):
+        compute_token_log_probs(make_model(), torch.zeros((1, 2), dtype=torch.int64), torch.zeros((1, 3), dtype=torch.bool))
+
+
+def test_a_batch_that_trains_nothing_has_log_probs_of_zero():
+    result = compute_token_log_probs(make_model(), torch.tensor([[1, 2]]), torch.zeros((1, 2), dtype=torch.bool))
+    assert result.log_probs.tolist() == result.entropy.tolist() == [[0, 0]]
