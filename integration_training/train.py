@@ -252,7 +252,7 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
         total = stage_config(run.config, stage).steps
         remove_incomplete(run.run_dir.stage_checkpoints(stage))
         newest = find_newest_checkpoint(run.run_dir.stage_checkpoints(stage))
-        completed = (parse_step(newest.name) or 0) if newest else 0
+        completed = completed_steps(newest)
         if completed > total:
             raise ConfigError(f"{stage}.steps={total} but {newest} has {completed} steps; set {stage}.steps={completed} or more")
         last = stage == stages[-1]
@@ -262,18 +262,34 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
                     await evaluate_once(run, engine, *before)
                 else:
                     await restore(backend, newest)
-                if completed < total and not run.stop.is_set():
-                    train = train_sft if stage == "sft" else train_rl
-                    completed = await train(run, backend, engine, newest, model_path)
-                    if completed == total and last and not run.stop.is_set():
-                        await evaluate_now(run, engine, stage, total)
-                elif last and not run.stop.is_set():
-                    await evaluate_once(run, engine, stage, total)
+                completed = await finish_stage(run, stage, backend, engine, newest, model_path, last=last)
         if completed < total or (run.stop.is_set() and not (last and evaluated(run, stage, total))):
             return False
         model_path = run.run_dir.checkpoint(stage, total)
         before = (stage, total)
     return True
+
+
+def completed_steps(checkpoint: Path | None) -> int:
+    """The steps that a checkpoint holds; 0 for none."""
+    return (parse_step(checkpoint.name) or 0) if checkpoint else 0
+
+
+async def finish_stage(
+    run: Run, stage: str, backend: PyTorchTrainingBackend, engine: LocalEngine, newest: Path | None, start: Path, *, last: bool
+) -> int:
+    """How many steps of the stage are complete. The `last` stage is evaluated when it is; every other one, where the next begins."""
+    total, completed = stage_config(run.config, stage).steps, completed_steps(newest)
+    if run.stop.is_set():
+        return completed
+    if completed == total:
+        await evaluate_once(run, engine, stage, total)
+        return completed
+    train = train_sft if stage == "sft" else train_rl
+    completed = await train(run, backend, engine, newest, start)
+    if completed == total and last and not run.stop.is_set():
+        await evaluate_now(run, engine, stage, total)
+    return completed
 
 
 async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngine, newest: Path | None, start: Path) -> int:
@@ -287,7 +303,7 @@ async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngi
     for what, count in (("cut at", data.truncated), ("left out: nothing to train on within", sum(data.dropped.values()))):
         if count:
             print(f"sft.data: {count} of {len(run.rows.sft)} rows {what} max_length={config.max_length}", file=sys.stderr)
-    completed = (parse_step(newest.name) or 0) if newest else 0
+    completed = completed_steps(newest)
 
     async def save(step: int) -> None:
         await save_step(run, backend, "sft", step, {})
@@ -337,7 +353,7 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
         policy_version=lambda: backend.weight_version,
         max_staleness=config.max_staleness,
     )
-    completed = (parse_step(newest.name) or 0) if newest else 0
+    completed = completed_steps(newest)
     if newest is not None:
         state = load_trainer_state(newest)
         buffer.load_state_dict(state["data_buffer"])

@@ -206,8 +206,6 @@ class AsyncRolloutManager:
 
     async def _collect_groups(self, draw: _Draw, plan: GroupPlan) -> None:
         """Fills draw.kept. Every task has ended when this returns or raises."""
-        wanted = self._config.num_prompts
-        at_once = math.ceil(wanted * self._config.over_sampling - 1e-9)  # 10 * 1.1 is a little more than 11
         send, receive = trio.open_memory_channel[ClosedGroup](math.inf)  # never more than the groups in flight
         failure: RolloutsError | None = None
         async with trio.open_nursery() as nursery:
@@ -217,23 +215,7 @@ class AsyncRolloutManager:
                     nursery.start_soon(_run_and_send, plan, group_index, prompt, send)
 
             try:
-                if len(draw.kept) < wanted:
-                    launch(at_once - len(draw.kept))
-                owed = 0  # replacements that wait for the end of a round
-                while len(draw.kept) < wanted:
-                    ready = self._next_ready(draw)
-                    if ready is None:
-                        launch(owed)
-                        owed = 0
-                        self._check_budget(draw)  # the limit may have left fewer than are owed
-                        closed = await receive.receive()
-                        draw.closed[closed.group_index] = closed
-                    elif not self._decide(ready, draw):
-                        self._check_budget(draw)
-                        if self._in_rounds:
-                            owed += 1
-                        else:  # at once, even if the batch is full in a moment: else ids would depend on who finishes first
-                            launch(1)
+                await self._fill(draw, launch, receive)
             except RolloutsError as error:
                 failure = error  # raised below, outside the nursery, which would wrap it in a group
             nursery.cancel_scope.cancel()
@@ -242,6 +224,29 @@ class AsyncRolloutManager:
             draw.closed[closed.group_index] = closed
         if failure is not None:
             raise failure
+
+    async def _fill(self, draw: _Draw, launch: Callable[[int], None], receive: trio.MemoryReceiveChannel[ClosedGroup]) -> None:
+        """Decides groups in their turn, with a new launch for each that drops out, until the batch is full. Raises when a budget is spent."""
+        wanted = self._config.num_prompts
+        if len(draw.kept) < wanted:
+            launch(math.ceil(wanted * self._config.over_sampling - 1e-9) - len(draw.kept))  # 10 * 1.1 is a little more than 11
+        owed = 0  # replacements that wait for the end of a round
+        while len(draw.kept) < wanted:
+            ready = self._next_ready(draw)
+            if ready is None:
+                launch(owed)
+                owed = 0
+                self._check_budget(draw)  # the limit may have left fewer than are owed
+                closed = await receive.receive()
+                draw.closed[closed.group_index] = closed
+                continue
+            if self._decide(ready, draw):
+                continue
+            self._check_budget(draw)
+            if self._in_rounds:
+                owed += 1
+            else:  # at once, even if the batch is full in a moment: else ids would depend on who finishes first
+                launch(1)
 
     def _open_groups(self, draw: _Draw, count: int) -> list[tuple[int, PromptRow]]:
         """Up to `count` new attempts, as many as the draw limit leaves."""

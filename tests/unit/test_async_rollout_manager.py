@@ -76,7 +76,7 @@ def make_run(
     reward: Any = index_reward,
     **options: Any,
 ) -> Run:
-    of_config = {name: options.pop(name) for name in list(options) if name in RolloutConfig.model_fields and name != "filters"}
+    of_config = {name: options.pop(name) for name in list(options) if name in RolloutConfig.model_fields and name not in ("filters", "group_reward")}
     config = RolloutConfig(num_prompts=num_prompts, samples_per_prompt=samples_per_prompt, over_sampling=over_sampling, **of_config)
     buffer, version = DataBuffer(ROWS, seed=0), [0]
     engine = engine or ScriptedEngine(script)
