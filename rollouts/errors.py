@@ -9,7 +9,8 @@
     ├── CheckpointError             a checkpoint that is incomplete, damaged or of another model
     ├── MetricError                 a metric name or value that may not be written
     ├── UserFunctionError           a generate, reward or filter function raised or returned nonsense
-    │   └── RewardTimeout           a reward function took longer than it may
+    │   ├── RewardTimeout           a reward function took longer than it may
+    │   └── RewardCrashed           a reward function ended or spoiled the process it ran in
     ├── BackendError
     │   ├── EarlierStepFailed       a step before this one failed; call reset()
     │   ├── BackendClosed           the backend is no longer open
@@ -67,6 +68,10 @@ class UserFunctionError(RolloutsError):
 
 class RewardTimeout(UserFunctionError):
     """A reward function took longer than `reward_timeout_s`. Its sample has failed; it is not a reward of 0."""
+
+
+class RewardCrashed(UserFunctionError):
+    """A reward function took its worker process down: a signal, an exit, memory, output without end, a fork. Its sample has failed."""
 
 
 class BackendError(RolloutsError):

@@ -22,6 +22,7 @@ from rollouts.errors import (
     EngineClosed,
     EngineError,
     RequestRefused,
+    RewardCrashed,
     RewardTimeout,
     RolloutsError,
     UserFunctionError,
@@ -30,6 +31,7 @@ from rollouts.errors import (
 from rollouts.generation.generate import compute_request_seed
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.call import apply_reward, call_filter, call_generate, call_group_reward, call_reward, function_name
+from rollouts.rewards.worker_messages import RaisedInWorker
 from rollouts.types import FilterDecision, Sample, SampleGroup, SamplingParams, Status
 
 MAX_STARTS = 8  # of one sample whose engine keeps aborting it; after that it has failed
@@ -185,14 +187,14 @@ async def score_trajectory(reward: RewardFn, segments: tuple[Sample, ...], plan:
 
 
 async def close_group(plan: GroupPlan, closed: ClosedGroup) -> ClosedGroup:
-    """The group without its failed samples, scored together and filtered. Raises UserFunctionError if a filter does not answer."""
+    """The group without its failed samples, scored together and filtered. Raises UserFunctionError if a filter does not answer, or not in time."""
     closed = _without_failed(closed)
     if closed.decision.keep and plan.group_reward is not None:
         closed = _without_failed(await score_group(plan.group_reward, closed, plan))
     if not closed.decision.keep:
         return closed
     for filter_ in plan.filters:
-        decision = await call_filter(filter_, closed.group, limiter=plan.limiter)
+        decision = await call_filter(filter_, closed.group, timeout_s=plan.reward_timeout_s, limiter=plan.limiter)
         if not decision.keep:
             return replace(closed, decision=decision)
     return closed
@@ -242,13 +244,18 @@ def classify_generate_error(error: RolloutsError) -> str:
 
 def classify_reward_error(error: UserFunctionError) -> str:
     """The class that a sample is counted under whose reward function did not answer."""
-    return "reward_timeout" if isinstance(error, RewardTimeout) else "reward"
+    if isinstance(error, RewardTimeout):
+        return "reward_timeout"
+    return "reward_crashed" if isinstance(error, RewardCrashed) else "reward"
 
 
 def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, function: str) -> Sample:
     """The sample as failed, without a reward; metadata["failure"] has class, function, message and the last frames of the traceback."""
     cause = error.__cause__ or error
-    text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__, limit=-TRACEBACK_FRAMES, chain=False))
+    if isinstance(cause, RaisedInWorker):
+        text = cause.traceback_text
+    else:
+        text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__, limit=-TRACEBACK_FRAMES, chain=False))
     failure = {"class": failure_class, "function": function, "message": str(error), "traceback": text[-TRACEBACK_CHARS:]}
     return replace(sample, status=Status.FAILED, reward=None, rewards={}, metadata={**sample.metadata, "failure": failure})
 

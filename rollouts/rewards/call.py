@@ -1,8 +1,9 @@
 """How a user's function is called and its answer checked.
 
-One rule for generate, reward, group_reward and filter alike: a coroutine function is awaited where it is, anything else runs in a worker
-thread (and if it answers with an awaitable, that is awaited). A thread whose caller has gone away is abandoned, not stopped; it keeps its
-place in the limiter until it ends.
+One rule for generate, reward, group_reward and filter alike: a coroutine function is awaited where it is, anything else runs in a
+thread (and if it answers with an awaitable, that is awaited). A thread whose caller has gone away is abandoned, not stopped. Reward
+functions that have a name run in processes instead, which can be stopped: what rewards/workers.py makes of them looks like a coroutine
+function here, and keeps its own time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import trio
 
 from rollouts.errors import RewardTimeout, RolloutsError, UserFunctionError
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
+from rollouts.rewards.blocking import running_in_loop
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
 
 USER_THREADS = 32  # calls of sync functions at once: enough to hide waiting for a sandbox or a service; Python code shares one lock anyway
@@ -34,7 +36,7 @@ async def call_generate(
     """
     where = f"generate function {function_name(generate)} on sample {sample.id}"
     try:
-        answer = await _call(generate, sample, engine, sampling, limiter=limiter)
+        answer = await _call(generate, sample, engine, sampling, kind="generate", limiter=limiter)
     except Exception as error:
         inner = _only_leaf(error)
         if isinstance(inner, RolloutsError) and not isinstance(inner, UserFunctionError):
@@ -55,9 +57,7 @@ def _name_segment(segment: Sample, sample: Sample, index: int) -> Sample:
     return replace(segment, id=name, group_index=sample.group_index)
 
 
-async def call_reward(
-    reward: RewardFn, sample: Sample, *, timeout_s: float = math.inf, limiter: trio.CapacityLimiter | None = None
-) -> RewardResult:
+async def call_reward(reward: RewardFn, sample: Sample, *, timeout_s: float = math.inf, limiter: trio.CapacityLimiter | None = None) -> RewardResult:
     """The reward as a checked record. `timeout_s` counts from when the function starts, not while it waits for a thread.
 
     Raises UserFunctionError naming function and sample if it raises or its answer is no reward; RewardTimeout if it takes too long.
@@ -72,18 +72,22 @@ async def call_group_reward(
     """One checked reward per sample, in their order. Raises like call_reward, and if the number of rewards is another than of samples."""
     where = f"group reward function {function_name(group_reward)} on the group of sample {samples[0].id}"
     answer = await _call_in_time(group_reward, tuple(samples), where=where, timeout_s=timeout_s, limiter=limiter)
-    values = None if isinstance(answer, str | bytes | Mapping) else _as_list(answer)
-    if values is None or len(values) != len(samples):
-        raise UserFunctionError(f"{where} returned {_shorten(answer)}; it must return {len(samples)} rewards, one per sample")
-    return tuple(check_reward(value, f"{where}, reward {index}") for index, value in enumerate(values))
+    return check_group_rewards(answer, len(samples), where)
 
 
-async def call_filter(filter_: FilterFn, group: SampleGroup, *, limiter: trio.CapacityLimiter | None = None) -> FilterDecision:
-    """The decision; a drop without a reason gets the function's name as its reason. Raises UserFunctionError naming function and group."""
+async def call_filter(
+    filter_: FilterFn, group: SampleGroup, *, timeout_s: float = math.inf, limiter: trio.CapacityLimiter | None = None
+) -> FilterDecision:
+    """The decision; a drop without a reason gets the function's name as its reason. `timeout_s` counts like that of call_reward.
+
+    Raises UserFunctionError naming function and group, also if the filter takes too long.
+    """
     name = function_name(filter_)
     where = f"filter {name} on group {group.group_index} (prompt {group.prompt_id})"
     try:
-        answer = await _call(filter_, group, limiter=limiter)
+        answer = await _call_before(filter_, group, kind="filter", timeout_s=timeout_s, limiter=limiter)
+    except _TooLate:
+        raise UserFunctionError(f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s") from None
     except Exception as error:
         inner = _only_leaf(error)
         raise UserFunctionError(f"{where} raised {_describe(inner)}") from inner
@@ -117,6 +121,14 @@ def check_reward(answer: object, where: str) -> RewardResult:
     return RewardResult(_check_number(answer, where, "reward"))
 
 
+def check_group_rewards(answer: Any, count: int, where: str) -> tuple[RewardResult, ...]:
+    """`answer` as `count` records. Raises UserFunctionError, beginning with `where`, if it has another number of them or one is no reward."""
+    values = None if isinstance(answer, str | bytes | Mapping) else _as_list(answer)
+    if values is None or len(values) != count:
+        raise UserFunctionError(f"{where} returned {_shorten(answer)}; it must return {count} rewards, one per sample")
+    return tuple(check_reward(value, f"{where}, reward {index}") for index, value in enumerate(values))
+
+
 def function_name(function: Callable[..., Any]) -> str:
     """The name by which errors and metrics call a function, without its module: through functools.partial; the class of a callable object."""
     while isinstance(function, functools.partial):
@@ -127,14 +139,32 @@ def function_name(function: Callable[..., Any]) -> str:
 # --- calling -----------------------------------------------------------------------------------------------------------------
 
 
+class _TooLate(Exception):
+    """The deadline of a call has passed; no user function can raise this one."""
+
+
 async def _call_in_time(function: Callable[..., Any], argument: object, *, where: str, timeout_s: float, limiter: trio.CapacityLimiter | None) -> Any:
+    if keeps_own_time(function):
+        return await function(argument)  # raises what it means itself
     try:
-        with trio.CancelScope() as scope:
-            return await _call(function, argument, limiter=limiter, on_start=lambda: _set_deadline(scope, timeout_s))
+        kind = where.partition(" function ")[0]
+        return await _call_before(function, argument, kind=kind, timeout_s=timeout_s, limiter=limiter)
+    except _TooLate:
+        raise RewardTimeout(f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s") from None
     except Exception as error:
         inner = _only_leaf(error)
         raise UserFunctionError(f"{where} raised {_describe(inner)}") from inner
-    raise RewardTimeout(f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s")
+
+
+def keeps_own_time(function: Callable[..., Any]) -> bool:
+    """Whether the function is one of RewardWorkers': it waits for a free worker, which must not count as the function's time."""
+    return getattr(function, "keeps_own_time", False) is True
+
+
+async def _call_before(function: Callable[..., Any], argument: object, *, kind: str, timeout_s: float, limiter: trio.CapacityLimiter | None) -> Any:
+    with trio.CancelScope() as scope:
+        return await _call(function, argument, kind=kind, limiter=limiter, on_start=lambda: _set_deadline(scope, timeout_s))
+    raise _TooLate
 
 
 def _set_deadline(scope: trio.CancelScope, timeout_s: float) -> None:
@@ -142,11 +172,16 @@ def _set_deadline(scope: trio.CancelScope, timeout_s: float) -> None:
 
 
 async def _call(
-    function: Callable[..., Any], *arguments: object, limiter: trio.CapacityLimiter | None, on_start: Callable[[], None] = lambda: None
+    function: Callable[..., Any],
+    *arguments: object,
+    kind: str,
+    limiter: trio.CapacityLimiter | None,
+    on_start: Callable[[], None] = lambda: None,
 ) -> Any:
     if _is_async(function):
         on_start()
-        return await function(*arguments)
+        with running_in_loop(kind, function_name(function)):
+            return await function(*arguments)
     async with limiter or trio.to_thread.current_default_thread_limiter():
         on_start()
         # A limiter of its own: a thread that is abandoned must not keep its place, or as many hung calls as there are places would stop
@@ -155,7 +190,10 @@ async def _call(
         (answer,) = await trio.to_thread.run_sync(
             lambda: (function(*arguments),), thread_name=function_name(function), abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
         )
-    return await answer if inspect.isawaitable(answer) else answer
+    if not inspect.isawaitable(answer):
+        return answer
+    with running_in_loop(kind, function_name(function)):
+        return await answer
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

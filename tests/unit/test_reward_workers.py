@@ -1,0 +1,469 @@
+"""Reward functions in worker processes: real processes, real time. Whatever a function does, only its own sample fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from rollouts.advantages import compute_group_advantages
+from rollouts.config.schema import RolloutConfig
+from rollouts.data.data_buffer import DataBuffer
+from rollouts.errors import ConfigError, RewardCrashed, RewardTimeout, UserFunctionError
+from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.generate import make_chat_generate
+from rollouts.generation.group import classify_reward_error, fail_sample
+from rollouts.rewards.call import call_group_reward, call_reward, function_name
+from rollouts.rewards.worker_messages import (
+    BadAnswer,
+    Crashed,
+    Loaded,
+    Raised,
+    RaisedInWorker,
+    Refused,
+    Rewards,
+    decode_frame,
+    decode_sample,
+    encode_answer,
+    encode_frame,
+    encode_sample,
+    parse_answer,
+)
+from rollouts.rewards.worker_pool import make_environment
+from rollouts.rewards.workers import RewardWorkers, open_reward_workers
+from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply
+from rollouts.types import RewardResult, Sample, SamplingParams, Status
+
+FUNCTIONS = '''
+import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
+import numpy as np
+from rollouts.types import RewardResult
+
+def good(sample): return RewardResult(len(sample.response), {"length": len(sample.response)}, "counted")
+def where(sample): return RewardResult(0.0, {}, f"{os.getpid()} {os.getppid()} {os.getcwd()} {os.environ.get('MY_API_KEY')} {os.environ['OMP_NUM_THREADS']} {sys.stdin.read()!r}")
+def draw(sample): return np.random.random()
+def seen(sample): return RewardResult(float(sample.rollout_log_probs.sum()), {"tokens": int(sample.tokens.sum())}, repr((sample.prompt, sample.metadata, str(sample.status))))
+def nap(sample): time.sleep(0.3); return 1.0
+def loop(sample):
+    while True: pass
+def sleep(sample): time.sleep(1e6)
+def fork(sample):
+    if os.fork() == 0: return 7.0
+    os.wait(); return 1.0
+def libc_fork(sample):
+    if ctypes.CDLL(None).fork() == 0: return 7.0
+    time.sleep(0.1); return 1.0
+def pool(sample):
+    with multiprocessing.get_context("fork").Pool(1) as pool: return pool.map(abs, [1])[0]
+def allocate(sample): return float(np.ones(10 << 30, np.uint8).sum())
+def segfault(sample): ctypes.string_at(0)
+def sys_exit(sample): sys.exit(3)
+def os_exit(sample): print("bye", flush=True); os._exit(4)
+def abort(sample): os.abort()
+def kill_self(sample): os.kill(os.getpid(), signal.SIGKILL)
+def raises(sample): return sample.metadata["gold"]
+def nan(sample): return float("nan")
+def text(sample): return "1.0"
+def prints(sample):
+    while True: print("x" * 100)
+def prints_a_little_too_much(sample): print("x" * 70000); return 1.0
+def prints_some(sample): print("checking"); return 1.0
+def prints_and_raises(sample): print("state: odd"); raise ValueError("oops")
+def long_note(sample): return RewardResult(1.0, {}, "x" * 100_000_000)
+def closes_files(sample): os.closerange(0, 1000); return 1.0
+def ignores_term(sample):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True: pass
+def own_session(sample):
+    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e6)"], start_new_session=True)
+    while True: pass
+def daemon(sample):
+    subprocess.run(["sh", "-c", "setsid sleep 1000000 >/dev/null 2>&1 &"], check=True); return 1.0
+def leaves_child(sample): subprocess.Popen(["sleep", "1000000"]); return 1.0
+def runs_a_program(sample): return float(subprocess.run(["echo", "2"], capture_output=True, check=True).stdout)
+def runs_with_preexec(sample): return float(subprocess.run(["echo", "2"], capture_output=True, check=True, preexec_fn=os.getpid).stdout)
+def kills_guard(sample): os.kill(os.getppid(), signal.SIGKILL); time.sleep(1e6)
+def forges(sample):
+    channel = [fd for fd in range(3, 10) if os.path.exists(f"/proc/self/fd/{fd}")][0]
+    body = b'{"rewards":[[99.0,{},null]]}'
+    subprocess.run([sys.executable, "-c", f"import os; os.write({channel}, {len(body).to_bytes(4, 'little') + body!r})"], pass_fds=[channel], check=True)
+    return 1.0
+def writes_nonsense(sample): os.write(3, b"\\xff" * 4000); time.sleep(1e6)
+def by_name(sample): return globals()[sample.response](sample)
+async def asynchronous(sample): return 1.0
+def ranks(samples): return [{"rank": index} for index in range(len(samples))]
+def too_few(samples): return [1.0]
+'''
+CRASHES = [
+    ("fork", "forked its process"),
+    ("pool", "forked its process"),
+    ("libc_fork", None),  # the child never answers; the parent does
+    ("allocate", "ran out of memory"),
+    ("segfault", "died by SIGSEGV; .*Fatal Python error: Segmentation fault.*in segfault"),
+    ("abort", "died by SIGABRT"),
+    ("kill_self", "died by SIGKILL"),
+    ("sys_exit", r"called sys.exit\(3\)"),
+    ("os_exit", "ended its process with exit code 4; the last it printed: 'bye'"),
+    ("prints", "printed more than output_bytes=65536; the last it printed: 'xxx"),
+    ("prints_a_little_too_much", "printed more than output_bytes=65536"),
+    ("long_note", "gave an answer of 1000000[0-9]+ bytes, more than the 65536 of output_bytes"),
+    ("closes_files", "closed its channel"),
+    ("daemon", "left a process running"),
+    ("leaves_child", "left a process running"),
+    ("kills_guard", "the guard of the reward workers was killed"),
+    ("forges", "which is not the worker but one that it started"),
+    ("writes_nonsense", "gave an answer of 4294967"),
+]
+TIMEOUTS = ["loop", "sleep", "ignores_term", "own_session"]
+RAISED = [
+    ("raises", "raised KeyError: 'gold'"),
+    ("nan", "returned nan as its reward"),
+    ("text", "returned '1.0' as its reward"),
+    ("prints_and_raises", "raised ValueError: oops; the last it printed: 'state: odd'"),
+    ("asynchronous", "returned something to await"),
+    ("missing", "cannot be called: .* has no missing"),
+]
+SAMPLE = Sample(id="g0-s0", prompt="p", response="abc", metadata={"row": {"a": [1, None, "ü\ud800"]}})
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> Path:
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+    return tmp_path
+
+
+@asynccontextmanager
+async def open_workers(*, count: int = 1, timeout_s: float = 20.0, **options: Any) -> AsyncIterator[RewardWorkers]:
+    """Workers that leave nothing behind."""
+    before = descendants()
+    async with open_reward_workers(count=count, timeout_s=timeout_s, memory_bytes=1 << 30, **{"output_bytes": 1 << 16} | options) as workers:
+        yield workers
+        closed_s = time.monotonic()
+    assert time.monotonic() - closed_s < 1.0
+    assert descendants() <= before
+
+
+def processes() -> dict[int, int]:
+    """Parent of every process that is alive or not yet reaped."""
+    found: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found[int(entry.name)] = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+    return found
+
+
+def descendants(of: int | None = None) -> set[int]:
+    parents = processes()
+    found = {os.getpid() if of is None else of}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid() if of is None else of}
+
+
+async def wait_until(condition) -> None:
+    """Real processes tell nobody here that they are gone: looks, at most for five seconds."""
+    with trio.fail_after(5):
+        while not condition():
+            await trio.sleep(0.01)
+
+
+# --- one function, one worker ---
+
+
+async def test_a_function_is_called_by_name_in_another_process(functions: Path):
+    async with open_workers() as workers:
+        reward = workers.reward("functions.py:good", functions)
+        assert function_name(reward) == "good"
+        assert await call_reward(reward, SAMPLE) == RewardResult(3.0, {"length": 3.0}, "counted")
+        note = (await call_reward(workers.reward("functions.py:where", functions), SAMPLE)).note or ""
+        assert int(note.split()[0]) in descendants() and int(note.split()[0]) != os.getpid()
+        assert workers.statistics()["calls"] == 2 and workers.statistics()["failed"] == 0
+
+
+async def test_a_worker_has_no_secrets_no_input_and_one_thread_per_library(functions: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_KEY", "abc")
+    monkeypatch.setenv("hf_token", "abc")
+    monkeypatch.setenv("PLAIN", "1")
+    kept = make_environment()
+    assert "MY_API_KEY" not in kept and "hf_token" not in kept and kept["PLAIN"] == "1"
+    async with open_workers() as workers:
+        note = (await call_reward(workers.reward("functions.py:where", functions), SAMPLE)).note or ""
+    assert note.endswith(" None 1 ''")
+
+
+async def test_a_sample_arrives_as_it_was(functions: Path):
+    sample = Sample(
+        id="s",
+        prompt=({"role": "user", "content": "hi"},),
+        response="x",
+        tokens=np.arange(5),
+        loss_mask=[0, 1, 1, 1, 1],
+        rollout_log_probs=[0, -0.5, -0.25, -1, -2],
+        metadata={"a": {"b": (1, 2)}},
+        status=Status.TRUNCATED,
+    )
+    async with open_workers() as workers:
+        result = await call_reward(workers.reward("functions.py:seen", functions), sample)
+    note = "(({'role': 'user', 'content': 'hi'},), {'a': {'b': [1, 2]}}, 'truncated')"
+    assert result == RewardResult(-3.75, {"tokens": 10.0}, note)
+
+
+async def test_a_group_is_scored_together(functions: Path):
+    async with open_workers() as workers:
+        results = await call_group_reward(workers.group_reward("functions.py:ranks", functions), [SAMPLE, SAMPLE, SAMPLE])
+        assert [result.reward for result in results] == [0.0, 1.0, 2.0]
+        with pytest.raises(UserFunctionError, match=r"group reward function too_few on the group of sample g0-s0 returned \[1.0\]; it must return 2"):
+            await call_group_reward(workers.group_reward("functions.py:too_few", functions), [SAMPLE, SAMPLE])
+
+
+async def test_workers_draw_different_random_numbers(functions: Path):
+    async with open_workers(count=2) as workers:
+        drawn: list[float] = []
+
+        async def draw() -> None:
+            drawn.append((await call_reward(workers.reward("functions.py:draw", functions), SAMPLE)).reward)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(draw)
+            nursery.start_soon(draw)
+    assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize("name", ["runs_a_program", "runs_with_preexec"])
+async def test_programs_that_have_ended_are_fine(functions: Path, name: str):
+    async with open_workers() as workers:
+        assert (await call_reward(workers.reward(f"functions.py:{name}", functions), SAMPLE)).reward == 2.0
+        assert workers.statistics()["workers_started"] == 1
+
+
+# --- hostile functions ---
+
+
+async def test_every_hostile_function_fails_its_own_sample_only(functions: Path):
+    async with open_workers(count=2, timeout_s=20.0) as workers:
+        for name, message in CRASHES:
+            reward = workers.reward(f"functions.py:{name}", functions)
+            if message is None:
+                assert (await call_reward(reward, SAMPLE)).reward == 1.0
+                continue
+            with pytest.raises(RewardCrashed, match=f"(?s)^reward function {name} on sample g0-s0 .*{message}") as caught:
+                await call_reward(reward, SAMPLE)
+            assert classify_reward_error(caught.value) == "reward_crashed"
+            assert (await call_reward(workers.reward("functions.py:good", functions), SAMPLE)).reward == 3.0, name
+        for name, message in RAISED:
+            with pytest.raises(UserFunctionError, match=f"^reward function {name} on sample g0-s0 {message}") as other:
+                await call_reward(workers.reward(f"functions.py:{name}", functions), SAMPLE)
+            assert classify_reward_error(other.value) == "reward"
+        good = workers.reward("functions.py:good", functions)
+        for _ in range(200):
+            assert (await call_reward(good, SAMPLE)).reward == 3.0
+        assert workers.statistics()["crashes"] == len(CRASHES) - 1
+        await wait_until(lambda: len(descendants()) == 3)  # the guard and two workers
+
+
+async def test_functions_that_do_not_end_are_killed_with_all_that_they_started(functions: Path):
+    async with open_workers(timeout_s=0.4) as workers:
+        for name in TIMEOUTS:
+            with pytest.raises(RewardTimeout, match=f"^reward function {name} on sample g0-s0 took longer than 0.4 s") as caught:
+                await call_reward(workers.reward(f"functions.py:{name}", functions), SAMPLE, timeout_s=0.0)
+            assert classify_reward_error(caught.value) == "reward_timeout"
+        assert (await call_reward(workers.reward("functions.py:good", functions), SAMPLE)).reward == 3.0
+        await wait_until(lambda: len(descendants()) == 2)
+        assert workers.statistics()["timeouts"] == len(TIMEOUTS)
+
+
+async def test_waiting_for_a_free_worker_is_not_time_of_the_function(functions: Path):
+    async with open_workers(timeout_s=0.8) as workers:
+        nap = workers.reward("functions.py:nap", functions)
+        async with trio.open_nursery() as nursery:
+            for _ in range(5):  # the last waits for 1.2 s
+                nursery.start_soon(lambda: call_reward(nap, SAMPLE, timeout_s=0.8))
+        assert workers.statistics()["failed"] == 0
+
+
+async def test_importing_is_not_time_of_the_function(functions: Path):
+    (functions / "slow.py").write_text("import time; time.sleep(0.6)\ndef reward(sample): return 1.0")
+    async with open_workers(timeout_s=0.4) as workers:
+        assert (await call_reward(workers.reward("slow.py:reward", functions), SAMPLE)).reward == 1.0
+
+
+async def test_a_cancelled_call_kills_its_worker(functions: Path):
+    async with open_workers() as workers:
+        (before,) = [pid for guard in descendants() for pid in descendants(guard)]
+        with trio.move_on_after(0.3) as scope:
+            await call_reward(workers.reward("functions.py:own_session", functions), SAMPLE)
+        assert scope.cancelled_caught
+        assert (await call_reward(workers.reward("functions.py:good", functions), SAMPLE)).reward == 3.0
+        await wait_until(lambda: before not in processes() and len(descendants()) == 2)
+
+
+async def test_a_call_after_closing_says_so(functions: Path):
+    async with open_workers() as workers:
+        reward = workers.reward("functions.py:good", functions)
+    with pytest.raises(RewardCrashed, match="called after the reward workers had been closed"):
+        await call_reward(reward, SAMPLE)
+
+
+async def test_an_exception_of_the_body_leaves_as_it_is():
+    with pytest.raises(KeyError):
+        async with open_workers():
+            raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"count": 0}, "count=0 reward workers; there must be at least 1"),
+        ({"timeout_s": 0.0}, "timeout_s=0.0 of the reward workers must be above 0"),
+        ({"output_bytes": 1}, "output_bytes=1 of the reward workers is too little"),
+    ],
+)
+async def test_limits_that_make_no_sense_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        async with open_workers(**options):
+            pass
+
+
+# --- the record of a failure, and the group ---
+
+
+async def test_the_record_of_a_failure_has_the_workers_traceback(functions: Path):
+    async with open_workers() as workers:
+        with pytest.raises(UserFunctionError) as caught:
+            await call_reward(workers.reward("functions.py:raises", functions), SAMPLE)
+    assert isinstance(caught.value.__cause__, RaisedInWorker)
+    failure = fail_sample(SAMPLE, caught.value, "reward", "raises").metadata["failure"]
+    assert failure["traceback"].startswith("Traceback (most recent call last):\n  File ")
+    assert 'functions.py", line' in failure["traceback"] and failure["traceback"].endswith("KeyError: 'gold'\n")
+    assert "worker_process" not in failure["traceback"]
+
+
+async def test_advantages_are_those_of_the_samples_that_did_not_fail(functions: Path):
+    """Six samples; three have hostile rewards, the others score 4, 9 and 7, the lengths of the functions' names that are their responses."""
+    texts = ["good", "segfault", "good_too_", "nan", "loop", "good___"]
+    (functions / "functions.py").write_text(FUNCTIONS + "\ngood_too_ = good___ = good\n")
+    script = lambda request: ScriptedReply(text=texts[int(request.request_id[11:14])])  # noqa: E731
+    config = RolloutConfig(num_prompts=1, samples_per_prompt=6, max_failed_fraction=0.9)
+    async with open_workers(count=3, timeout_s=0.5) as workers:
+        manager = AsyncRolloutManager(
+            DataBuffer([{"prompt": "q"}], seed=0),
+            ScriptedEngine(script),
+            generate=make_chat_generate(FakeTokenizer()),
+            config=config,
+            reward=workers.reward("functions.py:by_name", functions),
+            sampling=SamplingParams(max_new_tokens=16, stop_token_ids=(FAKE_END,)),
+            seed=1,
+            policy_version=lambda: 0,
+        )
+        batch = await manager.generate_batch()
+    assert batch.rewards is not None and batch.rewards.tolist() == [4.0, 9.0, 7.0]
+    assert batch.group_indices is not None
+    expected = (np.array([4.0, 9.0, 7.0]) - 20 / 3) / (math.sqrt(((4 - 20 / 3) ** 2 + (9 - 20 / 3) ** 2 + (7 - 20 / 3) ** 2) / 2) + 1e-6)
+    np.testing.assert_allclose(compute_group_advantages(batch.rewards, batch.group_indices), expected, rtol=1e-6)
+    classes = {sample.id[-1]: sample.metadata["failure"]["class"] for sample in manager.failed_samples()}
+    assert classes == {"1": "reward_crashed", "3": "reward", "4": "reward_timeout"}
+
+
+# --- the end of the trainer ---
+
+TRAINER = """
+import sys, trio
+from pathlib import Path
+from rollouts.rewards.workers import open_reward_workers
+from rollouts.types import Sample
+
+async def main():
+    async with open_reward_workers(count=2, timeout_s=1000, memory_bytes=1 << 30) as workers, trio.open_nursery() as nursery:
+        nursery.start_soon(workers.reward("functions.py:own_session", Path(sys.argv[1])), Sample(id="a", prompt="p"))
+        await workers.reward("functions.py:good", Path(sys.argv[1]))(Sample(id="b", prompt="p"))
+        await trio.to_thread.run_sync(lambda: print("up", flush=True))
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+def test_no_process_survives_a_trainer_that_is_killed(functions: Path):
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(functions)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert trainer.stdout is not None and trainer.stdout.readline() == "up\n"
+        deadline = time.monotonic() + 10
+        while len(below := descendants(trainer.pid)) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert len(below) == 4, "a guard, two workers and what a function started in a session of its own"
+    finally:
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait()
+        trainer.stdout.close()  # type: ignore[union-attr]
+    deadline = time.monotonic() + 5
+    while below & set(processes()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not {pid for pid in below & set(processes()) if state_of(pid) != "Z"}  # whoever adopted the guard may not have reaped it
+
+
+def state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+# --- messages ---
+
+
+def test_samples_cross_as_they_are():
+    sample = Sample(id="s", prompt="p", tokens=[1, 2**40], rollout_log_probs=[-0.1, 0], weight_versions=[3, -1], reward=0.5, rewards={"a": 0.5}, group_index=4)
+    back = decode_sample(json.loads(json.dumps(encode_sample(sample))))
+    for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
+        np.testing.assert_array_equal(getattr(back, name), getattr(sample, name))
+        assert getattr(back, name).dtype == getattr(sample, name).dtype
+    assert (back.id, back.reward, back.rewards, back.group_index, back.status) == ("s", 0.5, {"a": 0.5}, 4, Status.PENDING)
+
+
+@pytest.mark.parametrize(
+    ("answer", "count"),
+    [
+        (Rewards((RewardResult(1.0, {"a": 1.0}, "n"), RewardResult(0.0))), 2),
+        (Raised("KeyError: 'a'", "Traceback"), 1),
+        (Refused("no"), None),
+        (Crashed("forked"), 1),
+        (Loaded(), None),
+    ],
+)
+def test_answers_cross_as_they_are(answer, count: int | None):
+    assert parse_answer(encode_answer(answer)[4:], count=count) == answer
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"\xff", b"[" * 100_000, b"1" * 5000, b"[]", b"{}", b'{"rewards":[]}', b'{"rewards":[[NaN,{},null]]}', b'{"rewards":[[1e999,{},null]]}',
+        b'{"rewards":[["1",{},null]]}', b'{"rewards":[[true,{},null]]}', b'{"rewards":[[1,{"a":null},null]]}', b'{"rewards":[[1,[],null]]}',
+        b'{"rewards":[[1,{},7]]}', b'{"rewards":[[1,{}]]}', b'{"rewards":{"0":1}}', b'{"raised":1,"traceback":""}', b'{"raised":"x"}', b'{"loaded":true}',
+    ],
+)  # fmt: skip
+def test_bytes_that_are_no_answer_are_a_typed_error(body: bytes):
+    with pytest.raises(BadAnswer):
+        parse_answer(body, count=1)
+
+
+def test_frames_hold_no_nan():
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode_frame(math.nan)
+    with pytest.raises(BadAnswer):
+        decode_frame(b"NaN")
