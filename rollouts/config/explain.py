@@ -1,288 +1,235 @@
-"""What every setting is: its type, its default and its meaning, read from the schema. Names the right key for a wrong one."""
+"""What every setting is and where its value comes from, as text; and which setting a wrong name means."""
 
 from __future__ import annotations
 
-import ast
-import difflib
-import inspect
-import io
-import json
-import tokenize
-import types
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le
+from rollouts.config.aliases import ALIASES, Alias, find_alias
+from rollouts.config.keys import ConfigKey, config_keys
+from rollouts.config.spelling import edit_distance, nearest, nearest_names
 
-from rollouts.config import schema
-from rollouts.config.schema import RunConfig, Section
+__all__ = ["describe_unknown_key", "explain_config", "explain_key", "explain_markdown", "nearest", "suggest_keys"]  # nearest: for other rooms
 
-# What other frameworks call our settings. Suggested, never accepted.
-ALIASES: Mapping[str, str] = {
-    "group_size": "samples_per_prompt",
-    "num_generations": "samples_per_prompt",
-    "n_samples_per_prompt": "samples_per_prompt",
-    "num_samples": "samples_per_prompt",
-    "rollout_n": "samples_per_prompt",
-    "rollout_batch_size": "num_prompts",
-    "prompts_per_step": "num_prompts",
-    "train_batch_size": "batch_size",
-    "global_batch_size": "batch_size",
-    "batch_size": "num_prompts",
-    "per_device_train_batch_size": "batch_size",
-    "max_tokens": "max_new_tokens",
-    "max_completion_length": "max_new_tokens",
-    "max_response_len": "max_new_tokens",
-    "max_response_length": "max_new_tokens",
-    "max_seq_length": "max_length",
-    "max_seq_len": "max_length",
-    "learning_rate": "lr",
-    "lr_scheduler_type": "schedule",
-    "lr_scheduler": "schedule",
-    "num_warmup_steps": "warmup_steps",
-    "clip_grad": "max_grad_norm",
-    "grad_clip": "max_grad_norm",
-    "gradient_clip": "max_grad_norm",
-    "adam_beta1": "beta1",
-    "adam_beta2": "beta2",
-    "adam_epsilon": "eps",
-    "max_steps": "steps",
-    "num_steps": "steps",
-    "num_rollout": "steps",
-    "beta": "kl_coef",
-    "kl_loss_coef": "kl_coef",
-    "init_kl_coef": "kl_coef",
-    "epsilon": "clip_low",
-    "eps_clip": "clip_low",
-    "clip_range": "clip_low",
-    "epsilon_high": "clip_high",
-    "eps_clip_high": "clip_high",
-    "advantage_estimator": "advantage",
-    "loss_type": "loss",
-    "num_iterations": "updates_per_batch",
-    "ppo_epochs": "updates_per_batch",
-    "reward_fn": "reward",
-    "reward_func": "reward",
-    "reward_funcs": "reward",
-    "custom_rm_path": "reward",
-    "output_dir": "dir",
-    "save_steps": "checkpoint_every",
-    "save_interval": "checkpoint_every",
-    "eval_steps": "eval_every",
-    "eval_interval": "eval_every",
-    "model_name": "name",
-    "model_name_or_path": "name",
-    "model_path": "name",
-    "hf_checkpoint": "name",
-}
+LISTED = 8  # valid keys named in a message: the nearest ones; `explain` lists all
+MARKDOWN_HEAD = """# Settings
+
+Written by `python -m rollouts explain --markdown`; change the comments in `rollouts/config/schema.py` instead.
+
+Settings stand in a TOML file, and each can be given on the command line as `--section.key value`, which wins. Paths in a file are relative
+to the file, paths on the command line to the working directory. TOML has no null: the word `"none"` switches off a setting that allows it.
+"""
+LIST_NOTE = "One table, or several `[[{key}]]`, which are a mixture; a flag names one of several by its number: `--{key}.0.NAME VALUE`."
 
 
 @dataclass(frozen=True, slots=True)
-class ConfigKey:
-    """One setting, or one table of settings."""
+class SetValue:
+    """What a setting is in one config."""
 
-    key: str  # dotted: rl.rollout.num_prompts
-    annotation: Any  # of the field
-    type_text: str  # "a whole number, at least 1"
-    default: str  # as TOML, "required", or "unset"
-    meaning: str  # one line; empty when the name says it
-    is_table: bool  # holds further settings of the schema
-    is_list: bool = False  # a table that may occur several times, as [[key]]
-
-    @property
-    def name(self) -> str:
-        """The last part of the key."""
-        return self.key.rpartition(".")[2]
-
-    @property
-    def table(self) -> str:
-        """The dotted name of the table that holds it; empty at the top."""
-        return self.key.rpartition(".")[0]
-
-    @property
-    def takes_any_key(self) -> bool:
-        """A table whose keys the schema leaves to the user."""
-        return any(get_origin(member) is dict for member in members_of(self.annotation))
+    text: str  # as TOML
+    origin: str  # run.toml:12, a flag, or "default"
 
 
-@cache
-def config_keys() -> Mapping[str, ConfigKey]:
-    """Every setting and table by its dotted key, in the order of the schema."""
-    keys: dict[str, ConfigKey] = {}
-    _add_keys(keys, RunConfig, "")
-    return types.MappingProxyType(keys)
+# --- what a setting is -------------------------------------------------------------------------------------------------------
 
 
-def explain_config(prefix: str = "") -> str:
+def explain_config(prefix: str = "", values: Mapping[str, SetValue] | None = None) -> str:
     """A table of text: one line per setting with its default, meaning and type; only those under `prefix` when it is given.
 
+    With the `values` of a config, those and their origins stand in place of the defaults.
     Raises KeyError, with the nearest key in its text, if nothing lies under `prefix`.
     """
     chosen = [key for key in config_keys().values() if not prefix or key.key == prefix or key.key.startswith(f"{prefix}.")]
     if not chosen:
         raise KeyError(describe_unknown_key(prefix))
+    rows = [(key, *_value_columns(key, values)) for key in chosen]
     key_width = max(len(key.key) for key in chosen)
-    default_width = max(len(key.default) for key in chosen)
+    value_width = max((len(value) for key, value, _ in rows if not key.is_table), default=0)
     lines = []
-    for key in chosen:
+    for key, value, origin in rows:
         if key.is_table:
-            lines += ["", f"[{key.key}]  {key.meaning}" + ("  (unset)" if key.default == "unset" else "")]
+            lines += ["", f"{_header(key)}  {key.meaning}{_table_note(key)}"]
         else:
-            lines.append(f"{key.key:<{key_width}}  {key.default:<{default_width}}  {key.meaning}  ({key.type_text})")
+            lines.append(f"{key.key:<{key_width}}  {value:<{value_width}}  {key.meaning}  ({key.type_text}{origin})")
     return "\n".join(lines).strip() + "\n"
 
 
+def explain_key(dotted: str, values: Mapping[str, SetValue] | None = None) -> str:
+    """Everything about one setting: meaning, type, default, its value in a config and where that comes from, related settings.
+
+    A table is explained by its settings. Raises KeyError, with the nearest key in its text, if there is no such setting.
+    """
+    key = config_keys().get(without_numbers(dotted))
+    if key is None:
+        raise KeyError(describe_unknown_key(dotted))
+    if key.is_table:
+        return explain_config(key.key, values)
+    lines = [key.key, f"  meaning   {key.meaning}", f"  type      {key.type_text}", f"  default   {key.default}"]
+    for name, value in values_of(key, values or {}).items():
+        if dotted in (key.key, name):
+            which = f"{name} = " if name != key.key else ""
+            lines.append(f"  value     {which}{value.text}  ({value.origin})")
+    related = _related(key)
+    if related:
+        lines.append(f"  see also  {', '.join(related)}")
+    elsewhere = [f"{name} ({alias.note})" if alias.note else name for name, alias in ALIASES.items() if key.key in alias.keys and "." not in name]
+    if elsewhere:
+        lines.append(f"  called    {', '.join(elsewhere[:LISTED])} elsewhere")
+    return "\n".join(lines) + "\n"
+
+
+def explain_markdown() -> str:
+    """All settings as a Markdown page, a table per section."""
+    parts = [MARKDOWN_HEAD, _markdown_table([key for key in config_keys().values() if not key.table and not key.is_table])]
+    for table in (key for key in config_keys().values() if key.is_table):
+        inside = [key for key in config_keys().values() if key.table == table.key and not key.is_table]
+        notes = [f"{table.meaning}{_table_note(table)}", *([LIST_NOTE.format(key=table.key)] if table.is_list else [])]
+        parts.append(f"\n## `{_header(table)}`\n\n" + "\n\n".join(notes) + "\n")
+        if inside:
+            parts.append(_markdown_table(inside))
+    return "\n".join(parts)
+
+
+def without_numbers(dotted: str) -> str:
+    """A key without the numbers of list items: rl.data.0.path is rl.data.path."""
+    return ".".join(part for part in dotted.split(".") if not part.isdecimal())
+
+
+def _value_columns(key: ConfigKey, values: Mapping[str, SetValue] | None) -> tuple[str, str]:
+    if values is None or key.is_table:
+        return key.default, ""
+    found = values_of(key, values)
+    if not found:
+        is_there = not key.table or any(without_numbers(name).startswith(f"{key.table}.") for name in values)
+        return ("unset", "; default") if is_there else ("-", f"; the file has no [{key.table}]")
+    origins = list(dict.fromkeys(value.origin for value in found.values()))
+    return " | ".join(value.text for value in found.values()), f"; {', '.join(origins)}"
+
+
+def values_of(key: ConfigKey, values: Mapping[str, SetValue]) -> dict[str, SetValue]:
+    """The values of a setting by their dotted names: several for a list of tables, and for a table whose keys are the user's."""
+    names = {name: without_numbers(name) for name in values}
+    return {
+        name: values[name]
+        for name, plain in names.items()
+        if plain == key.key or (key.takes_any_key and plain.startswith(f"{key.key}."))
+    }
+
+
+def _header(key: ConfigKey) -> str:
+    return f"[[{key.key}]]" if key.is_list else f"[{key.key}]"
+
+
+def _table_note(key: ConfigKey) -> str:
+    return {"unset": " Left out unless the file has this table.", "required": " Needed where the table around it is there."}.get(key.default, "")
+
+
+def _markdown_table(keys: Iterable[ConfigKey]) -> str:
+    lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
+    for key in keys:
+        cells = (f"`{key.name}`", key.type_text, key.default if key.default in ("required", "unset") else f"`{key.default}`", key.meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _related(key: ConfigKey) -> list[str]:
+    """Settings that name this one in their meaning, or that it names, nearby; and its namesakes in other tables."""
+    others = [other for other in config_keys().values() if not other.is_table and other.key != key.key]
+    namesakes = [other.key for other in others if other.name == key.name and len(key.name) > 2]
+    near = [other for other in others if other.key.partition(".")[0] == key.key.partition(".")[0]]
+    mentioned = [other.key for other in near if _mentions(key.meaning, other) or _mentions(other.meaning, key)]
+    return list(dict.fromkeys([*mentioned, *namesakes]))
+
+
+def _mentions(meaning: str, key: ConfigKey) -> bool:
+    return "_" in key.name and re.search(rf"\b{key.name}\b", meaning) is not None
+
+
+# --- which setting a wrong name means ----------------------------------------------------------------------------------------
+
+
 def describe_unknown_key(dotted: str) -> str:
-    """`unknown key rl.rollout.temperture; did you mean temperature? Valid here: …`"""
-    table, _, name = dotted.rpartition(".")
-    known = config_keys()
-    while table and table not in known:  # the first part that is wrong is the one to talk about
-        dotted = table
-        table, _, name = table.rpartition(".")
-    siblings = [key.name for key in known.values() if key.table == table]
-    suggestion = _nearest_key(table, name, siblings)
-    question = f"; did you mean {suggestion}?" if suggestion else "."
+    """`unknown key rl.rollout.temperture; did you mean temperature? Valid here: …, with the nearest of the valid keys first.`"""
+    wrong, table = _first_wrong_part(dotted)
+    siblings = [key.name for key in config_keys().values() if key.table == table]
+    suggested, note = suggest_keys(dotted)
+    names = [key.removeprefix(f"{table}.") if key.rpartition(".")[0] == table and wrong == dotted else key for key in suggested]
+    question = f"; did you mean {_join_or(names)}{f' ({note})' if note else ''}?" if names else "."
     where = "here" if table else "at the top"
-    return f"unknown key {dotted}{question} Valid {where}: {', '.join(siblings)}"
+    ordered = sorted(siblings, key=lambda name: (edit_distance(wrong.rpartition(".")[2], name), siblings.index(name)))
+    more = len(ordered) - LISTED
+    rest = f" and {more} more: python -m rollouts explain{f' {table}' if table else ''}" if more > 0 else ""
+    return f"unknown key {wrong}{question} Valid {where}: {', '.join(ordered[:LISTED])}{rest}"
 
 
-def nearest(name: str, candidates: Sequence[str]) -> str | None:
-    """The candidate that looks most like `name`, None if none does."""
-    found = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
-    return found[0] if found else None
-
-
-def members_of(annotation: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, unwrapped from Annotated; otherwise the annotation itself."""
-    if get_origin(annotation) is Annotated:
-        return members_of(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(inner for member in get_args(annotation) for inner in members_of(member))
-    return (annotation,)
-
-
-def is_nullable(annotation: Any) -> bool:
-    """Whether the setting may be switched off by the word "none"; text settings cannot, for the word would be their value."""
-    members = members_of(annotation)
-    return type(None) in members and str not in members and not any(_is_section(member) for member in members)
-
-
-def format_value(value: object) -> str:
-    """A value as TOML writes it, cut to one short line."""
-    text = {True: "true", False: "false", None: '"none"'}[value] if value is None or isinstance(value, bool) else _plain_text(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _plain_text(value: object) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {format_value(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(format_value(inner) for inner in value) + "]"
-    return repr(value) if isinstance(value, int | float) else str(value)
-
-
-def _nearest_key(table: str, name: str, siblings: Sequence[str]) -> str | None:
-    name = name.replace("-", "_")
+def suggest_keys(dotted: str) -> tuple[list[str], str]:
+    """(the settings that a wrong dotted name may mean, the likeliest first and at most three; what differs if it is another framework's)."""
+    wrong, table = _first_wrong_part(dotted)
+    plain = without_numbers(dotted).lower().replace("-", "_")
+    if plain in config_keys():
+        return [plain], ""
+    if plain != dotted:
+        return suggest_keys(plain)
+    name = wrong.rpartition(".")[2]
+    rest = dotted[len(wrong) + 1 :]
+    siblings = {key.name: key.key for key in config_keys().values() if key.table == table}
     if name in siblings:
-        return name
-    alias = ALIASES.get(name, "")
-    if alias in siblings:
-        return alias
-    close = nearest(name, siblings)
+        return _continue([siblings[name]], rest), ""
+    close = [siblings[found] for found in nearest_names(name, list(siblings))]
+    slips = [key for key in close if edit_distance(name, key.rpartition(".")[2]) <= 1]
+    alias = _exact_alias(dotted if rest else wrong)
+    if alias and (rest or any(key in siblings.values() for key in alias.keys)):
+        return _nearest_in_tree(alias.keys, table), alias.note
+    named = [key for key in config_keys().values() if key.name == name]
+    around = [key.key for key in named if f"{table}.".startswith(f"{key.table}." if key.table else "")]
+    namesakes = list(dict.fromkeys([*_nearest_in_tree([key.key for key in named], table), *around]))
+    if slips or namesakes:
+        return _continue([*slips, *namesakes] if len(name) > 2 or not namesakes else [*namesakes, *slips], rest)[:3], ""
+    if alias:
+        return _nearest_in_tree(alias.keys, table), alias.note
     if close:
-        return close
-    elsewhere = [key for key in config_keys().values() if not key.is_table]
-    wanted = (name, alias, nearest(name, [key.name for key in elsewhere]))
-    found = [key.key for other in wanted for key in elsewhere if key.name == other]
-    # the one nearest in the tree: below this table first, then the one that shares most of its path
-    return max(found, key=lambda key: (key.startswith(f"{table}."), _shared_parts(key, table)), default=None)
+        return _continue(close, rest)[:3], ""
+    elsewhere = nearest_names(name, [key.name for key in config_keys().values()])
+    alias = find_alias(dotted)
+    if alias and (not elsewhere or edit_distance(name, elsewhere[0]) > 1):
+        return _nearest_in_tree(alias.keys, table), alias.note
+    return _continue(_nearest_in_tree([key.key for key in config_keys().values() if key.name in elsewhere], table), rest), ""
+
+
+def _first_wrong_part(dotted: str) -> tuple[str, str]:
+    """(the name up to its first part that is wrong, the table that part was looked for in)."""
+    known = config_keys()
+    parts = without_numbers(dotted).split(".")
+    length = next((length for length in range(1, len(parts) + 1) if ".".join(parts[:length]) not in known), len(parts))
+    return ".".join(parts[:length]), ".".join(parts[: length - 1])
+
+
+def _exact_alias(dotted: str) -> Alias | None:
+    parts = dotted.split(".")
+    return next((ALIASES[name] for count in range(len(parts), 0, -1) if (name := ".".join(parts[-count:])) in ALIASES), None)
+
+
+def _continue(keys: Sequence[str], rest: str) -> list[str]:
+    """The keys with the part after the wrong one, where that makes a setting."""
+    return [f"{key}.{rest}" if rest and f"{key}.{rest}" in config_keys() else key for key in dict.fromkeys(keys)]
+
+
+def _nearest_in_tree(keys: Sequence[str], table: str) -> list[str]:
+    """Those of the keys that are nearest to a table: below it first, then those that share most of its path; at most three."""
+    rank = {key: (key.startswith(f"{table}."), _shared_parts(key, table)) for key in keys}
+    best = max(rank.values(), default=None)
+    return [key for key in keys if rank[key] == best][:3]
 
 
 def _shared_parts(first: str, second: str) -> int:
-    parts = zip(first.split("."), second.split("."), strict=False)
-    return sum(1 for a, b in parts if a == b)
+    shared = 0
+    for a, b in zip(first.split("."), second.split("."), strict=False):
+        if a != b:
+            break
+        shared += 1
+    return shared
 
 
-# --- reading the schema ------------------------------------------------------------------------------------------------------
-
-
-def _is_section(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def _section_of(annotation: Any) -> tuple[type[Section] | None, bool]:
-    """(the section that a field holds, whether it holds a list of them)."""
-    for member in members_of(annotation):
-        inner = members_of(get_args(member)[0])[0] if get_origin(member) is list else member
-        if _is_section(inner):
-            return inner, inner is not member
-    return None, False
-
-
-def _add_keys(keys: dict[str, ConfigKey], section: type[Section], prefix: str, defaults: Section | None = None) -> None:
-    for name, field in section.model_fields.items():
-        dotted = f"{prefix}{name}"
-        inner, is_list = _section_of(field.annotation)
-        value = getattr(defaults, name) if defaults else field.default
-        if inner is None:
-            meaning = _comments().get((section.__name__, name), "").replace("None:", '"none":' if is_nullable(field.annotation) else "unset:")
-            default = "required" if field.is_required() else "unset" if value is None and field.default is None else format_value(value)
-            keys[dotted] = ConfigKey(dotted, field.annotation, describe_type(field.annotation, field.metadata), default, meaning, False)
-            continue
-        meaning = (inspect.getdoc(inner) or "").partition("\n")[0]
-        default = "unset" if field.default is None else "required" if field.is_required() else "set"
-        keys[dotted] = ConfigKey(dotted, field.annotation, "a table", default, meaning, True, is_list)
-        _add_keys(keys, inner, f"{dotted}.", value if isinstance(value, Section) else None)
-
-
-def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    """A type with its bounds in words: "a whole number, at least 1"."""
-    if get_origin(annotation) is Annotated:
-        base, *inner = get_args(annotation)
-        return describe_type(base, [constraint for item in inner for constraint in getattr(item, "metadata", [item])] + list(metadata))
-    if get_origin(annotation) in (Union, types.UnionType):
-        return _describe_union(get_args(annotation), metadata, nullable=is_nullable(annotation))
-    if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(format_value(value) for value in get_args(annotation))
-    if get_origin(annotation) is list:
-        return f"a list of {describe_type(get_args(annotation)[0])}"
-    if get_origin(annotation) is dict:
-        return "a table"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(annotation, "any value")
-    return words + "".join(_describe_bound(constraint) for constraint in metadata)
-
-
-def _describe_union(members: Sequence[Any], metadata: Sequence[Any], *, nullable: bool) -> str:
-    words = [describe_type(member, metadata) for member in members if member is not type(None)]
-    return " or ".join(words) + (', or "none"' if nullable else "")
-
-
-def _describe_bound(constraint: object) -> str:
-    match constraint:
-        case Ge(ge=bound):
-            return f", at least {bound}"
-        case Gt(gt=bound):
-            return f", above {bound}"
-        case Le(le=bound):
-            return f", at most {bound}"
-        case _:
-            return ""
-
-
-@cache
-def _comments() -> Mapping[tuple[str, str], str]:
-    """The trailing comment of every field by (class, field). The schema says what a setting means there and nowhere else."""
-    source = inspect.getsource(schema)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comment_of_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(source).body:
-        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)] if isinstance(node, ast.ClassDef) else []
-        for item in fields:
-            if isinstance(node, ast.ClassDef) and isinstance(item.target, ast.Name):
-                found[node.name, item.target.id] = comment_of_line.get(item.end_lineno or item.lineno, "")
-    return found
+def _join_or(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

@@ -18,8 +18,12 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from rollouts.config.explain import ConfigKey, config_keys, describe_unknown_key, format_value, is_nullable, members_of, nearest
+from rollouts.config.aliases import find_alias
+from rollouts.config.explain import SetValue, describe_unknown_key
+from rollouts.config.keys import ConfigKey, config_keys, format_value, is_nullable, members_of
+from rollouts.config.lines import find_lines
 from rollouts.config.schema import RunConfig, Section
+from rollouts.config.spelling import nearest
 from rollouts.errors import ConfigError, RunDirError
 
 NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
@@ -42,9 +46,15 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     An override is read as its setting's type asks: text stays text, everything else is a TOML value (true, 0.5, ["a", "b"]).
     Raises ConfigError naming the file or flag, the key, the value and the rule; all problems of the file and flags, one a line.
     """
+    return load_with_origins(path, overrides)[0]
+
+
+def load_with_origins(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, SetValue]]:
+    """`load_config`, and every setting's value with where it comes from: FILE:LINE, the flag, or "default". Raises ConfigError alike."""
     file = Path(path)
-    settings = _read_toml(file)
-    problems = _Problems(str(path))
+    text = _read_text(file)
+    settings = _parse_toml(text, path)
+    problems = _Problems(str(path), find_lines(text))
     for flag, text in _split_overrides(overrides, problems):
         _apply_override(settings, flag, text, problems)
     _replace_none(settings)
@@ -52,7 +62,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     config = _validate(settings, problems)
     if config is None:
         raise ConfigError(problems.text())
-    return config
+    values = _flatten(_plain(config))
+    return config, {key: SetValue(format_value(value), problems.origin_of(key)) for key, value in values.items()}
 
 
 def dump_config(config: RunConfig) -> str:
@@ -98,6 +109,7 @@ class _Problems:
     """What is wrong so far, and which keys came from a flag."""
 
     file: str
+    file_lines: Mapping[str, int] = field(default_factory=dict)  # dotted key → line of the file
     flags: dict[str, str] = field(default_factory=dict)  # dotted key → flag as typed
     lines: list[str] = field(default_factory=list)
 
@@ -105,30 +117,47 @@ class _Problems:
         self.lines.append(f"{source}: {message}")
 
     def source_of(self, key: str) -> str:
-        """The flag that set `key` or a table around it; otherwise the file."""
-        parts = key.split(".")
-        names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-        return next((self.flags[name] for name in names if name in self.flags), self.file)
+        """The flag that set `key` or a table around it; otherwise the file, with the line of the key or of the table around it."""
+        flag = next((self.flags[name] for name in _and_around(key) if name in self.flags), None)
+        line = next((self.file_lines[name] for name in _and_around(key) if name in self.file_lines), None)
+        return flag or (f"{self.file}:{line}" if line else self.file)
+
+    def origin_of(self, key: str) -> str:
+        """Where the value of `key` was set: the flag, FILE:LINE, or "default"."""
+        flag = next((self.flags[name] for name in _and_around(key) if name in self.flags), None)
+        line = self.file_lines.get(key)
+        return flag or (f"{self.file}:{line}" if line else "default")
 
     def text(self) -> str:
         lines = list(dict.fromkeys(self.lines))
         return lines[0] if len(lines) == 1 else f"{len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
 
 
+def _and_around(key: str) -> Iterable[str]:
+    """The key and the tables around it, the innermost first."""
+    parts = key.split(".")
+    return (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+
+
 # --- the file ----------------------------------------------------------------------------------------------------------------
 
 
-def _read_toml(file: Path) -> dict[str, Any]:
+def _read_text(file: Path) -> str:
     try:
-        return tomllib.loads(file.read_bytes().decode("utf-8"))
+        return file.read_bytes().decode("utf-8")
     except FileNotFoundError as error:
         raise ConfigError(f"{file}: there is no such file; name a TOML file with --config FILE") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: not UTF-8 at byte {error.start}; a TOML file is UTF-8 text") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file}: not TOML: {error}") from error
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+
+
+def _parse_toml(text: str, path: Path | str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
 # --- flags -------------------------------------------------------------------------------------------------------------------
@@ -261,7 +290,8 @@ def _absolute_function(name: str, base: Path) -> str:
 
 def _absolute_model(name: str, base: Path) -> str:
     # "org/model" on the hub looks like a relative path: it is one only if such a directory is there, or if it says so
-    is_path = name.startswith((".", "~", "/")) or (":" not in name and (base / name).is_dir())
+    is_gguf_file = name.endswith(".gguf") and (":" not in name or (base / name).is_file())
+    is_path = is_gguf_file or name.startswith((".", "~", "/")) or (":" not in name and (base / name).is_dir())
     return _absolute_path(name, base) if is_path else name
 
 
@@ -285,7 +315,7 @@ def _explain_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> tuple
     value = format_value(detail["input"])
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return dotted, describe_unknown_key(dotted)
+        return dotted, describe_unknown_key(dotted) + _names_inside(dotted, detail["input"])
     if kind == "missing":
         hint = f": {key.meaning}" if key and key.meaning else ""
         return dotted, f"{dotted} is missing{hint}"
@@ -316,6 +346,14 @@ def _locate(loc: Sequence[int | str], settings: Mapping[str, Any]) -> tuple[str,
             break
     dotted = ".".join(parts)
     return dotted, _setting_at(dotted) or _setting_at(dotted.rpartition(".")[0])
+
+
+def _names_inside(table: str, value: object) -> str:
+    """What the settings of another framework in an unknown table are called here."""
+    names = [f"{table}.{name}" for name in _flatten(value)] if isinstance(value, Mapping) else []
+    found = [(name, alias) for name in names if (alias := find_alias(name)) is not None]
+    said = [f"{name} is {' or '.join(alias.keys)} here{f' ({alias.note})' if alias.note else ''}" for name, alias in found]
+    return "".join(f"; {words}" for words in said)
 
 
 def _hint_about_quotes(value: object, key: ConfigKey) -> str:

@@ -7,12 +7,12 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from rollouts.config.explain import nearest
+from rollouts.config.spelling import nearest
 from rollouts.errors import PlugInError
 
 Role = Literal["reward", "group_reward", "reward_combine", "generate", "filter", "curriculum", "rows", "loss"]
@@ -28,16 +28,22 @@ CALLED_WITH: dict[Role, tuple[str, ...]] = {
 CALLED_BY_NAME: dict[Role, tuple[str, ...]] = {"rows": ("size", "seed")}  # beside data.params
 
 
-def load_function(name: str, *, role: Role, base_dir: Path) -> Callable[..., Any]:
+def load_function(name: str, *, role: Role, base_dir: Path, built_in: Mapping[str, Callable[..., Any]] | None = None) -> Callable[..., Any]:
     """The function that `name` means, imported once: the same name, or another function of the same file, comes from the same module.
 
-    A file is taken relative to `base_dir`; it is imported by itself, so it cannot import its neighbours unless they are installed.
+    A name of `built_in` is its function. A file is taken relative to `base_dir`; it is imported by itself, so it cannot import its neighbours unless they are installed.
     Raises PlugInError naming what failed: the form of the name, the file or module, its import (the cause is kept), the function, or
     the number of positional arguments that `role` passes (a loss is not checked: backends call it).
     """
+    known = built_in or {}
+    if name in known:
+        return known[name]
     where, colon, function_name = name.rpartition(":")
     if not colon or not where or not function_name:
-        raise PlugInError(f"{role}={name!r} does not name a function; write module:function or path/file.py:function")
+        close = nearest(name, list(known))
+        question = f" (did you mean {close}?);" if close else ";"
+        choices = f" a name of {', '.join(known)}, or" if known else ""
+        raise PlugInError(f"{role}={name!r} does not name a function{question} write{choices} module:function or path/file.py:function")
     what = f"{role}={name!r}"
     module = _load_file(base_dir / Path(where).expanduser(), what) if where.endswith(".py") else _load_module(where, what)
     function = _get_attribute(module, function_name, what)
@@ -67,7 +73,7 @@ def _load_module(module_name: str, what: str) -> ModuleType:
 def _load_file(path: Path, what: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise PlugInError(f"{what}: there is no file {path}")
+        raise PlugInError(f"{what}: there is no file {path}{_nearest_file(path)}")
     # a name of its own, so that two files called reward.py do not meet; in sys.modules because dataclasses look their module up there
     module_name = f"rollouts_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
     if module_name in sys.modules:
@@ -82,6 +88,13 @@ def _load_file(path: Path, what: str) -> ModuleType:
         del sys.modules[module_name]
         raise PlugInError(f"{what}: importing {path} failed: {_describe(error)}{_neighbour_hint(error, path)}") from error
     return module
+
+
+def _nearest_file(path: Path) -> str:
+    close = nearest(path.name, sorted(other.name for other in path.parent.glob("*.py"))) if path.parent.is_dir() else None
+    if close:
+        return f"; did you mean {close}?"
+    return "" if path.parent.is_dir() else f", nor a directory {path.parent}"
 
 
 def _describe(error: BaseException) -> str:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from rollouts.config.explain import ALIASES, config_keys, describe_unknown_key, explain_config
-from rollouts.config.load import check_same_run, config_digest, dump_config, load_config
+from rollouts.config.aliases import ALIASES
+from rollouts.config.explain import describe_unknown_key, explain_config, explain_key, explain_markdown, suggest_keys
+from rollouts.config.keys import config_keys
+from rollouts.config.lines import find_lines
+from rollouts.config.load import check_same_run, config_digest, dump_config, load_config, load_with_origins
 from rollouts.config.schema import RunConfig
 from rollouts.errors import ConfigError, RunDirError
 
@@ -36,12 +40,12 @@ def write(tmp_path: Path):
 
 
 def problems_of(path: Path, overrides: list[str] | None = None) -> list[str]:
-    """The lines of the message, without the file's name in front."""
+    """The lines of the message, without the file's name and line in front."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides or [])
     lines = str(caught.value).splitlines()
     lines = lines[1:] if len(lines) > 1 else lines
-    return [line.strip().removeprefix(f"{path}: ") for line in lines]
+    return [re.sub(rf"^{re.escape(str(path))}(:\d+)?: ", "", line.strip()) for line in lines]
 
 
 # --- values ------------------------------------------------------------------------------------------------------------------
@@ -152,7 +156,7 @@ def test_malformed_flags_are_named(write):
         "stray: a stray word; settings are given as --section.key value",
         "--rl.optim: rl.optim is a table; set one of its keys, for example --rl.optim.lr VALUE",
         "--rl.loss_params: rl.loss_params is a table; set one of its keys, for example --rl.loss_params.NAME VALUE",
-        "--sed: unknown key sed; did you mean seed? Valid at the top: name, seed, deterministic, model, output, engine, sft, rl, eval",
+        "--sed: " + describe_unknown_key("sed"),
         "--name: has no value; write --name VALUE",
     ]
 
@@ -185,9 +189,8 @@ def test_a_file_that_is_not_utf8_gives_the_byte(tmp_path):
 def test_an_unknown_key_gives_the_nearest_and_the_valid_ones(write):
     (problem,) = problems_of(write(RL + "temperture = 1.0\n"))
     assert problem == (
-        "unknown key rl.rollout.temperture; did you mean temperature? Valid here: num_prompts, samples_per_prompt, over_sampling, "
-        "max_new_tokens, temperature, generate, reward, group_reward, reward_weights, reward_combine, filters, max_attempts, max_failed_fraction, "
-        "reward_timeout_s, reward_workers, reward_memory_gib"
+        "unknown key rl.rollout.temperture; did you mean temperature? Valid here: temperature, generate, reward, filters, num_prompts, "
+        "group_reward, max_attempts, reward_workers and 8 more: python -m rollouts explain rl.rollout"
     )
 
 
@@ -248,14 +251,16 @@ def test_a_combination_that_cannot_work_is_refused(write, text, rule):
         ("rl.rollout.group_size", "samples_per_prompt"),
         ("rl.rollout.num_generations", "samples_per_prompt"),
         ("rl.rollout.num-prompts", "num_prompts"),
-        ("rl.rollout.batch_size", "num_prompts"),
+        ("rl.rollout.batch_size", "num_prompts (in RL it counts prompts, in SFT conversations)"),
         ("rl.optim.learning_rate", "lr"),
         ("rl.lr", "rl.optim.lr"),
         ("sft.lr", "sft.optim.lr"),
         ("rl.temperture", "rl.rollout.temperature"),
-        ("rl.rolout.num_prompts", "rollout"),
+        ("rl.rolout.num_prompts", "rl.rollout.num_prompts"),
         ("eval.data.pth", "path"),
-        ("stepps", "sft.steps"),
+        ("stepps", "sft.steps or rl.steps"),
+        ("rl.optim.temperature", "rl.rollout.temperature"),
+        ("eval.rollout.temperature", "rl.rollout.temperature"),
     ],
 )
 def test_a_wrong_key_gets_the_right_one_suggested(wrong, right):
@@ -263,12 +268,81 @@ def test_a_wrong_key_gets_the_right_one_suggested(wrong, right):
 
 
 def test_a_key_like_no_other_gets_no_suggestion():
-    assert describe_unknown_key("eval.zzz") == "unknown key eval.zzz. Valid here: data, reward, max_new_tokens, temperature, samples_per_prompt"
+    assert describe_unknown_key("eval.zzz") == "unknown key eval.zzz. Valid here: data, reward, temperature, max_new_tokens, samples_per_prompt"
 
 
-def test_every_alias_points_to_a_setting_that_exists():
-    names = {key.name for key in config_keys().values()}
-    assert set(ALIASES.values()) <= names
+def test_every_alias_points_to_settings_that_exist():
+    assert len(ALIASES) >= 80
+    assert [key for alias in ALIASES.values() for key in alias.keys if key not in config_keys()] == []
+    assert [name for name in ALIASES if name in config_keys()] == [], "a setting of ours is no foreign name"
+
+
+@pytest.mark.parametrize("name", list(ALIASES))
+def test_a_foreign_name_is_answered_with_our_key_however_it_is_written(name):
+    wanted = set(ALIASES[name].keys)
+    for form in (name, name.replace("_", "-"), name.upper()):
+        suggested, _ = suggest_keys(form)
+        assert wanted & set(suggested), (form, suggested)
+
+
+@pytest.mark.parametrize(
+    ("flag", "answer"),
+    [
+        ("--actor_rollout_ref.rollout.n", "did you mean rl.rollout.samples_per_prompt?"),
+        ("--rollout.n", "did you mean rl.rollout.samples_per_prompt?"),
+        ("--data.train_batch_size", "did you mean rl.rollout.num_prompts?"),
+        ("--algorithm.kl_ctrl.kl_coef", "did you mean rl.kl_coef?"),
+        ("--num-generations", "did you mean rl.rollout.samples_per_prompt?"),
+        ("--NUM_GENERATIONS", "did you mean rl.rollout.samples_per_prompt?"),
+        ("--num-generatons", "did you mean rl.rollout.samples_per_prompt?"),
+        ("--rl.train_batch_size", "did you mean rl.rollout.num_prompts (there it counts samples, here prompts: divide it by samples_per_prompt)?"),
+        ("--rl.optim.epsilon", "did you mean eps?"),
+        ("--trainer.save_freq", "did you mean output.checkpoint_every?"),
+    ],
+)
+def test_a_foreign_flag_is_answered_with_our_key(write, flag, answer):
+    (problem,) = problems_of(write(RL), [flag, "3"])
+    assert answer in problem
+
+
+def test_the_tables_of_another_framework_are_answered_setting_by_setting(write):
+    (problem,) = problems_of(write("[actor_rollout_ref]\nrollout = { n = 8, nonsense = 1 }\n[actor_rollout_ref.actor.optim]\nlr = 1e-6\n"))
+    assert "actor_rollout_ref.rollout.n is rl.rollout.samples_per_prompt here" in problem
+    assert "actor_rollout_ref.actor.optim.lr is rl.optim.lr or sft.optim.lr here" in problem
+    assert "nonsense" not in problem
+
+
+# --- lines -------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_setting_of_a_file_has_its_line():
+    text = 'a = 1\n# note\nb.c = [\n  1,\n]\n[t]\nx = """\n[u]\ny = 2\n"""\nz = { p = 1 }\n[[r.d]]\nk = 1\n[[r.d]]\nk = 2\n[r.d.q]\nm = 1\n[[s]]\n'
+    text += "n = 3\n"
+    assert find_lines(text) == {
+        "a": 1, "b": 3, "b.c": 3, "t": 6, "t.x": 7, "t.z": 11, "t.z.p": 11, "r.d.0": 12, "r.d.0.k": 13, "r.d.1": 14, "r.d.1.k": 15,
+        "r.d.1.q": 16, "r.d.1.q.m": 17, "s.0": 18, "s.0.n": 19, "s": 18, "s.n": 19,
+    }  # fmt: skip
+
+
+def test_a_problem_names_the_line_of_the_file(write):
+    path = write(RL + "temperature = 0\n[rl.data_]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert f"  {path}:7: rl.rollout.temperature = 0; it must be" in str(caught.value)
+    assert f"  {path}:8: unknown key rl.data_; did you mean data?" in str(caught.value)
+
+
+def test_every_value_says_where_it_comes_from(write):
+    path = write(RL + "[rl.loss_params]\nx = 3\n")
+    _, values = load_with_origins(path, ["--rl.optim.lr", "0.5"])
+    origins = {key: (values[key].text, values[key].origin) for key in ("rl.steps", "rl.data.path", "rl.optim.lr", "seed", "rl.loss_params.x")}
+    assert origins == {
+        "rl.steps": ("4", f"{path}:3"),
+        "rl.data.path": ('"' + str(path.parent / "train.jsonl") + '"', f"{path}:4"),
+        "rl.optim.lr": ("0.5", "--rl.optim.lr"),
+        "seed": ("0", "default"),
+        "rl.loss_params.x": ("3", f"{path}:8"),
+    }
 
 
 # --- paths -------------------------------------------------------------------------------------------------------------------
@@ -300,6 +374,13 @@ def test_paths_in_flags_are_relative_to_the_working_directory(write, tmp_path, m
 @pytest.mark.parametrize("name", ["bundled:smollm2-135m-instruct", "tiny:byte", "org/model"])
 def test_a_model_name_that_is_no_directory_stays(write, name):
     assert load_config(write(f'model = {{ name = "{name}" }}')).model.name == name
+
+
+def test_a_gguf_file_is_a_path(write, tmp_path):
+    assert load_config(write('model = { name = "models/x.gguf" }')).model.name == str(tmp_path / "models" / "x.gguf")
+    assert load_config(write('model = { name = "org:x.gguf" }')).model.name == "org:x.gguf"
+    (tmp_path / "org:x.gguf").write_text("", encoding="utf-8")
+    assert load_config(write('model = { name = "org:x.gguf" }')).model.name == str(tmp_path / "org:x.gguf")
 
 
 def test_a_model_name_that_says_it_is_a_path_becomes_absolute(write, tmp_path):
@@ -364,7 +445,7 @@ def test_every_setting_says_what_it_means():
 def test_the_explanation_has_a_line_per_setting_with_its_real_default():
     lines = explain_config().splitlines()
     for key in config_keys().values():
-        begin = f"[{key.key}]  " if key.is_table else f"{key.key} "
+        begin = f"[[{key.key}]]  " if key.is_list else f"[{key.key}]  " if key.is_table else f"{key.key} "
         assert any(line.startswith(begin) for line in lines), key.key
     assert next(line for line in lines if line.startswith("sft.optim.lr ")).split()[1] == "0.0001"
     assert next(line for line in lines if line.startswith("rl.optim.lr ")).split()[1] == "1e-05"
@@ -380,3 +461,45 @@ def test_a_part_can_be_explained_alone():
     ]
     with pytest.raises(KeyError, match="did you mean engine"):
         explain_config("engin")
+
+
+def test_one_setting_is_explained_with_its_value_and_where_it_comes_from(write):
+    path = write(RL + "samples_per_prompt = 4\n")
+    _, values = load_with_origins(path)
+    assert explain_key("rl.rollout.samples_per_prompt", values).splitlines()[:6] == [
+        "rl.rollout.samples_per_prompt",
+        "  meaning   G: samples of a group",
+        "  type      a whole number, at least 1",
+        "  default   8",
+        f"  value     4  ({path}:7)",
+        "  see also  rl.normalise_by, eval.samples_per_prompt",
+    ]
+    assert "group_size" in explain_key("rl.rollout.samples_per_prompt")
+    with pytest.raises(KeyError, match="did you mean samples_per_prompt"):
+        explain_key("rl.rollout.samples_per_promt")
+
+
+def test_one_of_several_sources_is_explained_by_its_number(write):
+    path = write('[rl]\nsteps = 1\nrollout = {}\n[[rl.data]]\nkind = "jsonl"\npath = "a"\n[[rl.data]]\nkind = "jsonl"\npath = "b"\nweight = 2.0\n')
+    _, values = load_with_origins(path)
+    assert [line for line in explain_key("rl.data.weight", values).splitlines() if "value" in line] == [
+        "  value     rl.data.0.weight = 1.0  (default)",
+        f"  value     rl.data.1.weight = 2.0  ({path}:10)",
+    ]
+    assert f"rl.data.1.weight = 2.0  ({path}:10)" in explain_key("rl.data.1.weight", values)
+    assert "rl.data.0.weight" not in explain_key("rl.data.1.weight", values)
+
+
+def test_a_config_is_explained_value_by_value(write):
+    path = write(SFT + "[sft.optim]\nlr = 0.5\n")
+    lines = explain_config("", load_with_origins(path)[1]).splitlines()
+    found = {line.split()[0]: line for line in lines if line}
+    assert found["sft.optim.lr"].split()[1] == "0.5"
+    assert found["sft.optim.lr"].endswith(f"(a number, above 0; {path}:6)")
+    assert found["sft.data.size"].split()[1] == "unset"
+    assert found["rl.steps"].endswith("; the file has no [rl])")
+
+
+def test_the_page_of_settings_is_what_the_schema_says():
+    page = Path(__file__).parents[2] / "docs" / "config.md"
+    assert page.read_text(encoding="utf-8") == explain_markdown(), "write it again: python -m rollouts explain --markdown > docs/config.md"
