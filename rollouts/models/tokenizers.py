@@ -1,11 +1,19 @@
-"""A tokenizer that needs no files: one token per byte."""
+"""What a run needs of a tokenizer beside its directory: a template that compiles, the ids that end a turn, ids within the model's vocabulary.
+
+And a tokenizer that needs no files: one token per byte.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollouts.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD_TOKEN, START_TOKEN, END_TOKEN = "<pad>", "<|im_start|>", "<|im_end|>"
 PAD_ID, START_ID, END_ID = 256, 257, 258  # after the 256 bytes
@@ -43,3 +51,115 @@ def byte_characters() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+# --- chat templates ----------------------------------------------------------------------------------------------------------
+
+
+def read_chat_template(path: Path) -> str:
+    """The text of a Jinja file. Raises ModelError if it cannot be read or is empty."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"the chat template {path} cannot be read ({type(error).__name__}: {error}); give the path of a Jinja file") from error
+    if not text.strip():
+        raise ModelError(f"the chat template {path} is empty; give the path of a Jinja file")
+    return text
+
+
+def check_chat_template_compiles(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
+    """Raises ModelError, beginning with `where` and naming the line, if the chat template is no Jinja. What it refuses is not looked at."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        _write_turns(tokenizer, [{"role": "user", "content": "a"}])
+    except TemplateSyntaxError as error:
+        raise ModelError(f"{where}: the chat template is no Jinja: line {error.lineno}: {error.message}") from error
+    except Exception:  # whatever the template's author raises about one message; the rows will show whether it takes theirs
+        return
+
+
+def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Ids of the tokens with which the chat template ends a plain answer, and a tool call where it writes one. Found by writing both.
+
+    Empty if there is no template, it refuses them, or it ends them with text.
+    """
+    if not tokenizer.chat_template:
+        return ()
+    answer = "plain answer"
+    question = {"role": "user", "content": "question"}
+    written = _write_if_it_can(tokenizer, [question, {"role": "assistant", "content": answer}])
+    special, added = _special_texts(tokenizer)
+    plain_end = _first_token(written.rpartition(answer)[2], [*special, *added]) if answer in written else None
+    ends = [plain_end, _find_call_end(tokenizer, question, special, plain_end)]
+    ids: list[Any] = [tokenizer.convert_tokens_to_ids(end) for end in ends if end is not None]
+    return tuple(sorted({token_id for token_id in ids if isinstance(token_id, int) and token_id != tokenizer.unk_token_id}))
+
+
+def _find_call_end(tokenizer: PreTrainedTokenizerBase, question: Mapping[str, Any], special: Sequence[str], plain_end: str | None) -> str | None:
+    if not special:
+        return None
+    for arguments in ({"key": "zqvalue"}, '{"key": "zqvalue"}'):
+        call = {"type": "function", "id": "abcdef123", "function": {"name": "zqname", "arguments": arguments}}
+        written = _write_if_it_can(tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        if "zqname" in written and "zqvalue" in written:
+            one = "|".join(re.escape(token) for token in special)
+            run = re.search(rf"(?:(?:{one})\s*)+\Z", written)
+            tail = re.findall(one, run.group()) if run else []
+            return plain_end if plain_end in tail else next(iter(tail), None)
+    return None
+
+
+def _first_token(text: str, tokens: Sequence[str]) -> str | None:
+    """The token that `text` begins with after white space, the longest of several."""
+    begun = [token for token in tokens if text.lstrip().startswith(token)]
+    return max(begun, key=len, default=None)
+
+
+def _special_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[str]]:
+    """The special tokens, and the other added ones, without those of white space alone; longer ones first."""
+    tokens = tokenizer.added_tokens_decoder.values()
+    special = {*map(str, tokenizer.all_special_tokens), *(token.content for token in tokens if token.special)}
+    added = {token.content for token in tokens} - special
+    special_texts, added_texts = ([text for text in sorted(texts, key=len, reverse=True) if text.strip()] for texts in (special, added))
+    return special_texts, added_texts
+
+
+def _write_if_it_can(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
+    """The messages in the chat template; empty if it refuses them, with and without a system turn before them."""
+    for system in ([], [{"role": "system", "content": "system"}]):
+        try:
+            return _write_turns(tokenizer, [*system, *messages])
+        except Exception:  # a template raises what its author chose; this one may want a system turn
+            continue
+    return ""
+
+
+def _write_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
+    return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
+
+
+# --- vocabularies ------------------------------------------------------------------------------------------------------------
+
+
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_config: Mapping[str, Any], where: str) -> None:
+    """Raises ModelError, beginning with `where`, unless every id that the tokenizer can give is one that the model has an embedding for.
+
+    `model_config` is the content of config.json. A vocabulary larger than the tokenizer is usual (padded), and fine.
+    """
+    text_config = model_config.get("text_config")
+    vocab_size = model_config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, Mapping) else None)
+    if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size <= 0:
+        raise ModelError(f"{where}: config.json has vocab_size={vocab_size!r}; it must be a number above 0")
+    vocabulary = tokenizer.get_vocab()
+    outside = sorted((token_id, token) for token, token_id in vocabulary.items() if token_id >= vocab_size)
+    if outside:
+        first_id, token = outside[0]
+        raise ModelError(
+            f"{where}: the tokenizer's ids reach {outside[-1][0]}, the model's vocabulary has {vocab_size} (0 to {vocab_size - 1}); the first token "
+            f"outside is {token!r} with id {first_id}; use the tokenizer that came with the model"
+        )
+    for name, token in tokenizer.special_tokens_map.items():
+        for text in token if isinstance(token, list | tuple) else [token]:
+            if str(text) not in vocabulary:
+                raise ModelError(f"{where}: {name}={str(text)!r} is not in the tokenizer's vocabulary; correct its tokenizer_config.json")
