@@ -43,7 +43,7 @@ class Isolation:
 
     network: bool  # it has none
     filesystem: bool  # it sees Python's libraries, read-only, and an empty directory in memory; nothing else, no /proc
-    processes: bool  # it sees no process but its own and leaves none behind
+    processes: bool  # it can signal no process but its own and leaves none behind
     memory: bool  # its address space is limited
     user: bool  # it is not the worker's user, or sees none of that user's files
     privileges: bool  # it has no capabilities and can gain none
@@ -57,7 +57,7 @@ class Isolation:
 class Limits:
     """What one test may use."""
 
-    timeout_s: float = 10.0  # wall clock; the CPU time is limited to as much, rounded up
+    timeout_s: float = 10.0  # wall clock; each process may use a second more of CPU time
     memory_bytes: int = 512 << 20  # address space of each process
     disk_bytes: int = 16 << 20  # of all files it writes
     output_bytes: int = 1 << 20  # of standard output
@@ -271,7 +271,7 @@ def _request(
     return {
         "code": code, "test": test, "entry_point": entry_point, "nonce": secrets.token_hex(16), "worker": os.getpid(),
         "namespaces": namespaces, "expected": expected, "import_paths": [str(path) for path in import_paths],
-        "cpu_s": math.ceil(limits.timeout_s), "memory_bytes": int(limits.memory_bytes), "disk_bytes": int(limits.disk_bytes),
+        "cpu_s": math.ceil(limits.timeout_s) + 1, "memory_bytes": int(limits.memory_bytes), "disk_bytes": int(limits.disk_bytes),
         "max_processes": int(limits.max_processes),
     }  # fmt: skip
 
@@ -290,7 +290,7 @@ def _run_child(request: dict[str, Any], stdin: str, limits: Limits, directory: s
         stdout_fd, stdout_end = _pipe(stack)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-X", "utf8", str(CHILD), str(request_fd), str(result_end)],
-            stdin=stdin_fd, stdout=stdout_end, stderr=subprocess.DEVNULL, pass_fds=(request_fd, result_end),
+            stdin=stdin_fd, stdout=stdout_end if request["test"] is None else subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(request_fd, result_end),
             env={}, cwd=directory, start_new_session=True,
         )  # fmt: skip
         stack.callback(_end_group, process)

@@ -1,0 +1,370 @@
+"""Model-written code: what its tests decide, what it cannot forge cheaply, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.errors import ConfigError, DataError, UserFunctionError
+from rollouts.rewards import code as code_module
+from rollouts.rewards.code import Isolation, Limits, code_passes_tests, describe_isolation, extract_code, make_code_reward
+from rollouts.types import RewardResult, Sample
+
+QUICK = Limits(timeout_s=2.0)
+SHORT = Limits(timeout_s=0.3)
+NOTHING = {"input": "", "output": ""}
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+
+
+@pytest.fixture(params=[True, False], ids=["namespaces", "limits"])
+def namespaces(request: pytest.FixtureRequest) -> bool:
+    """Hostile code meets both: all that this host isolates, and the limits alone."""
+    if request.param and not describe_isolation().network:
+        pytest.skip("this host lets this user have no namespaces")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("temporary")
+    directory.chmod(0o755)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    descriptors = len(list(Path("/dev/fd").iterdir()))
+    yield directory
+    assert list(directory.iterdir()) == []
+    assert len(list(Path("/dev/fd").iterdir())) == descriptors
+    assert code_processes() == []
+
+
+def code_processes() -> list[str]:
+    """Every process of this machine whose session was opened for a child of ours, by the descriptors and script in its command line."""
+    found: list[str] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+            parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if any(word.endswith(b"code_child.py") for word in words) and parent in (os.getpid(), 1):
+            found.append(path.parent.name)
+    return found
+
+
+def sample_of(code: str, tests: Any, **metadata: Any) -> Sample:
+    return Sample(id="s", prompt="q", response=code, metadata={"tests": tests, **metadata})
+
+
+def run(code: str, tests: Any = "pass", *, namespaces: bool = True, limits: Limits = QUICK, partial: bool = False, **metadata: Any) -> RewardResult:
+    return make_code_reward(namespaces=namespaces, limits=limits, partial=partial)(sample_of(code, tests, **metadata))
+
+
+# --- what the tests decide ---
+
+
+def test_a_program_passes_if_all_its_tests_do():
+    tests = ["assert double(2) == 4", "assert double(-1) == -2"]
+    result = code_passes_tests(sample_of("def double(x):\n    return 2 * x", tests))
+    assert (result.reward, result.parts) == (1.0, {"passed": 1.0, "compiled": 1.0})
+    assert result.note is not None and result.note.startswith("2 of 2 tests passed; isolated: ")
+
+
+def test_partial_counts_the_fraction_and_the_note_names_the_first_failure():
+    tests = ["assert half(2) == 1", "assert half(3) == 1.5, half(3)", "assert half(4) == 2", "half(1)[0]"]
+    code = "def half(x):\n    return x // 2"
+    result = run(code, tests, partial=True)
+    assert (result.reward, result.parts) == (0.5, {"passed": 0.5, "compiled": 1.0})
+    assert result.note is not None and result.note.startswith("2 of 4 tests passed; test 1: AssertionError: 1;")
+    whole = run(code, tests)
+    assert (whole.reward, whole.parts["passed"]) == (0.0, 0.5)
+
+
+def test_code_that_does_not_compile_is_no_failure_of_the_reward():
+    result = run("def f(:", ["pass", "pass"])
+    assert (result.reward, result.parts) == (0.0, {"passed": 0.0, "compiled": 0.0})
+    assert result.note is not None and "test 0: SyntaxError" in result.note
+
+
+def test_tests_may_be_a_check_function_of_the_entry_point():
+    test = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(2) == 3"
+    assert run("def inc(x):\n    return x + 1", test, entry_point="inc").reward == 1.0
+    assert run("def inc(x):\n    return 2", test, entry_point="inc").reward == 0.0
+    assert run("def check(x):\n    return x + 1", "assert check(1) == 2", entry_point="check").reward == 1.0
+    assert "NameError: the response does not define inc" in (run("def dec(x):\n    return x - 1", test, entry_point="inc").note or "")
+
+
+def test_a_test_module_does_not_run_the_programs_main_block():
+    assert run("def f():\n    return 1\nif __name__ == '__main__':\n    f = None", "assert f() == 1").reward == 1.0
+
+
+def test_programs_are_judged_by_their_output():
+    tests = [{"input": "3 4\n", "output": "7\n"}, {"input": "-1 1", "output": "0"}]
+    code = "if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b, ' ')"
+    assert run(code, tests).reward == 1.0
+    assert run("print(7)", tests, partial=True).reward == 0.5
+    assert "it printed '7\\n'" in (run("print(7)", tests).note or "")
+    assert run("print('7\\n8')", [{"input": "", "output": "7 8"}]).reward == 0.0
+
+
+def test_a_program_ends_as_programs_do():
+    late = "import atexit, threading\natexit.register(print, 'c')\nthreading.Thread(target=print, args=('a',)).start()\nprint('b', end='\\n')"
+    result = run(late, [{"input": "", "output": "a\nb\nc"}])
+    assert result.reward == 1.0, result.note
+    assert run("import sys\nprint(1)\nsys.exit()", [{"input": "", "output": "1"}]).reward == 1.0
+    assert "it ended with status 3" in (run("import sys\nprint(1)\nsys.exit(3)", [{"input": "", "output": "1"}]).note or "")
+    assert "ZeroDivisionError" in (run("print(1)\n1 / 0", [{"input": "", "output": "1"}]).note or "")
+
+
+def test_text_beyond_ascii_passes_through():
+    assert run("print(input())", [{"input": "żółw 🐢\n", "output": "żółw 🐢"}]).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("First\n```python\na\n```\nthen\n```python\nb\n```\nand\n```\noutput\n```", "b\n"),
+        ("Text\n```\na\n```\n", "a\n"),
+        ("```py\na\n", "a\n"),
+        ("```Python3\na\n```", "a\n"),
+        ("```json\n{}\n```", "```json\n{}\n```"),
+        ("```python title='x'\na\n```", "a\n"),
+    ],
+)
+def test_the_last_python_block_is_the_program(response: str, code: str):
+    assert extract_code(response) == code
+
+
+# --- bad rows and options ---
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        (None, r"no metadata\['tests'\]"),
+        ([], "is empty; a program without tests passes nothing"),
+        ([1], r"metadata\['tests'\]\[0\] is '1'; a test is Python source"),
+        (" ", "a test is Python source"),
+        ([{"input": "1"}], "the texts 'input' and 'output'"),
+        ("assert (", "is not Python"),
+    ],
+)
+def test_a_row_without_sound_tests_is_an_error(tests: Any, message: str):
+    with pytest.raises(DataError, match=message):
+        code_passes_tests(sample_of("x = 1", tests))
+
+
+def test_an_entry_point_is_a_name():
+    with pytest.raises(DataError, match=r"metadata\['entry_point'\] is 'a b'"):
+        run("x = 1", "pass", entry_point="a b")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"require": ["internet"]}, "holds 'internet'; it is a list of network, filesystem, processes, memory, user, privileges"),
+        ({"require": "network"}, "it is a list of"),
+        ({"require": ["memory", "network"], "namespaces": False}, "this host gives the code no isolation of network; run as root or allow"),
+        ({"limits": Limits(timeout_s=0)}, r"limits.timeout_s=0; it must be a number above 0"),
+        ({"import_paths": ["relative"]}, "the absolute path of a directory that exists"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        make_code_reward(**options)
+
+
+def test_isolation_that_is_there_may_be_required():
+    there = [name for name, value in asdict(describe_isolation()).items() if value]
+    assert make_code_reward(require=there)(sample_of("x = 1", "assert x")).reward == 1.0
+
+
+def test_missing_isolation_is_named():
+    partly = Isolation(network=False, filesystem=True, processes=True, memory=True, user=False, privileges=True)
+    assert partly.missing() == ("network", "user")
+
+
+def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    describe_isolation()
+    monkeypatch.setattr(code_module, "CHILD", tmp_path / "gone.py")
+    with pytest.raises(UserFunctionError, match=r"sample s: the child process that runs the code .* did not start: it ended with status 2"):
+        run("x = 1")
+
+
+def test_a_child_isolated_less_than_described_does_not_run_the_code(monkeypatch: pytest.MonkeyPatch):
+    claimed = Isolation(network=True, filesystem=False, processes=True, memory=True, user=True, privileges=True)
+    monkeypatch.setattr(code_module, "describe_isolation", lambda *, namespaces: claimed)
+    with pytest.raises(UserFunctionError, match="did not start: this process is isolated by"):
+        run("x = 1", namespaces=False)
+
+
+def test_directories_to_import_from_can_be_named(tmp_path: Path, namespaces: bool):
+    for directory in (tmp_path, *tmp_path.parents[:3]):
+        if directory.owner() == Path.home().owner() and directory != Path("/tmp"):
+            directory.chmod(0o755)
+    (tmp_path / "helper_of_test.py").write_text("value = 5")
+    reward = make_code_reward(import_paths=[str(tmp_path)], namespaces=namespaces, limits=QUICK)
+    sample = sample_of("import sys\nsys.dont_write_bytecode = True\nimport helper_of_test", "assert helper_of_test.value == 5")
+    assert reward(sample).reward == 1.0, reward(sample).note
+    assert "ModuleNotFoundError" in (run("import helper_of_test", namespaces=namespaces).note or "")
+
+
+# --- hostile code ---
+
+LOOP = "while True:\n    pass"
+FORKS = "import os\nwhile True:\n    os.fork()"
+PATIENT_FORKS = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+CLOSES_ALL = "import os\nos.closerange(0, 64)\nwhile True:\n    pass"
+DEAF = "import signal\nfor s in (1, 2, 3, 14, 15):\n    signal.signal(s, signal.SIG_IGN)\nwhile True:\n    pass"
+
+
+@pytest.mark.parametrize("code", [LOOP, PATIENT_FORKS, CLOSES_ALL, DEAF], ids=["loop", "forks", "closes all", "deaf"])
+def test_code_that_does_not_end_is_ended(code: str, namespaces: bool):
+    result = run(code, ["pass", "pass"], namespaces=namespaces, limits=SHORT)
+    assert (result.reward, result.parts) == (0.0, {"passed": 0.0, "compiled": 1.0})
+    assert result.note is not None and result.note.startswith("0 of 2 tests passed; test 0: it took longer than 0.3 s")
+
+
+@pytest.mark.parametrize(
+    ("code", "note"),
+    [
+        (FORKS, "BlockingIOError"),
+        ("x = bytearray(10**10)", "MemoryError"),
+        ("open('big', 'wb').write(bytes(64 << 20))", "OSError"),
+        ("import sys\nsys.exit(0)", r"it called sys.exit\(0\)"),
+        ("import os\nos._exit(0)", "it ended with status 0 before the test had"),
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", "it ended with status (137|-9)"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("def f():\n    f()\nf()", "RecursionError"),
+        ("class E(Exception):\n    def __str__(self):\n        raise SystemExit\nraise E", "cannot be shown"),
+    ],
+)
+def test_code_that_breaks_a_limit_or_leaves_early_has_failed(code: str, note: str, namespaces: bool):
+    result = run(code, namespaces=namespaces, limits=Limits(timeout_s=5.0))
+    assert result.reward == 0.0
+    assert_matches(note, result.note)
+
+
+def assert_matches(pattern: str, note: str | None) -> None:
+    with pytest.raises(ValueError, match=pattern):
+        raise ValueError(note)
+
+
+FORGERIES = {
+    "prints": "print('{\"status\": \"done\"}')\nimport sys\nsys.stdout.flush()\nimport os\nos._exit(0)",
+    "writes to every descriptor": (
+        "import os\nfor fd in range(64):\n    try:\n        os.write(fd, b'\\n{\"status\": \"done\", \"nonce\": \"\"}\\n[1]\\n')\n"
+        "    except OSError:\n        pass\nos._exit(0)"
+    ),
+    "replaces what modules hold": "import json, os\njson.dumps = lambda *a: '{\"status\": \"done\"}'\nos._exit = lambda *a: None",
+    "replaces builtins": "import builtins\nbuiltins.AssertionError = type('Fine', (BaseException,), {})",
+    "floods the report": "import os\nfor _ in range(100000):\n    os.write(4, b'x' * 4096)",
+}
+
+
+@pytest.mark.parametrize("code", FORGERIES.values(), ids=FORGERIES.keys())
+def test_a_test_that_did_not_pass_cannot_be_passed_by_saying_so(code: str, namespaces: bool):
+    assert run(code, "assert False", namespaces=namespaces).reward == 0.0
+
+
+def test_a_programs_exit_does_not_stand_for_its_output(namespaces: bool):
+    for code in FORGERIES.values():
+        assert run(code, [{"input": "", "output": "7"}], namespaces=namespaces).reward == 0.0
+
+
+def test_output_without_end_is_cut(namespaces: bool):
+    result = run("while True:\n    print('x' * 1000)", [NOTHING], namespaces=namespaces, limits=Limits(timeout_s=10.0, output_bytes=10_000))
+    assert result.reward == 0.0
+    assert "it wrote more than 10000 bytes of output" in (result.note or "")
+
+
+def test_output_of_tested_code_goes_nowhere(namespaces: bool):
+    assert run("for _ in range(10000):\n    print('x' * 1000)", "assert True", namespaces=namespaces).reward == 1.0
+
+
+def test_a_process_that_the_code_left_ends_with_it():
+    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(1000)\n    os._exit(0)"
+    result = run(code, "assert True")
+    if describe_isolation().network:
+        assert result.reward == 1.0, result.note
+    else:
+        assert "BlockingIOError" in (result.note or "")  # it may start none at all
+
+
+def test_the_worker_cannot_be_killed(namespaces: bool):
+    if not describe_isolation(namespaces=namespaces).processes:
+        pytest.skip("this host does not isolate processes")
+    code = "import os, signal\nfor target in (os.getppid(), -1):\n    try:\n        os.kill(target, signal.SIGKILL)\n    except OSError:\n        pass"
+    run(code, namespaces=namespaces)
+    assert run("x = 1", "assert x", namespaces=namespaces).reward == 1.0
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
+def test_there_is_no_network(address: str):
+    if not describe_isolation().network:
+        pytest.skip("this host gives no network of its own")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        code = f"import socket\nsocket.create_connection(({address!r}, {server.getsockname()[1]}), timeout=1)"
+        assert "OSError" in (run(code).note or "")
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+def test_files_outside_are_neither_seen_nor_changed(tmp_path: Path, namespaces: bool):
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    secret.chmod(0o600)
+    isolation = describe_isolation(namespaces=namespaces)
+    if not isolation.user:
+        pytest.skip("this host leaves the code the worker's user")
+    assert run(f"open({str(secret)!r}).read()", namespaces=namespaces).reward == 0.0
+    assert run(f"open({str(tmp_path / 'new')!r}, 'w')", namespaces=namespaces).reward == 0.0
+    assert run("open('/etc/new', 'w')", namespaces=namespaces).reward == 0.0
+    assert run("import os\nopen(os.__file__, 'a')", namespaces=namespaces).reward == 0.0
+    assert run("open('/proc/1/environ', 'rb').read()", namespaces=namespaces).reward == 0.0
+    assert run("import os\nopen(f'/proc/{os.getppid()}/environ', 'rb').read()", namespaces=namespaces).reward == 0.0
+    assert not (tmp_path / "new").exists() and not Path("/etc/new").exists()
+
+
+def test_only_libraries_are_to_be_seen():
+    if not describe_isolation().filesystem:
+        pytest.skip("this host gives no file system of its own")
+    code = "import os\nseen = {d for d in ('/proc', '/home', '/var', '/sys', '/etc/passwd', '/root/.ssh') if os.path.exists(d)}"
+    assert run(code, "assert not seen, seen").note == run("x = 1", "assert x").note
+
+
+def test_the_working_directory_is_empty_and_may_be_written(namespaces: bool):
+    code = "import os\nbefore = os.listdir('.')\nopen('a', 'w').write('x')\nos.mkdir('d')\nopen('d/b', 'w').write('x')"
+    assert run(code, ["assert before == []", "assert open('d/b').read() == 'x'"], namespaces=namespaces).reward == 1.0
+
+
+def test_environment_and_descriptors_of_the_worker_stay_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, namespaces: bool):
+    monkeypatch.setenv("SECRET_OF_WORKER", "x")
+    code = "import os\nopen_ones = []\nfor fd in range(64):\n    try:\n        os.fstat(fd)\n        open_ones.append(fd)\n    except OSError:\n        pass"
+    with (tmp_path / "open").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        tests = ["assert dict(os.environ) == {}, os.environ", "assert len(open_ones) == 4, open_ones"]  # three and the report
+        result = run(code, tests, namespaces=namespaces)
+    assert result.reward == 1.0, result.note
+
+
+def test_privileges_are_gone(namespaces: bool):
+    code = "import os, ctypes\nlibc = ctypes.CDLL(None)"
+    tests = ["assert libc.mount(b'none', b'/', None, 1 << 18, None) != 0", "assert libc.sethostname(b'x', 1) != 0", "assert os.getuid() != 0"]
+    result = run(code, tests, namespaces=namespaces)
+    assert result.reward == 1.0, result.note
+
+
+def test_what_the_documentation_says_can_be_forged_can_be():
+    """Code and test share an interpreter: this is why programs judged by their output are the stronger form."""
+    code = "class Anything:\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return Anything()"
+    assert run(code, "assert f(1) == 2").reward == 1.0
+    assert run(f"{code}\nprint(f(1))", [{"input": "", "output": "2"}]).reward == 0.0
