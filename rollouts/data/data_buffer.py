@@ -1,7 +1,7 @@
-"""Prompts in a seeded order, without end.
+"""Prompts in a seeded order, without end, from one source or from several in exact proportions.
 
     get_prompts(n) ◄── returned prompts first ◄── return_prompts([...]), put back in front in the order given
-                   ◄── then the epoch's permutation from `cursor` on; the next epoch has another permutation
+                   ◄── then the stream: whose turn it is ──► that source's permutation from its cursor on; its next epoch has another
 
 Giving back everything that a draw took, in the order it came, leaves the buffer as if nothing had been drawn.
 """
@@ -18,18 +18,19 @@ from typing import Any
 
 import numpy as np
 
-from rollouts.data.datasets import check_row, require_prompts
+from rollouts.data.mixture import SOURCE_FIELD, Mixture, check_names, choose_source, compute_amounts, make_mixture, metric_name, settle
+from rollouts.data.rows import SourceRows, check_row, require_prompts
 from rollouts.errors import DataError
 from rollouts.types import IntArray, JSONValue
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """One dataset row in one epoch."""
+    """One dataset row in one epoch of its source."""
 
-    prompt_id: str  # "row-17": the position of the row in the dataset, the same in every epoch
-    epoch: int  # from 0
-    row: Mapping[str, Any]  # has `prompt`, and whatever a reward function reads
+    prompt_id: str  # "row-17", or "NAME/row-17" in a mixture: the position of the row in its source, the same in every epoch
+    epoch: int  # of its source, from 0
+    row: Mapping[str, Any]  # has `prompt`, and whatever a reward function reads; in a mixture also `source`, its source's name
 
     @property
     def key(self) -> tuple[int, str]:
@@ -37,26 +38,94 @@ class PromptRow:
         return self.epoch, self.prompt_id
 
 
-class DataBuffer:
-    """An endless seeded stream of prompts. The order depends on `seed` and the number of rows, not on ranks or on who draws."""
+@dataclass(slots=True)
+class _Stream:
+    """One source and how far its stream is."""
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], *, seed: int, shuffle: bool = True) -> None:
-        """Raises DataError if there is no row, or naming the first one without a usable prompt."""
-        if not rows:
-            raise DataError("the dataset has no rows; a DataBuffer needs at least one prompt")
-        for index, row in enumerate(rows):
-            check_row(row, where=f"row {index}")
-        require_prompts(rows, name="DataBuffer")
-        self._rows = tuple(rows)
+    source: SourceRows
+    prefix: str  # of its prompt ids: "" or "NAME/"
+    seed: int
+    shuffle: bool
+    epoch: int = 0
+    cursor: int = 0  # rows of this epoch that were drawn; holes do not count
+    good_count: int = 0
+    order: IntArray | None = None  # of this epoch, without holes; None: not made yet
+
+    def __post_init__(self) -> None:
+        self.good_count = self.source.good_count
+
+    def next_prompt(self) -> PromptRow:
+        if self.cursor == self.good_count:
+            self.move_to(self.epoch + 1, 0)
+        index = int(self.current_order()[self.cursor])
+        self.cursor += 1
+        return self.prompt(index, self.epoch)
+
+    def prompt(self, index: int, epoch: int) -> PromptRow:
+        row = self.source.rows[index]
+        assert row is not None, "a hole was drawn"
+        return PromptRow(f"{self.prefix}row-{index}", epoch, {**row, SOURCE_FIELD: self.source.name} if self.prefix else row)
+
+    def move_to(self, epoch: int, cursor: int) -> None:
+        self.epoch, self.cursor, self.order = epoch, cursor, None
+
+    def current_order(self) -> IntArray:
+        if self.order is None:
+            good = np.array([row is not None for row in self.source.rows])
+            order = _permute(len(good), f"{self.seed}/{self.prefix}{self.epoch}") if self.shuffle else np.arange(len(good), dtype=np.int64)
+            self.order = order[good[order]]
+        return self.order
+
+    def was_drawn(self, index: int, epoch: int) -> bool:
+        if epoch != self.epoch:
+            return 0 <= epoch < self.epoch
+        return bool((self.current_order()[: self.cursor] == index).any())
+
+    def index_of(self, number: str) -> int | None:
+        """The position that "row-17" means; None if there is no such row or it is a hole."""
+        digits = number.removeprefix("row-")
+        index = int(digits) if digits.isdecimal() else len(self.source.rows)
+        known = number == f"row-{index}" and index < len(self.source.rows) and self.source.rows[index] is not None
+        return index if known else None
+
+    @property
+    def drawn(self) -> int:
+        return self.epoch * self.good_count + self.cursor
+
+
+def _permute(count: int, key_text: str) -> IntArray:
+    # numpy promises that raw bits of a bit generator never change between versions; it does not promise that of permutation()
+    key = hashlib.sha256(key_text.encode()).digest()
+    bits = np.random.Philox(key=int.from_bytes(key[:16], "big")).random_raw(count)
+    return np.argsort(bits, kind="stable").astype(np.int64)
+
+
+class DataBuffer:
+    """An endless seeded stream of prompts. The order depends on seed, sizes, names, holes and weights, not on ranks or on who draws."""
+
+    def __init__(self, rows: Mixture | Sequence[Mapping[str, Any] | None], *, seed: int, shuffle: bool = True) -> None:
+        """From a mixture, or from the rows of one source, where None is a hole.
+
+        Raises DataError if a source has no row, or naming the first one without a usable prompt.
+        """
+        mixture = rows if isinstance(rows, Mixture) else make_mixture(rows)
+        check_names(mixture.names, name="DataBuffer")
+        mixture.check_fields(name="DataBuffer")
+        several = len(mixture.sources) > 1
+        for source in mixture.sources:
+            _check_source(source, f"{source.name} " if several else "")
         self._seed = seed
         self._shuffle = shuffle
-        self._epoch = 0
-        self._cursor = 0  # rows of this epoch that were drawn
-        self._order = self._permutation()
+        self._streams = [_Stream(source, f"{source.name}/" if several else "", seed, shuffle) for source in mixture.sources]
+        self._weights = tuple(source.weight for source in mixture.sources)
+        self._amounts = compute_amounts(self._weights)
+        self._counts = [0] * len(self._streams)  # drawn off each source since the weights were last changed
+        self._owed = (0,) * len(self._streams)  # what each had coming then; see mixture.settle
         self._returned: deque[PromptRow] = deque()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        """Rows of all sources that can be drawn."""
+        return sum(stream.good_count for stream in self._streams)
 
     def get_prompts(self, count: int) -> list[PromptRow]:
         """The next `count` prompts: returned ones first, then the stream, over as many epochs as it takes."""
@@ -72,78 +141,145 @@ class DataBuffer:
         for prompt in prompts:
             if prompt.key in here:
                 raise DataError(f"prompt {prompt.prompt_id} of epoch {prompt.epoch} was returned twice; a prompt is drawn again before that")
-            if not self._was_drawn(prompt):
+            stream, index = self._find(prompt.prompt_id)
+            if not stream.was_drawn(index, prompt.epoch):
                 raise DataError(f"prompt {prompt.prompt_id} of epoch {prompt.epoch} was never drawn from this buffer of {len(self)} rows")
             here.add(prompt.key)
         self._returned.extendleft(reversed(prompts))
 
     def find_prompt(self, prompt_id: str, epoch: int) -> PromptRow:
         """The prompt with that id, for records that keep only ids. Raises DataError if the dataset has no such row."""
-        return PromptRow(prompt_id, epoch, self._rows[self._index_of(prompt_id)])
+        stream, index = self._find(prompt_id)
+        return stream.prompt(index, epoch)
+
+    # --- weights -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """By source, relative to each other."""
+        return {stream.source.name: weight for stream, weight in zip(self._streams, self._weights, strict=True)}
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Draws from here on in the proportions of `weights`, which name every source; 0 pauses one. Returned prompts still come first.
+
+        What a source had coming, always less than about a draw, stays so: a small source has its turn however often the weights change.
+        The proportions in force already change nothing. Raises DataError for weights that are not of these sources, or none above 0.
+        """
+        names = [stream.source.name for stream in self._streams]
+        if set(weights) != set(names) or any(weight < 0 for weight in weights.values()) or not any(weights.values()):
+            raise DataError(f"weights {dict(weights)} are not for the sources {', '.join(names)}: 0 or more for each, and one above 0")
+        self._weights = tuple(float(weights[name]) for name in names)
+        amounts = compute_amounts(self._weights)
+        if amounts != self._amounts:
+            self._owed = settle(self._amounts, self._counts, self._owed, amounts)
+            self._amounts, self._counts = amounts, [0] * len(names)
+
+    def drawn_by_source(self) -> dict[str, int]:
+        """Prompts taken off the stream of each source, each once, returned ones too."""
+        return {stream.source.name: stream.drawn for stream in self._streams}
+
+    # --- state ---------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, JSONValue]:
         """Everything an exact resume needs, as JSON. The rows themselves are not in it, only their fingerprint."""
-        return {
+        common: dict[str, JSONValue] = {
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "epoch": self._epoch,
-            "cursor": self._cursor,
             "returned": [[prompt.prompt_id, prompt.epoch] for prompt in self._returned],
-            "rows": len(self._rows),
+            "rows": len(self),
             "fingerprint": self.fingerprint,
+        }
+        if len(self._streams) == 1:
+            return {**common, "epoch": self._streams[0].epoch, "cursor": self._streams[0].cursor}
+        return {
+            **common,
+            "sources": [[stream.source.name, stream.epoch, stream.cursor] for stream in self._streams],
+            "weights": list(self._weights),
+            "counts": list(self._counts),
+            "owed": list(self._owed),
         }
 
     def load_state_dict(self, state: Mapping[str, JSONValue]) -> None:
-        """Continues the stream that `state` was taken from, with its seed. Raises DataError, changing nothing, for another dataset's state."""
+        """Continues the stream that `state` was taken from, with its seed and its weights.
+
+        Raises DataError, changing nothing, for another dataset's state.
+        """
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
                 f"the saved data order is of dataset {state['fingerprint']} ({state['rows']} rows), this one is {self.fingerprint} "
                 f"({len(self)} rows): the prompts changed; resume with the same data, or start a new run"
             )
         returned = [self.find_prompt(prompt_id, epoch) for prompt_id, epoch in state["returned"]]
+        places = [(epoch, cursor) for _, epoch, cursor in state["sources"]] if "sources" in state else [(state["epoch"], state["cursor"])]
         self._seed, self._shuffle = int(state["seed"]), bool(state["shuffle"])
-        self._epoch, self._cursor = int(state["epoch"]), int(state["cursor"])
-        self._order = self._permutation()
+        for stream, (epoch, cursor) in zip(self._streams, places, strict=True):
+            stream.seed, stream.shuffle = self._seed, self._shuffle
+            stream.move_to(int(epoch), int(cursor))
+        if "sources" in state:
+            self._weights = tuple(float(weight) for weight in state["weights"])
+            self._amounts = compute_amounts(self._weights)
+            self._counts = [int(count) for count in state["counts"]]
+            self._owed = tuple(int(owes) for owes in state["owed"])
         self._returned = deque(returned)
 
     def statistics(self) -> Mapping[str, float]:
-        """`epoch` (the current one, from 0), `drawn` (prompts taken off the stream, each once), `returned` (waiting to be drawn again)."""
-        drawn = self._epoch * len(self) + self._cursor
-        return {"epoch": float(self._epoch), "drawn": float(drawn), "returned": float(len(self._returned))}
+        """`epoch`, `drawn` (prompts taken off the stream, each once), `returned` (waiting to be drawn again).
+
+        `epoch` is the current one, from 0. The sources of a mixture have epochs of their own, and `epoch` is the lowest: how often every
+        row was drawn. For each of them there are also `source/NAME/epoch`, `source/NAME/drawn` and `source/NAME/share` of the next draws.
+        """
+        total = {
+            "epoch": float(min(stream.epoch for stream in self._streams)),
+            "drawn": float(sum(stream.drawn for stream in self._streams)),
+            "returned": float(len(self._returned)),
+        }
+        if len(self._streams) == 1:
+            return total
+        for stream, amount in zip(self._streams, self._amounts, strict=True):
+            name = f"source/{metric_name(stream.source.name)}"
+            total[f"{name}/epoch"] = float(stream.epoch)
+            total[f"{name}/drawn"] = float(stream.drawn)
+            total[f"{name}/share"] = amount / sum(self._amounts)
+        return total
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of SHA-256 over the rows in order, whatever the order of their keys."""
-        digest = hashlib.sha256()
-        for row in self._rows:
-            digest.update(json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode() + b"\n")
-        return digest.hexdigest()[:16]
+        """16 hex digits of SHA-256 over the rows in order, whatever the order of their keys; in a mixture also over the sources' names.
+
+        Weights are not in it: a curriculum changes them, and the state has them.
+        """
+        digests = [_digest_rows(stream.source) for stream in self._streams]
+        if len(digests) == 1:
+            return digests[0][:16]
+        named = [[stream.source.name, digest] for stream, digest in zip(self._streams, digests, strict=True)]
+        return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
     def _next_prompt(self) -> PromptRow:
-        if self._cursor == len(self):
-            self._epoch, self._cursor = self._epoch + 1, 0
-            self._order = self._permutation()
-        index = int(self._order[self._cursor])
-        self._cursor += 1
-        return PromptRow(f"row-{index}", self._epoch, self._rows[index])
+        index = choose_source(self._amounts, self._counts, self._owed) if len(self._streams) > 1 else 0
+        self._counts[index] += 1
+        return self._streams[index].next_prompt()
 
-    def _permutation(self) -> IntArray:
-        if not self._shuffle:
-            return np.arange(len(self), dtype=np.int64)
-        # numpy promises that raw bits of a bit generator never change between versions; it does not promise that of permutation()
-        key = hashlib.sha256(f"{self._seed}/{self._epoch}".encode()).digest()
-        bits = np.random.Philox(key=int.from_bytes(key[:16], "big")).random_raw(len(self))
-        return np.argsort(bits, kind="stable").astype(np.int64)
+    def _find(self, prompt_id: str) -> tuple[_Stream, int]:
+        prefix, slash, number = prompt_id.rpartition("/")
+        for stream in self._streams:
+            index = stream.index_of(number) if stream.prefix == prefix + slash else None
+            if index is not None:
+                return stream, index
+        known = ", ".join(f"{stream.prefix}row-0 to {stream.prefix}row-{len(stream.source.rows) - 1}" for stream in self._streams)
+        raise DataError(f"prompt {prompt_id!r} is not of this dataset; its {len(self)} rows are {known}, malformed ones left out")
 
-    def _index_of(self, prompt_id: str) -> int:
-        number = prompt_id.removeprefix("row-")
-        index = int(number) if number.isdecimal() else len(self)
-        if prompt_id != f"row-{index}" or index >= len(self):
-            raise DataError(f"prompt {prompt_id!r} is not of this dataset; its {len(self)} rows are row-0 to row-{len(self) - 1}")
-        return index
 
-    def _was_drawn(self, prompt: PromptRow) -> bool:
-        index = self._index_of(prompt.prompt_id)
-        if prompt.epoch != self._epoch:
-            return 0 <= prompt.epoch < self._epoch
-        return bool((self._order[: self._cursor] == index).any())
+def _check_source(source: SourceRows, name: str) -> None:
+    if not source.good_count:
+        raise DataError(f"the dataset {name}has no rows; a DataBuffer needs at least one prompt".replace("  ", " "))
+    for index, row in enumerate(source.rows):
+        if row is not None:
+            check_row(row, where=f"{name}row {index}")
+    require_prompts(source.rows, name=f"{name.strip() or 'DataBuffer'}")
+
+
+def _digest_rows(source: SourceRows) -> str:
+    digest = hashlib.sha256()
+    for row in source.rows:
+        digest.update(json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode() + b"\n")
+    return digest.hexdigest()

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
-
-import numpy as np
 
 from rollouts.data.chat import DEFAULT_OPTIONS, ChatTokenizer, TemplateOptions, TrainOn, compute_loss_mask, tokenize_conversation
 from rollouts.data.datasets import row_to_conversation
 from rollouts.data.messages import parse_tools
+from rollouts.data.mixture import select_sft_batch as select_sft_batch  # the order of the rows below
 from rollouts.errors import DataError, ModelError
 from rollouts.types import BoolArray, IntArray, RolloutBatch
 
@@ -80,24 +78,6 @@ def _prepare_row(
         raise type(error)(f"{where}: {error}") from error
     assert not loss_mask[0], "the first token has nothing before it to be predicted from"
     return SFTSample(conversation.token_ids, loss_mask, row_id)
-
-
-def select_sft_batch(num_rows: int, batch_size: int, step: int, seed: int) -> list[int]:
-    """The rows of the step after `step` completed ones: a pure function, so a resumed run needs no state.
-
-    Rows come in one order per epoch, every row once an epoch; a batch may reach into the next one. The order is a stable sort of raw
-    64-bit draws of Philox keyed by (seed, epoch), which numpy promises not to change, unlike its shuffles.
-    """
-    assert num_rows > 0 and batch_size > 0 and step >= 0, (num_rows, batch_size, step)
-    positions = range(step * batch_size, (step + 1) * batch_size)
-    return [int(_epoch_order(num_rows, position // num_rows, seed)[position % num_rows]) for position in positions]
-
-
-@lru_cache(maxsize=4)
-def _epoch_order(num_rows: int, epoch: int, seed: int) -> IntArray:
-    key = np.array([seed % 2**64, epoch], np.uint64)
-    draws = np.random.Philox(key=key).random_raw(num_rows)
-    return np.argsort(draws, kind="stable")
 
 
 def make_sft_batch(samples: Sequence[SFTSample]) -> RolloutBatch:

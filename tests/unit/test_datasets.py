@@ -78,9 +78,9 @@ def test_empty_lines_and_a_byte_order_mark_are_no_rows(write):
         (b'{"prompt": "\xff"}', "not UTF-8 at byte 12 of the line"),
         ('{"prompt": "a"', "not JSON: Expecting ',' delimiter at column 15"),
         ('{"prompt": "a", "x": NaN}', "not JSON: NaN is not a JSON number"),
-        ('{"prompt": "a", "x": 1e999}', "row.x is inf; JSON has no such number"),
+        ('{"prompt": "a", "x": 1e999}', "x is inf; JSON has no such number"),
         ("[" * 100_000, "not JSON: maximum recursion depth exceeded"),
-        ("[1]", "a list; every line must be a JSON object with `prompt` or `messages`"),
+        ("[1]", "the row is of type list; it must be an object with `prompt` or `messages`"),
         ({"promt": "a", "x": 1}, "neither `prompt` nor `messages`; the row has promt, x; did you mean prompt?"),
         ({}, "neither `prompt` nor `messages`; the row has no fields"),
         ({"prompt": " "}, "prompt is empty; it must be text or chat messages"),
@@ -96,7 +96,8 @@ def test_empty_lines_and_a_byte_order_mark_are_no_rows(write):
 def test_a_bad_line_is_named_by_file_and_number(write, line, problem):
     path = write({"prompt": "fine"}, line)
     message = message_of(jsonl(path))
-    assert message.startswith(f"rl.data: {path}:2: {problem}")
+    assert message.startswith("rl.data: 1 of 2 rows is malformed, more than max_bad_fraction=0.01 allows; mend them, or set rl.data.max_bad_fraction:")
+    assert f"\n  {path}:2: {problem}" in message
 
 
 def test_a_file_without_rows_is_named(write):
