@@ -17,6 +17,13 @@ ANSWER_TAG = r"<answer>((?:(?!</?answer>).)*)</answer>"
 TAG_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
+def _compile(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"pattern={pattern!r} is not a regular expression: {error}") from error
+
+
 def make_format_reward(pattern: str, *, weight: float = 1.0) -> Callable[[Sample], RewardResult]:
     """A reward of `weight` where the whole response matches the regular expression (a dot matches newlines too), otherwise 0.
 
@@ -124,10 +131,3 @@ def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         raise ValueError("a key stands twice in one object")
     return value
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise ConfigError(f"pattern={pattern!r} is not a regular expression: {error}") from error
