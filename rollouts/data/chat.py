@@ -450,7 +450,7 @@ def _tokenize_with_marks(text: str, marks: Sequence[int], encode: Callable[[str]
             edge = "begins" if number % 2 == 0 else "ends"
             raise DataError(
                 f"message {turns[number // 2]} {edge} within a token (near {text[max(0, mark - 10) : mark + 10]!r}): the model would never be asked "
-                "for it that way; strip white space from both ends of the content, or use a template whose header ends without a space"
+                "for it that way; strip white space from both ends of the content, or use a template, or parameters of it, with another header"
             )
         token_marks.append(len(prefix))
     return token_ids, token_marks
