@@ -30,7 +30,8 @@ from rollouts.errors import (
 )
 from rollouts.generation.generate import compute_request_seed
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
-from rollouts.rewards.call import apply_reward, call_filter, call_generate, call_group_reward, call_reward, function_name
+from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward
+from rollouts.rewards.check import apply_reward, function_name
 from rollouts.rewards.worker_messages import RaisedInWorker
 from rollouts.types import FilterDecision, Sample, SampleGroup, SamplingParams, Status
 

@@ -11,16 +11,16 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import trio
 
 from rollouts.errors import RewardTimeout, RolloutsError, UserFunctionError
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.blocking import running_in_loop
+from rollouts.rewards.check import check_decision, check_group_rewards, check_reward, describe, function_name, shorten
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
 
 USER_THREADS = 32  # calls of sync functions at once: enough to hide waiting for a sandbox or a service; Python code shares one lock anyway
@@ -41,10 +41,10 @@ async def call_generate(
         inner = _only_leaf(error)
         if isinstance(inner, RolloutsError) and not isinstance(inner, UserFunctionError):
             raise inner from (None if inner is error else error)
-        raise UserFunctionError(f"{where} raised {_describe(inner)}") from inner
+        raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
     segments = (answer,) if isinstance(answer, Sample) else tuple(answer) if isinstance(answer, Sequence) else ()
     if not segments or not all(isinstance(segment, Sample) for segment in segments):
-        raise UserFunctionError(f"{where} returned {_shorten(answer)}; it must return a Sample or a sequence of Samples that is not empty")
+        raise UserFunctionError(f"{where} returned {shorten(answer)}; it must return a Sample or a sequence of Samples that is not empty")
     if any(segment.status is Status.PENDING for segment in segments):
         raise UserFunctionError(f"{where} returned a sample whose status is still pending; set completed, truncated, aborted or failed")
     return tuple(_name_segment(segment, sample, index) for index, segment in enumerate(segments))
@@ -90,50 +90,8 @@ async def call_filter(
         raise UserFunctionError(f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s") from None
     except Exception as error:
         inner = _only_leaf(error)
-        raise UserFunctionError(f"{where} raised {_describe(inner)}") from inner
-    if isinstance(answer, FilterDecision):
-        return answer if answer.keep or answer.reason else replace(answer, reason=name)
-    if not isinstance(answer, bool | np.bool_):
-        raise UserFunctionError(f"{where} returned {_shorten(answer)}; it must return True, False or a FilterDecision")
-    return FilterDecision(keep=True) if answer else FilterDecision(keep=False, reason=name)
-
-
-def apply_reward(sample: Sample, result: RewardResult) -> Sample:
-    """The sample with its reward and the named parts; a note goes to metadata["reward_note"]."""
-    metadata = sample.metadata if result.note is None else {**sample.metadata, "reward_note": result.note}
-    return replace(sample, reward=result.reward, rewards=result.parts, metadata=metadata)
-
-
-def check_reward(answer: object, where: str) -> RewardResult:
-    """`answer` as a record: a finite number, a mapping of named parts whose sum is the reward, or a RewardResult; True is 1.0.
-
-    Raises UserFunctionError, beginning with `where`, for anything else: NaN, infinity, None, text, no parts at all.
-    """
-    if isinstance(answer, RewardResult):
-        if answer.note is not None and not isinstance(answer.note, str):
-            raise UserFunctionError(f"{where} returned the note {_shorten(answer.note)}; a note is text")
-        return RewardResult(_check_number(answer.reward, where, "reward"), _check_parts(answer.parts, where), answer.note)
-    if isinstance(answer, Mapping):
-        parts = _check_parts(answer, where)
-        if not parts:
-            raise UserFunctionError(f"{where} returned a mapping without parts; name at least one")
-        return RewardResult(math.fsum(parts.values()), parts)
-    return RewardResult(_check_number(answer, where, "reward"))
-
-
-def check_group_rewards(answer: Any, count: int, where: str) -> tuple[RewardResult, ...]:
-    """`answer` as `count` records. Raises UserFunctionError, beginning with `where`, if it has another number of them or one is no reward."""
-    values = None if isinstance(answer, str | bytes | Mapping) else _as_list(answer)
-    if values is None or len(values) != count:
-        raise UserFunctionError(f"{where} returned {_shorten(answer)}; it must return {count} rewards, one per sample")
-    return tuple(check_reward(value, f"{where}, reward {index}") for index, value in enumerate(values))
-
-
-def function_name(function: Callable[..., Any]) -> str:
-    """The name by which errors and metrics call a function, without its module: through functools.partial; the class of a callable object."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__name__", None) or type(function).__name__
+        raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
+    return check_decision(answer, name, where)
 
 
 # --- calling -----------------------------------------------------------------------------------------------------------------
@@ -153,7 +111,7 @@ async def _call_in_time(function: Callable[..., Any], argument: object, *, where
         raise RewardTimeout(f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s") from None
     except Exception as error:
         inner = _only_leaf(error)
-        raise UserFunctionError(f"{where} raised {_describe(inner)}") from inner
+        raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
 
 
 def keeps_own_time(function: Callable[..., Any]) -> bool:
@@ -207,40 +165,3 @@ def _only_leaf(error: Exception) -> Exception:
     while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
-
-
-# --- checking ----------------------------------------------------------------------------------------------------------------
-
-
-def _check_parts(parts: object, where: str) -> dict[str, float]:
-    if not isinstance(parts, Mapping) or not all(isinstance(name, str) and name for name in parts):
-        raise UserFunctionError(f"{where} returned the parts {_shorten(parts)}; parts are a mapping from names to numbers")
-    return {name: _check_number(value, where, f"part {name!r}") for name, value in parts.items()}
-
-
-def _check_number(value: Any, where: str, what: str) -> float:
-    number = math.nan
-    if hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:  # numpy and torch scalars too, arrays not
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            number = math.nan
-    if not math.isfinite(number):
-        raise UserFunctionError(f"{where} returned {_shorten(value)} as its {what}; it must be a finite number")
-    return number
-
-
-def _as_list(values: Any) -> list[Any] | None:
-    try:
-        return list(values)
-    except TypeError:
-        return None
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _shorten(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -23,7 +23,7 @@ import numpy as np
 
 from rollouts.config.plugins import load_function
 from rollouts.errors import PlugInError, UserFunctionError
-from rollouts.rewards.call import check_group_rewards, check_reward
+from rollouts.rewards.check import check_group_rewards, check_reward
 from rollouts.rewards.worker_messages import HEADER, Answer, Crashed, Loaded, Raised, Refused, Rewards, decode_frame, decode_sample, encode_answer
 from rollouts.rewards.worker_os import limit_resources, prefer_for_out_of_memory
 

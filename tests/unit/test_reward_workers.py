@@ -25,7 +25,8 @@ from rollouts.errors import ConfigError, RewardCrashed, RewardTimeout, UserFunct
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.generation.group import classify_reward_error, fail_sample
-from rollouts.rewards.call import call_group_reward, call_reward, function_name
+from rollouts.rewards.call import call_group_reward, call_reward
+from rollouts.rewards.check import function_name
 from rollouts.rewards.worker_messages import (
     BadAnswer,
     Crashed,
@@ -46,70 +47,10 @@ from rollouts.rewards.workers import RewardWorkers, open_reward_workers
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply
 from rollouts.types import RewardResult, Sample, SamplingParams, Status
 
-FUNCTIONS = '''
-import ctypes, multiprocessing, os, signal, subprocess, sys, threading, time
-import numpy as np
-from rollouts.types import RewardResult
-
-def good(sample): return RewardResult(len(sample.response), {"length": len(sample.response)}, "counted")
-def where(sample): return RewardResult(0.0, {}, f"{os.getpid()} {os.getppid()} {os.getcwd()} {os.environ.get('MY_API_KEY')} {os.environ['OMP_NUM_THREADS']} {sys.stdin.read()!r}")
-def draw(sample): return np.random.random()
-def seen(sample): return RewardResult(float(sample.rollout_log_probs.sum()), {"tokens": int(sample.tokens.sum())}, repr((sample.prompt, sample.metadata, str(sample.status))))
-def nap(sample): time.sleep(0.3); return 1.0
-def loop(sample):
-    while True: pass
-def sleep(sample): time.sleep(1e6)
-def fork(sample):
-    if os.fork() == 0: return 7.0
-    os.wait(); return 1.0
-def libc_fork(sample):
-    if ctypes.CDLL(None).fork() == 0: return 7.0
-    time.sleep(0.1); return 1.0
-def pool(sample):
-    with multiprocessing.get_context("fork").Pool(1) as pool: return pool.map(abs, [1])[0]
-def allocate(sample): return float(np.ones(10 << 30, np.uint8).sum())
-def segfault(sample): ctypes.string_at(0)
-def sys_exit(sample): sys.exit(3)
-def os_exit(sample): print("bye", flush=True); os._exit(4)
-def abort(sample): os.abort()
-def kill_self(sample): os.kill(os.getpid(), signal.SIGKILL)
-def raises(sample): return sample.metadata["gold"]
-def nan(sample): return float("nan")
-def text(sample): return "1.0"
-def prints(sample):
-    while True: print("x" * 100)
-def prints_a_little_too_much(sample): print("x" * 70000); return 1.0
-def prints_some(sample): print("checking"); return 1.0
-def prints_and_raises(sample): print("state: odd"); raise ValueError("oops")
-def long_note(sample): return RewardResult(1.0, {}, "x" * 100_000_000)
-def closes_files(sample): os.closerange(0, 1000); return 1.0
-def ignores_term(sample):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while True: pass
-def own_session(sample):
-    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e6)"], start_new_session=True)
-    while True: pass
-def daemon(sample):
-    subprocess.run(["sh", "-c", "setsid sleep 1000000 >/dev/null 2>&1 &"], check=True); return 1.0
-def leaves_child(sample): subprocess.Popen(["sleep", "1000000"]); return 1.0
-def runs_a_program(sample): return float(subprocess.run(["echo", "2"], capture_output=True, check=True).stdout)
-def runs_with_preexec(sample): return float(subprocess.run(["echo", "2"], capture_output=True, check=True, preexec_fn=os.getpid).stdout)
-def kills_guard(sample): os.kill(os.getppid(), signal.SIGKILL); time.sleep(1e6)
-def forges(sample):
-    channel = [fd for fd in range(3, 10) if os.path.exists(f"/proc/self/fd/{fd}")][0]
-    body = b'{"rewards":[[99.0,{},null]]}'
-    subprocess.run([sys.executable, "-c", f"import os; os.write({channel}, {len(body).to_bytes(4, 'little') + body!r})"], pass_fds=[channel], check=True)
-    return 1.0
-def writes_nonsense(sample): os.write(3, b"\\xff" * 4000); time.sleep(1e6)
-def by_name(sample): return globals()[sample.response](sample)
-async def asynchronous(sample): return 1.0
-def ranks(samples): return [{"rank": index} for index in range(len(samples))]
-def too_few(samples): return [1.0]
-'''
+HERE = Path(__file__).parent
 CRASHES = [
     ("fork", "forked its process"),
     ("pool", "forked its process"),
-    ("libc_fork", None),  # the child never answers; the parent does
     ("allocate", "ran out of memory"),
     ("segfault", "died by SIGSEGV; .*Fatal Python error: Segmentation fault.*in segfault"),
     ("abort", "died by SIGABRT"),
@@ -138,10 +79,8 @@ RAISED = [
 SAMPLE = Sample(id="g0-s0", prompt="p", response="abc", metadata={"row": {"a": [1, None, "ü\ud800"]}})
 
 
-@pytest.fixture
-def functions(tmp_path: Path) -> Path:
-    (tmp_path / "functions.py").write_text(FUNCTIONS)
-    return tmp_path
+def named(workers: RewardWorkers, name: str) -> Any:
+    return workers.reward(f"hostile_rewards.py:{name}", HERE)
 
 
 @asynccontextmanager
@@ -178,35 +117,33 @@ def descendants(of: int | None = None) -> set[int]:
 async def wait_until(condition) -> None:
     """Real processes tell nobody here that they are gone: looks, at most for five seconds."""
     with trio.fail_after(5):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await trio.sleep(0.01)
 
 
 # --- one function, one worker ---
 
 
-async def test_a_function_is_called_by_name_in_another_process(functions: Path):
+async def test_a_function_is_called_by_name_in_a_process_without_secrets_or_input(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_KEY", "abc")
     async with open_workers() as workers:
-        reward = workers.reward("functions.py:good", functions)
+        reward = named(workers, "good")
         assert function_name(reward) == "good"
         assert await call_reward(reward, SAMPLE) == RewardResult(3.0, {"length": 3.0}, "counted")
-        note = (await call_reward(workers.reward("functions.py:where", functions), SAMPLE)).note or ""
-        assert int(note.split()[0]) in descendants() and int(note.split()[0]) != os.getpid()
+        note = (await call_reward(named(workers, "where"), SAMPLE)).note or ""
+        assert int(note.split()[0]) in descendants() and note.endswith(" None 1 ''")
         assert workers.statistics()["calls"] == 2 and workers.statistics()["failed"] == 0
 
 
-async def test_a_worker_has_no_secrets_no_input_and_one_thread_per_library(functions: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MY_API_KEY", "abc")
-    monkeypatch.setenv("hf_token", "abc")
+def test_the_environment_of_workers_has_nothing_that_looks_like_a_secret(monkeypatch: pytest.MonkeyPatch):
+    for name in ("MY_API_KEY", "hf_token", "CLIENT_SECRET_2", "DB_PASSWORD"):
+        monkeypatch.setenv(name, "abc")
     monkeypatch.setenv("PLAIN", "1")
     kept = make_environment()
-    assert "MY_API_KEY" not in kept and "hf_token" not in kept and kept["PLAIN"] == "1"
-    async with open_workers() as workers:
-        note = (await call_reward(workers.reward("functions.py:where", functions), SAMPLE)).note or ""
-    assert note.endswith(" None 1 ''")
+    assert "abc" not in kept.values() and kept["PLAIN"] == "1"
 
 
-async def test_a_sample_arrives_as_it_was(functions: Path):
+async def test_a_sample_arrives_as_it_was():
     sample = Sample(
         id="s",
         prompt=({"role": "user", "content": "hi"},),
@@ -218,25 +155,25 @@ async def test_a_sample_arrives_as_it_was(functions: Path):
         status=Status.TRUNCATED,
     )
     async with open_workers() as workers:
-        result = await call_reward(workers.reward("functions.py:seen", functions), sample)
+        result = await call_reward(named(workers, "seen"), sample)
     note = "(({'role': 'user', 'content': 'hi'},), {'a': {'b': [1, 2]}}, 'truncated')"
     assert result == RewardResult(-3.75, {"tokens": 10.0}, note)
 
 
-async def test_a_group_is_scored_together(functions: Path):
+async def test_a_group_is_scored_together():
     async with open_workers() as workers:
-        results = await call_group_reward(workers.group_reward("functions.py:ranks", functions), [SAMPLE, SAMPLE, SAMPLE])
+        results = await call_group_reward(workers.group_reward("hostile_rewards.py:ranks", HERE), [SAMPLE, SAMPLE, SAMPLE])
         assert [result.reward for result in results] == [0.0, 1.0, 2.0]
         with pytest.raises(UserFunctionError, match=r"group reward function too_few on the group of sample g0-s0 returned \[1.0\]; it must return 2"):
-            await call_group_reward(workers.group_reward("functions.py:too_few", functions), [SAMPLE, SAMPLE])
+            await call_group_reward(workers.group_reward("hostile_rewards.py:too_few", HERE), [SAMPLE, SAMPLE])
 
 
-async def test_workers_draw_different_random_numbers(functions: Path):
+async def test_workers_draw_different_random_numbers():
     async with open_workers(count=2) as workers:
         drawn: list[float] = []
 
         async def draw() -> None:
-            drawn.append((await call_reward(workers.reward("functions.py:draw", functions), SAMPLE)).reward)
+            drawn.append((await call_reward(named(workers, "draw"), SAMPLE)).reward)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(draw)
@@ -244,77 +181,81 @@ async def test_workers_draw_different_random_numbers(functions: Path):
     assert drawn[0] != drawn[1]
 
 
-@pytest.mark.parametrize("name", ["runs_a_program", "runs_with_preexec"])
-async def test_programs_that_have_ended_are_fine(functions: Path, name: str):
+async def test_programs_that_have_ended_are_fine():
     async with open_workers() as workers:
-        assert (await call_reward(workers.reward(f"functions.py:{name}", functions), SAMPLE)).reward == 2.0
+        assert (await call_reward(named(workers, "runs_a_program"), SAMPLE)).reward == 2.0
+        assert (await call_reward(named(workers, "runs_with_preexec"), SAMPLE)).reward == 2.0
         assert workers.statistics()["workers_started"] == 1
+
+
+async def test_a_child_never_answers_in_the_place_of_its_parent():
+    async with open_workers() as workers:
+        for _ in range(3):
+            assert (await call_reward(named(workers, "libc_fork"), SAMPLE)).reward == 1.0
 
 
 # --- hostile functions ---
 
 
-async def test_every_hostile_function_fails_its_own_sample_only(functions: Path):
+async def test_every_hostile_function_fails_its_own_sample_only():
     async with open_workers(count=2, timeout_s=20.0) as workers:
         for name, message in CRASHES:
-            reward = workers.reward(f"functions.py:{name}", functions)
-            if message is None:
-                assert (await call_reward(reward, SAMPLE)).reward == 1.0
-                continue
+            reward = named(workers, name)
             with pytest.raises(RewardCrashed, match=f"(?s)^reward function {name} on sample g0-s0 .*{message}") as caught:
                 await call_reward(reward, SAMPLE)
             assert classify_reward_error(caught.value) == "reward_crashed"
-            assert (await call_reward(workers.reward("functions.py:good", functions), SAMPLE)).reward == 3.0, name
+            assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0, name
         for name, message in RAISED:
             with pytest.raises(UserFunctionError, match=f"^reward function {name} on sample g0-s0 {message}") as other:
-                await call_reward(workers.reward(f"functions.py:{name}", functions), SAMPLE)
+                await call_reward(named(workers, name), SAMPLE)
             assert classify_reward_error(other.value) == "reward"
-        good = workers.reward("functions.py:good", functions)
+        good = named(workers, "good")
         for _ in range(200):
             assert (await call_reward(good, SAMPLE)).reward == 3.0
-        assert workers.statistics()["crashes"] == len(CRASHES) - 1
+        assert workers.statistics()["crashes"] == len(CRASHES)
         await wait_until(lambda: len(descendants()) == 3)  # the guard and two workers
 
 
-async def test_functions_that_do_not_end_are_killed_with_all_that_they_started(functions: Path):
+async def test_functions_that_do_not_end_are_killed_with_all_that_they_started():
     async with open_workers(timeout_s=0.4) as workers:
         for name in TIMEOUTS:
             with pytest.raises(RewardTimeout, match=f"^reward function {name} on sample g0-s0 took longer than 0.4 s") as caught:
-                await call_reward(workers.reward(f"functions.py:{name}", functions), SAMPLE, timeout_s=0.0)
+                await call_reward(named(workers, name), SAMPLE, timeout_s=0.0)
             assert classify_reward_error(caught.value) == "reward_timeout"
-        assert (await call_reward(workers.reward("functions.py:good", functions), SAMPLE)).reward == 3.0
+        assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0
         await wait_until(lambda: len(descendants()) == 2)
         assert workers.statistics()["timeouts"] == len(TIMEOUTS)
 
 
-async def test_waiting_for_a_free_worker_is_not_time_of_the_function(functions: Path):
-    async with open_workers(timeout_s=0.8) as workers:
-        nap = workers.reward("functions.py:nap", functions)
+async def test_waiting_for_a_free_worker_is_not_time_of_the_function():
+    async with open_workers(timeout_s=0.6) as workers:
+        nap = named(workers, "nap")
         async with trio.open_nursery() as nursery:
-            for _ in range(5):  # the last waits for 1.2 s
-                nursery.start_soon(lambda: call_reward(nap, SAMPLE, timeout_s=0.8))
+            for _ in range(5):  # the last waits for 0.8 s
+                nursery.start_soon(lambda: call_reward(nap, SAMPLE, timeout_s=0.6))
         assert workers.statistics()["failed"] == 0
 
 
-async def test_importing_is_not_time_of_the_function(functions: Path):
-    (functions / "slow.py").write_text("import time; time.sleep(0.6)\ndef reward(sample): return 1.0")
+async def test_importing_is_not_time_of_the_function(tmp_path: Path):
+    (tmp_path / "slow.py").write_text("import time; time.sleep(0.6)\ndef reward(sample): return 1.0")
     async with open_workers(timeout_s=0.4) as workers:
-        assert (await call_reward(workers.reward("slow.py:reward", functions), SAMPLE)).reward == 1.0
+        assert (await call_reward(workers.reward("slow.py:reward", tmp_path), SAMPLE)).reward == 1.0
 
 
-async def test_a_cancelled_call_kills_its_worker(functions: Path):
+async def test_a_cancelled_call_kills_its_worker():
     async with open_workers() as workers:
-        (before,) = [pid for guard in descendants() for pid in descendants(guard)]
+        note = (await call_reward(named(workers, "where"), SAMPLE)).note or ""
+        before = int(note.split()[0])
         with trio.move_on_after(0.3) as scope:
-            await call_reward(workers.reward("functions.py:own_session", functions), SAMPLE)
+            await call_reward(named(workers, "own_session"), SAMPLE)
         assert scope.cancelled_caught
-        assert (await call_reward(workers.reward("functions.py:good", functions), SAMPLE)).reward == 3.0
+        assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0
         await wait_until(lambda: before not in processes() and len(descendants()) == 2)
 
 
-async def test_a_call_after_closing_says_so(functions: Path):
+async def test_a_call_after_closing_says_so():
     async with open_workers() as workers:
-        reward = workers.reward("functions.py:good", functions)
+        reward = named(workers, "good")
     with pytest.raises(RewardCrashed, match="called after the reward workers had been closed"):
         await call_reward(reward, SAMPLE)
 
@@ -342,21 +283,20 @@ async def test_limits_that_make_no_sense_are_refused(options: dict[str, Any], me
 # --- the record of a failure, and the group ---
 
 
-async def test_the_record_of_a_failure_has_the_workers_traceback(functions: Path):
+async def test_the_record_of_a_failure_has_the_workers_traceback():
     async with open_workers() as workers:
         with pytest.raises(UserFunctionError) as caught:
-            await call_reward(workers.reward("functions.py:raises", functions), SAMPLE)
+            await call_reward(named(workers, "raises"), SAMPLE)
     assert isinstance(caught.value.__cause__, RaisedInWorker)
     failure = fail_sample(SAMPLE, caught.value, "reward", "raises").metadata["failure"]
     assert failure["traceback"].startswith("Traceback (most recent call last):\n  File ")
-    assert 'functions.py", line' in failure["traceback"] and failure["traceback"].endswith("KeyError: 'gold'\n")
+    assert 'hostile_rewards.py", line' in failure["traceback"] and failure["traceback"].endswith("KeyError: 'gold'\n")
     assert "worker_process" not in failure["traceback"]
 
 
-async def test_advantages_are_those_of_the_samples_that_did_not_fail(functions: Path):
+async def test_advantages_are_those_of_the_samples_that_did_not_fail():
     """Six samples; three have hostile rewards, the others score 4, 9 and 7, the lengths of the functions' names that are their responses."""
     texts = ["good", "segfault", "good_too_", "nan", "loop", "good___"]
-    (functions / "functions.py").write_text(FUNCTIONS + "\ngood_too_ = good___ = good\n")
     script = lambda request: ScriptedReply(text=texts[int(request.request_id[11:14])])  # noqa: E731
     config = RolloutConfig(num_prompts=1, samples_per_prompt=6, max_failed_fraction=0.9)
     async with open_workers(count=3, timeout_s=0.5) as workers:
@@ -365,7 +305,7 @@ async def test_advantages_are_those_of_the_samples_that_did_not_fail(functions: 
             ScriptedEngine(script),
             generate=make_chat_generate(FakeTokenizer()),
             config=config,
-            reward=workers.reward("functions.py:by_name", functions),
+            reward=named(workers, "by_name"),
             sampling=SamplingParams(max_new_tokens=16, stop_token_ids=(FAKE_END,)),
             seed=1,
             policy_version=lambda: 0,
@@ -389,8 +329,8 @@ from rollouts.types import Sample
 
 async def main():
     async with open_reward_workers(count=2, timeout_s=1000, memory_bytes=1 << 30) as workers, trio.open_nursery() as nursery:
-        nursery.start_soon(workers.reward("functions.py:own_session", Path(sys.argv[1])), Sample(id="a", prompt="p"))
-        await workers.reward("functions.py:good", Path(sys.argv[1]))(Sample(id="b", prompt="p"))
+        nursery.start_soon(workers.reward("hostile_rewards.py:own_session", Path(sys.argv[1])), Sample(id="a", prompt="p"))
+        await workers.reward("hostile_rewards.py:good", Path(sys.argv[1]))(Sample(id="b", prompt="p"))
         await trio.to_thread.run_sync(lambda: print("up", flush=True))
         await trio.sleep_forever()
 
@@ -398,8 +338,8 @@ trio.run(main)
 """
 
 
-def test_no_process_survives_a_trainer_that_is_killed(functions: Path):
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(functions)], stdout=subprocess.PIPE, text=True)
+def test_no_process_survives_a_trainer_that_is_killed():
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(HERE)], stdout=subprocess.PIPE, text=True)
     try:
         assert trainer.stdout is not None and trainer.stdout.readline() == "up\n"
         deadline = time.monotonic() + 10
@@ -427,7 +367,9 @@ def state_of(pid: int) -> str:
 
 
 def test_samples_cross_as_they_are():
-    sample = Sample(id="s", prompt="p", tokens=[1, 2**40], rollout_log_probs=[-0.1, 0], weight_versions=[3, -1], reward=0.5, rewards={"a": 0.5}, group_index=4)
+    sample = Sample(
+        id="s", prompt="p", tokens=[1, 2**40], rollout_log_probs=[-0.1, 0], weight_versions=[3, -1], reward=0.5, rewards={"a": 0.5}, group_index=4
+    )
     back = decode_sample(json.loads(json.dumps(encode_sample(sample))))
     for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
         np.testing.assert_array_equal(getattr(back, name), getattr(sample, name))
@@ -452,9 +394,10 @@ def test_answers_cross_as_they_are(answer, count: int | None):
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"\xff", b"[" * 100_000, b"1" * 5000, b"[]", b"{}", b'{"rewards":[]}', b'{"rewards":[[NaN,{},null]]}', b'{"rewards":[[1e999,{},null]]}',
-        b'{"rewards":[["1",{},null]]}', b'{"rewards":[[true,{},null]]}', b'{"rewards":[[1,{"a":null},null]]}', b'{"rewards":[[1,[],null]]}',
-        b'{"rewards":[[1,{},7]]}', b'{"rewards":[[1,{}]]}', b'{"rewards":{"0":1}}', b'{"raised":1,"traceback":""}', b'{"raised":"x"}', b'{"loaded":true}',
+        b"", b"\xff", b"[" * 100_000, b"1" * 5000, b"[]", b"{}", b'{"rewards":[]}', b'{"rewards":{"0":1}}', b'{"rewards":[[NaN,{},null]]}',
+        b'{"rewards":[[1e999,{},null]]}', b'{"rewards":[["1",{},null]]}', b'{"rewards":[[true,{},null]]}', b'{"rewards":[[1,{"a":null},null]]}',
+        b'{"rewards":[[1,[],null]]}', b'{"rewards":[[1,{},7]]}', b'{"rewards":[[1,{}]]}', b'{"raised":1,"traceback":""}', b'{"raised":"x"}',
+        b'{"loaded":true}',
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_answer_are_a_typed_error(body: bytes):

@@ -11,17 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from rollouts.errors import ConfigError, DataError, EngineClosed, EngineError, RewardTimeout, UserFunctionError
-from rollouts.rewards.call import (
-    apply_reward,
-    call_filter,
-    call_generate,
-    call_group_reward,
-    call_reward,
-    check_reward,
-    function_name,
-)
+from rollouts.rewards.blocking import watch_blocking
+from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward
+from rollouts.rewards.check import apply_reward, check_reward, function_name
 from rollouts.rewards.exact import exact_match
 from rollouts.rewards.format import make_format_reward, think_answer_format
 from rollouts.rewards.math import find_final_number, numeric_match
@@ -413,3 +408,131 @@ async def test_hung_calls_do_not_keep_the_places_of_others():
 async def expect_timeout(function, sample: Sample, limiter: trio.CapacityLimiter) -> None:
     with pytest.raises(RewardTimeout):
         await call_reward(function, sample, timeout_s=0.05, limiter=limiter)
+
+
+# --- filters have an end ---
+
+
+async def test_a_filter_that_takes_too_long_is_an_error_that_names_it(autojump_clock):
+    async def slow(group: SampleGroup) -> bool:
+        await trio.sleep(31)
+        return True
+
+    assert (await call_filter(slow, GROUP, timeout_s=32)).keep
+    with pytest.raises(UserFunctionError, match=r"filter slow on group 3 \(prompt row-7\) took longer than 30 s") as caught:
+        await call_filter(slow, GROUP, timeout_s=30)
+    assert not isinstance(caught.value, RewardTimeout)
+
+
+async def test_a_stuck_sync_filter_is_given_up():
+    let_go = threading.Event()
+
+    def stuck(group: SampleGroup) -> bool:
+        return let_go.wait(30)
+
+    with pytest.raises(UserFunctionError, match=r"filter stuck on group 3 .* took longer than 0.05 s"):
+        await call_filter(stuck, GROUP, timeout_s=0.05)
+    let_go.set()
+
+
+# --- async functions that block the event loop ---
+
+
+class SteppedClock:
+    """Seconds that pass only when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_an_async_function_that_blocks_the_event_loop_is_named_once():
+    clock, said = SteppedClock(), []
+
+    async def blocks(sample: Sample) -> float:
+        clock.now_s += 0.52
+        return 1.0
+
+    with watch_blocking(said.append, clock=clock):
+        await call_reward(blocks, SAMPLE)
+        await call_reward(blocks, SAMPLE)
+    (sentence,) = said
+    assert sentence.startswith("async reward function blocks blocked the event loop for 0.52 s in one step")
+    assert sentence.endswith("make it sync, so that it runs in a worker process, or await")
+
+
+async def test_generate_group_reward_and_filter_are_watched_too():
+    clock, said = SteppedClock(), []
+
+    async def generate(sample: Sample, engine, sampling) -> Sample:
+        await trio.lowlevel.checkpoint()
+        clock.now_s += 0.2
+        await trio.lowlevel.checkpoint()
+        return SAMPLE
+
+    async def ranks(samples) -> list[float]:
+        clock.now_s += 0.3
+        await trio.lowlevel.checkpoint()
+        return [1.0]
+
+    async def keep(group: SampleGroup) -> bool:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(held)
+        return True
+
+    async def held() -> None:
+        clock.now_s += 0.4
+
+    with watch_blocking(said.append, clock=clock):
+        await call_generate(generate, SAMPLE, ScriptedEngine(), SAMPLING)
+        await call_group_reward(ranks, [SAMPLE])
+        await call_filter(keep, GROUP)
+    assert [sentence[: sentence.index(" in one")] for sentence in said] == [
+        "async generate function generate blocked the event loop for 0.20 s",
+        "async group reward function ranks blocked the event loop for 0.30 s",
+        "async filter function keep blocked the event loop for 0.40 s",
+    ]
+
+
+async def test_waiting_and_the_time_of_other_tasks_are_not_blocking():
+    clock, said = SteppedClock(), []
+
+    async def waits(sample: Sample) -> float:
+        clock.now_s += 0.09
+        await trio.testing.wait_all_tasks_blocked()
+        clock.now_s += 0.09
+        return 1.0
+
+    async def somebody_else() -> None:
+        clock.now_s += 5.0
+
+    def threaded(sample: Sample) -> float:
+        clock.now_s += 5.0
+        return 1.0
+
+    with watch_blocking(said.append, clock=clock):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(call_reward_alone, waits)
+            nursery.start_soon(somebody_else)
+        await call_reward(threaded, SAMPLE)
+        clock.now_s += 5.0
+    assert said == []
+
+
+async def call_reward_alone(reward) -> None:
+    await call_reward(reward, SAMPLE)
+
+
+async def test_nothing_is_watched_after_the_context():
+    clock, said = SteppedClock(), []
+
+    async def blocks(sample: Sample) -> float:
+        clock.now_s += 1.0
+        return 1.0
+
+    with watch_blocking(said.append, clock=clock):
+        pass
+    await call_reward(blocks, SAMPLE)
+    assert said == []

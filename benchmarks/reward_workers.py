@@ -1,0 +1,210 @@
+"""Reward workers before and after a storm: calls per second of a cheap reward, then many hostile calls, then the cheap reward again.
+
+    python -m benchmarks.reward_workers [--quick] [--workers 2] [--rounds 5]
+
+One run, the same workers' pool throughout: A, storm, A, storm, … The storm is an infinite loop, a segfault, an exit, a fork, endless output,
+an allocation of 10 GB and a child that leaves its session, each killed in its own way. The ratio is of the medians, before the first storm
+and after each. Also measured: how long a replacement takes until it answers, and that no process is left. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import trio
+
+from rollouts.errors import RewardCrashed, RewardTimeout, UserFunctionError
+from rollouts.protocols import RewardFn
+from rollouts.rewards.call import call_reward
+from rollouts.rewards.workers import RewardWorkers, open_reward_workers
+from rollouts.types import Sample
+
+TARGET_RATIO = 0.95
+TIMEOUT_S = 0.5
+TOKENS = 512
+SAMPLE = Sample(
+    id="g0-s0", prompt="1 + 1?", response="2", tokens=np.arange(TOKENS), rollout_log_probs=np.full(TOKENS, -0.5), metadata={"answer": "2"}
+)
+
+
+# --- what the workers call ---
+
+
+def cheap(sample: Sample) -> float:
+    return float(sample.response == sample.metadata["answer"])
+
+
+def loop(sample: Sample) -> float:
+    while True:
+        pass
+
+
+def segfault(sample: Sample) -> float:
+    return float(len(ctypes.string_at(0)))
+
+
+def leave(sample: Sample) -> float:
+    os._exit(3)
+
+
+def fork(sample: Sample) -> float:
+    return float(os.fork())
+
+
+def shout(sample: Sample) -> float:
+    while True:
+        print("x" * 1000)
+
+
+def allocate(sample: Sample) -> float:
+    return float(np.ones(10 << 30, np.uint8).sum())
+
+
+def start_session(sample: Sample) -> float:
+    subprocess.Popen(["sleep", "1000000"], start_new_session=True)
+    return 1.0
+
+
+HOSTILE = ("loop", "segfault", "leave", "fork", "shout", "allocate", "start_session")
+
+
+# --- measuring ---
+
+
+async def measure_calls_per_s(reward: RewardFn, *, calls: int, at_once: int) -> float:
+    """Calls per second with `at_once` of them in flight."""
+    started = time.perf_counter()
+    async with trio.open_nursery() as nursery:
+        for index in range(at_once):
+            nursery.start_soon(call_many, reward, calls // at_once + (index < calls % at_once))
+    return calls / (time.perf_counter() - started)
+
+
+async def call_many(reward: RewardFn, count: int) -> None:
+    for _ in range(count):
+        assert (await call_reward(reward, SAMPLE)).reward == 1.0
+
+
+async def storm(workers: RewardWorkers, *, rounds: int) -> dict[str, int]:
+    """How many hostile calls ended in which way; every one must fail."""
+    ends = {"timeouts": 0, "crashes": 0, "other": 0}
+
+    async def expect_failure(name: str) -> None:
+        try:
+            await call_reward(named(workers, name), SAMPLE)
+        except UserFunctionError as error:
+            ends["timeouts" if isinstance(error, RewardTimeout) else "crashes" if isinstance(error, RewardCrashed) else "other"] += 1
+            return
+        raise AssertionError(f"{name} gave a reward")
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(rounds):
+            for name in HOSTILE:
+                nursery.start_soon(expect_failure, name)
+    return ends
+
+
+def named(workers: RewardWorkers, name: str) -> RewardFn:
+    return workers.reward(f"{Path(__file__).name}:{name}", Path(__file__).parent)
+
+
+def find_descendants() -> set[int]:
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {os.getpid()}
+
+
+async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    before: list[float] = []
+    after: list[float] = []
+    replacement_ms: list[float] = []
+    ends: dict[str, int] = {}
+    options: dict[str, Any] = {"calls": arguments.calls, "at_once": 2 * arguments.workers}
+    async with open_reward_workers(count=arguments.workers, timeout_s=TIMEOUT_S, memory_bytes=1 << 30, output_bytes=1 << 16) as workers:
+        cheap_reward = named(workers, "cheap")
+        await measure_calls_per_s(cheap_reward, **options)  # warm up
+        before = [await measure_calls_per_s(cheap_reward, **options) for _ in range(arguments.rounds)]
+        for number in range(arguments.rounds):
+            for name, count in (await storm(workers, rounds=arguments.storm)).items():
+                ends[name] = ends.get(name, 0) + count
+            await call_many(cheap_reward, 4 * arguments.workers)  # every new worker imports its function once
+            after.append(await measure_calls_per_s(cheap_reward, **options))
+            print(f"round {number}: before {before[number]:.0f}, after {after[number]:.0f} calls/s", flush=True)
+        for _ in range(arguments.rounds):
+            started = time.perf_counter()
+            for _ in range(arguments.workers):
+                await storm_one(workers)
+            await call_many(cheap_reward, 1)
+            replacement_ms.append((time.perf_counter() - started) * 1000 / arguments.workers)
+        counters = workers.statistics()
+        closing = time.perf_counter()
+    close_ms = (time.perf_counter() - closing) * 1000
+    ratio = statistics.median(after) / statistics.median(before)
+    metrics = {
+        "calls_per_s_before": round(statistics.median(before), 1),
+        "calls_per_s_after": round(statistics.median(after), 1),
+        "ratio": round(ratio, 3),
+        "ratio_min": round(min(after) / statistics.median(before), 3),
+        "hostile_calls": sum(ends.values()),
+        **{f"hostile_{name}": count for name, count in ends.items()},
+        "workers_started": counters["workers_started"],
+        "crash_and_replacement_ms": round(statistics.median(replacement_ms), 1),
+        "close_ms": round(close_ms, 1),
+        "processes_left": len(find_descendants()),
+    }
+    return {
+        "benchmark": "reward_workers",
+        "metrics": metrics,
+        "targets": {"ratio": TARGET_RATIO},
+        "met": ratio >= TARGET_RATIO and metrics["processes_left"] == 0 and ends["other"] == 0,
+        "machine": {"cpus": os.cpu_count(), "system": platform.system(), "release": platform.release(), "workers": arguments.workers},
+        "versions": {"python": platform.python_version(), "trio": version("trio"), "numpy": version("numpy")},
+    }
+
+
+async def storm_one(workers: RewardWorkers) -> None:
+    """A call that crashes, and nothing else."""
+    try:
+        await call_reward(named(workers, "leave"), SAMPLE)
+    except RewardCrashed:
+        return
+    raise AssertionError("a process that ended gave a reward")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--calls", type=int, default=2000, help="of the cheap reward, per measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements before, and storms with a measurement after each")
+    parser.add_argument("--storm", type=int, default=3, help=f"calls of each of the {len(HOSTILE)} hostile functions in one storm")
+    parser.add_argument("--quick", action="store_true", help="200 calls, two rounds, small storms")
+    parser.add_argument("--bar", type=float, default=0.0, help="exit 1 below this ratio")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.calls, arguments.rounds, arguments.storm = 200, 2, 1
+    result = trio.run(measure, arguments)
+    print(json.dumps(result))
+    return 1 if arguments.bar and (result["metrics"]["ratio"] < arguments.bar or result["metrics"]["processes_left"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""Reward functions that spoil the process they run in, each in its own way, and a few good ones. Called by name, in worker processes."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from rollouts.types import RewardResult
+
+SLEEPS = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1e6)"
+
+
+# --- good ---
+
+
+def good(sample):
+    return RewardResult(len(sample.response), {"length": len(sample.response)}, "counted")
+
+
+good_too_ = good___ = good  # names of other lengths
+
+
+def where(sample):
+    words = (os.getpid(), os.environ.get("MY_API_KEY"), os.environ["OMP_NUM_THREADS"], repr(sys.stdin.read()))
+    return RewardResult(0.0, {}, " ".join(map(str, words)))
+
+
+def draw(sample):
+    return np.random.random()  # noqa: NPY002
+
+
+def seen(sample):
+    note = repr((sample.prompt, sample.metadata, str(sample.status)))
+    return RewardResult(float(sample.rollout_log_probs.sum()), {"tokens": int(sample.tokens.sum())}, note)
+
+
+def nap(sample):
+    time.sleep(0.2)
+    return 1.0
+
+
+def runs_a_program(sample):
+    return float(subprocess.run(["echo", "2"], capture_output=True, check=True).stdout)
+
+
+def runs_with_preexec(sample):
+    return float(subprocess.run(["echo", "2"], capture_output=True, check=True, preexec_fn=os.getpid).stdout)
+
+
+def by_name(sample):
+    return globals()[sample.response](sample)
+
+
+def ranks(samples):
+    return [{"rank": index} for index in range(len(samples))]
+
+
+# --- no end ---
+
+
+def loop(sample):
+    while True:
+        pass
+
+
+def sleep(sample):
+    time.sleep(1e6)
+
+
+def ignores_term(sample):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    loop(sample)
+
+
+def own_session(sample):
+    subprocess.Popen([sys.executable, "-c", SLEEPS], start_new_session=True)
+    loop(sample)
+
+
+# --- other processes ---
+
+
+def fork(sample):
+    if os.fork() == 0:
+        return 7.0
+    os.wait()
+    return 1.0
+
+
+def libc_fork(sample):
+    """A fork that Python does not notice; the child comes back through this function too."""
+    child = ctypes.CDLL(None).fork()
+    if child == 0:
+        return 7.0
+    os.waitpid(child, 0)
+    return 1.0
+
+
+def pool(sample):
+    with multiprocessing.get_context("fork").Pool(1) as workers:
+        return workers.map(abs, [1])[0]
+
+
+def leaves_child(sample):
+    subprocess.Popen(["sleep", "1000000"])
+    return 1.0
+
+
+def daemon(sample):
+    subprocess.run(["sh", "-c", "setsid sleep 1000000 >/dev/null 2>&1 &"], check=True)
+    return 1.0
+
+
+def kills_guard(sample):
+    os.kill(os.getppid(), signal.SIGKILL)
+    loop(sample)
+
+
+def forges(sample):
+    """A child writes an answer to the trainer."""
+    channel = max(fd for fd in range(3, 10) if Path(f"/proc/self/fd/{fd}").exists())
+    body = b'{"rewards":[[99.0,{},null]]}'
+    frame = len(body).to_bytes(4, "little") + body
+    subprocess.run([sys.executable, "-c", f"import os; os.write({channel}, {frame!r})"], pass_fds=[channel], check=True)
+    return 1.0
+
+
+# --- the end ---
+
+
+def allocate(sample):
+    return float(np.ones(10 << 30, np.uint8).sum())
+
+
+def segfault(sample):
+    ctypes.string_at(0)
+
+
+def abort(sample):
+    os.abort()
+
+
+def kill_self(sample):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def sys_exit(sample):
+    sys.exit(3)
+
+
+def os_exit(sample):
+    print("bye", flush=True)
+    os._exit(4)
+
+
+def closes_files(sample):
+    os.closerange(0, 1000)
+    return 1.0
+
+
+# --- too much, or nonsense ---
+
+
+def prints(sample):
+    while True:
+        print("x" * 100)
+
+
+def prints_a_little_too_much(sample):
+    print("x" * 70_000)
+    return 1.0
+
+
+def prints_and_raises(sample):
+    print("state: odd")
+    raise ValueError("oops")
+
+
+def long_note(sample):
+    return RewardResult(1.0, {}, "x" * 100_000_000)
+
+
+def writes_nonsense(sample):
+    os.write(3, b"\xff" * 4000)
+    loop(sample)
+
+
+def raises(sample):
+    return sample.metadata["gold"]
+
+
+def nan(sample):
+    return float("nan")
+
+
+def text(sample):
+    return "1.0"
+
+
+async def asynchronous(sample):
+    return 1.0
+
+
+def too_few(samples):
+    return [1.0]
