@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -718,42 +719,82 @@ def no_linear_head(model: Any) -> None:
 
 
 def dropout(model: Any) -> None:
-    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1))
+    model.model.layers[0].mlp.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout(0.1)).eval()
 
 
 def broken(model: Any) -> None:
     model.model.layers[1].self_attn.v_proj = torch.nn.Linear(32, 7)
 
 
+def sees_the_future(model: Any) -> None:
+    for layer in model.model.layers:
+        plain = layer.self_attn.forward
+
+        def forward(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
+            return plain(*args, **{**kwargs, "attention_mask": torch.zeros(1, 1, 1, 1)})
+
+        layer.self_attn.forward = forward
+
+
 @pytest.mark.parametrize(
-    ("kind", "changes", "alter", "message"),
+    ("kind", "changes", "alter", "reason"),
     [
         ("Mistral", {"sliding_window": 64}, None, "sliding_window=64 is shorter than the context of 160"),
-        ("Gemma2", {"head_dim": 8}, None, "sliding_window=4096|soft|parts|layer_types"),
-        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, None, "rope_type='dynamic'"),
+        ("Gemma2", {"head_dim": 8}, None, "final_logit_softcapping=30.0"),
         ("Llama", {"final_logit_softcapping": 30.0}, None, "final_logit_softcapping=30.0"),
-        ("Llama", {"layer_types": ["full_attention", "linear_attention"]}, None, "full attention only"),
         ("Olmo2", {}, None, "parts"),
         ("Llama", {}, odd_forward, "differ from the model's own by"),
         ("Llama", {}, no_linear_head, "lm_head is a Sequential"),
         ("Llama", {}, dropout, "active dropout"),
-        ("Llama", {}, broken, "does not run as a Llama-like model"),
     ],
 )
-async def test_a_model_that_would_not_run_exactly_is_refused(kind: str, changes: dict[str, Any], alter: Any, message: str):
+async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(kind: str, changes: dict[str, Any], alter: Any, reason: str):
     model = make_model(kind, **changes)
     if alter is not None:
         alter(model)
+    requests = make_requests(8)
+    async with open_engine(model, max_rows=3) as engine:
+        answers = await generate_all(engine, requests)
+        assert engine.path == "cached"
+        assert re.search(reason, engine.describe())
+        assert engine.statistics()["fast_path"] == 0.0
+    for request in requests:
+        np.testing.assert_allclose(answers[request.request_id].log_probs, score(model, request, answers[request.request_id]), atol=1e-4)
+
+
+async def test_a_model_whose_cache_does_not_fit_its_layers_is_recomputed():
+    model = make_model("Llama", layer_types=["full_attention", "linear_attention"])
+    request = make_request(max_new_tokens=10)
+    async with open_engine(model) as engine:
+        completion = await engine.generate(request)
+        assert engine.path == "recompute"
+        assert "very slow" in engine.describe() and "full attention only" in engine.describe()
+    np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (broken, "fast: it does not run: RuntimeError.*cached: it does not run: RuntimeError.*recompute: it does not run: RuntimeError"),
+        (sees_the_future, "fast: its log-probs differ.*cached: .*recompute: its log-probs differ from the model's own by .* nats"),
+    ],
+)
+async def test_a_model_that_no_way_runs_exactly_is_refused_with_all_the_reasons(alter: Any, message: str):
+    model = make_model()
+    alter(model)
     with pytest.raises(ModelError, match=message):
         async with open_engine(model):
             pass
 
 
-async def test_another_architecture_is_refused():
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=64)
-    with pytest.raises(ModelError, match=r"no model\.layers"):
-        async with open_engine(transformers.GPT2LMHeadModel(config)):
+async def test_rotary_frequencies_that_change_within_the_context_are_refused():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 80}
+    model = make_model("Llama", rope_parameters=rope)
+    with pytest.raises(ModelError, match=r"rope_type='dynamic' changes.*beyond 80 tokens.*set max_context to 80 or less"):
+        async with open_engine(model):
             pass
+    async with open_engine(model, max_context=80) as engine:
+        assert engine.path == "fast"
 
 
 async def test_hooks_on_projections_are_obeyed():

@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollouts.engines.local.decoder import Decoder
+from rollouts.engines.local.interface import Decoder
 from rollouts.engines.local.sampling import DRAW_DTYPE, Sampled, make_draw, sample_tokens
 from rollouts.errors import EngineError
 from rollouts.types import Completion, FinishReason, FloatArray, GenerateRequest, IntArray
@@ -76,7 +77,7 @@ class Counters:
 class DecodeBatch:
     """Rows in slots 0..n-1, without holes."""
 
-    def __init__(self, decoder: Decoder, *, max_rows: int, max_context: int) -> None:
+    def __init__(self, decoder: Decoder[Any], *, max_rows: int, max_context: int) -> None:
         self.decoder = decoder
         self.kv = decoder.make_slots(max_rows=max_rows, max_length=max_context)
         self.rows: list[Row] = []
@@ -121,7 +122,7 @@ class DecodeBatch:
         fresh: list[list[int]] = []
         for key, slots in groups.items():
             prompt_length = len(self.rows[slots[0]].request.prompt_ids)
-            if key in holders or prompt_length == 1:
+            if self.kv.keeps_prefixes and (key in holders or prompt_length == 1):
                 self._join(slots, holders.get(key))
             else:
                 fresh.append(slots)

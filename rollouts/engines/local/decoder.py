@@ -7,8 +7,8 @@ that both forwards agree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,16 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from rollouts.engines.local.interface import inferring
 from rollouts.engines.local.kv_slots import KVSlots
 from rollouts.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-FLOAT32_TOLERANCE = 1e-4  # nats
-HALF_TOLERANCE = 0.25  # nats; bfloat16 keeps 8 bits
-PROBE_LENGTHS = (13, 8, 11)  # prompts of unlike length, so that padding and positions are tried too
-PROBE_STEPS = 3
 
 # On a CPU in float32 a product with few rows is up to twice as fast when the activations lie in columns and come in sixteens (MKL).
 COLUMN_BLOCK = 16
@@ -66,7 +62,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class FastDecoder:
     """A model taken apart. H query heads, K key-value heads, D values per head, V vocabulary."""
 
     embed: nn.Embedding
@@ -85,7 +81,7 @@ class Decoder:
         return self.embed.weight.device
 
     @property
-    def kv_dtype(self) -> torch.dtype:
+    def dtype(self) -> torch.dtype:
         return self.autocast_dtype or self.embed.weight.dtype
 
     @property
@@ -100,18 +96,12 @@ class Decoder:
             head_dim=self.head_dim,
             max_rows=max_rows,
             max_length=max_length,
-            dtype=self.kv_dtype,
+            dtype=self.dtype,
             device=self.device,
         )
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """The context of every forward pass. One for many steps: autocast converts the weights once per context."""
-        autocast: AbstractContextManager[Any] = nullcontext()
-        if self.autocast_dtype is not None:
-            autocast = torch.autocast(self.device.type, dtype=self.autocast_dtype)
-        with torch.inference_mode(), autocast:
-            yield
+    def computing(self) -> AbstractContextManager[None]:
+        return inferring(self.device, self.autocast_dtype)
 
     def prefill(self, ids: Tensor, lengths: Tensor, slots: Tensor, kv: KVSlots) -> Tensor:
         """Logits [N, V] after the last token of each prompt; its keys and values go to `slots` [N].
@@ -146,14 +136,14 @@ class Decoder:
         """
         count = len(ids)
         rows = torch.arange(count, device=ids.device)
-        by_columns = self.device.type == "cpu" and self.kv_dtype == torch.float32 and count >= COLUMN_ROWS
+        by_columns = self.device.type == "cpu" and self.dtype == torch.float32 and count >= COLUMN_ROWS
         linear = _linear_by_columns if by_columns else _linear
         padding = -count % COLUMN_BLOCK if by_columns else 0
         states = self.embed(pad(ids, (0, padding)))
         states = states.t().contiguous().t() if by_columns else states
         cos, sin = self._rotation(states, positions[:, None])
         mask = torch.where(torch.arange(length, device=ids.device) <= positions[:, None], 0.0, float("-inf"))
-        mask = mask.to(self.kv_dtype)[:, None, None]
+        mask = mask.to(self.dtype)[:, None, None]
         for index, layer in enumerate(self.layers):
             queries, keys, values = self._project(layer, layer.input_norm(states), linear, shape=(-1, 1))
             queries, keys = self._rotate(queries[:count], keys[:count], cos, sin)
@@ -217,32 +207,19 @@ def _transpose_in_blocks(logits: Tensor) -> Tensor:
 
 
 def _feed_forward(layer: Layer, states: Tensor, linear: Linear) -> Tensor:
-    if layer.gated_mlp is None:
-        return layer.mlp(states)
+    if layer.gated_mlp is None:  # experts want [N, S, hidden]
+        return layer.mlp(states.contiguous()[None])[0]
     gate, up, down, activation = layer.gated_mlp
     return linear(down, activation(linear(gate, states)) * linear(up, states))
 
 
-def open_decoder(model: PreTrainedModel, *, max_context: int, autocast_dtype: torch.dtype | None = None) -> Decoder:
-    """The decoder of a model, after a probe on which it agrees with the model's own forward.
+def take_apart(model: PreTrainedModel, *, max_context: int, autocast_dtype: torch.dtype | None = None) -> FastDecoder:
+    """The decoder of a Llama-like model, not yet proved to agree with the model's own forward.
 
-    Raises ModelError for what it cannot run: no Llama-like layers, attention that is not full, rotary frequencies that depend on the
-    length, a capped or non-linear head, dropout, or a probe that differs by more than 1e-4 nats (0.25 in half precision).
+    Raises ModelError for what it cannot run: no Llama-like layers, attention that is not full, a capped or non-linear head, dropout.
     """
     _check_config(model.config, max_context=max_context)
-    decoder = _take_apart(model, autocast_dtype)
-    try:
-        difference = _probe_difference(model, decoder)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        raise ModelError(f"{type(model).__name__} does not run as a Llama-like model: {error}; use an engine that serves it") from error
-    full_precision = decoder.kv_dtype in (torch.float32, torch.float64)
-    tolerance = FLOAT32_TOLERANCE if full_precision else HALF_TOLERANCE
-    if not difference <= tolerance:
-        raise ModelError(
-            f"{type(model).__name__}: log-probs of the embedded engine differ from the model's own by {difference:.3g} nats on a probe; "
-            f"the limit is {tolerance:g}: its layers are not Llama-like; use an engine that serves it"
-        )
-    return decoder
+    return _take_apart(model, autocast_dtype)
 
 
 def _check_config(config: Any, *, max_context: int) -> None:
@@ -259,12 +236,9 @@ def _check_config(config: Any, *, max_context: int) -> None:
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if getattr(config, name, None) is not None:
             raise ModelError(f"config.{name}={getattr(config, name)}; the embedded engine has no soft-capping")
-    rope_type = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if rope_type in ("dynamic", "longrope"):
-        raise ModelError(f"config.rope_parameters.rope_type={rope_type!r} changes with the length, so kept keys would be wrong; unsupported")
 
 
-def _take_apart(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> Decoder:
+def _take_apart(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> FastDecoder:
     config: Any = model.config
     body = getattr(model, "model", None)
     layers = getattr(body, "layers", None)
@@ -278,7 +252,7 @@ def _take_apart(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> D
         raise ModelError(f"{type(model).__name__} has active dropout layers; generation would be random beyond sampling; set dropout to 0")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parts = tuple(_take_layer_apart(layer, index) for index, layer in enumerate(layers))
-    return Decoder(
+    return FastDecoder(
         embed=embed,
         rotary=rotary,
         layers=parts,
@@ -320,33 +294,3 @@ def _take_mlp_apart(mlp: nn.Module) -> GatedMLP | None:
     if set(parts) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return None
     return GatedMLP(parts["gate_proj"], parts["up_proj"], parts["down_proj"], parts["act_fn"])
-
-
-def _probe_difference(model: PreTrainedModel, decoder: Decoder) -> float:
-    """Largest |engine - model| log-prob over prompts and a few decoded tokens, in nats."""
-    total = max(PROBE_LENGTHS) + PROBE_STEPS
-    ids = torch.linspace(0, decoder.vocab_size - 1, len(PROBE_LENGTHS) * total, device=decoder.device).long().view(total, -1).T.contiguous()
-    lengths = torch.tensor(PROBE_LENGTHS, device=decoder.device)
-    slots = torch.arange(len(PROBE_LENGTHS), device=decoder.device)
-    kv = decoder.make_slots(max_rows=len(PROBE_LENGTHS), max_length=total)
-    kv.reserve(len(PROBE_LENGTHS), total)
-    with decoder.computing(), _evaluating(model):
-        expected = model(input_ids=ids, use_cache=False).logits.float().log_softmax(-1)
-        found = [decoder.prefill(ids[:, : max(PROBE_LENGTHS)], lengths, slots, kv)]
-        for step in range(PROBE_STEPS):
-            positions = lengths + step
-            found.append(decoder.decode(ids[slots, positions], positions, kv, length=int(positions.max()) + 1))
-        wanted = torch.stack([expected[slots, lengths - 1 + step] for step in range(len(found))])
-        return float((torch.stack(found).float().log_softmax(-1) - wanted).abs().max())
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Inference behaviour inside, every module's own training flag again outside."""
-    flags: Sequence[tuple[nn.Module, bool]] = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in flags:
-            module.training = training

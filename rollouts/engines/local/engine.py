@@ -22,7 +22,8 @@ import trio.testing
 from torch import Tensor
 
 from rollouts.engines.local.batch import DecodeBatch, Row
-from rollouts.engines.local.decoder import open_decoder
+from rollouts.engines.local.interface import ForwardPath
+from rollouts.engines.local.opening import DEFAULT_CONTEXT, OpenedDecoder, context_limit, open_decoder
 from rollouts.engines.local.requests import check_request
 from rollouts.engines.local.sampling import stream_key
 from rollouts.engines.local.weights import StagedWeights, copy_model, read_checkpoint
@@ -53,6 +54,7 @@ class _Opened(NamedTuple):
     """What opening makes on the device thread."""
 
     model: PreTrainedModel
+    decoder: OpenedDecoder
     batch: DecodeBatch
 
 
@@ -70,11 +72,14 @@ async def open_local_engine(
     deterministic: bool = False,
     seed: int = 0,
 ) -> AsyncIterator[LocalEngine]:
-    """An engine on a Llama-like Hugging Face model. Requests wait in memory without limit; `max_rows` are decoded at once.
+    """An engine on a causal language model of transformers, run the fastest way that agrees with it (see opening.py, `path`).
+
+    Requests wait in memory without limit; `max_rows` are decoded at once.
 
     mode "shared" generates with `model` itself, which is never changed; its version is `trainer_version()`, read when a job is queued on
     the device thread, behind everything the trainer queued before. mode "copied" owns a copy (in `copy_dtype`, if given), which starts
-    at `trainer_version()`, or 0, and follows updates. `max_context` defaults to the model's own.
+    at `trainer_version()`, or 0, and follows updates. `max_context` defaults to the model's own, and to 8192 where its
+    config sets no limit.
 
     deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is idle and every other task
     is blocked; the next list is taken when the last row of this one has finished. The same lists give the same bits.
@@ -82,10 +87,11 @@ async def open_local_engine(
     `seed` and a request's own seed, or else its id, fix the random numbers of its tokens, whatever it is decoded with.
     Raises ModelError for a model that it cannot run exactly, EngineError for settings that do not fit together.
     """
-    limit = int(model.config.max_position_embeddings)
-    max_context = limit if max_context is None else max_context
-    if not 1 < max_context <= limit:
-        raise EngineError(f"max_context={max_context}; it must be above 1 and at most the model's max_position_embeddings={limit}")
+    limit = context_limit(model.config)
+    max_context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
+    if max_context <= 1 or (limit is not None and max_context > limit):
+        at_most = "" if limit is None else f" and at most the model's max_position_embeddings={limit}"
+        raise EngineError(f"max_context={max_context}; it must be above 1{at_most}")
     if max_rows < 1:
         raise EngineError(f"max_rows={max_rows}; it must be at least 1")
     if mode == "shared" and trainer_version is None:
@@ -96,11 +102,12 @@ async def open_local_engine(
     def open_on_device() -> _Opened:
         own = model if mode == "shared" else copy_model(model, copy_dtype)
         decoder = open_decoder(own, max_context=max_context, autocast_dtype=autocast_dtype)
-        return _Opened(own, DecodeBatch(decoder, max_rows=max_rows, max_context=max_context))
+        return _Opened(own, decoder, DecodeBatch(decoder.decoder, max_rows=max_rows, max_context=max_context))
 
     opened = await device_thread.submit(open_on_device)
     engine = LocalEngine(
         opened.batch,
+        opened.decoder,
         device_thread=device_thread,
         own_model=None if mode == "shared" else opened.model,
         trainer_version=trainer_version or (lambda: 0),
@@ -129,6 +136,7 @@ class LocalEngine:
     def __init__(
         self,
         batch: DecodeBatch,
+        opened: OpenedDecoder,
         *,
         device_thread: DeviceThread,
         own_model: PreTrainedModel | None,
@@ -139,6 +147,7 @@ class LocalEngine:
         seed: int,
     ) -> None:
         self._batch = batch
+        self._opened = opened
         self._device_thread = device_thread
         self._own_model = own_model
         self._trainer_version = trainer_version
@@ -173,6 +182,15 @@ class LocalEngine:
     @property
     def features(self) -> EngineFeatures:
         return self._features
+
+    @property
+    def path(self) -> ForwardPath:
+        """How the model is run: "fast", "cached" or "recompute"."""
+        return self._opened.path
+
+    def describe(self) -> str:
+        """How the model is run, for people: what it costs, and why no faster way does. Print it where `path` is not "fast"."""
+        return self._opened.describe()
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion; "abort" with what there is after pause("abort") or abort_all(). Waits while the engine is paused.
@@ -263,6 +281,8 @@ class LocalEngine:
             "requests_finished": float(self._requests_finished),
             "requests_aborted": float(self._requests_aborted),
             "kv_bytes": float(self._batch.kv.num_bytes),
+            "fast_path": float(self.path == "fast"),
+            "recomputes": float(self.path == "recompute"),
             **counters,
         }
 
@@ -319,7 +339,7 @@ class LocalEngine:
 
     def _stage_checkpoint(self, path: Path) -> int:
         count = 0
-        for bucket in read_checkpoint(path):
+        for bucket in read_checkpoint(path, self._updatable_model()):
             self.receive_bucket(bucket)
             count += len(bucket)
         return count

@@ -15,6 +15,8 @@ class KVSlots:
     Everything past a row's own length is stale but finite (buffers start as zeros), so a mask is enough to leave it out.
     """
 
+    keeps_prefixes = True
+
     def __init__(
         self, *, num_layers: int, num_kv_heads: int, head_dim: int, max_rows: int, max_length: int, dtype: torch.dtype, device: torch.device
     ) -> None:

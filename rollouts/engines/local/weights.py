@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from rollouts.errors import EngineError
+from rollouts.errors import EngineError, ModelError
+from rollouts.models.load import load_hf_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,13 +49,40 @@ class StagedWeights:
         return len(self._targets)
 
 
-def read_checkpoint(path: Path) -> Iterator[list[tuple[str, Tensor]]]:
-    """The tensors of a Hugging Face directory of safetensors, one list per file. Raises EngineError naming what is missing or damaged."""
-    for file in _checkpoint_files(path):
+def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors of a Hugging Face directory of safetensors by the names of `model`, one list per file.
+
+    Where the files name them otherwise (experts are written one by one and held in one tensor), transformers translates: one list, and
+    memory for a second model meanwhile. Raises EngineError naming what is missing or damaged.
+    """
+    files = _checkpoint_files(path)
+    if (path / "config.json").is_file() and not _names(files) <= set(model.state_dict()):
+        yield _read_translated(path, model)
+        return
+    for file in files:
         try:
             yield list(load_file(file).items())
         except (OSError, SafetensorError) as error:
             raise EngineError(f"{file} cannot be read as safetensors: {error}; export the weights again") from error
+
+
+def _names(files: Sequence[Path]) -> set[str]:
+    found: set[str] = set()
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found.update(opened.keys())
+        except (OSError, SafetensorError) as error:
+            raise EngineError(f"{file} cannot be read as safetensors: {error}; export the weights again") from error
+    return found
+
+
+def _read_translated(path: Path, model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    try:
+        loaded = load_hf_model(path, dtype=model.dtype)
+    except ModelError as error:
+        raise EngineError(f"{path} cannot be loaded as weights of {type(model).__name__}: {error}") from error
+    return list(loaded.state_dict().items())
 
 
 def _checkpoint_files(path: Path) -> list[Path]:

@@ -1,0 +1,357 @@
+"""The embedded engine on tiny models of every family: windows, soft caps, recurrent states, experts, absolute positions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import trio
+
+from rollouts.device_thread import open_device_thread
+from rollouts.engines.local import LocalEngine, open_local_engine, whole_model
+from rollouts.engines.local.opening import DEFAULT_CONTEXT, open_decoder
+from rollouts.engines.local.whole_model import CacheSlots
+from rollouts.errors import EngineError, ModelError
+from rollouts.models.load import load_hf_model
+from rollouts.models.tiny import make_tiny_model
+from rollouts.testing import engine_contracts
+from rollouts.testing.engine_contracts import make_request
+from rollouts.types import Completion, GenerateRequest
+
+TINY = {"llama": "fast", "qwen3": "fast", "moe": "fast", "gemma": "cached", "mamba": "cached"}  # and the way each is run
+SHAPE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 160,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Families besides TINY that a cache of their own serves.
+CACHED: list[tuple[str, dict[str, Any]]] = [
+    ("Gemma3", {"head_dim": 8, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}),
+    ("Mamba2", {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}),
+    ("FalconH1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}),  # both in each layer
+    ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
+    ("GPT2", {}),  # absolute positions, dropout
+    ("Bloom", {"n_layer": 2, "n_head": 4}),  # positions only by the mask
+    ("GptOss", {"head_dim": 8, "num_local_experts": 4, "sliding_window": 6}),
+]
+
+
+@pytest.fixture(scope="module")
+def tiny_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    for kind in TINY:
+        make_tiny_model(kind, root / kind, seed=0)
+    return {kind: root / kind for kind in TINY}
+
+
+def make_model(kind: str, **changes: Any) -> Any:
+    """A random model of that family; the same every time."""
+    config_class = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
+    model_class = getattr(transformers, f"{kind}ForCausalLM", None) or getattr(transformers, f"{kind}LMHeadModel")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return model_class(config_class(**{**SHAPE, **changes})).eval()
+
+
+@asynccontextmanager
+async def open_engine(model: Any, *, mode: Any = "shared", **options: Any) -> AsyncIterator[LocalEngine]:
+    options = {"trainer_version": lambda: 0, "max_rows": 8, **options}
+    async with (
+        open_device_thread(name="test", torch_threads=1) as thread,
+        open_local_engine(model, device_thread=thread, mode=mode, **options) as engine,
+    ):
+        yield engine
+
+
+async def generate_all(engine: LocalEngine, requests: list[GenerateRequest]) -> dict[str, Completion]:
+    answers: dict[str, Completion] = {}
+
+    async def ask(request: GenerateRequest) -> None:
+        answers[request.request_id] = await engine.generate(request)
+
+    async with trio.open_nursery() as nursery:
+        for request in requests:
+            nursery.start_soon(ask, request)
+    return answers
+
+
+def make_requests(count: int) -> list[GenerateRequest]:
+    """Prompts of lengths 1..24, each shared by two requests, and responses of lengths 1..24."""
+    rng = np.random.default_rng(3)
+    prompts = [tuple(rng.integers(0, 101, length).tolist()) for length in (1, 24, 3, 9, 5, 14)]
+    return [make_request(f"r{i:03}", prompt=prompts[i // 2 % 6], max_new_tokens=int(rng.integers(1, 25))) for i in range(count)]
+
+
+def score(model: Any, request: GenerateRequest, completion: Completion) -> np.ndarray:
+    """The model's own log-probs of the completion at temperature 1."""
+    ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.token_ids]))
+    with torch.no_grad():
+        log_probs = model(ids[None], use_cache=False).logits[0].float().log_softmax(-1)
+    start = len(request.prompt_ids)
+    return log_probs[start - 1 : -1].gather(1, ids[start:, None])[:, 0].numpy()
+
+
+async def check_exact(engine: LocalEngine, model: Any, requests: list[GenerateRequest]) -> None:
+    answers = await generate_all(engine, requests)
+    for request in requests:
+        completion = answers[request.request_id]
+        assert len(completion.token_ids) == request.sampling.max_new_tokens
+        np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
+
+
+def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves the last resort only."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise ModelError("refused by the test")
+
+    monkeypatch.setattr("rollouts.engines.local.opening.make_cached_decoder", refuse)
+    monkeypatch.setattr("rollouts.engines.local.opening.take_apart", refuse)
+
+
+# --- exactness ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TINY)
+async def test_log_probs_are_the_models_own_on_each_tiny_family(kind: str, tiny_paths: dict[str, Path]):
+    model = load_hf_model(tiny_paths[kind])
+    async with open_engine(model, max_rows=5) as engine:
+        assert engine.path == TINY[kind]
+        await check_exact(engine, model, make_requests(18))
+        assert engine.statistics()["moved_rows"] > 2
+
+
+@pytest.mark.parametrize(("kind", "changes"), CACHED)
+async def test_log_probs_are_the_models_own_with_its_cache(kind: str, changes: dict[str, Any]):
+    model = make_model(kind, **changes)
+    async with open_engine(model, max_rows=5) as engine:
+        assert engine.path == "cached"
+        await check_exact(engine, model, make_requests(18))
+
+
+async def test_experts_take_the_fast_path():
+    model = make_model("Mixtral", num_local_experts=4)
+    async with open_engine(model, max_rows=5) as engine:
+        assert (engine.path, engine.statistics()["fast_path"]) == ("fast", 1.0)
+        await check_exact(engine, model, make_requests(12))
+
+
+@pytest.mark.parametrize("kind", ["gemma", "mamba", "moe"])
+async def test_log_probs_are_the_models_own_when_everything_is_recomputed(
+    kind: str, tiny_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    without_cache(monkeypatch)
+    monkeypatch.setattr(whole_model, "RECOMPUTE_TOKENS", 60)  # so that a step takes several chunks
+    model = load_hf_model(tiny_paths[kind])
+    async with open_engine(model, max_rows=5) as engine:
+        assert (engine.path, engine.statistics()["recomputes"]) == ("recompute", 1.0)
+        await check_exact(engine, model, make_requests(12))
+
+
+async def test_a_shared_engine_generates_with_the_trainers_weights_of_the_moment(tiny_paths: dict[str, Path]):
+    for kind in ("gemma", "mamba"):
+        model = load_hf_model(tiny_paths[kind])
+        async with open_engine(model) as engine:
+            await check_exact(engine, model, make_requests(6))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.2)
+            await check_exact(engine, model, make_requests(6))
+
+
+async def test_training_mode_and_dropout_stay_the_trainers_affair():
+    model = make_model("GPT2").train()
+    model.transformer.h[1].eval()
+    flags = [module.training for module in model.modules()]
+    request = make_request(max_new_tokens=12)
+    async with open_engine(model) as engine:
+        completion = await engine.generate(request)
+    assert [module.training for module in model.modules()] == flags
+    np.testing.assert_allclose(completion.log_probs, score(model.eval(), request, completion), atol=1e-4)
+    model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()  # nothing of inference mode was left in it
+
+
+async def test_autocast_stays_near_float32_with_the_models_cache(tiny_paths: dict[str, Path]):
+    model = load_hf_model(tiny_paths["gemma"])
+    request = make_request(max_new_tokens=20)
+    async with open_engine(model, autocast_dtype=torch.bfloat16) as engine:
+        completion = await engine.generate(request)
+        assert engine.path == "cached"
+    assert np.abs(completion.log_probs - score(model, request, completion)).max() < 0.25
+
+
+# --- rows ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gemma", "mamba"])
+async def test_a_requests_tokens_do_not_depend_on_its_neighbours(kind: str, tiny_paths: dict[str, Path]):
+    model, requests = load_hf_model(tiny_paths[kind]), make_requests(12)
+    async with open_engine(model, max_rows=12) as engine:
+        together = await generate_all(engine, requests)
+    async with open_engine(model, max_rows=1) as engine:
+        for request in requests[::3]:
+            alone = await engine.generate(request)
+            assert alone.token_ids.tolist() == together[request.request_id].token_ids.tolist()
+            np.testing.assert_allclose(alone.log_probs, together[request.request_id].log_probs, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gemma", "mamba", "moe"])
+async def test_deterministic_runs_give_the_same_bits(kind: str, tiny_paths: dict[str, Path]):
+    results: list[dict[str, Completion]] = []
+    for order in (1, -1):
+        async with open_engine(load_hf_model(tiny_paths[kind]), deterministic=True, max_rows=4, seed=7) as engine:
+            results.append(await generate_all(engine, make_requests(12)[::order]))
+    for request_id, completion in results[0].items():
+        assert completion.token_ids.tolist() == results[1][request_id].token_ids.tolist()
+        assert completion.log_probs.tobytes() == results[1][request_id].log_probs.tobytes()
+
+
+async def test_the_prompt_of_a_group_is_computed_once_whatever_the_cache(tiny_paths: dict[str, Path]):
+    for kind in ("gemma", "mamba"):
+        requests = [make_request(str(i), prompt=(1, 2, 3, 4, 5), max_new_tokens=6) for i in range(4)]
+        async with open_engine(load_hf_model(tiny_paths[kind])) as engine:
+            answers = await generate_all(engine, requests)
+            assert engine.statistics()["prefill_tokens"] == 5
+        assert len({tuple(answer.token_ids.tolist()) for answer in answers.values()}) == 4
+
+
+async def test_a_cache_is_as_wide_as_its_longest_row_and_memory_is_given_back():
+    model = make_model("GPT2")
+    long, short = make_request("long", prompt=tuple(range(60)), max_new_tokens=3), make_request("short", prompt=(1,), max_new_tokens=20)
+    async with open_engine(model) as engine:
+        await generate_all(engine, [long, short])
+        per_position = 2 * 2 * 32 * 4  # layers, keys and values, hidden size, bytes
+        assert engine.statistics()["kv_bytes"] == 20 * per_position  # of the short row: its last token is never fed
+        await engine.release_memory()
+        assert engine.statistics()["kv_bytes"] == 0
+        await check_exact(engine, model, make_requests(4))
+
+
+async def test_a_device_failure_leaves_a_cache_that_works(tiny_paths: dict[str, Path]):
+    model = load_hf_model(tiny_paths["mamba"])
+    async with open_engine(model) as engine:
+        plain = engine._batch.step
+
+        def step(version: int) -> None:
+            engine._batch.step = plain  # pyright: ignore[reportAttributeAccessIssue]
+            raise RuntimeError("out of memory")
+
+        engine._batch.step = step  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(EngineError, match="out of memory"):
+            await engine.generate(make_request())
+        await check_exact(engine, model, make_requests(6))
+
+
+def test_rows_of_a_windowed_cache_end_at_the_right():
+    def make_cache(fill: float, length: int, rows: int = 1) -> Any:
+        cache = transformers.DynamicCache(config=transformers.MistralConfig(num_hidden_layers=1, sliding_window=4))
+        values = torch.full((rows, 1, length, 1), fill) + torch.arange(length)[:, None]
+        cache.update(values, values, 0)
+        return cache
+
+    def row(slots: CacheSlots, index: int) -> list[float]:
+        return slots.cache.layers[0].keys[index].flatten().tolist()
+
+    slots = CacheSlots(max_rows=4, max_length=20)
+    slots.reserve(2, 2)
+    slots.write([1], make_cache(10, 2), 2)
+    assert row(slots, 1) == [10, 11]
+    slots.write([0], make_cache(20, 6), 6)  # a window of 4 keeps 3 positions
+    assert (row(slots, 0), row(slots, 1), slots.width) == ([23, 24, 25], [0, 10, 11], 6)
+    slots.move(1, 0, 2)
+    slots.trim(1)
+    assert (row(slots, 0), slots.width, slots.cache.get_seq_length()) == ([10, 11], 2, 2)
+
+
+# --- the choice ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_is_wrong_beyond_the_window_only_is_not_used(monkeypatch: pytest.MonkeyPatch):
+    model = make_model("Mistral", sliding_window=40)
+    assert open_decoder(model, max_context=160).path == "cached"
+    plain = whole_model._Part.width_of
+
+    def too_narrow(part: Any, width: int) -> int:
+        return plain(part, width) - (width > 40)
+
+    monkeypatch.setattr(whole_model._Part, "width_of", too_narrow)
+    opened = open_decoder(model, max_context=160)
+    assert opened.path == "recompute"
+    assert "cached" in opened.refused
+    assert open_decoder(model, max_context=40).path == "fast"  # no row leaves the window
+
+
+def test_chunks_of_attention_too_long_to_be_probed_are_not_cached():
+    model = make_model("Llama")
+    model.config.attention_chunk_size = 5000
+    model.config.max_position_embeddings = 10_000
+    model.config.final_logit_softcapping = 1.0  # which keeps it off the fast path
+    opened = open_decoder(model, max_context=10_000)
+    assert opened.path == "recompute"
+    assert "attention_chunk_size=5000" in opened.refused["cached"]
+    assert open_decoder(model, max_context=5000).path == "cached"
+
+
+def test_the_fast_path_needs_no_excuse(tiny_paths: dict[str, Path]):
+    opened = open_decoder(load_hf_model(tiny_paths["qwen3"]), max_context=100)
+    assert opened.describe() == "the embedded engine runs this model by its fast path"
+    assert not opened.refused
+
+
+async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_longer_one(tiny_paths: dict[str, Path]):
+    model = load_hf_model(tiny_paths["mamba"])
+    async with open_engine(model) as engine:
+        assert engine.features.context_length == DEFAULT_CONTEXT == 8192
+    async with open_engine(model, max_context=100_000) as engine:
+        assert engine.features.context_length == 100_000
+    with pytest.raises(EngineError, match=r"max_context=1; it must be above 1$"):
+        async with open_engine(model, max_context=1):
+            pass
+
+
+# --- the contract ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("check", engine_contracts.CHECKS)
+async def test_engines_keep_the_contract_on_each_tiny_family(check: Callable[[Any], Awaitable[None]], kind: str, tiny_paths: dict[str, Path]):
+    await check(lambda: open_engine(load_hf_model(tiny_paths[kind])))
+
+
+@pytest.mark.parametrize("check", engine_contracts.CHECKS)
+async def test_engines_keep_the_contract_without_a_cache(
+    check: Callable[[Any], Awaitable[None]], tiny_paths: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    without_cache(monkeypatch)
+    await check(lambda: open_engine(load_hf_model(tiny_paths["mamba"]), mode="copied", deterministic=True))
+
+
+@pytest.mark.parametrize("kind", TINY)
+async def test_engines_update_in_memory_and_generate_with_the_new_weights(kind: str, tiny_paths: dict[str, Path], tmp_path: Path):
+    make_tiny_model(kind, tmp_path / kind, seed=1)
+    newer = load_hf_model(tmp_path / kind)
+    weights = list(newer.state_dict().items())
+    await engine_contracts.check_update_in_memory(lambda: open_engine(load_hf_model(tiny_paths[kind]), mode="copied"), weights)
+    async with open_engine(load_hf_model(tiny_paths[kind]), mode="copied") as engine:
+        await engine.update_weights_from_checkpoint(tmp_path / kind, 5)
+        await check_exact(engine, newer, make_requests(6))
+        assert await engine.weight_version() == 5
+
+
+@pytest.mark.parametrize("kind", ["gemma", "mamba"])
+async def test_a_shared_engine_keeps_the_trainers_version(kind: str, tiny_paths: dict[str, Path]):
+    await engine_contracts.check_shared_engine_keeps_the_trainers_version(lambda: open_engine(load_hf_model(tiny_paths[kind])), tiny_paths[kind])
