@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from rollouts.config.schema import SFTTrainingConfig
-from rollouts.data.sft import SFTSample, make_sft_batch, select_sft_batch
+from rollouts.data.sft import SFTMixture, SFTSample, make_sft_batch, make_sft_mixture, select_sft_samples
 from rollouts.loops.hooks import LoopHooks, run_hooks
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
@@ -15,7 +15,7 @@ from rollouts.types import ForwardBackwardResult, LossSpec, OptimStepResult, met
 
 async def run_sft_training(
     backend: TrainingBackend,
-    samples: Sequence[SFTSample],
+    data: SFTMixture | Sequence[SFTSample],
     config: SFTTrainingConfig,
     metrics_logger: MetricsLogger,
     *,
@@ -30,11 +30,11 @@ async def run_sft_training(
     before the next: submitting ahead gains nothing here, because batches cost no time to make.
     """
     hooks = hooks or LoopHooks()
+    mixture = data if isinstance(data, SFTMixture) else make_sft_mixture(data)
     history: list[dict[str, float]] = []
     for step in range(completed_steps + 1, config.steps + 1):
         timer = PhaseTimer()
-        rows = select_sft_batch(len(samples), config.batch_size, step - 1, seed)
-        batch = make_sft_batch([samples[row] for row in rows])
+        batch = make_sft_batch(select_sft_samples(mixture, config.batch_size, step - 1, seed))
         with timer.phase("train"):
             forward_future = backend.forward_backward(batch, LossSpec("sft"))
             optim_future = backend.optim_step()

@@ -9,7 +9,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from rollouts.data.sft import SFTSample, make_sft_batch, prepare_sft_rows, select_sft_batch
+from rollouts.data.mixture import select_sft_batch
+from rollouts.data.sft import SFTSample, make_sft_batch, prepare_sft_rows
 from rollouts.errors import DataError, ModelError
 from tests.unit.chat_tokenizers import byte_tokenizer
 
@@ -101,7 +102,7 @@ def test_a_step_can_be_asked_for_alone_and_again():
 
 
 def test_another_process_draws_the_same_rows():
-    code = "from rollouts.data.sft import select_sft_batch; print([select_sft_batch(10, 4, step, 3) for step in (0, 5)])"
+    code = "from rollouts.data.mixture import select_sft_batch; print([select_sft_batch(10, 4, step, 3) for step in (0, 5)])"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert answer.strip() == str([select_sft_batch(10, 4, step, 3) for step in (0, 5)])
 
