@@ -4,7 +4,7 @@
 
 One run, the same workers' pool throughout: A, storm, A, storm, … The storm is an infinite loop, a segfault, an exit, a fork, endless output,
 an allocation of 10 GB and a child that leaves its session, each killed in its own way. The ratio is of the medians, before the first storm
-and after each. Also measured: how long a replacement takes until it answers, and that no process is left. The last line is JSON.
+and after each. Also measured: how long a replacement takes to answer, and that no process is left. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -34,16 +34,13 @@ from rollouts.types import Sample
 TARGET_RATIO = 0.95
 TIMEOUT_S = 0.5
 TOKENS = 512
+CHEAP = "rollouts.rewards.exact:exact_match"
 SAMPLE = Sample(
     id="g0-s0", prompt="1 + 1?", response="2", tokens=np.arange(TOKENS), rollout_log_probs=np.full(TOKENS, -0.5), metadata={"answer": "2"}
 )
 
 
 # --- what the workers call ---
-
-
-def cheap(sample: Sample) -> float:
-    return float(sample.response == sample.metadata["answer"])
 
 
 def loop(sample: Sample) -> float:
@@ -136,11 +133,10 @@ def find_descendants() -> set[int]:
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     before: list[float] = []
     after: list[float] = []
-    replacement_ms: list[float] = []
     ends: dict[str, int] = {}
     options: dict[str, Any] = {"calls": arguments.calls, "at_once": 2 * arguments.workers}
     async with open_reward_workers(count=arguments.workers, timeout_s=TIMEOUT_S, memory_bytes=1 << 30, output_bytes=1 << 16) as workers:
-        cheap_reward = named(workers, "cheap")
+        cheap_reward = workers.reward(CHEAP, Path.cwd())
         await measure_calls_per_s(cheap_reward, **options)  # warm up
         before = [await measure_calls_per_s(cheap_reward, **options) for _ in range(arguments.rounds)]
         for number in range(arguments.rounds):
@@ -149,15 +145,10 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             await call_many(cheap_reward, 4 * arguments.workers)  # every new worker imports its function once
             after.append(await measure_calls_per_s(cheap_reward, **options))
             print(f"round {number}: before {before[number]:.0f}, after {after[number]:.0f} calls/s", flush=True)
-        for _ in range(arguments.rounds):
-            started = time.perf_counter()
-            for _ in range(arguments.workers):
-                await storm_one(workers)
-            await call_many(cheap_reward, 1)
-            replacement_ms.append((time.perf_counter() - started) * 1000 / arguments.workers)
         counters = workers.statistics()
         closing = time.perf_counter()
     close_ms = (time.perf_counter() - closing) * 1000
+    replacement_ms = await measure_replacement_ms(arguments.rounds)
     ratio = statistics.median(after) / statistics.median(before)
     metrics = {
         "calls_per_s_before": round(statistics.median(before), 1),
@@ -167,7 +158,7 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "hostile_calls": sum(ends.values()),
         **{f"hostile_{name}": count for name, count in ends.items()},
         "workers_started": counters["workers_started"],
-        "crash_and_replacement_ms": round(statistics.median(replacement_ms), 1),
+        "replacement_ms": round(replacement_ms, 1),
         "close_ms": round(close_ms, 1),
         "processes_left": len(find_descendants()),
     }
@@ -181,13 +172,19 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def storm_one(workers: RewardWorkers) -> None:
-    """A call that crashes, and nothing else."""
-    try:
-        await call_reward(named(workers, "leave"), SAMPLE)
-    except RewardCrashed:
-        return
-    raise AssertionError("a process that ended gave a reward")
+async def measure_replacement_ms(rounds: int) -> float:
+    """Median time from the end of the only worker's hostile call, cancelled, to the answer of its successor, import included."""
+    taken: list[float] = []
+    async with open_reward_workers(count=1, timeout_s=TIMEOUT_S, memory_bytes=1 << 30) as workers:
+        reward = workers.reward(CHEAP, Path.cwd())
+        for _ in range(rounds):
+            await call_many(reward, 1)
+            with trio.move_on_after(0.3):
+                await call_reward(named(workers, "loop"), SAMPLE)
+            started = time.perf_counter()
+            await call_many(reward, 1)
+            taken.append((time.perf_counter() - started) * 1000)
+    return statistics.median(taken)
 
 
 def main() -> int:

@@ -37,7 +37,8 @@ EVENT = struct.Struct("<cIii")  # what, worker id, pid or wait status, whether t
 SPAWN, KILL, END = b"s", b"k", b"e"
 HELLO, BORN, DIED = b"h", b"b", b"d"
 END_GRACE_S = 0.5  # for a worker that closed its channel to end by itself, so that its status says why
-SWEEP_S = 0.02  # between two looks for orphans while there are some
+SWEEPS = 50  # looks for orphans in a row
+SWEEP_S = 0.02  # between two such rows while there are some
 CLOSE_S = 5.0  # until what cannot be killed is left to the system
 
 
@@ -206,11 +207,18 @@ def reap(guard: Guard) -> None:
 
 
 def sweep(guard: Guard) -> bool:
-    """Kills what workers left behind. True if there was something, for its own children turn up only when it is dead."""
-    strays = (worker_os.find_children() or set()) - set(guard.pids)
-    for pid in strays:
-        worker_os.kill_group(pid)
-    return bool(strays)
+    """Kills what workers left behind. True if some of it may be left, for its own children turn up only when it is dead.
+
+    Many looks in a row: something that forks and ends all the time lives only as long as a look takes.
+    """
+    for _ in range(SWEEPS):
+        strays = (worker_os.find_children() or set()) - set(guard.pids)
+        if not strays:
+            return False
+        for pid in strays:
+            worker_os.kill_group(pid)
+        reap(guard)
+    return True
 
 
 def kill_everything(guard: Guard) -> None:
@@ -224,7 +232,7 @@ def kill_everything(guard: Guard) -> None:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        except ChildProcessError:
+        except ChildProcessError:  # no child is left
             return
         select.select([guard.wake], [], [], SWEEP_S)
         with contextlib.suppress(BlockingIOError):

@@ -50,7 +50,7 @@ def prefer_for_out_of_memory() -> None:
 def limit_resources(*, memory_bytes: int) -> None:
     """No core files, and at most `memory_bytes` of data: RLIMIT_DATA, which on Linux counts private memory that can be written.
 
-    RLIMIT_AS would count address space that libraries only reserve. A child process gets the same limit for itself.
+    RLIMIT_AS would count address space that libraries only reserve. Shared memory is not counted. A child process gets the same limit for itself.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -59,16 +59,17 @@ def limit_resources(*, memory_bytes: int) -> None:
 
 
 def find_children() -> set[int] | None:
-    """Ids of this single-threaded process's children, also ended ones that nobody waited for; None where there is no /proc."""
+    """Ids of this single-threaded process's children, also ended ones that nobody waited for; None where there is no /proc that is ours."""
     own = os.getpid()
     try:
-        return {int(pid) for pid in Path(f"/proc/self/task/{own}/children").read_text().split()}
-    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN, or no /proc
-        pass
-    try:
-        return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and parent_of(int(entry.name)) == own}
+        if int(Path("/proc/self").readlink().name) != own:
+            return None  # mounted for other process numbers
     except FileNotFoundError:
         return None
+    try:
+        return {int(pid) for pid in Path(f"/proc/self/task/{own}/children").read_text().split()}
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and parent_of(int(entry.name)) == own}
 
 
 def parent_of(pid: int) -> int | None:

@@ -116,6 +116,7 @@ class RewardWorkers:
         self._counters = dict.fromkeys(("calls", "failed", "timeouts", "crashes", "workers_started", "guards_started"), 0)
         self._waiting = 0
         self._busy = 0
+        self._closed = False
 
     def reward(self, name: str, base_dir: Path) -> RewardFn:
         """An async reward function that calls the plain function which `name` means, in a worker. It raises what call_reward raises."""
@@ -227,7 +228,9 @@ class RewardWorkers:
         end = await guard.wait_ended(worker)
         if worker.too_much_output:
             return self._too_much()
-        return "was lost: the guard of the reward workers was killed" if end is None else describe_end(end)
+        if end is not None:
+            return describe_end(end)
+        return f"was lost: the {'reward workers were closed' if self._closed else 'guard of the reward workers was killed'}"
 
     def _check_output(self, worker: Worker, where: str) -> None:
         if worker.too_much_output:
@@ -281,6 +284,7 @@ class RewardWorkers:
                 return
 
     def _close(self) -> None:
+        self._closed = True
         self._free.close()
 
 

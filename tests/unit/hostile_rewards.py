@@ -119,6 +119,13 @@ def daemon(sample):
     return 1.0
 
 
+def forks_for_ever(sample):
+    """Always another process: each forks the next and ends, in a session of its own."""
+    chain = "import os\nos.setsid()\nwhile True:\n    if os.fork():\n        os._exit(0)"
+    subprocess.run([sys.executable, "-c", chain], check=True)
+    return 1.0
+
+
 def kills_guard(sample):
     os.kill(os.getppid(), signal.SIGKILL)
     loop(sample)

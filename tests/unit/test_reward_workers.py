@@ -63,6 +63,7 @@ CRASHES = [
     ("closes_files", "closed its channel"),
     ("daemon", "left a process running"),
     ("leaves_child", "left a process running"),
+    ("forks_for_ever", "left a process running"),
     ("kills_guard", "the guard of the reward workers was killed"),
     ("forges", "which is not the worker but one that it started"),
     ("writes_nonsense", "gave an answer of 4294967"),
@@ -258,6 +259,22 @@ async def test_a_call_after_closing_says_so():
         reward = named(workers, "good")
     with pytest.raises(RewardCrashed, match="called after the reward workers had been closed"):
         await call_reward(reward, SAMPLE)
+
+
+async def test_the_guard_has_one_thread():
+    """The kernel kills a worker when the thread that forked it ends, and forking a process with several threads may hang its child."""
+    async with open_workers() as workers:
+        await call_reward(named(workers, "good"), SAMPLE)
+        parents = processes()
+        (guard,) = [pid for pid in descendants() if parents[pid] == os.getpid()]
+        assert len(list(Path(f"/proc/{guard}/task").iterdir())) == 1
+
+
+async def test_workers_that_cannot_start_say_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RewardCrashed, match=r"the guard of the reward workers did not start \(it ended with 1\)"):
+        async with open_workers():
+            raise AssertionError("opened")
 
 
 async def test_an_exception_of_the_body_leaves_as_it_is():
