@@ -25,7 +25,8 @@ from rollouts.errors import BackendError, CheckpointError, DenominatorMismatch, 
 from rollouts.losses import LossFn, LossInputs, LossOutput, resolve_loss
 from rollouts.losses.logprobs import LinearLogProbs
 from rollouts.models.export import save_hf_model
-from rollouts.models.log_probs import check_trainable_architecture, compute_micro_batch_log_probs, supports_shared_prefix
+from rollouts.models.forward_plan import log_plan, plan_forward
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
 from rollouts.models.optim import compute_lr
 from rollouts.protocols import WeightSink
 from rollouts.types import (
@@ -53,7 +54,9 @@ class PyTorchTrainingBackend:
     """A TrainingBackend (see rollouts.protocols for its rules) on one device. Make it with open_pytorch_backend, or from its parts.
 
     `skip_zero_advantage` leaves rows out whose advantages are all 0. That is exact only if the loss has no term but the advantage's (no KL,
-    no entropy). The denominator counts them all the same; metrics are then means over the rows that ran.
+    no entropy). The denominator counts them all the same; metrics are then means over the rows that ran. `plan` says which shortcuts are
+    exact for the model; None finds that out with the first batch. The model is put in evaluation mode: dropout would make its log-probs
+    another policy's.
     """
 
     def __init__(
@@ -64,14 +67,14 @@ class PyTorchTrainingBackend:
         *,
         optim: OptimConfig,
         total_steps: int,
+        plan: ForwardPlan | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         autocast_dtype: torch.dtype | None = None,
         micro_batch_tokens: int = 8192,
         share_prefix: bool = True,
         skip_zero_advantage: bool = False,
     ) -> None:
-        check_trainable_architecture(model)
-        self.model = model
+        self.model = model.eval()
         self.device_thread = device_thread
         self._optimizer = optimizer
         self._optim = optim
@@ -79,7 +82,8 @@ class PyTorchTrainingBackend:
         self._tokenizer = tokenizer
         self._autocast_dtype = autocast_dtype
         self._micro_batch_tokens = micro_batch_tokens
-        self._share_prefix = share_prefix and supports_shared_prefix(model)
+        self._plan = plan
+        self._share_prefix = share_prefix
         self._skip_zero_advantage = skip_zero_advantage
         self._micro_batch_cost = MICRO_BATCH_COST if model.device.type == "cpu" else micro_batch_tokens
         self._failure: BaseException | None = None  # of the job that failed; None when the backend works
@@ -90,6 +94,9 @@ class PyTorchTrainingBackend:
         self._steps = 0  # optimizer steps, skipped ones included: the schedule's position
         self._skipped_in_a_row = 0
         self._counts = {"skipped_steps": 0.0, "trained_tokens": 0.0, "computed_tokens": 0.0, "skipped_rows": 0.0}
+        self._layouts = {"tries": 0.0, "rows": 0.0, "single": 0.0}  # batches computed in each layout since the backend was opened
+        if plan is not None:
+            log_plan(model, plan)
 
     # --- the queue
 
@@ -117,6 +124,7 @@ class PyTorchTrainingBackend:
 
     def reset(self) -> DeviceFuture[None]:
         """Discards accumulated gradients and forgets an earlier failure."""
+
         def job() -> None:
             self._failure = None
             self._skipped_in_a_row = 0
@@ -130,8 +138,9 @@ class PyTorchTrainingBackend:
         self._pending_batches = 0
 
     def statistics(self) -> Mapping[str, float]:
-        """Optimizer steps, skipped ones, tokens trained and computed (padding included), and the device thread's queue."""
-        return {"steps": float(self._steps), **self._counts, **self.device_thread.statistics()}
+        """Optimizer steps, skipped ones, tokens trained and computed (padding included), batches by layout, and the device thread's queue."""
+        layouts = {f"batches_as_{layout}": count for layout, count in self._layouts.items()}
+        return {"steps": float(self._steps), **self._counts, **layouts, **self.device_thread.statistics()}
 
     # --- training
 
@@ -147,13 +156,21 @@ class PyTorchTrainingBackend:
         """Log-probs [T_i] of every row's trained tokens at batch.temperature; 0.0 elsewhere."""
         return self._submit(lambda: self._forward(batch))
 
+    def _find_plan(self) -> ForwardPlan:
+        if self._plan is None:
+            self._plan = plan_forward(self.model)
+            log_plan(self.model, self._plan)
+        return self._plan
+
     def _make_micro_batches(self, batch: RolloutBatch, skip_rows: BoolArray | None = None) -> list[MicroBatch]:
         check_token_ids(batch, self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
+        layout = self._find_plan().choose_layout(max(len(row) for row in batch.tokens), share_prefix=self._share_prefix)
+        self._layouts[layout] += 1
         micro_batches = make_micro_batches(
             batch.tokens,
             batch.loss_masks,
-            micro_batch_tokens=self._micro_batch_tokens,
-            share_prefix=self._share_prefix,
+            micro_batch_tokens=1 if layout == "single" else self._micro_batch_tokens,
+            share_prefix=layout == "tries",
             micro_batch_cost=self._micro_batch_cost,
             skip_rows=skip_rows,
         )
@@ -193,7 +210,7 @@ class PyTorchTrainingBackend:
 
     def _compute_loss(self, micro_batch: MicroBatch, batch: RolloutBatch, loss_fn: LossFn, spec: LossSpec) -> tuple[LossOutput, Tensor]:
         """The loss of one micro-batch, and the entropy [M] of its trained tokens."""
-        flat = compute_micro_batch_log_probs(self.model, micro_batch, temperature=batch.temperature, autocast_dtype=self._autocast_dtype)
+        flat = self._compute_log_probs(micro_batch, batch)
         device = flat.log_probs.device
         pairs = torch.from_numpy(micro_batch.token_pairs).to(device)
         place = torch.from_numpy(micro_batch.token_rows).to(device), torch.from_numpy(micro_batch.token_positions).to(device)
@@ -212,6 +229,11 @@ class PyTorchTrainingBackend:
             log_probs=spread(flat.log_probs[pairs]), mask=spread(torch.ones_like(pairs, dtype=torch.bool)), entropy=spread(entropy), **fields
         )
         return loss_fn(inputs, unit=spec.unit, **spec.params), entropy
+
+    def _compute_log_probs(self, micro_batch: MicroBatch, batch: RolloutBatch) -> LinearLogProbs:
+        return compute_micro_batch_log_probs(
+            self.model, micro_batch, plan=self._find_plan(), temperature=batch.temperature, autocast_dtype=self._autocast_dtype
+        )
 
     def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
         if self._pending_batches == 0:
@@ -265,7 +287,7 @@ class PyTorchTrainingBackend:
             flats: list[LinearLogProbs] = []
             for part in micro_batches:
                 self.device_thread.check_open()
-                flats.append(compute_micro_batch_log_probs(self.model, part, temperature=batch.temperature, autocast_dtype=self._autocast_dtype))
+                flats.append(self._compute_log_probs(part, batch))
         return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
 
     # --- weights
@@ -319,7 +341,7 @@ class PyTorchTrainingBackend:
         """Restores what save() wrote, bit for bit; accumulated gradients are discarded. Raises CheckpointError naming what is wrong."""
 
         def work() -> None:
-            weights = read_model_weights(path)
+            weights = read_model_weights(path, self.model)
             try:
                 check_weights(self.model, weights)
             except BackendError as error:

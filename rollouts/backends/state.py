@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rollouts.errors import CheckpointError
+from rollouts.errors import CheckpointError, ModelError
+from rollouts.models.load import load_hf_model
 from rollouts.run_dir import checkpoint_state_dir
 
 if TYPE_CHECKING:
@@ -71,15 +72,25 @@ def load_backend_state(checkpoint: Path, model: PreTrainedModel, optimizer: torc
     return position
 
 
-def read_model_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors of the checkpoint's safetensors files."""
+def read_model_weights(checkpoint: Path, model: PreTrainedModel) -> dict[str, Tensor]:
+    """All weights of the checkpoint, under the names and in the shapes that `model` has them in.
+
+    Some models hold tensors that their files have in pieces (the experts of a mixture); those are put together as loading a model does.
+    Raises CheckpointError if a file cannot be read.
+    """
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{checkpoint} has no *.safetensors file; it is not a complete checkpoint")
     weights: dict[str, Tensor] = {}
     for file in files:
         weights |= _read_tensors(file)
-    return weights
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if set(weights) <= own or not any(name not in weights for name, _ in model.named_parameters()):
+        return weights
+    try:
+        return dict(load_hf_model(checkpoint, dtype=model.dtype).named_parameters())
+    except ModelError as error:
+        raise CheckpointError(f"{checkpoint} cannot be loaded ({error}); resume from another checkpoint") from error
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

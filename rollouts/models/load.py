@@ -9,42 +9,80 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollouts.errors import ModelError
-from rollouts.models.bundled import choose_model_cache, make_bundled_model, make_tiny_byte_model
+from rollouts.models.bundled import choose_model_cache, make_bundled_model
 from rollouts.models.directories import check_model_directory
+from rollouts.models.gguf import make_gguf_model
 from rollouts.models.quiet import quiet_transformers
+from rollouts.models.tiny import make_tiny
+from rollouts.models.tokenizers import check_chat_template_compiles, find_turn_end_ids, read_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+OTHER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering")  # ends of names of what is not a causal model
 HUB_IGNORED = ["original/*", "consolidated*"]  # the same weights in the format of their authors
 
 
 def resolve_model(name: str, *, cache_dir: Path | None = None, seed: int = 0) -> Path:
     """The directory of a model that is ready to load.
 
-    "bundled:NAME": converted once from an installed package. "tiny:byte": random, made from `seed`. A directory: checked. Anything else
-    is a name on the Hugging Face hub, downloaded into the hub's own cache, or found there when offline. `cache_dir` replaces where the
-    first two are kept. Raises ModelError that says what is missing. Blocks: seconds for a conversion, minutes for a download.
+    "bundled:NAME": converted once from an installed package. "tiny:KIND": random, made from `seed` (see rollouts.models.tiny). A directory:
+    checked. A *.gguf file: converted once. "org/model:file.gguf": such a file on the Hugging Face hub. Anything else is a name on the hub,
+    downloaded into the hub's own cache, or found there when offline. `cache_dir` replaces where made and converted models are kept. Raises
+    ModelError that says what is missing. Blocks: seconds for a conversion, minutes for a download.
     """
     kind, _, rest = name.partition(":")
+    cache = choose_model_cache(cache_dir)
     if kind == "bundled":
-        return _checked(make_bundled_model(rest, choose_model_cache(cache_dir)))
+        return _checked(make_bundled_model(rest, cache))
     if kind == "tiny":
-        if rest != "byte":
-            raise ModelError(f"model.name={name!r} is not known; the tiny model is 'tiny:byte'")
-        return _checked(make_tiny_byte_model(seed, choose_model_cache(cache_dir)))
+        return _checked(make_tiny(rest, seed, cache))
     path = Path(name).expanduser()
     if name and path.is_dir():
         return _checked(path)
+    if name.endswith(".gguf"):
+        return _checked(make_gguf_model(path if path.is_file() else _download_gguf(name), cache))
     if not name or path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ModelError(f"model.name={name!r} is not a directory; give a directory, a hub name like 'org/model', 'bundled:…' or 'tiny:byte'")
+        raise ModelError(
+            f"model.name={name!r} is not a directory; give a directory, a .gguf file, a hub name like 'org/model', 'bundled:…' or 'tiny:byte'"
+        )
     return _checked(_download(name))
 
 
 def _checked(path: Path) -> Path:
     check_model_directory(path)
+    find_causal_class(path)
     return path
+
+
+def find_causal_class(path: Path) -> str:
+    """Name of transformers' class for the causal language model in a directory, by its config.json alone: before any weight is read.
+
+    Raises ModelError, with the way out, for what cannot be trained: another kind of model, code in the directory, packed weights.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    try:
+        config = json.loads((path / "config.json").read_text("utf-8"))
+        model_type, written = config.get("model_type"), list(config.get("architectures") or [])
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise ModelError(f"{path / 'config.json'} cannot be read ({error}); copy the model directory again") from error
+    what = f"the model in {path} (model_type={model_type!r}, architectures={written})"
+    found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if found is None and config.get("auto_map"):
+        raise ModelError(f"{what} needs code from its directory (auto_map), which is never run; use a model that transformers itself implements")
+    if found is None:
+        raise ModelError(f"{what} is not a causal language model that transformers has; use a decoder-only model, one named …ForCausalLM")
+    if found.endswith("ForConditionalGeneration"):
+        raise ModelError(f"{what} reads images or sound as well; use its text-only model, one named …ForCausalLM")
+    if written and found not in written and (config.get("is_encoder_decoder") or all(name.endswith(OTHER_HEADS) for name in written)):
+        raise ModelError(f"{what} was not trained to predict the next token; use a model named …ForCausalLM")
+    quantization = config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        raise ModelError(f"{what} has weights packed by {method!r} (quantization_config), which cannot train; use the model it was made from")
+    return found
 
 
 def _download(name: str) -> Path:
@@ -60,16 +98,36 @@ def _download(name: str) -> Path:
         ) from error
 
 
+def _download_gguf(name: str) -> Path:
+    """A GGUF file named as org/model:file.gguf; a path that is not there has no colon, or says that it is one."""
+    repository, colon, file = name.partition(":")
+    if not colon or not file or repository.startswith((".", "~", "/")) or repository.count("/") != 1:
+        raise ModelError(f"model.name={name!r} is not a file here; give the path of a .gguf file, or 'org/model:file.gguf' for one on the hub")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        with quiet_transformers():
+            return Path(hf_hub_download(repository, file))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"model.name={name!r}: the hub did not give {file!r} of {repository!r} ({type(error).__name__}: {_first_line(error)}); check the "
+            "spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give the path of a .gguf file"
+        ) from error
+
+
 def load_hf_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """The causal language model in a directory, on the CPU, in evaluation mode, with every weight from the files.
 
-    safetensors only, no code from the directory, SDPA attention. Raises ModelError if it cannot be loaded or the files lack a weight.
+    safetensors only, no code from the directory, SDPA attention where the model has it (one with capped scores has not). Raises ModelError
+    if it cannot be loaded, is of another kind (see find_causal_class), or the files lack a weight.
     """
+    import transformers
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     check_model_directory(path)
-    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, "attn_implementation": "sdpa"}
+    attention = "sdpa" if getattr(getattr(transformers, find_causal_class(path), None), "_supports_sdpa", False) else "eager"
+    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, "attn_implementation": attention}
     try:
         with quiet_transformers():
             loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, output_loading_info=True, **options)
@@ -82,10 +140,11 @@ def load_hf_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrain
     return model
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer in a model directory; it has a padding token (the end token where it has none of its own) and a chat template.
 
-    Raises ModelError if it cannot be loaded or lacks an end token or a chat template.
+    `chat_template` is a Jinja file that takes the place of the directory's own. Raises ModelError if it cannot be loaded, or lacks a chat
+    template or every token that could end an answer.
     """
     from transformers import AutoTokenizer
 
@@ -94,22 +153,34 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
         raise ModelError(f"the tokenizer in {path} cannot be loaded ({type(error).__name__}: {_first_line(error)})") from error
-    if tokenizer.chat_template is None:
-        raise ModelError(f"the tokenizer in {path} has no chat template; use an instruction-tuned model, or put a chat_template.jinja beside it")
+    if chat_template is not None:
+        tokenizer.chat_template = read_chat_template(chat_template)
+    if not tokenizer.chat_template:
+        raise ModelError(
+            f"the tokenizer in {path} has no chat template; use an instruction-tuned model, set model.chat_template, or put a chat_template.jinja "
+            "beside it"
+        )
+    check_chat_template_compiles(tokenizer, str(chat_template or path))
+    if tokenizer.eos_token is None and tokenizer.pad_token is None:
+        raise ModelError(f"the tokenizer in {path} has neither a padding nor an end token; set eos_token in its tokenizer_config.json")
+    if tokenizer.eos_token is None and not stop_token_ids(tokenizer, path):
+        raise ModelError(
+            f"the tokenizer in {path} has no end token, its chat template ends turns with text, and there is no eos_token_id in a "
+            "generation_config.json, so no answer would end; set eos_token in its tokenizer_config.json"
+        )
     if tokenizer.pad_token is None:
-        if tokenizer.eos_token is None:
-            raise ModelError(f"the tokenizer in {path} has neither a padding nor an end token; set eos_token in its tokenizer_config.json")
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int, ...]:
-    """Sorted ids that end a completion: the tokenizer's end token and those of the directory's generation_config.json.
+    """Sorted ids that end a completion: the tokenizer's end token, what its chat template ends an assistant's turn with (which is what SFT
+    teaches), and those of the directory's generation_config.json.
 
     Raises ModelError if the file is not JSON or its ids are not integers.
     """
     own_id: Any = tokenizer.eos_token_id
-    ids: set[Any] = set() if own_id is None else {own_id}
+    ids: set[Any] = {*find_turn_end_ids(tokenizer), *([] if own_id is None else [own_id])}
     generation_config = path / "generation_config.json"
     if generation_config.is_file():
         try:

@@ -1,13 +1,19 @@
-"""Log-probs of the trained tokens of a micro-batch under a Hugging Face model: one forward pass, logits only where they are needed."""
+"""Log-probs of the trained tokens of a micro-batch under a Hugging Face model: one forward pass, logits only where they are needed.
+
+How a model may be run without changing its numbers is in a ForwardPlan, which rollouts.models.forward_plan proves on the model itself.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
 
 if TYPE_CHECKING:
@@ -15,62 +21,137 @@ if TYPE_CHECKING:
 
     from rollouts.data.packing import MicroBatch
 
-
-def check_trainable_architecture(model: PreTrainedModel) -> None:
-    """Raises ModelError unless the model's head is plain: logits = hidden @ weight.T, without bias, scale or soft cap."""
-    config: Any = model.config.get_text_config()
-    head: Any = model.get_output_embeddings()
-    what = None
-    if head is None or getattr(head, "weight", None) is None:
-        what = "no output embedding"
-    elif getattr(head, "bias", None) is not None:
-        what = "a bias in its output head"
-    elif getattr(config, "final_logit_softcapping", None):
-        what = f"final_logit_softcapping={config.final_logit_softcapping}"
-    elif getattr(config, "logit_scale", None) not in (None, 1, 1.0):
-        what = f"logit_scale={config.logit_scale}"
-    elif getattr(config, "logits_scaling", None) not in (None, 1, 1.0):
-        what = f"logits_scaling={config.logits_scaling}"
-    if what is not None:
-        raise ModelError(f"{type(model).__name__} has {what}; log-probs are computed from a plain linear head: use another model")
+Layout = Literal["tries", "rows", "single"]
+Head = Literal["linear", "own", "whole"]
+MaskForm = Literal["one", "windowed", "by_kind"]
+OWN_TILE = 16 * 2**20  # logits that a model's own head computes at a time: 64 MiB
+NO_LIMIT = 2**62
 
 
-def supports_shared_prefix(model: PreTrainedModel) -> bool:
-    """Whether an arbitrary attention mask with explicit positions is exact: full attention in every layer, positions only by position_ids."""
-    config: Any = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    windowed = bool(getattr(config, "sliding_window", None)) and bool(getattr(config, "use_sliding_window", True))
-    rotary = getattr(config, "rope_parameters", None) is not None or getattr(config, "rope_theta", None) is not None
-    return kinds == {"full_attention"} and not windowed and rotary
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """Which shortcuts give this model's exact log-probs.
+
+    Layouts. tries: rows that begin alike share nodes under a 4D mask (see rollouts.data.packing). rows: right-padded, one sequence a row,
+    plain causal forward. single: one row at a time, without padding.
+    Heads. linear: logits = scale · hidden @ weight.T, computed in tiles. own: everything the model does after its decoder, on the
+    positions that predict. whole: the logits of a forward pass of the whole model, at every position.
+    """
+
+    tries_up_to: int  # tokens of the longest row that tries are exact for; 0 never
+    rows_up_to: int  # the same for padded rows
+    reason: str  # why the faster layouts are not taken; "" when they are
+    masks: MaskForm = "one"  # tries: the same mask for every layer, one with the window, or one for each kind of layer
+    window: int | None = None  # tokens that a layer with a window sees, itself included
+    head: Head = "linear"
+    logit_scale: float = 1.0  # of the linear head
+
+    def choose_layout(self, longest: int, *, share_prefix: bool = True) -> Layout:
+        """The fastest exact layout of rows of at most `longest` tokens."""
+        if share_prefix and longest <= self.tries_up_to:
+            return "tries"
+        return "rows" if longest <= self.rows_up_to else "single"
 
 
 def compute_micro_batch_log_probs(
-    model: PreTrainedModel, micro_batch: MicroBatch, *, temperature: float, autocast_dtype: torch.dtype | None = None
+    model: PreTrainedModel, micro_batch: MicroBatch, *, plan: ForwardPlan, temperature: float, autocast_dtype: torch.dtype | None = None
 ) -> LinearLogProbs:
     """Log-probs (with gradient, if grad mode is on) and entropy of the N pairs (predictor, target), float32."""
     device = model.device
-    input_ids = torch.from_numpy(micro_batch.input_ids).to(device)
-    mask, positions = None, None  # the model's own: causal, counted from 0. Padding comes last, so nobody sees it.
-    if not micro_batch.causal:
-        mask = make_trie_mask(torch.from_numpy(micro_batch.subtree_end).to(device), dtype=autocast_dtype or model.dtype)
-        positions = torch.from_numpy(micro_batch.position_ids).to(device)
+    inputs: dict[str, Any] = {"input_ids": torch.from_numpy(micro_batch.input_ids).to(device), "use_cache": False}
+    if not micro_batch.causal:  # else the model's own: causal, counted from 0. Padding comes last, so nobody sees it.
+        inputs["position_ids"] = torch.from_numpy(micro_batch.position_ids).to(device)
+        subtree_end = torch.from_numpy(micro_batch.subtree_end).to(device)
+        inputs["attention_mask"] = make_model_masks(subtree_end, inputs["position_ids"], plan=plan, dtype=autocast_dtype or model.dtype)
+    predictors, targets = (torch.from_numpy(value).to(device) for value in (micro_batch.predictors, micro_batch.targets))
+    run: Any = model if plan.head == "whole" else model.get_decoder()
     with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
-        output = model.get_decoder()(input_ids=input_ids, attention_mask=mask, position_ids=positions, use_cache=False)
-    hidden: Tensor = output.last_hidden_state.flatten(0, 1)
-    selected = hidden.index_select(0, torch.from_numpy(micro_batch.predictors).to(device))
+        output = run(**inputs)
+    states: Tensor = output.logits if plan.head == "whole" else output.last_hidden_state
+    selected = states.flatten(0, 1).index_select(0, predictors)
+    if plan.head == "whole":
+        return score_logits(selected, targets, temperature)
+    if plan.head == "own":
+        return own_log_probs(model, type(output), selected, targets, temperature=temperature)
     if autocast_dtype is not None and selected.is_cuda:  # the last norm gives float32, which an accelerator multiplies ten times slower
         selected = selected.to(autocast_dtype)  # pragma: gpu
     head: Any = model.get_output_embeddings()
-    return linear_logprobs(selected, head.weight, torch.from_numpy(micro_batch.targets).to(device), temperature=temperature)
+    return linear_logprobs(selected, head.weight, targets, temperature=temperature / plan.logit_scale)
 
 
-def make_trie_mask(subtree_end: Tensor, *, dtype: torch.dtype) -> Tensor:
+def score_logits(logits: Tensor, targets: Tensor, temperature: float) -> LinearLogProbs:
+    """Log-probs of targets [N] and entropy, from logits [N, V] before the temperature."""
+    all_log_probs = (logits.float() / temperature).log_softmax(-1)
+    with torch.no_grad():
+        entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    return LinearLogProbs(all_log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy)
+
+
+def own_log_probs(model: PreTrainedModel, output_type: Any, hidden: Tensor, targets: Tensor, *, temperature: float) -> LinearLogProbs:
+    """Log-probs and entropy from hidden states [N, H] by what the model itself does after its decoder: bias, scale, soft cap or else.
+
+    A tile of positions at a time; their logits are computed again for the gradient. float32, whatever the decoder ran in.
+    """
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    tile = max(OWN_TILE // max(vocab_size, 1), 1)
+
+    def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(score_logits(compute_own_logits(model, output_type, states), wanted, temperature))  # pyright: ignore[reportReturnType]
+
+    parts: list[tuple[Tensor, Tensor]] = []
+    for states, wanted in zip(hidden.split(tile), targets.split(tile), strict=True):
+        parts.append(
+            checkpoint(score, states, wanted, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportArgumentType]
+            if torch.is_grad_enabled()
+            else score(states, wanted)
+        )
+    log_probs, entropy = zip(*parts, strict=True)
+    return LinearLogProbs(torch.cat(log_probs), torch.cat(entropy))
+
+
+def compute_own_logits(model: PreTrainedModel, output_type: Any, hidden: Tensor) -> Tensor:
+    """[N, V]: a forward pass of the model whose decoder answers at once with `hidden` [N, H]."""
+    ids = torch.zeros((1, len(hidden)), dtype=torch.int64, device=hidden.device)
+    dtype = next(model.parameters()).dtype
+    with torch.autocast(hidden.device.type, enabled=False), _decoder_answers(model, output_type(last_hidden_state=hidden.to(dtype)[None])):
+        return model(input_ids=ids, use_cache=False).logits[0]
+
+
+@contextmanager
+def _decoder_answers(model: PreTrainedModel, answer: Any) -> Iterator[None]:
+    decoder: Any = model.get_decoder()
+    before = decoder.__dict__.get("forward")
+    decoder.forward = lambda *_, **__: answer
+    try:
+        yield
+    finally:
+        if before is None:
+            del decoder.forward
+        else:
+            decoder.forward = before
+
+
+def make_model_masks(subtree_end: Tensor, position_ids: Tensor, *, plan: ForwardPlan, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """What the model takes as attention_mask for tries: one tensor, or one for each kind of layer."""
+    if plan.masks == "one":
+        return make_trie_mask(subtree_end, dtype=dtype)
+    windowed = make_trie_mask(subtree_end, dtype=dtype, position_ids=position_ids, window=plan.window)
+    if plan.masks == "windowed":
+        return windowed
+    return {"full_attention": make_trie_mask(subtree_end, dtype=dtype), "sliding_attention": windowed}
+
+
+def make_trie_mask(subtree_end: Tensor, *, dtype: torch.dtype, position_ids: Tensor | None = None, window: int | None = None) -> Tensor:
     """[R, 1, S, S], 0 where the first S may attend to the second, j <= i < subtree_end[j], and -inf elsewhere.
 
-    In the dtype of the scores, to which every layer would convert a boolean mask again.
+    In the dtype of the scores, to which every layer would convert a boolean mask again. With a window, j must also be less than `window`
+    above i, counted along the path: in depths, which are the position ids, not in nodes.
     """
     nodes = torch.arange(subtree_end.shape[1], device=subtree_end.device)
     causal = nodes[:, None] >= nodes[None, :]
     inside = nodes[:, None] < subtree_end[:, None, :]
+    visible = causal & inside
+    if window is not None and position_ids is not None:
+        visible &= position_ids[:, :, None] - position_ids[:, None, :] < window
     mask = torch.zeros(inside.shape, dtype=dtype, device=subtree_end.device)
-    return mask.masked_fill_(~(causal & inside), float("-inf"))[:, None]
+    return mask.masked_fill_(~visible, float("-inf"))[:, None]

@@ -11,8 +11,9 @@ import torch
 
 from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceThread
+from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
-from rollouts.models.log_probs import check_trainable_architecture, compute_micro_batch_log_probs, supports_shared_prefix
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
 from rollouts.types import FloatArray, RolloutBatch
 
 if TYPE_CHECKING:
@@ -22,22 +23,22 @@ if TYPE_CHECKING:
 class FrozenReference:
     """A LogProbScorer over a model that never changes. Made by open_frozen_reference."""
 
-    def __init__(self, model: PreTrainedModel, device_thread: DeviceThread, micro_batch_tokens: int) -> None:
+    def __init__(self, model: PreTrainedModel, device_thread: DeviceThread, plan: ForwardPlan, micro_batch_tokens: int) -> None:
         self._model = model
         self._device_thread = device_thread
         self._micro_batch_tokens = micro_batch_tokens
-        self._share_prefix = supports_shared_prefix(model)
+        self._plan = plan
 
     async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0."""
         return await self._device_thread.submit(lambda: self._score(batch))
 
     def _score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-        micro_batches = make_micro_batches(
-            batch.tokens, batch.loss_masks, micro_batch_tokens=self._micro_batch_tokens, share_prefix=self._share_prefix
-        )
+        layout = self._plan.choose_layout(max(len(row) for row in batch.tokens))
+        budget = 1 if layout == "single" else self._micro_batch_tokens
+        micro_batches = make_micro_batches(batch.tokens, batch.loss_masks, micro_batch_tokens=budget, share_prefix=layout == "tries")
         with torch.no_grad():
-            flats = [compute_micro_batch_log_probs(self._model, part, temperature=batch.temperature) for part in micro_batches]
+            flats = [compute_micro_batch_log_probs(self._model, part, plan=self._plan, temperature=batch.temperature) for part in micro_batches]
         return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
 
 
@@ -47,9 +48,9 @@ async def open_frozen_reference(
 ) -> AsyncIterator[FrozenReference]:
     """The model at `model_path` in float32, without gradients, on a device thread that somebody else owns. Raises ModelError."""
 
-    def load() -> PreTrainedModel:
-        model = load_hf_model(model_path).to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
-        check_trainable_architecture(model)
-        return model.requires_grad_(False)
+    def load() -> tuple[PreTrainedModel, ForwardPlan]:
+        loaded = load_hf_model(model_path).to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+        return loaded.requires_grad_(False), plan_forward(loaded)
 
-    yield FrozenReference(await device_thread.submit(load), device_thread, micro_batch_tokens)
+    model, plan = await device_thread.submit(load)
+    yield FrozenReference(model, device_thread, plan, micro_batch_tokens)

@@ -16,9 +16,10 @@ import torch
 
 from rollouts.errors import ModelError
 from rollouts.models import bundled
-from rollouts.models.bundled import BundledModel, choose_model_cache, make_bundled_model, make_tiny_byte_model
+from rollouts.models.bundled import BundledModel, choose_model_cache, make_bundled_model
 from rollouts.models.directories import build_directory_once
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model, stop_token_ids
+from rollouts.models.tiny import make_tiny_byte_model
 from rollouts.models.tokenizers import CHAT_TEMPLATE, byte_characters
 
 HIDDEN, HEADS, KV_HEADS, FEED_FORWARD = 64, 4, 2, 96
@@ -139,7 +140,7 @@ def test_a_packed_model_is_unpacked_without_losing_a_bit(packaged, tmp_path, cap
 
 def test_the_second_use_converts_nothing(packaged, tmp_path, monkeypatch):
     first = make_bundled_model("small", tmp_path / "cache")
-    monkeypatch.setattr(bundled, "_convert_gguf", lambda *_: pytest.fail("converted twice"))
+    monkeypatch.setattr(bundled, "convert_gguf", lambda *_: pytest.fail("converted twice"))
     assert make_bundled_model("small", tmp_path / "cache") == first
 
 

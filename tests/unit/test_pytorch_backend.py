@@ -14,17 +14,16 @@ import torch
 import trio
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GraniteConfig, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import open_device_thread
-from rollouts.errors import BackendClosed, BackendError, CheckpointError, ModelError, NonFiniteSteps
+from rollouts.errors import BackendClosed, BackendError, CheckpointError, NonFiniteSteps
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
 from rollouts.models.export import save_hf_model
-from rollouts.models.log_probs import supports_shared_prefix
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, make_batch
@@ -253,16 +252,6 @@ async def test_a_clipped_step_is_that_of_the_scaled_gradient():
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
         moments = {name: backend._optimizer.state[parameter]["exp_avg"] for name, parameter in backend.model.named_parameters()}
     assert_close(moments, {name: 0.1 * gradient * 0.1 / norm for name, gradient in before.items()}, tolerance=1e-6)
-
-
-async def test_a_model_with_a_window_or_a_scaled_head_is_not_shared_or_refused():
-    sizes: Any = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
-    sizes["num_key_value_heads"] = 2
-    assert supports_shared_prefix(make_model())
-    assert not supports_shared_prefix(MistralForCausalLM(MistralConfig(**sizes, sliding_window=16)))
-    with pytest.raises(ModelError, match=r"logits_scaling=3\.0"):
-        async with open_backend(GraniteForCausalLM(GraniteConfig(**sizes, logits_scaling=3.0))):
-            pass
 
 
 async def test_bfloat16_autocast_stays_close_to_float32():

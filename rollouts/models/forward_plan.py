@@ -1,0 +1,270 @@
+"""Which shortcuts are exact for a model: proved on the model, with a few tokens, when it is opened.
+
+    plain forward of a row by itself ─────────────────────────────► the log-probs that count
+    the same row beside another, as a padded row and in a trie ───► equal to float rounding? then that layout is taken
+
+A probe of a few tokens cannot see what happens beyond them, so the config has a word too: a window is made smaller for the probe, and what
+the probe cannot bring about (chunks, compression, positions that change with the length, experts with a capacity) bounds or forbids.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollouts.data.packing import make_micro_batches
+from rollouts.errors import ModelError
+from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
+from rollouts.models.log_probs import NO_LIMIT, ForwardPlan, MaskForm, compute_micro_batch_log_probs, compute_own_logits, score_logits
+from rollouts.types import BoolArray, IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHARED, LENGTH, OTHER_LENGTH = 3, 6, 8  # tokens of the probe: the rows' common beginning, the row that is compared, the one beside it
+PROBE_WINDOW = 2  # of layers with a window, while they are probed: shorter than the rows
+# In nats, for each of the largest logit's size above 1. Rounding was seen up to 3e-6; a wrong mask moves even a random model by 1e-3.
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-5}
+HALF_TOLERANCE = 0.03
+# settings of attention that looks further than a probe; the exceptions are about which layers, not about how far
+DISTANCE = re.compile(r"window|chunk|local|index_topk|stride|compress|(?<!decoder_)sparse|block_size")
+NOT_DISTANCE = re.compile(r"^sliding_window$|^max_window_layers$|pattern|^chunk_size_feed_forward$|^use_|rope|theta|experts")
+# what raises when a model is handed masks or positions that it does not know
+PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
+
+
+def plan_forward(model: PreTrainedModel) -> ForwardPlan:
+    """The shortcuts that are exact for `model`, in evaluation mode. Leaves model and random state as they were; three forwards of some
+    tokens, more for models that need it.
+
+    Raises ModelError if later tokens change the log-probs of earlier ones: then it is not causal.
+    """
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return _plan(_Probe(model), model)
+    finally:
+        model.train(was_training)
+
+
+def describe_plan(model: PreTrainedModel, plan: ForwardPlan) -> str:
+    """One line for the log."""
+    layout = {"tries": "token tries", "rows": "right-padded rows", "single": "one row at a time"}[plan.choose_layout(1)]
+    limits = [f"{what} up to {limit} tokens" for what, limit in (("tries", plan.tries_up_to), ("rows", plan.rows_up_to)) if 0 < limit < NO_LIMIT]
+    parts = [f"{type(model).__name__} trains on {layout}, {plan.head} head", *limits, *([plan.reason] if plan.reason else [])]
+    return "; ".join(parts)
+
+
+def log_plan(model: PreTrainedModel, plan: ForwardPlan) -> None:
+    """Writes describe_plan to the log "rollouts"."""
+    logging.getLogger("rollouts").info("%s", describe_plan(model, plan))
+
+
+# --- the decision ------------------------------------------------------------------------------------------------------------------
+
+
+def _plan(probe: _Probe, model: PreTrainedModel) -> ForwardPlan:
+    plain = probe.run_plain()
+    plan = ForwardPlan(tries_up_to=0, rows_up_to=0, reason="")
+    difference = probe.find_difference(plain, plan, share_prefix=False)
+    if difference:  # the head or the padding
+        probe.check_causal()
+        plan = _choose_head(plain, probe, model)
+        difference = probe.find_difference(plain, plan, share_prefix=False)
+    limit, limit_reason = _find_length_limit(model)
+    rows_reason = _forbids_padding(model) or (f"padded rows are not exact: {difference}" if difference else "")
+    rows_up_to = 0 if rows_reason else limit
+    tries_reason = rows_reason or _forbids_tries(model)
+    tries = dataclasses.replace(plan, reason=tries_reason) if tries_reason else _prove_tries(probe, plain, plan, model)
+    reason = "; ".join(filter(None, (tries.reason, limit_reason)))
+    return dataclasses.replace(tries, tries_up_to=min(tries.tries_up_to, limit), rows_up_to=rows_up_to, reason=reason)
+
+
+def _choose_head(plain: _Plain, probe: _Probe, model: PreTrainedModel) -> ForwardPlan:
+    """The first head whose log-probs are those of the model's logits; a linear one may have a scale, which is measured."""
+    plan = ForwardPlan(tries_up_to=0, rows_up_to=0, reason="")
+    if plain.hidden is None:
+        return dataclasses.replace(plan, head="whole")
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if isinstance(weight, Tensor) and weight.shape == (plain.logits.shape[-1], plain.hidden.shape[-1]):
+        for scale in (1.0, probe.measure_scale(plain, weight)):
+            if scale is not None and probe.linear_is_exact(plain, weight, scale):
+                return dataclasses.replace(plan, logit_scale=scale)
+    return dataclasses.replace(plan, head="own" if probe.own_is_exact(plain) else "whole")
+
+
+def _prove_tries(probe: _Probe, plain: _Plain, plan: ForwardPlan, model: PreTrainedModel) -> ForwardPlan:
+    """`plan` with the masks and the limit for which tries are exact; its reason says why they are not."""
+    window, forms = _find_window(model)
+    if window is None:
+        reason = probe.find_difference(plain, plan, share_prefix=True)
+        return dataclasses.replace(plan, tries_up_to=0 if reason else NO_LIMIT, reason=reason and f"tries are not exact: {reason}")
+    with _smaller_window(model):
+        narrow = probe.run_plain()
+        if not torch.equal(narrow.logits, plain.logits) or window <= PROBE_WINDOW:  # else the window is not where the config says
+            for form in forms:
+                candidate = dataclasses.replace(plan, masks=form, window=PROBE_WINDOW)
+                if not probe.find_difference(narrow, candidate, share_prefix=True):
+                    return dataclasses.replace(candidate, tries_up_to=NO_LIMIT, window=window)
+    reason = f"rows above {window} tokens: tries with a window are not exact for this model"
+    if window < OTHER_LENGTH or probe.find_difference(plain, plan, share_prefix=True):
+        return dataclasses.replace(plan, reason=reason)
+    return dataclasses.replace(plan, tries_up_to=window, reason=reason)
+
+
+# --- what the config says --------------------------------------------------------------------------------------------------------------
+
+
+def _find_window(model: PreTrainedModel) -> tuple[int | None, list[MaskForm]]:
+    """Tokens that layers with a window see, and the forms in which their masks may be handed over; None without such layers."""
+    config: Any = model.config.get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
+    if not window or getattr(config, "use_sliding_window", True) is False or (kinds and "sliding_attention" not in kinds):
+        return None, ["one"]
+    return int(window), ["by_kind"] if len(kinds) > 1 else ["by_kind", "windowed"]
+
+
+def _forbids_tries(model: PreTrainedModel) -> str:
+    """Why tries cannot be proved by a few tokens, or ""."""
+    config: Any = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"tries need attention in every layer, and this model has {', '.join(sorted(map(str, kinds)))}"
+    settings = config.to_dict()
+    far = sorted(key for key, value in settings.items() if _is_distance(key, value))
+    return f"{far[0]}={settings[far[0]]} reaches beyond what a probe can see" if far else ""
+
+
+def _is_distance(key: str, value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0 and bool(DISTANCE.search(key)) and not NOT_DISTANCE.search(key)
+
+
+def _forbids_padding(model: PreTrainedModel) -> str:
+    """Why rows must not share a forward pass, or "": experts with a capacity drop tokens by what else is in the batch."""
+    settings = model.config.get_text_config().to_dict()
+    capacity = sorted(key for key, value in settings.items() if "capacity" in key and value)
+    return f"{capacity[0]}={settings[capacity[0]]}: experts drop tokens by what else is in the batch" if capacity else ""
+
+
+def _find_length_limit(model: PreTrainedModel) -> tuple[int, str]:
+    """Tokens up to which positions are the same whatever the width of the batch, and why there is a limit."""
+    config: Any = model.config.get_text_config()
+    settings = getattr(config, "rope_parameters", None) or {}
+    for rope in (settings, *(value for value in settings.values() if isinstance(value, dict))):
+        kind = str(rope.get("rope_type", ""))
+        if kind == "longrope" or "dynamic" in kind:
+            length = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 1)
+            return int(length) - 1, f"positions of type {kind} change with the longest row of a batch"
+    return NO_LIMIT, ""
+
+
+@contextmanager
+def _smaller_window(model: PreTrainedModel) -> Iterator[None]:
+    config: Any = model.config.get_text_config()
+    window = config.sliding_window
+    config.sliding_window = PROBE_WINDOW
+    try:
+        yield
+    finally:
+        config.sliding_window = window
+
+
+# --- the probe -------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Plain:
+    """A row by itself: the forward pass that everything else must equal."""
+
+    logits: Tensor  # [T, V] float32
+    hidden: Tensor | None  # [T, H] what the decoder gave; None if the model has no decoder of its own
+    output_type: Any  # of the decoder
+    scores: LinearLogProbs  # [T - 1] of the tokens 1, 2, …
+
+
+class _Probe:
+    """A row of random tokens, and another that begins alike and stands before it in a trie; the first is compared with itself alone."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        rng = np.random.default_rng(0)
+        vocab_size = int(model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
+        start = rng.integers(0, vocab_size, SHARED)
+        self.model = model
+        self.tokens: list[IntArray] = [np.concatenate([start, rng.integers(0, vocab_size, length - SHARED)]) for length in (LENGTH, OTHER_LENGTH)]
+        self.tokens[0][SHARED], self.tokens[1][SHARED] = vocab_size - 1, vocab_size - 2  # tries are filled in the order of token ids
+        self.masks: list[BoolArray] = [np.arange(len(row)) > 0 for row in self.tokens]
+
+    def run_plain(self, row: int = 0) -> _Plain:
+        ids = torch.from_numpy(self.tokens[row]).to(self.model.device)
+        seen: list[Any] = []
+        decoder: Any = self.model.get_decoder()
+        hook = decoder.register_forward_hook(lambda module, inputs, output: seen.append(output)) if decoder is not self.model else None
+        try:
+            logits = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+        finally:
+            if hook is not None:
+                hook.remove()
+        hidden = getattr(seen[0], "last_hidden_state", None) if len(seen) == 1 else None
+        scores = score_logits(logits[:-1], ids[1:], 1.0)
+        return _Plain(logits, None if hidden is None else hidden[0], type(seen[0]) if seen else None, scores)
+
+    def tolerance(self, plain: _Plain) -> float:
+        """In nats. Raises ModelError if the logits are not finite: nothing could be compared, and nothing could be trained."""
+        largest = float(plain.logits.abs().max())
+        if not math.isfinite(largest):
+            raise ModelError(f"{type(self.model).__name__} gives logits of {largest} for ordinary tokens; its weights are damaged")
+        return TOLERANCE.get(self.model.dtype, HALF_TOLERANCE) * max(largest, 1.0)
+
+    def check_causal(self) -> None:
+        one, other = self.run_plain(0), self.run_plain(1)
+        before = slice(0, SHARED - 1)  # predictions from the common beginning, of tokens that the rows share
+        if not float((one.scores.log_probs[before] - other.scores.log_probs[before]).abs().max()) <= self.tolerance(one):
+            raise ModelError(f"{type(self.model).__name__} is not causal: what follows a token changes its log-probs; use a decoder-only model")
+
+    def find_difference(self, plain: _Plain, plan: ForwardPlan, *, share_prefix: bool) -> str:
+        """ "" if the row gives the plain log-probs and entropy when it is computed with the other by `plan`; else what went wrong."""
+        (micro_batch,) = make_micro_batches(self.tokens, self.masks, micro_batch_tokens=64, share_prefix=share_prefix)
+        assert micro_batch.causal != share_prefix
+        allowed = self.tolerance(plain)
+        try:
+            found = compute_micro_batch_log_probs(self.model, micro_batch, plan=plan, temperature=1.0)
+        except PROBE_ERRORS as error:
+            return f"the model raised {type(error).__name__} ({(str(error).strip() or 'no message').splitlines()[0][:100]})"
+        mine = micro_batch.rows[micro_batch.token_rows] == 0
+        pairs = torch.from_numpy(micro_batch.token_pairs[mine]).to(plain.logits.device)
+        worst = max(float((ours[pairs] - theirs).abs().max()) for ours, theirs in zip(found, plain.scores, strict=True))
+        return "" if worst <= allowed else f"log-probs differ from a plain forward's by {worst:.1e} nats (rounding: {allowed:.1e})"
+
+    # --- heads
+
+    def measure_scale(self, plain: _Plain, weight: Tensor) -> float | None:
+        """The number that hidden @ weight.T is multiplied by to give the logits, by least squares; None if there is no positive one."""
+        assert plain.hidden is not None
+        product = (plain.hidden.float() @ weight.float().T).double()
+        above, below = float((product * plain.logits.double()).sum()), float((product * product).sum())
+        return above / below if above > 0 and below > 0 else None
+
+    def linear_is_exact(self, plain: _Plain, weight: Tensor, scale: float) -> bool:
+        assert plain.hidden is not None
+        targets = torch.from_numpy(self.tokens[0][1:]).to(weight.device)
+        found = linear_logprobs(plain.hidden[:-1], weight, targets, temperature=1.0 / scale)
+        worst = max(float((ours - theirs).abs().max()) for ours, theirs in zip(found, plain.scores, strict=True))
+        return worst <= self.tolerance(plain)
+
+    def own_is_exact(self, plain: _Plain) -> bool:
+        assert plain.hidden is not None
+        try:
+            logits = compute_own_logits(self.model, plain.output_type, plain.hidden)
+        except PROBE_ERRORS:
+            return False
+        return float((logits.float() - plain.logits).abs().max()) <= self.tolerance(plain)

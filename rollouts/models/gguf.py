@@ -1,0 +1,85 @@
+"""GGUF files, the format of llama.cpp: each is converted once into a Hugging Face model directory and used from there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import io
+from pathlib import Path
+from typing import Any
+
+from rollouts.errors import ModelError
+from rollouts.models.directories import build_directory_once
+from rollouts.models.quiet import quiet_transformers
+
+MAGIC = b"GGUF"
+GGUF_FORMAT = 1  # in the directory's name; raise it when what convert_gguf writes changes
+DIGEST_LENGTH = 16  # hexadecimal digits: 64 bits, enough to tell the files of one cache apart
+# what transformers and gguf raise on files that are damaged or of a kind they do not know
+CONVERSION_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, ImportError, EOFError)
+
+
+def make_gguf_model(gguf_file: Path, cache: Path) -> Path:
+    """The directory in `cache` of the model in `gguf_file`, converted on first use. Its name has the SHA-256 of the file's content.
+
+    Raises ModelError if the file is not GGUF, is cut short, or holds an architecture that cannot be converted. Reads the whole file
+    each time (about 1 s per GB), so that a file that was replaced is never mistaken for the one before.
+    """
+    check_gguf_file(gguf_file)
+    with gguf_file.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()[:DIGEST_LENGTH]
+    path = cache / f"{gguf_file.stem}-{digest}-gguf{GGUF_FORMAT}-float32"
+    build_directory_once(path, lambda folder: convert_gguf(gguf_file, folder))
+    return path
+
+
+def check_gguf_file(gguf_file: Path) -> None:
+    """Raises ModelError unless the file begins as GGUF files do."""
+    try:
+        with gguf_file.open("rb") as file:
+            start = file.read(len(MAGIC))
+    except OSError as error:
+        raise ModelError(f"{gguf_file} cannot be read ({error})") from error
+    if start != MAGIC:
+        raise ModelError(f"{gguf_file} is not a GGUF file (it begins with {start!r}, not {MAGIC!r}); download it again, or give a model directory")
+
+
+def convert_gguf(gguf_file: Path, folder: Path) -> None:
+    """Writes the file's model and tokenizer, chat template included, into `folder`. Blocks; memory: the model in float32.
+
+    Packed weights are unpacked to float32 and kept so: no bit is lost, and training starts from float32 anyway. Raises ModelError naming
+    the packages that are missing, or what the file lacks.
+    """
+    missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ModelError(f"{gguf_file.name} cannot be converted without {' and '.join(missing)}: pip install {' '.join(missing)}")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = str(gguf_file.parent)
+    try:
+        # the converter draws a progress bar that no setting turns off
+        with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
+            tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file.name, local_files_only=True)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                source,
+                gguf_file=gguf_file.name,
+                dtype=torch.float32,
+                quantization_config=GgufConfig(dequantize=True),  # without it the weights stay packed and can neither train nor be saved
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except CONVERSION_ERRORS as error:
+        raise ModelError(
+            f"{gguf_file} cannot be converted ({type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else 'no message'}); "
+            "it is cut short, damaged, or of an architecture that transformers does not read from GGUF: download it again, or use the model's "
+            "safetensors directory"
+        ) from error
+    model, loading = loaded
+    lost = sorted(loading["missing_keys"])
+    if lost:  # transformers would train them from random values
+        raise ModelError(f"{gguf_file} lacks {lost[0]} (and {len(lost) - 1} more); use the model's safetensors directory")
+    with quiet_transformers():
+        model.save_pretrained(str(folder))
+        tokenizer.save_pretrained(str(folder))
