@@ -13,7 +13,6 @@ from rollouts.models.bundled import choose_model_cache, make_bundled_model
 from rollouts.models.directories import check_model_directory
 from rollouts.models.gguf import make_gguf_model
 from rollouts.models.quiet import quiet_transformers
-from rollouts.models.tokenizers import check_chat_template_compiles, find_turn_end_ids, read_chat_template
 from rollouts.models.tiny import make_tiny
 from rollouts.models.tokenizers import check_chat_template_compiles, find_turn_end_ids, read_chat_template
 
