@@ -10,7 +10,6 @@ keeps account of failures is AsyncRolloutManager.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import ConfigError, NotEnoughSamples, PlugInError, RolloutsError, UserFunctionError
 from rollouts.generation.generate import STATUS_OF, GenerationTokenizer
 from rollouts.protocols import RewardValue
-from rollouts.rewards.check import apply_reward, check_decision, check_reward, describe, function_name, shorten
+from rollouts.rewards.check import apply_reward, check_decision, check_reward, describe, function_name, is_async, shorten
 from rollouts.types import (
     BoolArray,
     Completion,
@@ -268,8 +267,7 @@ def _call(function: Callable[[Any], ResultT], argument: object, *, where: str) -
 
 
 def _check_is_plain(function: Callable[..., Any] | None) -> None:
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):  # noqa: B004
-        assert function is not None
+    if function is not None and is_async(function):
         raise PlugInError(f"{function_name(function)} is async; these calls run plain functions: drop the async, or use AsyncRolloutManager")
 
 

@@ -300,7 +300,8 @@ async def async_function(argument: Any) -> Any:
 @pytest.mark.parametrize("name", ["generate_fn", "reward_fn", "filter_fn", "transforms"])
 def test_async_functions_are_refused_before_anything_is_drawn(name: str):
     arguments: dict[str, Any] = {"generate_fn": answer_all, "reward_fn": reward_length}
-    arguments[name] = [async_function] if name == "transforms" else async_function
+    wrapped = functools.partial(async_function)
+    arguments[name] = [wrapped] if name == "transforms" else wrapped
     with pytest.raises(PlugInError, match="async_function is async; these calls run plain functions"):
         generate_rollout_batches(make_buffer(), num_prompts=1, samples_per_prompt=1, **arguments)
 
