@@ -8,7 +8,6 @@ function here, and keeps its own time.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ import trio
 from rollouts.errors import RewardTimeout, RolloutsError, UserFunctionError
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.blocking import running_in_loop
-from rollouts.rewards.check import check_decision, check_group_rewards, check_reward, describe, function_name, shorten
+from rollouts.rewards.check import check_decision, check_group_rewards, check_reward, describe, function_name, is_async, shorten
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
 
 USER_THREADS = 32  # calls of sync functions at once: enough to hide waiting for a sandbox or a service; Python code shares one lock anyway
@@ -136,7 +135,7 @@ async def _call(
     limiter: trio.CapacityLimiter | None,
     on_start: Callable[[], None] = lambda: None,
 ) -> Any:
-    if _is_async(function):
+    if is_async(function):
         on_start()
         with running_in_loop(kind, function_name(function)):
             return await function(*arguments)
@@ -152,12 +151,6 @@ async def _call(
         return answer
     with running_in_loop(kind, function_name(function)):
         return await answer
-
-
-def _is_async(function: Callable[..., Any]) -> bool:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
 def _only_leaf(error: Exception) -> Exception:

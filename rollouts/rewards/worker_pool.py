@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +109,7 @@ class GuardClient:
     def __init__(self, control: trio.socket.SocketType, output_limit: int) -> None:
         self._control = control
         self._output_limit = output_limit
-        self._commands, self._pending = trio.open_memory_channel[tuple[bytes, int, list[int]]](math.inf)
+        self._commands, self._pending = trio.open_memory_channel[tuple[bytes, int, Sequence[int]]](math.inf)
         self._workers: dict[int, Worker] = {}
         self._next_id = 1
 
@@ -123,7 +124,7 @@ class GuardClient:
         worker = Worker(self._next_id, trio.socket.from_stdlib_socket(channel), readable, self._output_limit)
         self._next_id += 1
         self._workers[worker.id] = worker
-        self._commands.send_nowait((SPAWN, worker.id, [theirs.detach(), writable]))
+        self._command(SPAWN, worker, [theirs.detach(), writable])
         try:
             yield worker
         finally:
@@ -138,15 +139,21 @@ class GuardClient:
         """It gets no more calls, and is killed with its descendants as soon as the guard hears of it."""
         if not worker.dropped.is_set():
             worker.dropped.set()
-            self._commands.send_nowait((KILL, worker.id, []))
+            self._command(KILL, worker)
 
     async def wait_ended(self, worker: Worker) -> End | None:
         """How a worker ended whose channel is closed; killed if it does not do so by itself. None if its guard died."""
         if not worker.dropped.is_set():
-            self._commands.send_nowait((END, worker.id, []))
             worker.dropped.set()
+            self._command(END, worker)
         await worker.ended.wait()
         return worker.end
+
+    def _command(self, what: bytes, worker: Worker, fds: Sequence[int] = ()) -> None:
+        try:
+            self._commands.send_nowait((what, worker.id, fds))
+        except trio.BrokenResourceError:  # the guard is gone, and with it the worker
+            _close_all(fds)
 
     async def write_commands(self) -> None:
         """Passes commands on, in order, until cancelled."""
@@ -154,9 +161,12 @@ class GuardClient:
             async for what, worker_id, fds in self._pending:
                 await self._write(COMMAND.pack(what, worker_id), fds)
         finally:
+            with contextlib.suppress(trio.WouldBlock):
+                while True:
+                    _close_all(self._pending.receive_nowait()[2])
             self._pending.close()
 
-    async def _write(self, message: bytes, fds: list[int]) -> None:
+    async def _write(self, message: bytes, fds: Sequence[int]) -> None:
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
         try:
             sent = await self._control.sendmsg([message], ancillary)
@@ -165,8 +175,7 @@ class GuardClient:
         except OSError:
             pass  # the guard is gone; read_events hears of it
         finally:
-            for fd in fds:
-                os.close(fd)
+            _close_all(fds)
 
     async def read_events(self) -> None:
         """Notes what the guard says of its workers, until the guard is gone."""
@@ -193,6 +202,11 @@ class GuardClient:
         with trio.move_on_after(START_TIMEOUT_S):
             return (await _receive(self._control, EVENT.size))[:1] == HELLO
         return False
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 async def _receive(control: trio.socket.SocketType, count: int = 4096) -> bytes:

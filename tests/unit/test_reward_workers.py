@@ -229,11 +229,11 @@ async def test_functions_that_do_not_end_are_killed_with_all_that_they_started()
 
 
 async def test_waiting_for_a_free_worker_is_not_time_of_the_function():
-    async with open_workers(timeout_s=0.6) as workers:
+    async with open_workers(timeout_s=0.9) as workers:
         nap = named(workers, "nap")
         async with trio.open_nursery() as nursery:
-            for _ in range(5):  # the last waits for 0.8 s
-                nursery.start_soon(lambda: call_reward(nap, SAMPLE, timeout_s=0.6))
+            for _ in range(6):  # the last waits for 1.0 s
+                nursery.start_soon(lambda: call_reward(nap, SAMPLE, timeout_s=0.9))
         assert workers.statistics()["failed"] == 0
 
 
@@ -268,6 +268,29 @@ async def test_the_guard_has_one_thread():
         parents = processes()
         (guard,) = [pid for pid in descendants() if parents[pid] == os.getpid()]
         assert len(list(Path(f"/proc/{guard}/task").iterdir())) == 1
+
+
+async def test_a_guard_that_is_killed_takes_its_workers_along_and_is_replaced():
+    async with open_workers(count=2) as workers:
+        ended: list[str] = []
+
+        async def loop() -> None:
+            with pytest.raises(RewardCrashed, match="guard of the reward workers was killed") as caught:
+                await call_reward(named(workers, "loop"), SAMPLE)
+            ended.append(str(caught.value))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(loop)
+            nursery.start_soon(loop)
+            await trio.sleep(0.3)
+            parents = processes()
+            before = descendants()
+            (guard,) = [pid for pid in before if parents[pid] == os.getpid()]
+            os.kill(guard, signal.SIGKILL)
+        assert len(ended) == 2
+        assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0
+        await wait_until(lambda: len(descendants()) == 3 and not before & set(processes()))
+        assert workers.statistics()["guards_started"] == 2
 
 
 async def test_workers_that_cannot_start_say_so(monkeypatch: pytest.MonkeyPatch):
@@ -316,7 +339,7 @@ async def test_advantages_are_those_of_the_samples_that_did_not_fail():
     texts = ["good", "segfault", "good_too_", "nan", "loop", "good___"]
     script = lambda request: ScriptedReply(text=texts[int(request.request_id[11:14])])  # noqa: E731
     config = RolloutConfig(num_prompts=1, samples_per_prompt=6, max_failed_fraction=0.9)
-    async with open_workers(count=3, timeout_s=0.5) as workers:
+    async with open_workers(count=2, timeout_s=1.0) as workers:
         manager = AsyncRolloutManager(
             DataBuffer([{"prompt": "q"}], seed=0),
             ScriptedEngine(script),
