@@ -290,7 +290,8 @@ def _run_child(request: dict[str, Any], stdin: str, limits: Limits, directory: s
         stdout_fd, stdout_end = _pipe(stack)
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-X", "utf8", str(CHILD), str(request_fd), str(result_end)],
-            stdin=stdin_fd, stdout=stdout_end if request["test"] is None else subprocess.DEVNULL, stderr=subprocess.DEVNULL, pass_fds=(request_fd, result_end),
+            stdin=stdin_fd, stdout=stdout_end if request["test"] is None else subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            pass_fds=(request_fd, result_end),
             env={}, cwd=directory, start_new_session=True,
         )  # fmt: skip
         stack.callback(_end_group, process)

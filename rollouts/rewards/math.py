@@ -22,6 +22,7 @@ from rollouts.types import RewardResult, Sample
 NUMBER = re.compile(r"(?:(?<![\w)\]])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 FINAL_MARK = "####"
+READ_CHARACTERS = 8000  # the library's patterns take time that grows with the square: 1 s for so many, minutes for a response that repeats itself
 
 
 def numeric_match(sample: Sample, *, key: str = "answer", tolerance: float = 0.0) -> RewardResult:
@@ -85,9 +86,10 @@ def make_math_reward(*, key: str = "answer", timeout_s: int = 5, strict: bool = 
     r"""A reward of 1 if the formula that the response ends with equals metadata[key], a text or a list of accepted ones; otherwise 0.
 
     The response's formula is what its last \boxed{…} holds, else what follows "answer is" or "Answer:", else the last formula between $ or the
-    last number. The answer is LaTeX with or without $; of a text with #### only what follows it. Both are read and compared by math-verify: 1/2 =
-    0.5 = \frac{1}{2}, 50% = 0.5 and 50% = 50, units and currency signs are left out, {1,2} = {2,1} but (1,2) ≠ (2,1), (1,2) = {1,2}, (0,1] ≠
-    [0,1), "x = 5" = 5, decimals count to six places. With strict=False names of variables do not matter and sets compare with tuples.
+    last number; only about 8000 characters are read (find_last_part). The answer is LaTeX with or without $; of a text with #### only what
+    follows it. Both are read and compared by math-verify: 1/2 = 0.5 = \frac{1}{2}, 50% = 0.5 and 50% = 50, units and currency signs are left
+    out, {1,2} = {2,1} but (1,2) ≠ (2,1), (1,2) = {1,2}, (0,1] ≠ [0,1), "x = 5" = 5, decimals count to six places. With strict=False names of
+    variables do not matter and sets compare with tuples.
     Parts: `math`, the reward itself, and `parsed`, 0 with a note if the response holds no formula that can be read.
 
     Raises DataError if the answer is missing or cannot be read; RewardTimeout if one reading or comparing takes longer than `timeout_s`, whole
@@ -114,11 +116,21 @@ def _compare_formulas(sample: Sample, *, key: str, timeout_s: int, strict: bool)
     wanted = [_read_wanted_formula(library, answer, where=where, key=key, timeout_s=timeout_s) for answer in accepted]
     if not wanted:
         raise DataError(f"{where}: metadata[{key!r}] is an empty list; it must hold at least one accepted answer")
-    found = _read_formula(library, sample.response, mode="first_match", where=f"{where}: reading the response", timeout_s=timeout_s)
+    found = _read_formula(library, find_last_part(sample.response), mode="first_match", where=f"{where}: reading the response", timeout_s=timeout_s)
     if found is None:
         return RewardResult(0.0, {"math": 0.0, "parsed": 0.0}, "the response holds no formula that can be read")
     equal = float(any(_is_equal(library, one, found, strict=strict, where=where, timeout_s=timeout_s) for one in wanted))
     return RewardResult(equal, {"math": equal, "parsed": 1.0})
+
+
+def find_last_part(text: str) -> str:
+    r"""At most 8000 characters of a text, from the start of a line if there is one: those before the end, or around the last \boxed."""
+    boxed = text.rfind("\\boxed")
+    end = len(text) if boxed < 0 else min(len(text), boxed + READ_CHARACTERS // 2)
+    start = max(0, end - READ_CHARACTERS)
+    line = text.find("\n", start, end)
+    # inside a line the $ would be paired wrongly; but do not cut away what is wanted
+    return text[line if start and 0 <= line < (boxed if boxed >= 0 else end - READ_CHARACTERS // 2) else start : end]
 
 
 def _read_wanted_formula(library: Any, answer: str, *, where: str, key: str, timeout_s: int) -> Any:

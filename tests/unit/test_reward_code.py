@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -64,6 +66,12 @@ def sample_of(code: str, tests: Any, **metadata: Any) -> Sample:
 
 def run(code: str, tests: Any = "pass", *, namespaces: bool = True, limits: Limits = QUICK, partial: bool = False, **metadata: Any) -> RewardResult:
     return make_code_reward(namespaces=namespaces, limits=limits, partial=partial)(sample_of(code, tests, **metadata))
+
+
+def open_to_all(directory: Path) -> None:
+    """The code runs as another user, who must be let through to what it may import."""
+    for one in (directory, directory.parent, directory.parent.parent):
+        one.chmod(one.stat().st_mode | 0o055)
 
 
 # --- what the tests decide ---
@@ -206,9 +214,7 @@ def test_a_child_isolated_less_than_described_does_not_run_the_code(monkeypatch:
 
 
 def test_directories_to_import_from_can_be_named(tmp_path: Path, namespaces: bool):
-    for directory in (tmp_path, *tmp_path.parents[:3]):
-        if directory.owner() == Path.home().owner() and directory != Path("/tmp"):
-            directory.chmod(0o755)
+    open_to_all(tmp_path)
     (tmp_path / "helper_of_test.py").write_text("value = 5")
     reward = make_code_reward(import_paths=[str(tmp_path)], namespaces=namespaces, limits=QUICK)
     sample = sample_of("import sys\nsys.dont_write_bytecode = True\nimport helper_of_test", "assert helper_of_test.value == 5")
@@ -258,12 +264,12 @@ def assert_matches(pattern: str, note: str | None) -> None:
 
 
 FORGERIES = {
-    "prints": "print('{\"status\": \"done\"}')\nimport sys\nsys.stdout.flush()\nimport os\nos._exit(0)",
+    "prints": 'print(\'{"status": "done"}\')\nimport sys\nsys.stdout.flush()\nimport os\nos._exit(0)',
     "writes to every descriptor": (
-        "import os\nfor fd in range(64):\n    try:\n        os.write(fd, b'\\n{\"status\": \"done\", \"nonce\": \"\"}\\n[1]\\n')\n"
+        'import os\nfor fd in range(64):\n    try:\n        os.write(fd, b\'\\n{"status": "done", "nonce": ""}\\n[1]\\n\')\n'
         "    except OSError:\n        pass\nos._exit(0)"
     ),
-    "replaces what modules hold": "import json, os\njson.dumps = lambda *a: '{\"status\": \"done\"}'\nos._exit = lambda *a: None",
+    "replaces what modules hold": 'import json, os\njson.dumps = lambda *a: \'{"status": "done"}\'\nos._exit = lambda *a: None',
     "replaces builtins": "import builtins\nbuiltins.AssertionError = type('Fine', (BaseException,), {})",
     "floods the report": "import os\nfor _ in range(100000):\n    os.write(4, b'x' * 4096)",
 }
@@ -301,7 +307,9 @@ def test_a_process_that_the_code_left_ends_with_it():
 def test_the_worker_cannot_be_killed(namespaces: bool):
     if not describe_isolation(namespaces=namespaces).processes:
         pytest.skip("this host does not isolate processes")
-    code = "import os, signal\nfor target in (os.getppid(), -1):\n    try:\n        os.kill(target, signal.SIGKILL)\n    except OSError:\n        pass"
+    code = (
+        "import os, signal\nfor target in (os.getppid(), -1):\n    try:\n        os.kill(target, signal.SIGKILL)\n    except OSError:\n        pass"
+    )
     run(code, namespaces=namespaces)
     assert run("x = 1", "assert x", namespaces=namespaces).reward == 1.0
 
@@ -348,7 +356,8 @@ def test_the_working_directory_is_empty_and_may_be_written(namespaces: bool):
 
 def test_environment_and_descriptors_of_the_worker_stay_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, namespaces: bool):
     monkeypatch.setenv("SECRET_OF_WORKER", "x")
-    code = "import os\nopen_ones = []\nfor fd in range(64):\n    try:\n        os.fstat(fd)\n        open_ones.append(fd)\n    except OSError:\n        pass"
+    look = "    try:\n        os.fstat(fd)\n        open_ones.append(fd)\n    except OSError:\n        pass"
+    code = f"import os\nopen_ones = []\nfor fd in range(64):\n{look}"
     with (tmp_path / "open").open("w") as file:
         os.set_inheritable(file.fileno(), True)
         tests = ["assert dict(os.environ) == {}, os.environ", "assert len(open_ones) == 4, open_ones"]  # three and the report
@@ -361,6 +370,34 @@ def test_privileges_are_gone(namespaces: bool):
     tests = ["assert libc.mount(b'none', b'/', None, 1 << 18, None) != 0", "assert libc.sethostname(b'x', 1) != 0", "assert os.getuid() != 0"]
     result = run(code, tests, namespaces=namespaces)
     assert result.reward == 1.0, result.note
+
+
+def test_threads_may_be_used_up_to_a_number():
+    if not describe_isolation().network:
+        pytest.skip("without namespaces there is one thread")
+    code = (
+        "import threading\nthreads = [threading.Thread(target=threading.Event().wait, daemon=True) for _ in range({})]\n[t.start() for t in threads]"
+    )
+    assert run(code.format(4)).reward == 1.0
+    assert "can't start new thread" in (run(code.format(100)).note or "")
+
+
+def test_the_code_ends_with_a_worker_that_is_killed(tmp_path: Path, namespaces: bool):
+    """The code holds one end of a pipe open: reading it waits first for the code to run and then for the last of its processes to end."""
+    open_to_all(tmp_path)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    pipe.chmod(0o666)
+    code = f"import os\nfd = os.open({str(pipe)!r}, os.O_WRONLY)\nos.write(fd, b'x')\nwhile True:\n    pass"
+    script = (
+        "from rollouts.rewards.code import Limits, make_code_reward\nfrom rollouts.types import Sample\n"
+        f"reward = make_code_reward(namespaces={namespaces}, import_paths=[{str(tmp_path)!r}], limits=Limits(timeout_s=60))\n"
+        f"reward(Sample(id='s', prompt='q', response={code!r}, metadata={{'tests': 'pass'}}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)}) as worker, pipe.open("rb", buffering=0) as end:
+        assert end.read(1) == b"x"
+        worker.kill()
+        assert end.read() == b""
 
 
 def test_what_the_documentation_says_can_be_forged_can_be():

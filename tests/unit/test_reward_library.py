@@ -17,7 +17,7 @@ from rollouts.rewards.exact import exact_match
 from rollouts.rewards.format import json_format, make_extracted, make_json_reward, make_tags_reward, think_answer_format
 from rollouts.rewards.fuzzy import f1_match, fuzzy_match, normalise_words
 from rollouts.rewards.length import make_length_cutoff, make_length_target, make_soft_overlong_punishment
-from rollouts.rewards.math import make_math_reward, make_numeric_reward, math_match, numeric_match
+from rollouts.rewards.math import find_last_part, make_math_reward, make_numeric_reward, math_match, numeric_match
 from rollouts.rewards.multiple_choice import find_choice, multiple_choice_match
 from rollouts.types import RewardResult, Sample
 
@@ -182,7 +182,7 @@ def test_tolerances_are_relative_or_absolute_and_bounds_count():
 
 
 @pytest.mark.parametrize("options", [{"relative": -0.1}, {"absolute": math.inf}, {"relative": math.nan}])
-def test_a_tolerance_is_not_negative(options: dict[str, float]):
+def test_a_tolerance_is_not_negative(options: dict[str, Any]):
     with pytest.raises(ConfigError, match="a tolerance is a number that is not negative"):
         make_numeric_reward(**options)
 
@@ -284,6 +284,26 @@ def test_an_answer_must_be_there():
         math_match(sample_of("1"))
     with pytest.raises(DataError, match="an empty list"):
         math_match(sample_of("1", answer=[]))
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("short", "short"),
+        ("a" * 9000, "a" * 8000),
+        ("a" * 9000 + "\n" + "b" * 5000, "\n" + "b" * 5000),
+        ("a" * 9000 + "\n" + "b" * 10, "a" * 7989 + "\n" + "b" * 10),  # too little would be left
+        ("a" * 9000 + r"\boxed{1}" + "b" * 9000, "a" * 4000 + r"\boxed{1}" + "b" * 3991),
+        (r"\boxed{1}" + "b" * 9000, r"\boxed{1}" + "b" * 3991),
+        (r"\boxed{1}" + "b\n" * 9000 + r"\boxed{2}", "\n" + "b\n" * 3995 + r"\boxed{2}"),
+    ],
+)
+def test_of_a_long_text_the_last_part_is_read(text: str, part: str):
+    assert find_last_part(text) == part
+
+
+def test_a_response_that_repeats_itself_is_read_in_time():
+    assert make_math_reward(timeout_s=5)(sample_of("1 " * 50_000, answer="2")).reward == 0.0
 
 
 def test_names_of_variables_matter_unless_told_otherwise():
@@ -389,7 +409,8 @@ def test_tags_stand_in_order_or_are_counted(response: str, whole: float, partial
 
 def test_tags_agree_with_the_think_answer_format():
     tags = make_tags_reward(["think", "answer"])
-    for response in ("<think>\n1\n</think> <answer>2</answer>", "<think>a</think>", "<think>a</think>b</think><answer>2</answer>", "<answer>2</answer>"):
+    good, bad = "<think>\n1\n</think> <answer>2</answer>", ["<think>a</think>", "<think>a</think>b</think><answer>2</answer>", "<answer>2</answer>"]
+    for response in (good, *bad):
         assert tags(sample_of(response)).reward == think_answer_format(sample_of(response)).reward
 
 
