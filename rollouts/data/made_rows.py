@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -132,10 +133,7 @@ def make_python_rows(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
     taken = 0
     try:
         rows = function(size=source.size, seed=source.seed, **source.params)
-        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable | Sequence):
-            raise DataError(
-                f"{name}.function={source.function!r} gave a value of type {type(rows).__name__}; it must give a list of rows or iterate them"
-            )
+        _check_iterable(rows, f"{name}.function={source.function!r}")
         for row in islice(rows, source.size):
             yield FoundRow(source.function, taken, False, row)
             taken += 1
@@ -143,3 +141,15 @@ def make_python_rows(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
         raise
     except Exception as error:
         raise DataError(f"{name}.function={source.function!r} raised {type(error).__name__} after {taken} rows: {error}") from error
+
+
+def _check_iterable(rows: Any, what: str) -> None:
+    if inspect.iscoroutine(rows):
+        rows.close()  # or Python warns that nobody awaited it
+    try:
+        if not isinstance(rows, str | bytes | Mapping):
+            iter(rows)  # also what has only __getitem__
+            return
+    except TypeError:
+        pass
+    raise DataError(f"{what} gave a value of type {type(rows).__name__}; it must give a list of rows or iterate them")

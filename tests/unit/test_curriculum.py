@@ -1,0 +1,175 @@
+"""Curricula: weights as a function of the step and of what was seen, checked, and the same after a resume."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollouts.data.curriculum import (
+    Curriculum,
+    SourceStatistics,
+    call_curriculum,
+    check_weights,
+    decode_statistics,
+    encode_statistics,
+    favour_medium,
+    linear_shift,
+    start_statistics,
+    update_statistics,
+)
+from rollouts.data.data_buffer import DataBuffer, PromptRow
+from rollouts.data.mixture import Mixture
+from rollouts.data.rows import SourceRows
+from rollouts.errors import DataError, UserFunctionError
+from rollouts.types import Sample
+
+
+def sample(source: str | None, reward: float) -> Sample:
+    return Sample(id=f"{source}-{reward}", prompt="p", reward=reward, metadata={"source": source} if source else {})
+
+
+def test_statistics_count_samples_and_rewards_of_every_source():
+    first = update_statistics(start_statistics("ab"), [sample("a", 1.0), sample("a", 0.0), sample("a", 0.5)], step=1, drawn={"a": 2, "b": 1})
+    assert first == {
+        "a": SourceStatistics(drawn=2, batches=1, samples=3, reward_sum=1.5, last_batch_reward=0.5, last_batch_step=1),
+        "b": SourceStatistics(drawn=1),
+    }
+    second = update_statistics(first, [sample("b", 1.0), sample("a", 1.0)], step=2, drawn={"a": 3, "b": 2})
+    assert second["a"] == SourceStatistics(drawn=3, batches=2, samples=4, reward_sum=2.5, last_batch_reward=1.0, last_batch_step=2)
+    assert (second["a"].mean_reward, second["b"].mean_reward, first["b"].mean_reward) == (0.625, 1.0, None)
+
+
+def test_a_batch_without_a_source_leaves_what_it_showed_before():
+    first = update_statistics(start_statistics("ab"), [sample("a", 0.25)], step=1, drawn={"a": 1, "b": 0})
+    second = update_statistics(first, [sample("b", 1.0)], step=2, drawn={"a": 1, "b": 1})
+    assert (second["a"].last_batch_reward, second["a"].last_batch_step) == (0.25, 1)
+
+
+def test_samples_of_one_source_need_not_name_it():
+    assert update_statistics(start_statistics(["only"]), [sample(None, 1.0)], step=1, drawn={"only": 1})["only"].samples == 1
+
+
+def test_a_sample_of_no_source_is_named():
+    with pytest.raises(DataError, match=r"sample c-1\.0 has metadata\.source='c', which is none of the sources a, b"):
+        update_statistics(start_statistics("ab"), [sample("c", 1.0)], step=1, drawn={"a": 0, "b": 0})
+
+
+def test_statistics_survive_json_to_the_last_bit():
+    statistics = update_statistics(start_statistics("ab"), [sample("a", 0.1), sample("a", 0.2)], step=1, drawn={"a": 2, "b": 0})
+    assert decode_statistics(json.loads(json.dumps(encode_statistics(statistics)))) == statistics
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ([1, 2], "gave a value of type list; it must give a weight for each of easy, hard"),
+        ({"easy": 1.0}, "gave no weight to hard; every source needs one, 0 pauses it"),
+        ({"easy": 1.0, "herd": 1.0}, "gave a weight to 'herd'; the sources are easy, hard; did you mean hard?"),
+        ({"easy": 1.0, "hard": -0.5}, "gave hard the weight -0.5; a weight is a finite number, 0 or more"),
+        ({"easy": float("nan"), "hard": 1}, "gave easy the weight nan"),
+        ({"easy": float("inf"), "hard": 1}, "gave easy the weight inf"),
+        ({"easy": True, "hard": 1}, "gave easy the weight True"),
+        ({"easy": "1", "hard": 1}, "gave easy the weight '1'"),
+        ({"easy": 0, "hard": 0.0}, "gave every source the weight 0; one of them must be drawn"),
+    ],
+)
+def test_weights_that_break_a_rule_name_function_step_and_value(weights: Any, problem: str):
+    with pytest.raises(UserFunctionError) as caught:
+        check_weights(weights, ["easy", "hard"], function="mine.py:plan", step=7)
+    assert str(caught.value).startswith(f"curriculum mine.py:plan in step 7 {problem}")
+
+
+def test_good_weights_come_in_the_order_of_the_sources_as_floats():
+    checked = check_weights({"hard": np.float32(0.5), "easy": 0}, ["easy", "hard"], function="f", step=1)
+    assert list(checked.items()) == [("easy", 0.0), ("hard", 0.5)]
+
+
+def test_what_a_curriculum_raises_is_named_and_kept():
+    def broken(step: int, statistics: Mapping[str, SourceStatistics]) -> Mapping[str, float]:
+        raise ZeroDivisionError("no samples")
+
+    with pytest.raises(UserFunctionError, match="curriculum m:broken raised ZeroDivisionError in step 3: no samples") as caught:
+        call_curriculum(broken, 3, start_statistics("ab"), function="m:broken")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+# --- ready ones --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_linear_shift_goes_straight_from_one_weighting_to_the_other():
+    shift = linear_shift({"easy": 3, "hard": 1}, {"easy": 0, "hard": 5}, first_step=10, last_step=30)
+    by_step = {step: shift(step, {}) for step in (1, 10, 15, 20, 30, 99)}
+    assert by_step[1] == by_step[10] == {"easy": 0.75, "hard": 0.25}
+    assert by_step[15] == {"easy": 0.5625, "hard": 0.4375}
+    assert by_step[20] == {"easy": 0.375, "hard": 0.625}
+    assert by_step[30] == by_step[99] == {"easy": 0.0, "hard": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "last_step", "problem"),
+    [
+        ({"a": 1}, {"b": 1}, 2, "both name every source"),
+        ({"a": 1}, {"a": 1}, 1, "last_step=1 is not after first_step=1"),
+        ({"a": 0}, {"a": 1}, 2, "start is {'a': 0}"),
+        ({"a": 1, "b": 1}, {"a": 1, "b": -1}, 2, "end is"),
+    ],
+)
+def test_a_linear_shift_that_makes_no_sense_is_refused(start: Any, end: Any, last_step: int, problem: str):
+    with pytest.raises(ValueError, match=problem):
+        linear_shift(start, end, first_step=1, last_step=last_step)
+
+
+def test_medium_rewards_are_favoured_and_nothing_is_dropped():
+    def seen(reward: float | None) -> SourceStatistics:
+        return SourceStatistics(last_batch_reward=reward)
+
+    statistics = {"hopeless": seen(0.0), "hard": seen(0.25), "medium": seen(0.5), "solved": seen(1.0), "beyond": seen(1.5), "new": seen(None)}
+    expected = {"hopeless": 0.1, "hard": 0.775, "medium": 1.0, "solved": 0.1, "beyond": 0.1, "new": 1.0}
+    assert favour_medium(1, statistics) == pytest.approx(expected)
+    assert favour_medium(1, {"a": seen(0.0)}, low=-1.0, high=1.0) == {"a": 1.0}
+    assert partial(favour_medium, floor=0.5)(1, {"a": seen(1.0)}) == {"a": 0.5}
+
+
+# --- in the loop -------------------------------------------------------------------------------------------------------------
+
+
+def make_buffer() -> DataBuffer:
+    return DataBuffer(Mixture(tuple(SourceRows(name, 1.0, tuple({"prompt": f"{name} {row}"} for row in range(6))) for name in "ab")), seed=2)
+
+
+def run_steps(curriculum: Curriculum, buffer: DataBuffer, statistics: dict[str, SourceStatistics], steps: range):
+    """What the training loop does of it: the prompts of every step, and the statistics after the last."""
+    prompts: list[list[PromptRow]] = []
+    for step in steps:
+        buffer.set_weights(call_curriculum(curriculum, step, statistics, function="f"))
+        prompts.append(buffer.get_prompts(5))
+        samples = [sample(prompt.row["source"], float(len(prompt.prompt_id) + step) % 3 / 2) for prompt in prompts[-1]]
+        statistics = update_statistics(statistics, samples, step=step, drawn=buffer.drawn_by_source())
+    return prompts, statistics
+
+
+@pytest.mark.parametrize("saved_after", range(1, 12))
+@pytest.mark.parametrize("curriculum", [favour_medium, linear_shift({"a": 1, "b": 0}, {"a": 0, "b": 1}, first_step=1, last_step=11)])
+def test_a_resumed_curriculum_draws_what_an_unbroken_one_does(curriculum: Curriculum, saved_after: int):
+    straight, final = run_steps(curriculum, make_buffer(), start_statistics("ab"), range(1, 13))
+    buffer = make_buffer()
+    head, statistics = run_steps(curriculum, buffer, start_statistics("ab"), range(1, saved_after + 1))
+    state = json.loads(json.dumps({"buffer": buffer.state_dict(), "statistics": encode_statistics(statistics)}))
+    resumed = make_buffer()
+    resumed.load_state_dict(state["buffer"])
+    tail, resumed_final = run_steps(curriculum, resumed, decode_statistics(state["statistics"]), range(saved_after + 1, 13))
+    assert (head + tail, resumed_final) == (straight, final)
+
+
+def test_a_linear_shift_draws_what_its_weights_sum_to():
+    shift = linear_shift({"a": 1, "b": 0}, {"a": 0, "b": 1}, first_step=1, last_step=11)
+    prompts, statistics = run_steps(shift, make_buffer(), start_statistics("ab"), range(1, 12))
+    drawn_b = [sum(prompt.row["source"] == "b" for prompt in batch) for batch in prompts]
+    assert drawn_b[0] == 0 and drawn_b[-1] == 5
+    assert statistics["b"].drawn == sum(drawn_b)
+    assert abs(sum(drawn_b) - sum(5 * step / 10 for step in range(11))) < 1.001  # 27.5
