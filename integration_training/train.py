@@ -30,11 +30,14 @@ from rich.console import Console
 from rollouts import __version__
 from rollouts.config.load import check_same_run, dump_config, load_config
 from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
+from rollouts.data.chat import TemplateOptions
 from rollouts.errors import CheckpointError, ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
 from rollouts.loops.hooks import LoopHooks
-from rollouts.protocols import FilterFn, GenerateFn, LogProbScorer, MetricsLogger, RewardFn
+from rollouts.preflight.functions import Functions, load_functions, open_functions
+from rollouts.preflight.rows import Rows, load_all_rows
+from rollouts.protocols import LogProbScorer, MetricsLogger
 from rollouts.run_dir import RunDir, parse_step
-from rollouts.types import SamplingParams
+from rollouts.types import Sample, SamplingParams
 
 if TYPE_CHECKING:
     from rollouts.backends.pytorch import PyTorchTrainingBackend
@@ -71,34 +74,6 @@ def parse_command_line(argv: Sequence[str]) -> Command:
 # --- before any model loads --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The datasets of a run. No prompt of `held_out` is in `sft` or `rl`."""
-
-    sft: list[dict[str, Any]]
-    rl: list[dict[str, Any]]
-    held_out: list[dict[str, Any]]
-    left_out: dict[str, int]  # training rows removed because their prompt is held out, by stage
-
-
-def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
-    """Raises DataError naming the file, line and field."""
-    from rollouts.data.datasets import exclude_prompts, load_rows, require_prompts, unique_prompts
-
-    held_out = unique_prompts(load_rows(config.eval.data[0], name="eval.data")) if config.eval else []
-    require_prompts(held_out, name="eval.data")
-    training: dict[str, list[dict[str, Any]]] = {"sft": [], "rl": []}
-    left_out: dict[str, int] = {}
-    for stage in stages:
-        rows, left_out[stage] = exclude_prompts(load_rows(stage_config(config, stage).data[0], name=f"{stage}.data"), held_out)
-        if not rows:
-            raise DataError(f"{stage}.data has no row left: all of its prompts are held out by eval.data; use another seed or file")
-        if stage == "rl":
-            require_prompts(rows, name="rl.data")
-        training[stage] = rows
-    return Rows(training["sft"], training["rl"], held_out, left_out)
-
-
 def stage_config(config: RunConfig, stage: str) -> SFTTrainingConfig | RLTrainingConfig:
     """The table of a stage. Raises ConfigError if the config has none."""
     section = config.sft if stage == "sft" else config.rl
@@ -107,35 +82,9 @@ def stage_config(config: RunConfig, stage: str) -> SFTTrainingConfig | RLTrainin
     return section
 
 
-@dataclass(frozen=True, slots=True)
-class Functions:
-    """The user's functions, imported and checked."""
-
-    generate: GenerateFn | None  # None: one chat turn
-    reward: RewardFn | None
-    eval_reward: RewardFn | None
-    filters: tuple[FilterFn, ...]
-
-
-def load_functions(config: RunConfig, stages: Sequence[str]) -> Functions:
-    """Raises PlugInError naming the setting and what is wrong."""
-    from rollouts.config.plugins import load_function
-    from rollouts.filters import FILTERS
-
-    def load(name: str, role: Any) -> Any:
-        return load_function(name, role=role, base_dir=Path.cwd())
-
-    rollout = config.rl.rollout if config.rl else None
-    reward = load(rollout.reward, "reward") if rollout and rollout.reward else None
-    if "rl" in stages and reward is None:
-        raise ConfigError("rl.rollout.reward is empty; name a function as module:function or file.py:function")
-    if "rl" in stages and config.rl:
-        check_loss(config.rl)
-    eval_reward = load(config.eval.reward, "reward") if config.eval and config.eval.reward else reward
-    if config.eval and eval_reward is None:
-        raise ConfigError("eval.reward is empty and there is no rl.rollout.reward to fall back on; name a function")
-    filters = tuple(FILTERS[name] if name in FILTERS else load(name, "filter") for name in (rollout.filters if rollout else ()))
-    return Functions(load(rollout.generate, "generate") if rollout and rollout.generate else None, reward, eval_reward, filters)
+def make_template_options(config: RunConfig) -> TemplateOptions:
+    """What the chat template is told. Raises ConfigError for a parameter that is not the user's to set."""
+    return TemplateOptions(params=config.model.template_params, thinking=config.sft.thinking if config.sft else "keep")
 
 
 def check_loss(config: RLTrainingConfig) -> None:
@@ -194,6 +143,7 @@ class Run:
     rows: Rows
     functions: Functions
     tokenizer: Any
+    template: TemplateOptions
     stop_ids: tuple[int, ...]
     logger: MetricsLogger
     stop: trio.Event  # set by the first SIGINT or SIGTERM
@@ -228,6 +178,7 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[tu
             deterministic=config.deterministic,
             micro_batch_tokens=section.micro_batch_tokens,
             share_prefix=config.rl.share_prefix if config.rl and stage == "rl" else False,
+            gradient_checkpointing=config.model.gradient_checkpointing,
         ) as backend,
         open_local_engine(
             backend.model,
@@ -294,15 +245,16 @@ async def finish_stage(
 
 async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngine, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at `start`."""
-    from rollouts.data.sft import prepare_sft_rows
+    from rollouts.data.sft import prepare_sft_mixture
     from rollouts.loops.sft import run_sft_training
 
     config = run.config.sft
     assert config is not None
-    data = prepare_sft_rows(run.rows.sft, run.tokenizer, max_length=config.max_length, train_on=config.train_on)
+    mixture = run.rows.training["sft"]
+    data = prepare_sft_mixture(mixture, run.tokenizer, max_length=config.max_length, train_on=config.train_on, options=run.template)
     for what, count in (("cut at", data.truncated), ("left out: nothing to train on within", sum(data.dropped.values()))):
         if count:
-            print(f"sft.data: {count} of {len(run.rows.sft)} rows {what} max_length={config.max_length}", file=sys.stderr)
+            print(f"sft.data: {count} of {mixture.row_count} rows {what} max_length={config.max_length}", file=sys.stderr)
     completed = completed_steps(newest)
 
     async def save(step: int) -> None:
@@ -316,7 +268,7 @@ async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngi
 
     history = await run_sft_training(
         backend,
-        data.samples,
+        data,
         config,
         run.logger,
         seed=run.config.seed,
@@ -329,6 +281,7 @@ async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngi
 async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngine, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at `start`, which stays the reference."""
     from rollouts.checkpoints.load import load_trainer_state
+    from rollouts.data.curriculum import call_curriculum, decode_statistics, encode_statistics, start_statistics, update_statistics
     from rollouts.data.data_buffer import DataBuffer
     from rollouts.generation.async_rollout_manager import AsyncRolloutManager
     from rollouts.generation.generate import make_chat_generate
@@ -338,13 +291,14 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
 
     config = run.config.rl
     assert config is not None
-    buffer = DataBuffer(run.rows.rl, seed=run.config.seed)
+    buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
     manager = AsyncRolloutManager(
         buffer,
         engine,
-        generate=run.functions.generate or make_chat_generate(run.tokenizer),
+        generate=run.functions.generate or make_chat_generate(run.tokenizer, options=run.template),
         config=config.rollout,
         reward=run.functions.reward,
+        group_reward=run.functions.group_reward,
         filters=run.functions.filters,
         sampling=SamplingParams(
             max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature, stop_token_ids=run.stop_ids
@@ -354,16 +308,28 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
         max_staleness=config.max_staleness,
     )
     completed = completed_steps(newest)
+    statistics = start_statistics(buffer.weights)
     if newest is not None:
         state = load_trainer_state(newest)
         buffer.load_state_dict(state["data_buffer"])
         manager.load_state_dict(state["rollout_manager"])
+        statistics = decode_statistics(state["curriculum"]) if "curriculum" in state else statistics  # checkpoints before there were curricula
+
+    def set_weights(step: int) -> None:
+        if run.functions.curriculum is not None:
+            buffer.set_weights(call_curriculum(run.functions.curriculum, step, statistics, function=config.curriculum))
+
+    def learn(step: int, samples: Sequence[Sample]) -> None:
+        nonlocal statistics
+        statistics = update_statistics(statistics, samples, step=step, drawn=buffer.drawn_by_source())
+
     tolerance = 1e-3 if run.config.model.autocast == "off" or run.config.deterministic else 5e-2
     sync = WeightSync(Probe(make_probe_prompt(engine.features.vocab_size), tolerance), snapshot_dir=run.run_dir.weights)
     await sync(backend, [engine], completed)
 
     async def save(step: int) -> None:
-        await save_step(run, backend, "rl", step, {"data_buffer": buffer.state_dict(), "rollout_manager": manager.state_dict()})
+        state = {"data_buffer": buffer.state_dict(), "rollout_manager": manager.state_dict(), "curriculum": encode_statistics(statistics)}
+        await save_step(run, backend, "rl", step, state)
 
     async def evaluate_step(step: int) -> None:
         await evaluate_now(run, engine, "rl", step)
@@ -382,7 +348,7 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
             sync_weights=sync,
             reference=reference,
             completed_steps=completed,
-            hooks=LoopHooks(evaluate_step, save, run.stop.is_set, run.config.output.checkpoint_every),
+            hooks=LoopHooks(evaluate_step, save, run.stop.is_set, run.config.output.checkpoint_every, set_weights, learn),
         )
     return completed + len(history)
 
@@ -450,7 +416,7 @@ async def evaluate_now(run: Run, engine: LocalEngine, stage: str, step: int) -> 
     result = await evaluate(
         run.rows.held_out,
         engine,
-        generate=run.functions.generate or make_chat_generate(run.tokenizer),
+        generate=run.functions.generate or make_chat_generate(run.tokenizer, options=run.template),
         reward=run.functions.eval_reward,
         sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature, stop_token_ids=run.stop_ids),
         samples_per_prompt=config.samples_per_prompt,
@@ -548,12 +514,13 @@ async def run_training(command: Command, config: RunConfig) -> int:
     if command.dry_run:
         return print_findings(command, config, console)
     rows = load_all_rows(config, command.stages)
-    functions = load_functions(config, command.stages)
-    for stage, count in rows.left_out.items():
-        if count:
-            console.print(f"{stage}: {count} rows left out because their prompts are held out", highlight=False)
+    named = load_functions(config, command.stages, base_dir=Path.cwd())
+    if "rl" in command.stages and config.rl:
+        check_loss(config.rl)
+    for note in rows.notes():
+        console.print(note, highlight=False, markup=False, soft_wrap=True)
     model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed))
-    tokenizer = load_tokenizer(model_path)
+    tokenizer = load_tokenizer(model_path, chat_template=Path(config.model.chat_template) if config.model.chat_template else None)
     stop_ids = stop_token_ids(tokenizer, model_path)
     write_config(run_dir, config)
 
@@ -566,11 +533,12 @@ async def run_training(command: Command, config: RunConfig) -> int:
         nursery.start_soon(watch_signals, stop)
         with open_progress(console, totals) as progress:
             attempt = next_attempt(run_dir)
-            async with open_jsonl_logger(
-                run_dir, attempt=attempt, samples_per_step=config.output.samples_per_step, progress=progress
-            ) as logger:
+            async with (
+                open_functions(config, named, base_dir=Path.cwd(), warn=lambda text: print(text, file=sys.stderr, flush=True)) as functions,
+                open_jsonl_logger(run_dir, attempt=attempt, samples_per_step=config.output.samples_per_step, progress=progress) as logger,
+            ):
                 run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
-                run = Run(config, run_dir, rows, functions, tokenizer, stop_ids, logger, stop)
+                run = Run(config, run_dir, rows, functions, tokenizer, make_template_options(config), stop_ids, logger, stop)
                 finished = await run_stages(run, command.stages, model_path)
         nursery.cancel_scope.cancel()
     if not finished:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+
+from rollouts.types import Sample
 
 
 async def do_nothing(step: int) -> None:
@@ -14,6 +16,10 @@ def prepare_nothing(step: int) -> None:
     """The preparation that is not needed."""
 
 
+def learn_nothing(step: int, samples: Sequence[Sample]) -> None:
+    """The statistics that nobody keeps."""
+
+
 def never() -> bool:
     """The stop request that never comes."""
     return False
@@ -21,13 +27,14 @@ def never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoopHooks:
-    """Called between steps, when the backend and the engines are idle. `step` counts completed steps."""
+    """Called between steps, when the backend and the engines are idle. `step` counts completed steps, save for the two about a batch."""
 
     evaluate: Callable[[int], Awaitable[None]] = do_nothing  # every `eval_every` steps, not after the last
     save_checkpoint: Callable[[int], Awaitable[None]] = do_nothing  # every `checkpoint_every` steps, and after the last
     stop_requested: Callable[[], bool] = never  # asked after every step; True ends the loop after a checkpoint
     checkpoint_every: int = 0  # 0: only after the last step
-    before_step: Callable[[int], None] = prepare_nothing  # before step `step` + 1 draws its prompts; RL only
+    before_batch: Callable[[int], None] = prepare_nothing  # before the prompts of that step are drawn; RL only
+    after_batch: Callable[[int, Sequence[Sample]], None] = learn_nothing  # with the samples that the step trains on; RL only
 
     def saves_after(self, step: int) -> bool:
         """Whether a step that is not the last is followed by a checkpoint."""

@@ -66,7 +66,7 @@ async def run_rl_training(
     history: list[dict[str, float]] = []
     for step in range(completed_steps + 1, config.steps + 1):
         timer = PhaseTimer()
-        hooks.before_step(step - 1)
+        hooks.before_batch(step)
         try:
             with timer.phase("generate"):
                 batch = await generate_and_log(rollout_manager, metrics_logger, step)
@@ -74,6 +74,7 @@ async def run_rl_training(
             if step - 1 > completed_steps and not hooks.saves_after(step - 1):
                 await hooks.save_checkpoint(step - 1)
             raise
+        hooks.after_batch(step, batch.samples)
         lags = compute_lags(batch, step - 1)
         check_staleness(lags, max_staleness=config.max_staleness)
         with timer.phase("log_probs"):

@@ -72,13 +72,6 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call gives a coroutine: an async function, through functools.partial, or an object whose __call__ is one."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
 def describe(error: BaseException) -> str:
     """The error's class and message."""
     return f"{type(error).__name__}: {error}"

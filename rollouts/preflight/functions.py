@@ -1,0 +1,134 @@
+"""The user's functions that a config names: imported and checked before a model loads, and put where they run.
+
+    load_functions   config names ──► functions of this process, signatures checked
+    open_functions   sync rewards ──► worker processes that can be killed; async ones stay in the event loop, watched
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rollouts.config.plugins import Role, load_function
+from rollouts.config.schema import RolloutConfig, RunConfig
+from rollouts.errors import ConfigError
+from rollouts.filters import FILTERS
+from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RewardFn
+from rollouts.rewards.blocking import watch_blocking
+from rollouts.rewards.call import call_reward
+from rollouts.rewards.check import is_async
+from rollouts.rewards.combine import apply_combine, apply_weights
+from rollouts.rewards.workers import open_reward_workers
+from rollouts.types import RewardResult, Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functions:
+    """What the config names; None where it names nothing."""
+
+    generate: GenerateFn | None = None  # None: one chat turn
+    reward: RewardFn | None = None
+    group_reward: GroupRewardFn | None = None
+    eval_reward: RewardFn | None = None
+    filters: tuple[FilterFn, ...] = ()
+    curriculum: Callable[..., Any] | None = None
+
+
+def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) -> Functions:
+    """Every function as it is, in this process. Raises PlugInError for one that does not import or does not take what its role passes,
+    ConfigError where a stage lacks one, or two settings contradict each other; the message names the setting.
+    """
+
+    def load(name: str, role: Role) -> Any:
+        return load_function(name, role=role, base_dir=base_dir) if name else None
+
+    rollout = config.rl.rollout if config.rl else RolloutConfig()
+    check_reward_settings(rollout, needed="rl" in stages)
+    reward = weigh(load(rollout.reward, "reward"), rollout, load(rollout.reward_combine, "reward_combine"))
+    group_reward = load(rollout.group_reward, "group_reward")
+    eval_reward = load(config.eval.reward, "reward") if config.eval and config.eval.reward else reward
+    if config.eval and eval_reward is None:
+        raise ConfigError("eval.reward is empty and there is no rl.rollout.reward to fall back on; name a function of one sample")
+    return Functions(
+        generate=load(rollout.generate, "generate"),
+        reward=reward,
+        group_reward=group_reward,
+        eval_reward=eval_reward,
+        filters=tuple(FILTERS[name] if name in FILTERS else load(name, "filter") for name in rollout.filters),
+        curriculum=load(config.rl.curriculum, "curriculum") if config.rl else None,
+    )
+
+
+def check_reward_settings(rollout: RolloutConfig, *, needed: bool) -> None:
+    """Raises ConfigError unless the settings name one way to score; none is enough unless one is `needed`."""
+    if needed and not rollout.reward and not rollout.group_reward:
+        raise ConfigError("rl.rollout.reward is empty; name a function as module:function or file.py:function (or rl.rollout.group_reward)")
+    if rollout.reward and rollout.group_reward:
+        raise ConfigError("rl.rollout.reward and rl.rollout.group_reward are both given; score samples one by one or by group: keep one")
+    if rollout.reward_weights and rollout.reward_combine:
+        raise ConfigError("rl.rollout.reward_weights and rl.rollout.reward_combine are both given; keep one")
+    if rollout.group_reward and (rollout.reward_weights or rollout.reward_combine):
+        raise ConfigError("rl.rollout.reward_weights and reward_combine weigh the parts of rl.rollout.reward; a group_reward weighs its own")
+
+
+@asynccontextmanager
+async def open_functions(
+    config: RunConfig, functions: Functions, *, base_dir: Path, warn: Callable[[str], None]
+) -> AsyncIterator[Functions]:
+    """The same functions where they run in a training run: sync rewards in worker processes for as long as this is open.
+
+    `warn` gets a sentence when an async one blocks the event loop. Raises RewardCrashed if the processes cannot be started.
+    """
+    rollout = config.rl.rollout if config.rl else RolloutConfig()
+    eval_name = config.eval.reward if config.eval else ""
+    named = (rollout.reward, rollout.group_reward, eval_name)
+    in_workers = [name for name, role in zip(named, ("reward", "group_reward", "reward"), strict=True) if name and _is_sync(name, role, base_dir)]
+    with watch_blocking(warn):
+        if not in_workers:
+            yield functions
+            return
+        async with open_reward_workers(
+            count=rollout.reward_workers or count_cores(),
+            timeout_s=rollout.reward_timeout_s,
+            memory_bytes=int(rollout.reward_memory_gib * 2**30),
+        ) as workers:
+            reward, eval_reward = functions.reward, functions.eval_reward
+            if rollout.reward in in_workers:
+                combine = load_function(rollout.reward_combine, role="reward_combine", base_dir=base_dir) if rollout.reward_combine else None
+                reward = weigh(workers.reward(rollout.reward, base_dir), rollout, combine)
+                eval_reward = eval_reward if eval_name else reward
+            if eval_name in in_workers:
+                eval_reward = workers.reward(eval_name, base_dir)
+            group_reward = functions.group_reward
+            if rollout.group_reward in in_workers:
+                group_reward = workers.group_reward(rollout.group_reward, base_dir)
+            yield replace(functions, reward=reward, group_reward=group_reward, eval_reward=eval_reward)
+
+
+def _is_sync(name: str, role: Role, base_dir: Path) -> bool:
+    return not is_async(load_function(name, role=role, base_dir=base_dir))
+
+
+def count_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def weigh(reward: RewardFn | None, rollout: RolloutConfig, combine: Callable[[Mapping[str, float]], float] | None) -> RewardFn | None:
+    """`reward` with its parts weighed as the config says; `reward` itself if the config says nothing. Weights must name every part."""
+    if reward is None or not (rollout.reward_weights or combine):
+        return reward
+    scored_by = reward
+
+    @functools.wraps(reward)
+    async def weighed_reward(sample: Sample) -> RewardResult:
+        result = await call_reward(scored_by, sample, timeout_s=rollout.reward_timeout_s)
+        return apply_combine(result, combine) if combine else apply_weights(result, rollout.reward_weights)
+
+    weighed_reward.keeps_own_time = True  # pyright: ignore[reportAttributeAccessIssue]  (the call within has the deadline)
+    return weighed_reward

@@ -1,0 +1,61 @@
+"""The rows of a run: training mixtures without the held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rollouts.config.schema import RunConfig
+from rollouts.data.datasets import exclude_from_mixture, load_sources, require_prompts, unique_prompts
+from rollouts.data.mixture import Mixture
+from rollouts.data.rows import BadRow, Row
+from rollouts.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The datasets of a run. No prompt of `held_out` is in a training mixture."""
+
+    training: Mapping[str, Mixture]  # by stage
+    held_out: tuple[Row, ...]  # each prompt once
+    left_out: Mapping[str, int]  # training rows removed because their prompt is held out, by stage
+    bad: Mapping[str, tuple[BadRow, ...]]  # malformed rows that are skipped, by setting
+
+    def notes(self) -> Iterator[str]:
+        """What a user should know of them, a line each."""
+        for stage, count in self.left_out.items():
+            if count:
+                yield f"{stage}: {count} rows left out because their prompts are held out"
+        for setting, bad in self.bad.items():
+            for row in bad[:SHOWN]:
+                yield f"{setting}: skipped: {row}"
+            if len(bad) > SHOWN:
+                yield f"{setting}: {len(bad) - SHOWN} more malformed rows skipped; --dry-run lists them"
+
+
+SHOWN = 5
+
+
+def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
+    """Raises DataError naming file, line and field; ConfigError for a stage that the config has no table for."""
+    evaluation = load_sources(config.eval.data, name="eval.data") if config.eval else None
+    held_out = unique_prompts(row for source in evaluation.sources for row in source.rows) if evaluation else []
+    require_prompts(held_out, name="eval.data")
+    training: dict[str, Mixture] = {}
+    left_out: dict[str, int] = {}
+    bad = {"eval.data": _bad_rows(evaluation)} if evaluation else {}
+    for stage in stages:
+        name = f"{stage}.data"
+        section = config.sft if stage == "sft" else config.rl
+        if section is None:
+            raise ConfigError(f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another mode")
+        loaded = load_sources(section.data, name=name)
+        bad[name] = _bad_rows(loaded)
+        training[stage], left_out[stage] = exclude_from_mixture(loaded, held_out, name=name)
+        for source in training[stage].sources if stage == "rl" else ():
+            require_prompts(source.rows, name=name)
+    return Rows(training, tuple(held_out), left_out, bad)
+
+
+def _bad_rows(mixture: Mixture) -> tuple[BadRow, ...]:
+    return tuple(row for source in mixture.sources for row in source.bad)
