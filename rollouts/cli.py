@@ -1,4 +1,5 @@
-"""The `rollouts` command: looks at runs and at settings. Training is started with integration_training/train.py.
+"""The `rollouts` command: begins a task, explains settings, checks a run before it starts, looks at it. Training is started with
+integration_training/train.py.
 
 Exit codes: 0 done; 1 a failure; 2 wrong usage, or a directory or file that is not what it should be.
 """
@@ -11,18 +12,30 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rollouts import __version__
-from rollouts.errors import ConfigError, DataError, RolloutsError, RunDirError
+from rollouts.errors import ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
 
-BAD_INPUT = (ConfigError, DataError, RunDirError)
+if TYPE_CHECKING:
+    from rollouts.config.schema import RLTrainingConfig
+
+BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError)
+SETTINGS_HELP = "any setting: --section.key value"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code of `rollouts ARGV`. A known error is one message on stderr, without a traceback."""
-    arguments = make_parser().parse_args(argv)
+    parser = make_parser()
+    words = sys.argv[1:] if argv is None else list(argv)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    arguments, overrides = parser.parse_known_args(words)
+    if overrides and not arguments.takes_settings:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     try:
-        return arguments.run(arguments)
+        return arguments.run(arguments, overrides) if arguments.takes_settings else arguments.run(arguments)
     except BrokenPipeError:
         # The reader (head, less) has seen enough; without this, Python complains again when it flushes stdout at exit. rich does the same.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -34,9 +47,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line; each subcommand sets `run`, which imports what it needs."""
-    parser = argparse.ArgumentParser(prog="rollouts", description="Reinforcement learning of language models: runs and settings.", allow_abbrev=False)
+    what = "Reinforcement learning of language models: runs and settings."
+    parser = argparse.ArgumentParser(prog="rollouts", description=what, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
+    parser.set_defaults(takes_settings=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    init = commands.add_parser("init", help="write a config and a task that run as they are", allow_abbrev=False)
+    init.add_argument("directory", type=Path, nargs="?", default=Path("task"), metavar="DIR", help="where to (default task)")
+    init.add_argument("--task", default="counting", metavar="NAME", help="which task to begin with (default counting)")
+    init.set_defaults(run=run_init)
+
+    explain = commands.add_parser(
+        "explain", help="every setting, or one: meaning, type, default, and its value in a config", epilog=SETTINGS_HELP, allow_abbrev=False
+    )
+    explain.add_argument("config", nargs="?", default="", metavar="CONFIG", help="a TOML file; without it the defaults are shown")
+    explain.add_argument("key", nargs="?", default="", metavar="KEY", help="a setting or table, for example rl.rollout")
+    explain.add_argument("--markdown", action="store_true", help="the page docs/config.md")
+    explain.set_defaults(run=run_explain, takes_settings=True)
+
+    check = commands.add_parser(
+        "check", help="what would stop a run, and what it will need, before it starts", epilog=SETTINGS_HELP, allow_abbrev=False
+    )
+    check.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    check.add_argument("--mode", choices=("sft", "rl", "sft+rl"), help="the stages to check (default: those the config has)")
+    check.add_argument("--call", action="store_true", help="also call the reward, filters and curriculum once, on a made-up sample")
+    check.set_defaults(run=run_check, takes_settings=True)
 
     inspect = commands.add_parser("inspect", help="tables and curves of a run directory, also while it runs", allow_abbrev=False)
     inspect.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
@@ -44,10 +80,6 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--last", type=int, default=10, metavar="N", help="how many of the last steps to list (default 10)")
     inspect.add_argument("--samples", type=int, default=0, metavar="N", help="also print the last N samples")
     inspect.set_defaults(run=run_inspect)
-
-    config = commands.add_parser("config", help="every setting with its type, default and meaning", allow_abbrev=False)
-    config.add_argument("table", nargs="?", default="", metavar="TABLE", help="only this table, for example rl.rollout")
-    config.set_defaults(run=run_config)
     return parser
 
 
@@ -89,13 +121,74 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def run_config(arguments: argparse.Namespace) -> int:
-    """Prints the settings. Raises ConfigError for a table that does not exist."""
-    from rollouts.config.explain import explain_config
+def run_init(arguments: argparse.Namespace) -> int:
+    """Writes a config and a task file. Raises ConfigError for a task that does not exist, RunDirError where files are in the way."""
+    from rollouts.preflight.init import write_task
 
+    written = write_task(arguments.directory, arguments.task)
+    config = written[0]
+    print("\n".join(f"wrote {path}" for path in written))
+    print(f"check it:  python -m rollouts check {config} --call")
+    print(f"train it:  python integration_training/train.py --config {config} --mode sft+rl")
+    return 0
+
+
+def run_explain(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Prints settings. Raises ConfigError for a setting that does not exist, or a config that is wrong."""
+    from rollouts.config.explain import explain_config, explain_key, explain_markdown
+    from rollouts.config.load import load_with_origins
+
+    if arguments.markdown:
+        print(explain_markdown(), end="", flush=True)
+        return 0
+    words = [word for word in (arguments.config, arguments.key) if word]
+    has_config = bool(words) and (len(words) == 2 or words[0].endswith(".toml") or Path(words[0]).is_file())
+    key = "" if has_config and len(words) == 1 else words[-1] if words else ""
+    if overrides and not has_config:
+        raise ConfigError(f"{overrides[0]}: name the config that it changes: python -m rollouts explain CONFIG KEY {overrides[0]} …")
+    values = load_with_origins(words[0], overrides)[1] if has_config else None
     try:
-        text = explain_config(arguments.table)
+        text = explain_key(key, values) if key else explain_config("", values)
     except KeyError as error:
         raise ConfigError(error.args[0]) from error
     print(text, end="", flush=True)
     return 0
+
+
+def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Prints what was found: 0 if nothing would stop the run, otherwise 2. Raises ConfigError for the config alone."""
+    import trio
+    from rich.console import Console
+
+    from rollouts.config.load import load_config
+    from rollouts.preflight.checks import look_at_run
+    from rollouts.preflight.findings import print_findings
+    from rollouts.preflight.trial import call_functions
+
+    config = load_config(arguments.config, overrides)
+    stages = arguments.mode.split("+") if arguments.mode else [stage for stage in ("sft", "rl") if getattr(config, stage) is not None]
+    if not stages:
+        raise ConfigError(f"{arguments.config}: neither [sft] nor [rl]: there is nothing to train; add one of the tables")
+    from rollouts.models.load import load_tokenizer, resolve_model  # loads torch, seconds: after what can be wrong without it
+
+    template = Path(config.model.chat_template) if config.model.chat_template else None
+    run = look_at_run(
+        config,
+        stages,
+        find_model=lambda name: resolve_model(name, seed=config.seed),
+        open_tokenizer=lambda path: load_tokenizer(path, chat_template=template),
+        base_dir=Path.cwd(),
+        check_loss=check_loss,
+    )
+    findings = run.findings
+    if arguments.call:
+        findings += trio.run(lambda: call_functions(config, stages, run.rows, base_dir=Path.cwd()))
+    return print_findings(findings, Console(width=None if sys.stdout.isatty() else 160, highlight=False))
+
+
+def check_loss(config: RLTrainingConfig) -> None:
+    """Raises ConfigError or PlugInError if there is no such loss, or it takes no such parameters."""
+    from rollouts.loops.rl_batch import make_loss_spec
+    from rollouts.losses import check_loss_params
+
+    check_loss_params(config.loss, make_loss_spec(config).params)

@@ -1,1 +1,1 @@
-"""What `--dry-run` and `check` share: config, files, rows, functions, templates, lengths. Nothing here trains or loads torch."""
+"""What `--dry-run` and `check` share: config, files, rows, functions, templates, lengths, memory. Nothing here trains or loads torch."""

@@ -1,4 +1,4 @@
-"""Findings about a run before it starts: rows, functions, the model directory, the chat template and lengths.
+"""Findings about a run before it starts: rows, functions, the model directory, the chat template, lengths, memory, and what it will compute.
 
 A check reports instead of raising, so that one look shows everything that is wrong.
 """
@@ -6,30 +6,48 @@ A check reports instead of raising, so that one look shows everything that is wr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rollouts.config.plugins import Role, load_function
-from rollouts.config.schema import RunConfig, SFTTrainingConfig
-from rollouts.data.chat import ChatTokenizer, render_prompt, tokenize_prompt
-from rollouts.data.datasets import Row, exclude_prompts, load_rows, require_prompts, unique_prompts
+from rollouts.config.schema import DataSourceConfig, RLTrainingConfig, RolloutConfig, RunConfig, SFTTrainingConfig
+from rollouts.data.chat import ChatTokenizer, TemplateOptions, compute_loss_mask, render_prompt, tokenize_conversation, tokenize_prompt
+from rollouts.data.datasets import (
+    Mixture,
+    Row,
+    SourceRows,
+    exclude_prompts,
+    read_source,
+    require_good_rows,
+    require_prompts,
+    row_to_conversation,
+    unique_prompts,
+)
+from rollouts.data.messages import parse_tools
+from rollouts.data.mixture import check_names
 from rollouts.data.sft import prepare_sft_rows
-from rollouts.errors import ModelError, RolloutsError
+from rollouts.errors import ModelError
 from rollouts.filters import FILTERS
+from rollouts.preflight.estimate import Lengths, estimate_memory, estimate_work, read_model_size
+from rollouts.preflight.findings import Finding, format_findings, has_errors, reporting
+from rollouts.preflight.functions import check_reward_settings
+
+__all__ = ["CheckedRun", "check_functions", "check_lengths", "check_run", "collect_rows", "format_findings", "has_errors", "look_at_run"]
 
 LOOKED_AT = 64  # rows that are tokenized: enough to see a template or a length that does not fit, quick for any dataset
+SHOWN_BAD_ROWS = 20
+SHOWN_CHARACTERS = 600  # of a conversation whose trained parts are shown
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at."""
+class CheckedRun:
+    """What was found, and the rows that were read on the way."""
 
-    level: Literal["ok", "warning", "error"]  # error: the run would stop at it
-    subject: str  # the setting or file
-    message: str  # what is so, with its numbers
+    findings: list[Finding]
+    rows: Mapping[str, Sequence[Row]]  # of "eval", "sft" and "rl", as far as they could be read
 
 
 def check_run(
@@ -39,40 +57,48 @@ def check_run(
     find_model: Callable[[str], Path],
     open_tokenizer: Callable[[Path], ChatTokenizer],
     base_dir: Path,
+    check_loss: Callable[[RLTrainingConfig], None] | None = None,
 ) -> list[Finding]:
-    """Everything that can be known about a run without weights: rows, functions, model directory, chat template, lengths.
+    """The findings of `look_at_run`."""
+    run = look_at_run(config, stages, find_model=find_model, open_tokenizer=open_tokenizer, base_dir=base_dir, check_loss=check_loss)
+    return run.findings
+
+
+def look_at_run(
+    config: RunConfig,
+    stages: Sequence[str],
+    *,
+    find_model: Callable[[str], Path],
+    open_tokenizer: Callable[[Path], ChatTokenizer],
+    base_dir: Path,
+    check_loss: Callable[[RLTrainingConfig], None] | None = None,
+) -> CheckedRun:
+    """Everything that can be known about a run without weights: rows, functions, model directory, chat template, lengths, memory, work.
 
     `find_model` answers model.name with a directory, `open_tokenizer` opens the tokenizer in it; both raise ModelError when they cannot.
+    `check_loss` raises ConfigError or PlugInError for a loss that cannot be used (it is asked for because losses load torch).
     Raises: never for what files and users do; those become findings of level "error".
     """
     missing = [stage for stage in stages if getattr(config, stage) is None]
-    findings = [Finding("error", stage, f"--mode has this stage but the config has no [{stage}] table") for stage in missing]
-    rows = collect_rows(config, [stage for stage in stages if stage not in missing], findings)
+    no_table = "--mode has this stage but the config has no [{}] table; add it or choose another mode"
+    findings = [Finding("error", stage, no_table.format(stage)) for stage in missing]
+    present = [stage for stage in stages if stage not in missing]
+    rows = collect_rows(config, present, findings)
     findings += check_functions(config, stages, base_dir=base_dir)
-    with _reporting(findings, "model.name"):
+    if check_loss and config.rl and "rl" in stages:
+        with reporting(findings, "rl.loss"):
+            check_loss(config.rl)
+    with reporting(findings, "model.chat_template"):
+        if config.model.chat_template and not Path(config.model.chat_template).is_file():
+            raise ModelError(f"there is no file {config.model.chat_template}; name a Jinja file, or leave it out to use the tokenizer's own")
+    with reporting(findings, "model.name"):
         model_dir = find_model(config.model.name)
         tokenizer = open_tokenizer(model_dir)
         findings.append(Finding("ok", "model.name", str(model_dir)))
-        findings += check_lengths(config, rows, tokenizer, context_length=read_context_length(model_dir))
-    return findings
-
-
-def has_errors(findings: Iterable[Finding]) -> bool:
-    """Whether the run would stop."""
-    return any(finding.level == "error" for finding in findings)
-
-
-def format_findings(findings: Iterable[Finding]) -> str:
-    """One line per finding: level, subject, message."""
-    return "".join(f"{finding.level:<8} {finding.subject}: {finding.message}\n" for finding in findings)
-
-
-@contextmanager
-def _reporting(findings: list[Finding], subject: str) -> Iterator[None]:
-    try:
-        yield
-    except RolloutsError as error:
-        findings.append(Finding("error", subject, str(error).removeprefix(f"{subject}: ")))
+        lengths = check_lengths(config, present, rows, tokenizer, context_length=read_context_length(model_dir), findings=findings)
+        findings += estimate_memory(config, present, lengths, read_model_size(model_dir))
+    findings += estimate_work(config, present, {name: len(found) for name, found in rows.items()})
+    return CheckedRun(findings, rows)
 
 
 # --- rows --------------------------------------------------------------------------------------------------------------------
@@ -82,27 +108,60 @@ def collect_rows(config: RunConfig, stages: Sequence[str], findings: list[Findin
     """The rows of "eval" and of each stage that could be read, held-out prompts left out; what was found is appended to `findings`."""
     rows: dict[str, list[Row]] = {}
     for stage in (*(["eval"] if config.eval else []), *stages):
-        section = getattr(config, stage)
-        with _reporting(findings, f"{stage}.data"):
-            found = load_rows(section.data[0], name=f"{stage}.data")
+        with reporting(findings, f"{stage}.data"):
+            sources = _read_sources(getattr(config, stage).data, f"{stage}.data", findings)
+            found = [row for source in sources for row in source.rows if row is not None]
+            if not found and any(finding.level == "error" and finding.subject.startswith(f"{stage}.data") for finding in findings):
+                continue  # that there is no row follows from what was said
             if stage != "sft":
                 require_prompts(found, name=f"{stage}.data")
             rows[stage], removed = _without_held_out(stage, found, rows.get("eval", []))
-            findings.append(_describe_rows(stage, len(rows[stage]), removed))
+            findings.append(_describe_rows(stage, len(rows[stage]), removed, sources))
     return rows
+
+
+def _read_sources(sources: Sequence[DataSourceConfig], name: str, findings: list[Finding]) -> list[SourceRows]:
+    """Every source that can be read, its malformed rows listed in a finding. Raises DataError for names that cannot be told apart."""
+    names = [source.name or f"source-{index}" for index, source in enumerate(sources)]
+    check_names(names, name=name)
+    found: list[SourceRows] = []
+    for index, source in enumerate(sources):
+        key = f"{name}.{index}" if len(sources) > 1 else name
+        with reporting(findings, key):
+            rows = read_source(source, name=key)
+            found.append(replace(rows, name=names[index]))
+            findings += _describe_bad_rows(rows, source, key)
+    Mixture(tuple(found)).check_fields(name=name)
+    return found
+
+
+def _describe_bad_rows(rows: SourceRows, source: DataSourceConfig, key: str) -> list[Finding]:
+    if not rows.bad:
+        return []
+    found: list[Finding] = []
+    with reporting(found, key):
+        require_good_rows(rows, max_bad_fraction=source.max_bad_fraction, name=key)
+    rule = f"more than max_bad_fraction={source.max_bad_fraction:g} allows; mend them" if found else "they are skipped"
+    lines = [f"{len(rows.bad)} of {len(rows.rows)} rows are malformed, {rule}:", *(f"{bad}" for bad in rows.bad[:SHOWN_BAD_ROWS])]
+    more = len(rows.bad) - SHOWN_BAD_ROWS
+    return [Finding("error" if found else "warning", key, "\n".join([*lines, *([f"and {more} more"] if more > 0 else [])]))]
 
 
 def _without_held_out(stage: str, found: list[Row], held_out: list[Row]) -> tuple[list[Row], int]:
     if stage != "eval":
-        return exclude_prompts(found, held_out)
-    kept = unique_prompts(found)
-    return kept, len(found) - len(kept)
+        kept = exclude_prompts(found, held_out)
+        return kept.rows, kept.removed_count
+    unique = unique_prompts(found)
+    return unique, len(found) - len(unique)
 
 
-def _describe_rows(stage: str, count: int, removed: int) -> Finding:
+def _describe_rows(stage: str, count: int, removed: int, sources: Sequence[SourceRows]) -> Finding:
     why = "asked twice" if stage == "eval" else "held out by eval.data"
     left_out = f", {removed} left out because they are {why}" if removed else ""
-    return Finding("ok" if count else "error", f"{stage}.data", f"{count} rows{left_out}")
+    total = sum(source.weight for source in sources)
+    shares = ", ".join(f"{source.name} {source.good_count} rows ({source.weight / total:.0%} of the draws)" for source in sources)
+    mixture = f": {shares}" if len(sources) > 1 else ""
+    return Finding("ok" if count else "error", f"{stage}.data", f"{count} rows{left_out}{mixture}")
 
 
 # --- functions ---------------------------------------------------------------------------------------------------------------
@@ -110,26 +169,38 @@ def _describe_rows(stage: str, count: int, removed: int) -> Finding:
 
 def check_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) -> list[Finding]:
     """One finding per function that the config names: it imports and takes what its role passes."""
-    rollout = config.rl.rollout if config.rl else None
-    named: list[tuple[str, Role, str]] = []
+    rl = config.rl
+    rollout = rl.rollout if rl else RolloutConfig()
     findings: list[Finding] = []
-    if rollout and config.rl:
-        named.append(("rl.rollout.generate", "generate", rollout.generate))
-        named.append(("rl.rollout.reward", "reward", rollout.reward))
-        named.extend(("rl.rollout.filters", "filter", name) for name in rollout.filters if name not in FILTERS)
-        named.append(("rl.loss", "loss", config.rl.loss if ":" in config.rl.loss else ""))
-        if "rl" in stages and not rollout.reward:
-            findings.append(Finding("error", "rl.rollout.reward", "empty; name a function as module:function or file.py:function"))
-    if config.eval:
-        named.append(("eval.reward", "reward", config.eval.reward))
-        if not config.eval.reward and not (rollout and rollout.reward):
-            findings.append(Finding("error", "eval.reward", "empty, and there is no rl.rollout.reward to fall back on; name a function"))
-    for key, role, name in named:
-        with _reporting(findings, key):
-            if name:
-                load_function(name, role=role, base_dir=base_dir)
-                findings.append(Finding("ok", key, name))
+    with reporting(findings, "rl.rollout.reward"):
+        check_reward_settings(rollout, needed="rl" in stages and rl is not None)
+    if config.eval and not config.eval.reward and not rollout.reward:
+        findings.append(Finding("error", "eval.reward", "empty, and there is no rl.rollout.reward to fall back on; name a function of one sample"))
+    for key, role, name in named_functions(config):
+        with reporting(findings, key):
+            load_function(name, role=role, base_dir=base_dir, built_in=FILTERS if role == "filter" else None)
+            findings.append(Finding("ok", key, name))
     return findings
+
+
+def named_functions(config: RunConfig) -> list[tuple[str, Role, str]]:
+    """(setting, role, name) of every function that the config names."""
+    found: list[tuple[str, Role, str]] = []
+    if config.rl:
+        rollout = config.rl.rollout
+        found.append(("rl.rollout.generate", "generate", rollout.generate))
+        found.append(("rl.rollout.reward", "reward", rollout.reward))
+        found.append(("rl.rollout.group_reward", "group_reward", rollout.group_reward))
+        found.append(("rl.rollout.reward_combine", "reward_combine", rollout.reward_combine))
+        found.extend(("rl.rollout.filters", "filter", name) for name in rollout.filters)
+        found.append(("rl.curriculum", "curriculum", config.rl.curriculum))
+        found.append(("rl.loss", "loss", config.rl.loss if ":" in config.rl.loss else ""))
+    if config.eval:
+        found.append(("eval.reward", "reward", config.eval.reward))
+    for stage in ("sft", "rl", "eval"):
+        section = getattr(config, stage)
+        found.extend((f"{stage}.data.function", "rows", source.function) for source in (section.data if section else ()))
+    return [(key, role, name) for key, role, name in found if name]
 
 
 # --- the model's side --------------------------------------------------------------------------------------------------------
@@ -149,55 +220,100 @@ def read_context_length(model_dir: Path) -> int | None:
 
 
 def check_lengths(
-    config: RunConfig, rows: Mapping[str, Sequence[Row]], tokenizer: ChatTokenizer, *, context_length: int | None
-) -> list[Finding]:
-    """Whether the chat template takes the rows and the longest of them fit the context.
+    config: RunConfig,
+    stages: Sequence[str],
+    rows: Mapping[str, Sequence[Row]],
+    tokenizer: ChatTokenizer,
+    *,
+    context_length: int | None,
+    findings: list[Finding],
+) -> Lengths:
+    """The longest prompt and conversation in tokens; whether the chat template takes the rows and they fit is appended to `findings`.
 
     Looks at the LOOKED_AT rows with the most characters; one with fewer characters but more tokens can escape.
     """
-    findings: list[Finding] = []
-    if config.rl and rows.get("rl"):
-        with _reporting(findings, "rl.data"):
-            findings += _check_prompts("rl", rows["rl"], tokenizer, config.rl.rollout.max_new_tokens, context_length)
+    options = TemplateOptions(config.model.template_params)
+    longest_prompt = longest_conversation = 0
+    if config.rl and "rl" in stages and rows.get("rl"):
+        with reporting(findings, "rl.data"):
+            longest_prompt = _check_prompts("rl", rows["rl"], tokenizer, config.rl.rollout.max_new_tokens, context_length, options, findings)
     if config.eval and rows.get("eval"):
-        with _reporting(findings, "eval.data"):
-            findings += _check_prompts("eval", rows["eval"], tokenizer, config.eval.max_new_tokens, context_length)
-    if config.sft and rows.get("sft"):
-        with _reporting(findings, "sft.data"):
-            findings += _check_conversations(config.sft, rows["sft"], tokenizer, context_length)
-    return findings
+        with reporting(findings, "eval.data"):
+            held_out = _check_prompts("eval", rows["eval"], tokenizer, config.eval.max_new_tokens, context_length, options, findings)
+            longest_prompt = max(longest_prompt, held_out)
+    if config.sft and "sft" in stages and rows.get("sft"):
+        with reporting(findings, "sft.data"):
+            options = replace(options, thinking=config.sft.thinking)
+            longest_conversation = _check_conversations(config.sft, rows["sft"], tokenizer, context_length, options, findings)
+    return Lengths(longest_prompt, longest_conversation)
 
 
 def _check_prompts(
-    stage: str, rows: Sequence[Row], tokenizer: ChatTokenizer, max_new_tokens: int, context_length: int | None
-) -> list[Finding]:
-    first = render_prompt(rows[0]["prompt"], tokenizer)
-    prompts = sorted((row["prompt"] for row in rows), key=_count_characters, reverse=True)[:LOOKED_AT]
-    longest = max(len(tokenize_prompt(prompt, tokenizer)) for prompt in prompts)
+    stage: str,
+    rows: Sequence[Row],
+    tokenizer: ChatTokenizer,
+    max_new_tokens: int,
+    context_length: int | None,
+    options: TemplateOptions,
+    findings: list[Finding],
+) -> int:
+    first = render_prompt(rows[0]["prompt"], tokenizer, options=options, tools=_tools_of(rows[0]))
+    findings.append(Finding("ok", f"{stage}.data", f"the first prompt reads {first!r}"))
+    looked_at = sorted(rows, key=lambda row: _count_characters(row["prompt"]), reverse=True)[:LOOKED_AT]
+    longest = max(len(tokenize_prompt(row["prompt"], tokenizer, options=options, tools=_tools_of(row))) for row in looked_at)
     needed = longest + max_new_tokens
     key = "rl.rollout.max_new_tokens" if stage == "rl" else "eval.max_new_tokens"
     total = f"the longest prompt has {longest} tokens, with max_new_tokens={max_new_tokens} that is {needed}"
     fits = context_length is None or needed <= context_length
     limit = "" if context_length is None else f" of {context_length}" if fits else f", more than the context of {context_length}; lower it"
-    return [Finding("ok", f"{stage}.data", f"the first prompt reads {first!r}"), Finding("ok" if fits else "error", key, total + limit)]
+    findings.append(Finding("ok" if fits else "error", key, total + limit))
+    return longest
 
 
-def _count_characters(prompt: str | Sequence[Mapping[str, str]]) -> int:
-    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+def _tools_of(row: Row) -> list[dict[str, Any]] | None:
+    return parse_tools(row.get("tools"), where="tools")
 
 
-def _check_conversations(config: SFTTrainingConfig, rows: Sequence[Row], tokenizer: ChatTokenizer, context_length: int | None) -> list[Finding]:
+def _count_characters(prompt: str | Sequence[Mapping[str, Any]]) -> int:
+    return len(prompt) if isinstance(prompt, str) else sum(len(str(message)) for message in prompt)
+
+
+def _check_conversations(
+    config: SFTTrainingConfig,
+    rows: Sequence[Row],
+    tokenizer: ChatTokenizer,
+    context_length: int | None,
+    options: TemplateOptions,
+    findings: list[Finding],
+) -> int:
+    findings.append(Finding("ok", "sft.data", f"of the first conversation this trains: {_mark_trained(rows[0], tokenizer, config, options)}"))
     longest = sorted(rows, key=_count_row_characters, reverse=True)[:LOOKED_AT]
-    prepared = prepare_sft_rows(longest, tokenizer, max_length=config.max_length, train_on=config.train_on)
+    prepared = prepare_sft_rows(longest, tokenizer, max_length=config.max_length, train_on=config.train_on, options=options)
     tokens = max(len(sample.token_ids) for sample in prepared.samples)
-    findings = [Finding("ok", "sft.data", f"the longest conversation trains {tokens} tokens of max_length={config.max_length}")]
+    findings.append(Finding("ok", "sft.data", f"the longest conversation trains {tokens} tokens of max_length={config.max_length}"))
     dropped = sum(prepared.dropped.values())
     if prepared.truncated or dropped:
         counts = f"of the {len(longest)} longest rows {prepared.truncated} are cut and {dropped} dropped; raise it if they matter"
         findings.append(Finding("warning", "sft.max_length", counts))
     if context_length is not None and tokens > context_length:
         findings.append(Finding("error", "sft.max_length", f"a row trains {tokens} tokens, more than the context of {context_length}; lower it"))
-    return findings
+    return tokens
+
+
+def _mark_trained(row: Row, tokenizer: ChatTokenizer, config: SFTTrainingConfig, options: TemplateOptions) -> str:
+    """The conversation as the model reads it, what trains within ⟦ ⟧; cut in the middle when it is long."""
+    messages = row_to_conversation(row, where="row 0")
+    conversation = tokenize_conversation(messages, tokenizer, train_on=config.train_on, options=options, tools=_tools_of(row))
+    mask = compute_loss_mask(conversation, config.train_on)
+    decode: Any = getattr(tokenizer, "decode", None)
+    counts = f"{int(mask.sum())} of {len(mask)} tokens"
+    if decode is None:
+        return counts
+    edges = [0, *(at for at in range(1, len(mask)) if mask[at] != mask[at - 1]), len(mask)]
+    pieces = [(decode(conversation.token_ids[begin:end].tolist()), bool(mask[begin])) for begin, end in pairwise(edges)]
+    text = repr("".join(f"⟦{piece}⟧" if trains else piece for piece, trains in pieces))
+    half = SHOWN_CHARACTERS // 2
+    return f"{counts}, within ⟦ ⟧: " + (text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}")
 
 
 def _count_row_characters(row: Row) -> int:

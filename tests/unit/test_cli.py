@@ -14,6 +14,15 @@ from rollouts.cli import main
 from rollouts.errors import EngineError
 
 
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    text = 'model = { name = "./no-model" }\n[rl]\nsteps = 3\ndata = { kind = "jsonl", path = "rows.jsonl" }\n'
+    path.write_text(text + 'rollout = { reward = "r.py:score" }\n')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    return path
+
+
 def write_small_run(root: Path) -> Path:
     root.mkdir()
     head = {"schema": 1, "stage": "rl", "policy_version": 0, "attempt": 1, "time_unix": 1.0}
@@ -49,19 +58,76 @@ def test_a_directory_that_is_no_run_exits_2_with_one_line(tmp_path: Path, capsys
     assert err.count("\n") == 1
 
 
-def test_config_explains_the_settings_of_a_table(capsys: pytest.CaptureFixture[str]):
-    assert main(["config", "rl.rollout"]) == 0
+def test_explain_prints_every_setting(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain"]) == 0
+    out = capsys.readouterr().out
+    assert "rl.rollout.temperature" in out
+    assert "[[sft.data]]" in out
+
+
+def test_explain_prints_the_settings_of_a_table(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", "rl.rollout"]) == 0
     out = capsys.readouterr().out
     assert "rl.rollout.temperature" in out
     assert "sft." not in out
 
 
-def test_an_unknown_table_exits_2(capsys: pytest.CaptureFixture[str]):
-    assert main(["config", "rl.rolout"]) == 2
-    assert capsys.readouterr().err.startswith("ConfigError: ")
+def test_explain_tells_where_a_value_comes_from(config: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", str(config), "rl.steps"]) == 0
+    assert f"value     3  ({config}:3)" in capsys.readouterr().out
+    assert main(["explain", str(config), "rl.steps", "--rl.steps", "5"]) == 0
+    assert "value     5  (--rl.steps)" in capsys.readouterr().out
+    assert main(["explain", str(config), "rl.clip_low"]) == 0
+    assert "value     0.2  (default)" in capsys.readouterr().out
+    assert main(["explain", str(config)]) == 0
+    assert f"training steps of the stage  (a whole number, at least 1; {config}:3)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("argv", [[], ["unknown"], ["inspect"], ["inspect", "x", "--nonsense"]])
+def test_explain_writes_the_page_of_settings(capsys: pytest.CaptureFixture[str]):
+    assert main(["explain", "--markdown"]) == 0
+    assert capsys.readouterr().out == (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("argv", "wanted"),
+    [
+        (["explain", "rl.rolout"], "did you mean rollout?"),
+        (["explain", "num_generations"], "did you mean rl.rollout.samples_per_prompt?"),
+        (["explain", "CONFIG", "rl.stps"], "did you mean steps?"),
+        (["explain", "gone.toml", "rl.steps"], "there is no such file"),
+        (["explain", "rl.steps", "--rl.steps", "5"], "name the config that it changes"),
+        (["explain", "CONFIG", "rl.steps", "--rl.stps", "5"], "did you mean steps?"),
+        (["check", "CONFIG", "--rl.stps", "5"], "did you mean steps?"),
+        (["check", "gone.toml"], "there is no such file"),
+        (["check", "EMPTY"], "there is nothing to train"),
+    ],
+)
+def test_a_wrong_name_is_one_message_with_the_way_out(config: Path, argv: list[str], wanted: str, capsys: pytest.CaptureFixture[str]):
+    (config.parent / "empty.toml").write_text("")
+    words = {"CONFIG": str(config), "EMPTY": str(config.parent / "empty.toml")}
+    assert main([words.get(word, word) for word in argv]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("ConfigError: ")
+    assert wanted in err
+
+
+def test_check_lists_what_is_wrong_and_exits_2(config: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["check", str(config), "--mode", "sft+rl"]) == 2
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert any(line.startswith("error sft: --mode has this stage") for line in lines)
+    assert any(line.startswith(f"error rl.rollout.reward: reward='{config.parent}/r.py:score': there is no file") for line in lines)
+    assert any(line.startswith("error model.name: model.name=") for line in lines)
+    assert lines[-1].endswith("things would stop this run; nothing was trained")
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]):
+    assert main([]) == 2
+    err = capsys.readouterr().err
+    assert "usage: rollouts" in err
+    assert all(command in err for command in ("init", "explain", "check", "inspect"))
+
+
+@pytest.mark.parametrize("argv", [["unknown"], ["inspect"], ["check"], ["inspect", "x", "--nonsense"], ["init", "x", "--seed", "1"]])
 def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stopped:
         main(argv)
@@ -70,11 +136,11 @@ def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]
 
 
 def test_other_known_errors_exit_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def fail(_table: str) -> str:
+    def fail(*_: object) -> str:
         raise EngineError("it broke")
 
     monkeypatch.setattr("rollouts.config.explain.explain_config", fail)
-    assert main(["config"]) == 1
+    assert main(["explain"]) == 1
     assert capsys.readouterr().err == "EngineError: it broke\n"
 
 
@@ -86,7 +152,7 @@ def test_the_module_is_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert capsys.readouterr().out == f"rollouts {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [["inspect", "RUN"], ["config"]])
+@pytest.mark.parametrize("arguments", [["inspect", "RUN"], ["explain"]])
 def test_a_reader_that_leaves_early_gets_no_traceback(tmp_path: Path, arguments: list[str]):
     run = write_small_run(tmp_path / "run")
     read_end, write_end = os.pipe()

@@ -6,11 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import trio
+from rich.console import Console
+from safetensors.numpy import save_file
 
-from rollouts.config.load import load_config
-from rollouts.errors import ModelError
-from rollouts.preflight.checks import Finding, check_run, format_findings, has_errors, read_context_length
+from rollouts.config.load import FUNCTIONS, load_config
+from rollouts.errors import ConfigError, ModelError
+from rollouts.preflight.checks import check_run, look_at_run, read_context_length
+from rollouts.preflight.estimate import Lengths, ModelSize, count_parameters, estimate_memory, read_model_size
+from rollouts.preflight.findings import Finding, format_findings, has_errors, print_findings
+from rollouts.preflight.trial import call_functions, make_trial_samples
 from tests.unit.chat_tokenizers import byte_tokenizer
 
 RL = """
@@ -81,7 +88,26 @@ def test_a_good_run_has_findings_and_no_error(house):
         ("ok", "rl.rollout.max_new_tokens", "the longest prompt has 22 tokens, with max_new_tokens=10 that is 32 of 40"),
         ("ok", "eval.data", "the first prompt reads '<|im_start|>user\\nheld<|im_end|>\\n<|im_start|>assistant\\n'"),
         ("ok", "eval.max_new_tokens", "the longest prompt has 23 tokens, with max_new_tokens=10 that is 33 of 40"),
+        (
+            "ok",
+            "sft.data",
+            ("of the first conversation this trains: 3 of 24 tokens, within ⟦ ⟧: "
+            "'<|im_start|>user\\nq<|im_end|>\\n<|im_start|>assistant\\n⟦ab<|im_end|>⟧\\n'"),
+        ),
         ("ok", "sft.data", "the longest conversation trains 24 tokens of max_length=40"),
+        ("ok", "memory", "not estimated: config.json or the weight files do not say how large the model is"),
+        (
+            "ok",
+            "sft: work",
+            "1 optimizer steps of 16 conversations, 16 times through the rows; at most 640 tokens and 1 or more micro-batches a step at that length",
+        ),
+        (
+            "ok",
+            "rl: work",
+            ("1 steps of 8 prompts x 8 samples = 64, 4 times through the rows or more; at most 640 tokens sampled, "
+            "1 or more micro-batches at that length a step; 1 optimizer steps and 1 updates of the engine in all"),
+        ),
+        ("ok", "eval: work", "3 evaluations of 1 prompts x 1 samples, at most 10 tokens each"),
     ]
 
 
@@ -93,6 +119,7 @@ def test_everything_that_is_wrong_is_found_at_one_look(house):
     assert [line.partition(":")[0] for line in found] == ["sft", "eval.data", "rl.data", "rl.rollout.reward", "rl.rollout.filters"]
     assert "no [sft] table" in found[0]
     assert "no such file" in found[1]
+    assert found[2].startswith("rl.data: 1 of 1 rows are malformed")
     assert "rl.jsonl:1: not JSON" in found[2]
     assert "takes (sample, engine)" in found[3]
     assert "has no kep" in found[4]
@@ -108,10 +135,10 @@ def test_a_missing_model_is_an_error_after_the_other_findings(house):
 
 def test_a_missing_reward_is_an_error(house):
     no_reward = RL.replace('reward = "r.py:score"\n', "")
-    assert errors(look(house, no_reward + EVAL)) == [
-        "rl.rollout.reward: empty; name a function as module:function or file.py:function",
-        "eval.reward: empty, and there is no rl.rollout.reward to fall back on; name a function",
-    ]
+    reward, evaluation = errors(look(house, no_reward + EVAL))
+    assert "rl.rollout.reward" in reward
+    assert "empty; name a function as module:function or file.py:function" in reward
+    assert evaluation == "eval.reward: empty, and there is no rl.rollout.reward to fall back on; name a function of one sample"
     assert errors(look(house, SFT + EVAL.replace("max_new", 'reward = "r.py:score"\nmax_new'), ("sft",))) == []
 
 
@@ -159,9 +186,217 @@ def test_conversations_longer_than_the_context_are_an_error(house):
 
 
 def test_a_chat_template_that_cannot_train_is_an_error(house):
-    assert errors(look(house, SFT, ("sft",), byte_tokenizer(None)))[0].startswith("sft.data: row 0: the tokenizer has no chat template")
+    assert errors(look(house, SFT, ("sft",), byte_tokenizer(None)))[0].startswith("sft.data: the tokenizer has no chat template")
 
 
 def test_findings_print_one_a_line():
     findings = [Finding("ok", "a.b", "fine"), Finding("error", "c", "not so")]
     assert format_findings(findings) == "ok       a.b: fine\nerror    c: not so\n"
+
+
+def test_further_lines_of_a_finding_are_indented():
+    assert format_findings([Finding("error", "c", "two:\nlines")]) == "error    c: two:\n         lines\n"
+
+
+@pytest.mark.parametrize(("levels", "code", "verdict"), [
+    (["ok"], 0, "nothing stands in the way of this run; nothing was trained"),
+    (["ok", "warning"], 0, "nothing stands in the way of this run (1 warning); nothing was trained"),
+    (["error", "error", "warning"], 2, "2 things would stop this run (1 warning); nothing was trained"),
+])  # fmt: skip
+def test_the_verdict_comes_last_and_is_the_exit_code(levels, code, verdict, capsys):
+    assert print_findings([Finding(level, "a", "b [c]") for level in levels], Console()) == code
+    assert capsys.readouterr().out.splitlines() == [*(f"{level:<8} a: b [c]" for level in levels), verdict]
+
+
+def test_a_terminal_gets_colour(capsys):
+    print_findings([Finding("error", "a", "b")], Console(force_terminal=True, color_system="standard"))
+    assert "\x1b[" in capsys.readouterr().out
+
+
+# --- rows --------------------------------------------------------------------------------------------------------------------
+
+
+def test_malformed_rows_are_listed_by_line_and_field(house):
+    good = [json.dumps({"prompt": f"p{number}"}) for number in range(75)]
+    (house / "rl.jsonl").write_text("\n".join([*good, *('{"prompt": 3}' for _ in range(25))]), encoding="utf-8")
+    (message,) = errors(look(house, RL))
+    lines = message.splitlines()
+    assert lines[0] == "rl.data: 25 of 100 rows are malformed, more than max_bad_fraction=0.01 allows; mend them:"
+    assert lines[1].startswith(f"{house}/rl.jsonl:76: prompt is of type int")
+    assert len(lines) == 22
+    assert lines[-1] == "and 5 more"
+    allowed = RL.replace('path = "rl.jsonl"', 'path = "rl.jsonl", max_bad_fraction = 0.25')
+    findings = look(house, allowed)
+    assert errors(findings) == []
+    (warning,) = [finding for finding in findings if finding.level == "warning"]
+    assert warning.message.startswith("25 of 100 rows are malformed, they are skipped:")
+
+
+def test_the_sources_of_a_mixture_are_listed_with_their_shares(house):
+    write_rows(house / "more.jsonl", {"prompt": "x"}, {"prompt": "y"})
+    text = RL.replace('data = { kind = "jsonl", path = "rl.jsonl" }\n', "")
+    text += '[[rl.data]]\nkind = "jsonl"\npath = "rl.jsonl"\nname = "old"\n[[rl.data]]\nkind = "jsonl"\npath = "more.jsonl"\nweight = 3.0\n'
+    findings = look(house, text)
+    assert errors(findings) == []
+    (rows,) = [finding.message for finding in findings if "of the draws" in finding.message]
+    assert rows == "5 rows: old 3 rows (25% of the draws), source-1 2 rows (75% of the draws)"
+    (house / "more.jsonl").unlink()
+    (problem,) = errors(look(house, text))
+    assert problem.startswith("rl.data.1")
+
+
+# --- functions ---------------------------------------------------------------------------------------------------------------
+
+EVERY_FUNCTION = """
+[sft]
+steps = 1
+data = { kind = "python", function = "r.py:rows", size = 1 }
+[rl]
+steps = 1
+data = { kind = "python", function = "r.py:rows", size = 1 }
+curriculum = "r.py:curriculum"
+loss = "r.py:loss"
+rollout = { reward = "r.py:score", generate = "r.py:generate", reward_combine = "r.py:combine", group_reward = "r.py:group", filters = ["r.py:keep"] }
+[eval]
+data = { kind = "python", function = "r.py:rows", size = 1 }
+reward = "r.py:score"
+"""
+FUNCTIONS_FILE = """
+def rows(size, seed):
+    return [{"prompt": "p"}]
+def curriculum(step, statistics): ...
+def loss(inputs): ...
+def score(sample): ...
+def generate(sample, engine, sampling): ...
+def combine(parts): ...
+def group(samples): ...
+def keep(group): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("key", "wrong", "wanted"),
+    [(key, wrong, wanted) for key in FUNCTIONS for wrong, wanted in [
+        ("gone.py:{}", "there is no file"),
+        ("rr.py:{}", "did you mean r.py?"),
+        ("no_such_module_here:{}", "there is no module no_such_module_here"),
+        ("r.py:{}x", "did you mean {}?"),
+        ("r.py:number", "it must be a function"),
+        ("r.py:nothing", "is called with"),
+    ] if (key, wrong) != ("rl.loss", "r.py:nothing")],  # a loss is called by the backend, which checks it
+)  # fmt: skip
+def test_every_function_that_is_missing_or_wrong_is_found_before_a_model(house, key, wrong, wanted):
+    (house / "r.py").write_text(FUNCTIONS_FILE + "number = 3\ndef nothing(*, needed): ...\n", encoding="utf-8")
+    (house / "run.toml").write_text(EVERY_FUNCTION, encoding="utf-8")
+    name = {"rl.rollout.group_reward": "group", "rl.rollout.reward_combine": "combine", "rl.rollout.filters": "keep"}.get(key, key.rpartition(".")[2])
+    name = {"function": "rows", "reward": "score"}.get(name, name)
+    value = wrong.format(name)
+    value = str(house / value) if value.startswith(("r", "g")) else value
+    flag = f'["{value}"]' if key.endswith("filters") else value
+    config = load_config(house / "run.toml", ["--model.name", str(house / "model"), f"--{key}", flag])
+    findings = check_run(config, ("sft", "rl"), find_model=refuse_model, open_tokenizer=lambda path: byte_tokenizer(), base_dir=house)
+    assert any(wanted.format(name) in finding.message for finding in findings if finding.level == "error" and finding.subject == key), findings
+
+
+def refuse_model(name: str) -> Path:
+    raise ModelError("no model was asked for")
+
+
+def test_a_filter_that_is_misspelt_gets_the_nearest_name(house):
+    (message,) = errors(look(house, RL + 'filters = ["check_reward_nonzero_sdt"]\n'))
+    assert "did you mean check_reward_nonzero_std?" in message
+
+
+def test_a_loss_that_cannot_be_used_is_an_error(house):
+    def check_loss(config: Any) -> None:
+        raise ConfigError(f"loss={config.loss!r} is not known")
+
+    (house / "run.toml").write_text(RL, encoding="utf-8")
+    config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
+    found = check_run(config, ("rl",), find_model=find_model, open_tokenizer=lambda path: byte_tokenizer(), base_dir=house, check_loss=check_loss)
+    assert errors(found) == ["rl.loss: loss='ppo_clip' is not known"]
+
+
+def test_a_chat_template_that_is_missing_is_an_error(house):
+    text = 'model = { chat_template = "gone.jinja" }\n' + RL
+    assert errors(look(house, text)) == [
+        f"model.chat_template: there is no file {house}/gone.jinja; name a Jinja file, or leave it out to use the tokenizer's own"
+    ]
+
+
+# --- a trial call ------------------------------------------------------------------------------------------------------------
+
+SCORE = "async def score(sample):\n    return float(sample.response == sample.metadata['answer'])\n"
+
+
+def call(house: Path, text: str, stages: tuple[str, ...] = ("rl",)) -> list[Finding]:
+    (house / "run.toml").write_text(text, encoding="utf-8")
+    config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
+    run = look_at_run(config, stages, find_model=find_model, open_tokenizer=lambda path: byte_tokenizer(), base_dir=house)
+    return trio.run(lambda: call_functions(config, stages, run.rows, base_dir=house))
+
+
+def test_a_trial_sample_answers_as_the_row_does():
+    right, wrong = make_trial_samples({"prompt": "1+1", "answer": 2, "level": 3})
+    assert (right.response, right.metadata["level"], right.prompt) == ("2", 3, "1+1")
+    assert wrong.response not in ("", "2")
+
+
+def test_functions_are_called_once_and_their_answers_shown(house):
+    write_rows(house / "rl.jsonl", {"prompt": "a", "answer": "b"})
+    (house / "r.py").write_text(SCORE + "async def keep(group):\n    return group.rewards.max() > 1\n", encoding="utf-8")
+    assert call(house, RL + 'filters = ["r.py:keep"]\n') == [
+        Finding("ok", "rl.rollout.reward", "called with the response 'b' and the response '(a made-up response)': 1, 0"),
+        Finding("ok", "rl.rollout.filters", "keep drops (keep) a group of these two"),
+    ]
+
+
+def test_a_function_that_raises_is_an_error_of_its_setting(house):
+    (house / "r.py").write_text("async def score(sample):\n    return sample.metadata['answer']\n", encoding="utf-8")
+    (finding,) = call(house, RL)
+    assert (finding.level, finding.subject) == ("error", "rl.rollout.reward")
+    assert "KeyError: 'answer'" in finding.message
+
+
+def test_the_reward_of_the_evaluation_and_the_curriculum_are_called_too(house):
+    write_rows(house / "rl.jsonl", {"prompt": "a", "answer": "b"})
+    write_rows(house / "eval.jsonl", {"prompt": "held", "answer": "c"})
+    curriculum = "def curriculum(step, statistics):\n    return {name: step / 2 for name in statistics}\n"
+    (house / "r.py").write_text(SCORE + curriculum, encoding="utf-8")
+    text = RL.replace("steps = 1", 'steps = 1\ncurriculum = "r.py:curriculum"') + EVAL.replace("max_new", 'reward = "r.py:score"\nmax_new')
+    assert [(finding.level, finding.subject, finding.message) for finding in call(house, text)][1:] == [
+        ("ok", "eval.reward", "called with the response 'c': 1"),
+        ("ok", "rl.curriculum", "step 1: source-0 0.5"),
+    ]
+
+
+# --- estimates ---------------------------------------------------------------------------------------------------------------
+
+
+def test_the_size_of_a_model_is_read_without_its_weights(tmp_path):
+    save_file({"a": np.zeros((3, 4), np.float32), "b": np.zeros(5, np.float32)}, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = {"hidden_size": 8, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 16, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    assert read_model_size(tmp_path) == ModelSize(parameters=17, layers=2, hidden=8, inner=16, query=8, key_value=4)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert read_model_size(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ModelError, match="is no safetensors file"):
+        count_parameters(tmp_path / "model.safetensors")
+
+
+def test_memory_is_the_sum_of_its_parts(house, monkeypatch):
+    text = RL.replace("[rl.rollout]", "kl_coef = 0.1\n[rl.rollout]\nnum_prompts = 1\nsamples_per_prompt = 2")
+    (house / "run.toml").write_text(text, encoding="utf-8")
+    config = load_config(house / "run.toml", ["--output.dir", str(house / "run"), "--output.checkpoint_every", "1"])
+    size = ModelSize(parameters=2**20, layers=2, hidden=32, inner=64, query=32, key_value=16)
+    monkeypatch.setattr("rollouts.preflight.estimate.read_free_memory", lambda: 2**20)
+    memory, disk = estimate_memory(config, ["rl"], Lengths(prompt=6, conversation=0), size)
+    # weights, gradients and the reference 4 MiB each, AdamW 8; keys and values 8*2*16*2*16 bytes = 8 KiB;
+    # a token 4*6*32 + 2 * 4*(6*32 + 3*32 + 4*16 + 4*64) bytes = 5.5 KiB, of which there are 2*16
+    assert "about 20.2 MiB at most, an estimate: 4 MiB weights 4 x 1.049M, 4 MiB gradients as much, 8 MiB AdamW twice that" in memory.message
+    assert "0.00781 MiB keys and values 8 x 2 rows x 16 tokens x 2 layers x 16" in memory.message
+    assert "0.172 MiB activations 32 tokens x 6 KiB" in memory.message or "0.172 MiB activations 32 tokens x 5 KiB" in memory.message
+    assert memory.level == "warning"
+    assert memory.message.endswith("1 MiB are free: lower micro_batch_tokens or engine.max_rows, or set model.gradient_checkpointing")
+    assert disk.message.startswith("1 written, 1 kept, 12 MiB each (weights and AdamW's moments), 24 MiB at most;")
