@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.util
 import io
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,19 @@ MAGIC = b"GGUF"
 GGUF_FORMAT = 1  # in the directory's name; raise it when what convert_gguf writes changes
 DIGEST_LENGTH = 16  # hexadecimal digits: 64 bits, enough to tell the files of one cache apart
 # what transformers and gguf raise on files that are damaged or of a kind they do not know
-CONVERSION_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RuntimeError, ImportError, EOFError)
+CONVERSION_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    ImportError,
+    EOFError,
+    struct.error,
+)
 
 
 def make_gguf_model(gguf_file: Path, cache: Path) -> Path:

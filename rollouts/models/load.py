@@ -65,7 +65,7 @@ def find_causal_class(path: Path) -> str:
 
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
-        model_type, written = config.get("model_type"), list(config.get("architectures") or [])
+        model_type, written = str(config.get("model_type")), list(config.get("architectures") or [])
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ModelError(f"{path / 'config.json'} cannot be read ({error}); copy the model directory again") from error
     what = f"the model in {path} (model_type={model_type!r}, architectures={written})"

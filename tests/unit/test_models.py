@@ -144,8 +144,43 @@ def test_code_in_a_model_directory_is_never_run(copied):
     (copied / "evil.py").write_text("raise SystemExit('ran code from a model directory')\n")
     auto_map = {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"}
     edit_json(copied / "config.json", model_type="evil", architectures=["Evil"], auto_map=auto_map)
-    with pytest.raises(ModelError, match="auto_map.*never run"):
+    with pytest.raises(ModelError, match=r"auto_map.*never run"):
         load_hf_model(copied)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "not a causal language model that transformers has.*decoder-only"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "not trained to predict the next token"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "not trained to predict the next token"),
+        ({"architectures": ["LlamaModel"]}, "not trained to predict the next token"),
+        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}, "not trained to predict"),
+        ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "images or sound as well; use its text-only model"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "packed by 'gptq'.*use the model it was made from"),
+        ({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}}, "needs code from its directory"),
+        ({"model_type": ["llama"]}, "cannot be read|not a causal language model"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_read(copied, monkeypatch, changes, message):
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read the weights"))
+    edit_json(copied / "config.json", **changes)
+    for use in (lambda: resolve_model(str(copied)), lambda: load_hf_model(copied)):
+        with pytest.raises(ModelError, match=message):
+            use()
+
+
+def test_a_config_that_is_no_json_object_is_named(copied):
+    for text in ("{", "[]", '{"architectures": 3}'):
+        (copied / "config.json").write_text(text)
+        with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+            resolve_model(str(copied))
+
+
+def test_code_beside_a_model_that_transformers_implements_is_ignored(copied):
+    (copied / "evil.py").write_text("raise SystemExit('ran code from a model directory')\n")
+    edit_json(copied / "config.json", auto_map={"AutoModelForCausalLM": "evil.Evil"})
+    assert type(load_hf_model(resolve_model(str(copied)))).__name__ == "LlamaForCausalLM"
 
 
 # --- tokenizers ---------------------------------------------------------------------------------------------------------------
