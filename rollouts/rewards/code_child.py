@@ -50,13 +50,14 @@ def main(request_fd: int, result_fd: int) -> None:
     got: dict[str, bool] = {name: False for name in ("network", "filesystem", "processes", "memory", "user", "privileges")}  # noqa: C420 - typed
     if request["namespaces"] and enter_namespaces(is_root):
         got["network"] = got["processes"] = True
+        die_with_parent()  # new credentials can take it away
         wait_for(os.fork())  # the child goes on as init
         die_with_parent()
         prctl(PR_SET_DUMPABLE, 0)
         got["filesystem"] = enter_own_root(request)
         wait_for(os.fork())  # the child goes on as the one that runs the code
     give_up_privileges(request, got, own_uid if is_root else None)
-    die_with_parent()  # a change of user takes this away
+    die_with_parent()  # and a change of user does
     if request["expected"] is not None and got != request["expected"]:
         report(result_fd, {"error": f"this process is isolated by {got}, the first one by {request['expected']}"})
         os._exit(1)
