@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from rollouts.data.chat import tokenize_prompt
+from rollouts.data.chat import DEFAULT_OPTIONS, TemplateOptions, tokenize_prompt
 from rollouts.data.data_buffer import PromptRow
+from rollouts.data.messages import parse_tools
 from rollouts.errors import ConfigError, NotEnoughSamples, PlugInError, RolloutsError, UserFunctionError
 from rollouts.generation.generate import STATUS_OF, GenerationTokenizer
 from rollouts.protocols import RewardValue
@@ -274,24 +275,28 @@ def _check_is_plain(function: Callable[..., Any] | None) -> None:
 # --- generating --------------------------------------------------------------------------------------------------------------
 
 
-def make_sync_chat_generate(complete: CompleteFn, tokenizer: GenerationTokenizer, sampling: SamplingParams) -> GenerateBatchFn:
+def make_sync_chat_generate(
+    complete: CompleteFn, tokenizer: GenerationTokenizer, sampling: SamplingParams, *, options: TemplateOptions = DEFAULT_OPTIONS
+) -> GenerateBatchFn:
     """A generate_fn that answers each prompt (text is one user turn) in the chat template with one completion.
 
-    `complete` turns requests, whose ids are those of the samples, into completions in the same order: for example
+    The tools of a prompt are its sample's metadata["tools"]; `options` is what the template is told beside the messages. `complete` turns
+    requests, whose ids are those of the samples, into completions in the same order, for example
     functools.partial(rollouts.models.sampling.sample_completions, model). The function raises DataError and ModelError like tokenize_prompt,
-    and what `complete` raises.
+    what `complete` raises, and UserFunctionError if its completions are not those of the requests.
     """
 
+    def tokenize(sample: Sample) -> IntArray:
+        tools = parse_tools(sample.metadata.get("tools"), where=f"the tools of sample {sample.id}")
+        return tokenize_prompt(sample.prompt, tokenizer, options=options, tools=tools)
+
     def chat_generate(samples: list[Sample]) -> list[Sample]:
-        prompts = [tokenize_prompt(sample.prompt, tokenizer) for sample in samples]
-        requests = [
-            GenerateRequest(request_id=sample.id, prompt_ids=prompt, sampling=sampling) for sample, prompt in zip(samples, prompts, strict=True)
-        ]
+        prompts = [tokenize(sample) for sample in samples]
+        requests = [GenerateRequest(request_id=one.id, prompt_ids=ids, sampling=sampling) for one, ids in zip(samples, prompts, strict=True)]
         completions = complete(requests)
-        return [
-            append_completion(sample, prompt, completion, tokenizer)
-            for sample, prompt, completion in zip(samples, prompts, completions, strict=True)
-        ]
+        if [completion.request_id for completion in completions] != [request.request_id for request in requests]:
+            raise UserFunctionError(f"{function_name(complete)} must answer one completion per request, in their order and with their ids")
+        return [append_completion(*row, tokenizer) for row in zip(samples, prompts, completions, strict=True)]
 
     return chat_generate
 

@@ -567,6 +567,24 @@ def test_a_chat_generator_answers_in_the_chat_template():
     assert batch.samples[0].status is Status.TRUNCATED
 
 
+def test_completions_of_other_requests_are_refused():
+    def reverse(requests: list[GenerateRequest]) -> list[Completion]:
+        return sample_completions(make_model(), requests)[::-1]
+
+    generate = make_sync_chat_generate(reverse, make_byte_tokenizer(), SamplingParams(max_new_tokens=2))
+    with pytest.raises(UserFunctionError, match="reverse must answer one completion per request, in their order and with their ids"):
+        next(batches_of_two(make_buffer(), generate, reward_fn=reward_length))
+
+
+def test_tools_that_the_template_would_leave_out_are_refused():
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    buffer = DataBuffer([{"prompt": "a", "tools": tools}], seed=0)
+    generate = make_sync_chat_generate(functools.partial(sample_completions, make_model()), make_byte_tokenizer(), SamplingParams(max_new_tokens=2))
+    with pytest.raises((DataError, ModelError), match="tools"):
+        next(batches_of_two(buffer, generate, reward_fn=reward_length))
+    assert buffer.get_prompts(1)[0].prompt_id == "row-0"
+
+
 # --- padded log-probs --------------------------------------------------------------------------------------------------------
 
 
