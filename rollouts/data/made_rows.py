@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -146,10 +146,6 @@ def make_python_rows(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
 def _check_iterable(rows: Any, what: str) -> None:
     if inspect.iscoroutine(rows):
         rows.close()  # or Python warns that nobody awaited it
-    try:
-        if not isinstance(rows, str | bytes | Mapping):
-            iter(rows)  # also what has only __getitem__
-            return
-    except TypeError:
-        pass
-    raise DataError(f"{what} gave a value of type {type(rows).__name__}; it must give a list of rows or iterate them")
+    iterates = isinstance(rows, Iterable) or hasattr(type(rows), "__getitem__")
+    if not iterates or isinstance(rows, str | bytes | Mapping):
+        raise DataError(f"{what} gave a value of type {type(rows).__name__}; it must give a list of rows or iterate them")
