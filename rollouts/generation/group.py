@@ -251,14 +251,21 @@ def classify_reward_error(error: UserFunctionError) -> str:
 
 
 def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, function: str) -> Sample:
-    """The sample as failed, without a reward; metadata["failure"] has class, function, message and the last frames of the traceback."""
-    cause = error.__cause__ or error
-    if isinstance(cause, RaisedInWorker):
-        text = cause.traceback_text
-    else:
-        text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__, limit=-TRACEBACK_FRAMES, chain=False))
-    failure = {"class": failure_class, "function": function, "message": str(error), "traceback": text[-TRACEBACK_CHARS:]}
+    """The sample as failed, without a reward; metadata["failure"] has class, function, message and the last frames of the traceback.
+
+    The traceback is of what a function, the data or the engine raised; empty when none did: a time-out, a crash, an answer that is no reward.
+    """
+    cause = error.__cause__ or (None if isinstance(error, UserFunctionError) else error)
+    failure = {"class": failure_class, "function": function, "message": str(error), "traceback": _trace(cause)[-TRACEBACK_CHARS:]}
     return replace(sample, status=Status.FAILED, reward=None, rewards={}, metadata={**sample.metadata, "failure": failure})
+
+
+def _trace(cause: BaseException | None) -> str:
+    if cause is None:
+        return ""
+    if isinstance(cause, RaisedInWorker):
+        return cause.traceback_text
+    return "".join(traceback.format_exception(type(cause), cause, cause.__traceback__, limit=-TRACEBACK_FRAMES, chain=False))
 
 
 def _complete_failure(sample: Sample, function: str) -> Sample:

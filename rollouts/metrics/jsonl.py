@@ -29,6 +29,7 @@ from rollouts.run_dir import RunDir
 from rollouts.types import JSONValue, Sample, encode_json
 
 Row = dict[str, Any]
+OBJECT_KEYS = 32  # of a metadata object that is kept as one; more would make rows long however short each is
 METADATA_CHARS = 2000  # of one metadata value as JSON; a longer one is cut, so that sample rows stay small
 TAIL_BYTES = 1 << 16  # how much of a file's end is read at a time when looking for its last newline
 
@@ -224,6 +225,12 @@ def make_sample_fields(sample: Sample) -> Row:
 
 
 def shorten_json(value: JSONValue) -> JSONValue:
-    """The value, or the beginning of its JSON text and a remark if that is longer than METADATA_CHARS."""
+    """The value, or the beginning of its JSON text and a remark if that is longer than METADATA_CHARS. Of an object, each value by itself."""
     text = encode_json(value)
-    return value if len(text) <= METADATA_CHARS else f"{text[:METADATA_CHARS]}… ({len(text)} characters)"
+    if len(text) <= METADATA_CHARS:
+        return value
+    if isinstance(value, Mapping) and len(value) <= OBJECT_KEYS:
+        return {key: shorten_json(inner) for key, inner in value.items()}
+    if isinstance(value, str):
+        return f"{value[:METADATA_CHARS]}… ({len(value)} characters)"
+    return f"{text[:METADATA_CHARS]}… ({len(text)} characters)"

@@ -33,7 +33,13 @@ class Train:
         return {**os.environ, "ROLLOUTS_CACHE": str(self.cache), "PYTHONWARNINGS": "default"}
 
     def run(self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False) -> subprocess.CompletedProcess[str]:
-        command = self.command(out, *arguments, mode=mode, torchrun=torchrun)
+        return self._start(self.command(out, *arguments, mode=mode, torchrun=torchrun))
+
+    def run_config(self, config: Path, out: Path, *arguments: str, mode: str = "sft+rl") -> subprocess.CompletedProcess[str]:
+        """The same with a config of the test's own, as it is."""
+        return self._start([sys.executable, str(TRAIN), "--config", str(config), "--mode", mode, "--output.dir", str(out), *arguments])
+
+    def _start(self, command: list[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(command, capture_output=True, text=True, env=self.environment(), timeout=300, stdin=subprocess.DEVNULL, check=False)
 
 

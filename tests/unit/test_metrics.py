@@ -167,7 +167,10 @@ def test_select_evenly_takes_all_when_there_are_few():
 def test_long_metadata_is_cut_so_that_rows_stay_small():
     assert shorten_json({"a": 1}) == {"a": 1}
     shortened = shorten_json("x" * 5000)
-    assert shortened.endswith("x… (5002 characters)")
+    assert shortened == "x" * 2000 + "… (5000 characters)"
+    failure = shorten_json({"class": "reward", "traceback": "y" * 3000})
+    assert failure == {"class": "reward", "traceback": "y" * 2000 + "… (3000 characters)"}
+    assert shorten_json(list(range(5000))).endswith("… (23891 characters)")
     assert len(shortened) < 2050
 
 

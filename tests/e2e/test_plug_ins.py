@@ -1,0 +1,217 @@
+"""Plug-ins and data in whole runs: what hostile rewards do to a run, and what a config can name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rollouts.metrics.jsonl import read_rows
+from tests.e2e.compare import read_comparable, weights_digest
+from tests.e2e.conftest import Train
+
+HOSTILE = """
+import ctypes, os, sys, time
+
+def reward(sample):
+    right = float(sample.response.strip() == str(sample.metadata["answer"]))
+    if not sample.id.endswith("s003"):
+        return {"right": right, "short": float(len(sample.response) < 3)}
+    kind = sample.group_index % 8
+    if kind == 0:
+        while True: pass
+    if kind == 1:
+        time.sleep(10_000)
+    if kind == 2:
+        ctypes.string_at(0)
+    if kind == 3:
+        sys.exit(0)
+    if kind == 4:
+        bytearray(10 << 30)
+    if kind == 5:
+        os.fork()
+        return 1.0
+    if kind == 6:
+        raise ValueError("no answer for this one")
+    return float("nan")
+"""
+CLASSES = dict(enumerate(["reward_timeout"] * 2 + ["reward_crashed"] * 4 + ["reward"] * 2))
+
+
+def processes_naming(text: str) -> list[int]:
+    """Processes, other than this one, whose environment holds `text`."""
+    found = []
+    for directory in Path("/proc").iterdir():
+        try:
+            if directory.name.isdigit() and int(directory.name) != os.getpid() and text.encode() in (directory / "environ").read_bytes():
+                found.append(int(directory.name))
+        except OSError:
+            continue  # it ended meanwhile, or is not ours
+    return found
+
+
+def test_hostile_rewards_fail_their_samples_and_nothing_else(train: Train, tmp_path: Path):
+    plug_in = tmp_path / "hostile.py"
+    plug_in.write_text(HOSTILE)
+    arguments = ("--rl.rollout.reward", f"{plug_in}:reward", "--rl.rollout.reward_timeout_s", "1.0", "--rl.rollout.reward_memory_gib", "1.0")
+    arguments = (*arguments, "--output.samples_per_step", "100")
+    result = train.run(tmp_path / "run", *arguments, mode="rl")
+    assert result.returncode == 0, result.stderr
+    rows = [row for row in read_rows(tmp_path / "run" / "samples.jsonl") if row["stage"] == "rl"]
+    failed = [row for row in rows if row["status"] == "failed"]
+    assert {row["id"][-4:] for row in failed} == {"s003"}
+    kinds = {row["metadata"]["failure"]["class"] for row in failed}
+    assert kinds == set(CLASSES.values())
+    for row in failed:
+        assert row["reward"] is None
+        assert row["metadata"]["failure"]["class"] == CLASSES[row["group_index"] % 8], row
+    assert any("no answer for this one" in row["metadata"]["failure"]["traceback"] for row in failed)
+    steps = [row for row in read_rows(tmp_path / "run" / "metrics.jsonl") if row["stage"] == "rl"]
+    assert [row["step"] for row in steps] == [1, 2, 3, 4]
+    assert all(sum(value for name, value in row.items() if name.startswith("fail/")) >= 8 for row in steps)
+    assert processes_naming(str(train.cache)) == [], "a process is left"
+
+
+def test_past_the_budget_the_run_stops_with_a_saved_state_and_goes_on_when_the_reward_is_mended(train: Train, tmp_path: Path):
+    plug_in = tmp_path / "grader.py"
+    good = "def reward(sample):\n    return float(len(sample.response))\n"
+    plug_in.write_text(good.replace("return", "if sample.group_index >= 16: raise RuntimeError('the grader is gone')\n    return"))
+    out = tmp_path / "run"
+    arguments = ("--rl.rollout.reward", f"{plug_in}:reward", "--rl.rollout.over_sampling", "1.0", "--output.checkpoint_every", "0")
+    stopped = train.run(out, *arguments, mode="rl")
+    assert stopped.returncode == 1
+    assert "the grader is gone" in stopped.stderr and "Traceback" not in stopped.stderr
+    assert [path.name for path in (out / "checkpoints" / "rl").iterdir()] == ["step_2"], "the complete steps are saved"
+    plug_in.write_text(good)
+    resumed = train.run(out, *arguments, "--resume", mode="rl")
+    assert resumed.returncode == 0, resumed.stderr
+    straight = train.run(tmp_path / "straight", *arguments, mode="rl")
+    assert straight.returncode == 0, straight.stderr
+    assert weights_digest(out / "checkpoints" / "rl" / "step_4") == weights_digest(tmp_path / "straight" / "checkpoints" / "rl" / "step_4")
+
+
+PLUG_INS = """
+import random
+
+def letters(*, size, seed, alphabet):
+    return [{"prompt": random.Random(f"{seed}/{i}").choice(alphabet) * 2, "answer": "x"} for i in range(size)]
+
+def ranks(samples):
+    order = sorted(samples, key=lambda sample: len(sample.response))
+    return [float(order.index(sample)) for sample in samples]
+
+async def parts(sample):
+    return {"length": float(len(sample.response)), "noise": 1.0}
+
+async def keep_all(group):
+    return True
+
+def later(step, statistics):
+    assert set(statistics) == {"early", "late"}
+    return {"early": 1.0, "late": 0.0} if step < 2 else {"early": 0.0, "late": 1.0}
+"""
+MIXTURE = """
+name = "mixture"
+deterministic = true
+model = {{ name = "tiny:byte", threads = 1 }}
+
+[sft]
+steps = 4
+batch_size = 8
+[[sft.data]]
+name = "early"
+kind = "python"
+function = "plug_ins.py:letters"
+params = {{ alphabet = "abc" }}
+size = 30
+weight = 3
+[[sft.data]]
+name = "late"
+kind = "python"
+function = "plug_ins.py:letters"
+params = {{ alphabet = "xyz" }}
+size = 10
+
+[rl]
+steps = 4
+{rl}
+[[rl.data]]
+name = "early"
+kind = "python"
+function = "plug_ins.py:letters"
+params = {{ alphabet = "abc" }}
+size = 30
+weight = 3
+[[rl.data]]
+name = "late"
+kind = "python"
+function = "plug_ins.py:letters"
+params = {{ alphabet = "xyz" }}
+size = 10
+
+[rl.rollout]
+num_prompts = 4
+samples_per_prompt = 4
+max_new_tokens = 3
+filters = ["plug_ins.py:keep_all"]
+{rollout}
+"""
+
+
+@pytest.fixture
+def mixture(tmp_path: Path):
+    (tmp_path / "plug_ins.py").write_text(PLUG_INS)
+
+    def write(rollout: str, rl: str = "") -> Path:
+        path = tmp_path / "mixture.toml"
+        path.write_text(MIXTURE.format(rollout=rollout, rl=rl))
+        return path
+
+    return write
+
+
+def sources_of(run: Path) -> list[str]:
+    rows = [row for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl"]
+    return [row["metadata"]["source"] for row in sorted(rows, key=lambda row: row["id"])][::4]
+
+
+def test_a_mixture_draws_its_shares_and_a_group_reward_scores_together(train: Train, mixture, tmp_path: Path):
+    config = mixture('group_reward = "plug_ins.py:ranks"')
+    out = tmp_path / "run"
+    result = train.run_config(config, out)
+    assert result.returncode == 0, result.stderr
+    assert sources_of(out).count("early") == 12 and len(sources_of(out)) == 16, "3 : 1"
+    row = read_rows(out / "metrics.jsonl")[-1]
+    assert row["reward/mean"] == 1.5, "ranks 0 to 3"
+
+
+def test_named_parts_are_weighed_by_the_config_and_a_curriculum_changes_the_mixture(train: Train, mixture, tmp_path: Path):
+    config = mixture('reward = "plug_ins.py:parts"\nreward_weights = { length = 0.0, noise = 2.0 }', 'curriculum = "plug_ins.py:later"')
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    result = train.run_config(config, straight)
+    assert result.returncode == 0, result.stderr
+    assert sources_of(straight) == ["early"] * 8 + ["late"] * 8
+    row = read_rows(straight / "metrics.jsonl")[-1]
+    assert row["reward/mean"] == 2.0
+    assert row["reward/part/noise/mean"] == 1.0
+    assert train.run_config(config, resumed, "--rl.steps", "3").returncode == 0
+    again = train.run_config(config, resumed, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert read_comparable(resumed / "samples.jsonl") == read_comparable(straight / "samples.jsonl")
+    assert weights_digest(resumed / "checkpoints" / "rl" / "step_4") == weights_digest(straight / "checkpoints" / "rl" / "step_4")
+
+
+def test_malformed_rows_are_named_and_skipped_within_the_budget(train: Train, tmp_path: Path):
+    rows = [json.dumps({"prompt": f"{n} + 1 =", "answer": str(n + 1)}) for n in range(30)]
+    rows[4] = '{"prompt": null, "answer": "5"}'
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(rows) + "\n")
+    data_flags = [flag for stage in ("rl",) for flag in (f"--{stage}.data.kind", "jsonl", f"--{stage}.data.path", str(data))]
+    refused = train.run(tmp_path / "refused", *data_flags, mode="rl")
+    assert refused.returncode == 2
+    assert "rows.jsonl:5" in refused.stderr and "prompt" in refused.stderr
+    trained = train.run(tmp_path / "run", *data_flags, "--rl.data.max_bad_fraction", "0.1", mode="rl")
+    assert trained.returncode == 0, trained.stderr
+    assert "rows.jsonl:5" in trained.stdout + trained.stderr, "what is skipped is said"
