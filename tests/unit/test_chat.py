@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import numpy as np
 import pytest
 
 from rollouts.data.chat import compute_loss_mask, render_prompt, tokenize_conversation, tokenize_prompt
+from rollouts.data.messages import check_messages, parse_messages, parse_tools
 from rollouts.errors import DataError, ModelError
-from rollouts.types import ChatMessage
+from rollouts.types import ChatMessage, Sample
 from tests.unit.chat_tokenizers import CHATML, SMOLLM2, byte_tokenizer, prefix_space_tokenizer
 
 
@@ -208,3 +212,102 @@ def test_a_text_prompt_is_one_user_turn():
     assert render_prompt("q", tokenizer) == "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
     assert render_prompt([turn("user", "q")], tokenizer) == render_prompt("q", tokenizer)
     assert len(tokenize_prompt("q", tokenizer)) == 20
+
+
+# --- messages ----------------------------------------------------------------------------------------------------------------
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+def test_every_key_of_a_message_is_kept():
+    message = {"role": "assistant", "content": "c", "tool_calls": [CALL | {"id": "1", "index": 0}], "reasoning_content": "r", "name": "n", "date": 7}
+    assert parse_messages([message], where="messages") == [message]
+    assert Sample(id="s", prompt=(message,)).prompt == (message,)  # type: ignore[arg-type]
+
+
+def test_a_message_of_another_form_becomes_one_of_ours():
+    for given, stored in [
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "assistant", "content": "", "tool_calls": [CALL]}),
+        ({"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}, {"role": "assistant", "content": "", "tool_calls": [CALL]}),
+        ({"role": "user", "content": "q", "name": None, "tool_calls": None}, {"role": "user", "content": "q"}),
+        ({"role": "user", "content": "q", "tool_calls": []}, {"role": "user", "content": "q"}),
+        ({"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}, "c"]}, {"role": "user", "content": "a bc"}),
+        ({"role": "assistant", "content": "c", "thinking": "t"}, {"role": "assistant", "content": "c", "reasoning_content": "t"}),
+    ]:
+        assert parse_messages([given], where="messages") == [stored]
+        assert Sample(id="s", prompt=(given,)).prompt == (stored,)  # type: ignore[arg-type]
+        assert parse_messages([stored], where="messages") == [stored]
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("hi", "m[0] is of type str; a chat message is an object with a role and a content"),
+        ({"content": "q"}, "m[0] has no role; a chat message is an object with a role and a content"),
+        ({"role": "user"}, "m[0] has no content; a chat message is an object with a role and a content"),
+        ({"role": "assistant", "tool_calls": []}, "m[0] has no content; a chat message is an object with a role and a content"),
+        ({"role": "user", "content": None}, "m[0].content is of type NoneType; it must be text"),
+        ({"role": None, "content": "q"}, "m[0].role is of type NoneType; it must be text"),
+        ({"role": "", "content": "q"}, "m[0].role is empty; it must be system, user, assistant or tool"),
+        ({"role": "user", "content": []}, "m[0].content is an empty list; it must be text, or a list of text parts"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "m[0].content[0] is a part of type 'image_url'; only text can train"),
+        ({"role": "user", "content": [{"type": "text"}]}, "m[0].content[0] has no text; a part is {"),
+        ({"role": "user", "content": "q", "images": ["a.png"]}, "m[0].images: only text can train"),
+        ({"role": "user", "content": "q", "tool_calls": [CALL]}, "m[0] has the role user and tool_calls; only an assistant's turn calls tools"),
+        ({"role": "assistant", "tool_calls": {}}, "m[0].tool_calls is of type dict; it must be a list"),
+        ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "m[0].tool_calls[0] has no function; a tool call is {"),
+        ({"role": "assistant", "tool_calls": [CALL | {"type": "code"}]}, "m[0].tool_calls[0].type is 'code'; a tool call is {"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, "m[0].tool_calls[0].function.name is ''; it must be text"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, ".function.arguments is None; it must be an object or its JSON text"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+            ".arguments is '{', which is not the JSON text of an object",
+        ),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, ".arguments is '[1]'; it must be an object"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]}, "the key 'a' stands twice"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]},
+            ".arguments.a is nan; JSON has no such number",
+        ),
+        ({"role": "assistant", "content": "c", "reasoning_content": 1}, "m[0].reasoning_content is of type int; it must be text"),
+        (
+            {"role": "assistant", "content": "c", "reasoning_content": "a", "thinking": "b"},
+            "m[0] has another text in thinking than in reasoning_content",
+        ),
+        ({"role": "assistant", "content": "c", "function_call": {"name": "f"}}, "m[0].function_call is the old way to call a tool; write tool_calls"),
+        ({"role": "assistant", "content": "c", "weight": 0}, "m[0].weight is 0, which is not read; the turns that train are chosen by sft.train_on"),
+        ({"role": "user", "content": "q", "score": float("inf")}, "m[0].score is inf; JSON has no such number"),
+        ({"role": "user", "content": "q", 1: 2}, "m[0] has the key 1; keys must be text"),
+    ],
+)
+def test_a_message_that_cannot_be_read_is_named_with_its_key(message, error):
+    with pytest.raises(DataError) as caught:
+        check_messages([message], where="m")
+    assert error in str(caught.value)
+    with pytest.raises(ValueError, match=re.escape(error.replace("m[0]", "Sample.prompt[0]"))):
+        Sample(id="s", prompt=(message,))
+
+
+@pytest.mark.parametrize(("messages", "error"), [("hi", "m is of type str; it must be a list"), ([], "m is an empty list")])
+def test_messages_are_a_list_that_is_not_empty(messages, error):
+    with pytest.raises(DataError, match=error):
+        check_messages(messages, where="m")
+
+
+@pytest.mark.parametrize(
+    ("tools", "error"),
+    [
+        ("{", "t is text but not JSON"),
+        ({"name": "f"}, "t is of type dict; it must be a list of tools"),
+        ([{}], r"t\[0\] is {}; a tool is an object"),
+        ([{"name": float("nan")}], r"t\[0\]\.name is nan"),
+    ],
+)
+def test_tools_that_cannot_be_read_are_named(tools, error):
+    with pytest.raises(DataError, match=error):
+        parse_tools(tools, where="t")
+
+
+def test_tools_come_as_a_list_or_its_text():
+    assert parse_tools([CALL], where="t") == parse_tools(json.dumps([CALL]), where="t") == [CALL]
+    assert [parse_tools(nothing, where="t") for nothing in (None, [], "null")] == [None, None, None]

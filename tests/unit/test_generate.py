@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import trio
 
+from rollouts.data.chat import TemplateOptions
 from rollouts.errors import DataError, ModelError, RequestRefused
 from rollouts.generation.generate import compute_request_seed, make_chat_generate
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply, fake_log_prob
 from rollouts.types import Sample, SamplingParams, Status
+from tests.unit.chat_tokenizers import family_tokenizer
 
 SAMPLING = SamplingParams(max_new_tokens=4, stop_token_ids=(FAKE_END,), seed=5)
 PENDING = Sample(id="g00000000-s000", prompt="hi", group_index=0, metadata={"answer": "x"})
@@ -75,6 +79,51 @@ async def test_the_samples_of_a_prompt_share_one_tokenisation():
     for prompt in ("hi", "hi", ({"role": "user", "content": "there"},), ({"role": "user", "content": "there"},)):
         await chat_generate(Sample(id="s", prompt=prompt), ScriptedEngine(), SAMPLING)  # type: ignore[misc]
     assert len(tokenizer.encoded) == 2
+
+
+CALLING = (
+    {"role": "user", "content": "Oslo?"},
+    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]},
+    {"role": "tool", "content": "4 degrees", "tool_call_id": "1"},
+)
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+
+
+async def test_tool_calls_of_the_prompt_and_tools_of_the_sample_reach_the_template():
+    tokenizer = family_tokenizer("qwen2_5")
+    engine = ScriptedEngine(vocab_size=len(tokenizer), context_length=2048)
+    sample = Sample(id="a", prompt=CALLING, metadata={"tools": [TOOL]})  # type: ignore[arg-type]
+    await make_chat_generate(tokenizer)(sample, engine, SAMPLING)  # type: ignore[misc]
+    text = str(tokenizer.decode(engine.requests[0].prompt_ids.tolist()))
+    assert f"<tools>\n{json.dumps(TOOL)}\n</tools>" in text
+    assert text.endswith(
+        "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n4 degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+async def test_prompts_that_differ_in_their_tools_alone_are_tokenized_apart():
+    tokenizer = family_tokenizer("qwen2_5")
+    engine = ScriptedEngine(vocab_size=len(tokenizer), context_length=2048)
+    chat_generate = make_chat_generate(tokenizer)
+    for metadata in ({}, {"tools": [TOOL]}, {"tools": []}, {"tools": json.dumps([TOOL])}):
+        await chat_generate(Sample(id="a", prompt="Oslo?", metadata=metadata), engine, SAMPLING)  # type: ignore[misc]
+    without, listed, empty, as_text = [request.prompt_ids.tolist() for request in engine.requests]
+    assert without == empty and listed == as_text and without != listed
+
+
+async def test_template_parameters_reach_the_prompt():
+    tokenizer = family_tokenizer("qwen3")
+    engine = ScriptedEngine(vocab_size=len(tokenizer))
+    chat_generate = make_chat_generate(tokenizer, options=TemplateOptions({"enable_thinking": False}))
+    await chat_generate(Sample(id="a", prompt="q"), engine, SAMPLING)  # type: ignore[misc]
+    assert str(tokenizer.decode(engine.requests[0].prompt_ids.tolist())).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+async def test_tools_that_are_no_list_are_named():
+    with pytest.raises(DataError, match="the sample's tools is of type dict; it must be a list of tools as JSON schemas"):
+        await generate(ScriptedEngine(), Sample(id="a", prompt="q", metadata={"tools": {"name": "f"}}))
 
 
 async def test_an_aborted_sample_goes_on_after_its_tokens(autojump_clock):

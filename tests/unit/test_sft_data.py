@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -9,10 +10,11 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from rollouts.data.chat import TemplateOptions
 from rollouts.data.mixture import select_sft_batch
 from rollouts.data.sft import SFTSample, make_sft_batch, prepare_sft_rows
 from rollouts.errors import DataError, ModelError
-from tests.unit.chat_tokenizers import byte_tokenizer
+from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
 # In ChatML with one token per byte a one-letter question takes 9 tokens and the assistant's header 11: the answer begins at 20.
 SHORT = {"prompt": "q", "answer": "ab"}  # 20 + a, b, end + newline = 24 tokens, 3 of them train
@@ -50,6 +52,30 @@ def test_only_the_last_answer_trains_when_asked():
     all_turns, last = (prepare_sft_rows([row], byte_tokenizer(), max_length=99, train_on=choice).samples[0] for choice in ("all", "last"))
     assert np.flatnonzero(all_turns.loss_mask).tolist() == [20, 21, 43, 44]
     assert np.flatnonzero(last.loss_mask).tolist() == [43, 44]
+
+
+def test_the_tools_of_a_row_are_written_and_do_not_train():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    for tools in ([tool], json.dumps([tool])):
+        (sample,) = prepare_sft_rows([SHORT | {"tools": tools}], family_tokenizer("qwen2_5"), max_length=2048).samples
+        assert '"name": "f"' in family_tokenizer("qwen2_5").decode(sample.token_ids)
+        assert sample.loss_mask.sum() == 3
+    for nothing in (None, []):
+        (sample,) = prepare_sft_rows([SHORT | {"tools": nothing}], byte_tokenizer(), max_length=99).samples
+        assert len(sample.token_ids) == 24
+    with pytest.raises(DataError, match=r"sft\.data: row 0: the row has tools, and the chat template does not write them"):
+        prepare_sft_rows([SHORT | {"tools": [tool]}], byte_tokenizer(), max_length=99)
+    with pytest.raises(DataError, match=r"sft\.data: row 0: tools\[0\] is 'f'; a tool is an object"):
+        prepare_sft_rows([SHORT | {"tools": ["f"]}], byte_tokenizer(), max_length=99)
+
+
+def test_thinking_is_kept_or_dropped_by_choice():
+    row = {"prompt": "q", "answer": "<think>hm</think>\n\nab"}
+    kept, dropped = (
+        prepare_sft_rows([row], byte_tokenizer(), max_length=99, options=TemplateOptions(thinking=choice)).samples[0] for choice in ("keep", "drop")
+    )
+    assert kept.loss_mask.sum() == 7 + 2 + 8 + 2 + 2 + 1  # <think>, hm, </think>, two line ends, ab, the end token
+    assert np.flatnonzero(dropped.loss_mask).tolist() == [20, 21, 22]
 
 
 def test_a_bad_row_is_named():
