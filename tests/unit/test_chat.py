@@ -43,7 +43,7 @@ def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
 
 def test_the_token_ids_are_those_of_the_rendered_text():
     tokenizer = byte_tokenizer(SMOLLM2)
-    text = tokenizer.apply_chat_template(list(TWO_TURNS), tokenize=False)
+    text = str(tokenizer.apply_chat_template([{"role": m["role"], "content": m["content"]} for m in TWO_TURNS], tokenize=False))
     assert tokenize_conversation(TWO_TURNS, tokenizer).token_ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
 
 
