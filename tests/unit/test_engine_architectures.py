@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 import trio
+import trio.testing
 
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import LocalEngine, open_local_engine, whole_model
@@ -227,6 +228,44 @@ async def test_the_prompt_of_a_group_is_computed_once_whatever_the_cache(tiny_pa
             answers = await generate_all(engine, requests)
             assert engine.statistics()["prefill_tokens"] == 5
         assert len({tuple(answer.token_ids.tolist()) for answer in answers.values()}) == 4
+
+
+@pytest.mark.parametrize("kind", ["gemma", "mamba"])
+async def test_frozen_rows_go_on_as_if_nothing_had_happened(kind: str, tiny_paths: dict[str, Path]):
+    request = make_request(max_new_tokens=25)
+    async with open_engine(load_hf_model(tiny_paths[kind])) as engine, trio.open_nursery() as nursery:
+        expected = await engine.generate(request)
+        token, plain, steps = trio.lowlevel.current_trio_token(), engine._batch.step, 0
+
+        async def freeze() -> None:
+            await engine.pause("keep")
+            assert engine.statistics()["running"] == 1
+            await engine.resume()
+
+        async def start_to_freeze() -> None:
+            nursery.start_soon(freeze)
+            await trio.testing.wait_all_tasks_blocked()
+
+        def step(version: int) -> None:
+            nonlocal steps
+            plain(version)
+            steps += 1
+            if steps == 7:
+                trio.from_thread.run(start_to_freeze, trio_token=token)
+
+        engine._batch.step = step  # pyright: ignore[reportAttributeAccessIssue]
+        completion = await engine.generate(request)
+    assert completion.token_ids.tolist() == expected.token_ids.tolist()
+    assert completion.log_probs.tobytes() == expected.log_probs.tobytes()
+
+
+async def test_routers_that_shake_their_inputs_in_training_are_run_in_evaluation_mode():
+    model = make_model("Mixtral", num_local_experts=4, router_jitter_noise=0.1).train()
+    request = make_request(max_new_tokens=10)
+    async with open_engine(model) as engine:
+        assert engine.path == "cached"
+        completion = await engine.generate(request)
+    np.testing.assert_allclose(completion.log_probs, score(model.eval(), request, completion), atol=1e-4)
 
 
 async def test_a_cache_is_as_wide_as_its_longest_row_and_memory_is_given_back():

@@ -225,17 +225,17 @@ def take_apart(model: PreTrainedModel, *, max_context: int, autocast_dtype: torc
 def _check_config(config: Any, *, max_context: int) -> None:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"config.layer_types has {sorted(kinds)}; the embedded engine runs full attention only")
+        raise ModelError(f"config.layer_types has {sorted(kinds)}; the fast path has full attention only")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     windowed = "sliding_attention" in kinds or (window is not None and getattr(config, "layer_types", None) is None)
     if windowed and (window is None or window < max_context):
         raise ModelError(
-            f"config.sliding_window={window} is shorter than the context of {max_context} tokens; the embedded engine runs full attention "
-            "only; lower max_context or use an engine that serves it"
+            f"config.sliding_window={window} is shorter than the context of {max_context} tokens; the fast path has full attention only "
+            f"(with max_context={window} no row would leave the window)"
         )
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if getattr(config, name, None) is not None:
-            raise ModelError(f"config.{name}={getattr(config, name)}; the embedded engine has no soft-capping")
+            raise ModelError(f"config.{name}={getattr(config, name)}; the fast path has no soft-capping")
 
 
 def _take_apart(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> FastDecoder:
@@ -247,9 +247,11 @@ def _take_apart(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> F
     if not isinstance(layers, nn.ModuleList) or not isinstance(embed, nn.Embedding) or rotary is None or norm is None:
         raise ModelError(f"{type(model).__name__} has no model.layers, embed_tokens, rotary_emb and norm as a Llama has")
     if not isinstance(head, nn.Linear):
-        raise ModelError(f"{type(model).__name__}.lm_head is a {type(head).__name__}; the embedded engine needs a linear head")
+        raise ModelError(f"{type(model).__name__}.lm_head is a {type(head).__name__}; the fast path needs a linear head")
+    if any(getattr(module, "jitter_noise", None) for module in model.modules()):
+        raise ModelError(f"{type(model).__name__} has routers with jitter_noise, which the fast path would leave on while the model trains")
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        raise ModelError(f"{type(model).__name__} has active dropout layers; generation would be random beyond sampling; set dropout to 0")
+        raise ModelError(f"{type(model).__name__} has dropout layers, which the fast path would leave on while the model trains; set dropout to 0")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parts = tuple(_take_layer_apart(layer, index) for index, layer in enumerate(layers))
     return FastDecoder(
@@ -271,8 +273,8 @@ def _take_layer_apart(layer: nn.Module, index: int) -> Layer:
     inner = {name for name, _ in layer.get_submodule("self_attn").named_children()} if "self_attn" in names else set()
     if names != LAYER_PARTS or not inner >= ATTENTION_PARTS or inner - ATTENTION_PARTS - ATTENTION_EXTRAS:
         raise ModelError(
-            f"layer {index} has the parts {sorted(names)} with attention parts {sorted(inner)}; the embedded engine runs layers of "
-            f"{sorted(LAYER_PARTS)} with {sorted(ATTENTION_PARTS)}; use an engine that serves it"
+            f"layer {index} has the parts {sorted(names)} with attention parts {sorted(inner)}; the fast path runs layers of "
+            f"{sorted(LAYER_PARTS)} with {sorted(ATTENTION_PARTS)}"
         )
     part = layer.get_submodule
     return Layer(
