@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -162,11 +163,11 @@ class DataBuffer:
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Draws from here on in the proportions of `weights`, which name every source; 0 pauses one. Returned prompts still come first.
 
-        What a source had coming, always less than about a draw, stays so: a small source has its turn however often the weights change.
+        What a source had coming, about a draw at most, it still has: a small source has its turn however often the weights change.
         The proportions in force already change nothing. Raises DataError for weights that are not of these sources, or none above 0.
         """
         names = [stream.source.name for stream in self._streams]
-        if set(weights) != set(names) or any(weight < 0 for weight in weights.values()) or not any(weights.values()):
+        if set(weights) != set(names) or not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
             raise DataError(f"weights {dict(weights)} are not for the sources {', '.join(names)}: 0 or more for each, and one above 0")
         self._weights = tuple(float(weights[name]) for name in names)
         amounts = compute_amounts(self._weights)
