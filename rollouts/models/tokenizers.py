@@ -159,6 +159,11 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_config: Mappi
             f"{where}: the tokenizer's ids reach {outside[-1][0]}, the model's vocabulary has {vocab_size} (0 to {vocab_size - 1}); the first token "
             f"outside is {token!r} with id {first_id}; use the tokenizer that came with the model"
         )
+    for name in ("bos_token_id", "eos_token_id"):
+        ids = model_config.get(name)
+        beyond = [token_id for token_id in (ids if isinstance(ids, list) else [ids]) if isinstance(token_id, int) and token_id >= vocab_size]
+        if beyond:
+            raise ModelError(f"{where}: config.json has {name}={beyond[0]}, outside the model's vocabulary of {vocab_size}; correct it")
     for name, token in tokenizer.special_tokens_map.items():
         for text in token if isinstance(token, list | tuple) else [token]:
             if str(text) not in vocabulary:

@@ -213,6 +213,13 @@ def test_a_model_without_a_vocabulary_is_refused(config):
         check_tokenizer_fits(byte_tokenizer(), config, "model.name")
 
 
+@pytest.mark.parametrize("ids", [259, [2, 259]])
+def test_an_end_that_the_model_cannot_write_is_refused(ids):
+    check_tokenizer_fits(byte_tokenizer(), {"vocab_size": 260, "eos_token_id": ids, "bos_token_id": None}, "model.name")
+    with pytest.raises(ModelError, match=r"model\.name: config\.json has eos_token_id=259, outside the model's vocabulary of 259"):
+        check_tokenizer_fits(byte_tokenizer(), {"vocab_size": 259, "eos_token_id": ids}, "model.name")
+
+
 def test_a_special_token_outside_the_vocabulary_is_named():
     class Wrong(PreTrainedTokenizerFast):
         @property
