@@ -73,9 +73,10 @@ def explain_key(dotted: str, values: Mapping[str, SetValue] | None = None) -> st
     related = _related(key)
     if related:
         lines.append(f"  see also  {', '.join(related)}")
-    elsewhere = [f"{name} ({alias.note})" if alias.note else name for name, alias in ALIASES.items() if key.key in alias.keys and "." not in name]
-    if elsewhere:
-        lines.append(f"  called    {', '.join(elsewhere[:LISTED])} elsewhere")
+    elsewhere = {name: alias.note for name, alias in ALIASES.items() if key.key in alias.keys and "." not in name}
+    for note in dict.fromkeys(elsewhere.values()):
+        names = [name for name, other in elsewhere.items() if other == note]
+        lines.append(f"  called    {', '.join(names[:LISTED])} elsewhere{f' ({note})' if note else ''}")
     return "\n".join(lines) + "\n"
 
 
@@ -154,7 +155,7 @@ def describe_unknown_key(dotted: str) -> str:
     wrong, table = _first_wrong_part(dotted)
     siblings = [key.name for key in config_keys().values() if key.table == table]
     suggested, note = suggest_keys(dotted)
-    names = [key.removeprefix(f"{table}.") if key.rpartition(".")[0] == table and wrong == dotted else key for key in suggested]
+    names = [key.removeprefix(f"{table}.") if key.rpartition(".")[0] == table and wrong == without_numbers(dotted) else key for key in suggested]
     question = f"; did you mean {_join_or(names)}{f' ({note})' if note else ''}?" if names else "."
     where = "here" if table else "at the top"
     ordered = sorted(siblings, key=lambda name: (edit_distance(wrong.rpartition(".")[2], name), siblings.index(name)))

@@ -181,6 +181,9 @@ def _split_overrides(overrides: Sequence[str], problems: _Problems) -> Iterable[
 
 def _apply_override(settings: dict[str, Any], flag: str, text: str, problems: _Problems) -> None:
     dotted = flag.removeprefix("--")
+    if not all(dotted.split(".")):
+        problems.add(flag, "names no setting; settings are given as --section.key value")
+        return
     key = _setting_at(dotted)
     if key is None:
         problems.add(flag, describe_unknown_key(dotted))
@@ -193,12 +196,30 @@ def _apply_override(settings: dict[str, Any], flag: str, text: str, problems: _P
         required = [other.key for other in config_keys().values() if other.table == section and other.default == "required"]
         problems.add(flag, f"the file has no [{section}] table to change; add one with {', '.join(required)}, or leave the flag out")
         return
+    beyond = _find_beyond(settings, dotted)
+    if beyond:
+        problems.add(flag, beyond)
+        return
     tables = _walk_to(settings, dotted.split(".")[:-1])
     if len(tables) > 1:
         problems.add(flag, f"there are {len(tables)} of {key.table}; say which: --{key.table}.0.{key.name}, --{key.table}.1.{key.name}, …")
     for table in tables[:1]:  # none: the file has a value where a table belongs, and validation says so
         table[dotted.rpartition(".")[2]] = _parse_override(text, key)
         problems.flags[dotted] = flag
+
+
+def _find_beyond(settings: dict[str, Any], dotted: str) -> str:
+    """What is wrong with a number in the name of a flag: there is no such table, or nothing to number; empty if nothing is."""
+    parts = dotted.split(".")
+    for length in (index for index, part in enumerate(parts) if part.isdecimal()):
+        holder = ".".join(part for part in parts[:length] if not part.isdecimal())
+        held = config_keys().get(holder)
+        count = len(_tables_at(settings, holder))
+        if held is not None and held.is_list and int(parts[length]) >= count:
+            rest = ".".join(parts[length + 1 :])
+            tables = f"{count} table{'s' if count > 1 else ''}"
+            return f"{holder} has {tables} in the file, numbered from 0; write --{holder}.{max(0, count - 1)}.{rest}"
+    return ""
 
 
 def _walk_to(settings: dict[str, Any], parts: Sequence[str]) -> list[dict[str, Any]]:
@@ -359,6 +380,8 @@ def _names_inside(table: str, value: object) -> str:
 def _hint_about_quotes(value: object, key: ConfigKey) -> str:
     if not isinstance(value, str) or str in members_of(key.annotation):
         return ""
+    if any(get_origin(member) is list for member in members_of(key.annotation)):
+        return f"; write {format_value([value])}"
     inner = _parse_override(value, key)
     return f"; write it without quotes: {format_value(inner)}" if isinstance(inner, bool | int | float) else ""
 

@@ -28,10 +28,13 @@ CALLED_WITH: dict[Role, tuple[str, ...]] = {
 CALLED_BY_NAME: dict[Role, tuple[str, ...]] = {"rows": ("size", "seed")}  # beside data.params
 
 
-def load_function(name: str, *, role: Role, base_dir: Path, built_in: Mapping[str, Callable[..., Any]] | None = None) -> Callable[..., Any]:
+def load_function(
+    name: str, *, role: Role, base_dir: Path, built_in: Mapping[str, Callable[..., Any]] | None = None
+) -> Callable[..., Any]:
     """The function that `name` means, imported once: the same name, or another function of the same file, comes from the same module.
 
-    A name of `built_in` is its function. A file is taken relative to `base_dir`; it is imported by itself, so it cannot import its neighbours unless they are installed.
+    A name of `built_in` is its function. A file is taken relative to `base_dir`; it is imported by itself, so it cannot import its
+    neighbours unless they are installed.
     Raises PlugInError naming what failed: the form of the name, the file or module, its import (the cause is kept), the function, or
     the number of positional arguments that `role` passes (a loss is not checked: backends call it).
     """

@@ -102,7 +102,7 @@ def _memory_parts(config: RunConfig, stage: str, lengths: Lengths, size: ModelSi
         parts["the reference's weights"] = weights
     per_token = _activation_bytes(size, checkpointing=config.model.gradient_checkpointing)
     tokens = min(section.micro_batch_tokens, _tokens_of_step(section, lengths))
-    parts[f"activations {tokens} tokens x {per_token / 1024:.0f} KiB"] = tokens * per_token
+    parts[f"activations {tokens} tokens x {per_token / 1024:.4g} KiB"] = tokens * per_token
     return parts
 
 
@@ -130,7 +130,8 @@ def _tokens_of_step(section: SFTTrainingConfig | RLTrainingConfig, lengths: Leng
     if isinstance(section, SFTTrainingConfig):
         return section.batch_size * (lengths.conversation or section.max_length)
     rollout = section.rollout
-    return rollout.num_prompts * rollout.samples_per_prompt * (lengths.prompt + rollout.max_new_tokens)
+    prompts = rollout.num_prompts * (1 if section.share_prefix else rollout.samples_per_prompt)
+    return prompts * lengths.prompt + rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens
 
 
 def _compare_memory(stage: str, parts: Mapping[str, int], free: int | None) -> Finding:
@@ -139,7 +140,8 @@ def _compare_memory(stage: str, parts: Mapping[str, int], free: int | None) -> F
     too_much = free is not None and total > free
     known = "" if free is None else f"; {_gib(free)} are free"
     known += ": lower micro_batch_tokens or engine.max_rows, or set model.gradient_checkpointing" if too_much else ""
-    return Finding("warning" if too_much else "ok", f"{stage}: memory", f"about {_gib(total)} at most, an estimate: {listed}{known}")
+    text = f"about {_gib(total)} when every sample has its full length, an estimate: {listed}{known}"
+    return Finding("warning" if too_much else "ok", f"{stage}: memory", text)
 
 
 def read_free_memory() -> int | None:

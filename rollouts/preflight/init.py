@@ -29,6 +29,11 @@ def reward(sample: Sample) -> RewardResult:
     return RewardResult(max(exact, 0.5 * nearness(response, answer)), {"exact": exact})
 
 
+def is_right(sample: Sample) -> float:
+    """1 for the answer and nothing else: what the evaluation counts."""
+    return float(sample.response.strip() == str(sample.metadata["answer"]))
+
+
 def keep_group(group: SampleGroup) -> FilterDecision:
     """Drops a group whose samples were all rewarded alike: there is nothing to learn from comparing them."""
     if group.rewards.max() > group.rewards.min():
@@ -161,6 +166,7 @@ def _values_of(task: str) -> dict[str, object]:
         "rl.rollout.reward": f"{TASK_NAME}:reward",
         "rl.rollout.filters": [f"{TASK_NAME}:keep_group"],
         "eval.max_new_tokens": length,
+        "eval.reward": f"{TASK_NAME}:is_right",
     }
 
 

@@ -161,6 +161,17 @@ def test_malformed_flags_are_named(write):
     ]
 
 
+def test_flags_that_name_no_setting_or_no_table_are_told_so(write):
+    assert problems_of(write(RL), ["--=3", "--rl..steps", "3", "--rl.data.5.path", "x", "--rl.rollout.filters", "check", "--rl.data.0.pth", "x"]) == [
+        "--: names no setting; settings are given as --section.key value",
+        "--rl..steps: names no setting; settings are given as --section.key value",
+        "--rl.data.5.path: rl.data has 1 table in the file, numbered from 0; write --rl.data.0.path",
+        "--rl.data.0.pth: " + describe_unknown_key("rl.data.pth"),
+        '--rl.rollout.filters: rl.rollout.filters = "check"; it must be a list of text; write ["check"]',
+    ]
+    assert "did you mean path?" in describe_unknown_key("rl.data.0.pth")
+
+
 def test_a_flag_below_a_value_of_the_file_leaves_the_problem_to_the_file(write):
     assert problems_of(write("model = 3"), ["--model.threads", "2"]) == ["model = 3; it must be a table"]
 

@@ -42,11 +42,14 @@ async def test_the_reward_of_a_task_tells_right_from_wrong(tmp_path: Path, task:
     assert config.rl is not None
     reward = load_function(config.rl.rollout.reward, role="reward", base_dir=tmp_path)
     keep = load_function(config.rl.rollout.filters[0], role="filter", base_dir=tmp_path)
+    assert config.eval is not None
+    is_right = load_function(config.eval.reward, role="reward", base_dir=tmp_path)
     row = load_rows(config.rl.data[0], name="rl.data")[0]
     right, wrong = make_trial_samples(row)
     results = [await call_reward(reward, sample) for sample in (right, wrong)]
     assert results[0].reward == 1.0
     assert results[1].reward < 0.5
+    assert [is_right(sample) for sample in (right, wrong)] == [1.0, 0.0]
     both = tuple(apply_reward(sample, result) for sample, result in zip((right, wrong), results, strict=True))
     assert (await call_filter(keep, SampleGroup(0, "row-0", both))).keep
     assert not (await call_filter(keep, SampleGroup(0, "row-0", both[:1] * 2))).keep

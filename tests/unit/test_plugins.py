@@ -86,7 +86,8 @@ def test_a_missing_file_is_named_in_full(tmp_path):
 def test_the_nearest_file_is_suggested(write, tmp_path):
     write("rewards.py", "")
     assert message_of("reward.py:score", tmp_path).endswith(f"there is no file {tmp_path / 'reward.py'}; did you mean rewards.py?")
-    assert message_of("gone/reward.py:score", tmp_path).endswith(f"there is no file {tmp_path / 'gone/reward.py'}, nor a directory {tmp_path / 'gone'}")
+    gone = tmp_path / "gone"
+    assert message_of("gone/reward.py:score", tmp_path).endswith(f"there is no file {gone / 'reward.py'}, nor a directory {gone}")
 
 
 def test_a_built_in_function_is_known_by_its_name(tmp_path):
@@ -95,7 +96,8 @@ def test_a_built_in_function_is_known_by_its_name(tmp_path):
     with pytest.raises(PlugInError) as caught:
         load_function("check_evn", role="filter", base_dir=tmp_path, built_in=known)
     assert str(caught.value) == (
-        "filter='check_evn' does not name a function (did you mean check_even?); write a name of check_even, or module:function or path/file.py:function"
+        "filter='check_evn' does not name a function (did you mean check_even?); write a name of check_even, or module:function or "
+        "path/file.py:function"
     )
 
 
