@@ -13,11 +13,11 @@ import torch
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import open_device_thread
-from rollouts.models.forward_plan import plan_forward
 from rollouts.models.gradient_checkpointing import checkpoint_layers
 from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.optim import create_adamw_optimizer
+from rollouts.reference.forward_plan import plan_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

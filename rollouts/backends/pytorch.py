@@ -25,10 +25,10 @@ from rollouts.errors import BackendError, CheckpointError, DenominatorMismatch, 
 from rollouts.losses import LossFn, LossInputs, LossOutput, resolve_loss
 from rollouts.losses.logprobs import LinearLogProbs
 from rollouts.models.export import save_hf_model
-from rollouts.models.forward_plan import log_plan, plan_forward
 from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
 from rollouts.models.optim import compute_lr
 from rollouts.protocols import WeightSink
+from rollouts.reference.forward_plan import log_plan, plan_forward
 from rollouts.types import (
     BoolArray,
     FloatArray,

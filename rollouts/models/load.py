@@ -86,10 +86,11 @@ def find_causal_class(path: Path) -> str:
 
 
 def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
         with quiet_transformers():
+            find_causal_class(Path(hf_hub_download(name, "config.json")).parent)  # gigabytes of a model that cannot be used are not asked for
             return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except (OSError, ValueError) as error:
         raise ModelError(

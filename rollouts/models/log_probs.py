@@ -1,6 +1,6 @@
 """Log-probs of the trained tokens of a micro-batch under a Hugging Face model: one forward pass, logits only where they are needed.
 
-How a model may be run without changing its numbers is in a ForwardPlan, which rollouts.models.forward_plan proves on the model itself.
+How a model may be run without changing its numbers is in a ForwardPlan, which rollouts.reference.forward_plan proves on the model itself.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import torch
 
 from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceThread
-from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
+from rollouts.reference.forward_plan import plan_forward
 from rollouts.types import FloatArray, RolloutBatch
 
 if TYPE_CHECKING:

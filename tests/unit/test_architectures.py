@@ -20,15 +20,16 @@ from torch import Tensor
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import OptimConfig
+from rollouts.data.packing import make_micro_batches
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.models.export import save_hf_model
-from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.models.gradient_checkpointing import checkpoint_layers
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
-from rollouts.models.log_probs import NO_LIMIT
+from rollouts.models.log_probs import NO_LIMIT, compute_micro_batch_log_probs, make_trie_mask
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.tiny import TINY_KINDS
+from rollouts.reference.forward_plan import describe_plan, plan_forward
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, make_batch
@@ -326,6 +327,54 @@ def test_a_window_that_the_config_does_not_rule_bounds_the_tries(cache: Path):
     plan = plan_forward(model)
     assert [plan.choose_layout(length) for length in (50, 51)] == ["tries", "rows"]
     assert model.config.sliding_window == 50
+
+
+def test_logits_that_need_more_than_the_hidden_states_are_taken_from_the_whole_model(cache: Path):
+    """Here each token's logits also depend on the token itself, past the decoder; neither head alone can know."""
+    model, slow = new_model("llama", cache), new_model("llama", cache)
+    for one in (model, slow):
+        add_input_to_logits(one)
+    plan = plan_forward(model)
+    assert (plan.head, plan.choose_layout(100)) == ("whole", "tries")
+    batch = make_batch()
+    (micro_batch,) = make_micro_batches(batch.tokens, batch.loss_masks, micro_batch_tokens=10_000, share_prefix=True)
+    found = compute_micro_batch_log_probs(model, micro_batch, plan=plan, temperature=1.0)
+    found.log_probs[torch.from_numpy(micro_batch.token_pairs)].sum().backward()
+    torch.stack(
+        [row[torch.from_numpy(mask[1:])].sum() for row, mask in zip(score_slowly(slow, batch), batch.loss_masks, strict=True)]
+    ).sum().backward()
+    assert_gradients_close(take_gradients(model), take_gradients(slow))
+
+
+def add_input_to_logits(model: Any) -> None:
+    forward = model.forward
+
+    def run(*, input_ids: Tensor, **options: Any) -> Any:
+        output = forward(input_ids=input_ids, **options)
+        output.logits = output.logits + torch.nn.functional.one_hot(input_ids, output.logits.shape[-1])
+        return output
+
+    model.forward = run
+
+
+@pytest.mark.parametrize("kind", TINY_KINDS)
+async def test_bfloat16_stays_close_to_float32(kind: str, cache: Path):
+    found = []
+    for dtype in (None, torch.bfloat16):
+        async with open_backend(new_model(kind, cache), autocast_dtype=dtype) as backend:
+            result = await backend.forward_backward(make_batch(), SFT)
+            found.append(result.loss)
+            assert all(parameter.grad.dtype == torch.float32 for parameter in backend.model.parameters() if parameter.grad is not None)
+    assert found[0] == pytest.approx(found[1], abs=0.05)
+
+
+def test_the_window_of_a_trie_counts_along_the_path():
+    """Nodes a b c d and, from b on, e f: f stands at depth 3 and sees e and b, though three other nodes lie between b and it."""
+    subtree_end = torch.tensor([[6, 6, 4, 4, 6, 6]])
+    depth = torch.tensor([[0, 1, 2, 3, 2, 3]])
+    mask = make_trie_mask(subtree_end, dtype=torch.float32, position_ids=depth, window=3)
+    sees = ["".join("x" if value == 0 else "." for value in row) for row in mask[0, 0]]
+    assert sees == ["x.....", "xx....", "xxx...", ".xxx..", "xx..x.", ".x..xx"]
 
 
 def test_a_model_that_looks_ahead_is_refused():

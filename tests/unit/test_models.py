@@ -85,8 +85,17 @@ def test_a_hub_name_is_downloaded_without_pickles_and_checked(tiny, monkeypatch)
         return str(tiny)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(tiny / file))
     assert resolve_model("org/model") == tiny
     assert asked == [("org/model", True, False)]
+
+
+def test_a_hub_model_that_cannot_be_trained_is_refused_before_it_is_downloaded(copied, monkeypatch):
+    edit_json(copied / "config.json", model_type="vit", architectures=["ViTForImageClassification"])
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda name, file: str(copied / file))
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("downloaded it"))
+    with pytest.raises(ModelError, match="not a causal language model"):
+        resolve_model("org/model")
 
 
 @pytest.mark.parametrize("name", ["org/no-such-model", "bad name!"])

@@ -25,6 +25,7 @@ from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
 from rollouts.models.log_probs import NO_LIMIT, ForwardPlan, MaskForm, compute_micro_batch_log_probs, compute_own_logits, score_logits
+from rollouts.models.quiet import quiet_transformers
 from rollouts.types import BoolArray, IntArray
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def plan_forward(model: PreTrainedModel) -> ForwardPlan:
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), quiet_transformers():  # state space models say at their first forward that their kernels are not installed
             return _plan(_Probe(model), model)
     finally:
         model.train(was_training)
