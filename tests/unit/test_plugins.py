@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.config.plugins import load_function
+from rollouts.config.plugins import Role, load_function
 from rollouts.errors import PlugInError
 
 
@@ -22,7 +22,7 @@ def write(tmp_path: Path):
     return write_file
 
 
-def message_of(name: str, base_dir: Path, role="reward") -> str:
+def message_of(name: str, base_dir: Path, role: Role = "reward") -> str:
     with pytest.raises(PlugInError) as caught:
         load_function(name, role=role, base_dir=base_dir)
     return str(caught.value)
