@@ -15,7 +15,19 @@ from rollouts.data.held_out import exclude_from_mixture, exclude_prompts, prompt
 from rollouts.data.made_rows import make_python_rows, make_reasoning_gym_rows
 from rollouts.data.messages import check_messages
 from rollouts.data.mixture import Mixture, check_names
-from rollouts.data.rows import BadRow, Row, RowProblem, SourceRows, check_row, parse_row, require_good_rows, require_prompts, row_to_conversation
+from rollouts.data.rows import (
+    BadRow,
+    Row,
+    RowProblem,
+    RowUse,
+    SourceRows,
+    check_row,
+    check_use,
+    parse_row,
+    require_good_rows,
+    require_prompts,
+    row_to_conversation,
+)
 from rollouts.errors import DataError
 
 __all__ = [
@@ -33,10 +45,11 @@ READERS: Mapping[SourceKind, Reader] = {
 }
 
 
-def read_source(source: DataSourceConfig, *, name: str) -> SourceRows:
+def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> SourceRows:
     """The rows of a source in its own order, the first `source.size` of them when given, with holes and what is wrong where they are malformed.
 
-    `name` is the setting that the source comes from ("rl.data"); errors begin with it. How much may be malformed is not judged here.
+    `name` is the setting that the source comes from ("rl.data"); errors begin with it. A row that is no good for its `use` is malformed
+    too. How much may be malformed is not judged here.
     Raises DataError for a source that cannot be read, has no rows, or has fewer than `size`, malformed ones counted.
     """
     rows: list[Row | None] = []
@@ -46,7 +59,9 @@ def read_source(source: DataSourceConfig, *, name: str) -> SourceRows:
         try:
             if found.problem is not None:
                 raise found.problem
-            rows.append(parse_row(found.value, source.columns, source.system_prompt))
+            row = parse_row(found.value, source.columns, source.system_prompt)
+            check_use(row, use)
+            rows.append(row)
         except RowProblem as problem:
             rows.append(None)
             bad.append(BadRow(position, found.file, found.number, found.by_line, problem.field, str(problem)))
@@ -60,7 +75,7 @@ def read_source(source: DataSourceConfig, *, name: str) -> SourceRows:
     return SourceRows(source.name, source.weight, tuple(rows), tuple(bad))
 
 
-def load_sources(sources: Sequence[DataSourceConfig], *, name: str) -> Mixture:
+def load_sources(sources: Sequence[DataSourceConfig], *, name: str, use: RowUse = "any") -> Mixture:
     """The rows of every source. Malformed rows are holes; their share is at most each source's max_bad_fraction.
 
     Sources without a name are called source-0, source-1, … Raises DataError beginning with `name`, or `name`.INDEX when there are several.
@@ -70,7 +85,7 @@ def load_sources(sources: Sequence[DataSourceConfig], *, name: str) -> Mixture:
     loaded = []
     for index, source in enumerate(sources):
         key = f"{name}.{index}" if len(sources) > 1 else name
-        found = read_source(source, name=key)
+        found = read_source(source, name=key, use=use)
         require_good_rows(found, max_bad_fraction=source.max_bad_fraction, name=key)
         loaded.append(SourceRows(names[index], source.weight, found.rows, found.bad))
     mixture = Mixture(tuple(loaded))

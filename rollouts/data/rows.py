@@ -14,7 +14,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -28,6 +28,10 @@ Row = dict[str, Any]
 MAX_ROW_BYTES = 2**20  # of a row as UTF-8 JSON; a longer one is malformed: no model reads it, and one broken line would fill the memory
 MAX_DEPTH = 64  # lists and objects inside each other
 SHOWN = 5  # malformed rows that an error lists
+
+
+RowUse = Literal["any", "prompt", "conversation"]  # prompt: RL and evaluation generate from it; conversation: SFT trains on it
+USE_OF_STAGE: Mapping[str, RowUse] = {"sft": "conversation", "rl": "prompt", "eval": "prompt"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,18 +258,33 @@ def with_system_prompt(row: Row, system_prompt: str) -> Row:
     return changed
 
 
+def check_use(row: Mapping[str, Any], use: RowUse) -> None:
+    """Raises RowProblem if the row is not what it will be used for."""
+    if use == "prompt" and "prompt" not in row:
+        raise RowProblem("prompt", "no `prompt`; RL and evaluation rows need one (`messages` alone is for SFT)")
+    if use == "conversation":
+        _make_conversation(row)
+
+
 def row_to_conversation(row: Mapping[str, Any], *, where: str = "row") -> list[ChatMessage]:
     """The messages that SFT trains on: row["messages"], or the prompt followed by row["answer"] as the assistant's turn.
 
     Raises DataError, beginning with `where`, if there is no assistant turn to train on.
     """
+    try:
+        return _make_conversation(row)
+    except RowProblem as problem:
+        raise DataError(f"{where}: {problem}") from problem.__cause__
+
+
+def _make_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
     if "messages" in row:
         messages = as_messages(row["messages"])
         if not any(message["role"] == "assistant" for message in messages):
-            raise DataError(f"{where}: messages has no assistant turn; SFT trains on assistant turns")
+            raise RowProblem("messages", "messages has no assistant turn; SFT trains on assistant turns")
         return messages
     if "answer" not in row:
-        raise DataError(f"{where}: no `messages` and no `answer`; an SFT row has messages with an assistant turn, or a prompt and an answer")
+        raise RowProblem("answer", "no `messages` and no `answer`; an SFT row has messages with an assistant turn, or a prompt and an answer")
     if not isinstance(row["answer"], str) or not row["answer"]:
-        raise DataError(f"{where}: answer is {row['answer']!r}; SFT trains on it, so it must be text that is not empty")
+        raise RowProblem("answer", f"answer is {repr(row['answer'])[:80]}; SFT trains on it, so it must be text that is not empty")
     return [*as_messages(row["prompt"]), ChatMessage(role="assistant", content=row["answer"])]

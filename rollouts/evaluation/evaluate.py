@@ -10,7 +10,8 @@ import trio
 
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import NotEnoughSamples
-from rollouts.generation.group import GroupPlan, failure_class_of, make_samples, make_trajectory
+from rollouts.generation.group import GroupPlan, failure_class_of, make_trajectory
+from rollouts.generation.rollouts import make_samples
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
 from rollouts.rewards.call import USER_THREADS
 from rollouts.types import JSONValue, Sample, SamplingParams, Status

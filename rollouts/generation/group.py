@@ -29,6 +29,7 @@ from rollouts.errors import (
     WeightVersionError,
 )
 from rollouts.generation.generate import compute_request_seed
+from rollouts.generation.rollouts import FAILED_SAMPLES, make_samples
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward
 from rollouts.rewards.check import apply_reward, function_name
@@ -36,7 +37,6 @@ from rollouts.rewards.worker_messages import RaisedInWorker
 from rollouts.types import FilterDecision, Sample, SampleGroup, SamplingParams, Status
 
 MAX_STARTS = 8  # of one sample whose engine keeps aborting it; after that it has failed
-FAILED_SAMPLES = "failed_samples"
 TRACEBACK_FRAMES = 4
 TRACEBACK_CHARS = 2000
 
@@ -93,16 +93,6 @@ class ClosedGroup:
         if self.decision.reason != FAILED_SAMPLES or self.decision.keep:
             return None
         return Counter(failure_class_of(sample) for sample in self.failed).most_common(1)[0][0]
-
-
-def make_samples(group_index: int, prompt: PromptRow, count: int) -> list[Sample]:
-    """Pending samples g00000012-s000, -s001, …: sorted by id they are in launch order. The row's other fields become their metadata."""
-    rest = {key: value for key, value in prompt.row.items() if key != "prompt"}
-    metadata = {"prompt_id": prompt.prompt_id, "epoch": prompt.epoch, **rest}
-    return [
-        Sample(id=f"g{group_index:08d}-s{index:03d}", prompt=prompt.row["prompt"], group_index=group_index, metadata=metadata)
-        for index in range(count)
-    ]
 
 
 def failure_class_of(sample: Sample) -> str:

@@ -47,7 +47,7 @@ def compute_token_log_probs(
     """Log-probs of the masked tokens of right-padded input_ids [B, T], mask [B, T] bool, under softmax(logits / temperature).
 
     Without a plan, from the model's logits at every position: right for every causal model, and B·T·V numbers. With the plan of
-    rollouts.models.forward_plan.plan_forward, logits are computed for the positions that predict alone and never held together. The model
+    rollouts.reference.forward_plan.plan_forward, logits are computed for the positions that predict alone and never held together. The model
     is used in the mode it is in: call model.eval() for log-probs without dropout.
     Raises ValueError if shapes differ, or if a first token is masked in, which nothing predicts.
     """

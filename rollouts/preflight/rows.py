@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rollouts.config.schema import RunConfig
-from rollouts.data.datasets import exclude_from_mixture, load_sources, require_prompts, unique_prompts
+from rollouts.data.datasets import exclude_from_mixture, load_sources, unique_prompts
 from rollouts.data.mixture import Mixture
-from rollouts.data.rows import BadRow, Row
+from rollouts.data.rows import USE_OF_STAGE, BadRow, Row
 from rollouts.errors import ConfigError
 
 
@@ -38,9 +38,8 @@ SHOWN = 5
 
 def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
     """Raises DataError naming file, line and field; ConfigError for a stage that the config has no table for."""
-    evaluation = load_sources(config.eval.data, name="eval.data") if config.eval else None
+    evaluation = load_sources(config.eval.data, name="eval.data", use=USE_OF_STAGE["eval"]) if config.eval else None
     held_out = unique_prompts(row for source in evaluation.sources for row in source.rows) if evaluation else []
-    require_prompts(held_out, name="eval.data")
     training: dict[str, Mixture] = {}
     left_out: dict[str, int] = {}
     bad = {"eval.data": _bad_rows(evaluation)} if evaluation else {}
@@ -49,11 +48,9 @@ def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
         section = config.sft if stage == "sft" else config.rl
         if section is None:
             raise ConfigError(f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another mode")
-        loaded = load_sources(section.data, name=name)
+        loaded = load_sources(section.data, name=name, use=USE_OF_STAGE[stage])
         bad[name] = _bad_rows(loaded)
         training[stage], left_out[stage] = exclude_from_mixture(loaded, held_out, name=name)
-        for source in training[stage].sources if stage == "rl" else ():
-            require_prompts(source.rows, name=name)
     return Rows(training, tuple(held_out), left_out, bad)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollouts.errors import ConfigError, UserFunctionError
-from rollouts.rewards.call import check_reward, function_name
+from rollouts.rewards.check import check_reward, function_name
 from rollouts.types import RewardResult, Sample
 
 SyncReward = Callable[[Sample], Any]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from rollouts.errors import ConfigError
-from rollouts.rewards.call import check_reward, function_name
+from rollouts.rewards.check import check_reward, function_name
 from rollouts.types import RewardResult, Sample
 
 THINK_ANSWER = r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from rollouts.engines.local.interface import Decoder
-from rollouts.engines.local.sampling import DRAW_DTYPE, Sampled, make_draw, sample_tokens
 from rollouts.errors import EngineError
+from rollouts.models.draws import DRAW_DTYPE, Sampled, make_draw, sample_tokens
 from rollouts.types import Completion, FinishReason, FloatArray, GenerateRequest, IntArray
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one forward pass

@@ -24,10 +24,10 @@ from torch import Tensor
 from rollouts.engines.local.batch import DecodeBatch, Row
 from rollouts.engines.local.interface import ForwardPath
 from rollouts.engines.local.opening import DEFAULT_CONTEXT, OpenedDecoder, context_limit, open_decoder
-from rollouts.engines.local.requests import check_request
-from rollouts.engines.local.sampling import stream_key
 from rollouts.engines.local.weights import StagedWeights, copy_model, read_checkpoint
 from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVersionError
+from rollouts.models.draws import stream_key
+from rollouts.models.requests import check_request
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rollouts.engines.local import sampling
-from rollouts.engines.local.sampling import DRAW_DTYPE, compute_uniforms, make_draw, sample_tokens, stream_key
+from rollouts.models import draws
+from rollouts.models.draws import DRAW_DTYPE, compute_uniforms, make_draw, sample_tokens, stream_key
 from rollouts.types import SamplingParams
 
 MASK = 2**64 - 1
@@ -101,7 +101,7 @@ def test_log_probs_are_of_the_renormalised_distribution(temperature: float, top_
 
 
 def test_a_flat_distribution_needs_more_candidates_than_are_first_looked_at():
-    vocab, top_p = sampling.FIRST_CANDIDATES * 3, 0.9
+    vocab, top_p = draws.FIRST_CANDIDATES * 3, 0.9
     logits = torch.linspace(0, 0.1, vocab).expand(300, vocab)
     sampled = sample_tokens(logits, make_draws(300, top_p=top_p))
     expected = slow_log_probs(logits[0].numpy(), 1.0, 0, top_p)
@@ -151,6 +151,6 @@ def test_logits_that_are_not_finite_show_in_the_log_prob(bad: float):
 def test_the_largest_uniform_still_gives_a_token_with_probability():
     weights = torch.zeros(1, 12)
     weights[0, 2] = 1.0
-    ids, totals = sampling._invert(weights, torch.tensor([1 - 2.0**-53], dtype=torch.float64))
+    ids, totals = draws._invert(weights, torch.tensor([1 - 2.0**-53], dtype=torch.float64))
     assert ids.tolist() == [2]
     assert totals.tolist() == [1.0]
