@@ -152,7 +152,7 @@ def _values_of(task: str) -> dict[str, object]:
         "model.threads": 1,
         "output.checkpoint_every": 20,
         "output.keep_checkpoints": 2,
-        "sft.steps": 80,
+        "sft.steps": 60,
         "sft.batch_size": 32,
         "sft.optim.lr": 3e-3,
         "sft.optim.warmup_steps": 5,
