@@ -52,6 +52,7 @@ class _Draw:
     closed: dict[int, ClosedGroup] = field(default_factory=dict)  # those of them that have finished
     kept: list[HeldGroup] = field(default_factory=list)  # of the batch
     decided: list[ClosedGroup] = field(default_factory=list)
+    failed_groups: dict[int, PromptRow] = field(default_factory=dict)  # decided, but in the ledger only when the batch is delivered
     drawn: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # groups by reason
 
@@ -114,7 +115,8 @@ class AsyncRolloutManager:
         """The next P groups that were kept, as rows in launch order; `reward_fn` takes the place of the manager's reward for this batch.
 
         Members that failed are left out, so a group has 2 to G trajectories. On every way out nothing is in flight; if that is by
-        cancellation or an error, the prompts of the unfinished batch are back in the buffer, or held if staleness allows.
+        cancellation or an error, the prompts of the unfinished batch are back in the buffer, or held if staleness allows, those of groups
+        that failed among them.
         Raises NotEnoughSamples, with counts by reason, when max_attempts or max_failed_fraction is spent; UserFunctionError when a filter
         does not answer; EngineClosed, ModelError and other errors that are not one sample's alone.
         """
@@ -156,7 +158,7 @@ class AsyncRolloutManager:
     def state_dict(self) -> dict[str, JSONValue]:
         """Everything an exact resume needs, as JSON. Taken while a batch is being made, its prompts are saved as prompts to return."""
         draw = self._current or _Draw()
-        undelivered = {held.group.group_index: held.prompt for held in draw.kept} | draw.undecided
+        undelivered = {held.group.group_index: held.prompt for held in draw.kept} | draw.failed_groups | draw.undecided
         return {
             "next_group_index": self._next_group_index,
             "ledger": self._ledger.state_dict(),
@@ -273,7 +275,7 @@ class AsyncRolloutManager:
         prompt = draw.undecided.pop(closed.group_index)
         draw.decided.append(closed)
         if closed.failure_class is not None:
-            self._ledger.fail(closed.group_index, closed.failure_class)
+            draw.failed_groups[closed.group_index] = prompt
             draw.dropped[closed.decision.reason] += 1
         elif not closed.decision.keep:
             self._drop(draw, closed.group_index, FILTERED + closed.decision.reason)
@@ -324,6 +326,10 @@ class AsyncRolloutManager:
         for group in groups:
             self._ledger.train(group.group_index)
         draw.kept.clear()
+        for closed in draw.decided:
+            if closed.failure_class is not None:
+                self._ledger.fail(closed.group_index, closed.failure_class)
+        draw.failed_groups.clear()
         self._keep_surplus(draw)
         self._return_undecided(draw, SURPLUS)
         self._last_metrics = compute_batch_metrics(groups, decided=draw.decided, drawn=draw.drawn, dropped=draw.dropped)
@@ -364,7 +370,10 @@ class AsyncRolloutManager:
         draw.undecided.clear()
 
     def _give_up(self, draw: _Draw) -> None:
-        """Gives back what a batch that was not delivered has; does nothing after one that was."""
+        """Gives back what a batch that was not delivered has; does nothing after one that was.
+
+        Prompts of groups that failed are among it: what failed them may be what stopped the batch, and mended before they are drawn again.
+        """
         if self._in_launch_order:
             draw.undecided = {held.group.group_index: held.prompt for held in draw.kept} | draw.undecided  # kept ones were launched earlier
         else:
@@ -372,6 +381,9 @@ class AsyncRolloutManager:
             for held in draw.kept:
                 self._hold(held)
         draw.kept.clear()
+        undelivered = draw.failed_groups | draw.undecided
+        draw.undecided = {group_index: undelivered[group_index] for group_index in sorted(undelivered)}
+        draw.failed_groups.clear()
         self._return_undecided(draw, ABORTED)
 
 

@@ -395,7 +395,7 @@ async def test_too_many_failures_end_the_batch_and_show_the_first():
     run = make_run(reward=fail_on(KeyError("gold")), max_failed_fraction=0.4)
     with pytest.raises(NotEnoughSamples, match=r"2 of 4 samples failed \(reward: 2\), more than max_failed_fraction=0.4 .*KeyError: 'gold'"):
         await run.manager.generate_batch()
-    assert run.upcoming(1) == STREAM[1:2], "the prompt whose samples failed is used up, the other is back"
+    assert run.upcoming(2) == STREAM[:2], "both prompts are back: the grader may be mended before they are drawn again"
     assert len(run.manager.failed_samples()) == 2
 
 

@@ -121,8 +121,8 @@ def test_rows_of_one_batch_keep_their_own_settings():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2)) * 2
     alone = [make_draws(4)[:1], make_draws(4, temperature=0.0)[1:2], make_draws(4, temperature=0.5, top_k=3)[2:3], make_draws(4, top_p=0.5)[3:]]
     together = sample_tokens(logits, np.concatenate(alone))
-    for row, draws in enumerate(alone):
-        one = sample_tokens(logits[row : row + 1], draws)
+    for row, draw in enumerate(alone):
+        one = sample_tokens(logits[row : row + 1], draw)
         assert together.token_ids[row] == one.token_ids[0]
         assert abs(together.log_probs[row] - one.log_probs[0]) < 1e-6
 
