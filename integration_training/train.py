@@ -62,7 +62,7 @@ class Command:
 def parse_command_line(argv: Sequence[str]) -> Command:
     """Exits with 2 and a usage line when the command line is wrong."""
     parser = argparse.ArgumentParser(description="Train by SFT, by RL, or both.", epilog="any setting: --section.key value", allow_abbrev=False)
-    parser.add_argument("--config", required=True, type=Path, help="a TOML file; `python -m rollouts config` lists the settings")
+    parser.add_argument("--config", required=True, type=Path, help="a TOML file; `python -m rollouts explain` lists the settings")
     parser.add_argument("--mode", required=True, choices=("sft", "rl", "sft+rl"))
     parser.add_argument("--dry-run", action="store_true", help="check config, files, rows and functions; train nothing")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint, or start if there is none")
@@ -484,22 +484,23 @@ def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
 def print_findings(command: Command, config: RunConfig, console: Console) -> int:
     """The exit code of --dry-run: 0 when nothing would stop the run."""
     from rollouts.models.load import load_tokenizer, resolve_model
-    from rollouts.preflight.checks import check_run, format_findings, has_errors
+    from rollouts.preflight.checks import check_run
+    from rollouts.preflight.findings import print_findings as show
 
-    if "rl" in command.stages and config.rl:
-        check_loss(config.rl)
     findings = check_run(
         config,
         command.stages,
         find_model=lambda name: resolve_model(name, seed=config.seed),
-        open_tokenizer=load_tokenizer,
+        open_tokenizer=lambda path: load_tokenizer(path, chat_template=chat_template_path(config)),
         base_dir=Path.cwd(),
+        check_loss=check_loss,
     )
-    console.print(format_findings(findings), markup=False, highlight=False, end="")
-    if has_errors(findings):
-        return 2
-    console.print("nothing stands in the way of this run; nothing was trained")
-    return 0
+    return show(findings, console)
+
+
+def chat_template_path(config: RunConfig) -> Path | None:
+    """The file that replaces the tokenizer's own chat template."""
+    return Path(config.model.chat_template) if config.model.chat_template else None
 
 
 async def run_training(command: Command, config: RunConfig) -> int:
@@ -520,7 +521,7 @@ async def run_training(command: Command, config: RunConfig) -> int:
     for note in rows.notes():
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed))
-    tokenizer = load_tokenizer(model_path, chat_template=Path(config.model.chat_template) if config.model.chat_template else None)
+    tokenizer = load_tokenizer(model_path, chat_template=chat_template_path(config))
     stop_ids = stop_token_ids(tokenizer, model_path)
     write_config(run_dir, config)
 

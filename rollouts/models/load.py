@@ -14,7 +14,7 @@ from rollouts.models.directories import check_model_directory
 from rollouts.models.gguf import make_gguf_model
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.tiny import make_tiny
-from rollouts.models.tokenizers import check_chat_template_compiles, find_turn_end_ids, read_chat_template
+from rollouts.models.tokenizers import check_chat_template_compiles, check_tokenizer_fits, find_turn_end_ids, read_chat_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -142,10 +142,10 @@ def load_hf_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrain
 
 
 def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model directory; it has a padding token (the end token where it has none of its own) and a chat template.
+    """The tokenizer in a model directory; it has a padding token (where it has none of its own, one that ends an answer) and a chat template.
 
-    `chat_template` is a Jinja file that takes the place of the directory's own. Raises ModelError if it cannot be loaded, or lacks a chat
-    template or every token that could end an answer.
+    `chat_template` is a Jinja file that takes the place of the directory's own. Raises ModelError if it cannot be loaded, lacks a chat
+    template or every token that could end an answer, or has ids that the model beside it has no embedding for.
     """
     from transformers import AutoTokenizer
 
@@ -162,16 +162,29 @@ def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrain
             "beside it"
         )
     check_chat_template_compiles(tokenizer, str(chat_template or path))
-    if tokenizer.eos_token is None and tokenizer.pad_token is None:
-        raise ModelError(f"the tokenizer in {path} has neither a padding nor an end token; set eos_token in its tokenizer_config.json")
-    if tokenizer.eos_token is None and not stop_token_ids(tokenizer, path):
+    stop_ids = stop_token_ids(tokenizer, path)
+    if not stop_ids:
         raise ModelError(
             f"the tokenizer in {path} has no end token, its chat template ends turns with text, and there is no eos_token_id in a "
             "generation_config.json, so no answer would end; set eos_token in its tokenizer_config.json"
         )
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token = tokenizer.eos_token or str(tokenizer.convert_ids_to_tokens(stop_ids[0]))
+    if (path / "config.json").is_file():
+        check_tokenizer_fits(tokenizer, read_text_config(path), str(path))
     return tokenizer
+
+
+def read_text_config(path: Path) -> dict[str, Any]:
+    """The settings of the language model in a directory, defaults filled in, without those of what it may see or hear. Raises ModelError."""
+    from transformers import AutoConfig
+
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
+        raise ModelError(f"{path / 'config.json'} cannot be read ({type(error).__name__}: {_first_line(error)})") from error
+    return config.get_text_config(decoder=True).to_dict()
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int, ...]:

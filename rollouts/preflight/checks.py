@@ -22,20 +22,20 @@ from rollouts.data.datasets import (
     exclude_prompts,
     read_source,
     require_good_rows,
-    require_prompts,
     row_to_conversation,
     unique_prompts,
 )
 from rollouts.data.messages import parse_tools
 from rollouts.data.mixture import check_names
+from rollouts.data.rows import USE_OF_STAGE, RowUse
 from rollouts.data.sft import prepare_sft_rows
 from rollouts.errors import ModelError
 from rollouts.filters import FILTERS
 from rollouts.preflight.estimate import Lengths, estimate_memory, estimate_work, read_model_size
-from rollouts.preflight.findings import Finding, format_findings, has_errors, reporting
+from rollouts.preflight.findings import Finding, reporting
 from rollouts.preflight.functions import check_reward_settings
 
-__all__ = ["CheckedRun", "check_functions", "check_lengths", "check_run", "collect_rows", "format_findings", "has_errors", "look_at_run"]
+__all__ = ["CheckedRun", "check_functions", "check_lengths", "check_run", "collect_rows", "look_at_run"]
 
 LOOKED_AT = 64  # rows that are tokenized: enough to see a template or a length that does not fit, quick for any dataset
 SHOWN_BAD_ROWS = 20
@@ -109,18 +109,16 @@ def collect_rows(config: RunConfig, stages: Sequence[str], findings: list[Findin
     rows: dict[str, list[Row]] = {}
     for stage in (*(["eval"] if config.eval else []), *stages):
         with reporting(findings, f"{stage}.data"):
-            sources = _read_sources(getattr(config, stage).data, f"{stage}.data", findings)
+            sources = _read_sources(getattr(config, stage).data, f"{stage}.data", USE_OF_STAGE[stage], findings)
             found = [row for source in sources for row in source.rows if row is not None]
             if not found and any(finding.level == "error" and finding.subject.startswith(f"{stage}.data") for finding in findings):
                 continue  # that there is no row follows from what was said
-            if stage != "sft":
-                require_prompts(found, name=f"{stage}.data")
             rows[stage], removed = _without_held_out(stage, found, rows.get("eval", []))
             findings.append(_describe_rows(stage, len(rows[stage]), removed, sources))
     return rows
 
 
-def _read_sources(sources: Sequence[DataSourceConfig], name: str, findings: list[Finding]) -> list[SourceRows]:
+def _read_sources(sources: Sequence[DataSourceConfig], name: str, use: RowUse, findings: list[Finding]) -> list[SourceRows]:
     """Every source that can be read, its malformed rows listed in a finding. Raises DataError for names that cannot be told apart."""
     names = [source.name or f"source-{index}" for index, source in enumerate(sources)]
     check_names(names, name=name)
@@ -128,7 +126,7 @@ def _read_sources(sources: Sequence[DataSourceConfig], name: str, findings: list
     for index, source in enumerate(sources):
         key = f"{name}.{index}" if len(sources) > 1 else name
         with reporting(findings, key):
-            rows = read_source(source, name=key)
+            rows = read_source(source, name=key, use=use)
             found.append(replace(rows, name=names[index]))
             findings += _describe_bad_rows(rows, source, key)
     Mixture(tuple(found)).check_fields(name=name)

@@ -45,7 +45,8 @@ def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) 
     """
 
     def load(name: str, role: Role) -> Any:
-        return load_function(name, role=role, base_dir=base_dir) if name else None
+        built_in = FILTERS if role == "filter" else None
+        return load_function(name, role=role, base_dir=base_dir, built_in=built_in) if name else None
 
     rollout = config.rl.rollout if config.rl else RolloutConfig()
     check_reward_settings(rollout, needed="rl" in stages)
@@ -59,7 +60,7 @@ def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) 
         reward=reward,
         group_reward=group_reward,
         eval_reward=eval_reward,
-        filters=tuple(FILTERS[name] if name in FILTERS else load(name, "filter") for name in rollout.filters),
+        filters=tuple(load(name, "filter") for name in rollout.filters),
         curriculum=load(config.rl.curriculum, "curriculum") if config.rl else None,
     )
 

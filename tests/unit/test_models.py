@@ -229,7 +229,12 @@ def test_a_tokenizer_without_padding_pads_with_its_end_token(copied):
     edit_json(copied / "tokenizer_config.json", pad_token=None)
     assert load_tokenizer(copied).pad_token_id == 258
     edit_json(copied / "tokenizer_config.json", eos_token=None)
-    with pytest.raises(ModelError, match="neither a padding nor an end token"):
+    assert load_tokenizer(copied).pad_token_id == 258, "what the chat template ends a turn with"
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_has_embeddings_is_refused(copied):
+    edit_json(copied / "config.json", vocab_size=200)
+    with pytest.raises(ModelError, match=r"ids reach 258, the model's vocabulary has 200 .* the first token outside"):
         load_tokenizer(copied)
 
 
