@@ -190,6 +190,8 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[tu
             seed=config.seed,
         ) as engine,
     ):
+        if engine.path != "fast":
+            print(engine.describe(), file=sys.stderr, flush=True)
         yield backend, engine
 
 

@@ -29,10 +29,11 @@ from rollouts.errors import ConfigError, RunDirError
 NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
 STAGE_DATA = ("sft.data", "rl.data", "eval.data")
 PATHS = (*(f"{data}.path" for data in STAGE_DATA), "model.chat_template")
+DATASETS = tuple(f"{data}.dataset" for data in STAGE_DATA)  # a name on the hub or of reasoning-gym, or a path
 FUNCTIONS = (
     *(f"{data}.function" for data in STAGE_DATA),
     *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "reward_combine", "filters")),
-    *("rl.curriculum", "rl.loss", "eval.reward"),
+    *("rl.curriculum", "eval.reward"),
 )
 # On resume: what a run writes and how long it goes on, not what it computes.
 MAY_CHANGE = ("name", "output", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s")
@@ -279,12 +280,19 @@ def _replace_none(settings: dict[str, Any]) -> None:
 
 
 def _make_paths_absolute(settings: dict[str, Any], file_dir: Path, flags: Mapping[str, str]) -> None:
-    for dotted in (*PATHS, *FUNCTIONS, "model.name"):
+    makers = (
+        *((dotted, _absolute_path) for dotted in PATHS),
+        *((dotted, _absolute_function) for dotted in FUNCTIONS),
+        *((dotted, _absolute_if_there) for dotted in DATASETS),
+        ("model.name", _absolute_model),
+    )
+    for dotted, make_absolute in makers:
         table_name, _, name = dotted.rpartition(".")
-        make_absolute = _absolute_path if dotted in PATHS else _absolute_function if dotted in FUNCTIONS else _absolute_model
         for index, table in enumerate(_tables_at(settings, table_name)):
             base = Path.cwd() if dotted in flags or f"{table_name}.{index}.{name}" in flags else file_dir
             value = table.get(name)
+            if dotted in DATASETS and table.get("kind") != "hf":
+                continue
             if isinstance(value, str) and value:
                 table[name] = make_absolute(value, base)
             elif isinstance(value, list):
@@ -309,8 +317,13 @@ def _absolute_function(name: str, base: Path) -> str:
     return f"{_absolute_path(file, base)}:{function}" if colon and file.endswith(".py") else name
 
 
+def _absolute_if_there(name: str, base: Path) -> str:
+    # "org/name" on the hub looks like a relative path: it is one only if such a thing is there, or if it says so
+    is_path = name.startswith((".", "~", "/")) or (":" not in name and (base / name).exists())
+    return _absolute_path(name, base) if is_path else name
+
+
 def _absolute_model(name: str, base: Path) -> str:
-    # "org/model" on the hub looks like a relative path: it is one only if such a directory is there, or if it says so
     is_gguf_file = name.endswith(".gguf") and (":" not in name or (base / name).is_file())
     is_path = is_gguf_file or name.startswith((".", "~", "/")) or (":" not in name and (base / name).is_dir())
     return _absolute_path(name, base) if is_path else name

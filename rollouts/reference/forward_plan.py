@@ -67,8 +67,9 @@ def describe_plan(model: PreTrainedModel, plan: ForwardPlan) -> str:
 
 
 def log_plan(model: PreTrainedModel, plan: ForwardPlan) -> None:
-    """Writes describe_plan to the log "rollouts"."""
-    logging.getLogger("rollouts").info("%s", describe_plan(model, plan))
+    """Writes describe_plan to the log "rollouts": a warning where the model must do without the fastest layout."""
+    level = logging.INFO if plan.choose_layout(1) == "tries" else logging.WARNING
+    logging.getLogger("rollouts").log(level, "%s", describe_plan(model, plan))
 
 
 # --- the decision ------------------------------------------------------------------------------------------------------------------

@@ -373,6 +373,16 @@ def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path, monkeypatch
     assert config.model.name == str(tmp_path / "model")
 
 
+def test_a_dataset_directory_beside_the_config_is_a_path_and_a_hub_name_is_not(write, tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "chain_sum").mkdir()
+    hf, gym = '"hf", dataset = "saved"', '"reasoning_gym", size = 3, dataset = "chain_sum"'
+    old = '"jsonl", path = "train.jsonl"'
+    assert load_config(write(RL.replace(old, hf))).rl.data[0].dataset == str(tmp_path / "saved")
+    assert load_config(write(RL.replace(old, hf.replace("saved", "org/saved")))).rl.data[0].dataset == "org/saved"
+    assert load_config(write(RL.replace(old, gym))).rl.data[0].dataset == "chain_sum"
+
+
 def test_paths_in_flags_are_relative_to_the_working_directory(write, tmp_path, monkeypatch):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
