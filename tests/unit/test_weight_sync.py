@@ -77,7 +77,7 @@ async def test_a_shared_engine_has_nothing_to_load():
 
 async def test_a_copied_engine_follows_the_trainer_in_memory(model_path: Path):
     async with (
-        open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1) as backend,
+        open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1, autocast="off") as backend,
         open_device_thread(name="engine", torch_threads=1) as thread,
         open_local_engine(backend.model, device_thread=thread, mode="copied", max_rows=4) as engine,
     ):
@@ -95,7 +95,7 @@ async def test_a_copied_engine_follows_the_trainer_in_memory(model_path: Path):
 
 async def test_an_engine_that_says_the_version_without_the_weights_is_caught(model_path: Path):
     async with (
-        open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1) as backend,
+        open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1, autocast="off") as backend,
         open_device_thread(name="engine", torch_threads=1) as thread,
         open_local_engine(backend.model, device_thread=thread, mode="copied", max_rows=4) as engine,
     ):
@@ -132,7 +132,7 @@ class DiskOnly:
 
 async def test_an_engine_that_loads_only_from_disk_gets_a_snapshot_and_older_ones_go(model_path: Path, tmp_path: Path):
     async with (
-        open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1) as backend,
+        open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1, autocast="off") as backend,
         open_device_thread(name="engine", torch_threads=1) as thread,
         open_local_engine(backend.model, device_thread=thread, mode="copied", max_rows=4) as engine,
     ):
@@ -147,7 +147,7 @@ async def test_an_engine_that_loads_only_from_disk_gets_a_snapshot_and_older_one
 
 
 async def test_a_snapshot_holds_every_parameter_and_is_never_rewritten(model_path: Path, tmp_path: Path):
-    async with open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1) as backend:
+    async with open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1, autocast="off") as backend:
         path = await export_snapshot(backend, tmp_path / "v3")
         weights = load_file(path / "model.safetensors")
         assert set(weights) == {name for name, _ in backend.model.named_parameters()}
