@@ -28,13 +28,16 @@ import trio
 from rich.console import Console
 
 from rollouts import __version__
-from rollouts.config.load import check_same_run, dump_config, load_config
+from rollouts.config.load import dump_config, load_config
 from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
 from rollouts.data.chat import TemplateOptions
+from rollouts.data.sft import SFTMixture
 from rollouts.errors import CheckpointError, ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
 from rollouts.loops.hooks import LoopHooks
+from rollouts.preflight.checks import prepare_rows, read_context_length
 from rollouts.preflight.functions import Functions, load_functions, open_functions
 from rollouts.preflight.rows import Rows, load_all_rows
+from rollouts.preflight.run_directory import check_run_dir, choose_run_dir
 from rollouts.protocols import LogProbScorer, MetricsLogger
 from rollouts.run_dir import RunDir, parse_step
 from rollouts.types import Sample, SamplingParams
@@ -95,19 +98,6 @@ def check_loss(config: RLTrainingConfig) -> None:
     check_loss_params(config.loss, make_loss_spec(config).params)
 
 
-def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool) -> None:
-    """Raises RunDirError if the directory is another run's. Changes nothing on disk."""
-    if run_dir.root.exists() and not run_dir.root.is_dir():
-        raise RunDirError(f"output.dir={run_dir.root} is a file; name a directory")
-    used = run_dir.root.is_dir() and any(run_dir.root.iterdir())
-    if used and not resume:
-        raise RunDirError(f"output.dir={run_dir.root} is not empty; go on with --resume, or name another directory with --output.dir DIR")
-    if used and not run_dir.config.exists():
-        raise RunDirError(f"output.dir={run_dir.root} holds files but no config.toml: it is not a run; name another directory with --output.dir DIR")
-    if used:
-        check_same_run(load_config(run_dir.config, ()), config)
-
-
 def write_config(run_dir: RunDir, config: RunConfig) -> None:
     """Makes the run directory with its resolved config. Only when nothing can be wrong any more, or a corrected command would be refused."""
     try:
@@ -141,6 +131,7 @@ class Run:
     config: RunConfig
     run_dir: RunDir
     rows: Rows
+    conversations: SFTMixture | None  # tokenized, where there is an SFT stage
     functions: Functions
     tokenizer: Any
     template: TemplateOptions
@@ -247,16 +238,14 @@ async def finish_stage(
 
 async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngine, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at `start`."""
-    from rollouts.data.sft import prepare_sft_mixture
     from rollouts.loops.sft import run_sft_training
 
-    config = run.config.sft
-    assert config is not None
-    mixture = run.rows.training["sft"]
-    data = prepare_sft_mixture(mixture, run.tokenizer, max_length=config.max_length, train_on=config.train_on, options=run.template)
+    config, data = run.config.sft, run.conversations
+    assert config is not None and data is not None
+    row_count = run.rows.training["sft"].row_count
     for what, count in (("cut at", data.truncated), ("left out: nothing to train on within", sum(data.dropped.values()))):
         if count:
-            print(f"sft.data: {count} of {mixture.row_count} rows {what} max_length={config.max_length}", file=sys.stderr)
+            print(f"sft.data: {count} of {row_count} rows {what} max_length={config.max_length}", file=sys.stderr)
     completed = completed_steps(newest)
 
     async def save(step: int) -> None:
@@ -512,7 +501,7 @@ async def run_training(command: Command, config: RunConfig) -> int:
     started = time.perf_counter()
     console = Console()
     check_launch()
-    run_dir = RunDir(Path(config.output.dir or f"runs/{config.name}"))
+    run_dir = choose_run_dir(config)
     check_run_dir(run_dir, config, resume=command.resume)
     if command.dry_run:
         return print_findings(command, config, console)
@@ -525,6 +514,7 @@ async def run_training(command: Command, config: RunConfig) -> int:
     model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed))
     tokenizer = load_tokenizer(model_path, chat_template=chat_template_path(config))
     stop_ids = stop_token_ids(tokenizer, model_path)
+    conversations = prepare_rows(config, command.stages, rows, tokenizer, context_length=read_context_length(model_path))
     write_config(run_dir, config)
 
     from rollouts.metrics.jsonl import next_attempt, open_jsonl_logger
@@ -541,7 +531,7 @@ async def run_training(command: Command, config: RunConfig) -> int:
                 open_jsonl_logger(run_dir, attempt=attempt, samples_per_step=config.output.samples_per_step, progress=progress) as logger,
             ):
                 run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
-                run = Run(config, run_dir, rows, functions, tokenizer, make_template_options(config), stop_ids, logger, stop)
+                run = Run(config, run_dir, rows, conversations, functions, tokenizer, make_template_options(config), stop_ids, logger, stop)
                 finished = await run_stages(run, command.stages, model_path)
         nursery.cancel_scope.cancel()
     if not finished:

@@ -18,7 +18,8 @@ from rollouts import __version__
 from rollouts.errors import ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
 
 if TYPE_CHECKING:
-    from rollouts.config.schema import RLTrainingConfig
+    from rollouts.config.schema import RLTrainingConfig, RunConfig
+    from rollouts.preflight.findings import Finding
 
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError)
 SETTINGS_HELP = "any setting: --section.key value"
@@ -180,10 +181,25 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         base_dir=Path.cwd(),
         check_loss=check_loss,
     )
-    findings = run.findings
+    findings = [*check_output(config), *run.findings]
     if arguments.call:
         findings += trio.run(lambda: call_functions(config, stages, run.rows, base_dir=Path.cwd()))
     return print_findings(findings, Console(width=None if sys.stdout.isatty() else 160, highlight=False))
+
+
+def check_output(config: RunConfig) -> list[Finding]:
+    """Whether a run may write into its directory; a run that could go on there is a warning."""
+    from rollouts.preflight.findings import Finding, reporting
+    from rollouts.preflight.run_directory import check_run_dir, choose_run_dir
+
+    run_dir = choose_run_dir(config)
+    findings: list[Finding] = []
+    with reporting(findings, "output.dir"):
+        check_run_dir(run_dir, config, resume=True)
+        used = run_dir.config.exists()
+        message = f"{run_dir.root} holds a run with these settings, which needs --resume; or name another directory" if used else str(run_dir.root)
+        findings.append(Finding("warning" if used else "ok", "output.dir", message))
+    return findings
 
 
 def check_loss(config: RLTrainingConfig) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from rollouts.config import schema
 from rollouts.config.schema import RunConfig, Section
@@ -148,6 +148,8 @@ def _describe_bound(constraint: object) -> str:
             return f", above {bound}"
         case Le(le=bound):
             return f", at most {bound}"
+        case Lt(lt=bound):
+            return f", below {bound}"
         case _:
             return ""
 

@@ -18,6 +18,8 @@ NaturalInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NaturalFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class OutputConfig(Section):
@@ -63,7 +65,7 @@ class DataSourceConfig(Section):
     function: str = ""  # python: module:function or file.py:function, called with size=, seed= and params; gives rows
     params: dict[str, Any] = {}  # reasoning_gym: passed to create_dataset; python: passed to the function
     size: PositiveInt | None = None  # how many rows to take; None: all there are (reasoning_gym and python need a size)
-    seed: int = 0  # reasoning_gym and python: which rows are made
+    seed: Seed = 0  # reasoning_gym and python: which rows are made
     columns: dict[str, str] = {}  # our name = the data's name, for example prompt = "question"
     system_prompt: str | None = None  # put before every prompt that has no system message; None: what the chat template does
     max_bad_fraction: Fraction = 0.01  # malformed rows that may be skipped, as a share of the rows; above it the run does not start
@@ -96,8 +98,8 @@ class OptimConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
     warmup_steps: NaturalInt = 0  # steps over which lr rises linearly from lr/warmup_steps
     min_lr_ratio: Fraction = 0.0  # lr at the end of linear and cosine, as a share of lr
-    beta1: Fraction = 0.9  # decay of the mean of gradients
-    beta2: Fraction = 0.999  # decay of the mean of squared gradients
+    beta1: Decay = 0.9  # decay of the mean of gradients
+    beta2: Decay = 0.999  # decay of the mean of squared gradients
     eps: PositiveFloat = 1e-8  # added to the root of the mean square
     weight_decay: NaturalFloat = 0.0  # decoupled from the gradient, as in AdamW
     max_grad_norm: PositiveFloat | None = 1.0  # None: no clipping
@@ -214,7 +216,7 @@ class RunConfig(Section):
     """Everything a run is made of. `--mode` says which of the stages run."""
 
     name: str = "run"  # of the run directory, when output.dir is empty
-    seed: int = 0  # of data order, sampling and random weights
+    seed: Seed = 0  # of data order, sampling and random weights
     deterministic: bool = False  # float32, fixed threads, fixed order: two runs give the same bits
     model: ModelConfig = ModelConfig()
     output: OutputConfig = OutputConfig()

@@ -28,16 +28,18 @@ from rollouts.data.datasets import (
 from rollouts.data.messages import parse_tools
 from rollouts.data.mixture import check_names
 from rollouts.data.rows import USE_OF_STAGE, RowUse
-from rollouts.data.sft import prepare_sft_rows
-from rollouts.errors import ModelError
+from rollouts.data.sft import SFTMixture, prepare_sft_mixture, prepare_sft_rows
+from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.filters import FILTERS
 from rollouts.preflight.estimate import Lengths, estimate_memory, estimate_work, read_model_size
 from rollouts.preflight.findings import Finding, reporting
 from rollouts.preflight.functions import check_reward_settings
+from rollouts.preflight.rows import Rows
+from rollouts.types import IntArray
 
-__all__ = ["CheckedRun", "check_functions", "check_lengths", "check_run", "collect_rows", "look_at_run"]
+__all__ = ["CheckedRun", "check_functions", "check_lengths", "check_run", "collect_rows", "look_at_run", "prepare_rows"]
 
-LOOKED_AT = 64  # rows that are tokenized: enough to see a template or a length that does not fit, quick for any dataset
+LOOKED_AT = 20_000  # rows that are tokenized: seconds; of more, the longest half of them and others evenly spaced
 SHOWN_BAD_ROWS = 20
 SHOWN_CHARACTERS = 600  # of a conversation whose trained parts are shown
 
@@ -228,7 +230,7 @@ def check_lengths(
 ) -> Lengths:
     """The longest prompt and conversation in tokens; whether the chat template takes the rows and they fit is appended to `findings`.
 
-    Looks at the LOOKED_AT rows with the most characters; one with fewer characters but more tokens can escape.
+    Looks at every row, or at LOOKED_AT of them.
     """
     options = TemplateOptions(config.model.template_params)
     longest_prompt = longest_conversation = 0
@@ -246,6 +248,32 @@ def check_lengths(
     return Lengths(longest_prompt, longest_conversation)
 
 
+def prepare_rows(
+    config: RunConfig, stages: Sequence[str], rows: Rows, tokenizer: ChatTokenizer, *, context_length: int | None
+) -> SFTMixture | None:
+    """The tokenized conversations of an SFT stage, after the same look at prompts and lengths as a check takes: before a model loads.
+
+    Raises ConfigError for a length that does not fit the context, DataError and ModelError for rows that the chat template does not take.
+    """
+    findings: list[Finding] = []
+    prompts = {stage: [row for source in mixture.sources for row in source.rows if row is not None] for stage, mixture in rows.training.items()}
+    known = {"rl": prompts.get("rl", []), "eval": list(rows.held_out)}
+    check_lengths(config, [stage for stage in stages if stage != "sft"], known, tokenizer, context_length=context_length, findings=findings)
+    wrong = next((finding for finding in findings if finding.level == "error"), None)
+    if wrong is not None:
+        raise ConfigError(f"{wrong.subject}: {wrong.message}")
+    if "sft" not in stages or config.sft is None:
+        return None
+    options = TemplateOptions(config.model.template_params, config.sft.thinking)
+    prepared = prepare_sft_mixture(
+        rows.training["sft"], tokenizer, max_length=config.sft.max_length, train_on=config.sft.train_on, options=options
+    )
+    longest = max(len(sample.token_ids) for sample in prepared.slots if sample is not None)
+    if context_length is not None and longest > context_length:
+        raise ConfigError(f"sft.max_length: a row trains {longest} tokens, more than the context of {context_length}; lower it")
+    return prepared
+
+
 def _check_prompts(
     stage: str,
     rows: Sequence[Row],
@@ -257,8 +285,10 @@ def _check_prompts(
 ) -> int:
     first = render_prompt(rows[0]["prompt"], tokenizer, options=options, tools=_tools_of(rows[0]))
     findings.append(Finding("ok", f"{stage}.data", f"the first prompt reads {first!r}"))
-    looked_at = sorted(rows, key=lambda row: _count_characters(row["prompt"]), reverse=True)[:LOOKED_AT]
-    longest = max(len(tokenize_prompt(row["prompt"], tokenizer, options=options, tools=_tools_of(row))) for row in looked_at)
+    longest = 0
+    for index in _choose_rows([_count_characters(row["prompt"]) for row in rows]):
+        prompt = _tokenize_row(rows[index], f"row {index}", tokenizer, options)
+        longest = max(longest, len(prompt))
     needed = longest + max_new_tokens
     key = "rl.rollout.max_new_tokens" if stage == "rl" else "eval.max_new_tokens"
     total = f"the longest prompt has {longest} tokens, with max_new_tokens={max_new_tokens} that is {needed}"
@@ -276,6 +306,23 @@ def _count_characters(prompt: str | Sequence[Mapping[str, Any]]) -> int:
     return len(prompt) if isinstance(prompt, str) else sum(len(str(message)) for message in prompt)
 
 
+def _tokenize_row(row: Row, where: str, tokenizer: ChatTokenizer, options: TemplateOptions) -> IntArray:
+    try:
+        return tokenize_prompt(row["prompt"], tokenizer, options=options, tools=_tools_of(row))
+    except (DataError, ModelError) as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _choose_rows(characters: Sequence[int]) -> list[int]:
+    """Numbers of the rows that are looked at, in order: all, or LOOKED_AT of them, half the longest, the others evenly spaced."""
+    count = len(characters)
+    if count <= LOOKED_AT:
+        return list(range(count))
+    by_length = sorted(range(count), key=lambda index: characters[index], reverse=True)[: LOOKED_AT // 2]
+    spaced = (index * count // (LOOKED_AT // 2) for index in range(LOOKED_AT // 2))
+    return sorted({*by_length, *spaced})
+
+
 def _check_conversations(
     config: SFTTrainingConfig,
     rows: Sequence[Row],
@@ -285,13 +332,14 @@ def _check_conversations(
     findings: list[Finding],
 ) -> int:
     findings.append(Finding("ok", "sft.data", f"of the first conversation this trains: {_mark_trained(rows[0], tokenizer, config, options)}"))
-    longest = sorted(rows, key=_count_row_characters, reverse=True)[:LOOKED_AT]
-    prepared = prepare_sft_rows(longest, tokenizer, max_length=config.max_length, train_on=config.train_on, options=options)
+    chosen = set(_choose_rows([_count_row_characters(row) for row in rows]))
+    looked_at = [row if index in chosen else None for index, row in enumerate(rows)]
+    prepared = prepare_sft_rows(looked_at, tokenizer, max_length=config.max_length, train_on=config.train_on, options=options)
     tokens = max(len(sample.token_ids) for sample in prepared.samples)
     findings.append(Finding("ok", "sft.data", f"the longest conversation trains {tokens} tokens of max_length={config.max_length}"))
     dropped = sum(prepared.dropped.values())
     if prepared.truncated or dropped:
-        counts = f"of the {len(longest)} longest rows {prepared.truncated} are cut and {dropped} dropped; raise it if they matter"
+        counts = f"of {len(chosen)} rows {prepared.truncated} are cut and {dropped} dropped; raise it if they matter"
         findings.append(Finding("warning", "sft.max_length", counts))
     if context_length is not None and tokens > context_length:
         findings.append(Finding("error", "sft.max_length", f"a row trains {tokens} tokens, more than the context of {context_length}; lower it"))

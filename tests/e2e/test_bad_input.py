@@ -135,3 +135,20 @@ def test_an_output_directory_that_cannot_be_written_is_named(capsys: pytest.Capt
     (tmp_path / "file").write_text("")
     code, message = run(capsys, "--output.dir", str(tmp_path / "file" / "run"), mode="sft")
     assert (code, "output.dir" in message) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("--rl.rollout.max_new_tokens", "4000"), ("rl.rollout.max_new_tokens", "more than the context of")),
+        (("--sft.optim.beta1", "1.0"), ("sft.optim.beta1 = 1.0", "below 1")),
+        (("--seed", "18446744073709551616"), ("seed", "below")),
+        (("--model.template_params.enable_thinkin", "true"), ("enable_thinkin", "template")),
+        (("--sft.max_length", "3"), ("max_length=3", "raise sft.max_length")),
+    ],
+)
+def test_what_does_not_fit_is_said_before_a_directory_is_made(capsys, tmp_path, arguments, wanted):
+    code, error = run(capsys, *arguments, "--output.dir", str(tmp_path / "run"))
+    assert code == 2
+    assert all(word in error for word in wanted), error
+    assert not (tmp_path / "run").exists(), "the corrected command would be refused"

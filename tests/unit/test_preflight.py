@@ -175,7 +175,7 @@ def test_conversations_that_are_cut_or_dropped_are_a_warning(house):
     write_rows(house / "sft.jsonl", {"prompt": "q", "answer": "x" * 50}, {"prompt": "q" * 50, "answer": "x"})
     findings = look(house, SFT, ("sft",))
     assert [finding for finding in findings if finding.level != "ok"] == [
-        Finding("warning", "sft.max_length", "of the 2 longest rows 1 are cut and 1 dropped; raise it if they matter")
+        Finding("warning", "sft.max_length", "of 2 rows 1 are cut and 1 dropped; raise it if they matter")
     ]
 
 
@@ -402,3 +402,11 @@ def test_memory_is_the_sum_of_its_parts(house, monkeypatch):
     assert memory.level == "warning"
     assert memory.message.endswith("1 MiB are free: lower micro_batch_tokens or engine.max_rows, or set model.gradient_checkpointing")
     assert disk.message.startswith("1 written, 1 kept, 12 MiB each (weights and AdamW's moments), 24 MiB at most;")
+
+
+def test_a_row_that_the_template_refuses_is_found_however_short_it_is(house):
+    long = [{"messages": [{"role": "user", "content": "x" * 90 + str(n)}, {"role": "assistant", "content": "y"}]} for n in range(80)]
+    unwritten = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "reasoning_content": "thk"}]}
+    write_rows(house / "sft.jsonl", *long, unwritten)
+    (found,) = errors(look(house, SFT, ("sft",)))
+    assert found.startswith("sft.data: row 80: ") and "thinking" in found
