@@ -1,7 +1,7 @@
 """What the trainer and a reward worker say to each other: JSON in frames whose length comes first.
 
-    trainer ──► request: a function's name; samples, or none to only load it
-    worker  ──► answer:  rewards · raised · refused (what the function returned is no reward) · crashed
+    trainer ──► request: an id that nobody can guess; a function's name; samples, or none to only load it
+    worker  ──► answer:  the id; rewards · raised · refused (what the function returned is no reward) · crashed; what makes the worker unfit for more
 
 Token arrays are base64 of their bytes: for long samples five times as fast as lists of numbers. The worker believes the trainer; the
 trainer believes nothing: everything of an answer is checked here.
@@ -23,6 +23,7 @@ from rollouts.types import RewardResult, Sample
 
 HEADER = struct.Struct("<I")  # bytes of the body that follows
 TEXT_CHARS = 2000  # of a message or a traceback
+ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # bound here: a function may replace what is in the json module
 ARRAYS = {"tokens": np.int64, "loss_mask": np.bool_, "rollout_log_probs": np.float32, "weight_versions": np.int64}
 
 
@@ -41,6 +42,8 @@ class RaisedInWorker(Exception):
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """The function is there; nothing was called."""
+
+    digest: str = ""  # SHA-256 of the file that it stands in, as hexadecimal digits; "" if it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +78,27 @@ class Crashed:
 Answer = Loaded | Rewards | Raised | Refused | Crashed
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer, and what the call left behind in its process; "" if nothing, so that the worker may serve the next call."""
+
+    answer: Answer
+    unfit: str = ""
+
+
 # --- frames ------------------------------------------------------------------------------------------------------------------
 
 
 def encode_frame(value: object) -> bytes:
     """`value` as compact JSON in ASCII, so that lone surrogates cross too, behind its length. Raises ValueError on NaN and infinity."""
-    body = json.dumps(value, allow_nan=False, separators=(",", ":")).encode("ascii")
+    body = ENCODE(value).encode("ascii")
     return HEADER.pack(len(body)) + body
 
 
 def decode_frame(body: bytes) -> Any:
     """The JSON value. Raises BadAnswer if it is none, or nests too deep, or holds NaN."""
     try:
-        return json.loads(body, parse_constant=_refuse_constant)
+        return DECODE(body.decode("ascii"))
     except (ValueError, RecursionError) as error:
         raise BadAnswer(f"an answer that is not JSON ({type(error).__name__}: {error})") from error
 
@@ -96,12 +107,15 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number of JSON")
 
 
+DECODE = json.JSONDecoder(parse_constant=_refuse_constant).decode
+
+
 # --- requests ----------------------------------------------------------------------------------------------------------------
 
 
-def encode_request(*, name: str, base_dir: str, role: str, where: str, samples: Sequence[Sample] | None) -> bytes:
+def encode_request(*, request_id: str, name: str, base_dir: str, role: str, where: str, samples: Sequence[Sample] | None) -> bytes:
     """The frame that asks a worker to call a function; without samples, only to load it."""
-    request: dict[str, Any] = {"name": name, "base_dir": base_dir, "role": role, "where": where}
+    request: dict[str, Any] = {"id": request_id, "name": name, "base_dir": base_dir, "role": role, "where": where}
     if samples is not None:
         request["samples"] = [encode_sample(sample) for sample in samples]
     return encode_frame(request)
@@ -138,24 +152,34 @@ def decode_sample(record: Mapping[str, Any]) -> Sample:
 # --- answers -----------------------------------------------------------------------------------------------------------------
 
 
-def encode_answer(answer: Answer) -> bytes:
-    """The frame of an answer."""
+def encode_answer(answer: Answer, *, request_id: str, unfit: str = "") -> bytes:
+    """The frame of an answer to the request of that id."""
+    return encode_frame({"id": request_id, "unfit": unfit, **_encode(answer)})
+
+
+def _encode(answer: Answer) -> dict[str, Any]:
     if isinstance(answer, Rewards):
-        return encode_frame({"rewards": [[result.reward, dict(result.parts), result.note] for result in answer.results]})
+        return {"rewards": [[result.reward, dict(result.parts), result.note] for result in answer.results]}
     if isinstance(answer, Raised):
-        return encode_frame({"raised": answer.message[:TEXT_CHARS], "traceback": answer.traceback_text[-TEXT_CHARS:]})
+        return {"raised": answer.message[:TEXT_CHARS], "traceback": answer.traceback_text[-TEXT_CHARS:]}
     if isinstance(answer, Refused):
-        return encode_frame({"refused": answer.message[:TEXT_CHARS]})
+        return {"refused": answer.message[:TEXT_CHARS]}
     if isinstance(answer, Crashed):
-        return encode_frame({"crashed": answer.reason[:TEXT_CHARS]})
-    return encode_frame({"loaded": True})
+        return {"crashed": answer.reason[:TEXT_CHARS]}
+    return {"loaded": answer.digest}
 
 
-def parse_answer(body: bytes, *, count: int | None) -> Answer:
-    """A worker's answer to a request with `count` samples (None: to load). Raises BadAnswer saying what is wrong with it."""
+def parse_reply(body: bytes, *, count: int | None, request_id: str) -> Reply:
+    """A worker's reply to the request of that id, with `count` samples (None: to load). Raises BadAnswer saying what is wrong with it."""
     record = decode_frame(body)
     if not isinstance(record, dict):
         raise BadAnswer(f"an answer that is a {type(record).__name__}")
+    if record.get("id") != request_id:
+        raise BadAnswer("an answer to no request (did it write to file descriptor 3, which is the worker's?)")
+    return Reply(_parse_answer(record, count), _parse_text(record, "unfit"))
+
+
+def _parse_answer(record: dict[str, Any], count: int | None) -> Answer:
     if "rewards" in record and count is not None:
         return Rewards(_parse_results(record["rewards"], count))
     if "raised" in record:
@@ -164,8 +188,8 @@ def parse_answer(body: bytes, *, count: int | None) -> Answer:
         return Refused(_parse_text(record, "refused"))
     if "crashed" in record:
         return Crashed(_parse_text(record, "crashed"))
-    if record == {"loaded": True} and count is None:
-        return Loaded()
+    if "loaded" in record and count is None:
+        return Loaded(_parse_text(record, "loaded"))
     raise BadAnswer(f"an answer with the keys {', '.join(record)[:80] or 'of nothing'}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import re
 import socket
 import subprocess
 import sys
+import termios
 from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -82,6 +84,12 @@ class Worker:
     def too_much_output(self) -> bool:
         return self.printed > self.output_limit
 
+    def has_unread(self) -> bool:
+        """Whether something waits to be read though nothing was asked; the end of the channel is nothing."""
+        count = array.array("i", [0])
+        fcntl.ioctl(self.channel.fileno(), termios.FIONREAD, count)
+        return count[0] > 0
+
     async def receive_frame(self, limit: int) -> bytes | None:
         """The body of the next frame; None if the channel ends. Raises BadAnswer for one above `limit` bytes, or of another process."""
         received = bytearray()
@@ -99,7 +107,7 @@ class Worker:
                 if wanted > limit:
                     raise BadAnswer(f"an answer of {wanted} bytes, more than the {limit} of output_bytes")
         if len(received) > wanted:
-            raise BadAnswer("more than one answer")
+            raise BadAnswer("more than one answer (did it write to file descriptor 3, which is the worker's?)")
         return bytes(received[HEADER.size :])
 
 

@@ -26,6 +26,7 @@ from rollouts.errors import PlugInError, UserFunctionError
 from rollouts.rewards.check import check_group_rewards, check_reward
 from rollouts.rewards.worker_messages import HEADER, Answer, Crashed, Loaded, Raised, Refused, Rewards, decode_frame, decode_sample, encode_answer
 from rollouts.rewards.worker_os import limit_resources, prefer_for_out_of_memory
+from rollouts.rewards.worker_state import compare_states, take_state
 
 TRACEBACK_FRAMES = 4
 EXIT_LOST_CHANNEL = 113  # the worker could not answer: its function closed the channel
@@ -38,9 +39,11 @@ def run_worker(channel: socket.socket, *, memory_bytes: int) -> NoReturn:
     np.random.seed()  # noqa: NPY002  (forked from one parent, all workers would draw the same from the generator that users reach for)
     prefer_for_out_of_memory()
     limit_resources(memory_bytes=memory_bytes)
-    _refuse_forks(channel)
+    serving = {"id": ""}
+    _refuse_forks(channel, serving)
     own_pid = os.getpid()
     while (request := _read_request(channel)) is not None:
+        serving["id"] = request["id"]
         frame = _answer_in_bounds(request)
         if os.getpid() != own_pid:
             os._exit(0)  # a child that a C library forked and that came back through the function
@@ -52,12 +55,16 @@ def run_worker(channel: socket.socket, *, memory_bytes: int) -> NoReturn:
 
 
 def _answer_in_bounds(request: Mapping[str, Any]) -> bytes:
+    request_id = request["id"]
     try:
+        before = take_state() if "samples" in request else None  # what an import does, every worker does
         answer = _answer(request)
+        unfit = "" if before is None else compare_states(before, take_state())
         _flush()
-        return encode_answer(answer if isinstance(answer, Crashed) else _find_leftovers() or answer)
+        answer = answer if isinstance(answer, Crashed) else _find_leftovers() or answer
+        return encode_answer(answer, request_id=request_id, unfit=unfit)
     except MemoryError as error:
-        return encode_answer(Crashed(f"ran out of memory (MemoryError: {_text_of(error)})"))
+        return encode_answer(Crashed(f"ran out of memory (MemoryError: {_text_of(error)})"), request_id=request_id)
 
 
 def _answer(request: Mapping[str, Any]) -> Answer:
@@ -130,7 +137,7 @@ def _find_leftovers() -> Crashed | None:
     return None
 
 
-def _refuse_forks(channel: socket.socket) -> None:
+def _refuse_forks(channel: socket.socket, serving: Mapping[str, str]) -> None:
     """From now on a fork of Python's ends this process, with an answer that says so, before there is a child."""
     own_pid = os.getpid()
 
@@ -138,7 +145,8 @@ def _refuse_forks(channel: socket.socket) -> None:
         if os.getpid() != own_pid or _forks_for_subprocess(sys._getframe(1)):
             return
         with contextlib.suppress(OSError):
-            channel.sendall(encode_answer(Crashed("forked its process (os.fork or multiprocessing); use subprocess.run, or threads")))
+            reason = "forked its process (os.fork or multiprocessing); use subprocess.run, or threads"
+            channel.sendall(encode_answer(Crashed(reason), request_id=serving["id"]))
         os._exit(1)
 
     os.register_at_fork(before=refuse, after_in_child=channel.close)

@@ -10,6 +10,7 @@
                                                     ├─ worker
                                                     └─ …          trainer gone, however: the guard kills everything and ends
 
+A worker that answers, but whose call changed its process (working directory, signal handlers, a thread …), is replaced too; its answer stands.
 A slot is a task that keeps one worker alive: it asks for it, offers it to calls, and when it is dropped lets the next slot begin.
 Only if the guard itself dies (a function killed it) do all calls fail that run at that moment; a new guard is started.
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -42,7 +44,7 @@ from rollouts.rewards.worker_messages import (
     Refused,
     Rewards,
     encode_request,
-    parse_answer,
+    parse_reply,
 )
 from rollouts.rewards.worker_pool import End, GuardClient, Worker, open_guard
 from rollouts.rewards.worker_process import EXIT_LOST_CHANNEL
@@ -67,6 +69,25 @@ class NamedFunction:
     @property
     def short_name(self) -> str:
         return self.name.rpartition(":")[2].rpartition(".")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One frame to a worker."""
+
+    id: str  # drawn anew: an answer to another request, or to none, is not taken for this one's
+    frame: bytes
+    count: int | None  # of samples; None: to load
+    where: str
+
+
+def make_request(function: NamedFunction, samples: tuple[Sample, ...] | None, where: str) -> Request:
+    """The request to call a function; without samples, only to load it."""
+    request_id = secrets.token_hex(16)
+    frame = encode_request(
+        request_id=request_id, name=function.name, base_dir=function.base_dir, role=function.role, where=where, samples=samples
+    )
+    return Request(request_id, frame, None if samples is None else len(samples), where)
 
 
 @asynccontextmanager
@@ -113,7 +134,7 @@ class RewardWorkers:
         self._output_bytes = output_bytes
         self._guard: GuardClient | None = None
         self._offer, self._free = trio.open_memory_channel[Worker](math.inf)
-        self._counters = dict.fromkeys(("calls", "failed", "timeouts", "crashes", "workers_started", "guards_started"), 0)
+        self._counters = dict.fromkeys(("calls", "failed", "timeouts", "crashes", "retired", "workers_started", "guards_started"), 0)
         self._waiting = 0
         self._busy = 0
         self._closed = False
@@ -139,7 +160,10 @@ class RewardWorkers:
         return _dress(call, function)
 
     def statistics(self) -> Mapping[str, float]:
-        """Totals since the start (calls, failed, timeouts, crashes, workers_started, guards_started) and busy and waiting calls now."""
+        """Totals since the start (calls, failed, timeouts, crashes, retired, workers_started, guards_started) and busy and waiting calls now.
+
+        retired: workers that answered but were replaced, since their call had left something behind.
+        """
         return {**self._counters, "busy": self._busy, "waiting": self._waiting}
 
     # --- one call ---
@@ -155,21 +179,18 @@ class RewardWorkers:
             raise
 
     async def _call_somewhere(self, function: NamedFunction, samples: tuple[Sample, ...], where: str) -> tuple[RewardResult, ...]:
-        def request(samples: tuple[Sample, ...] | None) -> bytes:
-            return encode_request(name=function.name, base_dir=function.base_dir, role=function.role, where=where, samples=samples)
-
-        frame = request(samples)  # before there is a worker to keep
+        request = make_request(function, samples, where)  # before there is a worker to keep
         worker, guard = await self._take_worker(where)
         self._busy += 1
         try:
             if function not in worker.loaded:
                 late = f"{where} took longer than {LOAD_TIMEOUT_S:g} s to import; do less when the module is imported"
-                answer = await self._exchange(guard, worker, request(None), None, where=where, timeout_s=LOAD_TIMEOUT_S, late=late)
+                answer = await self._exchange(guard, worker, make_request(function, None, where), timeout_s=LOAD_TIMEOUT_S, late=late)
                 if isinstance(answer, Refused):
                     raise UserFunctionError(_with_output(answer.message, worker))
                 worker.loaded.add(function)
             late = f"{where} took longer than {self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
-            answer = await self._exchange(guard, worker, frame, len(samples), where=where, timeout_s=self._timeout_s, late=late)
+            answer = await self._exchange(guard, worker, request, timeout_s=self._timeout_s, late=late)
             return _unpack(answer, where, worker)
         finally:
             self._busy -= 1
@@ -179,7 +200,7 @@ class RewardWorkers:
     async def _take_worker(self, where: str) -> tuple[Worker, GuardClient]:
         self._waiting += 1
         try:
-            while (worker := await self._free.receive()).dropped.is_set():  # it ended while it was free
+            while not self._is_fit(worker := await self._free.receive()):
                 pass
         except trio.ClosedResourceError:
             raise RewardCrashed(f"{where} was called after the reward workers had been closed") from None
@@ -188,25 +209,42 @@ class RewardWorkers:
         assert self._guard is not None, "a worker without a guard"
         return worker, self._guard
 
-    async def _exchange(
-        self, guard: GuardClient, worker: Worker, frame: bytes, count: int | None, *, where: str, timeout_s: float, late: str
-    ) -> Answer:
+    def _is_fit(self, worker: Worker) -> bool:
+        """Whether a worker that is free can be called: it lives, and a call before has not left bytes that the next one would take for its answer."""
+        if worker.dropped.is_set():
+            return False
+        if not worker.has_unread():
+            return True
+        assert self._guard is not None, "a worker without a guard"
+        self._retire(self._guard, worker)
+        return False
+
+    def _retire(self, guard: GuardClient, worker: Worker) -> None:
+        self._counters["retired"] += 1
+        guard.kill(worker)
+
+    async def _exchange(self, guard: GuardClient, worker: Worker, request: Request, *, timeout_s: float, late: str) -> Answer:
         """The worker's answer. The worker is killed unless it gave one and is fit for more.
 
         Raises RewardTimeout and RewardCrashed.
         """
-        fit = False
+        fit, where = False, request.where
         try:
             worker.begin_call()
             with trio.move_on_after(timeout_s):
-                body = await self._ask(worker, frame)
+                if worker.has_unread():  # from its import
+                    raise BadAnswer("an answer to no request")
+                body = await self._ask(worker, request.frame)
                 if body is None:
                     raise RewardCrashed(_with_output(f"{where} {await self._tell_end(guard, worker)}", worker))
-                answer = parse_answer(body, count=count)
+                reply = parse_reply(body, count=request.count, request_id=request.id)
+                answer = reply.answer
                 worker.drain()
                 self._check_output(worker, where)
                 if isinstance(answer, Crashed):
                     raise RewardCrashed(_with_output(f"{where} {answer.reason}", worker))
+                if reply.unfit:
+                    self._retire(guard, worker)
                 fit = True
                 return answer
             worker.drain()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import io
+import json
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -218,3 +222,69 @@ async def asynchronous(sample):
 
 def too_few(samples):
     return [1.0]
+
+
+# --- what stays behind ---
+
+ANSWER = b'{"rewards":[[99.0,{},null]]}'
+
+
+def answers_itself(sample):
+    os.write(3, len(ANSWER).to_bytes(4, "little") + ANSWER)
+    return 1.0
+
+
+def shows_process(sample):
+    umask = os.umask(0o077)
+    os.umask(umask)
+    threads = [thread.name for thread in threading.enumerate()]
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    words = (str(Path.cwd()), umask, signal.getsignal(signal.SIGUSR1), os.environ.get("LEFT"), limits, threads, type(sys.stdout).__name__)
+    return RewardResult(0.0, {}, repr(words))
+
+
+def changes_directory(sample):
+    os.chdir("/")
+    return 1.0
+
+
+def sets_umask(sample):
+    os.umask(0o077 if os.umask(0) != 0o077 else 0o022)
+    return 1.0
+
+
+def leaves_alarm(sample):
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    return 1.0
+
+
+def sets_handler(sample):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    return 1.0
+
+
+def sets_environment(sample):
+    os.environ["LEFT"] = "behind"
+    return 1.0
+
+
+def lowers_limit(sample):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    return 1.0
+
+
+def leaves_thread(sample):
+    threading.Thread(target=time.sleep, args=(1e6,), daemon=True).start()
+    return 1.0
+
+
+def replaces_stdout(sample):
+    sys.stdout = io.StringIO()
+    return 1.0
+
+
+def replaces_json(sample):
+    json.dumps = lambda *arguments, **options: "7"
+    json.loads = lambda *arguments, **options: {}
+    return 1.0

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ from rollouts.rewards.worker_messages import (
     Raised,
     RaisedInWorker,
     Refused,
+    Reply,
     Rewards,
     decode_frame,
     decode_sample,
     encode_answer,
     encode_frame,
     encode_sample,
-    parse_answer,
+    parse_reply,
 )
 from rollouts.rewards.worker_pool import make_environment
 from rollouts.rewards.workers import RewardWorkers, open_reward_workers
@@ -67,6 +69,7 @@ CRASHES = [
     ("kills_guard", "the guard of the reward workers was killed"),
     ("forges", "which is not the worker but one that it started"),
     ("writes_nonsense", "gave an answer of 4294967"),
+    ("answers_itself", "gave (an answer to no request|more than one answer)"),
 ]
 TIMEOUTS = ["loop", "sleep", "ignores_term", "own_session"]
 RAISED = [
@@ -320,6 +323,60 @@ async def test_limits_that_make_no_sense_are_refused(options: dict[str, Any], me
             pass
 
 
+# --- one call and the next ---
+
+
+async def test_a_function_that_writes_an_answer_itself_does_not_shift_the_answers_of_later_samples():
+    async with open_workers() as workers:
+        with pytest.raises(RewardCrashed, match=r"an answer to no request|more than one answer"):
+            await call_reward(named(workers, "answers_itself"), SAMPLE)
+        for response in ("a", "ab", "abcd"):
+            assert (await call_reward(named(workers, "good"), replace(SAMPLE, response=response))).reward == len(response)
+
+
+LATE = """
+import os, threading, time
+called = threading.Event()
+def late():
+    called.wait()
+    time.sleep(0.1)
+    os.write(3, bytes(4))
+threading.Thread(target=late, daemon=True).start()  # as a module may: it is there before the first call
+def reward(sample):
+    called.set()
+    return 1.0
+"""
+
+
+async def test_bytes_that_wait_before_a_call_cost_the_worker_and_not_the_sample(tmp_path: Path):
+    (tmp_path / "late.py").write_text(LATE)
+    async with open_workers() as workers:
+        assert (await call_reward(workers.reward("late.py:reward", tmp_path), SAMPLE)).reward == 1.0
+        await trio.sleep(0.3)
+        assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0
+        assert (workers.statistics()["crashes"], workers.statistics()["retired"]) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "changes_directory", "sets_umask", "leaves_alarm", "sets_handler", "sets_environment", "lowers_limit", "leaves_thread", "replaces_stdout",
+    ],
+)  # fmt: skip
+async def test_what_a_call_leaves_behind_does_not_reach_the_next_sample(name: str):
+    async with open_workers() as workers:
+        before = (await call_reward(named(workers, "shows_process"), SAMPLE)).note
+        assert (await call_reward(named(workers, name), SAMPLE)).reward == 1.0, "its answer stands"
+        assert (await call_reward(named(workers, "shows_process"), SAMPLE)).note == before
+        assert (workers.statistics()["retired"], workers.statistics()["workers_started"], workers.statistics()["failed"]) == (1, 2, 0)
+
+
+async def test_a_function_that_replaces_json_changes_no_answer():
+    async with open_workers() as workers:
+        assert (await call_reward(named(workers, "replaces_json"), SAMPLE)).reward == 1.0
+        assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0
+
+
 # --- the record of a failure, and the group ---
 
 
@@ -424,11 +481,18 @@ def test_samples_cross_as_they_are():
         (Raised("KeyError: 'a'", "Traceback"), 1),
         (Refused("no"), None),
         (Crashed("forked"), 1),
-        (Loaded(), None),
+        (Loaded("ab12"), None),
     ],
 )
 def test_answers_cross_as_they_are(answer, count: int | None):
-    assert parse_answer(encode_answer(answer)[4:], count=count) == answer
+    frame = encode_answer(answer, request_id="r1", unfit="a running thread")
+    assert parse_reply(frame[4:], count=count, request_id="r1") == Reply(answer, "a running thread")
+
+
+def test_an_answer_to_another_request_is_none():
+    frame = encode_answer(Rewards((RewardResult(1.0),)), request_id="r1")
+    with pytest.raises(BadAnswer, match="an answer to no request"):
+        parse_reply(frame[4:], count=1, request_id="r2")
 
 
 @pytest.mark.parametrize(
@@ -441,8 +505,9 @@ def test_answers_cross_as_they_are(answer, count: int | None):
     ],
 )  # fmt: skip
 def test_bytes_that_are_no_answer_are_a_typed_error(body: bytes):
-    with pytest.raises(BadAnswer):
-        parse_answer(body, count=1)
+    for whole in (body, body.replace(b"{", b'{"id":"r1","unfit":"",', 1)):
+        with pytest.raises(BadAnswer):
+            parse_reply(whole, count=1, request_id="r1")
 
 
 def test_frames_hold_no_nan():
