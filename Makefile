@@ -1,5 +1,6 @@
 # make demo     trains SmolLM2-135M on arithmetic, by SFT and then RL, on a CPU; writes runs/demo
-# make test     every test, with coverage
+# make test     every test but the slow ones, with coverage
+# make test-slow  the slow ones: whole walk-throughs, the packaged model
 # make check    lint and types
 # make bench    every benchmark
 #
@@ -14,7 +15,7 @@ BIN := .venv/bin
 PINS := -c constraints.txt
 LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test check bench install-demo install-dev
+.PHONY: demo test test-slow check bench install-demo install-dev
 .DELETE_ON_ERROR:
 
 # pip installs torch, because it obeys the machine's own choice of a build (a CPU wheel, a private index); uv, many times faster, the rest.
@@ -49,7 +50,10 @@ demo: install-demo
 	&& { [ ! -e "$$run/summary.json" ] || $(BIN)/python -m rollouts inspect "$$run" | tail -n 1; }
 
 test: install-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow" $(PYTEST_ARGS)
+
+test-slow: install-dev
+	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(PYTEST_ARGS)
 
 check: install-dev
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -25,6 +26,7 @@ CALLED_WITH: dict[Role, tuple[str, ...]] = {
     "filter": ("group",),
     "curriculum": ("step", "statistics"),
 }
+PLAIN: tuple[Role, ...] = ("reward_combine", "curriculum")
 CALLED_BY_NAME: dict[Role, tuple[str, ...]] = {"rows": ("size", "seed")}  # beside data.params
 
 
@@ -52,6 +54,7 @@ def load_function(
     function = _get_attribute(module, function_name, what)
     if not callable(function):
         raise PlugInError(f"{what}: {function_name} is of type {type(function).__name__}; it must be a function")
+    _check_kind(function, role, what)
     _check_parameters(function, CALLED_WITH.get(role), what)
     _check_named_parameters(function, CALLED_BY_NAME.get(role, ()), what)
     return function
@@ -69,7 +72,7 @@ def _load_module(module_name: str, what: str) -> ModuleType:
         raise PlugInError(
             f"{what}: there is no module {missing}; install its package, or name the file itself: path/{module_name.rpartition('.')[2]}.py:function"
         ) from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # whatever it is, the module raised it
         raise PlugInError(f"{what}: importing {module_name} failed: {_describe(error)}") from error
 
 
@@ -87,8 +90,8 @@ def _load_file(path: Path, what: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[module_name]
+    except BaseException as error:
+        sys.modules.pop(module_name, None)
         raise PlugInError(f"{what}: importing {path} failed: {_describe(error)}{_neighbour_hint(error, path)}") from error
     return module
 
@@ -101,7 +104,10 @@ def _nearest_file(path: Path) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as second:
+        return f"{type(error).__name__} (its text cannot be had: {type(second).__name__})"
 
 
 def _neighbour_hint(error: BaseException, path: Path) -> str:
@@ -114,13 +120,37 @@ def _neighbour_hint(error: BaseException, path: Path) -> str:
 def _get_attribute(module: ModuleType, dotted: str, what: str) -> object:
     value: object = module
     for name in dotted.split("."):
-        if not hasattr(value, name):
-            close = nearest(name, [other for other in dir(value) if not other.startswith("__")])
-            hint = f"; did you mean {close}?" if close else ""
-            owner = getattr(module, "__file__", None) or module.__name__
-            raise PlugInError(f"{what}: {owner} has no {name}{hint}")
-        value = getattr(value, name)
+        try:
+            value = getattr(value, name)
+        except AttributeError:
+            raise PlugInError(f"{what}: {_owner(module)} has no {name}{_near_attribute(value, name)}") from None
+        except BaseException as error:
+            raise PlugInError(f"{what}: looking up {name} in {_owner(module)} failed: {_describe(error)}") from error
     return value
+
+
+def _owner(module: ModuleType) -> str:
+    return module.__dict__.get("__file__") or module.__name__
+
+
+def _near_attribute(value: object, name: str) -> str:
+    try:
+        names = [other for other in dir(value) if not other.startswith("__")]
+    except Exception:  # a __dir__ of the user's
+        return ""
+    close = nearest(name, names)
+    return f"; did you mean {close}?" if close else ""
+
+
+def _check_kind(function: Callable[..., Any], role: Role, what: str) -> None:
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    kinds = [inner] if inspect.isroutine(inner) or inspect.isclass(inner) else [inner, getattr(type(inner), "__call__", None)]
+    if role in CALLED_WITH and any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in kinds):
+        raise PlugInError(f"{what}: it is a generator function (it has a yield); it must return its answer")
+    if role in PLAIN and any(inspect.iscoroutinefunction(one) for one in kinds):
+        raise PlugInError(f"{what}: it is async; this one must be a plain function")
 
 
 def _check_parameters(function: Callable[..., Any], arguments: tuple[str, ...] | None, what: str) -> None:
@@ -128,7 +158,7 @@ def _check_parameters(function: Callable[..., Any], arguments: tuple[str, ...] |
         return
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # written in C: nothing to look at
+    except Exception:  # written in C: nothing to look at
         return
     try:
         signature.bind(*arguments)
@@ -142,7 +172,7 @@ def _check_parameters(function: Callable[..., Any], arguments: tuple[str, ...] |
 def _check_named_parameters(function: Callable[..., Any], names: tuple[str, ...], what: str) -> None:
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (ValueError, TypeError):
+    except Exception:
         return
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     by_name = {parameter.name for parameter in parameters if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)}

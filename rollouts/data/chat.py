@@ -121,8 +121,8 @@ def tokenize_conversation(
     them. The header of a turn and what the template writes after the end token (a newline) are in no span. Turns that do not train may be
     written as the template likes; some templates rewrite earlier turns, and then only the last can train.
     Raises ModelError if the template is missing, writes a turn that trains otherwise than it was generated, or ends it without a special
-    token; DataError if the template refuses the messages or leaves out a part of what trains, train_on names no assistant turn, or a turn
-    begins or ends within a token.
+    token; DataError if the template refuses the messages or leaves out a part of what trains, train_on names no assistant turn, a turn that
+    trains says nothing, or it begins or ends within a token.
     """
     if not messages:
         raise DataError("the conversation has no messages")
@@ -132,6 +132,8 @@ def tokenize_conversation(
     template = _make_template(messages, tokenizer, options, tools)
     text = _render(messages, template, add_generation_prompt=False)
     turns = _choose_turns([index for index, message in enumerate(messages) if message["role"] == "assistant"], train_on)
+    for turn in turns:
+        _check_turn_says_something(messages[turn], turn)
     bounds = [_find_turn(messages, turn, text, template) for turn in turns]
     marks = [position for pair in bounds for position in pair]
     token_ids, token_marks = _tokenize_with_marks(text, marks, lambda piece: list(tokenizer.encode(piece, add_special_tokens=False)), turns)
@@ -163,6 +165,12 @@ def _choose_turns(turns: list[int], train_on: TrainOn) -> list[int]:
     if wrong or not chosen:
         raise DataError(f"train_on={chosen}; it must name assistant turns by their position in the conversation: {', '.join(map(str, turns))}")
     return chosen
+
+
+def _check_turn_says_something(message: ChatMessage, index: int) -> None:
+    said = (message["content"], str(message.get("reasoning_content", "")))
+    if not message.get("tool_calls") and not any(text.strip() for text in said):
+        raise DataError(f"message {index} is an assistant turn that says nothing: no content, no thinking, no tool calls; leave the row out")
 
 
 # --- thinking ----------------------------------------------------------------------------------------------------------------
@@ -227,9 +235,26 @@ def _check_params(params: Mapping[str, JSONValue], chat_template: object) -> Non
     words = set(re.findall(r"[A-Za-z_]\w*", source))
     for name in params:
         if name not in words:
-            close = nearest(name, sorted(words))
+            close = nearest(name, sorted(_find_readable_names(source)))
             hint = f"; did you mean {close}?" if close else ""
             raise ModelError(f"model.template_params.{name}: the chat template does not read it{hint}")
+
+
+JINJA_WORDS = frozenset(  # keywords, tests and functions
+    ["and", "as", "block", "break", "call", "continue", "defined", "do", "elif", "else", "endblock", "endcall", "endfilter", "endfor"]
+    + ["endgeneration", "endif", "endmacro", "endset", "endwith", "extends", "False", "false", "filter", "for", "from", "generation", "if"]
+    + ["import", "in", "include", "is", "iterable", "loop", "macro", "mapping", "namespace", "None", "none", "not", "or", "range"]
+    + ["recursive", "set", "string", "True", "true", "undefined", "with"]
+)
+
+
+def _find_readable_names(source: str) -> set[str]:
+    """Names in a chat template that may be parameters: outside text, attributes, filters, keywords, loops and what rollouts sets itself."""
+    code = " ".join(re.findall(r"\{[{%](.*?)[}%]\}", re.sub(r"\{#.*?#\}", "", source, flags=re.DOTALL), re.DOTALL))
+    code = re.sub(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", '""', code)
+    looped = {name for names in re.findall(r"\bfor\s+([\w\s,()]+?)\s+in\b", code) for name in re.findall(r"\w+", names)}
+    names = set(re.findall(r"(?<![.|\w])(?<![.|]\s)[A-Za-z_]\w*(?!\w*\s*\()", code))
+    return names - looped - JINJA_WORDS - set(OWN_PARAMS)
 
 
 def _check_tools_are_written(messages: Sequence[ChatMessage], template: _Template) -> None:
@@ -353,12 +378,12 @@ def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, template: 
             f"the chat template rewrites messages up to {turn} when later turns follow ({_first_difference(trained, text)}); such a conversation "
             'cannot train on all turns at once: set sft.train_on = "last", with one row per answer'
         )
-    _check_turn_is_written(messages, turn, ended, template)
+    _check_turn_is_written(messages, turn, prompt, ended, template)
     return len(prompt), len(trained)
 
 
-def _check_turn_is_written(messages: Sequence[ChatMessage], turn: int, ended: str, template: _Template) -> None:
-    """Raises DataError if thinking, or content beside tool calls, could be changed without changing what the template writes."""
+def _check_turn_is_written(messages: Sequence[ChatMessage], turn: int, prompt: str, ended: str, template: _Template) -> None:
+    """Raises DataError if the template leaves out content, or thinking could be changed without changing what the template writes."""
     message = messages[turn]
     parts = {"reasoning_content": "thinking (reasoning_content)"}
     if message.get("tool_calls"):
@@ -374,6 +399,25 @@ def _check_turn_is_written(messages: Sequence[ChatMessage], turn: int, ended: st
                 f"the chat template does not write the {name} of message {turn}, so it would not train; {way_out}remove it from the row, or set "
                 "model.chat_template to one that does"
             )
+    _check_content_is_written(message["content"], turn, prompt, ended[len(prompt) :])
+
+
+def _check_content_is_written(content: str, turn: int, prompt: str, body: str) -> None:
+    """Raises DataError unless the turn's content stands whole in what the template writes for it, white space aside.
+
+    It may begin in the prompt: some generation prompts open the thinking, or close it.
+    """
+    wanted, before, written = ("".join(text.split()) for text in (content, prompt, body))
+    given = before[len(before) - min(len(before), len(wanted) - 1) :] if wanted else ""  # at least one character is the turn's own
+    if wanted in given + written:
+        return
+    part = "thinking at the beginning of the content" if THINKING.match(content) else "content as it is"
+    way_out = "set sft.thinking='drop', " if THINKING.match(content) else ""
+    difference = _first_difference(content.strip(), body.lstrip())
+    raise DataError(
+        f"the chat template does not write the {part} of message {turn}, so it would not train ({difference}); "
+        f"{way_out}change the row, or set model.chat_template to one that does"
+    )
 
 
 def _find_end(body: str, messages: Sequence[ChatMessage], turn: int, template: _Template) -> int | None:

@@ -125,10 +125,31 @@ def read_parquet(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
             with path.open("rb") as opened, parquet.ParquetFile(opened) as file:
                 columns = choose_columns(source.columns, file.schema_arrow.names, f"{name}: {path}", name)
                 batches = file.iter_batches(PARQUET_BATCH, columns=columns)
-                rows = (row for batch in batches for row in batch.to_pylist())
-                yield from (FoundRow(str(path), number, False, row) for number, row in enumerate(rows))
+                rows = (row for batch in batches for row in _decode_batch(batch))
+                for number, (row, problem) in enumerate(rows):
+                    yield FoundRow(str(path), number, False, row, problem)
         except (OSError, ArrowException, ValueError) as error:
             raise _cannot_read(source, path, error, name) from error
+
+
+def _decode_batch(batch: Any) -> list[tuple[Any, RowProblem | None]]:
+    """Every row of an arrow batch as an object, or what is wrong with it: a value that Python cannot hold spoils its own row alone."""
+    try:
+        return [(row, None) for row in batch.to_pylist()]
+    except Exception:  # of many libraries: text that is not UTF-8, dates after 9999, time zones that nobody knows
+        return [_decode_row(batch, index) for index in range(batch.num_rows)]
+
+
+def _decode_row(batch: Any, index: int) -> tuple[Any, RowProblem | None]:
+    row: dict[str, Any] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column[index].as_py()
+        except Exception as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            way_out = f'leave the field out with columns.{name} = "", or convert it'
+            return None, RowProblem(name, f"{name} is of type {column.type} and cannot be read ({type(error).__name__}: {reason}); {way_out}")
+    return row, None
 
 
 def choose_columns(columns: Mapping[str, str], names: Sequence[str], where: str, name: str) -> list[str]:

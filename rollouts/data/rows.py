@@ -14,7 +14,7 @@ import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -119,8 +119,16 @@ def _check_prompt(prompt: object) -> None:
         raise RowProblem("prompt", "prompt is null; it must be text or chat messages")
     if not isinstance(prompt, str):
         _check_chat(prompt, "prompt")
+        _check_questions(as_messages(cast(Any, prompt)))
     elif not prompt.strip():
         raise RowProblem("prompt", "prompt is empty; it must be text or chat messages")
+
+
+def _check_questions(messages: Sequence[ChatMessage]) -> None:
+    for index, message in enumerate(messages):
+        if message["role"] == "user" and not message["content"].strip():
+            field = f"prompt[{index}].content"
+            raise RowProblem(field, f"{field} is empty; a user's turn asks something")
 
 
 def _check_chat(value: object, field: str) -> None:
@@ -285,6 +293,6 @@ def _make_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
         return messages
     if "answer" not in row:
         raise RowProblem("answer", "no `messages` and no `answer`; an SFT row has messages with an assistant turn, or a prompt and an answer")
-    if not isinstance(row["answer"], str) or not row["answer"]:
+    if not isinstance(row["answer"], str) or not row["answer"].strip():
         raise RowProblem("answer", f"answer is {repr(row['answer'])[:80]}; SFT trains on it, so it must be text that is not empty")
     return [*as_messages(row["prompt"]), ChatMessage(role="assistant", content=row["answer"])]

@@ -11,7 +11,7 @@ keeps account of failures is AsyncRolloutManager.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -184,11 +184,22 @@ def _decide(recipe: _Recipe, group: SampleGroup) -> FilterDecision:
 def make_samples(group_index: int, prompt: PromptRow, count: int) -> list[Sample]:
     """Pending samples g00000012-s000, -s001, …: sorted by id they are in launch order. The row's other fields become their metadata."""
     rest = {key: value for key, value in prompt.row.items() if key != "prompt"}
-    metadata = {"prompt_id": prompt.prompt_id, "epoch": prompt.epoch, **rest}
+    own = {"prompt_id": prompt.prompt_id, "epoch": prompt.epoch}  # in place of fields of the row that have these names
     return [
-        Sample(id=f"g{group_index:08d}-s{index:03d}", prompt=prompt.row["prompt"], group_index=group_index, metadata=metadata)
+        Sample(
+            id=f"g{group_index:08d}-s{index:03d}", prompt=_copy(prompt.row["prompt"]), group_index=group_index, metadata={**_copy(rest), **own}
+        )
         for index in range(count)
     ]
+
+
+def _copy(value: Any) -> Any:
+    """JSON values of one's own: what a function changes in one sample is not seen by its siblings, nor by later epochs."""
+    if isinstance(value, Mapping):
+        return {key: _copy(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copy(inner) for inner in value]
+    return value
 
 
 def generate_samples(generate_fn: GenerateBatchFn, samples: Sequence[Sample]) -> list[Sample]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
 
 if TYPE_CHECKING:
@@ -45,9 +46,16 @@ class ForwardPlan:
     window: int | None = None  # tokens that a layer with a window sees, itself included
     head: Head = "linear"
     logit_scale: float = 1.0  # of the linear head
+    refused_above: int = NO_LIMIT  # tokens of the longest row that has log-probs of its own at all
+    refusal: str = ""  # why, and the setting
 
     def choose_layout(self, longest: int, *, share_prefix: bool = True) -> Layout:
-        """The fastest exact layout of rows of at most `longest` tokens."""
+        """The fastest exact layout of rows of at most `longest` tokens. Raises ModelError if no layout is exact for so long a row."""
+        if longest > self.refused_above:
+            raise ModelError(
+                f"the batch has a row of {longest} tokens, and the model is exact for at most {self.refused_above}: {self.refusal}; make rows "
+                "shorter (fewer prompt tokens, lower max_new_tokens)"
+            )
         if share_prefix and longest <= self.tries_up_to:
             return "tries"
         return "rows" if longest <= self.rows_up_to else "single"

@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollouts.errors import ModelError
 from rollouts.losses.inputs import LossInputs
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
+from rollouts.models.limits import find_rotary_limit
 from rollouts.models.log_probs import own_log_probs, score_logits
 from rollouts.models.sampling import without_cache
 from rollouts.types import RolloutBatch
@@ -49,13 +51,15 @@ def compute_token_log_probs(
     Without a plan, from the model's logits at every position: right for every causal model, and B·T·V numbers. With the plan of
     rollouts.reference.forward_plan.plan_forward, logits are computed for the positions that predict alone and never held together. The model
     is used in the mode it is in: call model.eval() for log-probs without dropout.
-    Raises ValueError if shapes differ, or if a first token is masked in, which nothing predicts.
+    Raises ValueError if shapes differ, or if a first token is masked in, which nothing predicts; ModelError if T is beyond the length up to
+    which rotary frequencies are fixed, so that padding, or the rows before, would change the log-probs.
     """
     if input_ids.shape != mask.shape or input_ids.ndim != 2:
         raise ValueError(f"input_ids have shape {tuple(input_ids.shape)} and mask {tuple(mask.shape)}; both must be [B, T]")
     first = mask[:, :1].flatten().nonzero()
     if len(first):
         raise ValueError(f"mask[{int(first[0])}] trains the first token; nothing comes before it to predict it from: mask it out")
+    _check_width(model, input_ids)
     log_probs, entropy = input_ids.new_zeros((2, *input_ids.shape), dtype=torch.float32)
     rows, positions = mask.nonzero(as_tuple=True)
     if len(rows) == 0:
@@ -63,6 +67,17 @@ def compute_token_log_probs(
     values = _score(model, input_ids, (rows, positions - 1), input_ids[rows, positions], temperature, plan)
     return TokenLogProbs(
         log_probs.index_put((rows, positions), values.log_probs.float()), entropy.index_put((rows, positions), values.entropy.float())
+    )
+
+
+def _check_width(model: PreTrainedModel, input_ids: Tensor) -> None:
+    limit, (count, width) = find_rotary_limit(model.config), input_ids.shape
+    if limit is None or width <= limit.tokens or (limit.kind == "longrope" and count == 1):  # then the frequencies are that row's own
+        return
+    way_out = ", or give them one at a time, unpadded" if limit.kind == "longrope" else ""
+    raise ModelError(
+        f"rows of {width} tokens, padding included: rope_type={limit.kind!r} changes the frequencies of every position beyond {limit.tokens} tokens "
+        f"(config.{limit.field}), so a row's log-probs would depend on other rows; make them shorter{way_out}"
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rollouts.errors import ModelError, RequestRefused
 from rollouts.models.draws import make_draw, sample_tokens, stream_key
+from rollouts.models.limits import find_rotary_limit
 from rollouts.models.requests import check_request
 from rollouts.types import Completion, FinishReason, GenerateRequest, IntArray
 
@@ -38,8 +39,8 @@ def sample_completions(
     model's dropout is off meanwhile and no gradient is kept.
 
     `use_cache` keeps keys and values where the model can; without it, and for a model that has none, every step computes everything again.
-    Raises RequestRefused for an empty or too long prompt, an id outside the vocabulary, two requests of one id and wrong settings;
-    ModelError if the model's distribution is not finite.
+    Raises RequestRefused for an empty or too long prompt, an id outside the vocabulary, two requests of one id, wrong settings, and
+    for a row that may outgrow the length up to which the model's rotary frequencies are fixed; ModelError if the model's distribution is not finite.
     """
     if not requests:
         return []
@@ -165,9 +166,17 @@ def _check_requests(model: PreTrainedModel, requests: Sequence[GenerateRequest])
     config: Any = model.config.get_text_config()
     embeddings: Any = model.get_input_embeddings()
     context = getattr(config, "max_position_embeddings", None) or UNLIMITED
+    rotary = find_rotary_limit(config)
     seen: set[str] = set()
     for request in requests:
         check_request(request, vocab_size=len(embeddings.weight), max_context=context)
+        total = len(request.prompt_ids) + request.sampling.max_new_tokens
+        if rotary is not None and total > rotary.tokens:
+            raise RequestRefused(
+                f"request {request.request_id!r}: {len(request.prompt_ids)} prompt tokens and max_new_tokens={request.sampling.max_new_tokens} make "
+                f"{total}; rope_type={rotary.kind!r} changes the frequencies of every position beyond {rotary.tokens} tokens (config.{rotary.field}), "
+                "so the log-probs drawn from would not be those of the finished row: shorten the prompt or lower max_new_tokens"
+            )
         if request.request_id in seen:
             raise RequestRefused(f"request {request.request_id!r} is there twice; both would draw the same tokens: give every request its own id")
         seen.add(request.request_id)

@@ -10,6 +10,7 @@ the probe cannot bring about (chunks, compression, positions that change with th
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import math
 import re
@@ -24,6 +25,7 @@ from torch import Tensor
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
+from rollouts.models.limits import CONTEXT_NAMES, find_rotary_limit
 from rollouts.models.log_probs import NO_LIMIT, ForwardPlan, MaskForm, compute_micro_batch_log_probs, compute_own_logits, score_logits
 from rollouts.models.quiet import quiet_transformers
 from rollouts.types import BoolArray, IntArray
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SHARED, LENGTH, OTHER_LENGTH = 3, 6, 8  # tokens of the probe: the rows' common beginning, the row that is compared, the one beside it
+CAUSAL_LENGTH, CAUSAL_TRIES, COMPARED = 32, 3, 64  # tokens of the row whose halves are told apart, rows that must agree, positions compared
+LONGEST_DISTANCE = 4096  # tokens; beyond it a probe would take too long to open with
 PROBE_WINDOW = 2  # of layers with a window, while they are probed: shorter than the rows
 # In nats, for each of the largest logit's size above 1. Rounding was seen up to 3e-6; a wrong mask moves even a random model by 1e-3.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-5}
@@ -77,19 +81,49 @@ def log_plan(model: PreTrainedModel, plan: ForwardPlan) -> None:
 
 def _plan(probe: _Probe, model: PreTrainedModel) -> ForwardPlan:
     plain = probe.run_plain()
+    causal = _prove_causal(probe, model)
     plan = ForwardPlan(tries_up_to=0, rows_up_to=0, reason="")
     difference = probe.find_difference(plain, plan, share_prefix=False)
     if difference:  # the head or the padding
-        probe.check_causal()
         plan = _choose_head(plain, probe, model)
         difference = probe.find_difference(plain, plan, share_prefix=False)
-    limit, limit_reason = _find_length_limit(model)
     rows_reason = _forbids_padding(model) or (f"padded rows are not exact: {difference}" if difference else "")
-    rows_up_to = 0 if rows_reason else limit
+    rows_up_to = 0 if rows_reason else NO_LIMIT
     tries_reason = rows_reason or _forbids_tries(model)
     tries = dataclasses.replace(plan, reason=tries_reason) if tries_reason else _prove_tries(probe, plain, plan, model)
-    reason = "; ".join(filter(None, (tries.reason, limit_reason)))
-    return dataclasses.replace(tries, tries_up_to=min(tries.tries_up_to, limit), rows_up_to=rows_up_to, reason=reason)
+    proved = dataclasses.replace(tries, rows_up_to=rows_up_to, reason="; ".join(filter(None, (tries.reason, causal.unproved))))
+    if causal.up_to < NO_LIMIT:
+        proved = _refuse_above(proved, causal.up_to, causal.refusal)
+    return _apply_length_limit(proved, model)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Causality:
+    up_to: int = NO_LIMIT  # tokens of the longest row in which no token looks ahead
+    refusal: str = ""  # why longer ones are refused
+    unproved: str = ""  # what could not be tried, for the log
+
+
+def _prove_causal(probe: _Probe, model: PreTrainedModel) -> _Causality:
+    """How far no token sees what follows: tried on a short row, and beyond each distance of the config that only shows in a longer one.
+
+    Raises ModelError if even a short row looks ahead.
+    """
+    longest, distances = _longest_probe(model), _find_distances(model)
+    tried = min(CAUSAL_LENGTH, longest, max(min((tokens for tokens, _ in distances), default=CAUSAL_LENGTH), SHARED))
+    if probe.looks_ahead(tried):
+        raise ModelError(f"{type(model).__name__} is not causal: what follows a token changes its log-probs; use a decoder-only model")
+    for tokens, name in distances:
+        if tokens < tried:
+            continue
+        if tokens > LONGEST_DISTANCE:
+            return _Causality(unproved=f"whether it is causal in rows above {name}={tokens} was not tried")
+        if longest <= tokens:
+            return _Causality(tokens, f"{name}={tokens} and no probe can be longer than {longest} tokens, so nothing is known beyond it")
+        tried = min(tokens + tokens // 16 + CAUSAL_LENGTH, longest)
+        if probe.looks_ahead(tried):
+            return _Causality(tokens, f"in longer rows what follows a token changes its log-probs ({name}={tokens})")
+    return _Causality()
 
 
 def _choose_head(plain: _Plain, probe: _Probe, model: PreTrainedModel) -> ForwardPlan:
@@ -142,9 +176,8 @@ def _forbids_tries(model: PreTrainedModel) -> str:
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"tries need attention in every layer, and this model has {', '.join(sorted(map(str, kinds)))}"
-    settings = config.to_dict()
-    far = sorted(key for key, value in settings.items() if _is_distance(key, value))
-    return f"{far[0]}={settings[far[0]]} reaches beyond what a probe can see" if far else ""
+    far = _find_distances(model)
+    return f"{far[0][1]}={far[0][0]} reaches beyond what a probe can see" if far else ""
 
 
 def _is_distance(key: str, value: object) -> bool:
@@ -158,16 +191,41 @@ def _forbids_padding(model: PreTrainedModel) -> str:
     return f"{capacity[0]}={settings[capacity[0]]}: experts drop tokens by what else is in the batch" if capacity else ""
 
 
-def _find_length_limit(model: PreTrainedModel) -> tuple[int, str]:
-    """Tokens up to which positions are the same whatever the width of the batch, and why there is a limit."""
+def _apply_length_limit(plan: ForwardPlan, model: PreTrainedModel) -> ForwardPlan:
+    """`plan` within the length up to which rotary frequencies are fixed. Beyond it a longrope row is exact by itself; a dynamic one keeps
+    the frequencies of the longest row that ever ran, and so has no log-probs of its own."""
+    limit = find_rotary_limit(model.config)
+    if limit is None:
+        return plan
+    setting = f"(config.{limit.field}={limit.tokens})"
+    if limit.kind != "longrope":
+        refusal = f"rope_type={limit.kind!r} changes the frequencies of every position, in later rows too, with the longest row so far {setting}"
+        return _refuse_above(plan, limit.tokens, refusal)
+    reason = f"positions of type {limit.kind} change with the longest row of a batch {setting}"
+    return dataclasses.replace(
+        plan,
+        tries_up_to=min(plan.tries_up_to, limit.tokens),
+        rows_up_to=min(plan.rows_up_to, limit.tokens),
+        reason="; ".join(filter(None, (plan.reason, reason))),
+    )
+
+
+def _refuse_above(plan: ForwardPlan, tokens: int, refusal: str) -> ForwardPlan:
+    return plan if plan.refused_above <= tokens else dataclasses.replace(plan, refused_above=tokens, refusal=refusal)
+
+
+def _find_distances(model: PreTrainedModel) -> list[tuple[int, str]]:
+    """Settings that reach further than a probe of a few tokens and that no mask of ours follows, nearest first: tokens, name."""
+    settings = model.config.get_text_config().to_dict()
+    return sorted((int(value), key) for key, value in settings.items() if _is_distance(key, value))
+
+
+def _longest_probe(model: PreTrainedModel) -> int:
+    """Tokens that a probe may have without leaving the model's positions, or the length up to which their frequencies are fixed."""
     config: Any = model.config.get_text_config()
-    settings = getattr(config, "rope_parameters", None) or {}
-    for rope in (settings, *(value for value in settings.values() if isinstance(value, dict))):
-        kind = str(rope.get("rope_type", ""))
-        if kind == "longrope" or "dynamic" in kind:
-            length = rope.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 1)
-            return int(length) - 1, f"positions of type {kind} change with the longest row of a batch"
-    return NO_LIMIT, ""
+    rotary = find_rotary_limit(config)
+    stated = [value for name in CONTEXT_NAMES if isinstance(value := getattr(config, name, None), int) and value > 0]
+    return min([NO_LIMIT, *stated, *([rotary.tokens] if rotary else [])])
 
 
 @contextmanager
@@ -227,11 +285,30 @@ class _Probe:
             raise ModelError(f"{type(self.model).__name__} gives logits of {largest} for ordinary tokens; its weights are damaged")
         return TOLERANCE.get(self.model.dtype, HALF_TOLERANCE) * max(largest, 1.0)
 
-    def check_causal(self) -> None:
-        one, other = self.run_plain(0), self.run_plain(1)
-        before = slice(0, SHARED - 1)  # predictions from the common beginning, of tokens that the rows share
-        if not float((one.scores.log_probs[before] - other.scores.log_probs[before]).abs().max()) <= self.tolerance(one):
-            raise ModelError(f"{type(self.model).__name__} is not causal: what follows a token changes its log-probs; use a decoder-only model")
+    def looks_ahead(self, length: int) -> bool:
+        """Whether the second half of a row changes what the model says in the first. Rows of one length round alike; where experts or other
+        choices are nearly even they may still not, so the answer is yes only if several rows agree."""
+        return all(self._halves_differ(length, seed) for seed in range(CAUSAL_TRIES))
+
+    def _halves_differ(self, length: int, seed: int) -> bool:
+        half, vocab_size = length // 2, int(self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
+        rng = np.random.default_rng(seed)
+        rows = np.stack([rng.integers(0, vocab_size, length)] * 2)
+        rows[1, half:] = (rows[1, half:] + rng.integers(1, max(vocab_size, 2), length - half)) % vocab_size  # another token everywhere
+        places = np.unique(np.linspace(0, half - 1, COMPARED).astype(np.int64))
+        one, other = (self._logits_at(row, torch.from_numpy(places)) for row in rows)
+        largest = float(one.abs().max())
+        difference = float((one.log_softmax(-1) - other.log_softmax(-1)).abs().max())
+        return not difference <= TOLERANCE.get(self.model.dtype, HALF_TOLERANCE) * max(largest, 1.0)
+
+    def _logits_at(self, row: IntArray, places: Tensor) -> Tensor:
+        """[P, V] float32; of a long row no others are computed, if the model can leave them out."""
+        inputs: dict[str, Any] = {"input_ids": torch.from_numpy(row).to(self.model.device)[None], "use_cache": False}
+        if len(row) > CAUSAL_LENGTH and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            logits = self.model(**inputs, logits_to_keep=places.to(self.model.device)).logits[0]
+            if len(logits) == len(places):
+                return logits.float()
+        return self.model(**inputs).logits[0, places.to(self.model.device)].float()
 
     def find_difference(self, plain: _Plain, plan: ForwardPlan, *, share_prefix: bool) -> str:
         """ "" if the row gives the plain log-probs and entropy when it is computed with the other by `plan`; else what went wrong."""

@@ -36,8 +36,8 @@ async def call_generate(
     where = f"generate function {function_name(generate)} on sample {sample.id}"
     try:
         answer = await _call(generate, sample, engine, sampling, kind="generate", limiter=limiter)
-    except Exception as error:
-        inner = _only_leaf(error)
+    except BaseException as error:
+        inner = _find_own(error)
         if isinstance(inner, RolloutsError) and not isinstance(inner, UserFunctionError):
             raise inner from (None if inner is error else error)
         raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
@@ -87,8 +87,8 @@ async def call_filter(
         answer = await _call_before(filter_, group, kind="filter", timeout_s=timeout_s, limiter=limiter)
     except _TooLate:
         raise UserFunctionError(f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s") from None
-    except Exception as error:
-        inner = _only_leaf(error)
+    except BaseException as error:
+        inner = _find_own(error)
         raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
     return check_decision(answer, name, where)
 
@@ -108,8 +108,8 @@ async def _call_in_time(function: Callable[..., Any], argument: object, *, where
         return await _call_before(function, argument, kind=kind, timeout_s=timeout_s, limiter=limiter)
     except _TooLate:
         raise RewardTimeout(f"{where} took longer than {timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s") from None
-    except Exception as error:
-        inner = _only_leaf(error)
+    except BaseException as error:
+        inner = _find_own(error)
         raise UserFunctionError(f"{where} raised {describe(inner)}") from inner
 
 
@@ -120,7 +120,9 @@ def keeps_own_time(function: Callable[..., Any]) -> bool:
 
 async def _call_before(function: Callable[..., Any], argument: object, *, kind: str, timeout_s: float, limiter: trio.CapacityLimiter | None) -> Any:
     with trio.CancelScope() as scope:
-        return await _call(function, argument, kind=kind, limiter=limiter, on_start=lambda: _set_deadline(scope, timeout_s))
+        answer = await _call(function, argument, kind=kind, limiter=limiter, on_start=lambda: _set_deadline(scope, timeout_s))
+        if trio.current_time() <= scope.deadline:  # else it kept the cancellation to itself, or never awaited
+            return answer
     raise _TooLate
 
 
@@ -153,8 +155,17 @@ async def _call(
         return await answer
 
 
-def _only_leaf(error: Exception) -> Exception:
-    """What a nursery wrapped, if it is one error."""
-    while isinstance(error, ExceptionGroup) and len(error.exceptions) == 1:
+def _find_own(error: BaseException) -> BaseException:
+    """What the function raised, without the groups that nurseries put around one error; SystemExit and the like are its own too.
+
+    Raises the cancellation if there is one in it: who is cancelled has nothing more to say.
+    """
+    if isinstance(error, trio.Cancelled):
+        raise error
+    if isinstance(error, BaseExceptionGroup):
+        cancelled = error.subgroup(trio.Cancelled)
+        if cancelled is not None:
+            raise cancelled
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

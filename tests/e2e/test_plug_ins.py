@@ -12,6 +12,8 @@ from rollouts.metrics.jsonl import read_rows
 from tests.e2e.compare import read_comparable, weights_digest
 from tests.e2e.conftest import Train
 
+pytestmark = pytest.mark.slow  # whole runs, several of them waiting for time-outs
+
 HOSTILE = """
 import ctypes, os, sys, time
 

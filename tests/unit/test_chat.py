@@ -56,9 +56,20 @@ def test_every_assistant_turn_is_found(template, system):
 
 
 def test_content_of_many_bytes_and_odd_white_space_is_kept():
-    contents = ["7 😀 été", "  spaces  ", "line\n", "\nline", "", "assistant\n<|im_start", "e\u0301"]
+    contents = ["7 😀 été", "  spaces  ", "line\n", "\nline", "assistant\n<|im_start", "e\u0301"]
     for content in contents:
         assert taught([turn("user", "q"), turn("assistant", content)], byte_tokenizer()) == [content + "<|im_end|>"]
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_an_assistant_turn_that_says_nothing_is_refused(content):
+    with pytest.raises(DataError, match="message 1 is an assistant turn that says nothing"):
+        tokenize_conversation([turn("user", "q"), turn("assistant", content)], byte_tokenizer())
+
+
+def test_an_empty_turn_that_does_not_train_is_left_alone():
+    messages = [turn("user", "q"), turn("assistant", ""), turn("user", "q"), turn("assistant", "a")]
+    assert taught(messages, byte_tokenizer(), train_on="last") == ["a<|im_end|>"]
 
 
 def test_two_assistant_turns_in_a_row_are_two_spans():
@@ -134,9 +145,10 @@ def test_a_template_that_strips_content_teaches_the_stripped_text():
     ]
 
 
-def test_a_template_that_changes_content_teaches_what_it_writes():
+def test_a_template_that_changes_content_is_refused_with_the_first_difference():
     template = CHATML.replace("message['content']", "(message['content'] | upper)")
-    assert taught(TWO_TURNS, byte_tokenizer(template)) == ["IT IS 7.<|im_end|>", "4<|im_end|>"]
+    with pytest.raises(DataError, match=r"does not write the content as it is of message 1.*at character 1: 't is 7.' against 'T IS 7."):
+        taught(TWO_TURNS, byte_tokenizer(template))
 
 
 def test_what_a_template_puts_into_the_turn_itself_is_taught():

@@ -469,3 +469,43 @@ def test_content_in_the_thinking_does_not_hide_the_end():
     assert marked(messages, byte_tokenizer(template)).endswith("⟦is it 7?<|endoftext|>7<|im_end|>⟧\n")
     messages = [turn("user", "q"), turn("assistant", "", reasoning_content="hm")]
     assert marked(messages, byte_tokenizer(template)).endswith("⟦hm<|endoftext|><|im_end|>⟧\n")
+
+
+# --- content that a template leaves out --------------------------------------------------------------------------------------
+
+INLINE = [turn("user", "Q1"), turn("assistant", "<think>\nR\n</think>\n\nA1")]
+
+
+def test_thinking_in_the_content_that_a_template_drops_is_refused():
+    with pytest.raises(DataError, match=r"does not write the thinking at the beginning of the content of message 1.*'<think>.*sft.thinking='drop'"):
+        tokenize_conversation(INLINE, family_tokenizer("deepseek_v3"))
+    dropped = marked(INLINE, family_tokenizer("deepseek_v3"), options=TemplateOptions(thinking="drop"))
+    assert dropped.endswith("<｜Assistant｜>⟦A1<｜end▁of▁sentence｜>⟧")
+
+
+@pytest.mark.parametrize("content", ["<think>\nR\n</think>\n\nA1", "<think>R</think>A1", "  A1 \n"])
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "gemma3", "llama3_1"])
+def test_content_of_which_a_template_changes_only_white_space_is_accepted(name, content):
+    text = marked([turn("user", "Q1"), turn("assistant", content)], family_tokenizer(name))
+    assert "A1" in text[text.index("⟦") : text.index("⟧")]
+
+
+@pytest.mark.parametrize("content", ["<think>\nR\n</think>\n\nA1", "<think>R</think>A1"])
+def test_thinking_that_the_generation_prompt_opens_is_written_there(content):
+    text = marked([turn("user", "Q1"), turn("assistant", content)], family_tokenizer("qwen3_6"))
+    assert text.endswith("<think>\n⟦R\n</think>\n\nA1<|im_end|>⟧\n")
+
+
+def test_content_that_a_template_cuts_is_refused_with_the_first_difference():
+    tokenizer = byte_tokenizer(CHATML.replace("message['content']", "message['content'][:3]").replace("message.content", "message.content[:3]"))
+    with pytest.raises(DataError, match=r"does not write the content as it is of message 1.*at character 3: 'def' against '<\|im_end"):
+        tokenize_conversation([turn("user", "q"), turn("assistant", "abcdef")], tokenizer)
+
+
+def test_a_parameter_like_no_other_gets_no_suggestion_out_of_jinja():
+    for name in ("foo", "mesage", "els"):
+        with pytest.raises(ModelError) as caught:
+            render_prompt("q", family_tokenizer("qwen3"), options=TemplateOptions({name: True}))
+        assert "did you mean" not in str(caught.value)
+    with pytest.raises(ModelError, match="did you mean enable_thinking"):
+        render_prompt("q", family_tokenizer("qwen3"), options=TemplateOptions({"enable_thinkin": True}))

@@ -156,6 +156,45 @@ def test_a_malformed_parquet_row_is_named_by_file_and_row(tmp_path: Path):
     assert str(found.bad[1]) == f"{tmp_path}/b.parquet row 2: x is nan; JSON has no such number"
 
 
+def write_odd_column(path: Path, values: list[Any], storage: str, kind: Any) -> str:
+    """A file of rows 'p 0', 'p 1', … beside a column `odd` of these values seen as another type."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    plain = pa.array(values, getattr(pa, storage)())
+    odd = pa.Array.from_buffers(kind(pa), len(plain), plain.buffers())
+    parquet.write_table(pa.table({"prompt": [f"p {index}" for index in range(len(values))], "odd": odd}), path)
+    return str(path)
+
+
+ODD_VALUES = {
+    "a_time_beyond_9999": ([0, 2**60, 0], "int64", lambda pa: pa.timestamp("us"), "timestamp[us]"),
+    "a_day_beyond_9999": ([0, 2**30, 0], "int32", lambda pa: pa.date32(), "date32[day]"),
+    "text_that_is_not_utf8": ([b"a", b"caf\xe9", b"c"], "binary", lambda pa: pa.string(), "string"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_VALUES)
+def test_a_parquet_value_that_python_cannot_hold_spoils_its_own_row_alone(tmp_path: Path, name: str):
+    values, storage, kind, shown = ODD_VALUES[name]
+    path = write_odd_column(tmp_path / "a.parquet", values, storage, kind)
+    found = read_source(DataSourceConfig(kind="parquet", path=path), name="rl.data")
+    assert [row and row["prompt"] for row in found.rows] == ["p 0", None, "p 2"]
+    (bad,) = found.bad
+    assert (bad.number, bad.field) == (1, "odd")
+    assert str(bad).startswith(f"{path} row 1: odd is of type {shown} and cannot be read (")
+    assert str(bad).endswith('leave the field out with columns.odd = "", or convert it')
+    left_out = DataSourceConfig(kind="parquet", path=path, columns={"odd": ""})
+    assert prompts(load_rows(left_out, name="rl.data")) == ["p 0", "p 1", "p 2"]
+
+
+def test_a_parquet_column_of_an_unknown_time_zone_is_named(tmp_path: Path):
+    path = write_odd_column(tmp_path / "a.parquet", [0, 0], "int64", lambda pa: pa.timestamp("us", tz="Mars/Olympus"))
+    message = message_of(kind="parquet", path=path)
+    assert f"{path} row 0: odd is of type timestamp[us, tz=Mars/Olympus] and cannot be read (" in message
+    assert "Mars/Olympus" in message.split("cannot be read")[1]
+
+
 def test_a_column_that_no_row_has_is_told_before_any_row_is_read(tmp_path: Path):
     path = write_parquet(tmp_path / "a.parquet", QUESTIONS)
     message = message_of(kind="parquet", path=str(path), columns={"prompt": "qestion.text"})

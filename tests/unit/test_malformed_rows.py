@@ -65,6 +65,15 @@ def test_a_malformed_row_is_named_by_file_line_and_field(name: str):
     assert [row["prompt"] for row in found.rows if row] == ["good 1", "good 3"]
 
 
+def test_a_user_turn_of_white_space_is_malformed_like_a_prompt_of_it(tmp_path: Path):
+    rows = [{"prompt": " "}, {"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": " \n"}]}, {"prompt": "q"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bad = read_source(jsonl(path), name="rl.data").bad
+    assert [(row.number, row.field) for row in bad] == [(1, "prompt"), (2, "prompt[1].content")]
+    assert "prompt[1].content is empty" in str(bad[1])
+
+
 def test_a_row_longer_than_the_limit_is_malformed_and_the_next_line_is_read(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     frame = len(json.dumps({"prompt": ""}))

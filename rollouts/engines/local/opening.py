@@ -19,6 +19,7 @@ from rollouts.engines.local.decoder import take_apart
 from rollouts.engines.local.interface import Decoder, ForwardPath, evaluating
 from rollouts.engines.local.whole_model import RecomputeDecoder, WholeModel, make_cached_decoder, take_whole
 from rollouts.errors import ModelError
+from rollouts.models.limits import CONTEXT_NAMES, find_rotary_limit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,7 +31,6 @@ PROBE_STEPS = 5
 LONGEST_PROBED_WINDOW = 4096  # positions; a longer prompt would take too long to open with
 DEFAULT_CONTEXT = 8192  # tokens, for a config that sets no limit
 WINDOW_NAMES = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "context_length")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +114,12 @@ def _probed_windows(config: Any, max_context: int) -> list[int]:
 
 
 def _check_rotary(config: Any, *, max_context: int) -> None:
-    config = config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = part.get("rope_type")
-        if kind not in ("dynamic", "longrope"):
-            continue
-        fixed = part.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", 0)
-        if max_context > fixed:
-            raise ModelError(
-                f"config.rope_parameters.rope_type={kind!r} changes every position's frequencies beyond {fixed} tokens, so a token's log-prob "
-                f"would depend on what comes after it; set max_context to {fixed} or less"
-            )
+    limit = find_rotary_limit(config)
+    if limit is not None and max_context > limit.tokens:
+        raise ModelError(
+            f"config.rope_parameters.rope_type={limit.kind!r} changes every position's frequencies beyond {limit.tokens} tokens "
+            f"(config.{limit.field}), so a token's log-prob would depend on what comes after it; set max_context to {limit.tokens} or less"
+        )
 
 
 # --- the probe ---------------------------------------------------------------------------------------------------------------
