@@ -240,12 +240,12 @@ def _check_params(params: Mapping[str, JSONValue], chat_template: object) -> Non
             raise ModelError(f"model.template_params.{name}: the chat template does not read it{hint}")
 
 
-JINJA_WORDS = frozenset(  # keywords, tests and functions
-    ["and", "as", "block", "break", "call", "continue", "defined", "do", "elif", "else", "endblock", "endcall", "endfilter", "endfor"]
-    + ["endgeneration", "endif", "endmacro", "endset", "endwith", "extends", "False", "false", "filter", "for", "from", "generation", "if"]
-    + ["import", "in", "include", "is", "iterable", "loop", "macro", "mapping", "namespace", "None", "none", "not", "or", "range"]
-    + ["recursive", "set", "string", "True", "true", "undefined", "with"]
-)
+JINJA_WORDS = {  # keywords, tests and functions
+    "and", "as", "block", "break", "call", "continue", "defined", "do", "elif", "else", "endblock", "endcall", "endfilter", "endfor",
+    "endgeneration", "endif", "endmacro", "endset", "endwith", "extends", "False", "false", "filter", "for", "from", "generation", "if", "import",
+    "in", "include", "is", "iterable", "loop", "macro", "mapping", "namespace", "None", "none", "not", "or", "range", "recursive", "set", "string",
+    "True", "true", "undefined", "with",
+}  # fmt: skip
 
 
 def _find_readable_names(source: str) -> set[str]:
