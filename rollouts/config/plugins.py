@@ -146,7 +146,7 @@ def _check_kind(function: Callable[..., Any], role: Role, what: str) -> None:
     inner: Any = function
     while isinstance(inner, functools.partial):
         inner = inner.func
-    kinds = [inner] if inspect.isroutine(inner) or inspect.isclass(inner) else [inner, getattr(type(inner), "__call__", None)]
+    kinds = (inner, getattr(inner, "__call__", None))  # noqa: B004  (an object may have a __call__ of any kind)
     if role in CALLED_WITH and any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in kinds):
         raise PlugInError(f"{what}: it is a generator function (it has a yield); it must return its answer")
     if role in PLAIN and any(inspect.iscoroutinefunction(one) for one in kinds):

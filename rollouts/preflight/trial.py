@@ -80,7 +80,8 @@ async def _call_rollout(functions: Functions, rollout: RolloutConfig, row: Row, 
     scored = [apply_reward(sample, result) for sample, result in zip(samples, results, strict=False)]
     for filter_ in functions.filters if len(scored) == len(samples) else ():
         with reporting(findings, "rl.rollout.filters"):
-            decision = await call_filter(filter_, SampleGroup(0, "row-0", tuple(replace(sample) for sample in scored)), timeout_s=rollout.reward_timeout_s)
+            group = SampleGroup(0, "row-0", tuple(replace(sample) for sample in scored))
+            decision = await call_filter(filter_, group, timeout_s=rollout.reward_timeout_s)
             verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
             findings.append(Finding("ok", "rl.rollout.filters", f"{function_name(filter_)} {verdict} a group of these two"))
 

@@ -121,7 +121,7 @@ def keeps_own_time(function: Callable[..., Any]) -> bool:
 async def _call_before(function: Callable[..., Any], argument: object, *, kind: str, timeout_s: float, limiter: trio.CapacityLimiter | None) -> Any:
     with trio.CancelScope() as scope:
         answer = await _call(function, argument, kind=kind, limiter=limiter, on_start=lambda: _set_deadline(scope, timeout_s))
-        if trio.current_time() <= scope.deadline:  # else it kept the cancellation to itself, or never awaited
+        if not scope.cancel_called:  # else it kept the cancellation to itself, or never awaited
             return answer
     raise _TooLate
 

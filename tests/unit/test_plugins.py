@@ -188,3 +188,33 @@ def test_a_method_of_an_object_in_the_file_is_found(write, tmp_path):
 
 def test_a_function_without_a_signature_is_let_through(tmp_path):
     assert load_function("builtins:max", role="reward", base_dir=tmp_path) is max
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["raise KeyboardInterrupt", "class E(BaseException): pass\nraise E('x')", "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E"],
+)
+def test_whatever_a_file_raises_on_import_names_the_setting_and_leaves_no_half_made_module(write, tmp_path, text):
+    path = write("r.py", text)
+    before = set(sys.modules)
+    assert f"reward='r.py:score': importing {path} failed: " in message_of("r.py:score", tmp_path)
+    assert not [name for name in set(sys.modules) - before if name.startswith("rollouts_plugin_")]
+    path.write_text("def score(sample):\n    return 1.0  # corrected\n")
+    assert load_function("r.py:score", role="reward", base_dir=tmp_path)("x") == 1.0
+
+
+def test_a_module_that_raises_when_it_is_looked_into_names_the_setting(write, tmp_path):
+    write("r.py", "def __getattr__(name):\n    raise RuntimeError('no ' + name)\n")
+    assert "looking up score in " in (message := message_of("r.py:score", tmp_path)) and message.endswith("failed: RuntimeError: no score")
+
+
+@pytest.mark.parametrize("role", ["reward", "group_reward", "filter", "reward_combine", "curriculum"])
+@pytest.mark.parametrize("start", ["def", "async def"])
+def test_a_generator_function_is_refused_when_it_is_loaded(write, tmp_path, role: Role, start: str):
+    write("r.py", f"{start} score(*arguments):\n    yield 1.0\n")
+    assert message_of("r.py:score", tmp_path, role).endswith("it is a generator function (it has a yield); it must return its answer")
+
+
+def test_a_combine_function_is_plain(write, tmp_path):
+    write("r.py", "async def score(parts):\n    return 1.0\n")
+    assert message_of("r.py:score", tmp_path, "reward_combine").endswith("it is async; this one must be a plain function")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
 import threading
 from fractions import Fraction
@@ -16,7 +18,7 @@ import trio.testing
 from rollouts.errors import ConfigError, DataError, EngineClosed, EngineError, RewardTimeout, UserFunctionError
 from rollouts.rewards.blocking import watch_blocking
 from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward
-from rollouts.rewards.check import apply_reward, check_reward, function_name
+from rollouts.rewards.check import apply_reward, check_group_rewards, check_reward, function_name
 from rollouts.rewards.exact import exact_match
 from rollouts.rewards.format import make_format_reward, think_answer_format
 from rollouts.rewards.math import find_final_number, numeric_match
@@ -536,3 +538,123 @@ async def test_nothing_is_watched_after_the_context():
         pass
     await call_reward(blocks, SAMPLE)
     assert said == []
+
+
+# --- what functions of this process may do ---
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise SystemExit("no repr")
+
+    __str__ = __repr__
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class OddNumber:
+    def __float__(self) -> float:
+        raise RuntimeError("can't convert complex")
+
+
+def raising(error: BaseException):
+    async def raises(*arguments: Any) -> Any:
+        raise error
+
+    return raises
+
+
+ENDINGS = [SystemExit(3), GeneratorExit(), KeyboardInterrupt(), BaseExceptionGroup("two", [SystemExit(1), KeyError("a")]), Silent()]
+
+
+@pytest.mark.parametrize("error", ENDINGS, ids=lambda error: type(error).__name__)
+async def test_a_function_that_wants_to_end_the_run_fails_its_own_sample(error: BaseException):
+    function = raising(error)
+    with pytest.raises(UserFunctionError, match="reward function raises on sample g0-s0 raised"):
+        await call_reward(function, SAMPLE)
+    with pytest.raises(UserFunctionError, match="group reward function raises on the group of sample g0-s0 raised"):
+        await call_group_reward(function, [SAMPLE])
+    with pytest.raises(UserFunctionError, match="filter raises on group 3"):
+        await call_filter(function, GROUP)
+    with pytest.raises(UserFunctionError, match="generate function raises on sample g0-s0 raised"):
+        await call_generate(function, SAMPLE, ScriptedEngine(), SAMPLING)
+
+
+async def test_a_sync_function_that_exits_in_its_thread_fails_its_own_sample():
+    def leave(sample: Sample) -> float:
+        raise SystemExit(3)
+
+    with pytest.raises(UserFunctionError, match="reward function leave on sample g0-s0 raised SystemExit: 3"):
+        await call_reward(leave, SAMPLE)
+
+
+async def test_cancellation_inside_a_group_of_errors_passes_through(autojump_clock):
+    async def reward(sample: Sample) -> float:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            try:
+                await trio.sleep_forever()
+            finally:
+                raise KeyError("while it was cancelled")
+
+    with trio.move_on_after(1) as scope:
+        await call_reward(reward, SAMPLE)
+    assert scope.cancelled_caught
+
+
+async def test_a_reward_that_ignores_its_deadline_and_answers_is_late_all_the_same(autojump_clock):
+    async def stubborn(sample: Sample) -> float:
+        with contextlib.suppress(trio.Cancelled):
+            await trio.sleep_forever()
+        return 1.0
+
+    with pytest.raises(RewardTimeout, match="reward function stubborn on sample g0-s0 took longer than 2 s"):
+        await call_reward(stubborn, SAMPLE, timeout_s=2)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Unprintable(), r"returned a Unprintable \(its repr cannot be had: SystemExit\) as its reward"),
+        (OddNumber(), "returned .* as its reward; it must be a finite number"),
+        ({"a": 1e308, "b": 1e308}, "returned parts whose sum is not finite"),
+        ({"a\ud800": 1.0}, "returned the name of a part .* with half a surrogate pair at character 1"),
+        (RewardResult(1.0, {}, "\ud800"), "returned the note .* with half a surrogate pair at character 0"),
+    ],
+)
+def test_answers_that_cannot_be_read_or_written_are_refused(value: Any, message: str):
+    with pytest.raises(UserFunctionError, match=f"^f {message}"):
+        check_reward(value, "f")
+
+
+def test_a_long_note_is_cut_and_says_so():
+    note = check_reward(RewardResult(1.0, {}, "x" * 10_001), "f").note
+    assert note == "x" * 10_000 + " … (cut: the note had 10001 characters)"
+    assert check_reward(RewardResult(1.0, {}, "x" * 10_000), "f").note == "x" * 10_000
+
+
+def raise_in_the_middle():
+    yield 1.0
+    raise ValueError("oops")
+
+
+@pytest.mark.parametrize("value", [itertools.repeat(1.0), raise_in_the_middle(), {1.0}, iter([1.0])], ids=["endless", "raising", "set", "iterator"])
+def test_group_rewards_without_number_or_order_are_refused_and_not_waited_for(value: Any):
+    with pytest.raises(UserFunctionError, match="it must return 1 rewards, one per sample"):
+        check_group_rewards(value, 1, "f")
+
+
+@pytest.mark.parametrize(
+    ("decision", "message"),
+    [
+        (FilterDecision(keep="no"), "keep='no'; it must be True or False"),  # type: ignore[arg-type]
+        (FilterDecision(keep=False, reason=3), "reason=3; it must be text"),  # type: ignore[arg-type]
+        (FilterDecision(keep=False, detail=None), "detail=None; it must be text"),  # type: ignore[arg-type]
+    ],
+)
+async def test_the_fields_of_a_decision_are_what_they_say(decision: FilterDecision, message: str):
+    with pytest.raises(UserFunctionError, match=f"filter reward on group 3 .* returned a FilterDecision with {message}"):
+        await call_filter(answering(decision), GROUP)

@@ -90,6 +90,19 @@ def test_pending_samples_carry_the_row_and_launch_order():
     assert (first.group_index, first.status, first.prompt) == (12, Status.PENDING, "b")
 
 
+def test_what_a_function_changes_in_one_sample_is_not_seen_by_its_siblings_or_the_next_epoch():
+    row = {"prompt": "b", "x": {"y": [1, {"z": 2}]}}
+    first, second = make_samples(0, PromptRow("row-1", 0, row), 2)
+    first.metadata["x"]["y"][1]["z"] = 3
+    first.metadata["x"]["y"].append(4)
+    assert second.metadata["x"] == row["x"] == make_samples(1, PromptRow("row-1", 1, row), 1)[0].metadata["x"] == {"y": [1, {"z": 2}]}
+
+
+def test_a_row_with_fields_of_our_names_does_not_change_which_prompt_it_is():
+    row = {"prompt": "b", "prompt_id": "mine", "epoch": 7}
+    assert make_samples(0, PromptRow("row-1", 2, row), 1)[0].metadata == {"prompt_id": "row-1", "epoch": 2}
+
+
 def test_a_batch_has_a_row_per_sample_in_the_order_drawn():
     batch = next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, temperature=0.7))
     assert [row.tolist() for row in batch.tokens] == [[7, 8], [7, 8, 8], [7, 8], [7, 8, 8]]
@@ -547,6 +560,44 @@ def test_requests_that_cannot_be_answered_are_refused():
         sample_completions(model, make_requests([259]))
     with pytest.raises(RequestRefused, match="request 'r0' is there twice"):
         sample_completions(model, make_requests([1]) * 2)
+
+
+def make_rotary(**rope: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=64, rope_parameters={"rope_theta": 1e4, **rope},
+    )).eval()  # fmt: skip
+
+
+def make_longrope() -> Any:
+    return make_rotary(rope_type="longrope", factor=4.0, short_factor=[1.0] * 4, long_factor=[3.0] * 4, original_max_position_embeddings=16)
+
+
+def test_a_row_that_may_cross_the_length_of_longrope_is_refused_and_one_that_ends_there_is_exact():
+    model = make_longrope()
+    with pytest.raises(RequestRefused, match=r"11 prompt tokens and max_new_tokens=6 make 17; rope_type='longrope'.*beyond 16 tokens.*lower max_new"):
+        sample_completions(model, make_requests([1] * 11))
+    prompts = [1] * 10, [2, 3]
+    for prompt, completion in zip(prompts, sample_completions(model, make_requests(*prompts)), strict=True):
+        assert completion.log_probs.tolist() == pytest.approx(slow_log_probs(model, list(prompt), completion, 1.0), abs=1e-4)
+
+
+def test_padding_that_would_change_the_frequencies_of_shorter_rows_is_refused():
+    longrope, dynamic = make_longrope(), make_rotary(rope_type="dynamic", factor=4.0)
+
+    def score(model: Any, count: int, width: int) -> Any:
+        ids = torch.arange(count * width).reshape(count, width) % 64
+        return compute_token_log_probs(model, ids, torch.arange(width).expand(count, -1) > 0)
+
+    with pytest.raises(ModelError, match=r"rows of 17 tokens, padding included: rope_type='longrope'.*beyond 16 tokens.*one at a time, unpadded"):
+        score(longrope, 2, 17)
+    with pytest.raises(ModelError, match=r"rows of 65 tokens.*'dynamic'.*beyond 64 tokens"):
+        score(dynamic, 1, 65)
+    assert score(longrope, 1, 17).log_probs.shape == (1, 17)
+    assert score(longrope, 2, 16).log_probs.shape == score(dynamic, 2, 16).log_probs.shape == (2, 16)
 
 
 def test_a_model_of_nan_is_an_error_not_a_token():
