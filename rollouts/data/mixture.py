@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
 import numpy as np
@@ -130,22 +131,83 @@ def settle(amounts: Sequence[int], counts: Sequence[int], owed: Sequence[int], n
 
 def compute_turns(amounts: tuple[int, ...], count: int) -> IntArray:
     """Whose turn each of the first `count` draws is; after sum(amounts) of them it begins again."""
-    period = sum(amounts)
-    needed = min(count, period)
-    length = min(1 << max(8, (needed - 1).bit_length()), period)  # rounded up, so that a run makes few of them
-    return _compute_turns(amounts, length)[:needed]
+    needed = min(count, sum(amounts))
+    blocks = [_turns_of_block(amounts, block) for block in range(-(-needed // BLOCK))]
+    return np.concatenate(blocks)[:needed] if blocks else np.empty(0, np.int64)
+
+
+BLOCK = 4096  # draws between the places whose counts are kept
 
 
 @lru_cache(maxsize=8)
-def _compute_turns(amounts: tuple[int, ...], length: int) -> IntArray:
-    counts = [0] * len(amounts)
-    turns = np.empty(length, np.int64)
-    for turn in range(length):
-        index = choose_source(amounts, counts)
-        counts[index] += 1
-        turns[turn] = index
-    turns.flags.writeable = False
-    return turns
+def _counts_of_blocks(amounts: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """Draws of each source before a block, for the blocks that were asked for and all before them: it grows as a run goes on."""
+    return {0: (0,) * len(amounts)}
+
+
+def _counts_before(amounts: tuple[int, ...], block: int) -> tuple[int, ...]:
+    known = _counts_of_blocks(amounts)
+    for number in range(min(block, len(known) - 1), block):
+        if number + 1 not in known:
+            known[number + 1] = take_turns(amounts, known[number], BLOCK)[1]
+    return known[block]
+
+
+@lru_cache(maxsize=16)
+def _turns_of_block(amounts: tuple[int, ...], block: int) -> IntArray:
+    turns, after = take_turns(amounts, _counts_before(amounts, block), BLOCK)
+    _counts_of_blocks(amounts)[block + 1] = after
+    array = np.array(turns, np.int64)
+    array.flags.writeable = False
+    return array
+
+
+def take_turns(amounts: Sequence[int], counts: Sequence[int], length: int) -> tuple[list[int], tuple[int, ...]]:
+    """(whose turn the `length` draws after `counts` are, the counts then): what `choose_source` says draw by draw, but much faster.
+
+    A source's next draw is due from one draw on and late after another, and both stay as they are until it is drawn, so two heaps hold them:
+    numbers place * size + index. The place moves on by total / amount, in whole numbers with a rest.
+    """
+    total, drawn, size = sum(amounts), sum(counts), len(amounts)
+    after = list(counts)
+    strides = [divmod(total, amount) if amount else (0, 0) for amount in amounts]
+    ends = [divmod(total * (count + 1), amount) if amount else (0, 0) for amount, count in zip(amounts, counts, strict=True)]
+    floors, rests = [floor for floor, _ in ends], [rest for _, rest in ends]
+    due: list[int] = []  # by deadline
+    waiting = [(total * count // amount + 1) * size + index for index, (amount, count) in enumerate(zip(amounts, counts, strict=True)) if amount]
+    heapify(waiting)
+    turns: list[int] = []
+    for turn in range(drawn + 1, drawn + length + 1):
+        now_due = (turn + 1) * size
+        while waiting and waiting[0] < now_due:
+            index = heappop(waiting) % size
+            heappush(due, (floors[index] + (rests[index] > 0)) * size + index)
+        deadline, index = divmod(heappop(due), size)
+        if due and due[0] < (deadline + 1) * size:
+            index = _furthest_behind(amounts, after, turn, (deadline, index), due)
+        turns.append(index)
+        after[index] += 1
+        heappush(waiting, (floors[index] + 1) * size + index)
+        whole, part = strides[index]
+        rest = rests[index] + part
+        carry = rest >= amounts[index]
+        floors[index] += whole + carry
+        rests[index] = rest - amounts[index] if carry else rest
+    return turns, tuple(after)
+
+
+def _furthest_behind(amounts: Sequence[int], counts: Sequence[int], turn: int, first: tuple[int, int], due: list[int]) -> int:
+    """Which of the source that was taken off `due` and the others with its deadline is furthest behind, then first; the rest go back."""
+    total, size = sum(amounts), len(amounts)
+    deadline, index = first
+    equals = [index]
+    while due and due[0] < (deadline + 1) * size:
+        equals.append(heappop(due) % size)
+    chosen = min(equals, key=lambda other: (counts[other] * total - amounts[other] * turn, other))
+    for other in equals:
+        if other != chosen:
+            heappush(due, deadline * size + other)
+    return chosen
 
 
 # --- batches that need no state ----------------------------------------------------------------------------------------------
@@ -180,19 +242,27 @@ def select_mixture_batch(sources: Sequence[BatchSource], batch_size: int, step: 
     assert sources and batch_size > 0 and step >= 0, (sources, batch_size, step)
     assert all(source.size > len(source.holes) for source in sources), "a source has no row"
     amounts = compute_amounts([source.weight for source in sources])
-    period, first = sum(amounts), step * batch_size
-    turns = compute_turns(amounts, first + batch_size)
-    cycles, rest = divmod(first, period)
-    drawn = [int(count) + cycles * amount for count, amount in zip(np.bincount(turns[:rest], minlength=len(amounts)), amounts, strict=True)]
+    turns, drawn = _turns_from(amounts, step * batch_size, batch_size)
     starts = np.cumsum([0, *(source.size for source in sources)])
     chosen: list[int] = []
-    for turn in range(first, first + batch_size):
-        index = int(turns[turn % period])
+    for index in turns:
         source = sources[index]
         epoch, place = divmod(drawn[index], source.size - len(source.holes))
         chosen.append(int(starts[index] + _epoch_order(source.size, epoch, seed, source.name if len(sources) > 1 else "", source.holes)[place]))
         drawn[index] += 1
     return chosen
+
+
+def _turns_from(amounts: tuple[int, ...], first: int, count: int) -> tuple[list[int], list[int]]:
+    """(whose turn draws `first` … `first + count - 1` are, numbered from 0; draws of each source before them)."""
+    cycles, rest = divmod(first, sum(amounts))
+    block, skipped = divmod(rest, BLOCK)
+    blocks = [_turns_of_block(amounts, number) for number in range(block, (rest + count - 1) // BLOCK + 1)]
+    turns = np.concatenate(blocks)
+    before = np.bincount(turns[:skipped], minlength=len(amounts)).tolist()
+    counts = _counts_before(amounts, block)
+    drawn = [cycles * amount + start + more for amount, start, more in zip(amounts, counts, before, strict=True)]
+    return turns[skipped : skipped + count].tolist(), drawn
 
 
 def select_sft_batch(num_rows: int, batch_size: int, step: int, seed: int) -> list[int]:
