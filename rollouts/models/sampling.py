@@ -174,8 +174,8 @@ def _check_requests(model: PreTrainedModel, requests: Sequence[GenerateRequest])
         if rotary is not None and total > rotary.tokens:
             raise RequestRefused(
                 f"request {request.request_id!r}: {len(request.prompt_ids)} prompt tokens and max_new_tokens={request.sampling.max_new_tokens} make "
-                f"{total}; rope_type={rotary.kind!r} changes the frequencies of every position beyond {rotary.tokens} tokens (config.{rotary.field}), "
-                "so the log-probs drawn from would not be those of the finished row: shorten the prompt or lower max_new_tokens"
+                f"{total}; rope_type={rotary.kind!r} changes the frequencies of every position beyond {rotary.tokens} tokens "
+                f"(config.{rotary.field}), so its log-probs would not be those of the finished row: shorten the prompt or lower max_new_tokens"
             )
         if request.request_id in seen:
             raise RequestRefused(f"request {request.request_id!r} is there twice; both would draw the same tokens: give every request its own id")

@@ -114,15 +114,13 @@ def _prove_causal(probe: _Probe, model: PreTrainedModel) -> _Causality:
     if probe.looks_ahead(tried):
         raise ModelError(f"{type(model).__name__} is not causal: what follows a token changes its log-probs; use a decoder-only model")
     for tokens, name in distances:
-        if tokens < tried:
-            continue
         if tokens > LONGEST_DISTANCE:
             return _Causality(unproved=f"whether it is causal in rows above {name}={tokens} was not tried")
         if longest <= tokens:
             return _Causality(tokens, f"{name}={tokens} and no probe can be longer than {longest} tokens, so nothing is known beyond it")
         tried = min(tokens + tokens // 16 + CAUSAL_LENGTH, longest)
-        if probe.looks_ahead(tried):
-            return _Causality(tokens, f"in longer rows what follows a token changes its log-probs ({name}={tokens})")
+        if probe.looks_ahead(tried) or probe.depends_on_length(tried, beyond=tokens):
+            return _Causality(tokens, f"in longer rows what follows a token, or how much, changes its log-probs ({name}={tokens})")
     return _Causality()
 
 
@@ -260,6 +258,7 @@ class _Probe:
         vocab_size = int(model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
         start = rng.integers(0, vocab_size, SHARED)
         self.model = model
+        self._vocab_size = vocab_size
         self.tokens: list[IntArray] = [np.concatenate([start, rng.integers(0, vocab_size, length - SHARED)]) for length in (LENGTH, OTHER_LENGTH)]
         self.tokens[0][SHARED], self.tokens[1][SHARED] = vocab_size - 1, vocab_size - 2  # tries are filled in the order of token ids
         self.masks: list[BoolArray] = [np.arange(len(row)) > 0 for row in self.tokens]
@@ -279,8 +278,11 @@ class _Probe:
         return _Plain(logits, None if hidden is None else hidden[0], type(seen[0]) if seen else None, scores)
 
     def tolerance(self, plain: _Plain) -> float:
+        return self._rounding(plain.logits)
+
+    def _rounding(self, logits: Tensor) -> float:
         """In nats. Raises ModelError if the logits are not finite: nothing could be compared, and nothing could be trained."""
-        largest = float(plain.logits.abs().max())
+        largest = float(logits.abs().max())
         if not math.isfinite(largest):
             raise ModelError(f"{type(self.model).__name__} gives logits of {largest} for ordinary tokens; its weights are damaged")
         return TOLERANCE.get(self.model.dtype, HALF_TOLERANCE) * max(largest, 1.0)
@@ -290,16 +292,35 @@ class _Probe:
         choices are nearly even they may still not, so the answer is yes only if several rows agree."""
         return all(self._halves_differ(length, seed) for seed in range(CAUSAL_TRIES))
 
+    def depends_on_length(self, length: int, *, beyond: int) -> bool:
+        """Whether a row's end changes by being there what the model says between `beyond` and it. Rows of unlike lengths round unlike, and an
+        expert chosen otherwise at one position means nothing: half of the positions must differ, in several rows."""
+        shorter = (beyond + length) // 2
+        return shorter > beyond and all(self._ends_matter(length, shorter, beyond, seed) for seed in range(CAUSAL_TRIES))
+
     def _halves_differ(self, length: int, seed: int) -> bool:
-        half, vocab_size = length // 2, int(self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
+        half = length // 2
+        rng, row = self._draw_row(length, seed)
+        other = row.copy()
+        other[half:] = (row[half:] + rng.integers(1, max(self._vocab_size, 2), length - half)) % self._vocab_size  # another token everywhere
+        difference, tolerance = self._compare(row, other, first=0, end=half)
+        return not float(difference.max()) <= tolerance
+
+    def _ends_matter(self, length: int, shorter: int, beyond: int, seed: int) -> bool:
+        _, row = self._draw_row(length, seed)
+        difference, tolerance = self._compare(row, row[:shorter], first=beyond, end=shorter)
+        return not float(difference.median()) <= min(10 * tolerance, HALF_TOLERANCE)
+
+    def _draw_row(self, length: int, seed: int) -> tuple[np.random.Generator, IntArray]:
         rng = np.random.default_rng(seed)
-        rows = np.stack([rng.integers(0, vocab_size, length)] * 2)
-        rows[1, half:] = (rows[1, half:] + rng.integers(1, max(vocab_size, 2), length - half)) % vocab_size  # another token everywhere
-        places = np.unique(np.linspace(0, half - 1, COMPARED).astype(np.int64))
-        one, other = (self._logits_at(row, torch.from_numpy(places)) for row in rows)
-        largest = float(one.abs().max())
-        difference = float((one.log_softmax(-1) - other.log_softmax(-1)).abs().max())
-        return not difference <= TOLERANCE.get(self.model.dtype, HALF_TOLERANCE) * max(largest, 1.0)
+        return rng, rng.integers(0, self._vocab_size, length)
+
+    def _compare(self, row: IntArray, other: IntArray, *, first: int, end: int) -> tuple[Tensor, float]:
+        """Largest difference of a log-prob at positions between `first` and `end` [P], and how much may be rounding."""
+        places = torch.from_numpy(np.unique(np.linspace(first, end - 1, COMPARED).astype(np.int64)))
+        ours, theirs = self._logits_at(row, places), self._logits_at(other, places)
+        difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().amax(-1)
+        return difference, self._rounding(ours)
 
     def _logits_at(self, row: IntArray, places: Tensor) -> Tensor:
         """[P, V] float32; of a long row no others are computed, if the model can leave them out."""

@@ -299,14 +299,122 @@ async def test_experts_with_a_capacity_run_one_row_at_a_time(cache: Path):
     assert "expert_capacity=8" in plan_forward(model).reason
 
 
-def test_positions_that_change_with_the_longest_row_bound_what_is_padded():
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-    rope["original_max_position_embeddings"] = 32
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 32}
+
+
+def make_longrope() -> Any:
     torch.manual_seed(0)
-    model = transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=32)).eval()
-    plan = plan_forward(model)
-    assert [plan.choose_layout(length) for length in (31, 32, 100)] == ["tries", "single", "single"]
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=32)).eval()
+
+
+def make_dynamic(**rope: Any) -> Any:
+    torch.manual_seed(0)
+    settings = {**SIZES, "max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, **rope}}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
+
+
+def make_rows(*lengths: int) -> RolloutBatch:
+    rng = np.random.default_rng(0)
+    tokens = tuple(rng.integers(0, 64, length) for length in lengths)
+    return RolloutBatch(tokens=tokens, loss_masks=tuple(np.arange(length) > 0 for length in lengths))
+
+
+def test_positions_that_change_with_the_longest_row_bound_what_is_padded():
+    plan = plan_forward(make_longrope())
+    assert [plan.choose_layout(length) for length in (32, 33, 100)] == ["tries", "single", "single"]
     assert "longrope" in plan.reason
+
+
+@pytest.mark.parametrize("lengths", [(32, 7, 20), (34, 7, 32, 50)])
+async def test_rows_at_and_beyond_the_length_of_longrope_are_exact(lengths: tuple[int, ...]):
+    model, batch = make_longrope(), make_rows(*lengths)
+    with torch.no_grad():
+        wanted = score_slowly(model, batch)
+    async with open_backend(model) as backend:
+        rows = await backend.forward(batch)
+    for row, wanted_row in zip(rows, wanted, strict=True):
+        np.testing.assert_allclose(row[1:], wanted_row.numpy(), atol=1e-5)
+
+
+async def test_a_row_that_would_change_dynamic_frequencies_for_the_rows_after_it_is_refused():
+    model, short = make_dynamic(), make_rows(16, 9, 16)
+    with torch.no_grad():
+        wanted = score_slowly(model, short)
+    async with open_backend(model) as backend:
+        with pytest.raises(ModelError, match=r"a row of 17 tokens.*at most 16.*'dynamic'.*config\.max_position_embeddings=16.*shorter"):
+            await backend.forward(make_rows(9, 17))
+        await backend.reset()
+        with pytest.raises(ModelError, match="a row of 17 tokens"):
+            await backend.forward_backward(make_rows(17), SFT)
+        await backend.reset()
+        rows = await backend.forward(short)
+    for row, wanted_row in zip(rows, wanted, strict=True):
+        np.testing.assert_allclose(row[1:], wanted_row.numpy(), atol=1e-5)
+
+
+async def test_a_reference_refuses_rows_that_dynamic_frequencies_have_no_log_probs_for(tmp_path: Path):
+    save_hf_model(make_dynamic(), tmp_path / "model")
+    async with (
+        open_device_thread(name="reference", torch_threads=1) as thread,
+        open_frozen_reference(tmp_path / "model", device_thread=thread) as reference,
+    ):
+        with pytest.raises(ModelError, match=r"a row of 40 tokens.*'dynamic'"):
+            await reference.score(make_rows(40))
+
+
+def test_dynamic_frequencies_are_bound_by_the_context_and_not_by_the_original_one():
+    assert plan_forward(make_dynamic(original_max_position_embeddings=64)).refused_above == 16
+
+
+@pytest.mark.parametrize("window", [8, 40])
+def test_a_model_whose_log_probs_depend_on_the_end_of_rows_beyond_its_window_is_refused_there(window: int):
+    """All of its keys rank alike, so which of them it drops beyond the window depends on how long the row is."""
+    torch.manual_seed(0)
+    model = transformers.DogeForCausalLM(transformers.DogeConfig(**SIZES, keep_window_size=window)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(torch.randn(parameter.shape) * 0.15)
+    plan = plan_forward(model)
+    assert plan.choose_layout(window) == "rows"
+    with pytest.raises(ModelError, match=rf"at most {window}.*keep_window_size={window}"):
+        plan.choose_layout(window + 1)
+
+
+def look_ahead_beyond(model: Any, distance: int) -> None:
+    """Rows above `distance` tokens begin to see their last token."""
+    forward = model.model.forward
+
+    def run(*inputs: Any, **options: Any) -> Any:
+        output = forward(*inputs, **options)
+        hidden = output.last_hidden_state
+        output.last_hidden_state = hidden + hidden[:, -1:] if hidden.shape[1] > distance else hidden
+        return output
+
+    model.model.forward = run
+
+
+def test_a_model_that_looks_ahead_beyond_a_distance_of_its_config_is_refused_there(cache: Path):
+    model = new_model("llama", cache)
+    model.config.block_size_of_memory = 100
+    assert plan_forward(model).refused_above == NO_LIMIT
+    look_ahead_beyond(model, 100)
+    plan = plan_forward(model)
+    assert (plan.refused_above, plan.choose_layout(100)) == (100, "rows")
+    assert "block_size_of_memory=100" in plan.refusal
+
+
+def test_a_model_that_looks_ahead_in_rows_longer_than_the_ones_compared_is_refused(cache: Path):
+    model = new_model("llama", cache)
+    look_ahead_beyond(model, 20)
+    with pytest.raises(ModelError, match="not causal"):
+        plan_forward(model)
+
+
+def test_a_distance_too_long_to_try_is_said(cache: Path):
+    model = new_model("llama", cache)
+    model.config.block_size_of_memory = 5000
+    assert "causal in rows above block_size_of_memory=5000 was not tried" in plan_forward(model).reason
 
 
 def test_a_window_that_the_config_does_not_rule_bounds_the_tries(cache: Path):

@@ -345,6 +345,16 @@ def test_chunks_of_attention_too_long_to_be_probed_are_not_cached():
     assert open_decoder(model, max_context=5000).path == "cached"
 
 
+@pytest.mark.parametrize(("kind", "limit"), [("dynamic", 160), ("longrope", 80)])
+def test_frequencies_that_change_within_the_context_are_refused_with_the_length_that_the_model_goes_by(kind: str, limit: int):
+    """A dynamic one goes by the context, whatever its original length says."""
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 80}
+    model = make_model("Llama", rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else rope)
+    assert open_decoder(model, max_context=limit).path == "fast"
+    with pytest.raises(ModelError, match=rf"rope_type='{kind}' changes.*beyond {limit} tokens.*set max_context to {limit} or less"):
+        open_decoder(model, max_context=limit + 1)
+
+
 def test_the_fast_path_needs_no_excuse(tiny_paths: dict[str, Path]):
     opened = open_decoder(load_hf_model(tiny_paths["qwen3"]), max_context=100)
     assert opened.describe() == "the embedded engine runs this model by its fast path"
