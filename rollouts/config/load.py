@@ -6,10 +6,12 @@ made absolute, so that the resolved config means the same wherever it is read.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -27,6 +29,9 @@ from rollouts.config.spelling import nearest
 from rollouts.errors import ConfigError, RunDirError
 
 NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
+NUL = "\0"
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095  # what Linux and macOS take at most
+SHOWN = 60  # characters of a path that is too long
 STAGE_DATA = ("sft.data", "rl.data", "eval.data")
 PATHS = (*(f"{data}.path" for data in STAGE_DATA), "model.chat_template")
 DATASETS = tuple(f"{data}.dataset" for data in STAGE_DATA)  # a name on the hub or of reasoning-gym, or a path
@@ -59,7 +64,8 @@ def load_with_origins(path: Path | str, overrides: Sequence[str] = ()) -> tuple[
     for flag, text in _split_overrides(overrides, problems):
         _apply_override(settings, flag, text, problems)
     _replace_none(settings)
-    _make_paths_absolute(settings, file.absolute().parent, problems.flags)
+    _check_text(settings, problems)
+    _make_paths_absolute(settings, file.absolute().parent, problems)
     config = _validate(settings, problems)
     if config is None:
         raise ConfigError(problems.text())
@@ -152,6 +158,8 @@ def _read_text(file: Path) -> str:
         raise ConfigError(f"{file}: not UTF-8 at byte {error.start}; a TOML file is UTF-8 text") from error
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # a NUL character
+        raise ConfigError(f"{str(file)!r} cannot be the name of a file: {error}") from error
 
 
 def _parse_toml(text: str, path: Path | str) -> dict[str, Any]:
@@ -279,24 +287,62 @@ def _replace_none(settings: dict[str, Any]) -> None:
                 table[key.name] = None
 
 
-def _make_paths_absolute(settings: dict[str, Any], file_dir: Path, flags: Mapping[str, str]) -> None:
+def _check_text(value: Any, problems: _Problems, key: str = "") -> None:
+    """Notes every text that no file name, model or log can hold: with a NUL character, or bytes of a command line that are not UTF-8."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_text(inner, problems, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        numbered = any(isinstance(item, Mapping) for item in value)
+        for index, item in enumerate(value):
+            _check_text(item, problems, f"{key}.{index}" if numbered else key)
+    elif isinstance(value, str) and not _is_plain(value):
+        what = "a NUL character" if NUL in value else "bytes that are not UTF-8"
+        problems.add(problems.source_of(key), f"{key} = {value!r}: the text has {what}; remove {'it' if NUL in value else 'them'}")
+
+
+def _is_plain(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return NUL not in text
+
+
+def _make_paths_absolute(settings: dict[str, Any], file_dir: Path, problems: _Problems) -> None:
     makers = (
         *((dotted, _absolute_path) for dotted in PATHS),
         *((dotted, _absolute_function) for dotted in FUNCTIONS),
         *((dotted, _absolute_if_there) for dotted in DATASETS),
         ("model.name", _absolute_model),
+        ("output.dir", _unchanged_path),
     )
     for dotted, make_absolute in makers:
         table_name, _, name = dotted.rpartition(".")
-        for index, table in enumerate(_tables_at(settings, table_name)):
-            base = Path.cwd() if dotted in flags or f"{table_name}.{index}.{name}" in flags else file_dir
+        tables = _tables_at(settings, table_name)
+        for index, table in enumerate(tables):
+            numbered = f"{table_name}.{index}.{name}"
+            base = Path.cwd() if dotted in problems.flags or numbered in problems.flags else file_dir
             value = table.get(name)
             if dotted in DATASETS and table.get("kind") != "hf":
                 continue
-            if isinstance(value, str) and value:
-                table[name] = make_absolute(value, base)
-            elif isinstance(value, list):
-                table[name] = [make_absolute(item, base) if isinstance(item, str) else item for item in value]
+            values = value if isinstance(value, list) else [value]
+            made = [_try_path(item, base, make_absolute, numbered if len(tables) > 1 else dotted, problems) for item in values]
+            if name in table:
+                table[name] = made if isinstance(value, list) else made[0]
+
+
+def _try_path(value: Any, base: Path, make_absolute: Callable[[str, Path], str], key: str, problems: _Problems) -> Any:
+    """The value as a path, or as it is when it is no text; what cannot be a path is noted."""
+    if not isinstance(value, str) or not value or not _is_plain(value):
+        return value
+    try:
+        return make_absolute(value, base)
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~name of a user that there is not
+        reason = getattr(error, "strerror", None) or str(error)
+        shown = value if len(value) <= SHOWN else f"{value[:SHOWN]}… ({len(value)} characters)"
+        problems.add(problems.source_of(key), f"{key} = {format_value(shown)} cannot be a path: {reason}; name a file or directory that can be")
+        return value
 
 
 def _tables_at(settings: dict[str, Any], dotted: str) -> list[dict[str, Any]]:
@@ -309,7 +355,16 @@ def _tables_at(settings: dict[str, Any], dotted: str) -> list[dict[str, Any]]:
 
 
 def _absolute_path(path: str, base: Path) -> str:
+    _unchanged_path(path, base)
     return str((base / Path(path).expanduser()).resolve())
+
+
+def _unchanged_path(path: str, base: Path) -> str:
+    """The path itself. Raises OSError if it is, or one of its parts, longer than any file system takes."""
+    lengths = [len(os.fsencode(part)) for part in Path(path).parts]
+    if max(lengths, default=0) > MAX_NAME_BYTES or len(os.fsencode(base / path)) > MAX_PATH_BYTES:
+        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+    return path
 
 
 def _absolute_function(name: str, base: Path) -> str:
@@ -319,14 +374,21 @@ def _absolute_function(name: str, base: Path) -> str:
 
 def _absolute_if_there(name: str, base: Path) -> str:
     # "org/name" on the hub looks like a relative path: it is one only if such a thing is there, or if it says so
-    is_path = name.startswith((".", "~", "/")) or (":" not in name and (base / name).exists())
+    is_path = name.startswith((".", "~", "/")) or (":" not in name and _is_there(_unchanged_path(name, base), base))
     return _absolute_path(name, base) if is_path else name
 
 
 def _absolute_model(name: str, base: Path) -> str:
-    is_gguf_file = name.endswith(".gguf") and (":" not in name or (base / name).is_file())
-    is_path = is_gguf_file or name.startswith((".", "~", "/")) or (":" not in name and (base / name).is_dir())
+    is_gguf_file = name.endswith(".gguf") and (":" not in name or _is_there(name, base, Path.is_file))
+    is_path = is_gguf_file or name.startswith((".", "~", "/")) or (":" not in name and _is_there(_unchanged_path(name, base), base, Path.is_dir))
     return _absolute_path(name, base) if is_path else name
+
+
+def _is_there(name: str, base: Path, test: Callable[[Path], bool] = Path.exists) -> bool:
+    try:
+        return test(base / name)
+    except OSError:  # a directory on the way that may not be read, a name that is too long
+        return False
 
 
 # --- validation --------------------------------------------------------------------------------------------------------------

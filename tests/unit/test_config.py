@@ -108,7 +108,7 @@ def test_flags_are_read_as_their_setting_asks(write):
         [
             "--name", "8",
             "--deterministic", "true",
-            "--seed", "-3",
+            "--seed", "3",
             "--rl.optim.lr", "1e-6",
             "--rl.clip_high=1",
             "--rl.rollout.filters", '["a", "b"]',
@@ -119,7 +119,7 @@ def test_flags_are_read_as_their_setting_asks(write):
             "--model.autocast", "off",
         ],
     )  # fmt: skip
-    assert (config.name, config.deterministic, config.seed, config.model.autocast) == ("8", True, -3, "off")
+    assert (config.name, config.deterministic, config.seed, config.model.autocast) == ("8", True, 3, "off")
     assert config.rl is not None
     assert (config.rl.optim.lr, config.rl.clip_high, config.rl.rollout.filters) == (1e-6, 1.0, ["a", "b"])
     assert config.rl.loss_params == {"x": 3, "mode": "hard"}
@@ -133,7 +133,7 @@ def test_the_last_of_two_equal_flags_counts(write):
 
 def test_a_flag_cannot_smuggle_in_a_second_setting(write):
     assert problems_of(write(""), ["--seed", "1\nname = 'x'"]) == [
-        '--seed: seed = "1\\nname = \'x\'"; it must be a whole number'
+        '--seed: seed = "1\\nname = \'x\'"; it must be a whole number, at least 0, below 9223372036854775808'
     ]
 
 
@@ -524,3 +524,61 @@ def test_a_config_is_explained_value_by_value(write):
 def test_the_page_of_settings_is_what_the_schema_says():
     page = Path(__file__).parents[2] / "docs" / "config.md"
     assert page.read_text(encoding="utf-8") == explain_markdown(), "write it again: python -m rollouts explain --markdown > docs/config.md"
+
+
+# --- text that can be no path ------------------------------------------------------------------------------------------------
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("rl.data.path", f"{LONG}.jsonl"),
+        ("model.chat_template", f"{LONG}.jinja"),
+        ("model.name", f"./{LONG}"),
+        ("model.name", LONG),
+        ("model.name", f"{LONG}.gguf"),
+        ("rl.rollout.reward", f"{LONG}.py:score"),
+        ("rl.rollout.filters", f'["{LONG}.py:score"]'),
+        ("output.dir", f"runs/{LONG}"),
+        ("output.dir", "x/" * 2048),
+        ("rl.data.path", "~nobody-of-this-name/x.jsonl"),
+    ],
+)
+def test_a_path_that_cannot_be_one_is_refused_by_its_key(write, flag, value):
+    (problem,) = problems_of(write(RL), [f"--{flag}", value])
+    assert problem.startswith(f"--{flag}: {flag} = ")
+    assert " cannot be a path: " in problem
+    assert len(problem) < 300
+
+
+def test_a_dataset_that_cannot_be_a_name_is_refused_by_its_key_and_number(write):
+    one = '[[rl.data]]\nname = "{0}"\nkind = "hf"\ndataset = "{1}"\n'
+    text = "[rl]\nsteps = 1\n[rl.rollout]\nreward = 'r.py:f'\n" + one.format("a", "openai/gsm8k") + one.format("b", LONG)
+    (problem,) = problems_of(write(text))
+    assert problem.startswith("rl.data.1.dataset = ")
+    assert "cannot be a path: File name too long" in problem
+
+
+@pytest.mark.parametrize(
+    "key", ["name", "model.name", "model.chat_template", "output.dir", "rl.data.path", "rl.data.function", "rl.rollout.reward", "rl.loss_params.x"]
+)
+def test_a_nul_character_is_refused_in_every_text_setting(write, key):
+    found = problems_of(write(RL), [f"--{key}", '"a\\u0000b"'])
+    assert found[0] == f"--{key}: {key} = 'a\\x00b': the text has a NUL character; remove it"
+
+
+def test_a_nul_character_in_a_list_of_functions_is_refused(write):
+    text = RL + 'filters = ["check_reward_nonzero_std", "a\\u0000.py:f"]\n'
+    assert problems_of(write(text)) == ["rl.rollout.filters = 'a\\x00.py:f': the text has a NUL character; remove it"]
+
+
+def test_bytes_of_a_command_line_that_are_not_utf8_are_refused(write):
+    assert problems_of(write(RL), ["--name", "caf\udce9"]) == ["--name: name = 'caf\\udce9': the text has bytes that are not UTF-8; remove them"]
+
+
+@pytest.mark.parametrize("path", ["a\0b.toml", f"{LONG}.toml"])
+def test_a_config_file_whose_name_cannot_be_one_is_refused(path):
+    with pytest.raises(ConfigError, match="cannot be"):
+        load_config(path)
