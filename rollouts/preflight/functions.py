@@ -16,13 +16,13 @@ from typing import Any
 
 from rollouts.config.plugins import Role, load_function
 from rollouts.config.schema import RolloutConfig, RunConfig
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, UserFunctionError
 from rollouts.filters import FILTERS
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RewardFn
 from rollouts.rewards.blocking import watch_blocking
-from rollouts.rewards.call import call_reward
-from rollouts.rewards.check import is_async
-from rollouts.rewards.combine import apply_combine, apply_weights
+from rollouts.rewards.call import call_combine, call_reward
+from rollouts.rewards.check import function_name, is_async
+from rollouts.rewards.combine import apply_weights, check_weights
 from rollouts.rewards.workers import open_reward_workers
 from rollouts.types import RewardResult, Sample
 
@@ -100,8 +100,7 @@ async def open_functions(
         ) as workers:
             reward, eval_reward = functions.reward, functions.eval_reward
             if rollout.reward in in_workers:
-                combine = load_function(rollout.reward_combine, role="reward_combine", base_dir=base_dir) if rollout.reward_combine else None
-                reward = weigh(workers.reward(rollout.reward, base_dir), rollout, combine)
+                reward = weigh(workers.reward(rollout.reward, base_dir, combine=rollout.reward_combine), rollout, None)
                 eval_reward = eval_reward if eval_name else reward
             if eval_name in in_workers:
                 eval_reward = workers.reward(eval_name, base_dir)
@@ -121,7 +120,11 @@ def count_cores() -> int:
 
 
 def weigh(reward: RewardFn | None, rollout: RolloutConfig, combine: Callable[[Mapping[str, float]], float] | None) -> RewardFn | None:
-    """`reward` with its parts weighed as the config says; `reward` itself if the config says nothing. Weights must name every part."""
+    """`reward` with its parts weighed as the config says; `reward` itself if the config says nothing.
+
+    Raises ConfigError for a weight that is no number; what it makes raises UserFunctionError for weights that do not name every part.
+    """
+    check_weights(rollout.reward_weights)
     if reward is None or not (rollout.reward_weights or combine):
         return reward
     scored_by = reward
@@ -129,7 +132,13 @@ def weigh(reward: RewardFn | None, rollout: RolloutConfig, combine: Callable[[Ma
     @functools.wraps(reward)
     async def weighed_reward(sample: Sample) -> RewardResult:
         result = await call_reward(scored_by, sample, timeout_s=rollout.reward_timeout_s)
-        return apply_combine(result, combine) if combine else apply_weights(result, rollout.reward_weights)
+        where = f"reward function {function_name(scored_by)} on sample {sample.id}"
+        if combine:
+            return await call_combine(combine, result, of=where, timeout_s=rollout.reward_timeout_s)
+        try:
+            return apply_weights(result, rollout.reward_weights)
+        except (ConfigError, UserFunctionError) as error:
+            raise UserFunctionError(f"{where} does not fit rl.rollout.reward_weights: {error}") from error
 
     weighed_reward.keeps_own_time = True  # pyright: ignore[reportAttributeAccessIssue]  (the call within has the deadline)
     return weighed_reward

@@ -20,6 +20,7 @@ from rollouts.errors import RewardTimeout, RolloutsError, UserFunctionError
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.blocking import running_in_loop
 from rollouts.rewards.check import check_decision, check_group_rewards, check_reward, describe, function_name, is_async, shorten
+from rollouts.rewards.combine import CombineFn, check_combined, describe_combine
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup, SamplingParams, Status
 
 USER_THREADS = 32  # calls of sync functions at once: enough to hide waiting for a sandbox or a service; Python code shares one lock anyway
@@ -72,6 +73,12 @@ async def call_group_reward(
     where = f"group reward function {function_name(group_reward)} on the group of sample {samples[0].id}"
     answer = await _call_in_time(group_reward, tuple(samples), where=where, timeout_s=timeout_s, limiter=limiter)
     return check_group_rewards(answer, len(samples), where)
+
+
+async def call_combine(combine: CombineFn, result: RewardResult, *, of: str, timeout_s: float = math.inf) -> RewardResult:
+    """The result with the reward combine(parts); `of` says in errors whose parts they are. Raises like call_reward."""
+    where = describe_combine(combine, result, of=of)
+    return check_combined(await _call_in_time(combine, dict(result.parts), where=where, timeout_s=timeout_s, limiter=None), result, where)
 
 
 async def call_filter(

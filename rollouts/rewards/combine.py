@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 from rollouts.errors import ConfigError, UserFunctionError
-from rollouts.rewards.check import check_reward, function_name
+from rollouts.rewards.check import RAISED, add_up, check_reward, describe, function_name
 from rollouts.types import RewardResult, Sample
 
 SyncReward = Callable[[Sample], Any]
+CombineFn = Callable[[Mapping[str, float]], Any]
 
 
 def combine_rewards(
@@ -28,7 +29,7 @@ def combine_rewards(
     names = [name for name, _ in pairs]
     _check_components(pairs)
     factors = dict.fromkeys(names, 1.0) if weights is None else dict(weights)
-    _check_weights(factors)
+    check_weights(factors)
     _check_same_names(factors, present=names, needed=names, what="combine_rewards has the components")
 
     def combined_reward(sample: Sample) -> RewardResult:
@@ -48,24 +49,35 @@ def apply_weights(result: RewardResult, weights: Mapping[str, float]) -> RewardR
     """The result with the reward Σ weight · part; parts and note stay as they are.
 
     Every part needs a weight, 0 for one that shall not count; only the details of a part (`exact.exact` where there is `exact`) need none.
-    Raises ConfigError naming a weight without its part, a part without weight, or a weight that is no finite number.
+    Raises ConfigError naming a weight without its part, a part without weight, or a weight that is no finite number; UserFunctionError if
+    the sum is not finite.
     """
-    _check_weights(weights)
+    check_weights(weights)
     needed = [name for name in result.parts if not _is_detail(name, result.parts)]
     _check_same_names(weights, present=result.parts, needed=needed, what="the reward has the parts")
-    return replace(result, reward=math.fsum(weight * result.parts[name] for name, weight in weights.items()))
+    return replace(result, reward=add_up((weight * result.parts[name] for name, weight in weights.items()), "the weights and the reward function"))
 
 
-def apply_combine(result: RewardResult, combine: Callable[[Mapping[str, float]], Any]) -> RewardResult:
-    """The result with the reward combine(parts); parts and note stay as they are.
+def apply_combine(result: RewardResult, combine: CombineFn, *, of: str = "") -> RewardResult:
+    """The result with the reward combine(parts); parts and note stay as they are. `of` says in errors whose parts they are.
 
     Raises UserFunctionError if the function raises or its answer is not a finite number.
     """
-    where = f"combine function {function_name(combine)} on the parts {', '.join(result.parts) or '(none)'}"
+    where = describe_combine(combine, result, of=of)
     try:
         answer = combine(dict(result.parts))
-    except Exception as error:
-        raise UserFunctionError(f"{where} raised {type(error).__name__}: {error}") from error
+    except RAISED as error:
+        raise UserFunctionError(f"{where} raised {describe(error)}") from error
+    return check_combined(answer, result, where)
+
+
+def describe_combine(combine: CombineFn, result: RewardResult, *, of: str) -> str:
+    """What errors of a combine function begin with."""
+    return f"combine function {function_name(combine)} on the parts {', '.join(result.parts) or '(none)'}" + (f" of {of}" if of else "")
+
+
+def check_combined(answer: object, result: RewardResult, where: str) -> RewardResult:
+    """The result with a combine function's answer as its reward. Raises UserFunctionError unless that is a finite number."""
     if isinstance(answer, Mapping | RewardResult):
         raise UserFunctionError(f"{where} returned a {type(answer).__name__}; it must be a finite number")
     return replace(result, reward=check_reward(answer, where).reward)
@@ -91,7 +103,8 @@ def _check_components(pairs: Sequence[tuple[str, SyncReward]]) -> None:
             raise ConfigError(f"combine_rewards: component {name!r} ({function_name(reward)}) is async; await it in an async reward of your own")
 
 
-def _check_weights(weights: Mapping[str, float]) -> None:
+def check_weights(weights: Mapping[str, float]) -> None:
+    """Raises ConfigError naming a weight that is no finite number."""
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
             raise ConfigError(f"weights: {name!r} is {weight!r}; a weight is a finite number")

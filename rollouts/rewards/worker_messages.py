@@ -14,7 +14,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
@@ -43,7 +43,7 @@ class RaisedInWorker(Exception):
 class Loaded:
     """The function is there; nothing was called."""
 
-    digest: str = ""  # SHA-256 of the file that it stands in, as hexadecimal digits; "" if it has none
+    digests: Mapping[str, str] = field(default_factory=dict)  # path of each file that was imported for it: SHA-256, hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,9 @@ DECODE = json.JSONDecoder(parse_constant=_refuse_constant).decode
 # --- requests ----------------------------------------------------------------------------------------------------------------
 
 
-def encode_request(*, request_id: str, name: str, base_dir: str, role: str, where: str, samples: Sequence[Sample] | None) -> bytes:
-    """The frame that asks a worker to call a function; without samples, only to load it."""
-    request: dict[str, Any] = {"id": request_id, "name": name, "base_dir": base_dir, "role": role, "where": where}
+def encode_request(*, request_id: str, name: str, base_dir: str, role: str, combine: str, where: str, samples: Sequence[Sample] | None) -> bytes:
+    """The frame that asks a worker to call a function, and the one named `combine` (may be "") on its parts; without samples, only to load them."""
+    request: dict[str, Any] = {"id": request_id, "name": name, "base_dir": base_dir, "role": role, "combine": combine, "where": where}
     if samples is not None:
         request["samples"] = [encode_sample(sample) for sample in samples]
     return encode_frame(request)
@@ -166,7 +166,7 @@ def _encode(answer: Answer) -> dict[str, Any]:
         return {"refused": answer.message[:TEXT_CHARS]}
     if isinstance(answer, Crashed):
         return {"crashed": answer.reason[:TEXT_CHARS]}
-    return {"loaded": answer.digest}
+    return {"loaded": dict(answer.digests)}
 
 
 def parse_reply(body: bytes, *, count: int | None, request_id: str) -> Reply:
@@ -189,7 +189,10 @@ def _parse_answer(record: dict[str, Any], count: int | None) -> Answer:
     if "crashed" in record:
         return Crashed(_parse_text(record, "crashed"))
     if "loaded" in record and count is None:
-        return Loaded(_parse_text(record, "loaded"))
+        digests = record["loaded"]
+        if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
+            raise BadAnswer("an answer whose loaded is no mapping from paths to digests")
+        return Loaded(digests)
     raise BadAnswer(f"an answer with the keys {', '.join(record)[:80] or 'of nothing'}")
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import hashlib
 import inspect
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -24,11 +25,13 @@ import numpy as np
 from rollouts.config.plugins import load_function
 from rollouts.errors import PlugInError, UserFunctionError
 from rollouts.rewards.check import check_group_rewards, check_reward
+from rollouts.rewards.combine import CombineFn, apply_combine
 from rollouts.rewards.worker_messages import HEADER, Answer, Crashed, Loaded, Raised, Refused, Rewards, decode_frame, decode_sample, encode_answer
 from rollouts.rewards.worker_os import limit_resources, prefer_for_out_of_memory
 from rollouts.rewards.worker_state import compare_states, take_state
 
 TRACEBACK_FRAMES = 4
+_DIGESTS: dict[str, str] = {}  # of the files imported so far: what is read again may have been edited since
 EXIT_LOST_CHANNEL = 113  # the worker could not answer: its function closed the channel
 
 
@@ -70,13 +73,13 @@ def _answer_in_bounds(request: Mapping[str, Any]) -> bytes:
 def _answer(request: Mapping[str, Any]) -> Answer:
     where = request["where"]
     try:
-        function = load_function(request["name"], role=request["role"], base_dir=Path(request["base_dir"]))
+        function, combine, digests = _load(request)
     except PlugInError as error:
         if isinstance(error.__cause__, MemoryError):
             raise error.__cause__ from None
         return Refused(f"{where} cannot be called: {error}")
     if "samples" not in request:
-        return Loaded()
+        return Loaded(digests)
     samples = tuple(decode_sample(record) for record in request["samples"])
     argument = samples if request["role"] == "group_reward" else samples[0]
     try:
@@ -91,7 +94,37 @@ def _answer(request: Mapping[str, Any]) -> Answer:
         if inspect.iscoroutine(value):
             value.close()
         return Refused(f"{where} returned something to await; a worker process calls plain functions, an async def runs in the trainer")
-    return _check(value, samples, where, grouped=request["role"] == "group_reward")
+    answer = _check(value, samples, where, grouped=request["role"] == "group_reward")
+    return _combine(answer, combine, where) if combine is not None and isinstance(answer, Rewards) else answer
+
+
+def _load(request: Mapping[str, Any]) -> tuple[Callable[..., Any], CombineFn | None, dict[str, str]]:
+    """The function, the one that combines its parts, and the digests of the files that they were imported from."""
+    base_dir = Path(request["base_dir"])
+    digests = dict(_find_digest(name, base_dir) for name in (request["name"], request["combine"]) if name)
+    function = load_function(request["name"], role=request["role"], base_dir=base_dir)
+    combine = load_function(request["combine"], role="reward_combine", base_dir=base_dir) if request["combine"] else None
+    return function, combine, digests
+
+
+def _find_digest(name: str, base_dir: Path) -> tuple[str, str]:
+    """The path of the file that a function's name means and the SHA-256 of the bytes that it had when it was first asked for, "" for a module."""
+    where = name.rpartition(":")[0]
+    path = (base_dir / Path(where).expanduser()).resolve()
+    if where.endswith(".py") and str(path) not in _DIGESTS and path.is_file():
+        _DIGESTS[str(path)] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return (str(path) if where.endswith(".py") else where), _DIGESTS.get(str(path), "")
+
+
+def _combine(answer: Rewards, combine: CombineFn, where: str) -> Answer:
+    try:
+        return Rewards(tuple(apply_combine(result, combine, of=where) for result in answer.results))
+    except UserFunctionError as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise error.__cause__ from None
+        return Refused(str(error))
+    except BaseException as error:
+        return _describe_raised(error)
 
 
 def _check(value: Any, samples: tuple[Any, ...], where: str, *, grouped: bool) -> Answer:

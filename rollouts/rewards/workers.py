@@ -39,6 +39,7 @@ from rollouts.rewards.worker_messages import (
     Answer,
     BadAnswer,
     Crashed,
+    Loaded,
     Raised,
     RaisedInWorker,
     Refused,
@@ -65,6 +66,7 @@ class NamedFunction:
     name: str  # module:function or path/file.py:function
     base_dir: str
     role: str  # reward or group_reward
+    combine: str = ""  # another function, which makes the reward from the parts
 
     @property
     def short_name(self) -> str:
@@ -85,7 +87,13 @@ def make_request(function: NamedFunction, samples: tuple[Sample, ...] | None, wh
     """The request to call a function; without samples, only to load it."""
     request_id = secrets.token_hex(16)
     frame = encode_request(
-        request_id=request_id, name=function.name, base_dir=function.base_dir, role=function.role, where=where, samples=samples
+        request_id=request_id,
+        name=function.name,
+        base_dir=function.base_dir,
+        role=function.role,
+        combine=function.combine,
+        where=where,
+        samples=samples,
     )
     return Request(request_id, frame, None if samples is None else len(samples), where)
 
@@ -135,13 +143,17 @@ class RewardWorkers:
         self._guard: GuardClient | None = None
         self._offer, self._free = trio.open_memory_channel[Worker](math.inf)
         self._counters = dict.fromkeys(("calls", "failed", "timeouts", "crashes", "retired", "workers_started", "guards_started"), 0)
+        self._digests: dict[str, str] = {}  # path of a file with functions: that of the first worker that imported it
         self._waiting = 0
         self._busy = 0
         self._closed = False
 
-    def reward(self, name: str, base_dir: Path) -> RewardFn:
-        """An async reward function that calls the plain function which `name` means, in a worker. It raises what call_reward raises."""
-        function = NamedFunction(name, str(base_dir.resolve()), "reward")
+    def reward(self, name: str, base_dir: Path, *, combine: str = "") -> RewardFn:
+        """An async reward function that calls the plain function which `name` means, in a worker. It raises what call_reward raises.
+
+        A function named by `combine` makes the reward from the parts, in the same worker and within the same limits.
+        """
+        function = NamedFunction(name, str(base_dir.resolve()), "reward", combine)
 
         async def call(sample: Sample) -> RewardResult:
             (result,) = await self._call(function, (sample,), f"reward function {function.short_name} on sample {sample.id}")
@@ -188,6 +200,7 @@ class RewardWorkers:
                 answer = await self._exchange(guard, worker, make_request(function, None, where), timeout_s=LOAD_TIMEOUT_S, late=late)
                 if isinstance(answer, Refused):
                     raise UserFunctionError(_with_output(answer.message, worker))
+                self._check_files(answer, guard, worker, where)
                 worker.loaded.add(function)
             late = f"{where} took longer than {self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
             answer = await self._exchange(guard, worker, request, timeout_s=self._timeout_s, late=late)
@@ -196,6 +209,16 @@ class RewardWorkers:
             self._busy -= 1
             if not worker.dropped.is_set():
                 self._offer.send_nowait(worker)
+
+    def _check_files(self, answer: Answer, guard: GuardClient, worker: Worker, where: str) -> None:
+        assert isinstance(answer, Loaded), answer
+        for path, digest in answer.digests.items():
+            if self._digests.setdefault(path, digest) != digest:
+                self._retire(guard, worker)
+                raise UserFunctionError(
+                    f"{where} cannot be called: {path} was changed during the run, and workers that began earlier have the old one; "
+                    f"put it back, or stop and go on with --resume to take the new one"
+                )
 
     async def _take_worker(self, where: str) -> tuple[Worker, GuardClient]:
         self._waiting += 1

@@ -195,8 +195,8 @@ def prints_and_raises(sample):
     raise ValueError("oops")
 
 
-def long_note(sample):
-    return RewardResult(1.0, {}, "x" * 100_000_000)
+def long_name(sample):
+    return {"x" * 100_000_000: 1.0}
 
 
 def writes_nonsense(sample):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from rollouts.errors import ConfigError, RewardCrashed, RewardTimeout, UserFunct
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.generation.group import classify_reward_error, fail_sample
+from rollouts.preflight.functions import weigh
 from rollouts.rewards.call import call_group_reward, call_reward
 from rollouts.rewards.check import function_name
 from rollouts.rewards.worker_messages import (
@@ -61,7 +63,7 @@ CRASHES = [
     ("os_exit", "ended its process with exit code 4; the last it printed: 'bye'"),
     ("prints", "printed more than output_bytes=65536; the last it printed: 'xxx"),
     ("prints_a_little_too_much", "printed more than output_bytes=65536"),
-    ("long_note", "gave an answer of 1000000[0-9]+ bytes, more than the 65536 of output_bytes"),
+    ("long_name", "gave an answer of 1000000[0-9]+ bytes, more than the 65536 of output_bytes"),
     ("closes_files", "closed its channel"),
     ("daemon", "left a process running"),
     ("leaves_child", "left a process running"),
@@ -377,6 +379,77 @@ async def test_a_function_that_replaces_json_changes_no_answer():
         assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0
 
 
+COMBINES = """
+import sys, time
+def reward(sample): return {"a": 2.0, "b": 3.0}
+def multiply(parts): return parts["a"] * parts["b"]
+def loop(parts):
+    while True: pass
+def wrong(parts): return parts["c"]
+def leave(parts): sys.exit(3)
+"""
+
+
+async def test_a_combine_function_runs_in_the_worker_within_its_limits(tmp_path: Path):
+    (tmp_path / "r.py").write_text(COMBINES)
+    async with open_workers(timeout_s=0.5) as workers:
+        assert (await call_reward(workers.reward("r.py:reward", tmp_path, combine="r.py:multiply"), SAMPLE)) == RewardResult(6.0, {"a": 2.0, "b": 3.0})
+        with pytest.raises(RewardTimeout, match=r"reward function reward on sample g0-s0 took longer than 0.5 s"):
+            await call_reward(workers.reward("r.py:reward", tmp_path, combine="r.py:loop"), SAMPLE)
+        of = "on the parts a, b of reward function reward on sample g0-s0 raised"
+        with pytest.raises(UserFunctionError, match=f"combine function wrong {of} KeyError: 'c'"):
+            await call_reward(workers.reward("r.py:reward", tmp_path, combine="r.py:wrong"), SAMPLE)
+        with pytest.raises(UserFunctionError, match=f"combine function leave {of} SystemExit: 3"):
+            await call_reward(workers.reward("r.py:reward", tmp_path, combine="r.py:leave"), SAMPLE)
+
+
+async def test_a_file_that_is_edited_during_a_run_gives_no_mixture_of_rewards(tmp_path: Path):
+    path = tmp_path / "r.py"
+    path.write_text("import os\ndef reward(sample): return 1.0 if sample.response != 'die' else os._exit(1)")
+    async with open_workers() as workers:
+        reward = workers.reward("r.py:reward", tmp_path)
+        assert (await call_reward(reward, SAMPLE)).reward == 1.0
+        old = path.read_text()
+        path.write_text("def reward(sample): return 2.0")
+        assert (await call_reward(reward, SAMPLE)).reward == 1.0, "the worker has imported the old one"
+        with pytest.raises(RewardCrashed):
+            await call_reward(reward, replace(SAMPLE, response="die"))
+        for _ in range(2):
+            with pytest.raises(UserFunctionError, match=f"^reward function reward on sample g0-s0 cannot be called: {path} was changed during"):
+                await call_reward(reward, SAMPLE)
+        path.write_text(old)
+        assert (await call_reward(reward, SAMPLE)).reward == 1.0
+
+
+async def scored_in_the_trainer(sample: Sample) -> dict[str, float]:
+    return {"a": 2.0}
+
+
+async def test_a_combine_function_of_an_async_reward_has_its_time_too():
+    release = threading.Event()
+
+    def stuck(parts: Any) -> float:
+        release.wait()
+        return 0.0
+
+    reward = weigh(scored_in_the_trainer, RolloutConfig(reward_timeout_s=0.2), stuck)
+    assert reward is not None
+    try:
+        with pytest.raises(RewardTimeout, match="combine function stuck on the parts a of reward function scored_in_the_trainer on sample g0-s0"):
+            await call_reward(reward, SAMPLE)
+    finally:
+        release.set()
+    reward = weigh(scored_in_the_trainer, RolloutConfig(), lambda parts: parts["a"] * 2)
+    assert reward is not None and (await call_reward(reward, SAMPLE)).reward == 4.0
+
+
+async def test_a_part_without_its_weight_fails_the_sample_and_not_the_run():
+    reward = weigh(scored_in_the_trainer, RolloutConfig(reward_weights={"a": 1.0, "b": 1.0}), None)
+    assert reward is not None
+    with pytest.raises(UserFunctionError, match=r"scored_in_the_trainer on sample g0-s0 does not fit rl.rollout.reward_weights: .*'b'"):
+        await call_reward(reward, SAMPLE)
+
+
 # --- the record of a failure, and the group ---
 
 
@@ -481,7 +554,7 @@ def test_samples_cross_as_they_are():
         (Raised("KeyError: 'a'", "Traceback"), 1),
         (Refused("no"), None),
         (Crashed("forked"), 1),
-        (Loaded("ab12"), None),
+        (Loaded({"r.py": "ab12"}), None),
     ],
 )
 def test_answers_cross_as_they_are(answer, count: int | None):
