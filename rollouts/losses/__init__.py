@@ -41,6 +41,12 @@ def resolve_loss(name: str) -> LossFn:
         nearest = difflib.get_close_matches(name, LOSSES, n=1, cutoff=0.0)[0]
         raise ConfigError(f"loss={name!r} is not known; did you mean {nearest!r}? Known: {', '.join(LOSSES)}, or module:function")
     module_name, _, function_name = name.partition(":")
+    if module_name.endswith(".py") or "/" in module_name:
+        module = module_name.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
+        raise PlugInError(
+            f"loss={name!r} names a file; a loss is named as module:function, so that every worker can import it: write {module}:{function_name} "
+            "and put the file's directory on PYTHONPATH"
+        )
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -51,7 +57,7 @@ def resolve_loss(name: str) -> LossFn:
 
 
 def check_loss_params(name: str, params: Mapping[str, object]) -> None:
-    """Raises ConfigError if the loss cannot be called with these parameters, naming the nearest one it takes."""
+    """Raises ConfigError if the loss cannot be called with these parameters, naming the nearest one and all that it takes."""
     signature = inspect.signature(resolve_loss(name))
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return
@@ -59,6 +65,7 @@ def check_loss_params(name: str, params: Mapping[str, object]) -> None:
     for key in params:
         if key in accepted:
             continue
-        nearest = difflib.get_close_matches(key, accepted, n=1, cutoff=0.0)
-        hint = f"did you mean {nearest[0]!r}? It takes {', '.join(accepted)}" if nearest else "it takes none"
+        nearest = difflib.get_close_matches(key, accepted, n=1, cutoff=0.6)
+        question = f"did you mean {nearest[0]!r}? It" if nearest else "it"
+        hint = f"{question} takes {', '.join(accepted)}" if accepted else "it takes none"
         raise ConfigError(f"loss {name!r} has no parameter {key!r}; {hint}")

@@ -16,7 +16,7 @@ import tomli_w
 
 from rollouts.config.keys import ConfigKey, config_keys, members_of
 from rollouts.config.load import FUNCTIONS, PATHS, load_config
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, PlugInError
 
 SHARE = 0.9  # of the spelling mistakes of a kind whose message names the right key
 POSITIONS = 2  # places in a name that each kind of edit is tried at
@@ -293,3 +293,23 @@ def test_paths_and_functions_are_settings_of_the_schema():
     assert set(PATHS) | set(FUNCTIONS) <= set(config_keys())
     functions = [key.key for key in SETTINGS if "file.py:function" in key.meaning]
     assert set(functions) <= set(FUNCTIONS)
+
+
+def test_a_loss_parameter_that_is_like_none_is_answered_with_all_there_are():
+    from rollouts.losses import check_loss_params
+
+    with pytest.raises(ConfigError) as caught:
+        check_loss_params("ppo_clip", {"foo": 1})
+    assert "has no parameter 'foo'; it takes " in str(caught.value)
+    assert "clip_high" in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"did you mean 'clip_high'\? It takes .*clip_low"):
+        check_loss_params("ppo_clip", {"clip_hi": 1})
+
+
+@pytest.mark.parametrize("name", ["my_loss.py:f", "/some/where/my_loss.py:f", "./my_loss:f"])
+def test_a_loss_in_a_file_is_answered_with_the_module_it_must_be(name):
+    from rollouts.losses import resolve_loss
+
+    with pytest.raises(PlugInError, match=r"names a file; a loss is named as module:function.*write my_loss:f and put .* on PYTHONPATH"):
+        resolve_loss(name)
