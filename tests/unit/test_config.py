@@ -12,7 +12,9 @@ from rollouts.config.explain import describe_unknown_key, explain_config, explai
 from rollouts.config.keys import config_keys
 from rollouts.config.lines import find_lines
 from rollouts.config.load import check_same_run, config_digest, dump_config, load_config, load_with_origins
+from rollouts.config.plugins import load_function
 from rollouts.config.schema import RunConfig
+from rollouts.data.curriculum import SourceStatistics
 from rollouts.errors import ConfigError, RunDirError
 
 RL = """
@@ -582,3 +584,40 @@ def test_bytes_of_a_command_line_that_are_not_utf8_are_refused(write):
 def test_a_config_file_whose_name_cannot_be_one_is_refused(path):
     with pytest.raises(ConfigError, match="cannot be"):
         load_config(path)
+
+
+# --- what the pages say ------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(page: str, language: str) -> list[str]:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("block", blocks_of("data.md", "toml"))
+def test_every_example_of_docs_data_md_loads(write, block):
+    rl = "steps = 1\n"
+    rest = '[rl.rollout]\nreward = "r.py:f"\n'
+    source = '[rl.data]\nkind = "jsonl"\npath = "x.jsonl"\n'
+    if block.startswith("columns"):
+        text = f"[rl]\n{rl}{rest}{source}{block}"
+    elif block.startswith("[rl]\n"):
+        text = f"{block}{rl}{rest}{source}"
+    else:
+        text = f"[rl]\n{rl}{rest}{block}"
+    config = load_config(write(text))
+    assert config.rl is not None
+    assert config.rl.data
+
+
+def test_the_python_examples_of_docs_data_md_run(tmp_path):
+    for name, text in zip(("rows", "shift", "own"), blocks_of("data.md", "python"), strict=True):
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    row = next(load_function("rows.py:make_rows", role="rows", base_dir=tmp_path)(size=2, seed=1, digits=2))
+    first, second = re.findall(r"\d+", row["prompt"])
+    assert row == {"prompt": f"{first} + {second} = ?", "answer": str(int(first) + int(second))}
+    statistics = {"easy": SourceStatistics(last_batch_reward=0.95), "hard": SourceStatistics()}
+    shift, own = (load_function(f"{name}.py:curriculum", role="curriculum", base_dir=tmp_path) for name in ("shift", "own"))
+    assert shift(10, statistics) == pytest.approx({"easy": 0.9, "hard": 0.1})
+    assert shift(60, statistics) == pytest.approx({"easy": 0.2, "hard": 0.8})
+    assert own(10, statistics) == {"easy": 0.1, "hard": 1.0}
