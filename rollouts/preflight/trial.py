@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,10 +50,17 @@ def _warn(text: str, findings: list[Finding]) -> None:
 def make_trial_samples(row: Row) -> list[Sample]:
     """Two samples of a row: one whose response is its answer, and one with something else."""
     answer = row.get("answer")
-    metadata = {"prompt_id": "row-0", "epoch": 0, **{key: value for key, value in row.items() if key != "prompt"}}
+    metadata = {**{key: value for key, value in row.items() if key != "prompt"}, "prompt_id": "row-0", "epoch": 0}
     responses = (str(answer) if isinstance(answer, str | int | float) else WRONG_ANSWER, WRONG_ANSWER)
     return [
-        Sample(id=f"trial-s{index:03d}", prompt=row["prompt"], response=response, group_index=0, status=Status.COMPLETED, metadata=metadata)
+        Sample(
+            id=f"trial-s{index:03d}",
+            prompt=row["prompt"],
+            response=response,
+            group_index=0,
+            status=Status.COMPLETED,
+            metadata=copy.deepcopy(metadata),  # as in a run: what a function changes in one sample is not in the other
+        )
         for index, response in enumerate(responses)
     ]
 

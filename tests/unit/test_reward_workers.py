@@ -393,7 +393,8 @@ def leave(parts): sys.exit(3)
 async def test_a_combine_function_runs_in_the_worker_within_its_limits(tmp_path: Path):
     (tmp_path / "r.py").write_text(COMBINES)
     async with open_workers(timeout_s=0.5) as workers:
-        assert (await call_reward(workers.reward("r.py:reward", tmp_path, combine="r.py:multiply"), SAMPLE)) == RewardResult(6.0, {"a": 2.0, "b": 3.0})
+        multiplied = await call_reward(workers.reward("r.py:reward", tmp_path, combine="r.py:multiply"), SAMPLE)
+        assert multiplied == RewardResult(6.0, {"a": 2.0, "b": 3.0})
         with pytest.raises(RewardTimeout, match=r"reward function reward on sample g0-s0 took longer than 0.5 s"):
             await call_reward(workers.reward("r.py:reward", tmp_path, combine="r.py:loop"), SAMPLE)
         of = "on the parts a, b of reward function reward on sample g0-s0 raised"

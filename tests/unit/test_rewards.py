@@ -15,7 +15,11 @@ import pytest
 import trio
 import trio.testing
 
+from rollouts.config.schema import RolloutConfig
 from rollouts.errors import ConfigError, DataError, EngineClosed, EngineError, RewardTimeout, UserFunctionError
+from rollouts.preflight.findings import Finding
+from rollouts.preflight.functions import Functions
+from rollouts.preflight.trial import _call_rollout, make_trial_samples
 from rollouts.rewards.blocking import watch_blocking
 from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward
 from rollouts.rewards.check import apply_reward, check_group_rewards, check_reward, function_name
@@ -658,3 +662,21 @@ def test_group_rewards_without_number_or_order_are_refused_and_not_waited_for(va
 async def test_the_fields_of_a_decision_are_what_they_say(decision: FilterDecision, message: str):
     with pytest.raises(UserFunctionError, match=f"filter reward on group 3 .* returned a FilterDecision with {message}"):
         await call_filter(answering(decision), GROUP)
+
+
+async def test_a_filter_without_end_does_not_hang_the_trial_call(autojump_clock):
+    async def endless(group: SampleGroup) -> bool:
+        await trio.sleep_forever()
+        return True
+
+    findings: list[Finding] = []
+    functions = Functions(reward=answering(1.0), filters=(endless,))
+    await _call_rollout(functions, RolloutConfig(reward_timeout_s=2), {"prompt": "q", "answer": "a"}, findings)
+    assert [finding.level for finding in findings] == ["ok", "error"]
+    assert "filter endless on group 0 (prompt row-0) took longer than 2 s" in findings[1].message
+
+
+def test_samples_of_a_trial_call_share_nothing_and_keep_our_names():
+    first, second = make_trial_samples({"prompt": "q", "x": {"y": 1}, "epoch": 7})
+    first.metadata["x"]["y"] = 2
+    assert second.metadata == {"x": {"y": 1}, "prompt_id": "row-0", "epoch": 0}
