@@ -48,7 +48,7 @@ PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, I
 
 
 def plan_forward(model: PreTrainedModel) -> ForwardPlan:
-    """The shortcuts that are exact for `model`, in evaluation mode. Leaves model and random state as they were; three forwards of some
+    """The shortcuts that are exact for `model`, in evaluation mode. Leaves model and random state as they were; four forwards of some
     tokens, more for models that need it.
 
     Raises ModelError if later tokens change the log-probs of earlier ones: then it is not causal.
@@ -81,7 +81,7 @@ def log_plan(model: PreTrainedModel, plan: ForwardPlan) -> None:
 
 def _plan(probe: _Probe, model: PreTrainedModel) -> ForwardPlan:
     plain = probe.run_plain()
-    causal = _prove_causal(probe, model)
+    causal = _prove_causal(probe, plain, model)
     plan = ForwardPlan(tries_up_to=0, rows_up_to=0, reason="")
     difference = probe.find_difference(plain, plan, share_prefix=False)
     if difference:  # the head or the padding
@@ -104,14 +104,14 @@ class _Causality:
     unproved: str = ""  # what could not be tried, for the log
 
 
-def _prove_causal(probe: _Probe, model: PreTrainedModel) -> _Causality:
+def _prove_causal(probe: _Probe, plain: _Plain, model: PreTrainedModel) -> _Causality:
     """How far no token sees what follows: tried on a short row, and beyond each distance of the config that only shows in a longer one.
 
     Raises ModelError if even a short row looks ahead.
     """
     longest, distances = _longest_probe(model), _find_distances(model)
     tried = min(CAUSAL_LENGTH, longest, max(min((tokens for tokens, _ in distances), default=CAUSAL_LENGTH), SHARED))
-    if probe.looks_ahead(tried):
+    if not probe.begins_alike(plain, tried) and probe.looks_ahead(tried):
         raise ModelError(f"{type(model).__name__} is not causal: what follows a token changes its log-probs; use a decoder-only model")
     for tokens, name in distances:
         if tokens > LONGEST_DISTANCE:
@@ -286,6 +286,13 @@ class _Probe:
         if not math.isfinite(largest):
             raise ModelError(f"{type(self.model).__name__} gives logits of {largest} for ordinary tokens; its weights are damaged")
         return TOLERANCE.get(self.model.dtype, HALF_TOLERANCE) * max(largest, 1.0)
+
+    def begins_alike(self, plain: _Plain, length: int) -> bool:
+        """Whether the row keeps its logits when it goes on for `length` tokens: the quick proof that nothing looks ahead."""
+        _, row = self._draw_row(max(length, LENGTH), 0)
+        row[:LENGTH] = self.tokens[0]
+        found = self._logits_at(row, torch.arange(LENGTH))
+        return float((found.log_softmax(-1) - plain.logits.log_softmax(-1)).abs().max()) <= self._rounding(plain.logits)
 
     def looks_ahead(self, length: int) -> bool:
         """Whether the second half of a row changes what the model says in the first. Rows of one length round alike; where experts or other
