@@ -216,7 +216,7 @@ def sweep(guard: Guard) -> bool:
         if not strays:
             return False
         for pid in strays:
-            worker_os.kill_group(pid)
+            worker_os.kill_stray(pid, spare={os.getpgrp(), *guard.pids})
         reap(guard)
     return True
 

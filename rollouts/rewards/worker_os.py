@@ -15,7 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
@@ -120,6 +120,19 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
+
+
+def kill_stray(pid: int, *, spare: Container[int]) -> None:
+    """Kills a process that a worker left behind, with the whole group that it is in unless that is one to `spare`.
+
+    The kernel kills a group at once. A chain of processes of which each forks the next and ends cannot be killed one by one: by the time
+    that one is found it has a successor. Call it before the process is waited for: an ended one still tells its group.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        group = os.getpgid(pid)
+        if group > 1 and group not in spare:
+            os.killpg(group, signal.SIGKILL)
+    kill_group(pid)
 
 
 def tell_senders(receiver: socket.socket) -> None:

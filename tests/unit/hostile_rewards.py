@@ -124,9 +124,10 @@ def daemon(sample):
 
 
 def forks_for_ever(sample):
-    """Always another process: each forks the next and ends, in a session of its own."""
-    chain = "import os\nos.setsid()\nwhile True:\n    if os.fork():\n        os._exit(0)"
-    subprocess.run([sys.executable, "-c", chain], check=True)
+    """Always another process: each forks the next and ends, in a session of its own, whose number is left in the file of the sample."""
+    note = sample.metadata.get("path", os.devnull)
+    chain = "import os, sys\nos.setsid()\nopen(sys.argv[1], 'w').write(str(os.getpid()))\nwhile True:\n    if os.fork():\n        os._exit(0)"
+    subprocess.run([sys.executable, "-c", chain, note], check=True)
     return 1.0
 
 
