@@ -788,9 +788,10 @@ async def test_a_model_that_no_way_runs_exactly_is_refused_with_all_the_reasons(
 
 
 async def test_rotary_frequencies_that_change_within_the_context_are_refused():
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 80}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 80, **factors}
     model = make_model("Llama", rope_parameters=rope)
-    with pytest.raises(ModelError, match=r"rope_type='dynamic' changes.*beyond 80 tokens.*set max_context to 80 or less"):
+    with pytest.raises(ModelError, match=r"rope_type='longrope' changes.*beyond 80 tokens.*set max_context to 80 or less"):
         async with open_engine(model):
             pass
     async with open_engine(model, max_context=80) as engine:
