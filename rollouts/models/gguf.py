@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.util
 import io
+import json
 import struct
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,25 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     with quiet_transformers():
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
+    _drop_added_tokens(folder, vocab_size=model.get_input_embeddings().weight.shape[0])
+
+
+def _drop_added_tokens(folder: Path, *, vocab_size: int) -> None:
+    """Takes tokens that transformers adds of its own (an unknown token, <|endoftext|>) out of the saved tokenizer: no embedding is theirs."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return
+    saved = json.loads(path.read_text("utf-8"))
+    foreign = {token["content"] for token in saved.get("added_tokens") or () if token["id"] >= vocab_size}
+    if not foreign:
+        return
+    saved["added_tokens"] = [token for token in saved["added_tokens"] if token["content"] not in foreign]
+    if saved["model"].get("unk_token") in foreign:
+        saved["model"]["unk_token"] = None
+    path.write_text(json.dumps(saved, ensure_ascii=False), "utf-8")
+    settings_path = folder / "tokenizer_config.json"
+    settings = json.loads(settings_path.read_text("utf-8"))
+    kept: dict[str, Any] = {name: value for name, value in settings.items() if not (isinstance(value, str) and value in foreign)}
+    if isinstance(kept.get("added_tokens_decoder"), dict):
+        kept["added_tokens_decoder"] = {key: value for key, value in kept["added_tokens_decoder"].items() if value.get("content") not in foreign}
+    settings_path.write_text(json.dumps(kept, ensure_ascii=False, indent=2), "utf-8")

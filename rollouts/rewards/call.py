@@ -165,14 +165,15 @@ async def _call(
 def _find_own(error: BaseException) -> BaseException:
     """What the function raised, without the groups that nurseries put around one error; SystemExit and the like are its own too.
 
-    Raises the cancellation if there is one in it: who is cancelled has nothing more to say.
+    Raises the cancellation if there is one in it: who is cancelled has nothing more to say. Likewise KeyboardInterrupt, which is Ctrl-C
+    wherever nobody receives signals.
     """
-    if isinstance(error, trio.Cancelled):
+    if isinstance(error, trio.Cancelled | KeyboardInterrupt):
         raise error
     if isinstance(error, BaseExceptionGroup):
-        cancelled = error.subgroup(trio.Cancelled)
-        if cancelled is not None:
-            raise cancelled
+        passing = error.subgroup((trio.Cancelled, KeyboardInterrupt))
+        if passing is not None:
+            raise passing
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

@@ -348,10 +348,10 @@ def test_a_problem_names_the_line_of_the_file(write):
 def test_every_value_says_where_it_comes_from(write):
     path = write(RL + "[rl.loss_params]\nx = 3\n")
     _, values = load_with_origins(path, ["--rl.optim.lr", "0.5"])
-    origins = {key: (values[key].text, values[key].origin) for key in ("rl.steps", "rl.data.path", "rl.optim.lr", "seed", "rl.loss_params.x")}
+    origins = {key: (values[key].text, values[key].origin) for key in ("rl.steps", "rl.data.kind", "rl.optim.lr", "seed", "rl.loss_params.x")}
     assert origins == {
         "rl.steps": ("4", f"{path}:3"),
-        "rl.data.path": ('"' + str(path.parent / "train.jsonl") + '"', f"{path}:4"),
+        "rl.data.kind": ('"jsonl"', f"{path}:4"),
         "rl.optim.lr": ("0.5", "--rl.optim.lr"),
         "seed": ("0", "default"),
         "rl.loss_params.x": ("3", f"{path}:8"),

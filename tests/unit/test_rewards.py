@@ -571,7 +571,7 @@ def raising(error: BaseException):
     return raises
 
 
-ENDINGS = [SystemExit(3), GeneratorExit(), KeyboardInterrupt(), BaseExceptionGroup("two", [SystemExit(1), KeyError("a")]), Silent()]
+ENDINGS = [SystemExit(3), GeneratorExit(), BaseExceptionGroup("two", [SystemExit(1), KeyError("a")]), Silent()]
 
 
 @pytest.mark.parametrize("error", ENDINGS, ids=lambda error: type(error).__name__)
@@ -585,6 +585,11 @@ async def test_a_function_that_wants_to_end_the_run_fails_its_own_sample(error: 
         await call_filter(function, GROUP)
     with pytest.raises(UserFunctionError, match="generate function raises on sample g0-s0 raised"):
         await call_generate(function, SAMPLE, ScriptedEngine(), SAMPLING)
+
+
+async def test_ctrl_c_is_nobodys_failure():
+    with pytest.raises(KeyboardInterrupt):
+        await call_reward(raising(KeyboardInterrupt()), SAMPLE)
 
 
 async def test_a_sync_function_that_exits_in_its_thread_fails_its_own_sample():
