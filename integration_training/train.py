@@ -444,13 +444,11 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
 
 
 def read_peak_rss_gib() -> float:
-    """Most memory this process and its ended children ever held, summed, in GiB. All of a run's work is in this process."""
-    children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    """Most memory this process ever held, in GiB. Reward workers are not in it: a child's peak, as the kernel tells it, begins with its parent's."""
     status = Path("/proc/self/status")
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if status.exists():  # ru_maxrss counts what the process was before exec; VmHWM does not
-        own = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return (own + children) / 2**20
+        return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
