@@ -251,7 +251,7 @@ def test_a_directory_of_data_files_is_read_also_streaming(tmp_path: Path, hf: An
         **{**source, "columns": {"prompt": "qestion"}}
     )
     assert "size=9 but" in message_of(**{**source, "size": 9})
-    assert set(threading.enumerate()) == before  # no event loop and no progress monitor was left running
+    assert set(threading.enumerate()) <= before  # no event loop and no progress monitor was left running
 
 
 def test_one_local_file_is_read_and_others_kinds_are_refused(tmp_path: Path, hf: Any):

@@ -96,7 +96,7 @@ async def open_workers(*, count: int = 1, timeout_s: float = 20.0, **options: An
     async with open_reward_workers(count=count, timeout_s=timeout_s, memory_bytes=1 << 30, **{"output_bytes": 1 << 16} | options) as workers:
         yield workers
         closed_s = time.monotonic()
-    assert time.monotonic() - closed_s < 5.0
+    assert time.monotonic() - closed_s < 30.0  # the workers' own limits are seconds; waiting for a hung reward would be forever
     assert descendants() <= before
 
 
