@@ -19,8 +19,16 @@
     ├── EngineError
     │   ├── EngineClosed            the engine is no longer open
     │   ├── RequestRefused          the request breaks a rule of the engine
-    │   └── WeightVersionError      an engine's version is not the one that was asked for
+    │   ├── WeightVersionError      an engine's version is not the one that was asked for
+    │   ├── EngineSetupError        a server with settings that would falsify training, or one that does not start (exit 2 at start)
+    │   ├── FleetDown               no engine has been in service for longer than allowed
+    │   └── InfrastructureError     the engine, not the request, is at fault: asked elsewhere, it costs the sample nothing
+    │       ├── EngineUnreachable   no connection, or one that broke
+    │       ├── EngineSilent        nothing came and nothing moved for longer than allowed
+    │       ├── EngineOverloaded    429 or 503; says when to come back
+    │       └── ReplyError          an answer that is cut, malformed or impossible
     ├── WeightSyncError             an update could not be verified
+    │   └── SnapshotError           a weight snapshot that is incomplete or damaged
     ├── StalenessError              a sample older than max_staleness reached the trainer
     └── NotEnoughSamples            the manager's attempt or failure budget is spent
 
@@ -110,8 +118,44 @@ class WeightVersionError(EngineError):
     """An engine's weight version is not the one that was asked for."""
 
 
+class EngineSetupError(EngineError):
+    """A server whose settings would falsify training, or one that does not start. The message names the flag to set."""
+
+
+class FleetDown(EngineError):
+    """No engine of the fleet has been in service for longer than allowed. State can be saved: nothing is in flight."""
+
+
+class InfrastructureError(EngineError):
+    """The engine, not the request, is at fault. The request may be sent to another engine as it is."""
+
+
+class EngineUnreachable(InfrastructureError):
+    """No connection to the engine's server, or one that broke before the answer was whole."""
+
+
+class EngineSilent(InfrastructureError):
+    """The engine's server sent nothing, and did nothing, for longer than allowed."""
+
+
+class EngineOverloaded(InfrastructureError):
+    """The engine's server takes no more requests now."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s  # seconds that the server asks to be left alone; None: it does not say
+
+
+class ReplyError(InfrastructureError):
+    """An answer that is cut, malformed or impossible: it is never repaired."""
+
+
 class WeightSyncError(RolloutsError):
     """A weight update could not be verified."""
+
+
+class SnapshotError(WeightSyncError):
+    """A weight snapshot that is incomplete, damaged or not there."""
 
 
 class StalenessError(RolloutsError):

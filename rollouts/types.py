@@ -360,6 +360,7 @@ class GenerateRequest:
     request_id: str  # unique in the run; deterministic engines sort by it
     prompt_ids: IntArray  # [prompt length], at least 1
     sampling: SamplingParams
+    affinity: str = ""  # requests of one key go to one engine of a fleet, for its prefix cache; empty: to any
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -387,6 +388,22 @@ class EngineFeatures:
     shares_weights: bool  # generates with the trainer's own parameters
     keep_pause: bool  # pause("keep") freezes requests in flight, which go on after resume
     deterministic: bool
+    name: str = "local"  # what errors and metrics call it; unique in a fleet
+    seeds: bool = True  # sampling.seed fixes the random stream of a request
+    version_spans: bool = True  # each token knows the version that produced it; else only whole completions do
+    log_probs: bool = True  # of the distribution sampled from; without them nothing can train
+    checksum: bool = False  # checksum() says what the weights are
+    frees_memory: bool = True  # release_memory() gives memory back
+    gaps: tuple[str, ...] = ()  # a sentence for each thing that it cannot do
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is."""
+
+    running: int  # requests being decoded
+    waiting: int  # requests that the engine has taken and not begun
+    cache_usage: float | None = None  # share of the key-value cache in use; None: it does not say
 
 
 @dataclass(frozen=True, slots=True)

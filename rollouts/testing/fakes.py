@@ -30,6 +30,7 @@ from rollouts.protocols import PauseMode, WeightSink
 from rollouts.types import (
     Completion,
     EngineFeatures,
+    EngineLoad,
     FinishReason,
     FloatArray,
     ForwardBackwardResult,
@@ -133,6 +134,8 @@ class ScriptedEngine:
             shares_weights=shares_weights,
             keep_pause=True,
             deterministic=deterministic,
+            name="scripted",
+            checksum=True,
         )
         self._running: dict[str, _Running] = {}
         self._paused: PauseMode | None = None
@@ -207,6 +210,15 @@ class ScriptedEngine:
     async def health(self) -> bool:
         await trio.lowlevel.checkpoint()
         return not self._closed
+
+    async def load(self) -> EngineLoad:
+        await trio.lowlevel.checkpoint()
+        started = sum(running.started for running in self._running.values())
+        return EngineLoad(running=started, waiting=len(self._running) - started)
+
+    async def checksum(self) -> str | None:
+        await trio.lowlevel.checkpoint()
+        return f"weights of version {self._version}"
 
     async def release_memory(self) -> None:
         self._check_open()

@@ -29,7 +29,7 @@ from rollouts.errors import EngineClosed, EngineError, RequestRefused, WeightVer
 from rollouts.models.draws import stream_key
 from rollouts.models.requests import check_request
 from rollouts.protocols import PauseMode
-from rollouts.types import Completion, EngineFeatures, GenerateRequest
+from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -271,6 +271,15 @@ class LocalEngine:
         """Nothing to do: keys and values are allocated with the next request."""
         self._check_open()
         await trio.lowlevel.checkpoint()
+
+    async def load(self) -> EngineLoad:
+        await trio.lowlevel.checkpoint()
+        return EngineLoad(running=len(self._active), waiting=len(self._waiting))
+
+    async def checksum(self) -> str | None:
+        """None: the weights are this process's own, and the probe reads them directly."""
+        await trio.lowlevel.checkpoint()
+        return None
 
     def statistics(self) -> Mapping[str, float]:
         """Totals since the engine opened, and what is in flight now."""
