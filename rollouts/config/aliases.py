@@ -206,6 +206,22 @@ engine.kind:
     inference_backend rollout.name
 engine.mode:
     colocate colocate_all vllm_mode
+engine.urls (a list of http:// addresses):
+    vllm_server_base_url vllm_server_host base_url router_url sglang_router_ip
+engine.count:
+    vllm_num_engines num_engines num_inference_engines rollout_num_engines
+engine.args (a list of the server's own arguments, like ["--gpu-memory-utilization", "0.8"]):
+    vllm_gpu_memory_utilization gpu_memory_utilization sglang_mem_fraction_static enforce_eager vllm_enable_prefix_caching
+engine.dtype:
+    vllm_dtype rollout_dtype
+engine.context_length:
+    max_model_len vllm_max_model_length max_model_length
+engine.transport:
+    weight_sync_backend vllm_sync_backend weight_broadcast
+engine.max_concurrency:
+    max_concurrent_requests sglang_server_concurrency max_inflight_rollouts
+engine.silence_s (seconds without any progress; there is no limit on the whole request):
+    request_timeout vllm_server_timeout timeout
 deterministic:
     full_determinism deterministic_mode batch_invariant
 """

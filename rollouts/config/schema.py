@@ -195,11 +195,39 @@ class RLTrainingConfig(Section):
 
 
 class EngineConfig(Section):
-    """What generates."""
+    """What generates for RL: this process, or servers of its own kind. SFT evaluates with the embedded engine in any case."""
 
-    kind: Literal["local"] = "local"  # local: in this process
-    mode: Literal["shared", "copied"] = "shared"  # shared: the trainer's own parameters, on its thread
-    max_rows: PositiveInt = 128  # sequences decoded at once
+    kind: Literal["local", "vllm", "sglang"] = "local"  # local: in this process
+    mode: Literal["shared", "copied"] = "shared"  # of a local engine: shared: the trainer's own parameters, on its thread
+    max_rows: PositiveInt = 128  # of a local engine: sequences decoded at once
+    urls: list[str] = []  # servers that run already; empty: this run starts its own
+    api_key_env: str = ""  # environment variable that holds the key of the servers in urls
+    count: PositiveInt = 1  # servers to start
+    python: str = ""  # Python with vLLM or SGLang in it; empty: .venv-vllm/bin/python or .venv-sglang/bin/python
+    args: list[str] = []  # more arguments of a started server
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of a started server; auto: as in the model's config.json
+    context_length: NaturalInt = 0  # tokens of prompt and response in a started server; 0: as long as the model allows
+    pause: Literal["keep", "abort"] = "keep"  # what a weight update does to requests in flight: freeze them, or end them to go on afterwards
+    transport: Literal["disk", "memory"] = "disk"  # how weights reach the servers
+    max_concurrency: PositiveInt = 256  # requests in flight per server, at most
+    silence_s: PositiveFloat = 120.0  # seconds without a byte and without progress after which a server is suspected
+    down_limit_s: PositiveFloat = 900.0  # seconds without any server in service after which the run saves and stops
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EngineConfig:
+        if self.kind == "local":
+            unused = [name for name in ("urls", "api_key_env", "python", "args") if getattr(self, name)]
+            unused += ["count"] if self.count != 1 else []
+            if unused:
+                raise ValueError(f"{unused[0]} is set, but kind='local' starts no server; set kind='vllm' or 'sglang'")
+        if self.urls and (self.args or self.python or self.count != 1):
+            raise ValueError("urls names servers that run already; count, python and args are for servers that this run starts: leave one of them out")
+        if len(set(self.urls)) != len(self.urls):
+            raise ValueError(f"urls={self.urls} names a server twice")
+        for url in self.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"urls has {url!r}; a URL begins with http:// or https://")
+        return self
 
 
 class EvalConfig(Section):
@@ -236,9 +264,11 @@ class RunConfig(Section):
                         f"{name}={every} with rl.sync_every={self.rl.sync_every}; between updates the engines have older weights than the trainer: "
                         f"use a multiple of {self.rl.sync_every}"
                     )
-        if self.rl is not None and self.engine.mode == "shared" and (self.rl.sync_every != 1 or self.rl.max_staleness != 0):
+        if self.deterministic and self.engine.kind != "local":
+            raise ValueError(f"deterministic=true with engine.kind={self.engine.kind!r}; a server does not repeat its bits; use kind='local'")
+        if self.rl is not None and self.engine.kind == "local" and self.engine.mode == "shared" and (self.rl.sync_every != 1 or self.rl.max_staleness != 0):
             raise ValueError(
                 f"engine.mode='shared' with rl.sync_every={self.rl.sync_every}, rl.max_staleness={self.rl.max_staleness}; a shared engine always "
-                "has the newest weights: it needs sync_every=1 and max_staleness=0; set engine.mode='copied'"
+                "has the newest weights: it needs sync_every=1 and max_staleness=0; set engine.mode='copied', or engine.kind to a server's"
             )
         return self
