@@ -1,6 +1,7 @@
 # make demo     trains SmolLM2-135M on arithmetic, by SFT and then RL, on a CPU; writes runs/demo
 # make test     every test but the slow ones, with coverage
 # make test-slow  the slow ones: whole walk-throughs, the packaged model
+# make test-engines  the ones that need real vLLM and SGLang servers, which it installs into .venv-vllm and .venv-sglang (CPU builds)
 # make check    lint and types
 # make bench    every benchmark
 #
@@ -15,7 +16,7 @@ BIN := .venv/bin
 PINS := -c constraints.txt
 LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-slow check bench install-demo install-dev
+.PHONY: demo test test-slow test-engines check bench install-demo install-dev
 .DELETE_ON_ERROR:
 
 # Compiled once here, also where Python is told to write no bytecode: imports then take seconds instead of tens of them in every process, and
@@ -54,10 +55,16 @@ demo: install-demo
 	&& { [ ! -e "$$run/summary.json" ] || $(BIN)/python -m rollouts inspect "$$run" | tail -n 1; }
 
 test: install-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow and not engines" $(PYTEST_ARGS)
 
 test-slow: install-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m slow $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines" $(PYTEST_ARGS)
+
+# One after the other: two servers and a trainer fill a small machine.
+test-engines: install-dev
+	$(BIN)/python -m rollouts engines install-vllm-cpu
+	$(BIN)/python -m rollouts engines install-sglang-cpu
+	$(BIN)/python -m pytest -m engines $(PYTEST_ARGS)
 
 check: install-dev
 	$(BIN)/ruff check .
