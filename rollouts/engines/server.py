@@ -49,6 +49,7 @@ class EngineServer:
         self.silence_s = silence_s
         self._in_flight: dict[str, _InFlight] = {}
         self._paused = False
+        self._frozen = False
         self._closed = False
         self._changed = trio.Event()
         self._progress: tuple[float, Hashable] | None = None
@@ -71,8 +72,8 @@ class EngineServer:
         return await self.call("POST", path, body, on_silence=lambda: self._moved(read_progress))
 
     async def _moved(self, read_progress: Callable[[], Awaitable[Hashable]]) -> bool:
-        """Whether the server did any work since it was last asked; asked once for all who wait. A paused server need not."""
-        if self._paused:
+        """Whether the server did any work since it was last asked; asked once for all who wait. A frozen server need not."""
+        if self._frozen:
             return True
         now, last = trio.current_time(), self._progress
         if last is not None and now - last[0] < self.silence_s / 2:
@@ -115,12 +116,15 @@ class EngineServer:
         self.check_open()
         entry.asked = True
 
-    def close_gate(self) -> None:
-        """New requests wait from now on."""
+    def close_gate(self, *, frozen: bool = True) -> None:
+        """New requests wait from now on. `frozen`: those at the server stand still too, so that its silence says nothing."""
         self._paused = True
+        self._frozen = frozen
+        self._progress = None
 
     def open_gate(self) -> None:
         self._paused = False
+        self._frozen = False
         self._progress = None  # what stood still while it was paused may begin anew
         self.notify()
 

@@ -1,0 +1,559 @@
+"""VLLMEngine: a running vLLM server as an InferenceEngine, token ids in and out, over its HTTP API.
+
+    generate   POST /inference/v1/generate     needs --enable-scale-out; each token knows the weight version that produced it
+    control    /pause /resume /abort_requests  need VLLM_SERVER_DEV_MODE=1
+    weights    reload_weights in place from a directory; the version's name and the caches follow before anything is generated
+
+Written against vLLM 0.32. There is no way around these settings: /v1/completions says no versions, so a server without them is refused.
+The API key guards /v1 and /inference only, not the control calls: servers belong on loopback or behind a wall.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+import msgspec
+
+from rollouts.engines.http import open_http_client
+from rollouts.engines.server import EngineServer
+from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
+from rollouts.engines.wire import VersionSpan, decode_reply, make_completion, parse_version
+from rollouts.errors import (
+    EngineError,
+    EngineSetupError,
+    InfrastructureError,
+    ReplyError,
+    RequestRefused,
+    RolloutsError,
+    SnapshotError,
+    WeightVersionError,
+)
+from rollouts.protocols import PauseMode
+from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
+
+if TYPE_CHECKING:
+    import torch
+
+GENERATE = "/inference/v1/generate"
+SERVER_PREFIX = "generate-tokens-"  # the server puts it before the ids that we give
+NO_LOG_PROB = -9999.0  # what the server writes for NaN, −infinity and a token that it has no log-prob of
+LOAD_S = 900.0  # the server says nothing while it loads weights
+IN_PIECES = "loading"  # the version's name while weights are exchanged: no number, so whoever asks then is told −1
+HASH_OF_NOTHING = hashlib.sha256(b"").hexdigest()
+ITERATIONS, GENERATED, PREFILLED = "vllm:iteration_tokens_total_count", "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
+RUNNING, WAITING, CACHE_USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+NEEDED_METRICS = (GENERATED, PREFILLED, RUNNING, WAITING)
+
+
+# --- the server's dialect ----------------------------------------------------------------------------------------------------
+
+
+class _LogProb(msgspec.Struct, frozen=True):
+    token_id: int
+    logprob: float
+
+
+class _LogProbs(msgspec.Struct, frozen=True):
+    content: list[_LogProb]
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "abort"]
+    logprobs: _LogProbs
+    weight_versions: list[VersionSpan]
+
+
+class _Generated(msgspec.Struct, frozen=True):
+    request_id: str
+    choices: list[_Choice]
+
+
+class _Served(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: int
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: list[_Served]
+
+
+class _ModelConfig(msgspec.Struct, frozen=True):
+    model: str
+    max_model_len: int
+    logprobs_mode: str
+    enable_sleep_mode: bool = False
+
+
+class _DeviceConfig(msgspec.Struct, frozen=True):
+    device: str = ""
+
+
+class _ParallelConfig(msgspec.Struct, frozen=True):
+    api_processes: int = msgspec.field(default=1, name="_api_process_count")
+
+
+class _TransferConfig(msgspec.Struct, frozen=True):
+    backend: str | None = None
+
+
+class _Config(msgspec.Struct, frozen=True):
+    model_config: _ModelConfig
+    device_config: _DeviceConfig = _DeviceConfig()
+    parallel_config: _ParallelConfig = _ParallelConfig()
+    weight_transfer_config: _TransferConfig | None = None
+
+
+class _ServerInfo(msgspec.Struct, frozen=True):
+    vllm_config: _Config
+
+
+class _IsPaused(msgspec.Struct, frozen=True):
+    is_paused: bool
+
+
+class _WeightInfo(msgspec.Struct, frozen=True):
+    weight_version: str
+
+
+class _Success(msgspec.Struct, frozen=True):
+    success: bool
+
+
+class _Checksums(msgspec.Struct, frozen=True):
+    checksums: dict[str, str]
+
+
+def make_generate_body(request: GenerateRequest, server_id: str, *, model: str) -> dict[str, Any]:
+    """What /inference/v1/generate is sent. Nothing but the request's own stop tokens ends it: the model's own are left to the caller."""
+    sampling = request.sampling
+    params: dict[str, Any] = {
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "logprobs": 0,  # of the sampled token alone
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    if sampling.seed is not None:
+        params["seed"] = sampling.seed & (2**63 - 1)  # the server takes 64 bits, and −1 for none
+    return {"model": model, "request_id": server_id, "token_ids": request.prompt_ids.tolist(), "sampling_params": params}
+
+
+def parse_generated(body: bytes, request: GenerateRequest, server_id: str, *, vocab_size: int, where: str) -> Completion:
+    """The completion in an answer of /inference/v1/generate. Raises ReplyError, naming what is wrong: nothing is repaired."""
+    reply = decode_reply(body, _Generated, where=where)
+    who = f"{where}, request {request.request_id!r}"
+    if reply.request_id != SERVER_PREFIX + server_id:
+        raise ReplyError(f"{who}: the answer is to {reply.request_id!r}, asked was {SERVER_PREFIX + server_id!r}")
+    if len(reply.choices) != 1:
+        raise ReplyError(f"{who}: {len(reply.choices)} choices instead of one")
+    choice = reply.choices[0]
+    entries = choice.logprobs.content
+    for index, (token, entry) in enumerate(zip(choice.token_ids, entries, strict=False)):  # lengths are checked below
+        if entry.token_id != token:
+            raise ReplyError(f"{who}: token {index} is {token}, its log-prob is of token {entry.token_id}")
+        if entry.logprob <= NO_LOG_PROB:
+            raise ReplyError(f"{who}: the server has no log-prob of token {index}: it wrote {entry.logprob}, which stands for NaN too")
+    return make_completion(
+        request,
+        choice.token_ids,
+        [entry.logprob for entry in entries],
+        choice.weight_versions,
+        choice.finish_reason,
+        vocab_size=vocab_size,
+        where=where,
+    )
+
+
+def parse_metrics(body: bytes, *, where: str) -> dict[str, float]:
+    """Name → sum over labels of every vllm: sample in a Prometheus page. Raises ReplyError for a value that is no number."""
+    totals: dict[str, float] = {}
+    for line in body.decode(errors="replace").splitlines():
+        if not line.startswith("vllm:"):
+            continue
+        name = line.split("{", 1)[0].split(" ", 1)[0]
+        value = line.rpartition("}")[2].split() if "{" in line else line.split()[1:]  # a timestamp may follow the value
+        try:
+            totals[name] = totals.get(name, 0.0) + float(value[0])
+        except (ValueError, IndexError) as error:
+            raise ReplyError(f"{where}: the metric line {line[:200]!r} has no number") from error
+    return totals
+
+
+# --- the engine --------------------------------------------------------------------------------------------------------------
+
+
+class VLLMEngine:
+    """One vLLM server. Made by open_vllm_engine."""
+
+    def __init__(
+        self,
+        server: EngineServer,
+        features: EngineFeatures,
+        *,
+        model: str,
+        loaded: Path,
+        expected: Mapping[str, tuple[int, ...]] | None,
+        transfer_backend: str | None,
+    ) -> None:
+        """`model`: its name on the wire. `loaded`: where the weights come from. `expected`: the shapes a snapshot must have, if known."""
+        self.features = features
+        self.transfer_backend = transfer_backend  # of --weight-transfer-config; None: transfer in memory is off
+        self._server = server
+        self._model = model
+        self._loaded = loaded
+        self._expected = expected
+        self._updates = 0
+
+    # --- requests
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """One completion. Cancelling the caller closes the connection, on which the server aborts."""
+        return await self._server.run(request, self.features, self._ask)
+
+    async def _ask(self, request: GenerateRequest, server_id: str) -> Completion:
+        body = make_generate_body(request, server_id, model=self._model)
+        reply = await self._server.call_generate(GENERATE, body, self._read_progress)
+        return parse_generated(reply, request, server_id, vocab_size=self.features.vocab_size, where=self.features.name)
+
+    async def _read_progress(self) -> Hashable:
+        metrics = await self._read_metrics()
+        return tuple(metrics.get(name, 0.0) for name in (ITERATIONS, GENERATED, PREFILLED))
+
+    async def _read_metrics(self) -> dict[str, float]:
+        return parse_metrics(await self._server.call("GET", "/metrics"), where=self.features.name)
+
+    async def _send_abort(self, server_ids: list[str]) -> None:
+        assert server_ids, "an empty list aborts everybody's requests"
+        await self._server.call("POST", "/abort_requests", {"request_ids": [SERVER_PREFIX + server_id for server_id in server_ids]})
+
+    # --- flow
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Closes the gate here, then stops the server. Returns when nothing is generated any more."""
+        server = self._server
+        server.check_open()
+        if mode == "wait":
+            await self._pause_when_idle()
+            return
+        server.close_gate()
+        await server.call("POST", f"/pause?mode={mode}")
+        if mode == "abort":
+            await server.abort(self._send_abort)  # what was on its way while the server aborted waits there, and those at our gate
+
+    async def _pause_when_idle(self) -> None:
+        server = self._server
+        frozen = server.paused
+        server.close_gate(frozen=False)
+        if frozen:
+            await server.call("POST", "/resume")  # what an earlier pause froze has to finish
+        await server.wait_answered(server.sent())  # the server's own "wait" lets those stand that it has queued
+        await server.call("POST", "/pause?mode=wait")
+        server.close_gate()
+
+    async def resume(self) -> None:
+        await self._server.call("POST", "/resume")
+        self._server.open_gate()
+
+    async def abort_all(self) -> None:
+        self._server.check_open()
+        await self._server.abort(self._send_abort)
+
+    # --- weights
+
+    async def weight_version(self) -> int:
+        reply = decode_reply(await self._server.call("GET", "/weight_info"), _WeightInfo, where=self.features.name)
+        return parse_version(reply.weight_version)
+
+    async def checksum(self) -> str | None:
+        """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU, are left out."""
+        body = await self._server.call("POST", "/weight_checker", {"action": "checksum"}, silence_s=LOAD_S)
+        sums = decode_reply(body, _Checksums, where=self.features.name).checksums
+        seen = sorted((name, digest) for name, digest in sums.items() if digest != HASH_OF_NOTHING)
+        if not seen:
+            raise EngineError(f"{self.features.name} has no checksum of any of its {len(sums)} parameters: it keeps all of them packed")
+        return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
+
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+        """Loads a directory of safetensors, which the server must see under the same path, as `version`. Pause first, in any mode.
+
+        Requests frozen by pause("keep") go on with the new weights after resume(), their keys and values computed anew.
+        Raises SnapshotError, with nothing sent, for a directory that is damaged or of another model; WeightVersionError if the server
+        names another version afterwards; EngineError if the server fails, in which case the weights before are loaded again.
+        """
+        path = path.absolute()
+        shapes = read_tensor_shapes(path)
+        if self._expected is not None:
+            check_same_model(shapes, self._expected, path=path)
+        await self._check_paused()
+        before = await self.weight_version()
+        await self._name_weights(IN_PIECES)
+        try:
+            await self._load(path)
+        except (InfrastructureError, RequestRefused) as error:
+            await self._load_again(before, error)
+            raise EngineError(f"{self.features.name} could not load {path} and has its version {before} back: {error}") from error
+        await self._commit(version)
+        self._loaded = path
+        return {"version": version, "tensors": len(shapes)}
+
+    async def _load(self, path: Path) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
+        await self._server.call("POST", "/collective_rpc", body, silence_s=LOAD_S)
+
+    async def _load_again(self, version: int, error: RolloutsError) -> None:
+        try:
+            await self._load(self._loaded)
+            await self._commit(version)
+        except EngineError as second:
+            raise EngineError(
+                f"{self.features.name} has its weights in pieces and must be restarted: {error}; loading {self._loaded} again failed too: {second}"
+            ) from error
+
+    async def _commit(self, version: int) -> None:
+        """Nothing computed by other weights is used again, and what follows carries `version`."""
+        reset = await self._server.call("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+        if not decode_reply(reset, _Success, where=self.features.name).success:
+            raise EngineError(f"{self.features.name} did not reset its prefix cache: keys and values of older weights would be used")
+        await self._name_weights(str(version) if version >= 0 else "default")
+        reported = await self.weight_version()
+        if reported != version:
+            raise WeightVersionError(f"{self.features.name} was given version {version} and says {reported}; is someone else updating it?")
+        self._updates += 1
+
+    async def _name_weights(self, name: str) -> None:
+        await self._server.call("POST", "/update_weight_version", {"new_version": name})
+
+    async def _check_paused(self) -> None:
+        paused = decode_reply(await self._server.call("GET", "/is_paused"), _IsPaused, where=self.features.name).is_paused
+        if not paused:
+            raise EngineError(f"{self.features.name} generates; call pause() before its weights are exchanged")
+
+    # --- weights in memory: the server's own calls; who sends the tensors is a transport's business
+
+    async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
+        """Joins the server's workers to a process group; `info` is the backend's (address, port, rank offset, world size)."""
+        if self.transfer_backend is None:
+            raise EngineSetupError(f"""{self.features.name} was started without --weight-transfer-config '{{"backend": "nccl"}}'""")
+        if self.transfer_backend == "ipc":
+            raise EngineSetupError(f"""{self.features.name}: backend "ipc" wants pickles over HTTP; start it with "nccl" instead""")
+        await self._server.call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)}, silence_s=LOAD_S)
+
+    async def start_weight_update(self) -> None:
+        """The server expects tensors from now on, and its version has no number. Pause first."""
+        await self._check_paused()
+        await self._name_weights(IN_PIECES)
+        await self._server.call("POST", "/start_weight_update", silence_s=LOAD_S)
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """Receives the tensors that `info` lists (names, dtypes, shapes). Returns when they have come: send them meanwhile."""
+        await self._server.call("POST", "/update_weights", {"update_info": dict(info)}, silence_s=LOAD_S)
+
+    async def finish_weight_update(self, version: int) -> None:
+        """What came is in use as `version`. Raises WeightVersionError if the server names another one."""
+        await self._server.call("POST", "/finish_weight_update", {}, silence_s=LOAD_S)
+        await self._commit(version)
+
+    async def get_world_size(self) -> int:
+        """Number of the server's workers, each a rank of the process group."""
+        return decode_reply(await self._server.call("GET", "/get_world_size"), _WorldSize, where=self.features.name).world_size
+
+    async def begin_update(self) -> None:
+        raise EngineError(f"{self.features.name} takes no buckets; {_OTHER_WAY}")
+
+    def receive_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        raise EngineError(f"{self.features.name} takes no bucket of {len(bucket)} tensors; {_OTHER_WAY}")
+
+    async def finish_update(self, version: int) -> None:
+        raise EngineError(f"{self.features.name} has no update to version {version} to finish; {_OTHER_WAY}")
+
+    # --- the rest
+
+    async def health(self) -> bool:
+        try:
+            await self._server.call("GET", "/health")
+        except EngineError:
+            return False
+        return True
+
+    async def load(self) -> EngineLoad:
+        metrics = await self._read_metrics()
+        return EngineLoad(running=int(metrics.get(RUNNING, 0)), waiting=int(metrics.get(WAITING, 0)), cache_usage=metrics.get(CACHE_USAGE))
+
+    async def release_memory(self) -> None:
+        """The weights wait in the host's memory, the cache is gone. Pause first. Raises EngineError where the server cannot."""
+        if not self.features.frees_memory:
+            raise EngineError(f"{self.features.name} keeps its memory: start it on a GPU with --enable-sleep-mode")
+        if not self._server.paused or self._server.sent():
+            raise EngineError(f"{self.features.name}: release_memory with requests in flight or admitted; pause('wait') or pause('abort') first")
+        await self._server.call("POST", "/sleep?level=1&mode=wait", silence_s=LOAD_S)
+
+    async def restore_memory(self) -> None:
+        """Weights and an empty cache are there again; the engine is as paused as it was."""
+        if not self.features.frees_memory:
+            raise EngineError(f"{self.features.name} never gave its memory away: start it on a GPU with --enable-sleep-mode")
+        await self._server.call("POST", "/wake_up", silence_s=LOAD_S)
+        if self._server.paused:
+            await self._server.call("POST", "/pause?mode=keep")  # waking up resumes the scheduler
+
+    def statistics(self) -> Mapping[str, float]:
+        return self._server.statistics() | {"updates": float(self._updates)}
+
+
+_OTHER_WAY = "update it from a checkpoint, or through a weight transfer (init_weight_transfer and the calls after it)"
+
+
+class _WorldSize(msgspec.Struct, frozen=True):
+    world_size: int
+
+
+# --- opening -----------------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_vllm_engine(
+    url: str,
+    *,
+    name: str = "",
+    api_key: str | None = None,
+    silence_s: float = 60.0,
+    vocab_size: int,
+    context_length: int | None = None,
+) -> AsyncIterator[VLLMEngine]:
+    """The engine behind `url`, checked and not paused, until the block ends; the server goes on.
+
+    `vocab_size`: the trainer's; ids outside it are refused both ways. `context_length`: at least this many tokens must fit; None: what
+    the server has. Raises EngineSetupError naming the flag for settings that would falsify training; EngineUnreachable, EngineSilent.
+    """
+    name = name or f"vllm-{urlsplit(url).netloc}"
+    async with open_http_client(url, api_key=api_key) as client:
+        server = EngineServer(client, name=name, silence_s=silence_s)
+        try:
+            yield await _shake_hands(server, vocab_size=vocab_size, context_length=context_length)
+        finally:
+            server.close()
+
+
+async def _shake_hands(server: EngineServer, *, vocab_size: int, context_length: int | None) -> VLLMEngine:
+    served = await _read_served_model(server)
+    config = await _read_config(server)
+    check_config(config, name=server.name, context_length=context_length)
+    metrics = parse_metrics(await server.call("GET", "/metrics"), where=server.name)
+    missing = [metric for metric in NEEDED_METRICS if metric not in metrics]
+    if missing:
+        raise EngineSetupError(f"{server.name} does not count {missing[0]}; start it without --disable-log-stats")
+    frees_memory = config.model_config.enable_sleep_mode and config.device_config.device != "cpu"
+    features = EngineFeatures(
+        vocab_size=vocab_size,
+        context_length=context_length or min(served.max_model_len, config.model_config.max_model_len),
+        in_memory_update=False,
+        update_from_checkpoint=True,
+        shares_weights=False,
+        keep_pause=True,
+        deterministic=False,
+        name=server.name,
+        checksum=True,
+        frees_memory=frees_memory,
+        gaps=list_gaps(config, frees_memory=frees_memory),
+    )
+    await server.call("POST", "/resume")  # whoever used it before may have left it paused
+    await _check_generates(server, features, served.id)
+    model = Path(config.model_config.model)
+    return VLLMEngine(
+        server,
+        features,
+        model=served.id,
+        loaded=model,
+        expected=_find_shapes(model),
+        transfer_backend=config.weight_transfer_config.backend if config.weight_transfer_config else None,
+    )
+
+
+async def _read_served_model(server: EngineServer) -> _Served:
+    try:
+        body = await server.call("GET", "/v1/models")
+    except InfrastructureError:
+        raise
+    except EngineError as error:
+        raise EngineSetupError(f"{server.name} does not tell its models: {error}; is the API key the one of --api-key or VLLM_API_KEY?") from error
+    models = decode_reply(body, _Models, where=server.name).data
+    if not models:
+        raise EngineSetupError(f"{server.name} serves no model")
+    return models[0]
+
+
+async def _read_config(server: EngineServer) -> _Config:
+    try:
+        body = await server.call("GET", "/server_info?config_format=json")
+    except InfrastructureError:
+        raise
+    except EngineError as error:
+        raise EngineSetupError(f"{server.name} has no control calls: {error}; start it with VLLM_SERVER_DEV_MODE=1 in its environment") from error
+    try:
+        return decode_reply(body, _ServerInfo, where=f"{server.name}: GET /server_info").vllm_config
+    except ReplyError as error:
+        raise EngineSetupError(f"{error}; what its settings are cannot be told, and vLLM 0.32 tells it") from error
+
+
+def check_config(config: _Config, *, name: str, context_length: int | None) -> None:
+    """Raises EngineSetupError naming the flag to set."""
+    model = config.model_config
+    if model.logprobs_mode != "processed_logprobs":
+        raise EngineSetupError(
+            f"{name} has --logprobs-mode {model.logprobs_mode}: log-probs that leave temperature and top-p out falsify every ratio; "
+            "start it with --logprobs-mode processed_logprobs"
+        )
+    if context_length is not None and model.max_model_len < context_length:
+        raise EngineSetupError(
+            f"{name} holds {model.max_model_len} tokens, the context is to hold {context_length}; start it with --max-model-len {context_length}"
+        )
+    if config.parallel_config.api_processes > 1:
+        raise EngineSetupError(
+            f"{name} has {config.parallel_config.api_processes} API processes, and an abort reaches one of them; start it with --api-server-count 1"
+        )
+
+
+def list_gaps(config: _Config, *, frees_memory: bool) -> tuple[str, ...]:
+    """A sentence for each thing that the server cannot do."""
+    gaps = ["no buckets in memory: weights come from a directory that the server sees, or by a transport of its own"]
+    if not frees_memory:
+        gaps.append("memory is not given back: that takes a GPU and --enable-sleep-mode")
+    if config.device_config.device == "cpu":
+        gaps.append("the checksum leaves out parameters that a CPU keeps packed: prove an update by log-probs too")
+    return tuple(gaps)
+
+
+async def _check_generates(server: EngineServer, features: EngineFeatures, model: str) -> None:
+    """One token after the last id of the vocabulary: shows that it is in the server's, and that the answer says what training needs."""
+    body = {"model": model, "token_ids": [features.vocab_size - 1], "sampling_params": {"max_tokens": 1, "logprobs": 0, "detokenize": False}}
+    try:
+        reply = await server.call("POST", GENERATE, body)
+    except InfrastructureError:
+        raise
+    except RequestRefused as error:
+        raise EngineSetupError(
+            f"{server.name} refuses token {features.vocab_size - 1}, the last of the trainer's vocabulary of {features.vocab_size}: "
+            f"does --model name the same model? {error}"
+        ) from error
+    except EngineError as error:
+        raise EngineSetupError(f"{server.name} takes no token ids: {error}; start it with --enable-scale-out") from error
+    try:
+        decode_reply(reply, _Generated, where=server.name)
+    except ReplyError as error:
+        raise EngineSetupError(f"{error}; vLLM 0.32 or later says log-probs and weight_versions there") from error
+
+
+def _find_shapes(model: Path) -> dict[str, tuple[int, ...]] | None:
+    """Shapes of the model that the server was started with; None if it lies on another machine or in another format."""
+    try:
+        return read_tensor_shapes(model)
+    except SnapshotError:
+        return None
