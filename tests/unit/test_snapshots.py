@@ -1,0 +1,266 @@
+"""A snapshot is a model directory that is complete, or it is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import trio
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from rollouts.backends.open import open_pytorch_backend
+from rollouts.config.schema import OptimConfig
+from rollouts.errors import BackendError, SnapshotError
+from rollouts.models.export import save_hf_model
+from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
+from rollouts.types import LossSpec, RolloutBatch
+from rollouts.weight_sync.disk import export_snapshot
+from rollouts.weight_sync.snapshots import Snapshots, check_snapshot, list_snapshots, remove_snapshot
+
+OPTIM = OptimConfig(lr=1e-2)
+BATCH = RolloutBatch(tokens=(np.arange(1, 9),), loss_masks=(np.arange(8) >= 4,))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def open_backend(model_path: Path):
+    return open_pytorch_backend(model_path, optim=OPTIM, total_steps=10, threads=1, autocast="off")
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in path.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "moe", "gemma", "mamba"])  # llama, gemma and mamba have tied embeddings; qwen3 has not
+async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(kind: str, cache: Path, tmp_path: Path):
+    async with open_backend(resolve_model(f"tiny:{kind}", cache_dir=cache)) as backend:
+        backend.forward_backward(BATCH, LossSpec("sft"))
+        await backend.optim_step().result()
+        manifest = await export_snapshot(backend, tmp_path / "v1", shard_bytes=50_000)
+        await backend.device_thread.submit(lambda: save_hf_model(backend.model, tmp_path / "saved")).result()
+    saved, written = read_tensors(tmp_path / "saved"), read_tensors(tmp_path / "v1")
+    assert set(written) == set(saved)
+    for name, tensor in saved.items():
+        assert written[name].dtype == tensor.dtype
+        assert torch.equal(written[name], tensor), name
+    assert json.loads((tmp_path / "v1/config.json").read_text()) == json.loads((tmp_path / "saved/config.json").read_text())
+    assert manifest.version == 1
+
+
+async def test_shards_hold_no_more_than_they_may_and_the_index_finds_every_tensor(cache: Path, tmp_path: Path):
+    path = tmp_path / "v4"
+    async with open_backend(resolve_model("tiny:llama", cache_dir=cache)) as backend:
+        manifest = await export_snapshot(backend, path, shard_bytes=70_000)
+    shards = sorted(path.glob("*.safetensors"))
+    assert len(shards) > 3
+    assert [shard.name for shard in shards] == [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    weight_map = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    for shard in shards:
+        with safe_open(shard, framework="pt") as opened:
+            assert set(opened.keys()) == {name for name, file in weight_map.items() if file == shard.name}
+            assert len(opened.keys()) == 1 or shard.stat().st_size < 75_000
+    assert manifest.weight_bytes == sum(shard.stat().st_size for shard in shards)
+    assert check_snapshot(path) == manifest
+
+
+async def test_a_snapshot_is_a_model_directory_in_the_dtype_that_engines_serve(cache: Path, tmp_path: Path):
+    model_path = resolve_model("tiny:moe", cache_dir=cache)
+    async with open_backend(model_path) as backend:
+        await export_snapshot(backend, tmp_path / "v0", dtype=torch.bfloat16, model_dir=model_path)
+        weights = await backend.get_weights()
+    loaded = load_hf_model(tmp_path / "v0", dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "v0/config.json").read_text())["dtype"] == "bfloat16"
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, weights[name].to(torch.bfloat16)), name
+    assert load_tokenizer(tmp_path / "v0").chat_template == load_tokenizer(model_path).chat_template
+
+
+async def test_equal_weights_have_equal_digests_and_other_weights_another(cache: Path, tmp_path: Path):
+    async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
+        first = await export_snapshot(backend, tmp_path / "v0")
+        again = await export_snapshot(backend, tmp_path / "v1")
+        backend.forward_backward(BATCH, LossSpec("sft"))
+        await backend.optim_step().result()
+        moved = await export_snapshot(backend, tmp_path / "v2")
+    assert first.digest == again.digest
+    assert moved.digest != first.digest
+
+
+async def make_snapshot(cache: Path, path: Path) -> None:
+    async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
+        await export_snapshot(backend, path, shard_bytes=70_000, model_dir=resolve_model("tiny:byte", cache_dir=cache))
+
+
+def damage_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+async def test_damage_is_found_and_named(cache: Path, tmp_path: Path):
+    path = tmp_path / "v1"
+    await make_snapshot(cache, path)
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        if file.name != "manifest.json":
+            damage_a_byte(file)
+            with pytest.raises(SnapshotError, match=file.name):
+                check_snapshot(path)
+        file.write_bytes(whole[:-3])
+        with pytest.raises(SnapshotError, match=file.name):
+            check_snapshot(path, hashes=False)
+        file.unlink()
+        with pytest.raises(SnapshotError, match=file.name):
+            check_snapshot(path, hashes=False)
+        file.write_bytes(whole)
+    check_snapshot(path)
+
+
+async def test_a_damaged_snapshot_is_not_taken_for_one_that_is_there(cache: Path, tmp_path: Path):
+    await make_snapshot(cache, tmp_path / "v1")
+    damage_a_byte(next((tmp_path / "v1").glob("model-00002*")))
+    with pytest.raises(SnapshotError, match="model-00002"):
+        await make_snapshot(cache, tmp_path / "v1")
+
+
+async def test_a_manifest_that_points_outside_the_snapshot_is_refused(cache: Path, tmp_path: Path):
+    await make_snapshot(cache, tmp_path / "v1")
+    manifest = tmp_path / "v1/manifest.json"
+    content = json.loads(manifest.read_text())
+    content["files"][0]["path"] = "../secret"
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(SnapshotError, match="not the name of a file in the snapshot"):
+        check_snapshot(tmp_path / "v1")
+
+
+async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(tensors, path, metadata):
+        raise OSError(28, "No space left on device")
+
+    async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
+        with monkeypatch.context() as patch:
+            patch.setattr("rollouts.weight_sync.disk.save_file", refuse)
+            with pytest.raises(SnapshotError, match="No space left"):
+                await export_snapshot(backend, tmp_path / "w/v1")
+        assert list((tmp_path / "w").iterdir()) == []
+        await backend.forward(BATCH).result()  # works still
+        await export_snapshot(backend, tmp_path / "w/v1")
+
+
+async def test_an_error_of_the_backend_is_the_backends(cache: Path, tmp_path: Path):
+    async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
+        with pytest.raises(BackendError, match="no gradient"):
+            await backend.optim_step().result()
+        with pytest.raises(BackendError, match="call reset"):
+            await export_snapshot(backend, tmp_path / "v1")
+        await backend.reset().result()
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_cancelled_export_leaves_no_snapshot(cache: Path, tmp_path: Path):
+    async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await export_snapshot(backend, tmp_path / "w/v1")
+        assert list_snapshots(tmp_path / "w") == []
+        await export_snapshot(backend, tmp_path / "w/v1")
+        assert [version for version, _ in list_snapshots(tmp_path / "w")] == [1]
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    import trio
+    from rollouts.backends.open import open_pytorch_backend
+    from rollouts.config.schema import OptimConfig
+    from rollouts.weight_sync import disk, snapshots
+
+    model, folder = sys.argv[1:]
+    save_file, calls = disk.save_file, []
+
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_at_the_second(*args, **kwargs):
+        calls.append(args)
+        return die() if len(calls) == 2 else save_file(*args, **kwargs)
+
+    async def export(where):
+        if where == "shard":
+            disk.save_file = die_at_the_second
+        elif where == "manifest":
+            snapshots.write_manifest = die
+        else:
+            Path.rename = lambda self, target: die() if self.is_dir() else os.rename(self, target)
+        async with open_pytorch_backend(Path(model), optim=OptimConfig(), total_steps=1, threads=1, autocast="off") as backend:
+            await disk.export_snapshot(backend, Path(folder) / where / "v1", shard_bytes=70_000)
+
+    for where in ("shard", "manifest", "rename"):  # a child of its own each, after the imports, which are slow
+        child = os.fork()
+        if not child:
+            trio.run(export, where)
+            os._exit(0)
+        print(where, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_no_snapshot(cache: Path, tmp_path: Path):
+    model_path = resolve_model("tiny:byte", cache_dir=cache)
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(model_path), str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False)
+    killed = -signal.SIGKILL
+    assert done.stdout.split("\n") == [f"shard {killed}", f"manifest {killed}", f"rename {killed}", ""], done.stderr
+    for where in ("shard", "manifest", "rename"):
+        (left,) = (tmp_path / where).iterdir()
+        assert left.name.startswith(".tmp-v1-")
+        assert (left / "manifest.json").exists() == (where == "rename")
+        assert list_snapshots(tmp_path / where) == []
+        assert Snapshots(tmp_path / where).clear_after_restart(5) == []
+        assert list((tmp_path / where).iterdir()) == []
+
+
+# --- keeping -----------------------------------------------------------------------------------------------------------------
+
+
+def make_folders(folder: Path, *names: str) -> Snapshots:
+    for name in names:
+        (folder / name).mkdir()
+    return Snapshots(folder)
+
+
+def test_what_someone_reads_is_not_pruned(tmp_path: Path):
+    snapshots = make_folders(tmp_path, "v1", "v2", "v10")
+    with snapshots.open_reader(tmp_path / "v1"), snapshots.open_reader(tmp_path / "v1"):
+        assert snapshots.readers(tmp_path / "v1") == 2
+        assert snapshots.removable(tmp_path / "v10") == [tmp_path / "v2"]
+    assert snapshots.removable(tmp_path / "v10") == [tmp_path / "v1", tmp_path / "v2"]
+
+
+def test_what_was_pruned_cannot_be_opened(tmp_path: Path):
+    snapshots = make_folders(tmp_path, "v1")
+    remove_snapshot(tmp_path / "v1")
+    with pytest.raises(SnapshotError, match="pruned before it was opened"), snapshots.open_reader(tmp_path / "v1"):
+        pass
+
+
+def test_a_restart_removes_versions_that_training_will_make_again(tmp_path: Path):
+    snapshots = make_folders(tmp_path, "v3", "v4", "v4-2", "v5", ".tmp-v5-0a", "other")
+    assert snapshots.clear_after_restart(4) == [tmp_path / "v4", tmp_path / "v4-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "v3", "v4", "v4-2"]
+    assert snapshots.find_name(4) == tmp_path / "v4-3"
+    assert snapshots.find_name(5) == tmp_path / "v5"
