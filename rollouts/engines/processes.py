@@ -1,0 +1,489 @@
+"""Inference servers that this process starts, watches, restarts and never leaves behind.
+
+    open_engine_processes ── one guard a server ──► vLLM or SGLang on 127.0.0.1, a port of its own, a key of this run
+        ready: the health path answers, our key is accepted, no key is not
+        wait_exited(): why a server ended · restart(): the same port and key again
+    leaving the context, or the end of this process by any signal: nothing of a server is left (process_guard.py)
+
+The key never stands in a command line. vLLM reads it from its environment; SGLang only from flags or a YAML file, so it gets a file that
+its owner alone may read and that is gone once the server is up. SGLang also prints it into its log: logs are readable by their owner only,
+and it is blotted out in messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shlex
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+import trio
+
+from rollouts.engines.http import open_http_client
+from rollouts.errors import ConfigError, EngineError, EngineSetupError, InfrastructureError
+
+GUARD = Path(__file__).with_name("process_guard.py")
+MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
+HEALTH_PATHS = {"vllm": "/health", "sglang": "/ready"}  # SGLang's /health generates a token, for a second
+KEYED_PATH = "/v1/models"  # answered by both at once, and only with the key
+SERVED_NAME = "policy"
+HOST = "127.0.0.1"
+ASK_S = (0.05, 0.5)  # between two questions whether a server is up: at first, and later
+ANSWER_S = 10.0  # for one such answer
+PORT_TRIES = 5
+PORT_TAKEN = ("address already in use", "port is already in use", "errno 98", "eaddrinuse")  # in a log, lower case
+TAIL_LINES, TAIL_BYTES = 20, 64 * 1024
+KILL_S = 30.0  # for SIGKILL to take effect on a whole tree; a GPU driver may hold a process for seconds
+# The trainer's own: a server that finds torchrun's variables believes to be one of its ranks, and another environment's modules break it.
+NOT_INHERITED = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
+    "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_API_KEY",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCommand:
+    """What to start, without what differs between servers: port, key, share of the machine."""
+
+    kind: Literal["vllm", "sglang"]
+    python: Path  # the Python that has vLLM or SGLang installed
+    model: Path  # a Hugging Face model directory
+    args: tuple[str, ...] = ()  # the user's own flags, appended last
+    context_length: int | None = None  # tokens of prompt and response; None: as long as the model allows
+    dtype: str | None = None  # None: as in the model's config.json
+    env: Mapping[str, str] = field(default_factory=dict)  # wins over what is inherited and over what is set here
+
+
+class EngineProcess:
+    """One server: its address, and what happens to its process. Made by open_engine_processes."""
+
+    def __init__(self, command: EngineCommand, *, name: str, log_path: Path, secret_dir: Path, env: Mapping[str, str], start_s: float, stop_s: float):
+        self.name = name
+        self.api_key = secrets.token_hex(32)
+        self.log_path = log_path
+        self.port = 0
+        self.starts = 0
+        self._command = command
+        self._env = env
+        self._key_file = secret_dir / f"{name}.yaml"
+        self._start_s, self._stop_s = start_s, stop_s
+        self._life: _Life | None = None
+        self._turn = trio.Lock()  # one start or restart at a time
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the server process that was started last; its workers are below it."""
+        return 0 if self._life is None else self._life.pid
+
+    async def wait_exited(self) -> str:
+        """Why the server ended, with the last lines of its log; waits until it has, and until nothing of it is left."""
+        assert self._life is not None, "not started"
+        life = self._life
+        await life.wait_ended()
+        return f"{self._describe(life)}\n{self._read_tail(life)}"
+
+    async def restart(self) -> None:
+        """Stops what is left and starts the server again on the same port with the same key; returns when it is ready.
+
+        Raises EngineSetupError if it does not become ready. The one who asks decides how often to ask again.
+        """
+        async with self._turn:
+            await self._stop()
+            try:
+                await self._launch()
+            except _PortTaken as error:
+                raise EngineSetupError(f"{self.name} cannot start again at {self.url}: {error}") from error
+
+    async def start(self) -> None:
+        """Starts it on a free port and returns when it is ready. A port that somebody took in between is given up for another."""
+        async with self._turn:
+            for left in reversed(range(PORT_TRIES)):
+                self.port = find_free_port()
+                try:
+                    await self._launch()
+                    return
+                except _PortTaken as error:
+                    await self._stop()
+                    if not left:
+                        raise EngineSetupError(f"{PORT_TRIES} ports in a row were taken by others before the server had them: {error}") from error
+
+    async def stop(self) -> None:
+        """Ends the server: SIGTERM, and after the grace SIGKILL for its whole tree. Not to be interrupted. Raises EngineError if it stays."""
+        with trio.CancelScope(shield=True):
+            async with self._turn:
+                await self._stop()
+
+    async def _stop(self) -> None:
+        life = self._life
+        if life is None:
+            return
+        with trio.CancelScope(shield=True):
+            life.guard.terminate()
+            with trio.move_on_after(self._stop_s + 1.0):
+                await life.wait_ended()
+            if not life.has_ended:
+                await life.release()  # the guard kills at once when its stdin closes
+                with trio.move_on_after(KILL_S):
+                    await life.wait_ended()
+            await life.release()
+        if not life.has_ended:
+            raise EngineError(f"{self.name} (pid {life.pid}) did not end {KILL_S:g} s after SIGKILL; it may hold memory until the system lets it go")
+
+    async def _launch(self) -> None:
+        """A new life, ready. Raises EngineSetupError, or _PortTaken."""
+        arguments = make_arguments(self._command, port=self.port, key_file=self._key_file)
+        env = {**self._env, **({"VLLM_API_KEY": self.api_key} if self._command.kind == "vllm" else {})}
+        self.starts += 1
+        if self._command.kind == "sglang":
+            write_private(self._key_file, f'api-key: "{self.api_key}"\n')
+        try:
+            life = self._life = await _open_life(arguments, env, self.log_path, headline=f"start {self.starts} of {self.name}", grace_s=self._stop_s)
+            await self._wait_ready(life)
+        finally:
+            self._key_file.unlink(missing_ok=True)
+
+    async def _wait_ready(self, life: _Life) -> None:
+        ready = foreign = False
+        with trio.move_on_after(self._start_s):
+            async with trio.open_nursery() as nursery:
+
+                async def notice_end() -> None:
+                    await life.wait_ended()
+                    nursery.cancel_scope.cancel()
+
+                nursery.start_soon(notice_end)
+                await life.wait_started()
+                # Nothing tells when a server is up, so it is asked again and again.
+                pause_s, longest_s = ASK_S
+                while not (ready or foreign):
+                    state = await ask_ready(self.url, self.api_key, health_path=HEALTH_PATHS[self._command.kind])
+                    ready, foreign = state == "ready", state == "foreign"
+                    if state == "starting":
+                        await trio.sleep(pause_s)
+                        pause_s = min(2 * pause_s, longest_s)
+                nursery.cancel_scope.cancel()
+        if ready and not life.has_ended:
+            return
+        if foreign:
+            raise _PortTaken(f"another server answers at {self.url}")
+        tail = self._read_tail(life)
+        if life.has_ended and any(words in tail.lower() for words in PORT_TAKEN):
+            raise _PortTaken(f"{self.name} found port {self.port} taken\n{tail}")
+        what = f"{self._describe(life)} before it was ready" if life.has_ended else f"{self.name} was not ready after start_s={self._start_s:g}"
+        raise EngineSetupError(f"{what}; what it said last is the reason, or set engine.python and engine.args otherwise\n{tail}")
+
+    def _describe(self, life: _Life) -> str:
+        if "failed" in life.said:
+            return f"{self.name} did not start: {life.said['failed']}"
+        code = life.said.get("ended")
+        if code is None:
+            return f"{self.name} (pid {life.pid}) was stopped with its guard"
+        if code < 0:
+            return f"{self.name} (pid {life.pid}) was killed by {signal.Signals(-code).name}"
+        return f"{self.name} (pid {life.pid}) ended with exit code {code}"
+
+    def _read_tail(self, life: _Life) -> str:
+        """The last lines of this life's log and where it is, without the key."""
+        lines = read_tail(self.log_path, start=life.log_start).replace(self.api_key, "<key>")
+        return f"last lines of {self.log_path}:\n{lines}"
+
+
+class _PortTaken(EngineSetupError):
+    """Somebody else listens there."""
+
+
+@dataclass(slots=True, eq=False)
+class _Life:
+    """One start of a server, through the pipes of its guard."""
+
+    guard: trio.Process
+    log_start: int  # bytes that the log had before
+    said: dict = field(default_factory=dict)  # by the guard: started, failed, ended
+    rest: bytes = b""
+    at_end: bool = False
+    turn: trio.Lock = field(default_factory=trio.Lock)  # who reads
+
+    @property
+    def pid(self) -> int:
+        return self.said.get("started", 0)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.at_end and self.guard.returncode is not None
+
+    async def wait_started(self) -> None:
+        """Until the server process exists, or will not."""
+        while not (self.said or self.at_end):
+            await self._read_some()
+
+    async def wait_ended(self) -> None:
+        """Until the server and all below it are gone: the guards hold the pipe until then."""
+        while not self.at_end:
+            await self._read_some()
+        await self.guard.wait()
+
+    async def _read_some(self) -> None:
+        async with self.turn:
+            if self.at_end:
+                return
+            assert self.guard.stdout is not None
+            data = await self.guard.stdout.receive_some(4096)
+            *lines, self.rest = (self.rest + data).split(b"\n")
+            for line in lines:
+                self.said |= json.loads(line)
+            self.at_end = not data
+
+    async def release(self) -> None:
+        """Closes our end of the guard's pipes; if it still runs, it kills everything now."""
+        if self.guard.stdin is not None:
+            await trio.aclose_forcefully(self.guard.stdin)
+        if self.at_end and self.guard.stdout is not None:
+            await trio.aclose_forcefully(self.guard.stdout)
+
+
+async def _open_life(arguments: Sequence[str], env: Mapping[str, str], log_path: Path, *, headline: str, grace_s: float) -> _Life:
+    """The guard started and the server on its way, writing to the log after a dated line."""
+    settings = {"command": list(arguments), "parent_pid": os.getpid(), "grace_s": grace_s, "inner": False}
+    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    try:
+        start = os.fstat(log).st_size
+        os.write(log, f"=== {datetime.now(UTC).isoformat(timespec='seconds')} {headline}: {shlex.join(arguments)}\n".encode())
+        guard = await trio.lowlevel.open_process(
+            [sys.executable, "-I", "-S", str(GUARD), json.dumps(settings)],
+            stdin=-1,
+            stdout=-1,
+            stderr=log,
+            env=env,
+            start_new_session=True,
+        )
+        return _Life(guard, start)
+    finally:
+        os.close(log)
+
+
+@asynccontextmanager
+async def open_engine_processes(
+    command: EngineCommand,
+    *,
+    count: int,
+    log_dir: Path,
+    start_s: float = 600.0,
+    stop_s: float = 10.0,
+    gpus: Sequence[int] = (),
+) -> AsyncIterator[tuple[EngineProcess, ...]]:
+    """`count` servers that answer, each with a port, a key and a log (`log_dir/vllm-0.log`, appended to) of its own.
+
+    All start at once and share the processor's cores, or `gpus` (their numbers; empty: every server sees all). On leaving each has
+    `stop_s` to end by itself. Raises ConfigError for arguments that contradict what training needs, EngineSetupError with the end of the log
+    when one does not get ready: the others are stopped then.
+    """
+    check_command(command)
+    if count < 1 or (gpus and len(gpus) % count):
+        raise ConfigError(f"engine.count={count} must be at least 1 and divide the {len(gpus)} GPUs given to the servers")
+    log_dir.mkdir(parents=True, exist_ok=True)
+    share = len(gpus) // count
+    threads = None if runs_on_gpu(command) else max(1, len(os.sched_getaffinity(0)) // count if hasattr(os, "sched_getaffinity") else 1)
+    with tempfile.TemporaryDirectory(prefix="rollouts-engines-") as secret_dir:
+        processes = []
+        for index in range(count):
+            own_gpus = gpus[index * share : (index + 1) * share]
+            env = make_environment(command, os.environ, threads=threads, gpus=own_gpus)
+            name = f"{command.kind}-{index}"
+            processes.append(
+                EngineProcess(
+                    command,
+                    name=name,
+                    log_path=log_dir / f"{name}.log",
+                    secret_dir=Path(secret_dir),
+                    env=env,
+                    start_s=start_s,
+                    stop_s=stop_s,
+                )
+            )
+        try:
+            await _start_all(processes)
+            yield tuple(processes)
+        finally:
+            await _stop_all(processes)
+
+
+async def _start_all(processes: Sequence[EngineProcess]) -> None:
+    """All are ready. Raises the error of the first that is not, at once: then the others are not waited for."""
+    errors: list[EngineError] = []
+    async with trio.open_nursery() as nursery:
+
+        async def start(process: EngineProcess) -> None:
+            try:
+                await process.start()
+            except EngineError as error:
+                errors.append(error)
+                nursery.cancel_scope.cancel()
+
+        for process in processes:
+            nursery.start_soon(start, process)
+    if errors:
+        raise errors[0]
+
+
+async def _stop_all(processes: Sequence[EngineProcess]) -> None:
+    errors: list[EngineError] = []
+
+    async def stop(process: EngineProcess) -> None:
+        try:
+            await process.stop()
+        except EngineError as error:
+            errors.append(error)
+
+    with trio.CancelScope(shield=True):
+        async with trio.open_nursery() as nursery:
+            for process in processes:
+                nursery.start_soon(stop, process)
+    if errors:
+        raise errors[0]
+
+
+async def ask_ready(url: str, api_key: str, *, health_path: str) -> Literal["ready", "starting", "foreign"]:
+    """Whether the server there is up, takes our key and takes nobody without it ("ready"), or is up and not ours ("foreign")."""
+    try:
+        with trio.move_on_after(ANSWER_S):
+            async with open_http_client(url, connect_s=ANSWER_S) as anybody, open_http_client(url, api_key=api_key, connect_s=ANSWER_S) as we:
+                if (await we.request("GET", health_path)).status != 200:
+                    return "starting"
+                with_key = (await we.request("GET", KEYED_PATH)).status
+                without = (await anybody.request("GET", KEYED_PATH)).status
+                return "ready" if with_key == 200 and without == 401 else "foreign" if with_key in (200, 401, 403) else "starting"
+    except InfrastructureError:
+        pass
+    return "starting"
+
+
+def make_arguments(command: EngineCommand, *, port: int, key_file: Path) -> tuple[str, ...]:
+    """The server's whole command line, without a secret in it."""
+    fixed = {**_fixed_flags(command), "--port": str(port)}
+    if command.kind == "sglang":
+        fixed["--config"] = str(key_file)
+    own = {name for name, _ in split_flags(command.args)}
+    flags = {**fixed, **{name: value for name, value in _default_flags(command).items() if name not in own}}
+    words = [str(command.python), "-m", MODULES[command.kind]]
+    for name, value in flags.items():
+        words += [name] if value is None else [name, value]
+    return (*words, *command.args)
+
+
+def _fixed_flags(command: EngineCommand) -> dict[str, str | None]:
+    """What a user may not change, but for port and key: names and values; None for a switch."""
+    model, length = ("--model", "--max-model-len") if command.kind == "vllm" else ("--model-path", "--context-length")
+    flags: dict[str, str | None] = {model: str(command.model), "--host": HOST, "--served-model-name": SERVED_NAME}
+    if command.context_length is not None:
+        flags[length] = str(command.context_length)
+    if command.dtype is not None:
+        flags["--dtype"] = command.dtype
+    if command.kind == "vllm":
+        flags["--logprobs-mode"] = "processed_logprobs"  # of the distribution sampled from: after temperature and top-p
+        flags["--enable-scale-out"] = None  # opens the endpoint for token ids
+    elif not runs_on_gpu(command):
+        flags["--device"] = "cpu"
+        flags["--sleep-on-idle"] = None  # otherwise the scheduler spins on a core that others need
+    return flags
+
+
+def _default_flags(command: EngineCommand) -> dict[str, str | None]:
+    """What a user's own flag replaces."""
+    if command.kind == "vllm":
+        return {"--disable-uvicorn-access-log": None}  # a line for every request otherwise
+    flags: dict[str, str | None] = {"--log-level-http": "warning"}
+    if not runs_on_gpu(command):
+        # Without a limit the cache is sized by all of the machine's memory.
+        flags |= {"--attention-backend": "torch_native", "--max-total-tokens": str(max(16384, 8 * (command.context_length or 0)))}
+    return flags
+
+
+def check_command(command: EngineCommand) -> None:
+    """Raises ConfigError for a Python that is not there, and for a flag of the user's that contradicts one that is set here."""
+    if not os.access(command.python, os.X_OK):
+        install = f"python -m rollouts engines install-{command.kind}-cpu"
+        raise ConfigError(f"engine.python={command.python} is not there or cannot be executed; `{install}` makes one for a CPU, or name another")
+    fixed = {"--port": "", "--api-key": "", **({"--config": "", "--admin-api-key": ""} if command.kind == "sglang" else {}), **_fixed_flags(command)}
+    if command.kind == "sglang":
+        fixed |= {"--model": str(command.model)}
+    for name, value in split_flags(command.args):
+        # argparse takes the beginning of a flag for the flag; "--no-x" is the opposite of "--x".
+        meant = [flag for flag in fixed if flag == name or (len(name) > 4 and flag.startswith(name)) or name == f"--no-{flag[2:]}"]
+        if not meant or (name == meant[0] and fixed[meant[0]] == value):
+            continue
+        set_here = " ".join(word for word in (meant[0], fixed[meant[0]]) if word)
+        why = "the key and the port of a server are chosen for each run" if fixed[meant[0]] == "" else f"training needs `{set_here}`"
+        raise ConfigError(f"engine.args has `{' '.join(word for word in (name, value) if word)}`, but {why}; leave it out")
+
+
+def split_flags(args: Sequence[str]) -> list[tuple[str, str | None]]:
+    """(flag with dashes for underscores, its value or None) in order; words that follow a flag's value belong to it and are dropped."""
+    flags: list[tuple[str, str | None]] = []
+    for word in args:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            flags.append((name.replace("_", "-"), value if equals else None))
+        elif flags and flags[-1][1] is None:
+            flags[-1] = (flags[-1][0], word)
+    return flags
+
+
+def runs_on_gpu(command: EngineCommand) -> bool:
+    """Whether the server will: what the user says with --device, otherwise whether this machine has an NVIDIA driver."""
+    device = dict(split_flags(command.args)).get("--device")
+    return Path("/dev/nvidiactl").exists() if device is None else not device.startswith("cpu")
+
+
+def make_environment(command: EngineCommand, inherited: Mapping[str, str], *, threads: int | None, gpus: Sequence[int] = ()) -> dict[str, str]:
+    """The server's environment: what is inherited, without the trainer's own, with what it needs. `threads`: its share of the cores on a CPU."""
+    env = {name: value for name, value in inherited.items() if name not in NOT_INHERITED and not name.startswith("TORCHELASTIC_")}
+    env["PATH"] = f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}"  # compilers and ninja of its own environment
+    env["PYTHONUNBUFFERED"] = "1"  # so that the log of a server that is killed is whole
+    if command.kind == "vllm":
+        env["VLLM_SERVER_DEV_MODE"] = "1"  # opens pausing and weight updates
+        env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(threads)
+        if command.kind == "vllm":
+            env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # bound, all servers would take the same cores, and the trainer's too
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+    return {**env, **command.env}
+
+
+def find_free_port() -> int:
+    """A port on the loopback interface that nobody had a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return probe.getsockname()[1]
+
+
+def write_private(path: Path, text: str) -> None:
+    """A new file that only its owner can read, also while it is written."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+def read_tail(path: Path, *, start: int) -> str:
+    """The last lines of a text file after byte `start`."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(start, size - TAIL_BYTES))
+        return "\n".join(file.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+    return ""

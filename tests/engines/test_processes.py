@@ -1,0 +1,87 @@
+"""Real servers, started and ended by open_engine_processes: ready with our key only, restarted in place, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import trio
+
+from rollouts.engines.http import open_http_client
+from rollouts.engines.processes import EngineCommand, open_engine_processes
+from rollouts.errors import EngineSetupError
+from rollouts.models.load import resolve_model
+
+pytestmark = [pytest.mark.engines, pytest.mark.slow]
+ROOT = Path(__file__).resolve().parents[2]
+ARGS = {"vllm": (), "sglang": ("--device", "cpu", "--max-total-tokens", "4096")}
+Kind = Literal["vllm", "sglang"]
+
+
+@pytest.fixture
+def command(kind: Kind) -> EngineCommand:
+    python = Path(os.environ.get(f"ROLLOUTS_{kind.upper()}_PYTHON", ROOT / f".venv-{kind}" / "bin" / "python"))
+    if not python.exists():
+        pytest.skip(f"{python} is not there: python -m rollouts engines install-{kind}-cpu")
+    return EngineCommand(kind, python, resolve_model("tiny:llama", seed=0), ARGS[kind], context_length=256, dtype="float32")
+
+
+def descendants_of(pid: int) -> set[int]:
+    text = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+    parents = {int(line.split()[0]): int(line.split()[1]) for line in text.splitlines()}
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def command_lines(pids: set[int]) -> str:
+    return "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+
+
+async def generate_ids(kind: Kind, url: str, key: str) -> list[int]:
+    """Four tokens after three, greedily."""
+    if kind == "vllm":
+        path, body = "/inference/v1/generate", {"model": "policy", "token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}}
+    else:
+        path, body = "/generate", {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 4, "temperature": 0.0, "ignore_eos": True}}
+    async with open_http_client(url, api_key=key) as client:
+        reply = await client.request("POST", path, body=json.dumps(body).encode(), silence_s=120.0)
+    assert reply.status == 200, reply.body
+    answer = json.loads(reply.body)
+    return answer["choices"][0]["token_ids"] if kind == "vllm" else answer["output_ids"]
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(command: EngineCommand, kind: Kind, tmp_path: Path):
+    async with open_engine_processes(command, count=1, log_dir=tmp_path, start_s=400.0) as (process,):
+        print(f"{kind}: ready on {process.url}")
+        tree = descendants_of(process.pid)
+        assert process.api_key not in command_lines(tree)
+        first = await generate_ids(kind, process.url, process.api_key)
+        assert len(first) == 4
+
+        url = process.url
+        os.kill(process.pid, signal.SIGKILL)
+        with trio.fail_after(60):
+            assert "was killed by SIGKILL" in await process.wait_exited()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in tree), "workers of a server that was killed"
+        await process.restart()
+        assert process.url == url
+        assert await generate_ids(kind, process.url, process.api_key) == first
+        tree = descendants_of(process.pid)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in tree)
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+async def test_a_real_server_that_cannot_start_says_why(command: EngineCommand, kind: Kind, tmp_path: Path):
+    wrong = EngineCommand(kind, command.python, tmp_path / "no-model", ARGS[kind], context_length=256)
+    with pytest.raises(EngineSetupError, match=f"{kind}-0.*before it was ready") as raised:
+        async with open_engine_processes(wrong, count=1, log_dir=tmp_path, start_s=300.0):
+            pytest.fail("it has no model")
+    assert "no-model" in str(raised.value)
