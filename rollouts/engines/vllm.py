@@ -286,13 +286,16 @@ class VLLMEngine:
         """Loads a directory of safetensors, which the server must see under the same path, as `version`. Pause first, in any mode.
 
         Requests frozen by pause("keep") go on with the new weights after resume(), their keys and values computed anew.
-        Raises SnapshotError, with nothing sent, for a directory that is damaged or of another model; WeightVersionError if the server
-        names another version afterwards; EngineError if the server fails, in which case the weights before are loaded again.
+        Raises EngineError, with nothing sent, for a directory that is damaged or of another model, and if the server fails, in which case
+        the weights before are loaded again; WeightVersionError if the server names another version afterwards.
         """
         path = path.absolute()
-        shapes = read_tensor_shapes(path)
-        if self._expected is not None:
-            check_same_model(shapes, self._expected, path=path)
+        try:
+            shapes = read_tensor_shapes(path)
+            if self._expected is not None:
+                check_same_model(shapes, self._expected, path=path)
+        except SnapshotError as error:
+            raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
         await self._check_paused()
         before = await self.weight_version()
         await self._name_weights(IN_PIECES)

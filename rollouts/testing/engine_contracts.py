@@ -1,6 +1,13 @@
 """What every InferenceEngine must do, as functions that raise AssertionError: run them on fakes and on real engines.
 
 Each takes `open_engine`, which gives an async context with a fresh engine, open and not paused, whose vocabulary holds the ids 1..9.
+
+    CHECKS           need nothing but an engine; fakes pass them too
+    MODEL_CHECKS     need a model that decodes: contexts of LONG + 64 tokens, several requests at a time
+    SNAPSHOT_CHECKS  need two snapshots of that model with different weights; leave the engine with the second as its next versions
+
+They wait for other requests' answers, never for time: where a request has to be in the middle of its work, a short one that was sent after
+it is awaited.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from rollouts.protocols import InferenceEngine
 from rollouts.types import Completion, GenerateRequest, SamplingParams
 
 OpenEngine = Callable[[], AbstractAsyncContextManager[InferenceEngine]]
+LONG = 400  # tokens of a request that is still at work when a short one is done
 
 
 def make_request(request_id: str = "a", *, prompt: tuple[int, ...] = (1, 2, 3), max_new_tokens: int = 4, **sampling: Any) -> GenerateRequest:
@@ -167,6 +175,173 @@ async def check_closed_engine_says_so(open_engine: OpenEngine) -> None:
     await _message_of(EngineClosed, lambda: engine.pause("wait"))
     assert not await engine.health()
 
+# --- with a model behind the engine ------------------------------------------------------------------------------------------
+
+
+async def check_seed_fixes_the_tokens(open_engine: OpenEngine) -> None:
+    """Where features.seeds: the same seed gives the same tokens, whatever runs beside it, and other seeds give others."""
+    async with open_engine() as engine:
+        if not engine.features.seeds:
+            assert any("seed" in gap for gap in engine.features.gaps), "an engine without seeds says so in its gaps"
+            return
+        alone = await engine.generate(make_request(max_new_tokens=16, seed=11))
+        answers: dict[str, Completion] = {}
+
+        async def ask(name: str, seed: int) -> None:
+            answers[name] = await engine.generate(make_request(name, max_new_tokens=16, seed=seed))
+
+        async with trio.open_nursery() as nursery:
+            for seed in (11, 12, 13, 2**64 - 1):
+                nursery.start_soon(ask, f"seed-{seed}", seed)
+        assert answers["seed-11"].token_ids.tolist() == alone.token_ids.tolist()
+        assert len({tuple(answer.token_ids.tolist()) for answer in answers.values()}) > 1
+
+
+async def check_greedy_repeats_itself(open_engine: OpenEngine) -> None:
+    """At temperature 0 the tokens do not depend on the seed, and no log-prob is that of a certain event."""
+    async with open_engine() as engine:
+        first = await engine.generate(make_request(max_new_tokens=8, temperature=0.0, seed=1))
+        second = await engine.generate(make_request(max_new_tokens=8, temperature=0.0, seed=2))
+        assert first.token_ids.tolist() == second.token_ids.tolist()
+        assert np.allclose(first.log_probs, second.log_probs, atol=1e-3)
+        assert (first.log_probs < 0).any(), "log-probs of greedy tokens are those at temperature 1, not 0"
+
+
+async def check_stop_token_ends_and_stays(open_engine: OpenEngine) -> None:
+    """A stop token ends the completion and is its last token; nothing else ends it before its limit."""
+    async with open_engine() as engine:
+        whole = await engine.generate(make_request(max_new_tokens=12, temperature=0.0))
+        assert (len(whole.token_ids), whole.finish_reason) == (12, "length")
+        stop = int(whole.token_ids[5])
+        cut = await engine.generate(make_request(max_new_tokens=12, temperature=0.0, stop_token_ids=(stop,)))
+        length = whole.token_ids.tolist().index(stop) + 1
+        assert cut.token_ids.tolist() == whole.token_ids.tolist()[:length]
+        assert cut.finish_reason == "stop"
+
+
+async def check_abort_keeps_what_is_there(open_engine: OpenEngine) -> None:
+    """An aborted request is answered with the tokens that it has, all of one version, and the engine goes on."""
+    async with open_engine() as engine:
+        answers: list[Completion] = []
+
+        async def ask() -> None:
+            answers.append(await engine.generate(make_request("long", max_new_tokens=LONG)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await engine.generate(make_request("short", max_new_tokens=8))
+            await engine.abort_all()
+        answer = answers[0]
+        assert answer.finish_reason == "abort"
+        assert 0 < len(answer.token_ids) < LONG
+        assert len(answer.log_probs) == len(answer.weight_versions) == len(answer.token_ids)
+        assert (answer.weight_versions == await engine.weight_version()).all()
+        assert (await engine.generate(make_request("after"))).finish_reason == "length"
+
+
+async def check_pause_ends_what_is_in_flight(open_engine: OpenEngine) -> None:
+    """abort answers with what there is, wait with everything; both before pause returns."""
+    async with open_engine() as engine:
+        for mode, reason in (("abort", "abort"), ("wait", "length")):
+            answers: list[Completion] = []
+
+            async def ask(answers: list[Completion] = answers, name: str = mode) -> None:
+                answers.append(await engine.generate(make_request(f"long-{name}", max_new_tokens=LONG)))
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                await engine.generate(make_request("short", max_new_tokens=8))
+                await engine.pause(mode)  # pyright: ignore[reportArgumentType]
+                await trio.lowlevel.checkpoint()
+                assert [answer.finish_reason for answer in answers] == [reason], mode
+                assert (len(answers[0].token_ids) == LONG) == (mode == "wait")
+            await engine.resume()
+
+
+async def check_cancelled_request_frees_its_place(open_engine: OpenEngine) -> None:
+    """After a caller that was being answered is cancelled, the engine has nothing left to do."""
+    async with open_engine() as engine:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.generate, make_request("long", max_new_tokens=LONG))
+            await engine.generate(make_request("short", max_new_tokens=8))
+            nursery.cancel_scope.cancel()
+        assert engine.statistics()["running"] == 0
+        await engine.pause("wait")
+        await engine.resume()
+        await engine.generate(make_request("long", max_new_tokens=2))
+        load = await engine.load()
+        assert (load.running, load.waiting) == (0, 0)
+
+
+async def check_update_from_checkpoint(open_engine: OpenEngine, first: Path, second: Path) -> None:
+    """Each update shows in version, log-probs and checksum, and the first weights give the first log-probs again: no cache survives."""
+    async with open_engine() as engine:
+        version = await engine.weight_version()
+        seen: list[tuple[list[float], str | None]] = []
+        for path in (first, second, first):
+            version += 1
+            await engine.pause("wait")
+            await engine.update_weights_from_checkpoint(path, version)
+            await engine.resume()
+            assert await engine.weight_version() == version
+            completion = await engine.generate(make_request(prompt=tuple(range(1, 10)) * 20, max_new_tokens=4, temperature=0.0))
+            assert (completion.weight_versions == version).all()
+            seen.append((completion.log_probs.tolist(), await engine.checksum()))
+        assert np.allclose(seen[0][0], seen[2][0], atol=1e-3)
+        assert not np.allclose(seen[0][0][:1], seen[1][0][:1], atol=1e-3)
+        if engine.features.checksum:
+            assert seen[0][1] == seen[2][1] != seen[1][1]
+        else:
+            assert [checksum for _, checksum in seen] == [None] * 3
+
+
+async def check_keep_pause_spans_two_versions(open_engine: OpenEngine, second: Path) -> None:
+    """A request in flight over pause("keep"), an update and resume comes back whole, its tokens of the version that made each."""
+    async with open_engine() as engine:
+        before = await engine.weight_version()
+        if not (engine.features.keep_pause and engine.features.version_spans):
+            return
+        answers: list[Completion] = []
+
+        async def ask() -> None:
+            answers.append(await engine.generate(make_request("long", max_new_tokens=LONG)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await engine.generate(make_request("short", max_new_tokens=8))
+            await engine.pause("keep")
+            await engine.update_weights_from_checkpoint(second, before + 1)
+            assert answers == []
+            await engine.resume()
+        assert (len(answers[0].token_ids), answers[0].finish_reason) == (LONG, "length")
+        versions = answers[0].weight_versions
+        old = int((versions == before).sum())
+        assert 0 < old < LONG
+        assert versions.tolist() == [before] * old + [before + 1] * (LONG - old)
+
+
+async def check_bad_snapshots_change_nothing(open_engine: OpenEngine, second: Path, folder: Path) -> None:
+    """A snapshot that is not there, has no weights or is cut is refused by name; version and log-probs stay, and the engine serves."""
+    cut = folder / "cut"
+    cut.mkdir()
+    for file in second.iterdir():
+        content = file.read_bytes()
+        (cut / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+    empty = folder / "empty"
+    empty.mkdir()
+    async with open_engine() as engine:
+        version = await engine.weight_version()
+        before = await engine.generate(make_request(temperature=0.0))
+        for path in (folder / "nowhere", empty, cut):
+            await engine.pause("wait")
+            message = await _message_of(EngineError, lambda path=path: engine.update_weights_from_checkpoint(path, version + 1))
+            await engine.resume()
+            assert path.name in message, message
+        after = await engine.generate(make_request(temperature=0.0))
+        assert await engine.weight_version() == version
+        assert np.allclose(before.log_probs, after.log_probs, atol=1e-3)
+        assert (after.weight_versions == version).all()
+
 
 CHECKS = (
     check_completion_is_whole,
@@ -178,6 +353,17 @@ CHECKS = (
     check_cancelled_caller_leaves_no_trace,
     check_closed_engine_says_so,
 )  # that need nothing but an engine
+
+MODEL_CHECKS = (
+    check_seed_fixes_the_tokens,
+    check_greedy_repeats_itself,
+    check_stop_token_ends_and_stays,
+    check_abort_keeps_what_is_there,
+    check_pause_ends_what_is_in_flight,
+    check_cancelled_request_frees_its_place,
+)  # each takes open_engine
+
+SNAPSHOT_CHECKS = (check_update_from_checkpoint, check_keep_pause_spans_two_versions, check_bad_snapshots_change_nothing)  # see their arguments
 
 
 async def _message_of(kind: type[Exception], call: Callable[[], Awaitable[object]]) -> str:
