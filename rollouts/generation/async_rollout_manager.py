@@ -1,15 +1,26 @@
 """Batches of scored groups, and the account of every prompt drawn for them.
 
     DataBuffer ──► launch ──► run_group tasks in one nursery ──► closed groups ──► decide ──► batch
-        ▲          ceil(P * over_sampling) at once,                               │  keep, filtered, failed, stale
-        │          one more for each that drops out  ◄────────────────────────────┘
-        └── whoever is undecided when the batch is full: aborted, dropped as surplus, prompt returned
+        ▲          ceil(P * over_sampling) groups at once                         │  keep, filtered, failed, stale
+        │                                                                         │
+        └── s = 0: whoever is undecided when the batch is full: aborted, dropped as surplus, prompt returned
+            s ≥ 1: finished groups too many, and unfinished ones with all that they have, are held ──► resumed by the next call
 
 max_staleness = 0: groups are decided in launch order, however they finish, so a batch is the first P groups *by launch*
-that are kept. Short answers gain nothing by finishing early, and the outcome does not depend on who finishes first.
-max_staleness ≥ 1: groups are decided as they finish. One that is kept after the batch is full is held for a later batch.
-deterministic: in launch order, and only when all that were launched have finished, so that the requests of the next round reach the
-engine together: what is decoded together, and so the last bits of every log-prob, does not depend on how long a reward takes.
+that are kept, and one more is launched for each that drops out. Short answers gain nothing by finishing early, and the outcome does not depend
+on who finishes first.
+
+max_staleness ≥ 1: groups are decided as they finish, and P of them are delivered by the rule of pacing.py. While the batch is made, a group is
+launched whenever fewer than ceil(P * over_sampling) * G samples are being generated, up to the window of that rule, so engines stay full while
+the last members of old groups end. When the batch is full, abort_all() makes the engine answer with what there is: nothing is thrown away.
+An unfinished group keeps its finished members with their rewards, and of the others the tokens that there are, each with the version that made
+it; a member whose reward was being computed keeps its finished text and is scored in the next call, with that call's reward. A member that cannot go
+on (several segments, or a generate function that does not end within STOP_S) starts again. The next call resumes held groups before it
+launches others, in launch order.
+
+deterministic: at every staleness in launch order, and only when all that were launched have finished, so that the requests of the next round
+reach the engine together: what is decoded together, and so the last bits of every log-prob, does not depend on how long a reward takes. Nothing is
+held.
 
 generate_batch() owns every task that it starts and ends them all before it returns; between calls nothing runs.
 """
@@ -18,19 +29,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
 
 import trio
 
 from rollouts.config.schema import RolloutConfig
 from rollouts.data.data_buffer import PromptRow
-from rollouts.errors import ConfigError, NotEnoughSamples, RolloutsError
+from rollouts.errors import ConfigError, EngineError, NotEnoughSamples, RolloutsError
 from rollouts.generation.batch import compute_batch_metrics, make_batch
-from rollouts.generation.group import ClosedGroup, GroupPlan, failure_class_of, run_group
+from rollouts.generation.group import INFRASTRUCTURE, ClosedGroup, GroupPlan, GroupWork, failure_class_of, run_group, start_group
 from rollouts.generation.ledger import ABORTED, FILTERED, STALE, SURPLUS, Ledger
-from rollouts.generation.staleness import HeldGroup, compute_lag, decode_held_group, encode_held_group
+from rollouts.generation.pacing import Pace
+from rollouts.generation.staleness import (
+    HeldGroup,
+    UnfinishedGroup,
+    compute_lag,
+    decode_held_group,
+    decode_unfinished_group,
+    encode_held_group,
+    encode_unfinished_group,
+    find_oldest_version,
+    find_oldest_version_of_members,
+)
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.call import USER_THREADS
 from rollouts.types import JSONValue, Metric, RolloutBatch, Sample, SamplingParams
@@ -44,25 +66,37 @@ class PromptSource(Protocol):
     def find_prompt(self, prompt_id: str, epoch: int) -> PromptRow: ...
 
 
+STOP_S = 10.0  # for generate functions to end after the engine has answered them; those that don't start again in the next call
+
+
 @dataclass(slots=True, eq=False)
 class _Draw:
     """One batch in the making."""
 
+    pace: Pace | None = None  # where groups are decided as they finish
     undecided: dict[int, PromptRow] = field(default_factory=dict)  # by group index, in launch order: running, or closed and waiting their turn
+    work: dict[int, GroupWork] = field(default_factory=dict)  # how far those have come
     closed: dict[int, ClosedGroup] = field(default_factory=dict)  # those of them that have finished
-    kept: list[HeldGroup] = field(default_factory=list)  # of the batch
+    kept: dict[int, HeldGroup] = field(default_factory=dict)  # of the batch; paced: may be more, of which the batch is chosen
     decided: list[ClosedGroup] = field(default_factory=list)
-    failed_groups: dict[int, PromptRow] = field(default_factory=dict)  # decided, but in the ledger only when the batch is delivered
+    failed: list[Sample] = field(default_factory=list)  # of the decided
+    failed_groups: dict[int, tuple[PromptRow, str]] = field(default_factory=dict)  # decided, but in the ledger only when the batch is delivered
     drawn: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # groups by reason
+    generating: int = 0  # samples; counted only where paced
+    is_stopping: bool = False
 
-    @property
-    def failed(self) -> tuple[Sample, ...]:
-        return tuple(sample for closed in self.decided for sample in closed.failed)
+
+class _Carried(NamedTuple):
+    """What is left of a draw."""
+
+    held: dict[int, HeldGroup]
+    unfinished: dict[int, UnfinishedGroup]
+    returned: dict[int, PromptRow]  # in launch order
 
 
 class AsyncRolloutManager:
-    """Turns prompts into batches. Holds finished groups between batches only when max_staleness ≥ 1; nothing runs between calls."""
+    """Turns prompts into batches. Holds groups between batches only when max_staleness ≥ 1; nothing runs between calls."""
 
     def __init__(
         self,
@@ -82,8 +116,13 @@ class AsyncRolloutManager:
     ) -> None:
         """`policy_version` answers the trainer's version, which must not advance while generate_batch runs; `sampling.seed` is replaced by
         one of each sample's own, made of `seed` and its id. A deterministic engine makes the manager deterministic.
-        Raises ConfigError for settings that cannot train.
+        Raises ConfigError for settings, or an engine, that cannot train.
         """
+        if not engine.features.log_probs:
+            raise ConfigError(
+                f"engine {engine.features.name} answers without log-probs of the distribution it samples from, and nothing can train without them; "
+                "use it for evaluation, and an engine whose features.log_probs is True here"
+            )
         if sampling.top_p < 1 or sampling.top_k > 0:
             raise ConfigError(
                 f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}; the trainer computes log-probs over the whole vocabulary, so training "
@@ -105,7 +144,9 @@ class AsyncRolloutManager:
         self._in_launch_order = self._in_rounds or max_staleness == 0
         self._limiter = trio.CapacityLimiter(USER_THREADS)
         self._ledger = Ledger()
-        self._held: list[HeldGroup] = []
+        self._held: dict[int, HeldGroup] = {}  # by group index, in launch order, like the next
+        self._unfinished: dict[int, UnfinishedGroup] = {}
+        self._failures: Counter[str] = Counter()  # samples by class
         self._next_group_index = 0
         self._current: _Draw | None = None  # while generate_batch runs
         self._last_metrics: dict[str, Metric] = {}
@@ -116,22 +157,23 @@ class AsyncRolloutManager:
 
         Members that failed are left out, so a group has 2 to G trajectories. On every way out nothing is in flight; if that is by
         cancellation or an error, the prompts of the unfinished batch are back in the buffer, or held if staleness allows, those of groups
-        that failed among them.
+        that failed among them. A group that an engine's failures left with too few samples (class infrastructure) gives its prompt back,
+        and its samples do not count for max_failed_fraction.
         Raises NotEnoughSamples, with counts by reason, when max_attempts or max_failed_fraction is spent; UserFunctionError when a filter
-        does not answer; EngineClosed, ModelError and other errors that are not one sample's alone.
+        does not answer; FleetDown, EngineClosed, WeightVersionError, EngineSetupError, ModelError and other errors that are not one sample's alone.
         """
         if self._current is not None:
             raise RuntimeError("generate_batch is running already; await one batch before asking for the next")
         plan = self._make_plan(reward_fn)
         draw = self._current = _Draw()
         try:
-            self._take_held(draw)
-            await self._collect_groups(draw, plan)
+            await self._collect_batch(draw, plan)
             return self._deliver(draw)
         finally:
             self._current = None
-            self._give_up(draw)
-            self._last_failed = draw.failed
+            self._put_back(draw, ABORTED)
+            self._last_failed = tuple(draw.failed)
+            self._failures.update(failure_class_of(sample) for sample in draw.failed)
             self._ledger.check()
             assert self._ledger.counts().in_flight == 0, "a group is still in flight"
 
@@ -144,26 +186,45 @@ class AsyncRolloutManager:
         return self._last_failed
 
     def statistics(self) -> Mapping[str, float]:
-        """Groups since the start of the run: `drawn`, and where they are now: `trained`, `held`, `in_flight`, dropped/…, failed/…."""
-        counts = self._ledger.counts()
+        """Where everything is now, and what the engine says of itself under its own names.
+
+        Groups since the start of the run: `drawn`, and where they are now: `trained`, `held`, `in_flight`, dropped/…, failed/…. Of those held,
+        `held/finished` and `held/unfinished`; of those in flight, `in_flight/queued` have finished and wait for the batch (paced) or their turn.
+        `samples/generating` and `samples/failed/CLASS` count samples.
+        """
+        counts, draw = self._ledger.counts(), self._current or _Draw()
+        queued = len(draw.kept) + len(draw.closed)
         return {
+            **self._engine.statistics(),
             "drawn": float(counts.drawn),
             "trained": float(counts.trained),
             "held": float(counts.held),
+            "held/finished": float(len(self._held)),
+            "held/unfinished": float(len(self._unfinished)),
             "in_flight": float(counts.in_flight),
+            "in_flight/queued": float(queued),
+            "samples/generating": float(draw.generating),
+            **{f"samples/failed/{name}": float(count) for name, count in sorted(self._failures.items())},
             **{f"dropped/{reason.removeprefix(FILTERED)}": float(count) for reason, count in sorted(counts.dropped.items())},
             **{f"failed/{name}": float(count) for name, count in sorted(counts.failed.items())},
         }
 
     def state_dict(self) -> dict[str, JSONValue]:
-        """Everything an exact resume needs, as JSON. Taken while a batch is being made, its prompts are saved as prompts to return."""
+        """Everything an exact resume needs, as JSON.
+
+        Taken while a batch is being made, it is what a cancellation at this moment would leave: prompts to return, and, where groups are
+        carried over, those that have finished and what the others had when they were last stopped.
+        """
         draw = self._current or _Draw()
-        undelivered = {held.group.group_index: held.prompt for held in draw.kept} | draw.failed_groups | draw.undecided
+        carried = self._carry(draw)
+        held, unfinished = self._held | carried.held, self._unfinished | carried.unfinished
         return {
             "next_group_index": self._next_group_index,
             "ledger": self._ledger.state_dict(),
-            "held": [encode_held_group(held) for held in self._held],
-            "in_flight": [[index, prompt.prompt_id, prompt.epoch] for index, prompt in sorted(undelivered.items())],
+            "failures": dict(self._failures),
+            "held": [encode_held_group(held[group_index]) for group_index in sorted(held)],
+            "unfinished": [encode_unfinished_group(unfinished[group_index]) for group_index in sorted(unfinished)],
+            "in_flight": [[index, prompt.prompt_id, prompt.epoch] for index, prompt in carried.returned.items()],
         }
 
     def load_state_dict(self, state: Mapping[str, JSONValue]) -> None:
@@ -171,11 +232,16 @@ class AsyncRolloutManager:
         assert self._current is None, "load_state_dict while a batch is being made"
         find = self._data_buffer.find_prompt
         self._next_group_index = int(state["next_group_index"])
-        self._held = [decode_held_group(record, find(record["prompt_id"], record["epoch"])) for record in state["held"]]
+        self._failures = Counter(state.get("failures", {}))  # states of earlier versions have neither this nor unfinished groups
+        held = [decode_held_group(record, find(record["prompt_id"], record["epoch"])) for record in state["held"]]
+        records = state.get("unfinished", [])
+        unfinished = [decode_unfinished_group(record, find(record["prompt_id"], record["epoch"])) for record in records]
+        self._held = {one.group.group_index: one for one in held}
+        self._unfinished = {one.group_index: one for one in unfinished}
         self._ledger.load_state_dict(state["ledger"])
-        for held in self._held:
-            self._ledger.open(held.group.group_index)
-            self._ledger.hold(held.group.group_index)
+        for group_index in [*self._held, *self._unfinished]:
+            self._ledger.open(group_index)
+            self._ledger.hold(group_index)
         for group_index, _, _ in state["in_flight"]:
             self._ledger.open(group_index)
             self._ledger.drop(group_index, ABORTED)
@@ -206,41 +272,65 @@ class AsyncRolloutManager:
     def _draw_limit(self) -> int:
         return self._config.num_prompts * self._config.max_attempts
 
-    async def _collect_groups(self, draw: _Draw, plan: GroupPlan) -> None:
+    @property
+    def _num_at_once(self) -> int:
+        """Groups launched at once."""
+        return math.ceil(self._config.num_prompts * self._config.over_sampling - 1e-9)  # 10 * 1.1 is a little more than 11
+
+    async def _collect_batch(self, draw: _Draw, plan: GroupPlan) -> None:
         """Fills draw.kept. Every task has ended when this returns or raises."""
-        send, receive = trio.open_memory_channel[ClosedGroup](math.inf)  # never more than the groups in flight
+        if self._in_launch_order:
+            self._drop_held(draw)
+        else:
+            draw.pace = await self._make_pace()
+            self._take_held(draw, draw.pace)
+        send, receive = trio.open_memory_channel[ClosedGroup | int](math.inf)  # never more than the groups and samples in flight
+        if draw.pace is not None:
+            plan = replace(plan, is_stopping=lambda: draw.is_stopping, ended=send)
         failure: RolloutsError | None = None
         async with trio.open_nursery() as nursery:
 
-            def launch(count: int) -> None:
-                for group_index, prompt in self._open_groups(draw, count):
-                    nursery.start_soon(_run_and_send, plan, group_index, prompt, send)
+            def launch(works: Iterable[GroupWork]) -> None:
+                for work in works:
+                    draw.generating += work.num_to_generate
+                    nursery.start_soon(_run_and_send, plan, work, send)
 
             try:
-                await self._fill(draw, launch, receive)
+                if draw.pace is None:
+                    await self._fill(draw, launch, receive)
+                else:
+                    await self._fill_paced(draw, draw.pace, launch, receive)
+                    await self._stop_running(draw, receive)
             except RolloutsError as error:
                 failure = error  # raised below, outside the nursery, which would wrap it in a group
             nursery.cancel_scope.cancel()
         while receive.statistics().current_buffer_used:
-            closed = receive.receive_nowait()
-            draw.closed[closed.group_index] = closed
+            self._take_report(draw, receive.receive_nowait())
+        draw.generating = 0
         if failure is not None:
             raise failure
+        if draw.pace is not None:
+            self._decide_late(draw)
 
-    async def _fill(self, draw: _Draw, launch: Callable[[int], None], receive: trio.MemoryReceiveChannel[ClosedGroup]) -> None:
+    def _take_report(self, draw: _Draw, report: ClosedGroup | int) -> None:
+        """Notes that a group has closed, or that a member of one no longer generates."""
+        if isinstance(report, ClosedGroup):
+            draw.closed[report.group_index] = report
+        else:
+            draw.generating -= 1
+
+    async def _fill(self, draw: _Draw, launch: _Launch, receive: trio.MemoryReceiveChannel[ClosedGroup | int]) -> None:
         """Decides groups in their turn, with a new launch for each that drops out, until the batch is full. Raises when a budget is spent."""
         wanted = self._config.num_prompts
-        if len(draw.kept) < wanted:
-            launch(math.ceil(wanted * self._config.over_sampling - 1e-9) - len(draw.kept))  # 10 * 1.1 is a little more than 11
+        launch(self._open_groups(draw, self._num_at_once))
         owed = 0  # replacements that wait for the end of a round
         while len(draw.kept) < wanted:
             ready = self._next_ready(draw)
             if ready is None:
-                launch(owed)
+                launch(self._open_groups(draw, owed))
                 owed = 0
                 self._check_budget(draw)  # the limit may have left fewer than are owed
-                closed = await receive.receive()
-                draw.closed[closed.group_index] = closed
+                self._take_report(draw, await receive.receive())
                 continue
             if self._decide(ready, draw):
                 continue
@@ -248,15 +338,59 @@ class AsyncRolloutManager:
             if self._in_rounds:
                 owed += 1
             else:  # at once, even if the batch is full in a moment: else ids would depend on who finishes first
-                launch(1)
+                launch(self._open_groups(draw, 1))
 
-    def _open_groups(self, draw: _Draw, count: int) -> list[tuple[int, PromptRow]]:
+    async def _make_pace(self) -> Pace:
+        version = self._policy_version()
+        engine_version = min(version, await self._engine.weight_version())
+        return Pace(num_prompts=self._config.num_prompts, max_staleness=self._max_staleness, policy_version=version, engine_version=engine_version)
+
+    async def _fill_paced(self, draw: _Draw, pace: Pace, launch: _Launch, receive: trio.MemoryReceiveChannel[ClosedGroup | int]) -> None:
+        """Decides groups as they finish until the rule of pacing.py lets P of them go. Raises when a budget is spent."""
+        if pace.is_full():
+            return
+        launch(list(draw.work.values()))
+        while not pace.is_full():
+            self._check_budget(draw)
+            self._top_up(draw, pace, launch)
+            report = await receive.receive()
+            self._take_report(draw, report)
+            if isinstance(report, ClosedGroup):
+                self._decide(draw.closed.pop(report.group_index), draw)
+
+    def _top_up(self, draw: _Draw, pace: Pace, launch: _Launch) -> None:
+        """Launches new groups as long as engines and the window have room for whole ones."""
+        size = self._config.samples_per_prompt
+        missing = (self._num_at_once * size - draw.generating) // size
+        opened = self._open_groups(draw, min(missing, pace.room))
+        for work in opened:
+            pace.open(work.group_index)
+        launch(opened)
+
+    async def _stop_running(self, draw: _Draw, receive: trio.MemoryReceiveChannel[ClosedGroup | int]) -> None:
+        """Ends every request with what it has. Members that still generate after STOP_S are left to be cancelled."""
+        draw.is_stopping = True
+        if not draw.generating:
+            return
+        with trio.move_on_after(STOP_S):
+            await self._engine.abort_all()
+            while draw.generating:
+                self._take_report(draw, await receive.receive())
+
+    def _decide_late(self, draw: _Draw) -> None:
+        """Decides the groups that finished while the others were stopped; what stops a call is left to the next one."""
+        for group_index in sorted(draw.closed):
+            if draw.closed[group_index].error is None:
+                self._decide(draw.closed.pop(group_index), draw)
+
+    def _open_groups(self, draw: _Draw, count: int) -> list[GroupWork]:
         """Up to `count` new attempts, as many as the draw limit leaves."""
         prompts = self._data_buffer.get_prompts(max(0, min(count, self._draw_limit - draw.drawn)))
-        opened = list(enumerate(prompts, start=self._next_group_index))
-        for group_index, prompt in opened:
-            self._ledger.open(group_index)
-            draw.undecided[group_index] = prompt
+        opened = [start_group(index, prompt, self._config.samples_per_prompt) for index, prompt in enumerate(prompts, start=self._next_group_index)]
+        for work in opened:
+            self._ledger.open(work.group_index)
+            draw.undecided[work.group_index] = work.prompt
+            draw.work[work.group_index] = work
         self._next_group_index += len(opened)
         draw.drawn += len(opened)
         return opened
@@ -265,17 +399,20 @@ class AsyncRolloutManager:
         """The closed group whose turn it is to be decided; None while that one, or in rounds any of them, still runs."""
         if self._in_rounds and len(draw.closed) < len(draw.undecided):
             return None
-        turn = next(iter(draw.undecided if self._in_launch_order else draw.closed), None)
+        turn = next(iter(draw.undecided), None)
         return None if turn is None else draw.closed.pop(turn, None)
 
     def _decide(self, closed: ClosedGroup, draw: _Draw) -> bool:
         """Whether the group is kept. Raises what stops the whole call, leaving the group undecided."""
         if closed.error is not None:
+            draw.closed[closed.group_index] = closed
             raise closed.error
         prompt = draw.undecided.pop(closed.group_index)
+        del draw.work[closed.group_index]
         draw.decided.append(closed)
+        draw.failed += closed.failed
         if closed.failure_class is not None:
-            draw.failed_groups[closed.group_index] = prompt
+            draw.failed_groups[closed.group_index] = (prompt, closed.failure_class)
             draw.dropped[closed.decision.reason] += 1
         elif not closed.decision.keep:
             self._drop(draw, closed.group_index, FILTERED + closed.decision.reason)
@@ -283,8 +420,12 @@ class AsyncRolloutManager:
             self._drop(draw, closed.group_index, STALE)
             self._data_buffer.return_prompts([prompt])
         else:
-            draw.kept.append(HeldGroup(closed.group, prompt))
+            draw.kept[closed.group_index] = HeldGroup(closed.group, prompt)
+            if draw.pace is not None:
+                draw.pace.finish(closed.group_index, oldest=find_oldest_version(closed.samples))
             return True
+        if draw.pace is not None:
+            draw.pace.close(closed.group_index)
         return False
 
     def _drop(self, draw: _Draw, group_index: int, reason: str) -> None:
@@ -297,8 +438,10 @@ class AsyncRolloutManager:
     def _check_budget(self, draw: _Draw) -> None:
         """Raises NotEnoughSamples when so many samples failed, or so many groups were drawn, that the batch is given up."""
         config = self._config
-        failed = draw.failed
         seen = max(len(draw.decided), config.num_prompts) * config.samples_per_prompt  # else the first failure would be a share of 1
+        failed = draw.failed
+        if len(failed) > config.max_failed_fraction * seen:
+            failed = [sample for sample in failed if failure_class_of(sample) != INFRASTRUCTURE]  # bounded by max_attempts alone
         if len(failed) > config.max_failed_fraction * seen:
             classes = Counter(failure_class_of(sample) for sample in failed)
             raise NotEnoughSamples(
@@ -306,7 +449,7 @@ class AsyncRolloutManager:
                 f"allows; the first: {failed[0].metadata['failure']['message']}"
             )
         if len(draw.kept) + len(draw.undecided) < config.num_prompts and draw.drawn >= self._draw_limit:
-            hints = f"; the first failure: {failed[0].metadata['failure']['message']}" if failed else ""
+            hints = f"; the first failure: {draw.failed[0].metadata['failure']['message']}" if draw.failed else ""
             if STALE in draw.dropped:
                 hints += f"; stale: the engine's weights are more than max_staleness={self._max_staleness} steps behind the trainer's"
             raise NotEnoughSamples(
@@ -317,78 +460,103 @@ class AsyncRolloutManager:
     # --- the end of a batch --------------------------------------------------------------------------------------------------
 
     def _deliver(self, draw: _Draw) -> RolloutBatch:
-        """The batch. What is left in draw.undecided is surplus."""
+        """The batch. What is left in draw.undecided is surplus, or held."""
         self._check_budget(draw)
-        groups = sorted((held.group for held in draw.kept), key=lambda group: group.group_index)
+        chosen = sorted(draw.kept) if draw.pace is None else draw.pace.choose()
+        groups = [draw.kept[group_index].group for group_index in chosen]
         assert len(groups) == self._config.num_prompts, (len(groups), self._config.num_prompts)
         assert not any(self._is_stale(group.samples) for group in groups), "the policy version advanced while a batch was made"
         batch = make_batch(groups, temperature=self._sampling.temperature)
-        for group in groups:
-            self._ledger.train(group.group_index)
-        draw.kept.clear()
-        for closed in draw.decided:
-            if closed.failure_class is not None:
-                self._ledger.fail(closed.group_index, closed.failure_class)
+        for group_index in chosen:
+            self._ledger.train(group_index)
+            del draw.kept[group_index]
+        for group_index, (prompt, failure_class) in draw.failed_groups.items():
+            self._ledger.fail(group_index, failure_class)
+            if failure_class == INFRASTRUCTURE:
+                self._data_buffer.return_prompts([prompt])
         draw.failed_groups.clear()
-        self._keep_surplus(draw)
-        self._return_undecided(draw, SURPLUS)
+        self._put_back(draw, SURPLUS)
         self._last_metrics = compute_batch_metrics(groups, decided=draw.decided, drawn=draw.drawn, dropped=draw.dropped)
         return batch
 
-    def _keep_surplus(self, draw: _Draw) -> None:
-        """Holds the groups that finished after the batch was full, where carrying over is allowed."""
-        if self._in_launch_order:
-            return
-        finished, draw.closed = draw.closed, {}
-        for group_index, closed in finished.items():
-            if closed.error is None and closed.decision.keep and not self._is_stale(closed.samples):
-                self._hold(HeldGroup(closed.group, draw.undecided.pop(group_index)))
+    def _take_held(self, draw: _Draw, pace: Pace) -> None:
+        """Moves held groups into the batch; those that have become too old go, and their prompts are returned."""
+        stale: dict[int, PromptRow] = {}
+        for group_index, held in self._held.items():
+            oldest = find_oldest_version(held.group.samples)
+            if pace.is_stale(oldest):
+                stale[group_index] = held.prompt
+                continue
+            draw.kept[group_index] = held
+            pace.open(group_index, oldest=oldest)
+            pace.finish(group_index, oldest=oldest)
+        for group_index, group in self._unfinished.items():
+            oldest = find_oldest_version_of_members(group.members)
+            if pace.is_stale(oldest):
+                stale[group_index] = group.prompt
+                continue
+            self._ledger.resume(group_index)
+            draw.undecided[group_index] = group.prompt
+            draw.work[group_index] = GroupWork(group_index, group.prompt, list(group.members))
+            pace.open(group_index, oldest=oldest)
+        self._held, self._unfinished = {}, {}
+        for group_index in sorted(stale):
+            self._drop(draw, group_index, STALE)
+        self._data_buffer.return_prompts([stale[group_index] for group_index in sorted(stale)])
 
-    def _hold(self, held: HeldGroup) -> None:
-        self._ledger.hold(held.group.group_index)
-        self._held = sorted([*self._held, held], key=lambda item: item.group.group_index)
+    def _drop_held(self, draw: _Draw) -> None:
+        """Gives up what a manager with other settings has held, where nothing is carried over."""
+        prompts = {group_index: held.prompt for group_index, held in self._held.items()}
+        prompts |= {group_index: group.prompt for group_index, group in self._unfinished.items()}
+        stale = {group_index for group_index, held in self._held.items() if self._is_stale(held.group.samples)}
+        self._held, self._unfinished = {}, {}
+        for group_index in sorted(prompts):
+            self._drop(draw, group_index, STALE if group_index in stale else SURPLUS)
+        self._data_buffer.return_prompts([prompts[group_index] for group_index in sorted(prompts)])
 
-    def _take_held(self, draw: _Draw) -> None:
-        """Moves held groups into the batch, oldest first; those that have become too old go, and their prompts are returned."""
-        held, self._held = self._held, []
-        returned: list[PromptRow] = []
-        for item in held:
-            stale = self._is_stale(item.group.samples)
-            if stale or self._in_launch_order:
-                self._drop(draw, item.group.group_index, STALE if stale else SURPLUS)
-                returned.append(item.prompt)
-            elif len(draw.kept) < self._config.num_prompts:
-                draw.kept.append(item)
-            else:
-                self._held.append(item)
-        self._data_buffer.return_prompts(returned)
+    def _carry(self, draw: _Draw) -> _Carried:
+        """What is held, and which prompts are returned, if the draw ends now; nothing if it has ended.
 
-    def _return_undecided(self, draw: _Draw, reason: str) -> None:
-        for group_index in draw.undecided:
-            self._drop(draw, group_index, reason)
-        self._data_buffer.return_prompts(list(draw.undecided.values()))
-        draw.undecided.clear()
-
-    def _give_up(self, draw: _Draw) -> None:
-        """Gives back what a batch that was not delivered has; does nothing after one that was.
-
-        Prompts of groups that failed are among it: what failed them may be what stopped the batch, and mended before they are drawn again.
+        Prompts of groups that failed are returned: what failed them may be what stopped the batch, and mended before they are drawn again. So
+        are, unless the batch was full, those of groups that have not begun.
         """
-        if self._in_launch_order:
-            draw.undecided = {held.group.group_index: held.prompt for held in draw.kept} | draw.undecided  # kept ones were launched earlier
-        else:
-            self._keep_surplus(draw)
-            for held in draw.kept:
-                self._hold(held)
-        draw.kept.clear()
-        undelivered = draw.failed_groups | draw.undecided
-        draw.undecided = {group_index: undelivered[group_index] for group_index in sorted(undelivered)}
-        draw.failed_groups.clear()
-        self._return_undecided(draw, ABORTED)
+        failed = {group_index: prompt for group_index, (prompt, _) in draw.failed_groups.items()}
+        if draw.pace is None:
+            kept = {group_index: held.prompt for group_index, held in draw.kept.items()}
+            returned = kept | failed | draw.undecided
+            return _Carried({}, {}, {group_index: returned[group_index] for group_index in sorted(returned)})
+        held, unfinished, returned = dict(draw.kept), {}, dict(failed)
+        for group_index, work in draw.work.items():
+            closed = draw.closed.get(group_index)
+            if closed is not None and closed.error is None and closed.decision.keep and not self._is_stale(closed.samples):
+                held[group_index] = HeldGroup(closed.group, work.prompt)
+            elif (closed is None or isinstance(closed.error, EngineError)) and (draw.is_stopping or work.has_begun):
+                unfinished[group_index] = UnfinishedGroup(group_index, work.prompt, tuple(work.members))
+            else:
+                returned[group_index] = work.prompt
+        return _Carried(held, unfinished, {group_index: returned[group_index] for group_index in sorted(returned)})
+
+    def _put_back(self, draw: _Draw, reason: str) -> None:
+        """Holds and returns what is left of a draw; does nothing after a batch that was delivered."""
+        carried = self._carry(draw)
+        for group_index in [*carried.held, *carried.unfinished]:
+            self._ledger.hold(group_index)
+        self._held = dict(sorted((self._held | carried.held).items()))
+        self._unfinished = dict(sorted((self._unfinished | carried.unfinished).items()))
+        for group_index in carried.returned:
+            self._drop(draw, group_index, reason)
+        self._data_buffer.return_prompts(list(carried.returned.values()))
+        for left in (draw.kept, draw.failed_groups, draw.undecided, draw.work, draw.closed):
+            left.clear()
 
 
-async def _run_and_send(plan: GroupPlan, group_index: int, prompt: PromptRow, send: trio.MemorySendChannel[ClosedGroup]) -> None:
-    send.send_nowait(await run_group(plan, group_index, prompt))
+_Launch = Callable[[Iterable[GroupWork]], None]
+
+
+async def _run_and_send(plan: GroupPlan, work: GroupWork, send: trio.MemorySendChannel[ClosedGroup | int]) -> None:
+    closed = await run_group(plan, work)
+    if closed is not None:
+        send.send_nowait(closed)
 
 
 def _count_text(counts: Mapping[str, Any]) -> str:

@@ -45,7 +45,7 @@ def make_chat_generate(tokenizer: GenerationTokenizer, *, options: TemplateOptio
         continued = sample.status is Status.ABORTED and bool(sample.loss_mask.any())
         tokens = sample.tokens if continued else tokenize(json.dumps([sample.prompt, sample.metadata.get("tools")]))
         mask = sample.loss_mask if continued else np.zeros(len(tokens), np.bool_)
-        request = _make_request(sample.id, tokens, int(mask.sum()), sampling)
+        request = _make_request(sample, tokens, int(mask.sum()), sampling)
         if request is None:
             return replace(sample, status=Status.TRUNCATED)
         completion = await engine.generate(request)
@@ -72,14 +72,15 @@ def compute_request_seed(run_seed: int, sample_id: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _make_request(sample_id: str, tokens: IntArray, done: int, sampling: SamplingParams) -> GenerateRequest | None:
+def _make_request(sample: Sample, tokens: IntArray, done: int, sampling: SamplingParams) -> GenerateRequest | None:
     """What the engine is asked to do after `tokens`, the last `done` of them sampled; None if there is nothing left to sample."""
+    affinity = "" if sample.group_index is None else f"g{sample.group_index}"  # members share their prompt, and so a prefix cache
     if done == 0:
-        return GenerateRequest(request_id=sample_id, prompt_ids=tokens, sampling=sampling)
+        return GenerateRequest(request_id=sample.id, prompt_ids=tokens, sampling=sampling, affinity=affinity)
     if done >= sampling.max_new_tokens:
         return None
     # a new request begins its random stream anew: with the seed of the first, the second half would repeat its draws
-    request_id = f"{sample_id}@{done}"
+    request_id = f"{sample.id}@{done}"
     seed = None if sampling.seed is None else compute_request_seed(sampling.seed, request_id)
     rest = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)
-    return GenerateRequest(request_id=request_id, prompt_ids=tokens, sampling=rest)
+    return GenerateRequest(request_id=request_id, prompt_ids=tokens, sampling=rest, affinity=affinity)

@@ -3,6 +3,9 @@
     prompt ──► G members in one nursery ──► those that did not fail ──► group reward ──► filters ──► ClosedGroup
                generate, then reward        fewer than 2: failed_samples
 
+How far each member has come is in the GroupWork, also while it runs: whoever stops the group can go on from there later. Told to stop, a member
+whose engine aborts it ends with the tokens it has.
+
 What users, data and engines do wrong ends in the record of a sample or of the group; only cancellation and our own bugs leave as exceptions.
 """
 
@@ -21,6 +24,9 @@ from rollouts.errors import (
     DataError,
     EngineClosed,
     EngineError,
+    EngineSetupError,
+    FleetDown,
+    InfrastructureError,
     RequestRefused,
     RewardCrashed,
     RewardTimeout,
@@ -30,6 +36,7 @@ from rollouts.errors import (
 )
 from rollouts.generation.generate import compute_request_seed
 from rollouts.generation.rollouts import FAILED_SAMPLES, make_samples
+from rollouts.generation.staleness import Member
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward
 from rollouts.rewards.check import apply_reward, function_name
@@ -37,6 +44,7 @@ from rollouts.rewards.worker_messages import RaisedInWorker
 from rollouts.types import FilterDecision, Sample, SampleGroup, SamplingParams, Status
 
 MAX_STARTS = 8  # of one sample whose engine keeps aborting it; after that it has failed
+INFRASTRUCTURE = "infrastructure"  # the class of samples that an engine, not anything of their own, kept from being generated
 TRACEBACK_FRAMES = 4
 TRACEBACK_CHARS = 2000
 
@@ -56,6 +64,8 @@ class GroupPlan:
     reward_timeout_s: float
     limiter: trio.CapacityLimiter  # places of sync functions
     may_continue: Callable[[Sample], bool]  # whether the tokens of an aborted sample are fresh enough to go on from
+    is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
+    ended: trio.MemorySendChannel[ClosedGroup | int] | None = None  # gets the group index whenever a member no longer generates
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,68 +110,135 @@ def failure_class_of(sample: Sample) -> str:
     return sample.metadata["failure"]["class"]
 
 
-async def run_group(plan: GroupPlan, group_index: int, prompt: PromptRow) -> ClosedGroup:
-    """The group of a prompt when the last of its members is done. Raises only Cancelled."""
-    samples = make_samples(group_index, prompt, plan.samples_per_prompt)
-    members: list[Trajectory | None] = [None] * len(samples)
+@dataclass(slots=True, eq=False)
+class GroupWork:
+    """A group in the making. run_group moves its members on, and nobody else does while it runs."""
+
+    group_index: int
+    prompt: PromptRow
+    members: list[Member]  # in launch order
+
+    @property
+    def num_to_generate(self) -> int:
+        """Members that have no finished answer yet."""
+        return sum(not member.segments for member in self.members)
+
+    @property
+    def has_begun(self) -> bool:
+        return any(member.has_begun for member in self.members)
+
+
+def start_group(group_index: int, prompt: PromptRow, samples_per_prompt: int) -> GroupWork:
+    """A group of which nothing is done yet."""
+    return GroupWork(group_index, prompt, [Member(pending=sample) for sample in make_samples(group_index, prompt, samples_per_prompt)])
+
+
+async def run_group(plan: GroupPlan, work: GroupWork) -> ClosedGroup | None:
+    """The group when the last of its members is done; None if it was told to stop before that. Raises only Cancelled."""
     fatal: list[RolloutsError] = []
 
     async def run_member(index: int) -> None:
         try:
-            members[index] = await make_trajectory(plan, samples[index])
+            await _advance_member(plan, work, index)
         except RolloutsError as error:
             fatal.append(error)
             nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
-        for index in range(len(samples)):
-            nursery.start_soon(run_member, index)
+        for index, member in enumerate(work.members):
+            if not member.scored:
+                nursery.start_soon(run_member, index)
     if fatal:
-        return ClosedGroup(group_index=group_index, prompt=prompt, error=fatal[0])
-    trajectories = tuple(member for member in members if member is not None)
-    assert len(trajectories) == len(samples), "a member ended without a trajectory"
+        return ClosedGroup(group_index=work.group_index, prompt=work.prompt, error=fatal[0])
+    if not all(member.scored for member in work.members):
+        return None
+    trajectories = tuple(Trajectory(member.segments, member.generate_s, member.reward_s) for member in work.members)
     try:
-        return await close_group(plan, ClosedGroup(group_index=group_index, prompt=prompt, trajectories=trajectories))
+        return await close_group(plan, ClosedGroup(group_index=work.group_index, prompt=work.prompt, trajectories=trajectories))
     except RolloutsError as error:
-        return ClosedGroup(group_index=group_index, prompt=prompt, error=error)
+        return ClosedGroup(group_index=work.group_index, prompt=work.prompt, error=error)
 
 
 # --- one member --------------------------------------------------------------------------------------------------------------
 
 
 async def make_trajectory(plan: GroupPlan, sample: Sample) -> Trajectory:
-    """A generated and scored trajectory, or the sample as failed. Raises what stops the whole call: EngineClosed, ModelError, ConfigError."""
+    """A generated and scored trajectory, or the sample as failed. Raises what stops the whole call: see classify_generate_error; ConfigError."""
+    member = await score_member(plan, await generate_member(plan, Member(pending=sample)))
+    return Trajectory(member.segments, member.generate_s, member.reward_s)
+
+
+async def _advance_member(plan: GroupPlan, work: GroupWork, index: int) -> None:
+    """Moves one member on until it is scored, or as far as a plan that is stopping allows."""
+    if not work.members[index].segments:
+        try:
+            work.members[index] = await generate_member(plan, work.members[index])
+        finally:
+            if plan.ended is not None:
+                plan.ended.send_nowait(work.group_index)
+    member = work.members[index]
+    if member.segments and not member.scored:
+        work.members[index] = await score_member(plan, member)
+
+
+async def generate_member(plan: GroupPlan, member: Member) -> Member:
+    """The member with its segments, or failed, or, if the plan is stopping, with the tokens it has. Raises like make_trajectory.
+
+    A sample that the engine aborted goes on where it stopped if it is one segment and its tokens are fresh enough, or else starts again.
+    """
     started = trio.current_time()
+    function = function_name(plan.generate)
     try:
-        segments = await generate_trajectory(plan, sample)
+        answer = await _generate_segments(plan, member)
     except RolloutsError as error:
-        failed = fail_sample(sample, error, classify_generate_error(error), function_name(plan.generate))
-        return Trajectory((failed,), trio.current_time() - started, None)
-    generated = trio.current_time()
-    last = segments[-1]
+        failed = fail_sample(member.pending, error, classify_generate_error(error), function)
+        return _end_generating(member, started, segments=(failed,), scored=True)
+    last = answer[-1]
     if last.status is Status.FAILED:
-        return Trajectory((_complete_failure(last, function_name(plan.generate)),), generated - started, None)
-    if plan.reward is not None:
-        segments = await score_trajectory(plan.reward, segments, plan)
-        return Trajectory(segments, generated - started, trio.current_time() - generated)
-    if plan.group_reward is None:
-        if last.reward is None:
-            raise ConfigError(f"sample {last.id} has no reward: pass reward or group_reward, or let the generate function set it")
-        segments = tuple(replace(segment, reward=last.reward) for segment in segments)
-    return Trajectory(segments, generated - started, None)
+        return _end_generating(member, started, segments=(_complete_failure(last, function),), scored=True)
+    if last.status is Status.ABORTED or last.status is Status.PENDING:
+        return _end_generating(member, started, partial=last if last.status is Status.ABORTED else None)
+    return _end_generating(member, started, segments=answer)
 
 
-async def generate_trajectory(plan: GroupPlan, sample: Sample) -> tuple[Sample, ...]:
-    """The segments; a sample that the engine aborted goes on where it stopped if its tokens are fresh enough, or else starts again."""
-    sampling = replace(plan.sampling, seed=compute_request_seed(plan.seed, sample.id))
-    start = sample
+def _end_generating(
+    member: Member, started: float, *, segments: tuple[Sample, ...] = (), partial: Sample | None = None, scored: bool = False
+) -> Member:
+    seconds = member.generate_s + trio.current_time() - started
+    return replace(member, segments=segments, partial=partial, scored=scored, generate_s=seconds)
+
+
+async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, ...]:
+    """The finished segments; or one sample, aborted or pending, to go on from if the plan is stopping."""
+    sampling = replace(plan.sampling, seed=compute_request_seed(plan.seed, member.pending.id))
+    start = member.pending if member.partial is None else member.partial
     for _ in range(MAX_STARTS):
+        if plan.is_stopping():
+            return (start,)
         segments = await call_generate(plan.generate, start, plan.engine, sampling, limiter=plan.limiter)
         last = segments[-1]
         if last.status is not Status.ABORTED:
             return segments
-        start = last if len(segments) == 1 and plan.may_continue(last) else sample
-    raise EngineError(f"sample {sample.id} was aborted by its engine {MAX_STARTS} times; find out who calls abort_all() or pause('abort')")
+        start = last if len(segments) == 1 and plan.may_continue(last) else member.pending
+    if plan.is_stopping():
+        return (start,)
+    raise EngineError(f"sample {member.pending.id} was aborted by its engine {MAX_STARTS} times; find out who calls abort_all() or pause('abort')")
+
+
+async def score_member(plan: GroupPlan, member: Member) -> Member:
+    """The generated member with its reward, or as failed; as it is where the group is scored together. Raises ConfigError without any reward."""
+    if member.scored:
+        return member
+    started, segments = trio.current_time(), member.segments
+    if plan.reward is not None:
+        segments = await score_trajectory(plan.reward, segments, plan)
+        return replace(member, segments=segments, scored=True, reward_s=trio.current_time() - started)
+    if plan.group_reward is None:
+        reward = segments[-1].reward
+        if reward is None:
+            raise ConfigError(f"sample {segments[-1].id} has no reward: pass reward or group_reward, or let the generate function set it")
+        segments = tuple(replace(segment, reward=reward) for segment in segments)
+    return replace(member, segments=segments, scored=True)
 
 
 async def score_trajectory(reward: RewardFn, segments: tuple[Sample, ...], plan: GroupPlan) -> tuple[Sample, ...]:
@@ -228,7 +305,9 @@ def classify_generate_error(error: RolloutsError) -> str:
         return "generate"
     if isinstance(error, RequestRefused | DataError):
         return "data"
-    if isinstance(error, EngineError) and not isinstance(error, EngineClosed | WeightVersionError):
+    if isinstance(error, InfrastructureError):
+        return INFRASTRUCTURE
+    if isinstance(error, EngineError) and not isinstance(error, EngineClosed | WeightVersionError | EngineSetupError | FleetDown):
         return "engine"
     raise error
 

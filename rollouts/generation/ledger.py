@@ -2,8 +2,8 @@
 
     open ──► in flight ──► trained
                  │    └──► dropped with a reason      filtered:REASON, surplus, stale, aborted
-                 │    └──► failed with a class        generate, reward, reward_timeout, engine, data, aborted
-                 └───────► held ──► trained, or dropped
+                 │    └──► failed with a class        generate, reward, reward_timeout, reward_crashed, engine, infrastructure, data
+                 └───────► held ──► trained, or dropped; in flight again if it was held unfinished
 
 A prompt that is returned to the DataBuffer closes its attempt; drawing it again opens another.
 """
@@ -40,6 +40,7 @@ class Ledger:
 
     def __init__(self) -> None:
         self._place: dict[int, Literal["in_flight", "held"]] = {}  # attempts that are not closed
+        self._num_held = 0
         self._drawn = 0
         self._trained = 0
         self._dropped: Counter[str] = Counter()
@@ -52,7 +53,13 @@ class Ledger:
 
     def hold(self, group_index: int) -> None:
         assert group_index in self._place, f"attempt {group_index} is not open"
+        self._num_held += self._place[group_index] != "held"
         self._place[group_index] = "held"
+
+    def resume(self, group_index: int) -> None:
+        assert self._place.get(group_index) == "held", f"attempt {group_index} is not held"
+        self._num_held -= 1
+        self._place[group_index] = "in_flight"
 
     def train(self, group_index: int) -> None:
         self._close(group_index)
@@ -68,8 +75,8 @@ class Ledger:
 
     def counts(self) -> LedgerCounts:
         """A snapshot."""
-        places = Counter(self._place.values())
-        return LedgerCounts(self._drawn, self._trained, dict(self._dropped), dict(self._failed), places["held"], places["in_flight"])
+        in_flight = len(self._place) - self._num_held
+        return LedgerCounts(self._drawn, self._trained, dict(self._dropped), dict(self._failed), self._num_held, in_flight)
 
     def check(self) -> None:
         """Asserts that every prompt drawn is in exactly one place."""
@@ -83,10 +90,10 @@ class Ledger:
 
     def load_state_dict(self, state: Mapping[str, JSONValue]) -> None:
         """Starts from these counts, with no attempt open."""
-        self._place = {}
+        self._place, self._num_held = {}, 0
         self._trained, self._dropped, self._failed = int(state["trained"]), Counter(state["dropped"]), Counter(state["failed"])
         self._drawn = self._trained + self._dropped.total() + self._failed.total()
 
     def _close(self, group_index: int) -> None:
         assert group_index in self._place, f"attempt {group_index} is not open"
-        del self._place[group_index]
+        self._num_held -= self._place.pop(group_index) == "held"

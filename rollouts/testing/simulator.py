@@ -2,7 +2,8 @@
 
 A schedule draws everything that can go wrong: latencies, engine errors, refused requests, generate, reward and filter functions that raise,
 rewards that are not numbers or never come, engines that abort, cancellation at any moment, a process that dies in the middle of a batch.
-Whether a sample fails or a group is dropped depends on its id alone, so a slow, obvious model can say what a batch must hold.
+Whether a sample fails or a group is dropped, and what it answers, depends on its id alone, so a slow, obvious model can say what a batch must
+hold, however often its samples were interrupted.
 Which of the tasks that wake at the same moment runs first is left to trio, which shuffles them: every run of a schedule tries another order.
 """
 
@@ -12,24 +13,25 @@ import json
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import trio
 import trio.testing
 
 from rollouts.config.schema import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer, PromptRow
-from rollouts.errors import EngineError, NotEnoughSamples, RequestRefused, UserFunctionError
+from rollouts.errors import EngineError, EngineUnreachable, NotEnoughSamples, RequestRefused, UserFunctionError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.protocols import InferenceEngine
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply, fake_uniform
 from rollouts.types import FilterDecision, GenerateRequest, RolloutBatch, Sample, SampleGroup, SamplingParams
 
-FAULTS = ("engine", "refused", "generate", "reward", "nan", "hang")
+FAULTS = ("engine", "refused", "unreachable", "generate", "reward", "nan", "hang")
 TIMEOUT_S = 5.0
-MAX_NEW_TOKENS = 2
+MAX_NEW_TOKENS = 3
 MOST_VIRTUAL_S = 10_000.0  # far more than any schedule takes; a run that is longer waits for what never comes
 
 
@@ -50,6 +52,7 @@ class Schedule:
     two_segments_rate: float  # of samples, whose trajectory has two segments
     latency_step_s: float  # latencies are 0 to 3 times this; 0: everything happens at once
     engine_lag: int  # versions by which the engine is behind the trainer
+    sync_every: int  # versions between its updates
     abort_every_s: float  # seconds between abort_all() calls of somebody else; inf: none
     cancel_after_s: tuple[float, ...]  # per batch, seconds after which it is cancelled; inf: never
     restart_after: int  # batch after which the process is replaced by one that resumes from JSON; -1: never
@@ -73,7 +76,7 @@ def draw_schedule(seed: int, *, faults: bool = True, latency_seed: int | None = 
     in_rounds = draw.random() < 0.25
     chances = [draw.random() for _ in range(6)]
     cancel_after = tuple(draw.uniform(0, 12) if draw.random() < 0.4 else math.inf for _ in range(batches))
-    return Schedule(
+    drawn = Schedule(
         seed=seed,
         latency_seed=seed if latency_seed is None else latency_seed,
         rows=draw.randint(1, 7),
@@ -87,11 +90,19 @@ def draw_schedule(seed: int, *, faults: bool = True, latency_seed: int | None = 
         two_segments_rate=0.3 if chances[2] < 0.2 else 0.0,
         latency_step_s=draw.choice([0.0, 0.5, 0.5]),
         engine_lag=draw.choice([0, max_staleness]),
+        sync_every=1,
         abort_every_s=draw.uniform(4, 12) if faults and chances[3] < 0.15 else math.inf,
         cancel_after_s=cancel_after if faults and chances[4] < 0.5 else (math.inf,) * batches,
         restart_after=draw.randint(0, batches - 1) if faults and chances[5] < 0.3 else -1,
         snapshot_at_s=draw.uniform(0, 20) if faults and chances[5] > 0.7 else math.inf,
     )
+    if max_staleness == 0 or in_rounds:
+        return drawn
+    more = draw.choice([0, 0, 2, 5])  # what is carried over shows in later batches
+    lag = draw.randint(0, drawn.engine_lag)
+    cancel_after += tuple(draw.uniform(0, 12) if faults and draw.random() < 0.1 else math.inf for _ in range(more))
+    cancel_after = (*drawn.cancel_after_s, *cancel_after[batches:])
+    return replace(drawn, batches=batches + more, engine_lag=lag, sync_every=draw.randint(1, max_staleness - lag + 1), cancel_after_s=cancel_after)
 
 
 @dataclass(slots=True)
@@ -104,6 +115,7 @@ class SimulationReport:
     statistics: Mapping[str, float] = field(default_factory=dict)  # of the manager, at the end
     virtual_s: float = 0.0
     snapshots: int = 0
+    mixed_samples: int = 0  # that trained with tokens of several versions
 
 
 def run_simulation(schedule: Schedule) -> SimulationReport:
@@ -123,6 +135,16 @@ def fault_of(schedule: Schedule, sample_id: str) -> str | None:
     if fake_uniform(schedule.seed, "fault", sample_id) >= schedule.fault_rate:
         return None
     return FAULTS[int(len(FAULTS) * fake_uniform(schedule.seed, "kind", sample_id))]
+
+
+def text_of(schedule: Schedule, sample_id: str) -> str:
+    """What a sample answers, in one piece or in many."""
+    return "abc"[: int((MAX_NEW_TOKENS + 1) * fake_uniform(schedule.seed, "length", sample_id))]
+
+
+def engine_version_of(schedule: Schedule, version: int) -> int:
+    """The engine's version when the trainer is at `version`."""
+    return max(0, version - version % schedule.sync_every - schedule.engine_lag)
 
 
 def outcome_of(schedule: Schedule, group_index: int) -> str:
@@ -204,13 +226,17 @@ class _Simulation:
             deterministic=schedule.in_rounds,
         )
 
+    @property
+    def is_paced(self) -> bool:
+        return self.schedule.max_staleness > 0 and not self.schedule.in_rounds
+
     async def run(self) -> SimulationReport:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.abort_now_and_then)
             nursery.start_soon(self.save_in_the_middle)
             nursery.cancel_scope.deadline = trio.current_time() + MOST_VIRTUAL_S
             for batch in range(self.schedule.batches):
-                self.engine.set_version(max(0, self.version - self.schedule.engine_lag))
+                self.engine.set_version(engine_version_of(self.schedule, self.version))
                 self.report.outcomes.append(await self.run_batch(self.schedule.cancel_after_s[batch]))
                 self.check_books()
                 if batch == self.schedule.restart_after:
@@ -218,7 +244,8 @@ class _Simulation:
                     self.check_books()
             nursery.cancel_scope.cancel()
         assert len(self.report.outcomes) == self.schedule.batches, f"batch {len(self.report.outcomes)} never ended"
-        self.report.statistics = self.manager.statistics()
+        engine = self.engine.statistics()
+        self.report.statistics = {name: count for name, count in self.manager.statistics().items() if name not in engine}
         self.report.virtual_s = trio.current_time()
         return self.report
 
@@ -246,11 +273,11 @@ class _Simulation:
         return self.schedule.latency_step_s * int(4 * fake_uniform(self.schedule.latency_seed, *key))  # few values, so that ends coincide
 
     def answer(self, request: GenerateRequest) -> ScriptedReply:
-        sample_id = request.request_id.partition("@")[0]
+        sample_id, _, done = request.request_id.partition("@")
         fault = fault_of(self.schedule, sample_id)
-        error = {"engine": EngineError("it broke"), "refused": RequestRefused("it is too long")}.get(fault or "")
-        length = int((MAX_NEW_TOKENS + 1) * fake_uniform(self.schedule.seed, "length", sample_id))
-        return ScriptedReply(text="ab"[:length], token_s=self.latency("token", request.request_id), error=error)
+        errors = {"engine": EngineError("it broke"), "refused": RequestRefused("it is too long"), "unreachable": EngineUnreachable("it is gone")}
+        error = errors.get(fault or "")
+        return ScriptedReply(text=text_of(self.schedule, sample_id)[int(done or 0) :], token_s=self.latency("token", request.request_id), error=error)
 
     async def generate(self, sample: Sample, engine: InferenceEngine, sampling: SamplingParams) -> Sample | list[Sample]:
         answer = self.chat_generate(sample, engine, sampling)
@@ -309,7 +336,11 @@ class _Simulation:
         assert self.engine.in_flight == 0, "a request outlived its batch"
         statistics = self.manager.statistics()
         assert statistics["in_flight"] == 0
-        if self.schedule.max_staleness == 0 or self.schedule.in_rounds:
+        assert statistics["held"] == statistics["held/finished"] + statistics["held/unfinished"]
+        if self.is_paced:
+            assert statistics["held"] <= self.schedule.config.num_prompts * (self.schedule.max_staleness + 1), "more groups than the window allows"
+            assert statistics.get("dropped/stale", 0) == 0, "a group became too old"
+        else:
             assert statistics["held"] == 0, "a group was carried over"
         assert len(self.buffer.out) == self.check_balance(self.buffer.buffer, self.manager), "prompts that are out are not those that are used up"
         assert self.trained <= self.buffer.out, "a prompt that trained was returned too"
@@ -318,7 +349,7 @@ class _Simulation:
         """How many prompts are used up or held: those that were drawn from the stream and do not wait in the buffer."""
         statistics = manager.statistics()
         final = {name: count for name, count in statistics.items() if name.startswith(("dropped/", "failed/"))}
-        given_back = sum(final.pop(f"dropped/{reason}", 0) for reason in ("surplus", "stale", "aborted"))
+        given_back = sum(final.pop(name, 0) for name in ("dropped/surplus", "dropped/stale", "dropped/aborted", "failed/infrastructure"))
         used_up = statistics["trained"] + statistics["held"] + sum(final.values())
         assert statistics["drawn"] == used_up + given_back, f"the ledger does not balance: {statistics}"
         assert buffer.statistics()["drawn"] == buffer.statistics()["returned"] + used_up, f"a prompt was lost: {buffer.statistics()} {statistics}"
@@ -333,15 +364,18 @@ class _Simulation:
             assert sample.group_index is not None and sample.reward is not None and sample.oldest_version is not None
             assert fault_of(schedule, sample.id.partition(".")[0]) is None, "a failed sample is in the batch"
             assert 0 <= self.version - sample.oldest_version <= schedule.max_staleness, "a sample is too old"
+            assert np.all(np.diff(sample.weight_versions[sample.loss_mask]) >= 0), "a later token has an earlier version"
+            assert sample.response == text_of(schedule, sample.id.partition(".")[0]), "an interruption lost or repeated tokens"
             members.setdefault(sample.group_index, set()).add(sample.id.partition(".")[0])
         assert len(members) == schedule.config.num_prompts, "the batch has another number of groups"
         for group_index, group in members.items():
             assert min(2, size) <= len(group) <= size, "a group has another size"
             assert outcome_of(schedule, group_index) == "kept", "a group is in the batch that the filter dropped"
-        if schedule.max_staleness == 0 or schedule.in_rounds:
+        if not self.is_paced:
             assert list(members) == first_kept(schedule, first_group_index), "not the first groups by launch"
         keys = dict.fromkeys((metadata["epoch"], metadata["prompt_id"]) for metadata in batch.metadata)
         assert len(keys) == len(members) and not self.trained & set(keys), "a prompt trained twice"
         self.trained |= set(keys)
         self.report.sample_ids.append(ids)
         self.report.prompt_keys += keys
+        self.report.mixed_samples += sum(len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in batch.samples)

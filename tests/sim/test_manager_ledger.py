@@ -22,11 +22,12 @@ def test_no_prompt_is_lost_or_used_twice_whatever_goes_wrong(first_seed: int):
         outcomes.update(report.outcomes)
         totals.update(report.statistics)
         totals["snapshots"] += report.snapshots
+        totals["mixed_samples"] += report.mixed_samples
     # a chunk in which something never happened would prove nothing about it
     assert set(outcomes) == {"delivered", "cancelled", "NotEnoughSamples", "UserFunctionError"}
-    for name in ("trained", "held", "dropped/surplus", "dropped/aborted", "dropped/filter", "failed/reward_timeout", "snapshots"):
+    for name in ("trained", "held", "dropped/surplus", "dropped/aborted", "dropped/filter", "failed/reward_timeout", "snapshots", "mixed_samples"):
         assert totals[name] > 0, name
-    for name in ("failed/engine", "failed/data", "failed/generate", "failed/reward"):
+    for name in ("failed/engine", "failed/infrastructure", "failed/data", "failed/generate", "failed/reward", "held/finished", "held/unfinished"):
         assert totals[name] > 0, name
 
 

@@ -1,0 +1,100 @@
+"""How many groups may be open, and which of them the next batch must have, so that nothing is too old when it is consumed.
+
+P groups are consumed by each batch, and each batch is one version of the trainer. v is the trainer's version while a batch is made, e ≤ v that
+of the engines (e < v between updates, where sync_every > 1), s is max_staleness. A group is *open* from its launch until it is trained or
+dropped, between batches too. Its *deadline* is the oldest version of its tokens + s: the last version that may consume it; before there are
+tokens, that is e + s.
+
+    admit     in launch order, while fewer than W = P * (e + s - v + 1) groups are open, those of the batch in the making among them
+    deliver   P finished groups, earliest deadline first, then oldest launch; but only when for every d ≥ v at least
+              N(d) - P * (d - v) of the N(d) open groups with a deadline up to d are among the finished
+
+Why this bounds the lag. Call the books *even* when N(d) ≤ P * (d - v + 1) for every d ≥ v: the batches v, …, d can consume all that must be
+consumed by d. No group is too old in even books, since N(v) ≤ P fit into this batch and none has a deadline before v. The books stay even:
+  - admitting: the new group's deadline e + s is the latest, since e never falls; below W open groups, N(e + s) ≤ P * (e + s - v + 1) after it,
+    and N(d) for d < e + s has not changed.
+  - a group that is dropped, or goes on from newer tokens than it was counted with: no N(d) grows.
+  - delivering: at least N(d) - P * (d - v) of them leave, so N(d) ≤ P * (d - v) = P * (d - (v + 1) + 1), which is even for v + 1.
+What is needed fits into the batch, since even books say N(d) - P * (d - v) ≤ P; and everything open runs or has finished, so waiting ends.
+
+AReaL's capacity rule, (s + v + 1) * P minus what was ever accepted or runs, is `admit` alone: it bounds how many are on the way, and a long
+answer that is overtaken again and again may still become too old. torchtitan's windowed FIFO bounds the age too, but waits for the head of the
+window; here an old group is waited for only in the last batch that can still have it, which with a large s is never.
+Short answers gain nothing: whoever is launched is trained, later if it is longer, and only filters, failures and age (which the rule above
+excludes) can prevent it. The first few batches of a run are still shorter than average, as its longest answers are on the way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class Pace:
+    """The deadlines of all open groups while one batch is made. Every operation takes at most O(max_staleness) steps, choose() O(n log n)."""
+
+    num_prompts: int  # P
+    max_staleness: int  # s
+    policy_version: int  # v
+    engine_version: int  # e, at most v
+    deadlines: dict[int, int] = field(default_factory=dict)  # of open groups, by group index
+    finished: dict[int, int] = field(default_factory=dict)  # the same, of those of them that have finished
+    _open_by: Counter[int] = field(default_factory=Counter)  # open groups by deadline
+    _finished_by: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def window(self) -> int:
+        """W. At least P, even if the engines are too far behind for anything to train: that is then found out, not waited for."""
+        return self.num_prompts * max(1, self.engine_version + self.max_staleness - self.policy_version + 1)
+
+    @property
+    def room(self) -> int:
+        """How many more groups may be launched now; 0 or less: none."""
+        return self.window - len(self.deadlines)
+
+    def open(self, group_index: int, *, oldest: int | None = None) -> None:
+        """Counts a group that runs; `oldest` is the oldest version of its tokens, None if there are none."""
+        assert group_index not in self.deadlines, f"group {group_index} is open already"
+        deadline = self._deadline(oldest)
+        self.deadlines[group_index] = deadline
+        self._open_by[deadline] += 1
+
+    def finish(self, group_index: int, *, oldest: int | None) -> None:
+        """An open group can be delivered."""
+        self.close(group_index)
+        self.open(group_index, oldest=oldest)
+        deadline = self.finished[group_index] = self.deadlines[group_index]
+        self._finished_by[deadline] += 1
+
+    def close(self, group_index: int) -> None:
+        """A group has left: trained or dropped."""
+        deadline = self.deadlines.pop(group_index)
+        self._open_by[deadline] -= 1
+        if self.finished.pop(group_index, None) is not None:
+            self._finished_by[deadline] -= 1
+
+    def is_stale(self, oldest: int | None) -> bool:
+        """Whether tokens, the oldest of this version, are too old for this batch."""
+        return oldest is not None and oldest + self.max_staleness < self.policy_version
+
+    def is_full(self) -> bool:
+        """Whether P groups can be delivered now so that what stays open can be consumed in time."""
+        if len(self.finished) < self.num_prompts:
+            return False
+        open_, finished = 0, 0
+        for deadline in sorted(self._open_by):
+            open_ += self._open_by[deadline]
+            finished += self._finished_by[deadline]
+            needed = open_ - self.num_prompts * max(0, deadline - self.policy_version)
+            if finished < min(needed, self.num_prompts):  # more than P are needed only if the trainer has skipped versions
+                return False
+        return True
+
+    def choose(self) -> list[int]:
+        """The groups of the batch, by group index."""
+        by_deadline = sorted((deadline, group_index) for group_index, deadline in self.finished.items())
+        return sorted(group_index for _, group_index in by_deadline[: self.num_prompts])
+
+    def _deadline(self, oldest: int | None) -> int:
+        return (self.engine_version if oldest is None else oldest) + self.max_staleness
