@@ -606,7 +606,7 @@ async def test_cancelled_requests_leave_nothing_behind(count: int):
             peer.log.clear()
             seen["sent"] += 1
             for part in (b"HTTP/1.1 200 OK\r\n", b"content-length: 100000\r\n\r\n", body[:1000], body[1000:]):
-                for _ in range(rng.randrange(20)):
+                for _ in range(rng.randrange(8)):
                     await trio.lowlevel.checkpoint()
                 await peer.send(part)
 
@@ -618,7 +618,8 @@ async def test_cancelled_requests_leave_nothing_behind(count: int):
     async def ask_many(client: http.HttpClient, number: int) -> None:
         for _ in range(number):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(cancel_later, nursery.cancel_scope, rng.randrange(80))
+                if rng.random() < 0.8:  # the others leave connections to be used again
+                    nursery.start_soon(cancel_later, nursery.cancel_scope, rng.randrange(80))
                 await client.request("POST", "/generate", body=b"{}")
                 seen["answered"] += 1
                 nursery.cancel_scope.cancel()
@@ -638,9 +639,8 @@ async def test_cancelled_requests_leave_nothing_behind(count: int):
                 assert (await client.request("POST", "/generate", body=b"{}")).body == body
         await server.wait_empty()
         assert client.statistics()["connections"] == 0
-    print(seen, client.statistics())
-    assert count / 10 < seen["sent"], "cancelled before anything was sent"
-    assert count / 100 < seen["answered"] < count * 0.9
+    assert count * 0.1 < seen["answered"] < count * 0.9, "hardly any was cancelled, or nearly all"
+    assert seen["answered"] + count * 0.1 < seen["sent"] - 100, "hardly any was cancelled after it was sent"
     assert trio.lowlevel.current_statistics().tasks_living == tasks
     assert count_files() == files
 
