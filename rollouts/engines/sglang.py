@@ -26,8 +26,9 @@ import trio
 
 from rollouts.engines.http import HttpClient, open_http_client
 from rollouts.engines.server import EngineServer, check_status
+from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.wire import VersionSpan, decode_reply, make_completion, parse_version
-from rollouts.errors import EngineError, EngineOverloaded, EngineSetupError, InfrastructureError, ReplyError, RequestRefused
+from rollouts.errors import EngineError, EngineOverloaded, EngineSetupError, InfrastructureError, ReplyError, RequestRefused, SnapshotError
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, FinishReason, GenerateRequest, SamplingParams
 
@@ -170,19 +171,20 @@ class ServerFacts(NamedTuple):
     world_size: int  # processes that hold weights
     data_parallel: int
     weights_backed_up: bool  # releasing the weights' memory keeps a copy of them
+    shapes: Mapping[str, tuple[int, ...]] | None  # of the tensors in the model's files; None: they cannot be read from here
 
 
 class SGLangEngine:
     """One SGLang server. Made by `open_sglang_engine`; lives as long as its HTTP clients."""
 
     def __init__(
-        self, server: EngineServer, admin: HttpClient, features: EngineFeatures, *, keep_mode: KeepMode, info: ServerFacts, version: str
+        self, server: EngineServer, admin: HttpClient, features: EngineFeatures, *, keep_mode: KeepMode, facts: ServerFacts, version: str
     ) -> None:
         self._server = server
         self._admin = admin
         self._features = features
         self._keep_mode: KeepMode = keep_mode
-        self._info = info
+        self._facts = facts
         self._salt = f"v{version}"
         self._frozen_in_place = False
         self._released: list[str] = []
@@ -194,12 +196,12 @@ class SGLangEngine:
     @property
     def world_size(self) -> int:
         """Processes of the server that hold weights: what a process group for updates must have room for."""
-        return self._info.world_size
+        return self._facts.world_size
 
     @property
     def data_parallel(self) -> int:
         """Copies of the model inside the server; an update in memory reaches only one."""
-        return self._info.data_parallel
+        return self._facts.data_parallel
 
     # --- requests ------------------------------------------------------------------------------------------------------------
 
@@ -244,19 +246,27 @@ class SGLangEngine:
         """Admits nothing until resume(); see InferenceEngine. If it fails, the engine is as open as before."""
         self._server.check_open()
         was_paused = self._server.paused
-        self._server.close_gate()
         try:
-            if mode == "abort":
-                await self.abort_all()
-            elif mode == "wait":
-                await self._server.wait_answered(self._server.sent())
-            server_mode = self._keep_mode if mode == "keep" else "retract"
-            await self._call_admin("/pause_generation", {"mode": server_mode})
+            await self._pause(mode)
         except BaseException:
             if not was_paused:
                 self._server.open_gate()
             raise
+
+    async def _pause(self, mode: PauseMode) -> None:
+        server = self._server
+        frozen = server.paused
+        server.close_gate(frozen=mode != "wait")
+        if mode == "wait":
+            if frozen:  # what an earlier pause froze has to finish
+                await self._call_admin("/continue_generation", {"torch_empty_cache": False})
+            await server.wait_answered(server.sent())
+        elif mode == "abort":
+            await self.abort_all()
+        server_mode = self._keep_mode if mode == "keep" else "retract"
+        await self._call_admin("/pause_generation", {"mode": server_mode})
         self._frozen_in_place = server_mode == "in_place"
+        server.close_gate()
 
     async def resume(self) -> None:
         """Requests in flight go on and waiting ones are sent. If it fails, the gate stays shut."""
@@ -267,15 +277,25 @@ class SGLangEngine:
     # --- weights -------------------------------------------------------------------------------------------------------------
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
-        """What the server said. Pause first: it waits until nothing runs otherwise. Raises EngineError if it cannot load `path`: it then
-        serves the weights it had. `path` must be the server's to read; its /model_info calls the model by it from now on.
+        """What the server said. Loads a directory of safetensors, which the server must see under the same path. Pause first, in any mode:
+        otherwise it waits until nothing runs. The server calls its model by that path from then on.
+
+        Raises EngineError, with nothing sent, for a directory that is damaged or of another model (loading a cut file, the server would
+        end), and if the server fails.
         """
+        path = path.absolute()
+        try:
+            shapes = await trio.to_thread.run_sync(read_tensor_shapes, path)
+            if self._facts.shapes is not None:
+                check_same_model(shapes, self._facts.shapes, path=path)
+        except SnapshotError as error:
+            raise EngineError(f"{self._server.name} was sent nothing: {error}") from error
         body = {
             "model_path": str(path), "weight_version": str(version), "flush_cache": not self._frozen_in_place, "torch_empty_cache": False,
         }  # fmt: skip
         message = await self._update("/update_weights_from_disk", body, doing=f"loading weights from {path}")
         self._salt = f"v{version}"
-        return {"version": version, "path": str(path), "message": message}
+        return {"version": version, "tensors": len(shapes), "message": message}
 
     async def weight_version(self) -> int:
         """The version whose weights it serves; −1 while it serves weights that were never named."""
@@ -370,7 +390,7 @@ class SGLangEngine:
             return
         if self._server.sent() and (not self._server.paused or self._frozen_in_place):
             raise EngineError(f"{self._server.name} has requests in flight; pause it before its memory is released")
-        tags = ["kv_cache", "weights"] if self._info.weights_backed_up else ["kv_cache"]
+        tags = ["kv_cache", "weights"] if self._facts.weights_backed_up else ["kv_cache"]
         await self._call_admin("/release_memory_occupation", {"tags": tags})
         self._released = tags
 
@@ -495,8 +515,9 @@ async def shake_hands(
         world_size=info.tp_size * info.pp_size,
         data_parallel=info.dp_size,
         weights_backed_up=info.enable_memory_saver and info.enable_weights_cpu_backup,
+        shapes=await trio.to_thread.run_sync(_find_shapes, Path(model.model_path)),
     )
-    return SGLangEngine(server, admin, features, keep_mode=keep_mode, info=facts, version=model.weight_version)
+    return SGLangEngine(server, admin, features, keep_mode=keep_mode, facts=facts, version=model.weight_version)
 
 
 async def _try_keys(server: EngineServer, admin: HttpClient, *, has_key: bool) -> None:
@@ -538,7 +559,7 @@ def find_gaps(info: _ServerInfo, *, knows_vocab: bool) -> Iterator[str]:
     """A sentence for each thing that this server cannot do."""
     yield "A request with stop tokens ends at the model's own end-of-text tokens as well."
     if not info.enable_deterministic_inference:
-        yield "Seeds are ignored: the server was started without --enable-deterministic-inference, which some attention backends do not have."
+        yield "A request's seed is ignored: the server was started without --enable-deterministic-inference, which some attention backends do not have."
     if not info.enable_memory_saver:
         yield "Releasing memory frees none: the server was started without --enable-memory-saver."
     elif not info.enable_weights_cpu_backup:
@@ -556,6 +577,13 @@ def read_vocab_size(model: Path) -> int | None:
     text = config.get("text_config", config) if isinstance(config, dict) else {}
     size = text.get("vocab_size") if isinstance(text, dict) else None
     return size if isinstance(size, int) else None
+
+
+def _find_shapes(model: Path) -> dict[str, tuple[int, ...]] | None:
+    try:
+        return read_tensor_shapes(model)
+    except SnapshotError:
+        return None
 
 
 async def _measure_temperature(server: EngineServer, *, vocab_size: int) -> bool:
