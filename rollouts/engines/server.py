@@ -13,13 +13,13 @@ from __future__ import annotations
 import uuid
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import trio
 
-from rollouts.engines.http import HttpClient, HttpReply
+from rollouts.engines.http import HttpReply
 from rollouts.engines.wire import show
 from rollouts.errors import EngineClosed, EngineError, EngineOverloaded, EngineSilent, InfrastructureError, RequestRefused
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
@@ -28,6 +28,15 @@ ABORT_GRACE_S = 5.0  # for a server to answer what it was told to abort; after i
 ABORT_AGAIN_S = 1.0  # an abort that overtook its request on the way names nobody; it is said again
 Ask = Callable[[GenerateRequest, str], Awaitable[Completion]]
 """Sends one request under a server-side id and gives its completion. Raises RequestRefused and InfrastructureError."""
+
+
+class Client(Protocol):
+    """What HttpClient does."""
+
+    async def request(
+        self, method: str, path: str, *, body: bytes | None = None, silence_s: float = ..., on_silence: Callable[[], Awaitable[bool]] | None = None
+    ) -> HttpReply: ...
+    def statistics(self) -> Mapping[str, float]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -42,7 +51,7 @@ class _InFlight:
 class EngineServer:
     """One server as its engine sees it. Used by VLLMEngine and SGLangEngine; lives as long as its HTTP client."""
 
-    def __init__(self, client: HttpClient, *, name: str, silence_s: float) -> None:
+    def __init__(self, client: Client, *, name: str, silence_s: float) -> None:
         """`silence_s`: seconds without a byte, and without progress, after which an answer is given up."""
         self.client = client
         self.name = name
@@ -161,6 +170,16 @@ class EngineServer:
                 if self.sent().get(name) == server_id:
                     self._in_flight[name].scope.cancel()
             await self.wait_answered(names)
+
+    async def cancel_all(self) -> None:
+        """Answers everyone with nothing: for servers that cannot be told to abort. Their connections are closed."""
+        names = self.sent()
+        for entry in self._in_flight.values():
+            entry.aborted = True
+            if entry.asked:
+                entry.scope.cancel()
+        self.notify()
+        await self.wait_answered(names)
 
     # --- life ----------------------------------------------------------------------------------------------------------------
 
