@@ -1,5 +1,5 @@
-"""The `rollouts` command: begins a task, explains settings, checks a run before it starts, looks at it. Training is started with
-integration_training/train.py.
+"""The `rollouts` command: begins a task, explains settings, checks a run before it starts, looks at it, installs inference servers.
+Training is started with integration_training/train.py.
 
 Exit codes: 0 done; 1 a failure; 2 wrong usage, or a directory or file that is not what it should be.
 """
@@ -81,7 +81,25 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--last", type=int, default=10, metavar="N", help="how many of the last steps to list (default 10)")
     inspect.add_argument("--samples", type=int, default=0, metavar="N", help="also print the last N samples")
     inspect.set_defaults(run=run_inspect)
+
+    engines = commands.add_parser("engines", help="environments for inference servers", allow_abbrev=False)
+    kinds = engines.add_subparsers(required=True, metavar="COMMAND")
+    for kind, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        what = f"make a Python environment in which {title} serves on a CPU; a complete one is left alone"
+        install = kinds.add_parser(f"install-{kind}-cpu", help=what, description=what, allow_abbrev=False)
+        install.add_argument("--into", type=Path, default=Path(f".venv-{kind}"), metavar="DIR", help=f"where to (default .venv-{kind})")
+        install.set_defaults(run=run_install_engine, kind=kind)
     return parser
+
+
+def run_install_engine(arguments: argparse.Namespace) -> int:
+    """Makes an environment for a server. Raises ConfigError for a directory in use, EngineSetupError if a step fails."""
+    from functools import partial
+
+    from rollouts.engines.environments import install_cpu_environment
+
+    install_cpu_environment(arguments.kind, arguments.into, say=partial(print, flush=True))
+    return 0
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:

@@ -456,6 +456,7 @@ def make_environment(command: EngineCommand, inherited: Mapping[str, str], *, th
     env["PYTHONUNBUFFERED"] = "1"  # so that the log of a server that is killed is whole
     if command.kind == "vllm":
         env["VLLM_SERVER_DEV_MODE"] = "1"  # opens pausing and weight updates
+        env["VLLM_HOST_IP"] = HOST  # its processes talk to each other through the network address of the machine otherwise
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)

@@ -28,7 +28,9 @@ FAKE = Path(__file__).with_name("fake_inference_server.py")
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not let a process adopt orphans")
 
 
-def fake_command(tmp_path: Path, kind: Literal["vllm", "sglang"] = "vllm", *, args: tuple[str, ...] = ("--device", "cpu"), **behaviour: Any) -> EngineCommand:
+def fake_command(
+    tmp_path: Path, kind: Literal["vllm", "sglang"] = "vllm", *, args: tuple[str, ...] = ("--device", "cpu"), **behaviour: Any
+) -> EngineCommand:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{FAKE}" "$@"\n')
     python.chmod(0o755)
@@ -375,11 +377,12 @@ def test_a_python_that_is_not_there_is_named_with_the_way_out(tmp_path: Path):
 
 
 def test_a_server_does_not_inherit_what_is_the_trainers():
-    inherited = {"RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": "/p", "HF_HUB_OFFLINE": "1", "PATH": "/bin", "OMP_NUM_THREADS": "9"}
+    inherited = {"RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": "/p"}  # none of them
+    inherited |= {"HF_HUB_OFFLINE": "1", "PATH": "/bin", "OMP_NUM_THREADS": "9"}
     env = make_environment(EngineCommand("vllm", Path("/v/bin/python"), Path("m"), env={"X": "1"}), inherited, threads=2)
     assert env == {
         "HF_HUB_OFFLINE": "1", "PATH": "/v/bin:/bin", "PYTHONUNBUFFERED": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "X": "1",
+        "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "X": "1",
     }  # fmt: skip
 
 

