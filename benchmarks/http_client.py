@@ -1,0 +1,263 @@
+"""HTTP clients against a stub inference server: CPU of the client for each request, with 16 to 2048 of them in flight.
+
+    python -m benchmarks.http_client [--quick] [--rounds 4] [--bar 1.5]
+
+One run. A server process takes token ids and answers, after 50 ms, 256 tokens with their log-probs (about 7 KB of JSON). Each client (ours,
+aiohttp on asyncio, httpx and httpx2 on trio) runs in a process of its own, one at each level, in an order that turns round from one round
+to the next; a ratio is the median of the rounds'. CPU is user + system time of the client's process per answered and parsed request,
+between two moments of steady state: the first when as many requests are answered as are in flight (imports and connecting are before it),
+the second `requests` answers later. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from rollouts.engines.http import open_http_client
+
+LEVELS = (16, 128, 512, 2048)
+CLIENTS = ("ours", "aiohttp", "httpx2", "httpx")
+TOKENS = 256
+HOLD_S = 0.05
+LIMIT_S = 150.0  # for one client at one level
+TARGET_FLATNESS = 1.5
+SLOW = ("httpx",)  # fewer requests and rounds
+
+Ask = Callable[[bytes], Awaitable[bytes]]
+"""Posts a body and gives the answer's."""
+
+
+class Reply(msgspec.Struct):
+    request_id: str
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+
+
+# --- the server ---
+
+
+class StubServer(asyncio.Protocol):
+    """Answers every request HOLD_S later with the same bytes; as little work as can be, so that it is never the server that is measured."""
+
+    body = msgspec.json.encode(Reply("0" * 32, list(range(100_000, 100_000 + TOKENS)), [-0.123456789 - i / 1000 for i in range(TOKENS)], "stop"))
+    answer = b"HTTP/1.1 200 OK\r\nserver: stub\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.buffer = b""
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        head, found, rest = self.buffer.partition(b"\r\n\r\n")
+        if not found:
+            return
+        length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+        if len(rest) >= length:
+            self.buffer = rest[length:]
+            asyncio.get_running_loop().call_later(HOLD_S, self.transport.write, self.answer)
+
+
+async def serve() -> None:
+    server = await asyncio.get_running_loop().create_server(StubServer, "127.0.0.1", 0, backlog=4096)
+    print(server.sockets[0].getsockname()[1], flush=True)
+    await server.serve_forever()
+
+
+# --- the clients ---
+
+
+class Meter:
+    """CPU seconds between answer number `skip` and answer number `skip + count`."""
+
+    def __init__(self, skip: int, count: int, finish: Callable[[], object]) -> None:
+        self.skip, self.count, self.finish = skip, count, finish
+        self.answered = 0
+        self.cpu_s = self.wall_s = 0.0
+
+    def tick(self) -> None:
+        self.answered += 1
+        if self.answered == self.skip:
+            self.cpu_s, self.wall_s = -time.process_time(), -time.perf_counter()
+        if self.answered == self.skip + self.count:
+            self.cpu_s, self.wall_s = self.cpu_s + time.process_time(), self.wall_s + time.perf_counter()
+            self.finish()
+
+
+async def ask_for_ever(ask: Ask, meter: Meter) -> None:
+    while True:
+        body = msgspec.json.encode({"request_id": "0" * 32, "prompt_ids": list(range(50_000, 50_000 + TOKENS)), "max_new_tokens": TOKENS})
+        reply = msgspec.json.decode(await ask(body), type=Reply)
+        assert len(reply.log_probs) == TOKENS
+        meter.tick()
+
+
+async def measure_trio(name: str, port: int, in_flight: int, count: int) -> Meter:
+    import trio
+
+    async def run(ask: Ask) -> Meter:
+        with trio.fail_after(LIMIT_S):
+            async with trio.open_nursery() as nursery:
+                meter = Meter(in_flight, count, nursery.cancel_scope.cancel)
+                for _ in range(in_flight):
+                    nursery.start_soon(ask_for_ever, ask, meter)
+        return meter
+
+    url = f"http://127.0.0.1:{port}"
+    if name == "ours":
+        async with open_http_client(url) as client:
+
+            async def ask_ours(body: bytes) -> bytes:
+                reply = await client.request("POST", "/generate", body=body)
+                assert reply.status == 200
+                return reply.body
+
+            return await run(ask_ours)
+    library: Any = __import__(name)
+    limits = library.Limits(max_connections=None, max_keepalive_connections=None)
+    async with library.AsyncClient(limits=limits, timeout=60.0, trust_env=False) as client:
+
+        async def ask_httpx(body: bytes) -> bytes:
+            reply = await client.post(f"{url}/generate", content=body, headers={"content-type": "application/json"})
+            assert reply.status_code == 200
+            return reply.content
+
+        return await run(ask_httpx)
+
+
+async def measure_aiohttp(port: int, in_flight: int, count: int) -> Meter:
+    import aiohttp
+
+    finished = asyncio.Event()
+    meter = Meter(in_flight, count, finished.set)
+    url = f"http://127.0.0.1:{port}/generate"
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def ask(body: bytes) -> bytes:
+            async with session.post(url, data=body, headers={"content-type": "application/json"}) as reply:
+                assert reply.status == 200
+                return await reply.read()
+
+        async def wait_finished() -> None:
+            await finished.wait()
+            for task in tasks:
+                task.cancel()
+
+        tasks = [asyncio.create_task(ask_for_ever(ask, meter)) for _ in range(in_flight)]
+        await asyncio.wait_for(wait_finished(), LIMIT_S)
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return meter
+
+
+def run_client(name: str, port: int, in_flight: int, count: int) -> None:
+    """What a client process does: prints CPU microseconds a request, and requests a second."""
+    import trio
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    if name == "aiohttp":
+        meter = asyncio.run(measure_aiohttp(port, in_flight, count))
+    else:
+        meter = trio.run(measure_trio, name, port, in_flight, count)
+    print(json.dumps({"cpu_us": meter.cpu_s / count * 1e6, "per_s": count / meter.wall_s}))
+
+
+# --- the run ---
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    this = [sys.executable, "-m", "benchmarks.http_client"]
+    cpu_us: dict[tuple[str, int], list[float]] = {}
+    with subprocess.Popen([*this, "--serve"], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            port = server.stdout.readline().strip()
+            for number in range(arguments.rounds):
+                for level in LEVELS:
+                    for name in CLIENTS if number % 2 == 0 else CLIENTS[::-1]:
+                        if name in SLOW and number >= arguments.slow_rounds:
+                            continue
+                        count = min(300, 2 * level) if name in SLOW else max(512, 4 * level)
+                        command = [*this, "--client", name, "--port", port, "--level", str(level), "--requests", str(count)]
+                        done = subprocess.run(command, capture_output=True, text=True, check=False)
+                        if done.returncode:
+                            print(f"round {number}: {name} at {level} did not finish: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+                            continue
+                        result = json.loads(done.stdout)
+                        cpu_us.setdefault((name, level), []).append(result["cpu_us"])
+                        print(f"round {number}: {name:8} {level:5} {result['cpu_us']:9.0f} us {result['per_s']:7.0f}/s", flush=True)
+        finally:
+            server.kill()
+    return summarize(cpu_us)
+
+
+def summarize(cpu_us: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
+    """Medians; a ratio is the median of the ratios of each round, as far as both have it."""
+
+    def ratio(above: tuple[str, int], below: tuple[str, int]) -> float | None:
+        pairs = [first / second for first, second in zip(cpu_us.get(above, []), cpu_us.get(below, []), strict=False)]
+        return round(statistics.median(pairs), 3) if pairs else None
+
+    metrics: dict[str, Any] = {}
+    for (name, level), values in sorted(cpu_us.items(), key=lambda item: (CLIENTS.index(item[0][0]), item[0][1])):
+        metrics[f"{name}_{level}_cpu_us"] = round(statistics.median(values), 1)
+        metrics[f"{name}_{level}_cpu_us_min_max"] = [round(min(values), 1), round(max(values), 1)]
+    for name in CLIENTS[1:]:
+        metrics |= {f"ours_to_{name}_{level}": ratio(("ours", level), (name, level)) for level in LEVELS}
+    medians = [metrics[f"ours_{level}_cpu_us"] for level in LEVELS]
+    metrics["flatness_2048_to_16"] = ratio(("ours", 2048), ("ours", 16))
+    metrics["spread_of_levels"] = round(max(medians) / min(medians), 3)
+    return {
+        "benchmark": "http_client",
+        "metrics": metrics,
+        "targets": {"flatness_2048_to_16": TARGET_FLATNESS},
+        "met": metrics["flatness_2048_to_16"] <= TARGET_FLATNESS,
+        "machine": {"cpus": os.cpu_count(), "system": platform.system(), "release": platform.release()},
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("trio", "h11", "aiohttp", "httpx", "httpx2", "msgspec")},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--slow-rounds", type=int, default=2, help=f"rounds in which {', '.join(SLOW)} takes part")
+    parser.add_argument("--quick", action="store_true", help="two rounds, without the slow ones")
+    parser.add_argument("--bar", type=float, default=0.0, help="exit 1 when ours at 2048 costs more than this many times what it costs at 16")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--client", choices=CLIENTS, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--level", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--requests", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+        asyncio.run(serve())
+        return 0
+    if arguments.client:
+        run_client(arguments.client, arguments.port, arguments.level, arguments.requests)
+        return 0
+    if arguments.quick:
+        arguments.rounds, arguments.slow_rounds = 2, 0
+    result = measure(arguments)
+    print(json.dumps(result))
+    return 1 if arguments.bar and result["metrics"]["flatness_2048_to_16"] > arguments.bar else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
