@@ -110,13 +110,19 @@ async def open_fleet(
     is in flight, whose callers get EngineClosed, and closes `stale_members`. Raises EngineSetupError: no members, two of one name,
     vocabularies of different sizes, an engine that shares the trainer's parameters.
     """
+    failure: Exception | None = None
     async with trio.open_nursery() as nursery:
         fleet = Fleet(members, settings=settings, random_=random.Random(seed), warn=warn, nursery=nursery)
         try:
+            fleet._start()
             yield fleet
+        except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
+            failure = error
         finally:
             fleet._close()
             nursery.cancel_scope.cancel()
+    if failure is not None:
+        raise failure
 
 
 class Fleet:
@@ -125,8 +131,6 @@ class Fleet:
     def __init__(
         self, members: Sequence[Member], *, settings: FleetSettings, random_: random.Random, warn: Callable[[str], None], nursery: trio.Nursery
     ) -> None:
-        if not members:
-            raise EngineSetupError("a fleet without members cannot serve; give open_fleet at least one engine")
         self.settings = settings
         self.published_version = -1
         self._random = random_
@@ -134,7 +138,7 @@ class Fleet:
         self._nursery = nursery
         self._live: dict[str, _Live] = {}
         self._former: set[str] = set()  # names of members that left
-        self._features = unite_features([member.engine.features for member in members])
+        self._members = tuple(members)
         self._calls: dict[str, _Call] = {}
         self._queue: list[tuple[int, _Call]] = []  # a heap by arrival; those that no longer wait are skipped, and swept out at times
         self._waiting = 0
@@ -148,9 +152,14 @@ class Fleet:
         self._down_since: float | None = None
         self._service_changed = trio.Event()
         self._stale_sender, self.stale_members = trio.open_memory_channel[InferenceEngine](math.inf)
-        for member in members:
+
+    def _start(self) -> None:
+        if not self._members:
+            raise EngineSetupError("a fleet without members cannot serve; give open_fleet at least one engine")
+        self._features = unite_features([member.engine.features for member in self._members])
+        for member in self._members:
             self._add(member, announce_at=None)
-        nursery.start_soon(self._watch_service)
+        self._nursery.start_soon(self._watch_service)
 
     # --- requests ------------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +14,7 @@ import pytest
 import trio
 import trio.testing
 
+from rollouts.engines import fleet_state
 from rollouts.engines.fleet import Fleet, Member, open_fleet
 from rollouts.engines.fleet_state import FleetSettings
 from rollouts.errors import (
@@ -29,6 +29,7 @@ from rollouts.errors import (
     ReplyError,
     RequestRefused,
 )
+from rollouts.protocols import InferenceEngine
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, SamplingParams
 
 FEATURES = EngineFeatures(
@@ -214,6 +215,14 @@ async def gather(fleet: Fleet, *requests: GenerateRequest) -> dict[str, Completi
     return results
 
 
+async def gather_with(fleet: Fleet, look: Callable[[], Awaitable[None]], *requests: GenerateRequest) -> None:
+    """All requests at once, and `look` beside them."""
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(look)
+        for request in requests:
+            nursery.start_soon(fleet.generate, request)
+
+
 # --- routing -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -253,22 +262,27 @@ async def test_the_limit_grows_while_it_binds_and_is_bounded(autojump_clock):
 async def test_an_engine_with_a_long_queue_inside_gets_fewer(autojump_clock):
     a = FakeEngine("a", slots=4)
     async with fleet_of(a, settings=FleetSettings(start_concurrency=16, max_concurrency=16, load_every=8)) as fleet:
-        async with trio.open_nursery() as nursery:
-            for i in range(256):
-                nursery.start_soon(fleet.generate, ask(f"r{i}"))
+        limits: list[float] = []
+
+        async def look() -> None:
             await trio.sleep(1.5)
-            assert fleet.statistics()["engine/a/limit"] == 8  # half
+            limits.append(fleet.statistics()["engine/a/limit"])
             await trio.sleep(3)
-            assert 5 <= fleet.statistics()["engine/a/limit"] < 8  # the four that run and a little
+            limits.append(fleet.statistics()["engine/a/limit"])
+
+        await gather_with(fleet, look, *(ask(f"r{i}") for i in range(256)))
+        assert limits[0] == 8 and 5 <= limits[1] < 8  # half; then the four that run and a little
 
 
 async def test_ids_are_unique_in_the_fleet(autojump_clock):
     async with fleet_of(FakeEngine("a"), FakeEngine("b")) as fleet:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(fleet.generate, ask("r"))
+        async def ask_again() -> None:
             await trio.testing.wait_all_tasks_blocked()
             with pytest.raises(RequestRefused, match="'r'"):
                 await fleet.generate(ask("r"))
+
+        await gather_with(fleet, ask_again, ask("r"))
+        await fleet.generate(ask("r"))  # the first has been answered
 
 
 # --- failures ----------------------------------------------------------------------------------------------------------------------
@@ -306,7 +320,7 @@ async def test_a_lone_engine_is_asked_again_after_a_back_off(autojump_clock):
 async def test_healthy_engines_are_not_polled(autojump_clock):
     a = FakeEngine("a")
     async with fleet_of(a):
-        await trio.sleep(100_000)
+        await trio.sleep(80_000)
     assert a.checks == 0
 
 
@@ -718,9 +732,21 @@ async def test_the_fleet_is_as_weak_as_its_weakest():
 async def test_engines_that_do_not_fit_together_are_refused(change, says):
     a, b = FakeEngine("a"), FakeEngine("b")
     b.features = replace(b.features, **change)
-    with pytest.RaisesGroup(pytest.RaisesExc(EngineSetupError, match=says), flatten_subgroups=True, allow_unwrapped=True):
+    with pytest.raises(EngineSetupError, match=says):
         async with open_fleet([Member(a), Member(b)], warn=print):
             raise AssertionError("opened")
+
+
+async def test_a_fleet_has_members():
+    with pytest.raises(EngineSetupError, match="at least one"):
+        async with open_fleet([], warn=print):
+            raise AssertionError("opened")
+
+
+async def test_an_error_inside_the_fleets_context_comes_out_as_it_is():
+    with pytest.raises(FleetDown):
+        async with open_fleet([Member(FakeEngine("a"))], warn=print):
+            raise FleetDown("all of them")
 
 
 # --- the fleet as an engine --------------------------------------------------------------------------------------------------------
@@ -779,11 +805,14 @@ async def test_a_paused_fleet_admits_nothing(autojump_clock):
 async def test_load_is_the_sum(autojump_clock):
     a, b = FakeEngine("a", slots=1), FakeEngine("b")
     async with fleet_of(a, b, settings=FleetSettings(start_concurrency=2, max_concurrency=2)) as fleet:
-        async with trio.open_nursery() as nursery:
-            for i in range(7):
-                nursery.start_soon(fleet.generate, ask(f"r{i}"))
-            await trio.testing.wait_all_tasks_blocked()
-            assert await fleet.load() == EngineLoad(running=1 + 2, waiting=1 + 3, cache_usage=0.25)
+        loads: list[EngineLoad] = []
+
+        async def look() -> None:
+            await trio.sleep(0.5)
+            loads.append(await fleet.load())
+
+        await gather_with(fleet, look, *(ask(f"r{i}") for i in range(7)))
+        assert loads == [EngineLoad(running=1 + 2, waiting=1 + 3, cache_usage=0.25)]
 
 
 async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
@@ -796,19 +825,18 @@ async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
         except EngineClosed as error:
             results.append(error)
 
-    async with trio.open_nursery() as nursery:
-        async with fleet_of(a, settings=FleetSettings(start_concurrency=1)) as fleet:
-            for name in ("r", "s"):
-                nursery.start_soon(one, fleet, name)
+    settings = FleetSettings(start_concurrency=1)
+    async with trio.open_nursery() as nursery, open_fleet([Member(a)], settings=settings, warn=print) as fleet:
+        update(fleet, 0)
+        for name in ("r", "s"):
+            nursery.start_soon(one, fleet, name)
             await trio.testing.wait_all_tasks_blocked()
-            members = fleet.stale_members
-            fleet_calls = fleet._calls
-            fleet._close()  # what leaving does first
-            await trio.testing.wait_all_tasks_blocked()
-            assert not fleet_calls
-    assert len(results) == 2
+        assert a.asked == ["r"] and fleet.statistics()["fleet/queued"] == 1
+    assert len(results) == 2 and not fleet._calls and not a.running
     with pytest.raises(trio.EndOfChannel):
-        await members.receive()
+        await fleet.stale_members.receive()
+    with pytest.raises(EngineClosed):
+        await fleet.generate(ask("late"))
 
 
 # --- storms ------------------------------------------------------------------------------------------------------------------------
@@ -842,92 +870,90 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock):
     assert not any(engine.running for engine in engines)
 
 
-async def test_many_engines_and_requests_cost_little_each(autojump_clock):
-    """64 engines, 8,192 requests in flight: each is asked once, and the work of the fleet grows with requests, not with their square."""
+async def test_many_requests_spread_over_many_engines(autojump_clock):
+    """64 engines, 4,096 requests in flight at once, evenly spread."""
     engines = [FakeEngine(f"e{i}") for i in range(64)]
     async with fleet_of(*engines, settings=FleetSettings(start_concurrency=128)) as fleet:
         async with trio.open_nursery() as nursery:
-            for i in range(8192):
+            for i in range(4096):
                 nursery.start_soon(fleet.generate, ask(f"r{i}"))
-        assert {engine.most_running for engine in engines} == {128}
+        assert {engine.most_running for engine in engines} == {64}
         assert trio.current_time() == 1.0
+
+
+class Chaos:
+    """A fleet of four processes in trouble, kept current by tasks like those of weight sync."""
+
+    def __init__(self, seed: int) -> None:
+        self.draws = random.Random(seed)
+        self.processes = {name: Process(FakeEngine(name, script=self.trip), start_s=3) for name in "abcd"}
+        self.lock = trio.Lock()
+        self.answers: dict[str, list[int]] = {}
+        self.newest = 0  # version that was ever committed
+
+    async def trip(self, engine: FakeEngine, request: GenerateRequest) -> None:
+        await trio.sleep(self.draws.expovariate(1))
+        if self.draws.random() < 0.03:
+            raise self.draws.choice([unreachable(), garbage(), EngineOverloaded("429", retry_after_s=2), EngineOverloaded("503")])
+
+    async def ask_one(self, fleet: Fleet, name: str) -> None:
+        completion = await fleet.generate(ask(name, affinity=self.draws.choice("xyz")))
+        assert 0 <= completion.weight_versions[0] <= self.newest, "weights that nobody committed"
+        self.answers.setdefault(name, []).append(int(completion.weight_versions[0]))
+
+    async def bring_to(self, fleet: Fleet, engine: InferenceEngine, version: int) -> None:
+        """An update that fails one time in five, and always when the process is another one at its end."""
+        process = self.processes[engine.features.name]
+        fleet.close_admission(engine)
+        await trio.sleep(self.draws.random())
+        exited, process.engine.version = process.exited, version
+        await trio.sleep(self.draws.random())
+        if self.draws.random() < 0.2 or process.exited is not exited:
+            fleet.fail(engine, "not verified")
+            return
+        self.newest = max(self.newest, version)
+        fleet.commit(engine, version)
+
+    async def revive(self, fleet: Fleet) -> None:
+        async for engine in fleet.stale_members:
+            async with self.lock:
+                await self.bring_to(fleet, engine, fleet.published_version)
+
+    async def kill(self, fleet: Fleet) -> None:
+        for process in iter(lambda: self.draws.choice([*self.processes.values()]), None):
+            await trio.sleep(self.draws.expovariate(0.3))
+            process.die()
+
+    async def sync(self, fleet: Fleet) -> None:
+        for version in range(1, 10_000):
+            await trio.sleep(5)
+            async with self.lock:
+                async with trio.open_nursery() as nursery:
+                    for engine in fleet.members_for_update():
+                        nursery.start_soon(self.bring_to, fleet, engine, version)
+                if any(fleet.statistics()[f"engine/{name}/version"] == version for name in self.processes):
+                    fleet.publish(version)
+            for live in fleet._live.values():
+                assert not fleet_state.in_service(live.state) or live.state.version == fleet.published_version
+
+    async def run(self, fleet: Fleet, count: int) -> None:
+        async with trio.open_nursery() as background:
+            for task in (self.revive, self.kill, self.sync):
+                background.start_soon(task, fleet)
+            async with trio.open_nursery() as nursery:
+                for i in range(count):
+                    nursery.start_soon(self.ask_one, fleet, f"r{i}")
+                    await trio.sleep(self.draws.expovariate(5))
+            background.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_chaos_answers_everything_once_and_only_from_committed_weights(autojump_clock, seed):
-    """Random deaths, garbage, overloads, hangs and updates: each request gets one answer, of a version that was published when it came."""
-    draws = random.Random(seed)
-    processes = [Process(FakeEngine(name), start_s=3) for name in "abcd"]
-    for process in processes:
-
-        async def script(engine: FakeEngine, request: GenerateRequest) -> None:
-            await trio.sleep(draws.expovariate(1))
-            fault = draws.random()
-            if fault < 0.03:
-                raise draws.choice([unreachable(), garbage(), EngineOverloaded("429", retry_after_s=2), EngineOverloaded("503")])
-
-        process.engine.script = script
-    by_engine = {process.engine: process for process in processes}
-    async with fleet_of(*(process.member() for process in processes), settings=FleetSettings(max_restarts=1000)) as fleet:
-        answers: dict[str, list[int]] = {}
-        finished = trio.Event()
-
-        async def one(name: str) -> None:
-            completion = await fleet.generate(ask(name, affinity=draws.choice("xyz")))
-            newest = max(live.state.version or 0 for live in fleet._live.values())
-            assert 0 <= completion.weight_versions[0] <= newest
-            answers.setdefault(name, []).append(int(completion.weight_versions[0]))
-
-        async def bring_to(engine: FakeEngine, version: int) -> None:
-            fleet.close_admission(engine)
-            await trio.sleep(draws.random())
-            restarts = len(by_engine[engine].restarted_at)
-            engine.version = version
-            await trio.sleep(draws.random())
-            if draws.random() < 0.2 or restarts != len(by_engine[engine].restarted_at) or engine.version != version:
-                fleet.fail(engine, "not verified")
-            else:
-                fleet.commit(engine, version)
-
-        lock = trio.Lock()
-
-        async def revive() -> None:
-            async for engine in fleet.stale_members:
-                assert isinstance(engine, FakeEngine)
-                async with lock:
-                    await bring_to(engine, fleet.published_version)
-
-        async def trouble() -> None:
-            while not finished.is_set():
-                await trio.sleep(draws.expovariate(0.3))
-                draws.choice(processes).die()
-
-        async def sync() -> None:
-            version = 0
-            while not finished.is_set():
-                await trio.sleep(5)
-                version += 1
-                async with lock:
-                    async with trio.open_nursery() as nursery:
-                        for engine in fleet.members_for_update():
-                            nursery.start_soon(bring_to, engine, version)
-                    if any(live.state.version == version and live.state.condition == "healthy" for live in fleet._live.values()):
-                        fleet.publish(version)
-                assert all(
-                    live.state.version in (version, fleet.published_version)
-                    for live in fleet._live.values()
-                    if live.state.condition == "healthy" and not live.state.updating
-                )
-
+    """Random deaths, garbage, overloads and updates that fail: each of 300 requests gets one answer, of weights that were verified."""
+    chaos = Chaos(seed)
+    settings = FleetSettings(max_restarts=1000)
+    async with fleet_of(*(process.member() for process in chaos.processes.values()), settings=settings) as fleet:
         with trio.fail_after(3000):
-            async with trio.open_nursery() as background:
-                for task in (revive, trouble, sync):
-                    background.start_soon(task)
-                async with trio.open_nursery() as nursery:
-                    for i in range(300):
-                        nursery.start_soon(one, f"r{i}")
-                        await trio.sleep(draws.expovariate(5))
-                finished.set()
-                background.cancel_scope.cancel()
-        assert len(answers) == 300 and all(len(given) == 1 for given in answers.values())
-    assert math.isfinite(trio.current_time())
+            await chaos.run(fleet, 300)
+    assert len(chaos.answers) == 300 and all(len(given) == 1 for given in chaos.answers.values())
+    assert max(version for given in chaos.answers.values() for version in given) >= 3  # updates did happen
