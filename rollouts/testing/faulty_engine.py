@@ -140,9 +140,17 @@ class FaultyEngine:
         return msgspec.json.decode(await self._server.call("GET", "/checksum"), type=str)
 
     async def pause(self, mode: PauseMode) -> None:
+        """If it fails, the engine is as open as before."""
         self._server.check_open()
+        was_paused = self._server.paused
+        self._server.close_gate(frozen=mode == "keep")
+        try:
+            await self._server.call("POST", "/pause", mode)
+        except BaseException:
+            if not was_paused:
+                self._server.open_gate()
+            raise
         self._server.close_gate()
-        await self._server.call("POST", "/pause", mode)
 
     async def resume(self) -> None:
         await self._server.call("POST", "/resume")
@@ -218,7 +226,8 @@ class _ProcessClient:
 
     def __init__(self, process: SimulatedProcess) -> None:
         self._process = process
-        self._calls = 0
+        self._calls = 0  # that wait for an answer
+        self._made = 0  # ever
         self.requests: dict[str, GenerateRequest] = {}  # by server id; in place of the bodies of generate calls
 
     async def request(
@@ -237,6 +246,7 @@ class _ProcessClient:
             answered.set()
 
         self._calls += 1
+        self._made += 1
         try:
             async with open_timers() as nursery:
                 nursery.start_soon(ask)
@@ -299,7 +309,7 @@ class _ProcessClient:
         return await process.health()
 
     def statistics(self) -> dict[str, float]:
-        return {"connections": float(self._calls), "idle": 0.0, "opened": float(self._calls)}
+        return {"connections": float(self._calls), "idle": 0.0, "opened": float(self._made)}
 
 
 async def _wait_answered(answered: trio.Event, *, silence_s: float, on_silence: Callable[[], Awaitable[bool]] | None, where: str) -> None:

@@ -115,24 +115,28 @@ class SimulatedProcess:
         self._read_weights = read_weights
         self._base_weights = base_weights
         self._nursery = nursery
-        self._pending = list(plan.of_engine(name))
+        self._pending = [fault for fault in plan.of_engine(name) if fault.at_s is None]  # those with a time have tasks
         self.struck: list[Fault] = []  # faults that have happened, in order
         self.requests: list[GenerateRequest] = []  # every request that came, in order
         self.loads = 0  # of weights, begun
+        self.prompt_tokens = 0  # of all requests
         self.tokens = 0  # decoded, ever
         self.incarnation = 0
         self._up = False
         self._exit_reason = ""
         self._exited = trio.Event()
         self._gone = trio.Event()  # for calls that wait in a process that dies
+        self._started = trio.Event()
         self._start()
 
     def _start(self) -> None:
         self._up = True
         self._exited, self._gone = trio.Event(), trio.Event()
+        self._started.set()
         self.weights = self._base_weights
         self.version_name = BASE_VERSION
         self.paused: PauseMode | None = None
+        self.aborts_frozen = True  # False: what pause("keep") froze outlives an abort
         self._hung_until: float | None = None  # None: it answers
         self._slow: tuple[float, float] = (1.0, -math.inf)  # factor, until
         self._running: dict[str, _Running] = {}
@@ -160,6 +164,7 @@ class SimulatedProcess:
         self._up = False
         self._exit_reason = f"{self.name}: {reason}"
         self.incarnation += 1
+        self._started = trio.Event()
         for running in self._running.values():
             running.lost = True
             running.stop.set()
@@ -172,6 +177,10 @@ class SimulatedProcess:
         """Why, when the process has ended; at once while there is none."""
         await self._exited.wait()
         return self._exit_reason
+
+    async def wait_started(self) -> None:
+        """Returns when there is a process; at once if there is one."""
+        await self._started.wait()
 
     async def restart(self) -> None:
         """Ends the process if there is one and starts another, which serves after speed.start_s: base weights, version "default"."""
@@ -200,6 +209,11 @@ class SimulatedProcess:
         if self.incarnation == incarnation and not self._up:
             await self.restart()
 
+    def add_fault(self, fault: Fault) -> None:
+        """One more thing that goes wrong, at a request or an update; one whose moment is past strikes at the next."""
+        assert fault.engine == self.name and fault.at_s is None, fault
+        self._pending.append(fault)
+
     async def strike_later(self, fault: Fault) -> None:
         """What the process does about a fault that has a time."""
         assert fault.at_s is not None
@@ -209,7 +223,7 @@ class SimulatedProcess:
 
     def _strike(self, fault: Fault) -> None:
         """A fault of the whole process happens."""
-        self._note(fault)
+        self.struck.append(fault)
         match fault.what:
             case Crash(restart_after_s=after_s):
                 self.crash()
@@ -222,10 +236,10 @@ class SimulatedProcess:
             case BadStatus() as status:
                 self._bad_statuses.extend([status] * status.count)
 
-    def _note(self, fault: Fault) -> None:
+    def _take(self, fault: Fault) -> None:
+        """A fault that waited for an update happens."""
+        self._pending.remove(fault)
         self.struck.append(fault)
-        if fault in self._pending:
-            self._pending.remove(fault)
 
     # --- requests ------------------------------------------------------------------------------------------------------------
 
@@ -234,6 +248,14 @@ class SimulatedProcess:
         await self._enter()
         fault = self._next_request_fault(len(self.requests))
         self.requests.append(request)
+        self.prompt_tokens += len(request.prompt_ids)
+        try:
+            return await self._answer(request, server_id, fault)
+        finally:
+            if fault is not None and not any(fault is struck for struck in self.struck):
+                self._pending.insert(0, fault)  # the request ended before it could: the next one is struck
+
+    async def _answer(self, request: GenerateRequest, server_id: str, fault: Fault | None) -> Answer:
         await self._check_probe()
         if fault is not None and isinstance(fault.what, Slow | BadStatus | Hang):
             await self._strike_request(fault)
@@ -244,6 +266,7 @@ class SimulatedProcess:
         running = self._running[server_id] = _Running(request, server_id)
         self._queue.append(running)
         self._admit()
+        self._notify()
         try:
             return await self._decode(running, fault)
         finally:
@@ -256,7 +279,7 @@ class SimulatedProcess:
 
     async def _strike_request(self, fault: Fault) -> None:
         if isinstance(fault.what, Hang) and fault.what.only_this_request:
-            self._note(fault)
+            self.struck.append(fault)
             await self._never()
         self._strike(fault)
         await self._while_hung()
@@ -315,16 +338,17 @@ class SimulatedProcess:
     def _take_token(self, running: _Running, token: int) -> None:
         position = len(running.request.prompt_ids) + len(running.token_ids)
         running.token_ids.append(token)
-        running.log_probs.append(weights_log_prob(self.weights, position, token))
+        running.log_probs.append(weights_log_prob(self.weights, position, token, running.request.sampling.temperature))
         running.versions.append(self.version_name)
         self.tokens += 1
+        self._notify()
 
     def _spoil(self, answer: Answer, fault: Fault, *, limit: int) -> Answer:
         if isinstance(fault.what, CutBody):
-            self._note(fault)
+            self.struck.append(fault)
             return replace(answer, cut_at=fault.what.at_byte)
-        if isinstance(fault.what, BadReply):
-            self._note(fault)
+        if isinstance(fault.what, BadReply) and answer.token_ids:  # an abort that has nothing gives nothing to spoil
+            self.struck.append(fault)
             return spoil_answer(answer, fault.what, vocab_size=self.vocab_size, limit=limit)
         return answer
 
@@ -346,7 +370,7 @@ class SimulatedProcess:
         if mode == "abort":
             self._stop(list(self._running))
         if mode != "keep":
-            await self._wait_until(lambda: not any(running.go.is_set() for running in self._running.values()))
+            await self.wait_until(lambda: not any(running.go.is_set() for running in self._running.values()))
 
     async def resume(self) -> None:
         await self._enter(self.speed.control_s)
@@ -369,8 +393,9 @@ class SimulatedProcess:
         for fault in self._due_at_update(index, (StaleWeights, Crash, Hang)):
             if isinstance(fault.what, StaleWeights):
                 stale = True
-                self._note(fault)
+                self._take(fault)
             else:
+                self._pending.remove(fault)
                 self._strike(fault)
                 await self._while_hung()
         await self._sleep(self.speed.load_s)
@@ -381,9 +406,10 @@ class SimulatedProcess:
         """Names the weights; tokens from now on carry the name."""
         await self._enter(self.speed.control_s)
         await self._fail_phase("set_version", self.loads - 1)
-        for fault in self._due_at_update(self.loads - 1, (WrongVersion,)):
-            self._note(fault)
-            if isinstance(fault.what, WrongVersion) and version_name.isdecimal():
+        due = self._due_at_update(self.loads - 1, (WrongVersion,)) if version_name.isdecimal() else []
+        for fault in due:
+            self._take(fault)
+            if isinstance(fault.what, WrongVersion):
                 version_name = str(max(int(version_name) + fault.what.shift, 0))
         self.version_name = version_name
 
@@ -417,7 +443,13 @@ class SimulatedProcess:
             names = [name for name in names if any(name.startswith(prefix) for prefix in server_ids if prefix)]
         elif server_ids is not None:
             names = [name for name in names if name in server_ids]
+        if self.paused == "keep" and not self.aborts_frozen:
+            names = [name for name in names if not self._running[name].go.is_set()]
         self._stop(names)
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is in flight."""
+        await self.wait_until(lambda: not self._running)
 
     @property
     def in_flight(self) -> int:
@@ -463,7 +495,8 @@ class SimulatedProcess:
         await self._gone.wait()
         raise ConnectionLost(self._exit_reason)
 
-    async def _wait_until(self, condition: Callable[[], bool]) -> None:
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Returns when `condition()` holds; it is asked after every request that comes or goes, and every token. Raises ConnectionLost."""
         gone = self._gone
         await trio.lowlevel.checkpoint()
         while not gone.is_set() and not condition():
@@ -476,7 +509,7 @@ class SimulatedProcess:
         for fault in self._due_at_update(index, (UpdateFails,)):
             if not isinstance(fault.what, UpdateFails) or fault.what.phase != phase:
                 continue
-            self._note(fault)
+            self._take(fault)
             if fault.what.count > 1:
                 self._pending.insert(0, replace(fault, what=replace(fault.what, count=fault.what.count - 1)))
             if fault.what.how == "crash":
@@ -551,18 +584,18 @@ async def open_timers() -> AsyncIterator[trio.Nursery]:
 # --- what is said ------------------------------------------------------------------------------------------------------------
 
 
-def weights_log_prob(weights: str, position: int, token_id: int) -> float:
-    """A number between −2 and 0 that depends on all three and nothing else, rounded to float32.
+def weights_log_prob(weights: str, position: int, token_id: int, temperature: float = 1.0) -> float:
+    """A number between −2 and 0, times the temperature (0 counts as 1), that depends on all four and nothing else, rounded to float32.
 
     `position` counts from the first prompt token. A trainer that knows the weights and the tokens can say it too, so a probe shows whether
     an engine serves other weights than it should.
     """
-    return float(np.float32(-2.0 * fake_uniform(weights, position, token_id)))
+    return float(np.float32(-2.0 * fake_uniform(weights, position, token_id) * (temperature or 1.0)))
 
 
-def compute_log_probs(weights: str, tokens: IntArray) -> FloatArray:
+def compute_log_probs(weights: str, tokens: IntArray, temperature: float = 1.0) -> FloatArray:
     """[T] weights_log_prob of every token of a sequence, the first included."""
-    return np.asarray([weights_log_prob(weights, position, int(token)) for position, token in enumerate(tokens)], np.float32)
+    return np.asarray([weights_log_prob(weights, position, int(token), temperature) for position, token in enumerate(tokens)], np.float32)
 
 
 def draw_tokens(request: GenerateRequest, vocab_size: int) -> tuple[int, ...]:
@@ -594,7 +627,7 @@ def find_spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
 
 
 def spoil_answer(answer: Answer, spoil: BadReply, *, vocab_size: int, limit: int) -> Answer:
-    """The answer as a server that is broken in this way gives it. An answer without tokens is left as it is where a token would be spoiled."""
+    """The answer as a server that is broken in this way gives it. One without tokens keeps the fields where a token would be spoiled."""
     ids, log_probs = list(answer.token_ids), list(answer.log_probs)
     spans, finish = answer.spans or (), answer.finish
     count = len(ids)

@@ -57,10 +57,8 @@ def open_engine(*faults: Fault, speed: ServerSpeed = SECOND, silence_s: float = 
 
 async def update(engine: FaultyEngine, version: int) -> None:
     await engine.pause("wait")
-    try:
-        await engine.update_weights_from_checkpoint(Path(f"v{version}"), version)
-    finally:
-        await engine.resume()
+    await engine.update_weights_from_checkpoint(Path(f"v{version}"), version)
+    await engine.resume()
 
 
 def accept(engine: InferenceEngine) -> None:
@@ -90,7 +88,7 @@ async def test_it_keeps_the_contract_of_an_engine(check, autojump_clock):
 
 
 async def test_it_takes_nothing_in_memory_and_says_so(autojump_clock):
-    await engine_contracts.check_update_in_memory(lambda: open_engine(), [])
+    await engine_contracts.check_update_in_memory(open_engine, [])
 
 
 async def test_slots_decode_together_and_the_rest_wait(autojump_clock):
@@ -312,6 +310,25 @@ async def test_an_answer_cut_anywhere_is_refused(at_byte, autojump_clock):
             await engine.generate(make_request())
 
 
+async def test_equal_faults_strike_one_after_the_other(autojump_clock):
+    fault = Fault("a", BadReply("no_tokens"), at_request=0)
+    async with open_engine(fault, fault) as engine:
+        for _ in range(2):
+            with pytest.raises(ReplyError):
+                await engine.generate(make_request())
+        await engine.generate(make_request())
+        assert engine.process.struck == [fault, fault]
+
+
+async def test_a_fault_whose_request_ends_early_strikes_the_next_one(autojump_clock):
+    async with open_engine(Fault("a", BadReply("log_prob_nan"), at_request=0)) as engine:
+        with trio.move_on_after(1.5):
+            await engine.generate(make_request())
+        assert engine.process.struck == []
+        with pytest.raises(ReplyError, match="log-prob of token 0 is nan"):
+            await engine.generate(make_request())
+
+
 # --- updates ---
 
 
@@ -321,9 +338,7 @@ async def test_an_answer_cut_anywhere_is_refused(at_byte, autojump_clock):
 async def test_a_phase_of_an_update_fails_once(phase, served, version, autojump_clock):
     async with open_engine(Fault("a", UpdateFails(phase), at_update=0)) as engine:
         with pytest.raises(InfrastructureError, match=f"phase {phase} of update 0"):
-            await engine.pause("wait")
-            await engine.update_weights_from_checkpoint(Path("v1"), 1)
-            await engine.resume()
+            await update(engine, 1)
         assert (engine.process.weights, await engine.weight_version()) == (served, version)
         await engine.resume()
         await update(engine, 2)
