@@ -200,10 +200,10 @@ class _Exchange:
         sent = memoryview(b"".join(piece for piece in pieces if piece))
         try:
             for start in range(0, len(sent), SENT_BYTES):
-                with trio.fail_after(self.silence_s):
+                with trio.move_on_after(self.silence_s) as silence:
                     await connection.stream.send_all(sent[start : start + SENT_BYTES])
-        except trio.TooSlowError as error:
-            raise EngineSilent(f"{self.where}: the server did not take the request for {self.silence_s:g} s") from error
+                if silence.cancelled_caught:
+                    raise EngineSilent(f"{self.where}: the server did not take the request for {self.silence_s:g} s")
         except trio.BrokenResourceError:
             self.sent_in_part = True  # a server may refuse a request before it has read it; the answer tells, or its absence
 
@@ -282,7 +282,7 @@ async def open_http_client(
     if connect is None:
         tls = (ssl_context or ssl.create_default_context()) if parts.scheme == "https" else None
         connect = make_connect(parts.hostname, port or (443 if parts.scheme == "https" else 80), tls)
-    headers = [("host", parts.netloc), ("accept", "*/*"), ("accept-encoding", "identity")]
+    headers = [("host", parts.netloc), ("accept-encoding", "identity")]
     if api_key is not None:
         headers.append(("authorization", f"Bearer {api_key}"))
     prefix = parts.path.rstrip("/")
