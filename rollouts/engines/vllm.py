@@ -43,6 +43,7 @@ GENERATE = "/inference/v1/generate"
 SERVER_PREFIX = "generate-tokens-"  # the server puts it before the ids that we give
 NO_LOG_PROB = -9999.0  # what the server writes for NaN, −infinity and a token that it has no log-prob of
 LOAD_S = 900.0  # the server says nothing while it loads weights
+INFO_S = 180.0  # the first time it is asked for its settings it looks over its whole machine: 20 s on two busy cores
 IN_PIECES = "loading"  # the version's name while weights are exchanged: no number, so whoever asks then is told −1
 HASH_OF_NOTHING = hashlib.sha256(b"").hexdigest()
 ITERATIONS, GENERATED, PREFILLED = "vllm:iteration_tokens_total_count", "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
@@ -495,7 +496,7 @@ async def _read_served_model(server: EngineServer) -> _Served:
 
 async def _read_config(server: EngineServer) -> _Config:
     try:
-        body = await server.call("GET", "/server_info?config_format=json")
+        body = await server.call("GET", "/server_info?config_format=json", silence_s=max(server.silence_s, INFO_S))
     except InfrastructureError:
         raise
     except EngineError as error:

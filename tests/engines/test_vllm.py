@@ -14,6 +14,7 @@ import torch
 import transformers
 import trio
 
+from rollouts.engines.openai import open_openai_engine
 from rollouts.engines.vllm import VLLMEngine, open_vllm_engine
 from rollouts.errors import EngineError, EngineSetupError, RequestRefused
 from rollouts.testing import engine_contracts
@@ -103,6 +104,41 @@ async def test_tokens_after_a_frozen_update_are_the_new_models_own(vllm_server: 
     assert 0 < new.sum() < LONG
     np.testing.assert_allclose(completion.log_probs[~new], score(snapshots[0], request, completion)[~new], atol=5e-4)
     np.testing.assert_allclose(completion.log_probs[new], score(snapshots[1], request, completion)[new], atol=5e-4)
+
+
+async def test_frozen_request_is_aborted_with_what_it_has(vllm_server: RunningServer):
+    answers: list[Completion] = []
+    async with open_engine(vllm_server) as engine:
+
+        async def ask() -> None:
+            answers.append(await engine.generate(make_request("long", max_new_tokens=LONG)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await engine.generate(make_request("short", max_new_tokens=8))
+            await engine.pause("keep")
+            assert (await engine.load()).running + (await engine.load()).waiting == 1
+            await engine.abort_all()
+        await engine.resume()
+        assert answers[0].finish_reason == "abort"
+        assert 0 < len(answers[0].token_ids) < LONG
+
+
+async def test_frozen_request_finishes_under_pause_wait(vllm_server: RunningServer):
+    answers: list[Completion] = []
+    async with open_engine(vllm_server) as engine:
+
+        async def ask() -> None:
+            answers.append(await engine.generate(make_request("long", max_new_tokens=LONG)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await engine.generate(make_request("short", max_new_tokens=8))
+            await engine.pause("keep")
+            await engine.pause("wait")
+            await trio.lowlevel.checkpoint()
+            assert [len(answer.token_ids) for answer in answers] == [LONG]
+        await engine.resume()
 
 
 async def test_server_that_fails_in_a_load_has_its_weights_back(
@@ -205,6 +241,30 @@ async def test_weight_transfer_that_is_off_names_the_flag(vllm_server: RunningSe
     async with open_engine(vllm_server) as engine:
         with pytest.raises(EngineSetupError, match="--weight-transfer-config"):
             await engine.init_weight_transfer({})
+
+
+@pytest.mark.parametrize("speaks", ["ids", "text"])
+async def test_openai_engine_evaluates_on_the_same_server(speaks: str, vllm_server: RunningServer, snapshots: tuple[Path, Path]):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(snapshots[0])
+    async with (
+        open_engine(vllm_server) as exact,
+        open_openai_engine(
+            vllm_server.url,
+            model="policy",
+            api_key=vllm_server.api_key,
+            vocab_size=VOCAB_SIZE,
+            context_length=CONTEXT_LENGTH,
+            tokenizer=tokenizer if speaks == "text" else None,
+        ) as engine,
+    ):
+        request = make_request(prompt=(65, 66, 67), max_new_tokens=6, temperature=0.0)
+        expected, completion = await exact.generate(request), await engine.generate(request)
+        assert np.isnan(completion.log_probs).all()
+        if speaks == "ids":
+            assert completion.token_ids.tolist() == expected.token_ids.tolist()
+        else:
+            assert tokenizer.decode(completion.token_ids) == tokenizer.decode(expected.token_ids, skip_special_tokens=True)
+        assert await engine.health()
 
 
 @pytest.mark.slow
