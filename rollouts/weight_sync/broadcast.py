@@ -14,7 +14,11 @@ pickled handles over HTTP (CUDA IPC) are not offered.
 
 from __future__ import annotations
 
+import importlib
 import math
+import socket
+import threading
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -29,6 +33,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from rollouts.engines.sglang import SGLangEngine
+from rollouts.engines.vllm import VLLMEngine
 from rollouts.errors import EngineError, EngineSilent, WeightSyncError
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.weight_sync.disk import FileNames
@@ -38,6 +43,7 @@ Transport = Callable[[TrainingBackend, Sequence[InferenceEngine], int], Awaitabl
 
 BUCKET_BYTES = 256 * 2**20
 PROGRESS_S = 120.0
+POLL_S = 0.002
 CLEANUP_S = 5.0  # for an engine that failed, to be told
 
 
@@ -332,6 +338,7 @@ class SGLangPeer:
         self._group_name = f"rollouts-{uuid.uuid4().hex}"
         self._group: Any = None
         self._has_session = False
+        self._broken = Signal()
 
     @property
     def name(self) -> str:
@@ -379,7 +386,11 @@ class SGLangPeer:
             raise EngineError(f"{self.name} is in no process group")
         with device_context(self._device):
             work = group.broadcast([bucket.flat], options)
-        return lambda: wait_sent(work, self._device, timedelta(seconds=self._progress_s))
+            if self._device.type == "cuda":
+                work.wait()  # of this stream for NCCL's: the thread goes on
+                sent = record_stream()
+                return lambda: wait_stream(self._broken, sent, self._progress_s)
+        return lambda: wait_work(work, self._broken, self._progress_s)
 
     async def end(self, version: int) -> None:
         if self._has_session:
@@ -387,12 +398,13 @@ class SGLangPeer:
             self._has_session = False
 
     def break_off(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        self._broken.set()
 
     async def leave(self) -> None:
         self.break_off()
+        group, self._group = self._group, None
+        if group is not None:
+            await trio.to_thread.run_sync(group.abort, abandon_on_cancel=True)
         for call in (self._engine.end_transfer if self._has_session else None, lambda: self._engine.leave_group(self._group_name)):
             try:
                 await call() if call is not None else None
@@ -423,13 +435,56 @@ def device_context(device: torch.device) -> torch.device | torch.cuda.device:
     return torch.cuda.device(device) if device.type == "cuda" else device
 
 
-def wait_sent(work: Any, device: torch.device, timeout: timedelta) -> None:
-    """Returns when the bytes have left, so that their memory may go. Raises RuntimeError when the group failed or `timeout` passed."""
-    with device_context(device):
-        if not work.wait(timeout):
-            raise RuntimeError(f"a broadcast did not end within {timeout.total_seconds():g} s")
-        if device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+class Signal:
+    """Wakes the thread that waits for a broadcast, whether it has ended or was broken off."""
+
+    def __init__(self) -> None:
+        self.broken = False
+        self._woken = threading.Event()
+
+    def set(self) -> None:
+        """Broken off, for good."""
+        self.broken = True
+        self._woken.set()
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Returns when woken, or after `timeout_s`. Raises RuntimeError if broken off."""
+        self._woken.wait(timeout_s)
+        if self.broken:
+            raise RuntimeError("the broadcast was broken off")
+        self._woken.clear()
+
+
+def wait_work(work: Any, signal: Signal, timeout_s: float) -> None:
+    """Returns when a broadcast over gloo has ended. Raises RuntimeError if it failed, was broken off, or takes longer than `timeout_s`.
+
+    Its memory stays with it until its group's own deadline: a broadcast that was left alone does no harm.
+    """
+    future = work.get_future()
+    future.add_done_callback(lambda _: signal.wake())
+    signal.wait(timeout_s)
+    if not future.done():
+        raise RuntimeError(f"a broadcast did not end within {timeout_s:g} s")
+    future.wait()  # raises what went wrong
+
+
+def record_stream() -> Any:
+    """An event after everything that was put on the current CUDA stream."""
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def wait_stream(signal: Signal, event: Any, timeout_s: float) -> None:
+    """As wait_work, for what `event` comes after. CUDA has no wait with a deadline, and a broadcast to a server that died never ends."""
+    deadline = time.monotonic() + timeout_s
+    while not event.query():
+        signal.wait(POLL_S)
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"a broadcast did not end within {timeout_s:g} s")
 
 
 async def run_both(one: Callable[[], Awaitable[None]], other: Callable[[], Awaitable[None]]) -> None:
@@ -474,6 +529,113 @@ async def open_sglang_broadcast(
         if not isinstance(engine, SGLangEngine):
             raise WeightSyncError(f"engine {engine.features.name} is no SGLang server; give this transport SGLang engines only")
         return SGLangPeer(engine, backend=backend, address=address, device=device, progress_s=progress_s)
+
+    transport = Broadcast(make_peer, bucket_bytes=bucket_bytes, dtype=dtype, progress_s=progress_s)
+    try:
+        yield transport
+    finally:
+        await transport.aclose()
+
+
+# --- vLLM --------------------------------------------------------------------------------------------------------------------
+
+
+class VLLMPeer:
+    """A vLLM server's end: its weight transfer engine over NCCL. Not run by our tests: needs a GPU on both sides."""
+
+    def __init__(self, engine: VLLMEngine, *, address: str, device: torch.device, progress_s: float) -> None:
+        self._engine = engine
+        self._address = address
+        self._device = device
+        self._progress_s = progress_s
+        self._group: Any = None
+        self._broken = Signal()
+
+    @property
+    def name(self) -> str:
+        return self._engine.features.name
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    async def join(self) -> None:
+        if self._group is not None:
+            return
+        with socket.socket() as listener:  # the server is told the port before the other side listens there
+            listener.bind((self._address, 0))
+            port = listener.getsockname()[1]
+        meeting = {"master_address": self._address, "master_port": port, "world_size": 1 + await self._engine.get_world_size()}
+
+        def connect() -> Any:
+            with device_context(self._device):
+                return import_vllm_endpoint()(meeting)
+
+        async def ask() -> None:
+            await self._engine.init_weight_transfer(meeting | {"rank_offset": 1, "packed": False})
+
+        async def meet() -> None:
+            self._group = await trio.to_thread.run_sync(connect, abandon_on_cancel=True)
+
+        await run_both(ask, meet)
+
+    async def begin(self) -> None:
+        await self._engine.start_weight_update()
+
+    async def receive(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
+        names, shapes = [piece.name for piece in bucket.pieces], [list(piece.shape) for piece in bucket.pieces]
+        await self._engine.update_weights({"names": names, "dtype_names": bucket.dtype_names, "shapes": shapes})
+
+    def start_sending(self, bucket: FlatBucket) -> Callable[[], None]:
+        group = self._group
+        if group is None:
+            raise EngineError(f"{self.name} is in no process group")
+        with device_context(self._device):
+            for _, tensor in bucket.tensors():
+                group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+            sent = record_stream()
+        return lambda: wait_stream(self._broken, sent, self._progress_s)
+
+    async def end(self, version: int) -> None:
+        await self._engine.finish_weight_update(version)
+
+    def break_off(self) -> None:
+        self._broken.set()
+
+    async def leave(self) -> None:
+        self.break_off()
+        group, self._group = self._group, None
+        if group is not None:
+            await trio.to_thread.run_sync(group.destroy, abandon_on_cancel=True)
+
+
+def import_vllm_endpoint() -> Callable[[Mapping[str, Any]], Any]:
+    """vLLM's own trainer side of a transfer: a group of rank 0 out of an address, a port and a size. Raises WeightSyncError without vLLM."""
+    try:
+        module = importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
+    except ImportError as error:
+        raise WeightSyncError(f"broadcasts to vLLM need vLLM in the trainer's Python as well: {error}; install it or update from disk") from error
+    return module.trainer_init
+
+
+@asynccontextmanager
+async def open_vllm_broadcast(
+    *, address: str = "127.0.0.1", bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None, progress_s: float = PROGRESS_S
+) -> AsyncIterator[Broadcast]:
+    """A Transport to vLLM servers over NCCL, without a disk in between; see open_sglang_broadcast. Servers are started with
+    `--weight-transfer-config '{"backend": "nccl"}'`. Not run by our tests: needs a GPU on both sides, and vLLM in the trainer's Python.
+
+    Raises WeightSyncError without CUDA or without vLLM.
+    """
+    if not torch.cuda.is_available():
+        raise WeightSyncError("broadcasts to vLLM run over NCCL and need a GPU on the trainer's side, and there is none; update from disk")
+    import_vllm_endpoint()
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def make_peer(engine: InferenceEngine) -> Peer:
+        if not isinstance(engine, VLLMEngine):
+            raise WeightSyncError(f"engine {engine.features.name} is no vLLM server; give this transport vLLM engines only")
+        return VLLMPeer(engine, address=address, device=device, progress_s=progress_s)
 
     transport = Broadcast(make_peer, bucket_bytes=bucket_bytes, dtype=dtype, progress_s=progress_s)
     try:
