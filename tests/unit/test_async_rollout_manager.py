@@ -13,13 +13,27 @@ import trio
 
 from rollouts.config.schema import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
-from rollouts.errors import ConfigError, DataError, EngineClosed, EngineError, ModelError, NotEnoughSamples, RequestRefused, UserFunctionError
+from rollouts.errors import (
+    ConfigError,
+    DataError,
+    EngineClosed,
+    EngineError,
+    EngineSetupError,
+    EngineUnreachable,
+    FleetDown,
+    ModelError,
+    NotEnoughSamples,
+    RequestRefused,
+    UserFunctionError,
+    WeightVersionError,
+)
 from rollouts.filters import check_reward_nonzero_std
-from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.async_rollout_manager import STOP_S, AsyncRolloutManager
 from rollouts.generation.batch import metric_segment
 from rollouts.generation.generate import compute_request_seed, make_chat_generate
 from rollouts.generation.group import MAX_STARTS
 from rollouts.generation.ledger import Ledger, LedgerCounts
+from rollouts.generation.pacing import Pace
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply
 from rollouts.types import FilterDecision, GenerateRequest, RewardResult, Sample, SampleGroup, SamplingParams, Status, metric_values
 
@@ -262,6 +276,7 @@ async def test_segments_of_a_trajectory_share_the_reward_of_the_last():
         ({"error": RequestRefused("too long")}, "data", "chat_generate", "too long"),
         ({"error": DataError("bad template")}, "data", "chat_generate", "bad template"),
         ({"error": EngineError("out of memory")}, "engine", "chat_generate", "out of memory"),
+        ({"error": EngineUnreachable("no route")}, "infrastructure", "chat_generate", "no route"),
         ({"error": ValueError("oops")}, "generate", "chat_generate", "raised ValueError: oops"),
     ],
 )
@@ -420,6 +435,39 @@ async def test_a_last_failure_counts_although_the_batch_is_full():
     assert run.upcoming(2) == STREAM[:2]
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+async def test_what_the_infrastructure_did_costs_a_prompt_nothing(max_staleness: int):
+    """One of two samples cannot be generated: its group does not train, its prompt comes back, and no share of failures ends the run."""
+    run = make_run(
+        lambda request: ScriptedReply(error=EngineUnreachable("gone") if request.request_id == "g00000000-s001" else None),
+        max_failed_fraction=0.0, max_staleness=max_staleness,
+    )  # fmt: skip
+    assert await run.batch_groups() == [1, 2]
+    assert run.manager.failed_samples()[0].reward is None
+    assert {"failed/infrastructure": 1.0, "samples/failed/infrastructure": 1.0}.items() <= run.manager.statistics().items()
+    assert run.upcoming(1) == STREAM[:1]
+
+
+async def test_an_engine_that_is_never_there_ends_the_batch_at_the_draw_limit():
+    run = make_run(lambda request: ScriptedReply(error=EngineUnreachable("no route to node3")), max_attempts=3)
+    with pytest.raises(NotEnoughSamples, match=r"0 of num_prompts=2 groups were kept of 6 drawn .*the first failure: no route to node3"):
+        await run.manager.generate_batch()
+    assert run.upcoming(2) == STREAM[:2]
+
+
+def test_an_engine_without_log_probs_does_not_train():
+    engine = ScriptedEngine()
+    engine._features = dataclasses.replace(engine.features, log_probs=False, name="openai")
+    with pytest.raises(ConfigError, match=r"engine openai answers without log-probs .* use it for evaluation"):
+        make_run(engine=engine)
+
+
+async def test_requests_of_a_group_share_an_affinity():
+    run = make_run()
+    await run.manager.generate_batch()
+    assert {(request.request_id[:9], request.affinity) for request in run.engine.requests} == {("g00000000", "g0"), ("g00000001", "g1")}
+
+
 # --- what stops the whole call ---
 
 
@@ -434,7 +482,10 @@ async def test_a_filter_that_raises_stops_the_call_and_loses_nothing():
     assert books(run) == {"drawn": 4, "trained": 0, "held": 0, "in_flight": 0, "dropped/aborted": 4}
 
 
-@pytest.mark.parametrize("error", [EngineClosed("gone"), ModelError("no chat template")])
+@pytest.mark.parametrize(
+    "error",
+    [EngineClosed("gone"), ModelError("no chat template"), FleetDown("nobody"), WeightVersionError("not 3"), EngineSetupError("--logprobs-mode")],
+)
 async def test_an_error_that_is_everybodys_stops_the_call(error: Exception):
     run = make_run(lambda request: ScriptedReply(error=error))
     with pytest.raises(type(error)):
@@ -553,6 +604,282 @@ async def test_what_was_finished_before_a_cancellation_is_held(autojump_clock):
     assert books(run) == {"drawn": 3, "trained": 0, "held": 1, "in_flight": 0, "dropped/aborted": 2}
     assert run.upcoming(3) == STREAM[1:4]
     assert await run.batch_groups() == [0, 3]
+
+
+# --- what goes on in the next batch ---
+
+
+def rest_of(text: str, request: GenerateRequest) -> str:
+    """What is left to say after the tokens that the request has."""
+    return text[int(request.request_id.partition("@")[2] or 0) :]
+
+
+def slow_group_0(request: GenerateRequest) -> ScriptedReply:
+    """Group 0 takes 10 s a token (its member 1 takes 1), all others 1 s."""
+    token_s = 10.0 if request.request_id.startswith("g00000000-s000") else 1.0
+    return ScriptedReply(text=rest_of("abcdef", request), token_s=token_s)
+
+
+def make_slow_run(**options: Any) -> Run:
+    return make_run(slow_group_0, **{"num_prompts": 1, "over_sampling": 2.0, "max_staleness": 3} | options)
+
+
+async def next_version(run: Run) -> list[int]:
+    """Groups of one batch, after which trainer and engine are a version further."""
+    groups = await run.batch_groups()
+    run.version[0] += 1
+    run.engine.set_version(run.version[0])
+    return groups
+
+
+async def test_an_unfinished_sample_goes_on_from_its_tokens_with_the_version_of_each(autojump_clock):
+    run = make_slow_run()
+    assert [await next_version(run) for _ in range(3)] == [[1], [2], [3]]  # each takes 7 s: six letters and the end
+    assert sorted(group["group_index"] for group in run.manager.state_dict()["unfinished"])[0] == 0
+    batch = await run.manager.generate_batch()  # version 3: the last that may consume tokens of version 0
+    first, second = batch.samples
+    assert (first.id, first.response, second.response) == ("g00000000-s000", "abcdef", "abcdef")
+    # 7 s a batch at 10 s a token: nothing is there after any of the first three, so all of it is of version 3; its sibling is of version 0
+    assert first.weight_versions[first.loss_mask].tolist() == [3] * 7
+    assert second.weight_versions[second.loss_mask].tolist() == [0] * 7
+    assert [request.request_id for request in run.engine.requests].count("g00000000-s001") == 1, "a member that has finished is not asked again"
+
+
+async def test_tokens_of_several_versions_stay_apart(autojump_clock):
+    def script(request: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(text=rest_of("abcdef", request), token_s=3.0 if group_of(request) == 0 else 1.0)
+
+    run = make_run(script, num_prompts=1, over_sampling=2.0, max_staleness=2)
+    assert [await next_version(run) for _ in range(2)] == [[1], [2]]
+    batch = await run.manager.generate_batch()
+    first = batch.samples[0]
+    assert first.response == "abcdef" and first.weight_versions[first.loss_mask].tolist() == [0, 0, 1, 1, 2, 2, 2]  # 7 s each: two tokens
+    ids = [request.request_id for request in run.engine.requests if request.request_id.startswith("g00000000-s000")]
+    assert ids == ["g00000000-s000", "g00000000-s000@2", "g00000000-s000@4"]
+    asked = {request.request_id: request.prompt_ids.tolist() for request in run.engine.requests}
+    assert asked["g00000000-s000@4"] == [*asked["g00000000-s000"], *b"abcd"], "it goes on after the prompt and its tokens"
+
+
+async def test_unfinished_groups_survive_a_restart_with_identical_tokens(autojump_clock):
+    def script(request: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(text=rest_of("abcdef", request), token_s=1.0 + 2 * (group_of(request) == 0))
+
+    def start() -> Run:
+        return make_run(script, num_prompts=1, over_sampling=2.0, max_staleness=2)
+
+    run, resumed = start(), start()
+    await next_version(run)
+    buffer_state, manager_state = json.loads(json.dumps([run.buffer.state_dict(), run.manager.state_dict()]))
+    assert [len(member["partial"]["response"]) for member in manager_state["unfinished"][0]["members"]] == [2, 2]
+    resumed.buffer.load_state_dict(buffer_state)
+    resumed.manager.load_state_dict(manager_state)
+    resumed.version[0] = 1
+    resumed.engine.set_version(1)
+    assert resumed.manager.state_dict() == run.manager.state_dict()
+    for _ in range(2):
+        one, other = await run.manager.generate_batch(), await resumed.manager.generate_batch()
+        for a, b in zip(one.samples, other.samples, strict=True):
+            assert a.id == b.id and a.metadata == b.metadata and a.reward == b.reward
+            for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
+                assert (getattr(a, name) == getattr(b, name)).all()
+        for each in (run, resumed):
+            each.version[0] += 1
+            each.engine.set_version(each.version[0])
+
+
+async def test_a_sample_whose_reward_was_being_computed_is_scored_once_in_the_next_batch(autojump_clock):
+    begun: list[str] = []
+    scored: list[str] = []
+
+    async def reward(sample: Sample) -> float:
+        begun.append(sample.id)
+        await trio.sleep(20 if sample.id == "g00000000-s000" else 0)
+        scored.append(sample.id)
+        return float(member_of(sample.id))
+
+    run = make_run(num_prompts=1, over_sampling=2.0, max_staleness=1, reward=reward, script=lambda request: ScriptedReply(token_s=1.0))
+    assert await next_version(run) == [1]
+    assert run.manager.state_dict()["unfinished"][0]["members"][0]["scored"] is False
+    assert await next_version(run) == [0], "due: it is waited for although others have finished"
+    assert begun.count("g00000000-s000") == 2 and scored.count("g00000000-s000") == 1
+    assert sum(request.request_id == "g00000000-s000" for request in run.engine.requests) == 1, "it is not generated again"
+
+
+async def test_a_trajectory_of_several_segments_starts_again(autojump_clock):
+    async def generate(sample: Sample, engine, sampling) -> list[Sample]:
+        done = await chat_generate(sample, engine, sampling)
+        return [done, done]
+
+    run = make_slow_run(generate=generate, max_staleness=1)
+    assert await next_version(run) == [1]
+    batch = await run.manager.generate_batch()
+    assert [sample.response for sample in batch.samples] == ["abcdef"] * 4
+    assert not [request for request in run.engine.requests if "@" in request.request_id]
+
+
+async def test_a_generate_function_that_does_not_stop_is_cancelled_and_starts_again(autojump_clock):
+    async def generate(sample: Sample, engine, sampling) -> Sample:
+        await trio.sleep(1000 if sample.id == "g00000000-s000" else 1)
+        return await chat_generate(sample, engine, sampling)
+
+    run = make_run(num_prompts=1, over_sampling=2.0, max_staleness=2, generate=generate)
+    assert await next_version(run) == [1]
+    assert trio.current_time() == 1 + STOP_S
+    assert await next_version(run) == [2]
+    assert await next_version(run) == [0]
+
+
+@pytest.mark.parametrize("error", [FleetDown("nobody for 600 s"), EngineClosed("gone")])
+async def test_what_is_there_is_kept_when_the_engines_are_gone(error: Exception, autojump_clock):
+    failing = [False]
+
+    def script(request: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(text=rest_of("abcdef", request), token_s=3.0 if group_of(request) == 0 else 1.0, error=error if failing[0] else None)
+
+    run = make_run(script, num_prompts=1, over_sampling=2.0, max_staleness=2)
+    await next_version(run)
+    before = run.manager.state_dict()["unfinished"]
+    failing[0] = True
+    with pytest.raises(type(error)):
+        await run.manager.generate_batch()
+    assert run.engine.in_flight == 0
+    assert run.manager.state_dict()["unfinished"][:1] == before[:1], "group 0 has the tokens it had"
+    failing[0] = False
+    assert await next_version(run) == [3], "of 2 nothing was there: its prompt was drawn again"
+    assert [sample.response for sample in (await run.manager.generate_batch()).samples] == ["abcdef"] * 2
+    asked = [request.request_id for request in run.engine.requests if request.request_id.startswith("g00000000-s000")]
+    assert asked[:3] == ["g00000000-s000", "g00000000-s000@2", "g00000000-s000@2"], "asked again for the same rest"
+
+
+async def test_a_state_taken_in_the_middle_of_a_batch_keeps_what_was_carried_over(autojump_clock):
+    run, resumed = make_slow_run(), make_slow_run()
+    await next_version(run)
+
+    async def save() -> None:
+        await trio.sleep(2)
+        saved = json.loads(json.dumps([run.buffer.state_dict(), run.manager.state_dict()]))
+        resumed.buffer.load_state_dict(saved[0])
+        resumed.manager.load_state_dict(saved[1])
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(save)
+        await run.manager.generate_batch()
+    assert books(resumed) == {"drawn": 3, "trained": 1, "held": 1, "in_flight": 0, "dropped/aborted": 1}
+    assert resumed.upcoming(1) == STREAM[2:3]
+
+
+async def test_statistics_say_where_everything_is_in_the_middle_of_a_batch(autojump_clock):
+    run = make_slow_run(num_prompts=2, max_staleness=1)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run.manager.generate_batch)
+        await trio.sleep(5)  # 4 groups of 2 run: the window
+        assert {"in_flight": 4.0, "in_flight/queued": 0.0, "samples/generating": 8.0, "running": 8.0}.items() <= run.manager.statistics().items()
+        nursery.cancel_scope.cancel()
+    assert {"in_flight": 0.0, "samples/generating": 0.0}.items() <= run.manager.statistics().items()
+
+
+async def test_short_answers_gain_nothing(autojump_clock):
+    """Whatever was launched is trained, and the mean length of what trains is that of what was launched."""
+
+    def length_of(sample_id: str) -> int:
+        return 1 + (7 * int(sample_id[1:9]) + 3 * member_of(sample_id)) % 17 // 4 * 10  # 1 to 41
+
+    def script(request: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(text=rest_of("a" * length_of(request.request_id), request), token_s=1.0)
+
+    run = make_run(script, num_prompts=4, over_sampling=1.5, max_staleness=20, sampling=dataclasses.replace(SAMPLING, max_new_tokens=64))
+    trained: list[Sample] = []
+    for _ in range(80):
+        trained += (await run.manager.generate_batch()).samples
+        run.version[0] += 1
+        run.engine.set_version(run.version[0])
+    statistics = run.manager.statistics()
+    assert statistics["trained"] == 320 and statistics["drawn"] == 320 + statistics["held"], "nothing was dropped"
+    launched = [length_of(f"g{group:08d}-s{member:03d}") for group in range(int(statistics["drawn"])) for member in range(2)]
+    assert np.mean([len(sample.response) for sample in trained]) == pytest.approx(np.mean(launched), rel=0.02)
+    first_batch = [len(sample.response) for sample in trained[:8]]
+    assert np.mean(first_batch) < 0.9 * np.mean(launched), "the first batch alone is shorter; a test of selection must see selection"
+
+
+# --- the pace by itself ---
+
+
+def test_a_group_that_must_be_in_this_batch_is_waited_for():
+    pace = Pace(num_prompts=2, max_staleness=1, policy_version=1, engine_version=1)
+    pace.open(0, oldest=0)  # deadline 1: now
+    for group_index in (1, 2, 3):
+        pace.open(group_index)
+    for group_index in (3, 2):
+        pace.finish(group_index, oldest=1)
+    assert not pace.is_full()
+    pace.finish(0, oldest=0)
+    assert pace.is_full() and pace.choose() == [0, 2]
+
+
+def test_a_crowd_that_is_due_next_is_not_put_off():
+    """Six groups may be consumed by version 2 at the latest, and P = 2: versions 1 and 2 take four, so this batch must take two of them."""
+    pace = Pace(num_prompts=2, max_staleness=3, policy_version=0, engine_version=0)
+    for group_index in range(6):
+        pace.open(group_index, oldest=-1)
+    for group_index in (6, 7):
+        pace.open(group_index)
+        pace.finish(group_index, oldest=0)
+    assert not pace.is_full()
+    pace.finish(5, oldest=-1)
+    assert not pace.is_full()
+    pace.close(0)  # filtered: now one of the others is enough
+    assert pace.is_full() and pace.choose() == [5, 6]
+
+
+@pytest.mark.parametrize(("policy_version", "engine_version", "window"), [(5, 5, 12), (6, 5, 8), (7, 5, 4), (9, 5, 4)])
+def test_the_window_shrinks_while_the_engines_lag_behind(policy_version: int, engine_version: int, window: int):
+    pace = Pace(num_prompts=4, max_staleness=2, policy_version=policy_version, engine_version=engine_version)
+    assert pace.window == window == pace.room
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_whoever_finishes_when_nothing_becomes_too_old(seed: int):
+    draw = np.random.default_rng(seed)
+    num_prompts, max_staleness = int(draw.integers(1, 5)), int(draw.integers(1, 5))
+    sync_every = int(draw.integers(1, max_staleness + 2))
+    open_: dict[int, int | None] = {}  # oldest version by group; None: no tokens
+    done: set[int] = set()
+    next_index = 0
+    for version in range(25):
+        engine_version = version - version % sync_every
+        pace = Pace(num_prompts=num_prompts, max_staleness=max_staleness, policy_version=version, engine_version=engine_version)
+        for group_index, oldest in open_.items():
+            pace.open(group_index, oldest=oldest)
+            if group_index in done:
+                pace.finish(group_index, oldest=oldest)
+        while not pace.is_full():
+            while pace.room > 0:
+                open_[next_index] = None
+                pace.open(next_index)
+                next_index += 1
+            running = sorted(open_.keys() - done)
+            chosen = int(draw.choice(running, p=None if draw.random() < 0.5 else _favour_the_young(len(running))))
+            if draw.random() < 0.2:  # filtered
+                pace.close(chosen)
+                del open_[chosen]
+            else:
+                open_[chosen] = engine_version if open_[chosen] is None else open_[chosen]
+                done.add(chosen)
+                pace.finish(chosen, oldest=open_[chosen])
+        for group_index in open_.keys() - done:
+            if open_[group_index] is None and draw.random() < 0.8:
+                open_[group_index] = engine_version  # it has its first tokens
+        batch = pace.choose()
+        assert len(batch) == num_prompts
+        for group_index in batch:
+            oldest = open_.pop(group_index)
+            done.discard(group_index)
+            assert oldest is not None and 0 <= version - oldest <= max_staleness
+
+
+def _favour_the_young(count: int) -> np.ndarray:
+    weights = np.arange(1, count + 1, dtype=float) ** 4
+    return weights / weights.sum()
 
 
 # --- deterministic mode ---
