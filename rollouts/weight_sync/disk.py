@@ -13,6 +13,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +23,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rollouts.checkpoints.manifest import FileRecord
-from rollouts.errors import SnapshotError
+from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.models.directories import WEIGHT_INDEX
 from rollouts.models.quiet import quiet_transformers
 from rollouts.protocols import TrainingBackend
-from rollouts.weight_sync.snapshots import SnapshotManifest, check_snapshot, make_temporary, parse_snapshot_name, publish_files, record_file
+from rollouts.weight_sync.snapshots import (
+    SnapshotManifest,
+    Snapshots,
+    check_snapshot,
+    make_temporary,
+    parse_snapshot_name,
+    publish_files,
+    record_file,
+    remove_snapshot,
+)
+from rollouts.weight_sync.sync import Snapshot
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,9 +121,7 @@ class ShardWriter:
     What fails is kept in `failure` and later buckets are let through unread: an error in a sink would fail the backend and every step after.
     """
 
-    def __init__(
-        self, folder: Path, names: FileNames, *, dtype: torch.dtype | None, shard_bytes: int, on_shard: Callable[[Path], object]
-    ) -> None:
+    def __init__(self, folder: Path, names: FileNames, *, dtype: torch.dtype | None, shard_bytes: int, on_shard: Callable[[Path], object]) -> None:
         self._folder = folder
         self._names = names
         self._dtype = dtype
@@ -270,3 +279,46 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | Non
         config.save_pretrained(str(folder))
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.save_pretrained(str(folder))
+
+
+class DiskSnapshots:
+    """A SnapshotKeeper in one folder, `weights/`."""
+
+    def __init__(self, folder: Path, *, dtype: str | None = None, model_dir: Path | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+        self._snapshots = Snapshots(folder)
+        self._dtype = None if dtype is None else parse_dtype(dtype)
+        self._model_dir = model_dir
+        self._shard_bytes = shard_bytes
+        self._made: dict[int, Path] = {}  # by this process, whose weights of a version are one thing
+        self._cleared = False
+
+    async def export(self, backend: TrainingBackend, version: int) -> Snapshot:
+        """The trainer's weights as `version`; what this process made before is verified and given again.
+
+        What an earlier process left of this version may be of other weights, which training would not make again bit for bit: it is never
+        served, and the new one has another name beside it.
+        """
+        if not self._cleared:
+            await trio.to_thread.run_sync(self._snapshots.clear_after_restart, version)
+            self._cleared = True
+        path = self._made.get(version) or self._snapshots.find_name(version)
+        manifest = await export_snapshot(backend, path, dtype=self._dtype, shard_bytes=self._shard_bytes, model_dir=self._model_dir)
+        self._made[version] = path
+        return Snapshot(path, manifest.digest, manifest.weight_bytes)
+
+    def open_reader(self, path: Path) -> AbstractContextManager[Path]:
+        return self._snapshots.open_reader(path)
+
+    async def prune(self, keep: Path) -> None:
+        """Removes every snapshot but `keep` that nobody reads."""
+        for path in self._snapshots.removable(keep):
+            await trio.to_thread.run_sync(remove_snapshot, path)
+        self._made = {version: path for version, path in self._made.items() if path.exists()}
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The floating-point dtype of that name. Raises WeightSyncError for any other name."""
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
+    if dtype is None:
+        raise WeightSyncError(f"snapshot_dtype={name!r} is not a dtype that engines serve; use 'bfloat16', 'float16' or 'float32'")
+    return dtype

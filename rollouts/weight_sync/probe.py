@@ -1,17 +1,24 @@
-"""The probe: a fixed request whose answer shows which weights an engine really serves."""
+"""The probe: a fixed request whose answer shows which weights an engine really serves.
+
+engine's greedy answer ──► trainer's log-probs of the same tokens ──► agree within the tolerance?
+                       └─► the same engine's answer before ─────────► moved, where the weights did?
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
+import trio
 
 from rollouts.errors import WeightSyncError
 from rollouts.protocols import InferenceEngine, TrainingBackend
-from rollouts.types import FloatArray, GenerateRequest, IntArray, RolloutBatch, SamplingParams
+from rollouts.types import Completion, FloatArray, GenerateRequest, IntArray, RolloutBatch, SamplingParams
 
 NOTICEABLE = 1e-5  # nats; a smaller move of the trainer may be lost in an engine's rounding
+TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}  # nats between two implementations of one model, by the coarser dtype
+NEAR_TIE = 2.0  # tolerances; two greedy choices that differ by more were no tie
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +26,12 @@ class Probe:
     """What is asked, and how far engine and trainer may differ in their log-probs."""
 
     prompt_ids: IntArray  # [prompt length]
-    tolerance: float  # nats; float32 engines agree to 1e-4, bfloat16 ones to about 5e-2
-    num_tokens: int = 4  # greedy tokens of the answer
+    tolerance: float  # nats; float32 engines agree to 1e-4, 16-bit ones to about 5e-2
+    num_tokens: int = 16  # greedy tokens of the answer
+    tolerances: Mapping[str, float] = field(default_factory=dict)  # by engine name, for engines of another dtype than the rest
+
+    def tolerance_of(self, name: str) -> float:
+        return self.tolerances.get(name, self.tolerance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,39 +45,25 @@ class ProbeReply:
 
     @property
     def difference(self) -> float:
-        """Largest |engine − trainer| in nats."""
+        """Largest |engine − trainer| in nats; NaN if either has one."""
         return float(np.abs(self.engine_log_probs - self.trainer_log_probs).max())
 
-
-async def ask_probe(probe: Probe, backend: TrainingBackend, engine: InferenceEngine, *, version: int, engine_index: int) -> ProbeReply:
-    """The engine's greedy answer, scored by the trainer. Raises WeightSyncError if the answer carries another version."""
-    sampling = SamplingParams(max_new_tokens=probe.num_tokens, temperature=0.0)
-    request = GenerateRequest(request_id=f"probe-e{engine_index}-v{version}", prompt_ids=probe.prompt_ids, sampling=sampling)
-    completion = await engine.generate(request)
-    if not len(completion.token_ids) or (completion.weight_versions != version).any():
-        found = sorted(set(completion.weight_versions.tolist()))
-        raise WeightSyncError(f"engine {engine_index} answered the probe with weight versions {found} after an update to version {version}")
-    tokens = np.concatenate([probe.prompt_ids, completion.token_ids])
-    mask = np.arange(len(tokens)) >= len(probe.prompt_ids)
-    (row,) = await backend.forward(RolloutBatch(tokens=(tokens,), loss_masks=(mask,))).result()
-    return ProbeReply(version, completion.token_ids, completion.log_probs, row[mask])
+    def same_answer(self, other: ProbeReply) -> bool:
+        """Whether the engine said exactly the same: tokens and log-probs, bit for bit."""
+        return np.array_equal(self.token_ids, other.token_ids) and np.array_equal(self.engine_log_probs, other.engine_log_probs)
 
 
-def check_probe(reply: ProbeReply, previous: ProbeReply | None, *, tolerance: float, engine_index: int) -> None:
-    """Raises WeightSyncError unless the engine agrees with the trainer and, where the trainer's answer moved, the engine's moved too."""
-    if not reply.difference <= tolerance:
-        raise WeightSyncError(
-            f"engine {engine_index} at version {reply.version} differs from the trainer by {reply.difference:.3g} nats on the probe; "
-            f"the tolerance is {tolerance:.3g}: it does not serve the weights that were sent"
-        )
-    if previous is None or not np.array_equal(previous.token_ids, reply.token_ids):
-        return
-    trainer_moved = float(np.abs(previous.trainer_log_probs - reply.trainer_log_probs).max()) > NOTICEABLE
-    if trainer_moved and np.array_equal(previous.engine_log_probs, reply.engine_log_probs):
-        raise WeightSyncError(
-            f"engine {engine_index} says version {reply.version} but answers the probe exactly as at version {previous.version}, "
-            "while the trainer's weights changed: it still serves the old weights"
-        )
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What is remembered of an engine that proved its version."""
+
+    reply: ProbeReply
+    checksum: str | None  # of the engine's weights, where it gives one
+    digest: str | None  # of the snapshot they came from; None: they came in memory
+
+
+Judge = Callable[[InferenceEngine, Completion], Awaitable[ProbeReply]]
+"""From an engine's answer to what the trainer thinks of it. Raises WeightSyncError if the answer cannot be of those weights."""
 
 
 def make_probe_prompt(vocab_size: int, length: int = 8) -> IntArray:
@@ -74,6 +71,119 @@ def make_probe_prompt(vocab_size: int, length: int = 8) -> IntArray:
     return np.linspace(0, vocab_size - 1, num=length + 2, dtype=np.int64)[1:-1]
 
 
-def previous_reply(replies: Sequence[ProbeReply], engine_index: int) -> ProbeReply | None:
-    """The reply of the update before, if there was one."""
-    return replies[engine_index] if engine_index < len(replies) else None
+async def ask_probe(probe: Probe, engine: InferenceEngine, *, version: int, request_id: str) -> Completion:
+    """The engine's greedy answer. Raises WeightSyncError if it is empty or carries another version; what the engine raises."""
+    sampling = SamplingParams(max_new_tokens=probe.num_tokens, temperature=0.0)
+    completion = await engine.generate(GenerateRequest(request_id=request_id, prompt_ids=probe.prompt_ids, sampling=sampling))
+    if not len(completion.token_ids):
+        raise WeightSyncError(f"the answer to the probe is empty ({completion.finish_reason}); nothing can be compared")
+    if (completion.weight_versions != version).any():
+        found = sorted(set(completion.weight_versions.tolist()))
+        raise WeightSyncError(f"the probe was answered with weight versions {found} after an update to version {version}")
+    return completion
+
+
+def check_agreement(reply: ProbeReply, *, tolerance: float) -> None:
+    """Raises WeightSyncError unless engine and trainer agree on every token of the answer."""
+    if not reply.difference <= tolerance:  # NaN is no agreement
+        raise WeightSyncError(
+            f"the engine at version {reply.version} differs from the trainer by {reply.difference:.3g} nats on the probe; "
+            f"the tolerance is {tolerance:.3g}: it does not serve the weights that were sent"
+        )
+
+
+def check_change(previous: Verified | None, now: Verified) -> bool:
+    """Whether the checksum alone proves that the weights changed. Raises WeightSyncError if they should have and nothing shows it.
+
+    They should have when the snapshots differ, or, where weights came in memory, when the trainer's own log-probs moved. Checksums, where both
+    are known, decide: an engine whose arithmetic varies from call to call answers otherwise even with the old weights.
+    """
+    if previous is None or previous.reply.version == now.reply.version or not _should_differ(previous, now):
+        return False
+    same_answer = now.reply.same_answer(previous.reply)
+    known = previous.checksum is not None and now.checksum is not None
+    if known and previous.checksum != now.checksum:
+        return same_answer
+    if known or same_answer:
+        how = f"has the checksum {now.checksum} that it had" if known else "answers the probe exactly as"
+        raise WeightSyncError(
+            f"the engine says version {now.reply.version} but {how} at version {previous.reply.version}, "
+            "while the trainer's weights changed: it still serves the old weights"
+        )
+    return False
+
+
+def _should_differ(previous: Verified, now: Verified) -> bool:
+    if previous.digest is not None and now.digest is not None:
+        return previous.digest != now.digest
+    before, after = previous.reply, now.reply
+    shared = min(len(before.token_ids), len(after.token_ids))
+    if not np.array_equal(before.token_ids[:shared], after.token_ids[:shared]):
+        return True
+    return float(np.abs(before.trainer_log_probs[:shared] - after.trainer_log_probs[:shared]).max()) > NOTICEABLE
+
+
+# --- judges ------------------------------------------------------------------------------------------------------------------
+
+
+def judge_by_trainer(probe: Probe, backend: TrainingBackend) -> Judge:
+    """A Judge that asks the trainer. Answers that come while it computes are scored in one batch next, equal ones once."""
+    waiting: list[_Question] = []
+    computing = trio.Lock()
+
+    async def judge(engine: InferenceEngine, completion: Completion) -> ProbeReply:
+        question = _Question(completion.token_ids)
+        waiting.append(question)
+        async with computing:
+            if question.log_probs is None:  # else someone before us had it in his batch
+                await _answer(probe, backend, tuple(waiting))
+                waiting[:] = [other for other in waiting if other.log_probs is None]
+        assert question.log_probs is not None
+        return ProbeReply(int(completion.weight_versions[0]), completion.token_ids, completion.log_probs, question.log_probs)
+
+    return judge
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    token_ids: IntArray
+    log_probs: FloatArray | None = None  # None until the trainer has answered
+
+
+async def _answer(probe: Probe, backend: TrainingBackend, questions: Sequence[_Question]) -> None:
+    distinct = list({question.token_ids.tobytes(): question.token_ids for question in questions}.values())
+    rows = tuple(np.concatenate([probe.prompt_ids, token_ids]) for token_ids in distinct)
+    masks = tuple(np.arange(len(row)) >= len(probe.prompt_ids) for row in rows)
+    scored = await backend.forward(RolloutBatch(tokens=rows, loss_masks=masks)).result()
+    by_answer = {token_ids.tobytes(): row[mask] for token_ids, row, mask in zip(distinct, scored, masks, strict=True)}
+    for question in questions:
+        question.log_probs = by_answer[question.token_ids.tobytes()]
+
+
+def judge_by_stored(stored: ProbeReply, *, tolerance_of: Callable[[str], float]) -> Judge:
+    """A Judge for weights that the trainer has no more: by an answer that was verified when it had them."""
+
+    async def judge(engine: InferenceEngine, completion: Completion) -> ProbeReply:
+        await trio.lowlevel.checkpoint()
+        return compare_with_stored(stored, completion, tolerance=tolerance_of(engine.features.name))
+
+    return judge
+
+
+def compare_with_stored(stored: ProbeReply, completion: Completion, *, tolerance: float) -> ProbeReply:
+    """The tokens of the answer on which it and the stored one agree, with the trainer's log-probs of that time.
+
+    Where two choices are nearly tied, equal weights may take the other; what follows is another text. Raises WeightSyncError if the first
+    token differs, or a later one that was no tie.
+    """
+    count = min(len(stored.token_ids), len(completion.token_ids))
+    differ = np.flatnonzero(stored.token_ids[:count] != completion.token_ids[:count])
+    agreed = int(differ[0]) if len(differ) else count
+    if len(differ):
+        gap = abs(float(completion.log_probs[agreed]) - float(stored.trainer_log_probs[agreed]))
+        if agreed == 0 or not gap <= NEAR_TIE * tolerance:
+            raise WeightSyncError(
+                f"the engine answers the probe with token {int(completion.token_ids[agreed])} at position {agreed}, where version {stored.version} "
+                f"was verified with token {int(stored.token_ids[agreed])} ({gap:.3g} nats apart): it does not serve the weights that were sent"
+            )
+    return ProbeReply(stored.version, completion.token_ids[:agreed], completion.log_probs[:agreed], stored.trainer_log_probs[:agreed])

@@ -1,71 +1,256 @@
-"""One weight update of every engine: close admission → pause → load → set version → resume → probe → commit."""
+"""Brings engines to the trainer's weights after a step, and engines that come back to the weights that the others serve.
+
+    loop ──► WeightSync(backend, engines, version) ─► snapshot, or buckets in memory ─► sync_weights_to_engines ─► published
+    keep_engines_current ◄── stale engines, one by one ─► revive: the published snapshot ─► commit or fail
+                                   one lock: an engine is never updated by both
+
+What is remembered: the published version and where its weights lie; what each engine proved last; the verified answers of the last versions.
+"""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import trio
 
 from rollouts.errors import WeightSyncError
 from rollouts.protocols import InferenceEngine, TrainingBackend
-from rollouts.weight_sync.disk import export_snapshot
-from rollouts.weight_sync.probe import Probe, ProbeReply, ask_probe, check_probe, previous_reply
+from rollouts.weight_sync.admission import Admission, DirectAdmission, UpdatedFleet, list_engines
+from rollouts.weight_sync.probe import Judge, Probe, judge_by_stored, judge_by_trainer
+from rollouts.weight_sync.update import LoadWeights, ProbeMemory, SilenceLimits, SyncReport, load_from, log_warning, sync_weights_to_engines
+
+__all__ = ["Snapshot", "SnapshotKeeper", "SyncReport", "Transport", "WeightSync", "sync_weights_to_engines"]
+
+Transport = Callable[[TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, Exception | None]]]
+"""Brings the trainer's weights into paused engines, in memory, as a version; by engine name what went wrong, None where nothing did."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Weights on disk."""
+
+    path: Path
+    digest: str  # equal for equal weights
+    weight_bytes: int
+
+
+class SnapshotKeeper(Protocol):
+    """Writes snapshots and removes them. `disk.DiskSnapshots` is one."""
+
+    async def export(self, backend: TrainingBackend, version: int) -> Snapshot:
+        """The trainer's weights as `version`. One that it made before is verified and given again."""
+        ...
+
+    def open_reader(self, path: Path) -> AbstractContextManager[Path]:
+        """Keeps the snapshot from being pruned. Raises SnapshotError if it is gone."""
+        ...
+
+    async def prune(self, keep: Path) -> None:
+        """Removes every other snapshot that nobody reads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What the engines serve."""
+
+    version: int
+    snapshot: Snapshot | None  # None: the weights went in memory, and no engine needs them from disk
 
 
 class WeightSync:
-    """Updates engines and remembers the last probe replies, against which the next update must show a change.
+    """Updates engines, revives those that come back, and remembers what they proved. One for a run.
 
-    An engine that shares the trainer's parameters has nothing to load: only its version is checked. Others take the weights in memory
-    where they can, from a snapshot on disk otherwise. `snapshot_dir` is needed only for the latter.
+    An engine that shares the trainer's parameters has nothing to load: only its version is checked. Others are given the weights by
+    `transport` if there is one; else in memory where they can take them so; else from a snapshot in `snapshot_dir` (or `keeper`'s). With a
+    transport a snapshot is written all the same, once the engines serve again: restarted ones load it. `admission` is the fleet; without one
+    engines are asked directly, and one that fails ends the run, for nobody could keep requests from it.
     """
 
-    def __init__(self, probe: Probe, *, snapshot_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        probe: Probe,
+        *,
+        snapshot_dir: Path | None = None,
+        snapshot_dtype: str | None = None,
+        model_dir: Path | None = None,
+        keeper: SnapshotKeeper | None = None,
+        admission: Admission | None = None,
+        transport: Transport | None = None,
+        limits: SilenceLimits | None = None,
+        max_revivals: int = 6,
+        warn: Callable[[str], None] = log_warning,
+    ) -> None:
+        """`snapshot_dtype`: "bfloat16" for engines that serve it; None: as the trainer has the weights. `model_dir`: where the files come from
+        that a server wants beside weights. `max_revivals`: failed ones in a row after which an engine waits for the next update."""
         self.probe = probe
-        self.snapshot_dir = snapshot_dir
-        self.replies: list[ProbeReply] = []
+        self.memory = ProbeMemory()
+        self.published: Published | None = None
+        self._keeper = keeper
+        if keeper is None and snapshot_dir is not None:
+            from rollouts.weight_sync.disk import DiskSnapshots
+
+            self._keeper = DiskSnapshots(snapshot_dir, dtype=snapshot_dtype, model_dir=model_dir)
+        self._admission = admission or DirectAdmission()
+        self._transport = transport
+        self._limits = limits
+        self._max_revivals = max_revivals
+        self._warn = warn
+        self._lock = trio.Lock()
+        self._failed_revivals: Counter[str] = Counter()
+        self._streamed_bytes = 0  # in memory, since the run began
 
     async def __call__(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
-        """Metrics of the update. Raises WeightSyncError naming the engine when it cannot be verified; nothing is committed then."""
-        replies: list[ProbeReply] = []
-        pause_s = 0.0
-        for index, engine in enumerate(engines):
-            if not engine.features.shares_weights:
-                pause_s += await self._load(backend, engine, version)
-            reported = await engine.weight_version()
-            if reported != version:
-                raise WeightSyncError(f"engine {index} reports weight version {reported} after an update to version {version}")
-            if not engine.features.shares_weights:
-                reply = await ask_probe(self.probe, backend, engine, version=version, engine_index=index)
-                check_probe(reply, previous_reply(self.replies, index), tolerance=self.probe.tolerance, engine_index=index)
-                replies.append(reply)
-        self.replies = replies
-        if not replies:
-            return {}
-        return {"time/weight_sync_pause": pause_s, "weight_sync/probe_difference/max": max(reply.difference for reply in replies)}
+        """Metrics of the update; every engine that serves has proven `version`. Raises WeightSyncError when none has, listing each failure.
 
-    async def _load(self, backend: TrainingBackend, engine: InferenceEngine, version: int) -> float:
-        """Seconds for which the engine was paused."""
-        snapshot: Path | None = None
-        if not engine.features.in_memory_update:
-            if self.snapshot_dir is None:
-                raise WeightSyncError("an engine loads weights only from disk; give WeightSync a snapshot_dir")
-            snapshot = await export_snapshot(backend, self.snapshot_dir / f"v{version}")
-        started = trio.current_time()
-        await engine.pause("wait")
-        if snapshot is None:
-            await engine.begin_update()
-            await backend.stream_weights(engine.receive_bucket).result()
-            await engine.finish_update(version)
-        else:
-            await engine.update_weights_from_checkpoint(snapshot, version)
-        await engine.resume()
-        if snapshot is not None:
-            self._remove_older_snapshots(snapshot)
-        return trio.current_time() - started
+        Without a fleet one failure is enough to raise. SnapshotError when the snapshot cannot be written or is damaged.
+        """
+        async with self._lock:
+            members = list_engines(engines, self._admission)
+            streamed_before = self._streamed_bytes
+            snapshot = await self._export(backend, version) if self._need_disk(members) else None
+            report = await self._update(backend, members, version, snapshot)
+            self._failed_revivals.clear()
+            if snapshot is None and isinstance(self._admission, UpdatedFleet) and self._keeper is not None:
+                snapshot = await self._keeper.export(backend, version)
+            self.published = Published(version, snapshot)
+            if snapshot is not None and self._keeper is not None:
+                await self._keeper.prune(snapshot.path)
+        metrics = report.metrics()
+        if metrics:
+            sent = self._streamed_bytes - streamed_before + (snapshot.weight_bytes if snapshot is not None else 0)
+            metrics["weight_sync/bytes"] = float(sent)
+        return metrics
 
-    def _remove_older_snapshots(self, newest: Path) -> None:
-        for path in newest.parent.glob("v*"):
-            if path != newest:
-                shutil.rmtree(path)
+    # --- one update
+
+    def _need_disk(self, engines: Sequence[InferenceEngine]) -> bool:
+        return self._transport is None and any(_loads_from_disk(engine) for engine in engines)
+
+    async def _export(self, backend: TrainingBackend, version: int) -> Snapshot:
+        if self._keeper is None:
+            raise WeightSyncError("an engine loads weights only from disk; give WeightSync a snapshot_dir")
+        return await self._keeper.export(backend, version)
+
+    async def _update(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, snapshot: Snapshot | None) -> SyncReport:
+        transport = self._transport
+        report = await self._bring_to(
+            engines,
+            version,
+            snapshot,
+            judge=judge_by_trainer(self.probe, backend),
+            load=self._stream_or_load(backend, version, snapshot),
+            load_together=None if transport is None else lambda paused: transport(backend, paused, version),
+        )
+        if report.failed and isinstance(self._admission, DirectAdmission):
+            raise WeightSyncError(
+                f"weight version {version} did not reach every engine, and nobody keeps requests from the others:\n{report.describe_failures()}"
+            ) from report.failed[0].error
+        return report
+
+    async def _bring_to(
+        self, engines: Sequence[InferenceEngine], version: int, snapshot: Snapshot | None, *, judge: Judge, **options: Any
+    ) -> SyncReport:
+        reading = self._keeper.open_reader(snapshot.path) if snapshot is not None and self._keeper is not None else nullcontext()
+        with reading:
+            return await sync_weights_to_engines(
+                engines,
+                snapshot.path if snapshot is not None else None,
+                version=version,
+                probe=self.probe,
+                judge=judge,
+                memory=self.memory,
+                digest=snapshot.digest if snapshot is not None else None,
+                admission=self._admission,
+                limits=self._limits,
+                warn=self._warn,
+                **options,
+            )
+
+    def _stream_or_load(self, backend: TrainingBackend, version: int, snapshot: Snapshot | None) -> LoadWeights:
+        """In memory where an engine takes weights so, else from the snapshot."""
+        from_disk = load_from(snapshot.path if snapshot is not None else None, version)
+
+        async def load(engine: InferenceEngine) -> None:
+            if not engine.features.in_memory_update:
+                await from_disk(engine)
+                return
+            self._streamed_bytes += await stream_into(backend, engine, version)
+
+        return load
+
+    # --- engines that come back
+
+    async def revive(self, backend: TrainingBackend, engine: InferenceEngine) -> None:
+        """`engine` serves the published version and has proven it, by the trainer if it still has those weights, else by a verified answer.
+
+        Raises WeightSyncError, when `admission.fail` has been told, or when nothing is published yet.
+        """
+        async with self._lock:
+            published = self.published
+            if published is None:
+                raise WeightSyncError(f"engine {engine.features.name} cannot be revived: no weight version is published yet")
+            snapshot, version = published.snapshot, published.version
+            has_weights = backend.weight_version == version
+            if has_weights:
+                judge = judge_by_trainer(self.probe, backend)
+            else:
+                stored = self.memory.reply(version, engine.features.name)
+                if stored is None:
+                    raise WeightSyncError(f"engine {engine.features.name} cannot be revived: no verified answer of version {version} is remembered")
+                judge = judge_by_stored(stored, tolerance_of=self.probe.tolerance_of)
+            if snapshot is None and not (has_weights and engine.features.in_memory_update):
+                raise WeightSyncError(f"engine {engine.features.name} cannot be revived: there is no snapshot of version {version}")
+            load = load_from(snapshot.path, version) if snapshot is not None else self._stream_or_load(backend, version, None)
+            await self._bring_to([engine], version, snapshot, judge=judge, load=load, publish=False)
+
+    async def keep_engines_current(self, backend: TrainingBackend, fleet: UpdatedFleet) -> None:
+        """Revives every engine that the fleet announces as stale, one after the other; ends when the fleet closes.
+
+        A failure is a warning: the fleet announces the engine again, later. After `max_revivals` in a row it waits for the next update, which
+        tries it in any case. So does everyone before the first update.
+        """
+        async for engine in fleet.stale_members:
+            name = engine.features.name
+            if self.published is None or self._failed_revivals[name] >= self._max_revivals:
+                continue
+            try:
+                await self.revive(backend, engine)
+            except WeightSyncError as error:
+                self._failed_revivals[name] += 1
+                last = self._failed_revivals[name] >= self._max_revivals
+                if last or error.__cause__ is None:  # else the update that failed has warned
+                    self._warn(f"engine {name} could not be revived{'; it waits for the next weight update' if last else ''}: {error}")
+            else:
+                del self._failed_revivals[name]
+
+
+def _loads_from_disk(engine: InferenceEngine) -> bool:
+    return not engine.features.shares_weights and not engine.features.in_memory_update
+
+
+async def stream_into(backend: TrainingBackend, engine: InferenceEngine, version: int) -> int:
+    """How many bytes the engine was given, bucket by bucket, as `version`. Raises what the engine raises; the backend goes on working."""
+    sizes: list[int] = []
+    failures: list[Exception] = []
+
+    def sink(bucket: Sequence[tuple[str, Any]]) -> None:
+        if failures:
+            return
+        try:
+            engine.receive_bucket(bucket)
+            sizes.append(sum(tensor.nbytes for _, tensor in bucket))
+        except Exception as error:  # raised below: an error in a sink would fail the backend and every step after
+            failures.append(error)
+
+    await engine.begin_update()
+    await backend.stream_weights(sink).result()
+    if failures:
+        raise failures[0]
+    await engine.finish_update(version)
+    return sum(sizes)
