@@ -78,7 +78,7 @@ def install_cpu_environment(kind: Literal["vllm", "sglang"], into: Path, *, say:
     say(f"trying `import {recipe.proof}`; the first time compiles it and takes a minute")
     run([str(python), "-W", "ignore", "-c", f"import {recipe.proof}"])
     stamp.write_text(wanted + "\n")
-    say(f"{into} is complete: engine.python = \"{python}\"")
+    say(f'{into} is complete: engine.python = "{python}"')
     return python
 
 
