@@ -39,13 +39,15 @@ def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def check_same_model(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, path: Path) -> None:
-    """Raises SnapshotError unless `shapes` are those of the model `expected`. The output layer may be missing where it is tied."""
+    """Raises SnapshotError unless `shapes` are those of the model `expected`. A tied output layer may be missing, and
+    so may rotary frequencies, which old checkpoints carry and nobody loads.
+    """
     for name, shape in shapes.items():
         if name not in expected and name != "lm_head.weight":
             raise SnapshotError(f"{path} has a tensor {name}, which the model that the server was started with has not")
         if name in expected and expected[name] != shape:
             raise SnapshotError(f"{path}: {name} is {list(shape)}; the model that the server was started with has {list(expected[name])}")
-    missing = sorted(expected.keys() - shapes.keys() - {"lm_head.weight"})
+    missing = sorted(name for name in expected.keys() - shapes.keys() if name != "lm_head.weight" and not name.endswith(".inv_freq"))
     if missing:
         raise SnapshotError(f"{path} lacks {len(missing)} of {len(expected)} tensors, {missing[0]} for one; a server would keep its old ones")
 

@@ -89,6 +89,7 @@ class _ModelConfig(msgspec.Struct, frozen=True):
     max_model_len: int
     logprobs_mode: str
     enable_sleep_mode: bool = False
+    quantization: str | None = None
 
 
 class _DeviceConfig(msgspec.Struct, frozen=True):
@@ -476,7 +477,7 @@ async def _shake_hands(server: EngineServer, *, vocab_size: int, context_length:
         features,
         model=served.id,
         loaded=model,
-        expected=_find_shapes(model),
+        expected=None if config.model_config.quantization else _find_shapes(model),  # packed weights have other shapes than the trainer's
         transfer_backend=config.weight_transfer_config.backend if config.weight_transfer_config else None,
     )
 

@@ -15,6 +15,7 @@ import trio.testing
 
 from rollouts.engines.http import HttpReply
 from rollouts.engines.server import EngineServer
+from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.vllm import SERVER_PREFIX, VLLMEngine, _shake_hands, make_generate_body, parse_generated, parse_metrics
 from rollouts.errors import (
     EngineError,
@@ -25,6 +26,7 @@ from rollouts.errors import (
     InfrastructureError,
     ReplyError,
     RequestRefused,
+    SnapshotError,
     WeightVersionError,
 )
 from rollouts.testing.engine_contracts import make_request
@@ -482,3 +484,45 @@ async def test_statuses_of_a_generate_call_are_typed(status: int, kind: type[Exc
     server.answers["/inference/v1/generate"] = refusal(status)
     with pytest.raises(kind):
         await engine.generate(make_request())
+
+
+# --- snapshots ---------------------------------------------------------------------------------------------------------------
+
+
+def test_shapes_are_read_from_all_shards_of_the_index(tmp_path: Path):
+    safetensors.numpy.save_file({"a": np.zeros((2, 3), np.float32)}, tmp_path / "model-1.safetensors", {"format": "pt"})
+    safetensors.numpy.save_file({"b": np.zeros((), np.float16)}, tmp_path / "model-2.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    assert read_tensor_shapes(tmp_path) == {"a": (2, 3), "b": ()}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "../a.safetensors"}}', "beside their index"),
+        ("model.safetensors.index.json", b'{"weight_map": ["a"]}', "is damaged"),
+        ("model.safetensors.index.json", b'{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors cannot be read"),
+        ("model.safetensors", b"", "cannot be read"),
+        ("model.safetensors", (1 << 40).to_bytes(8, "little"), "is cut"),
+        ("model.safetensors", (9).to_bytes(8, "little") + b'{"a": 1}', "is cut"),
+        ("model.safetensors", (8).to_bytes(8, "little") + b'{"a": 1}', "cannot be read"),
+        ("pytorch_model.bin", b"pickle", r"has no \*.safetensors file"),
+    ],
+)
+def test_damaged_snapshots_are_named(name: str, content: bytes, message: str, tmp_path: Path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SnapshotError, match=message):
+        read_tensor_shapes(tmp_path)
+
+
+def test_every_cut_of_a_snapshot_is_seen(tmp_path: Path):
+    whole = (write_snapshot(tmp_path / "whole") / "model.safetensors").read_bytes()
+    for length in range(len(whole)):
+        (tmp_path / "model.safetensors").write_bytes(whole[:length])
+        with pytest.raises(SnapshotError):
+            read_tensor_shapes(tmp_path)
+
+
+def test_a_tied_output_layer_and_rotary_frequencies_may_be_missing(tmp_path: Path):
+    check_same_model({"w": (2,)}, {"w": (2,), "lm_head.weight": (4, 2), "layers.0.rotary_emb.inv_freq": (1,)}, path=tmp_path)
+    check_same_model({"w": (2,), "lm_head.weight": (4, 2)}, {"w": (2,)}, path=tmp_path)
