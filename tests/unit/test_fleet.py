@@ -458,7 +458,8 @@ class Process:
         if len(self.restarted_at) <= self.fails:
             raise EngineSetupError("the port is taken")
         self.engine.version = -1
-        self.exited = trio.Event()
+        old, self.exited = self.exited, trio.Event()
+        old.set()  # one that still ran is gone now
 
     def member(self) -> Member:
         return Member(self.engine, restart=self.restart, wait_exited=self.wait_exited)
@@ -484,6 +485,41 @@ async def test_what_is_in_flight_on_a_process_that_dies_is_retried_at_once(autoj
         update(fleet, 1)
         await gather(fleet, ask("s"), ask("t"))
         assert len(a.asked) == 4
+
+
+async def test_a_process_that_runs_but_answers_garbage_is_restarted_once(autojump_clock):
+    process = Process(FakeEngine("a", script=fail_first(3, garbage)))
+    async with fleet_of(process.member()) as fleet:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fleet.generate, ask("r"))
+            assert await fleet.stale_members.receive() is process.engine
+            await trio.sleep(100)
+            assert state_of(fleet, "a") == "stale" and len(process.restarted_at) == 1
+            update(fleet, 1)
+        process.die()  # and the new process is watched as the old one was
+        await fleet.stale_members.receive()
+        assert len(process.restarted_at) == 2
+
+
+async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autojump_clock):
+    process = Process(FakeEngine("a"), start_s=1)
+
+    async def kill(engine: FakeEngine, request: GenerateRequest) -> None:
+        process.die()
+        await trio.sleep_forever()
+
+    process.engine.script = kill
+    async with fleet_of(process.member(), settings=FleetSettings(max_attempts=3)) as fleet, trio.open_nursery() as nursery:
+
+        async def revive() -> None:
+            async for _ in fleet.stale_members:
+                update(fleet, 0)
+
+        nursery.start_soon(revive)
+        with pytest.raises(InfrastructureError, match="'r' was on it: signal 9"):
+            await fleet.generate(ask("r"))
+        assert process.engine.asked == ["r"] * 3
+        nursery.cancel_scope.cancel()
 
 
 async def test_restarts_back_off_and_are_bounded(autojump_clock):
@@ -556,6 +592,22 @@ async def test_an_outage_beyond_the_limit_is_a_typed_error_for_everyone(autojump
         assert (await fleet.generate(ask("again"))).weight_versions.tolist() == [1]
 
 
+@pytest.mark.parametrize("attempt", range(20))
+async def test_service_that_returns_at_the_very_limit_leaks_no_seat(autojump_clock, attempt):
+    """The order of the two is trio's draw; whichever comes first, the request has one end."""
+    async with fleet_of(FakeEngine("a"), commit=False, settings=FleetSettings(down_limit_s=10)) as fleet:
+        ends: dict[str, Completion | Exception] = {}
+
+        async def one() -> None:
+            ends.update(await gather(fleet, ask("r")))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one)
+            await trio.sleep(10)
+            update(fleet, 0)
+        assert isinstance(ends["r"], (FleetDown, Completion))
+
+
 async def test_before_the_first_update_requests_wait(autojump_clock):
     a = FakeEngine("a")
     async with fleet_of(a, commit=False, settings=FleetSettings(down_limit_s=100)) as fleet:
@@ -603,6 +655,40 @@ async def test_replies_during_an_update_are_held_until_the_commit(autojump_clock
             fleet.commit(a, 1)
             fleet.publish(1)
         assert done == [("early", 10.0, 1), ("late", 11.0, 1)]
+
+
+async def test_a_held_reply_of_other_weights_than_the_committed_is_discarded(autojump_clock):
+    a, b = FakeEngine("a"), FakeEngine("b", script=hang)
+    async with fleet_of(a, b) as fleet:
+        results: list[Completion] = []
+
+        async def one() -> None:
+            results.append(await fleet.generate(ask("r")))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(one)
+            await trio.sleep(0.5)
+            assert a.asked == ["r"]
+            fleet.close_admission(a)
+            a.version = 7
+            await trio.sleep(1)
+            b.script, a.version = None, 1
+            fleet.commit(a, 1)
+        assert results[0].weight_versions.tolist() == [0] and b.asked == ["r"]
+
+
+async def test_an_update_ends_a_check_under_way(autojump_clock):
+    a, b = FakeEngine("a", script=fail_first(1, unreachable)), FakeEngine("b")
+    a.health_hangs = True
+    async with fleet_of(a, b) as fleet:
+        await fleet.generate(ask("r"))
+        assert state_of(fleet, "a") == "suspect"
+        fleet.close_admission(a)
+        await trio.sleep(100)
+        assert state_of(fleet, "a") == "suspect" and a.checks == 1
+        assert fleet.commit(a, 0)
+        await trio.sleep(100)
+        assert state_of(fleet, "a") == "healthy" and a.checks == 1
 
 
 async def test_a_failed_update_discards_what_was_held_and_sends_it_elsewhere(autojump_clock):
@@ -773,6 +859,18 @@ async def test_abort_all_answers_everyone(autojump_clock):
         assert all(isinstance(result, Completion) and result.finish_reason == "abort" for result in results.values())
 
 
+@pytest.mark.parametrize("attempt", range(10))
+async def test_abort_all_catches_who_is_on_the_way_to_an_engine(autojump_clock, attempt):
+    a = FakeEngine("a", seconds=100)
+    async with fleet_of(a) as fleet:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(fleet.generate, ask("r"))
+            while not fleet._live["a"].calls:
+                await trio.lowlevel.checkpoint()
+            await fleet.abort_all()
+        assert trio.current_time() == 0
+
+
 async def test_abort_all_does_not_wait_for_an_update(autojump_clock):
     a = FakeEngine("a")
     async with fleet_of(a) as fleet:
@@ -837,6 +935,15 @@ async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
         await fleet.stale_members.receive()
     with pytest.raises(EngineClosed):
         await fleet.generate(ask("late"))
+
+
+async def test_a_caller_who_is_cancelled_already_keeps_no_seat(autojump_clock):
+    a = FakeEngine("a")
+    async with fleet_of(a) as fleet:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await fleet.generate(ask("r"))
+        assert scope.cancelled_caught and not a.asked
 
 
 # --- storms ------------------------------------------------------------------------------------------------------------------------

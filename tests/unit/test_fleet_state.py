@@ -89,6 +89,16 @@ def test_requests_sent_before_the_last_check_do_not_condemn_again():
     assert state.condition == "healthy" and state.failures == 1 and state.in_flight == 0
 
 
+def test_replies_of_an_earlier_life_say_nothing_of_this_one():
+    state = make(in_flight=4, failures=2, life=3)
+    old = Ticket(life=2, trust=state.trust)
+    gone = replace(state, in_flight=3)
+    assert fs.request_answered(state, old, 0.0, RULES) == gone
+    assert fs.request_failed(state, old, "broke", 0.0, RULES, draw=0.0) == gone
+    overloaded = fs.request_overloaded(state, old, "429", 50.0, 0.0, RULES, draw=0.0)
+    assert (overloaded.limit, overloaded.resting_until) == (state.limit, state.resting_until)
+
+
 def test_restarts_are_counted_backed_off_and_given_up():
     state = fs.died(make(can_restart=True), "exit 1", 0.0, RULES, draw=0.0)
     for now, wait_s in ((0.0, 0.5), (10.0, 1.0), (20.0, 2.0)):
