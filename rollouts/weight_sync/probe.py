@@ -92,13 +92,13 @@ def check_agreement(reply: ProbeReply, *, tolerance: float) -> None:
         )
 
 
-def check_change(previous: Verified | None, now: Verified) -> bool:
+def check_change(previous: Verified, now: Verified) -> bool:
     """Whether the checksum alone proves that the weights changed. Raises WeightSyncError if they should have and nothing shows it.
 
     They should have when the snapshots differ, or, where weights came in memory, when the trainer's own log-probs moved. Checksums, where both
     are known, decide: an engine whose arithmetic varies from call to call answers otherwise even with the old weights.
     """
-    if previous is None or previous.reply.version == now.reply.version or not _should_differ(previous, now):
+    if previous.reply.version == now.reply.version or not _should_differ(previous, now):
         return False
     same_answer = now.reply.same_answer(previous.reply)
     known = previous.checksum is not None and now.checksum is not None
@@ -108,7 +108,7 @@ def check_change(previous: Verified | None, now: Verified) -> bool:
         how = f"has the checksum {now.checksum} that it had" if known else "answers the probe exactly as"
         raise WeightSyncError(
             f"the engine says version {now.reply.version} but {how} at version {previous.reply.version}, "
-            "while the trainer's weights changed: it still serves the old weights"
+            "though the trainer's weights are others: it still serves the old weights"
         )
     return False
 

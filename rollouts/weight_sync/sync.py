@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import trio
 
-from rollouts.errors import WeightSyncError
+from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.weight_sync.admission import Admission, DirectAdmission, UpdatedFleet, list_engines
 from rollouts.weight_sync.probe import Judge, Probe, judge_by_stored, judge_by_trainer
@@ -84,10 +84,12 @@ class WeightSync:
         transport: Transport | None = None,
         limits: SilenceLimits | None = None,
         max_revivals: int = 6,
+        patience_s: float = 600.0,
         warn: Callable[[str], None] = log_warning,
     ) -> None:
         """`snapshot_dtype`: "bfloat16" for engines that serve it; None: as the trainer has the weights. `model_dir`: where the files come from
-        that a server wants beside weights. `max_revivals`: failed ones in a row after which an engine waits for the next update."""
+        that a server wants beside weights. `max_revivals`: failed ones in a row after which an engine waits for the next update. `patience_s`:
+        how long an update that reached nobody waits for engines that come back, while keep_engines_current runs."""
         self.probe = probe
         self.memory = ProbeMemory()
         self.published: Published | None = None
@@ -104,12 +106,32 @@ class WeightSync:
         self._lock = trio.Lock()
         self._failed_revivals: Counter[str] = Counter()
         self._streamed_bytes = 0  # in memory, since the run began
+        self._patience_s = patience_s
+        self._keeping = 0  # tasks in keep_engines_current
+        self._arrived = trio.Event()  # set and replaced whenever a stale engine is announced
 
     async def __call__(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
         """Metrics of the update; every engine that serves has proven `version`. Raises WeightSyncError when none has, listing each failure.
 
         Without a fleet one failure is enough to raise. SnapshotError when the snapshot cannot be written or is damaged.
         """
+        give_up_at = trio.current_time() + self._patience_s
+        while True:
+            arrived = self._arrived  # taken before the attempt: whoever comes back during it counts
+            try:
+                return await self._sync(backend, engines, version)
+            except SnapshotError:
+                raise
+            except WeightSyncError as error:
+                if not self._keeping:
+                    raise
+                self._warn(f"{error}\nThe update waits for an engine that comes back, for {give_up_at - trio.current_time():.0f} s at most.")
+                with trio.move_on_at(give_up_at) as waiting:
+                    await arrived.wait()
+                if waiting.cancelled_caught:
+                    raise
+
+    async def _sync(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
         async with self._lock:
             members = list_engines(engines, self._admission)
             streamed_before = self._streamed_bytes
@@ -215,19 +237,28 @@ class WeightSync:
         A failure is a warning: the fleet announces the engine again, later. After `max_revivals` in a row it waits for the next update, which
         tries it in any case. So does everyone before the first update.
         """
-        async for engine in fleet.stale_members:
-            name = engine.features.name
-            if self.published is None or self._failed_revivals[name] >= self._max_revivals:
-                continue
-            try:
-                await self.revive(backend, engine)
-            except WeightSyncError as error:
-                self._failed_revivals[name] += 1
-                last = self._failed_revivals[name] >= self._max_revivals
-                if last or error.__cause__ is None:  # else the update that failed has warned
-                    self._warn(f"engine {name} could not be revived{'; it waits for the next weight update' if last else ''}: {error}")
-            else:
-                del self._failed_revivals[name]
+        self._keeping += 1
+        try:
+            async for engine in fleet.stale_members:
+                arrived, self._arrived = self._arrived, trio.Event()
+                arrived.set()
+                await self._try_to_revive(backend, engine)
+        finally:
+            self._keeping -= 1
+
+    async def _try_to_revive(self, backend: TrainingBackend, engine: InferenceEngine) -> None:
+        name = engine.features.name
+        if self.published is None or self._failed_revivals[name] >= self._max_revivals:
+            return
+        try:
+            await self.revive(backend, engine)
+        except WeightSyncError as error:
+            self._failed_revivals[name] += 1
+            last = self._failed_revivals[name] >= self._max_revivals
+            if last or error.__cause__ is None:  # else the update that failed has warned
+                self._warn(f"engine {name} could not be revived{'; it waits for the next weight update' if last else ''}: {error}")
+        else:
+            del self._failed_revivals[name]
 
 
 def _loads_from_disk(engine: InferenceEngine) -> bool:

@@ -90,27 +90,38 @@ class SyncReport:
 
 
 class ProbeMemory:
-    """What each engine proved last, by name, and one answer of each of the last versions, by which a restarted engine is judged."""
+    """What each engine, by name, proved at its first version and at the last few, restarts in between included."""
 
     def __init__(self, *, versions: int = 4) -> None:
         self._versions = versions
-        self._last: dict[str, Verified] = {}
-        self._by_version: dict[int, dict[str, ProbeReply]] = {}
+        self._proven: dict[str, list[Verified]] = {}  # oldest first
+        self._doubted: set[str] = set()  # whose last update failed: what they say of their version counts for nothing
 
     def remember(self, name: str, verified: Verified) -> None:
-        self._last[name] = verified
-        self._by_version.setdefault(verified.reply.version, {})[name] = verified.reply
-        while len(self._by_version) > self._versions:
-            del self._by_version[min(self._by_version)]
+        kept = [other for other in self._proven.get(name, []) if other.reply.version != verified.reply.version]
+        self._proven[name] = [*kept[:1], *kept[1:][-self._versions + 1 :], verified]
+        self._doubted.discard(name)
 
-    def last(self, name: str) -> Verified | None:
-        """What engine `name` proved last, before it was restarted perhaps."""
-        return self._last.get(name)
+    def doubt(self, name: str) -> None:
+        """An update of engine `name` failed: it has to load again, whatever version it reports."""
+        self._doubted.add(name)
+
+    def has_proven(self, name: str, version: int) -> bool:
+        """Whether `version` is what engine `name` proved last, and no update of it failed since. It may have been restarted."""
+        proven = self.all(name)
+        return name not in self._doubted and bool(proven) and proven[-1].reply.version == version
+
+    def all(self, name: str) -> Sequence[Verified]:
+        """Everything remembered of engine `name`, oldest first."""
+        return self._proven.get(name, ())
 
     def reply(self, version: int, name: str) -> ProbeReply | None:
         """The verified answer of `version`: the engine's own, else another's; None when nobody's is remembered."""
-        replies = self._by_version.get(version, {})
-        return replies.get(name) or next(iter(replies.values()), None)
+        for proven in (self.all(name), *self._proven.values()):
+            for verified in proven:
+                if verified.reply.version == version:
+                    return verified.reply
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +295,7 @@ async def _update_engine(run: _Run) -> None:
         committed = True
     except Exception as error:  # whatever it is, it is this engine's, and the others go on
         run.error = error
+        plan.memory.doubt(run.name)
         plan.warn(
             f"engine {run.name} is out of service: the update to weight version {plan.version} failed in phase {run.phase}: "
             f"{type(error).__name__}: {error}"
@@ -302,9 +314,8 @@ async def _bring_to_version(run: _Run) -> None:
     if engine.features.shares_weights:
         await _check_version(run)
         return
-    previous = plan.memory.last(run.name)
-    proven = previous is not None and previous.reply.version == plan.version
-    if not (proven and await _reports_version(run)):
+    if not (plan.memory.has_proven(run.name, plan.version) and await _reports_version(run)):
+        plan.memory.doubt(run.name)
         await _replace_weights(run)
     plan.stay_away(engine)
     run.phase = "probe"
@@ -313,7 +324,8 @@ async def _bring_to_version(run: _Run) -> None:
     run.reply = await plan.judge(engine, completion)
     check_agreement(run.reply, tolerance=plan.probe.tolerance_of(run.name))
     now = Verified(run.reply, await _read_checksum(run), plan.digest)
-    run.by_checksum = check_change(previous, now)
+    for proven in plan.memory.all(run.name):  # a restarted engine may have the weights of any version that it once had
+        run.by_checksum = check_change(proven, now)
     plan.memory.remember(run.name, now)
 
 

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import open_device_thread
+from rollouts.engines.fleet import Member, open_fleet
 from rollouts.engines.local import open_local_engine
 from rollouts.errors import EngineSilent, EngineUnreachable, SnapshotError, WeightSyncError
 from rollouts.models.load import resolve_model
 from rollouts.testing.fakes import ScriptedEngine, open_fake_backend
-from rollouts.types import Completion, EngineFeatures, GenerateRequest, LossSpec, RolloutBatch
+from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, LossSpec, RolloutBatch, SamplingParams
 from rollouts.weight_sync.disk import export_snapshot
 from rollouts.weight_sync.probe import (
     Probe,
@@ -141,6 +142,14 @@ class Server:
             weight_versions=np.full(len(self.token_ids), self.version),
             finish_reason="length",
         )
+
+    async def health(self) -> bool:
+        await trio.sleep(0.1)
+        return True
+
+    async def load(self) -> EngineLoad:
+        await trio.sleep(0.1)
+        return EngineLoad(running=0, waiting=0)
 
     async def checksum(self) -> str | None:
         await self.phase("checksum")
@@ -376,7 +385,7 @@ async def test_an_engine_that_keeps_the_old_weights_is_caught_within_the_toleran
     world.servers[1].deaf = True
     report = await world.update(2, 3.5)  # 0.0005 nats away; the tolerance is 0.01
     assert [(update.name, update.phase) for update in report.failed] == [("b", "probe")]
-    assert "answers the probe exactly as at version 1, while the trainer's weights changed" in str(report.failed[0].error)
+    assert "answers the probe exactly as at version 1, though the trainer's weights are others" in str(report.failed[0].error)
 
 
 async def test_an_engine_that_keeps_the_old_weights_and_computes_noisily_is_caught_by_its_checksum(autojump_clock):
@@ -701,6 +710,19 @@ async def test_a_restarted_engine_that_serves_base_weights_under_the_published_v
     assert world.fleet.events == [("close", "b"), ("fail", "b")]
 
 
+async def test_a_restarted_engine_that_serves_base_weights_within_the_tolerance_is_caught(autojump_clock):
+    world = FleetWorld()
+    await world.step(0.0)  # what a server starts with
+    for weights in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):  # 0.006 nats away at last; the tolerance is 0.01
+        await world.step(weights)
+    world.restart(world.servers[1])
+    world.servers[1].deaf = True
+    with pytest.raises(WeightSyncError, match="says version 7 but answers the probe exactly as at version 1"):
+        await world.sync.revive(world.trainer, world.servers[1])
+    world.servers[1].deaf = False
+    await world.sync.revive(world.trainer, world.servers[1])
+
+
 async def test_nobody_is_revived_before_there_is_something_to_serve(autojump_clock):
     world = FleetWorld()
     with pytest.raises(WeightSyncError, match="no weight version is published yet"):
@@ -728,6 +750,30 @@ async def test_stale_engines_are_revived_as_they_are_announced_and_given_up_unti
         world.fleet.send.close()  # and the task ends with the fleet
 
 
+async def test_an_update_that_reaches_nobody_waits_for_an_engine_that_comes_back(autojump_clock):
+    world = FleetWorld(patience_s=50.0)
+    await world.step(3.0)
+    servers, world.fleet.servers = world.fleet.servers, ()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.sync.keep_engines_current, world.trainer, world.fleet)
+        nursery.start_soon(world.step, 4.0)
+        await trio.sleep(20)
+        assert "no engine that could be reached" in world.warnings[0]
+        world.restart(servers[1])
+        world.fleet.servers = servers[1:2]
+        world.fleet.send.send_nowait(servers[1])
+        await trio.sleep(20)
+        assert (servers[1].weights, servers[1].version) == (4.0, 2)
+        assert world.fleet.events[-1] == ("publish", 2)
+
+        world.fleet.servers = ()
+        started = trio.current_time()
+        with pytest.raises(WeightSyncError, match="no engine that could be reached"):
+            await world.step(5.0)
+        assert trio.current_time() - started == pytest.approx(50.0)
+        world.fleet.send.close()
+
+
 async def test_an_update_and_a_revival_never_touch_an_engine_at_once(autojump_clock):
     world = FleetWorld()
     await world.step(3.0)
@@ -753,6 +799,52 @@ async def test_after_a_transfer_in_memory_there_is_a_snapshot_for_those_that_res
     await world.sync.revive(world.trainer, world.servers[0])
     assert world.servers[0].calls.count("load") == 1
     assert world.servers[0].weights == 3.0
+
+
+# --- with the fleet ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_fleet_serves_what_was_proven_and_an_engine_that_failed_returns_by_itself(autojump_clock):
+    trainer: Any = Trainer()
+    servers: Any = [Server(name, trainer) for name in NAMES]
+    warnings: list[str] = []
+    sampling = SamplingParams(max_new_tokens=4)
+
+    async with open_fleet([Member(server) for server in servers], warn=warnings.append) as fleet:
+        sync = WeightSync(PROBE, keeper=Keeper(), admission=fleet, limits=LIMITS, warn=warnings.append)
+
+        async def ask(count: int) -> set[int]:
+            """The versions in the answers to so many requests at once."""
+            versions: set[int] = set()
+
+            async def ask_one(index: int) -> None:
+                completion = await fleet.generate(
+                    GenerateRequest(request_id=f"{trio.current_time()}-{index}", prompt_ids=PROBE.prompt_ids, sampling=sampling)
+                )
+                versions.update(completion.weight_versions.tolist())
+
+            async with trio.open_nursery() as nursery:
+                for index in range(count):
+                    nursery.start_soon(ask_one, index)
+            return versions
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sync.keep_engines_current, trainer, fleet)
+            await sync(trainer, [fleet], trainer.step(3.0))
+            assert fleet.published_version == 1
+            assert await ask(9) == {1}
+
+            servers[1].faults["load"] = ["fail"]
+            metrics = await sync(trainer, [fleet], trainer.step(4.0))
+            assert (metrics["weight_sync/engines_updated"], metrics["weight_sync/engines_failed"]) == (2.0, 1.0)
+            assert servers[1].version == 1
+            assert await ask(9) == {2}  # nothing comes from the one that failed
+
+            trainer.step(5.0)  # the trainer is ahead when it returns
+            await trio.sleep(100)
+            assert (servers[1].weights, servers[1].version) == (4.0, 2)
+            assert fleet.statistics()["fleet/serving"] == 3.0
+            nursery.cancel_scope.cancel()
 
 
 # --- with the embedded engine ------------------------------------------------------------------------------------------------
