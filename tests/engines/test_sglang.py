@@ -1,0 +1,318 @@
+"""SGLangEngine and broadcasts to it on a real SGLang server. Needs ROLLOUTS_SGLANG_PYTHON, or SGLang in .venv-sglang."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import trio
+
+from rollouts.backends.open import open_pytorch_backend
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.config.schema import OptimConfig
+from rollouts.engines.sglang import SGLangEngine, open_sglang_engine
+from rollouts.errors import EngineError, EngineSetupError, InfrastructureError, RequestRefused
+from rollouts.testing import engine_contracts
+from rollouts.testing.engine_contracts import LONG, make_request
+from rollouts.types import Completion, GenerateRequest, RolloutBatch
+from rollouts.weight_sync.broadcast import open_sglang_broadcast
+
+from .conftest import CONTEXT_LENGTH, VOCAB_SIZE
+from .sglang_server import SGLangServer, run_sglang, sglang_python, sglang_server
+
+pytestmark = pytest.mark.engines
+__all__ = ["sglang_python", "sglang_server"]  # fixtures
+KEEP_MODES = ("retract", "in_place")
+
+
+def open_engine(server: SGLangServer, **changes: Any) -> AbstractAsyncContextManager[SGLangEngine]:
+    settings = {"api_key": server.api_key, "admin_key": server.admin_key, "vocab_size": VOCAB_SIZE} | changes
+    return open_sglang_engine(server.url, **settings)
+
+
+@asynccontextmanager
+async def open_trainer(path: Path) -> AsyncIterator[PyTorchTrainingBackend]:
+    async with open_pytorch_backend(path, optim=OptimConfig(), total_steps=1, threads=1, autocast="off") as backend:
+        yield backend
+
+
+async def load(engine: SGLangEngine, path: Path) -> int:
+    """The version that `path` has on the engine now."""
+    version = await engine.weight_version() + 1
+    await engine.pause("wait")
+    await engine.update_weights_from_checkpoint(path, version)
+    await engine.resume()
+    return version
+
+
+async def send(transport: Any, backend: PyTorchTrainingBackend, engine: SGLangEngine) -> int:
+    """The version that the backend's weights have on the engine now, sent in memory."""
+    version = await engine.weight_version() + 1
+    await engine.pause("wait")
+    assert await transport(backend, [engine], version) == {engine.features.name: None}
+    await engine.resume()
+    return version
+
+
+def score(path: Path, request: GenerateRequest, completion: Completion) -> np.ndarray:
+    """The log-probs that the model in `path` gives to the tokens, by a plain forward pass at the request's temperature."""
+    model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokens = torch.tensor([[*request.prompt_ids.tolist(), *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(tokens).logits[0, len(request.prompt_ids) - 1 : -1]
+    log_probs = torch.log_softmax(logits / (request.sampling.temperature or 1.0), -1)
+    return log_probs.gather(1, tokens[0, len(request.prompt_ids) :, None])[:, 0].numpy()
+
+
+async def score_by_trainer(backend: PyTorchTrainingBackend, request: GenerateRequest, completion: Completion) -> np.ndarray:
+    tokens = np.concatenate([request.prompt_ids, completion.token_ids])
+    mask = np.arange(len(tokens)) >= len(request.prompt_ids)
+    (row,) = await backend.forward(RolloutBatch(tokens=(tokens,), loss_masks=(mask,))).result()
+    return row[mask]
+
+
+# --- the contract ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", [*engine_contracts.CHECKS, *engine_contracts.MODEL_CHECKS])
+async def test_contract(check: Any, sglang_server: SGLangServer):
+    await check(lambda: open_engine(sglang_server))
+
+
+async def test_updates_show_in_version_log_probs_and_checksum(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+    await engine_contracts.check_update_from_checkpoint(lambda: open_engine(sglang_server), *snapshots)
+
+
+@pytest.mark.parametrize("mode", KEEP_MODES)
+async def test_frozen_request_comes_back_whole_with_two_versions(mode: str, sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+    await engine_contracts.check_keep_pause_spans_two_versions(lambda: open_engine(sglang_server, keep_mode=mode), snapshots[1])
+
+
+async def test_bad_snapshots_change_nothing(sglang_server: SGLangServer, snapshots: tuple[Path, Path], tmp_path: Path):
+    await engine_contracts.check_bad_snapshots_change_nothing(lambda: open_engine(sglang_server), snapshots[1], tmp_path)
+
+
+@pytest.mark.parametrize("mode", KEEP_MODES)
+async def test_abort_all_answers_frozen_requests_with_what_they_have(mode: str, sglang_server: SGLangServer):
+    answers: list[Completion] = []
+    async with open_engine(sglang_server, keep_mode=mode) as engine:
+
+        async def ask() -> None:
+            answers.append(await engine.generate(make_request("long", max_new_tokens=LONG)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await engine.generate(make_request("short", max_new_tokens=8))
+            await engine.pause("keep")
+            await engine.abort_all()
+        assert answers[0].finish_reason == "abort"
+        assert 0 < len(answers[0].token_ids) < LONG
+        await engine.resume()
+        assert len((await engine.generate(make_request())).token_ids) == 4
+
+
+# --- log-probs ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
+async def test_log_probs_are_the_models_own_at_the_temperature_sampled(temperature: float, sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+    async with open_engine(sglang_server) as engine:
+        await load(engine, snapshots[0])
+        request = make_request(prompt=(5, 6, 7, 8), max_new_tokens=24, temperature=temperature)
+        completion = await engine.generate(request)
+    np.testing.assert_allclose(completion.log_probs, score(snapshots[0], request, completion), atol=1e-4)
+
+
+async def test_greedy_beside_sampled_requests_keeps_log_probs_of_temperature_1(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+    answers: dict[float, Completion] = {}
+    async with open_engine(sglang_server) as engine:
+        await load(engine, snapshots[0])
+
+        async def ask(temperature: float) -> None:
+            answers[temperature] = await engine.generate(make_request(f"t{temperature}", max_new_tokens=24, temperature=temperature))
+
+        async with trio.open_nursery() as nursery:
+            for temperature in (0.0, 0.5, 1.5):
+                nursery.start_soon(ask, temperature)
+    for temperature, completion in answers.items():
+        request = make_request(max_new_tokens=24, temperature=temperature)
+        np.testing.assert_allclose(completion.log_probs, score(snapshots[0], request, completion), atol=1e-4)
+
+
+async def test_tokens_after_a_retracted_update_are_the_new_models_own(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+    # keys and values of the old weights would show here: the new part is scored by the new weights over everything before it
+    answers: list[Completion] = []
+    request = make_request("long", max_new_tokens=LONG)
+    async with open_engine(sglang_server) as engine:
+        before = await load(engine, snapshots[0])
+
+        async def ask() -> None:
+            answers.append(await engine.generate(request))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await engine.generate(make_request("short", max_new_tokens=8))
+            await engine.pause("keep")
+            await engine.update_weights_from_checkpoint(snapshots[1], before + 1)
+            await engine.resume()
+    completion = answers[0]
+    new = completion.weight_versions == before + 1
+    assert 0 < new.sum() < LONG
+    np.testing.assert_allclose(completion.log_probs[~new], score(snapshots[0], request, completion)[~new], atol=1e-4)
+    np.testing.assert_allclose(completion.log_probs[new], score(snapshots[1], request, completion)[new], atol=1e-4)
+
+
+async def test_prefix_cached_before_an_update_in_place_is_not_used_after_it(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+    # the server cannot flush while requests are frozen in place; the same prompt must still be computed anew
+    prompt = tuple(range(1, 60))
+    async with open_engine(sglang_server, keep_mode="in_place") as engine:
+        before = await load(engine, snapshots[0])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(engine.generate, make_request("long", max_new_tokens=LONG))
+            await engine.generate(make_request("short", prompt=prompt, max_new_tokens=8))
+            await engine.pause("keep")
+            await engine.update_weights_from_checkpoint(snapshots[1], before + 1)
+            await engine.resume()
+            request = make_request("again", prompt=prompt, max_new_tokens=8)
+            completion = await engine.generate(request)
+    np.testing.assert_allclose(completion.log_probs, score(snapshots[1], request, completion), atol=1e-4)
+
+
+# --- in memory ---------------------------------------------------------------------------------------------------------------
+
+
+async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+    request = make_request(prompt=(9, 8, 7), max_new_tokens=16, temperature=0.0)
+    async with open_engine(sglang_server) as engine, open_trainer(snapshots[1]) as backend, open_sglang_broadcast(bucket_bytes=50_000) as transport:
+        await load(engine, snapshots[1])
+        by_disk, disk_sum = await engine.generate(request), await engine.checksum()
+        await load(engine, snapshots[0])
+        assert await engine.checksum() != disk_sum
+        version = await send(transport, backend, engine)
+        by_memory = await engine.generate(request)
+        assert await engine.weight_version() == version
+        assert by_memory.weight_versions.tolist() == [version] * 16
+        assert by_memory.token_ids.tolist() == by_disk.token_ids.tolist()
+        np.testing.assert_allclose(by_memory.log_probs, by_disk.log_probs, atol=1e-5)
+        np.testing.assert_allclose(by_memory.log_probs, await score_by_trainer(backend, request, by_memory), atol=1e-4)
+        assert await engine.checksum() == disk_sum
+        weights = await backend.get_weights().result()
+        await backend.load_weights({name: tensor * 1.1 for name, tensor in weights.items()}).result()
+        await send(transport, backend, engine)  # in the group of before
+        again = await engine.generate(request)
+        np.testing.assert_allclose(again.log_probs, await score_by_trainer(backend, request, again), atol=1e-4)
+        assert np.abs(again.log_probs[0] - by_memory.log_probs[0]) > 1e-3
+
+
+@pytest.mark.parametrize("mode", KEEP_MODES)
+async def test_request_in_flight_over_a_broadcast_has_two_versions(mode: str, sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+    answers: list[Completion] = []
+    async with (
+        open_engine(sglang_server, keep_mode=mode) as engine,
+        open_trainer(snapshots[1]) as backend,
+        open_sglang_broadcast(bucket_bytes=50_000) as transport,
+    ):
+        before = await load(engine, snapshots[0])
+
+        async def ask() -> None:
+            answers.append(await engine.generate(make_request("long", max_new_tokens=LONG)))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await engine.generate(make_request("short", max_new_tokens=8))
+            await engine.pause("keep")
+            assert await transport(backend, [engine], before + 1) == {engine.features.name: None}
+            assert answers == []
+            await engine.resume()
+    old = int((answers[0].weight_versions == before).sum())
+    assert 0 < old < LONG
+    assert answers[0].weight_versions.tolist() == [before] * old + [before + 1] * (LONG - old)
+
+
+async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_the_next(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+    async with open_engine(sglang_server) as engine, open_trainer(snapshots[1]) as backend, open_sglang_broadcast() as transport:
+        assert await engine.begin_transfer()  # and nothing more: as if the trainer had died
+        version = await send(transport, backend, engine)
+        assert (await engine.generate(make_request())).weight_versions.tolist() == [version] * 4
+
+
+# --- keys and settings -------------------------------------------------------------------------------------------------------
+
+
+async def test_wrong_keys_are_refused_by_name(sglang_server: SGLangServer):
+    for changes, rule in (
+        ({"api_key": "wrong"}, "give the one that it was started with \\(--api-key\\)"),
+        ({"api_key": None}, "it wants an api_key"),
+        ({"admin_key": "wrong"}, "give the admin_key"),
+        ({"admin_key": None}, "give the admin_key"),  # the api_key does not do for control calls when there is an admin key
+        ({"vocab_size": VOCAB_SIZE + 1}, "serve the same model"),
+        ({"context_length": CONTEXT_LENGTH + 1}, f"--context-length {CONTEXT_LENGTH + 1}"),
+    ):
+        with pytest.raises(EngineSetupError, match=rule) as raised:
+            async with open_engine(sglang_server, **changes):
+                pass
+        assert sglang_server.api_key not in str(raised.value)
+        assert sglang_server.admin_key not in str(raised.value)
+
+
+async def test_id_outside_the_vocabulary_never_leaves_the_client(sglang_server: SGLangServer):
+    # it would end the server
+    async with open_engine(sglang_server) as engine:
+        for token in (VOCAB_SIZE, -1):
+            with pytest.raises(RequestRefused, match=f"has id {token}"):
+                await engine.generate(make_request(prompt=(1, token)))
+        assert await engine.health()
+
+
+async def test_memory_calls_are_taken_and_what_they_do_not_do_is_said(sglang_server: SGLangServer):
+    async with open_engine(sglang_server) as engine:
+        assert not engine.features.frees_memory
+        assert any("Releasing memory frees none" in gap for gap in engine.features.gaps)
+        await engine.pause("wait")
+        await engine.release_memory()
+        await engine.restore_memory()
+        await engine.resume()
+        assert len((await engine.generate(make_request())).token_ids) == 4
+
+
+async def test_server_left_paused_goes_on_for_who_comes_next(sglang_server: SGLangServer):
+    async with open_engine(sglang_server) as engine:
+        await engine.pause("keep")
+    async with open_engine(sglang_server) as engine:
+        assert len((await engine.generate(make_request())).token_ids) == 4
+
+
+async def test_server_with_unscaled_log_probs_is_refused_and_a_dead_one_hangs_nobody(
+    sglang_python: Path, snapshots: tuple[Path, Path], tmp_path: Path
+):
+    async def open_and_close(server: SGLangServer) -> None:
+        async with open_engine(server):
+            pass
+
+    with run_sglang(sglang_python, snapshots[0], tmp_path, environment={"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}) as server:
+        with pytest.raises(EngineSetupError, match="without SGLANG_RETURN_ORIGINAL_LOGPROB"):
+            await open_and_close(server)
+
+
+async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_trainer_goes_on(
+    sglang_python: Path, snapshots: tuple[Path, Path], tmp_path: Path
+):
+    with run_sglang(sglang_python, snapshots[0], tmp_path) as server:
+        async with open_engine(server) as engine, open_trainer(snapshots[1]) as backend, open_sglang_broadcast(progress_s=5.0) as transport:
+            await engine.pause("wait")
+            name = engine.features.name
+            assert await transport(backend, [engine], 1) == {name: None}
+            os.killpg(server.pid, signal.SIGSTOP)
+            assert isinstance((await transport(backend, [engine], 2))[name], EngineError)
+            os.killpg(server.pid, signal.SIGCONT)
+            os.killpg(server.pid, signal.SIGKILL)
+            assert isinstance((await transport(backend, [engine], 3))[name], InfrastructureError)
+            assert len(await backend.get_weights().result())
