@@ -208,7 +208,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_process(command: list[str]) -> dict[str, float] | None:
-    """What the client measured; None when it was too slow. Killed from outside: httpx takes as long again to cancel what is in flight."""
+    """What the client measured; None when it was too slow. Killed from outside: a deadline inside did not end httpx."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
