@@ -237,11 +237,11 @@ async def sync_weights_to_engines(
     """What became of each engine, when all have decided. At least one serves `version` and has proven it, and `version` is published.
 
     All engines at once. Each loads the snapshot `checkpoint_path`, or is given weights by `load`; `load_together` is called once, when every
-    engine is paused or out, with those that are paused. `judge` tells what the trainer thinks of an
-    answer to `probe`; `memory` holds what engines proved before, and learns what they prove now; `digest` is the snapshot's. An engine that
-    reports `version` and proved it before is only probed. One that fails is told to `admission.fail` and to `warn`. Raises WeightSyncError
-    that lists each engine's failure when nobody could be verified; nothing is published then. Cancelling resumes every paused engine
-    (shielded, `limits.resume` at most) and takes those that had not committed out.
+    engine is paused or out, with those that are paused. `judge` tells what the trainer thinks of an answer to `probe`; `memory` holds what
+    engines proved before, and learns what they prove now; `digest` is the snapshot's. An engine that reports `version` and proved it before is
+    only probed. One that fails is told to `admission.fail` and to `warn`. Raises WeightSyncError that lists each engine's failure when nobody
+    could be verified; nothing is published then. Cancelling resumes every paused engine (shielded, `limits.resume` at most) and takes those
+    that had not committed out.
     """
     if load is None and load_together is None and checkpoint_path is None:
         raise WeightSyncError("an update needs a snapshot (checkpoint_path) or a way to load (load, load_together); give one of them")
