@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -32,23 +32,28 @@ from rollouts.config.load import dump_config, load_config
 from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
 from rollouts.data.chat import TemplateOptions
 from rollouts.data.sft import SFTMixture
-from rollouts.errors import CheckpointError, ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
+from rollouts.engines.open import check_engine_config
+from rollouts.errors import CheckpointError, ConfigError, DataError, EngineSetupError, ModelError, PlugInError, RolloutsError, RunDirError
 from rollouts.loops.hooks import LoopHooks
+from rollouts.loops.rl import SyncWeights
 from rollouts.preflight.checks import prepare_rows, read_context_length
 from rollouts.preflight.functions import Functions, load_functions, open_functions
 from rollouts.preflight.rows import Rows, load_all_rows
 from rollouts.preflight.run_directory import check_run_dir, choose_run_dir
-from rollouts.protocols import LogProbScorer, MetricsLogger
+from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
 from rollouts.run_dir import RunDir, parse_step
 from rollouts.types import Sample, SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from rollouts.backends.pytorch import PyTorchTrainingBackend
-    from rollouts.engines.local import LocalEngine
 
 STAGES = ("sft", "rl")
-BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError, CheckpointError)
+BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError, CheckpointError, EngineSetupError)
 HELD_OUT = "heldout"
+EXACT_TOLERANCE = 1e-3  # nats between engine and trainer on the probe, both in float32
+HALF_TOLERANCE = 5e-2  # where one of them computes in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +141,18 @@ class Run:
     tokenizer: Any
     template: TemplateOptions
     stop_ids: tuple[int, ...]
+    base_model: Path  # the directory that the first stage starts from; started servers load it before they get the trainer's weights
     logger: MetricsLogger
     stop: trio.Event  # set by the first SIGINT or SIGTERM
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is open while a stage runs."""
+
+    backend: PyTorchTrainingBackend
+    engine: InferenceEngine  # answers requests: the embedded engine, or a fleet
+    sync_weights: SyncWeights  # brings every engine to the backend's version
 
 
 async def watch_signals(stop: trio.Event) -> None:
@@ -151,39 +166,87 @@ async def watch_signals(stop: trio.Event) -> None:
 
 
 @asynccontextmanager
-async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[tuple[PyTorchTrainingBackend, LocalEngine]]:
-    """A backend with the weights at `model_path` and a fresh optimizer, and an engine that generates with them."""
-    from rollouts.backends.open import open_pytorch_backend
-    from rollouts.engines.local import open_local_engine
+async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[Stage]:
+    """A backend with the weights at `model_path` and a fresh optimizer, and what generates with them: for RL as the config says."""
+    from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
 
     config = run.config
     section = stage_config(config, stage)
-    async with (
-        open_pytorch_backend(
-            model_path,
-            optim=section.optim,
-            total_steps=section.steps * (config.rl.updates_per_batch if config.rl and stage == "rl" else 1),
-            tokenizer=run.tokenizer,
-            autocast="off" if config.deterministic else config.model.autocast,
-            threads=config.model.threads,
-            deterministic=config.deterministic,
-            micro_batch_tokens=section.micro_batch_tokens,
-            share_prefix=config.rl.share_prefix if config.rl and stage == "rl" else False,
-            gradient_checkpointing=config.model.gradient_checkpointing,
-        ) as backend,
-        open_local_engine(
-            backend.model,
-            device_thread=backend.device_thread,
-            mode=config.engine.mode if stage == "rl" else "shared",
-            trainer_version=lambda: backend.weight_version,
-            max_rows=config.engine.max_rows,
-            deterministic=config.deterministic,
-            seed=config.seed,
-        ) as engine,
-    ):
+    autocast = "off" if config.deterministic else config.model.autocast
+    async with open_pytorch_backend(
+        model_path,
+        optim=section.optim,
+        total_steps=section.steps * (config.rl.updates_per_batch if config.rl and stage == "rl" else 1),
+        tokenizer=run.tokenizer,
+        autocast=autocast,
+        threads=config.model.threads,
+        deterministic=config.deterministic,
+        micro_batch_tokens=section.micro_batch_tokens,
+        share_prefix=config.rl.share_prefix if config.rl and stage == "rl" else False,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+    ) as backend:
+        served = stage == "rl" and config.engine.kind != "local"
+        dtype = choose_autocast_dtype(autocast, backend.model.device.type)
+        open_engine = open_servers(run, backend) if served else open_embedded(run, stage, backend, dtype)
+        async with open_engine as (engine, sync_weights):
+            yield Stage(backend, engine, sync_weights)
+
+
+@asynccontextmanager
+async def open_embedded(
+    run: Run, stage: str, backend: PyTorchTrainingBackend, autocast_dtype: torch.dtype | None
+) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
+    """An engine in this process, in the trainer's precision."""
+    from rollouts.engines.local import open_local_engine
+    from rollouts.weight_sync.probe import Probe, make_probe_prompt
+    from rollouts.weight_sync.sync import WeightSync
+
+    config = run.config
+    async with open_local_engine(
+        backend.model,
+        device_thread=backend.device_thread,
+        mode=config.engine.mode if stage == "rl" else "shared",
+        trainer_version=lambda: backend.weight_version,
+        max_rows=config.engine.max_rows,
+        deterministic=config.deterministic,
+        seed=config.seed,
+        autocast_dtype=autocast_dtype,
+    ) as engine:
         if engine.path != "fast":
             print(engine.describe(), file=sys.stderr, flush=True)
-        yield backend, engine
+        tolerance = EXACT_TOLERANCE if autocast_dtype is None else HALF_TOLERANCE
+        sync = WeightSync(Probe(make_probe_prompt(engine.features.vocab_size), tolerance), snapshot_dir=run.run_dir.weights)
+        yield engine, sync
+
+
+@asynccontextmanager
+async def open_servers(run: Run, backend: PyTorchTrainingBackend) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
+    """A fleet of inference servers, each of them kept at the trainer's version, and brought there again when it comes back."""
+    from rollouts.engines.open import open_server_fleet
+    from rollouts.weight_sync.probe import Probe, make_probe_prompt
+    from rollouts.weight_sync.sync import WeightSync
+
+    config = run.config.engine
+
+    def warn(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    vocab_size = int(backend.model.config.get_text_config().vocab_size)
+    log_dir = run.run_dir.root / "engines"
+    async with (
+        open_server_fleet(config, run.base_model, vocab_size=vocab_size, log_dir=log_dir, seed=run.config.seed, warn=warn) as fleet,
+        trio.open_nursery() as nursery,
+    ):
+        exact = config.dtype == "float32" and run.config.model.autocast == "off"
+        probe = Probe(make_probe_prompt(vocab_size), EXACT_TOLERANCE if exact else HALF_TOLERANCE)
+        sync = WeightSync(probe, snapshot_dir=run.run_dir.weights, admission=fleet)
+
+        async def sync_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+            return await sync(backend, await fleet.wait_members_for_update(), version)
+
+        nursery.start_soon(sync.keep_engines_current, backend, fleet)
+        yield fleet, sync_weights
+        nursery.cancel_scope.cancel()
 
 
 async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
@@ -201,12 +264,14 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
             raise ConfigError(f"{stage}.steps={total} but {newest} has {completed} steps; set {stage}.steps={completed} or more")
         last = stage == stages[-1]
         if completed < total or (last and not evaluated(run, stage, total)):
-            async with open_stage(run, stage, newest or model_path) as (backend, engine):
+            async with open_stage(run, stage, newest or model_path) as opened:
+                if newest is not None:
+                    await restore(opened.backend, newest)
+                if stage == "rl":
+                    await opened.sync_weights(opened.backend, [opened.engine], completed)
                 if newest is None:
-                    await evaluate_once(run, engine, *before)
-                else:
-                    await restore(backend, newest)
-                completed = await finish_stage(run, stage, backend, engine, newest, model_path, last=last)
+                    await evaluate_once(run, opened.engine, *before)
+                completed = await finish_stage(run, stage, opened, newest, model_path, last=last)
         if completed < total or (run.stop.is_set() and not (last and evaluated(run, stage, total))):
             return False
         model_path = run.run_dir.checkpoint(stage, total)
@@ -219,24 +284,22 @@ def completed_steps(checkpoint: Path | None) -> int:
     return (parse_step(checkpoint.name) or 0) if checkpoint else 0
 
 
-async def finish_stage(
-    run: Run, stage: str, backend: PyTorchTrainingBackend, engine: LocalEngine, newest: Path | None, start: Path, *, last: bool
-) -> int:
+async def finish_stage(run: Run, stage: str, opened: Stage, newest: Path | None, start: Path, *, last: bool) -> int:
     """How many steps of the stage are complete. The `last` stage is evaluated when it is; every other one, where the next begins."""
     total, completed = stage_config(run.config, stage).steps, completed_steps(newest)
     if run.stop.is_set():
         return completed
     if completed == total:
-        await evaluate_once(run, engine, stage, total)
+        await evaluate_once(run, opened.engine, stage, total)
         return completed
     train = train_sft if stage == "sft" else train_rl
-    completed = await train(run, backend, engine, newest, start)
+    completed = await train(run, opened, newest, start)
     if completed == total and last and not run.stop.is_set():
-        await evaluate_now(run, engine, stage, total)
+        await evaluate_now(run, opened.engine, stage, total)
     return completed
 
 
-async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngine, newest: Path | None, start: Path) -> int:
+async def train_sft(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at `start`."""
     from rollouts.loops.sft import run_sft_training
 
@@ -246,7 +309,7 @@ async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngi
     for what, count in (("cut at", data.truncated), ("left out: nothing to train on within", sum(data.dropped.values()))):
         if count:
             print(f"sft.data: {count} of {row_count} rows {what} max_length={config.max_length}", file=sys.stderr)
-    completed = completed_steps(newest)
+    backend, engine, completed = opened.backend, opened.engine, completed_steps(newest)
 
     async def save(step: int) -> None:
         await save_step(run, backend, "sft", step, {})
@@ -269,7 +332,7 @@ async def train_sft(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngi
     return completed + len(history)
 
 
-async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngine, newest: Path | None, start: Path) -> int:
+async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at `start`, which stays the reference."""
     from rollouts.checkpoints.load import load_trainer_state
     from rollouts.data.curriculum import call_curriculum, decode_statistics, encode_statistics, start_statistics, update_statistics
@@ -277,10 +340,8 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
     from rollouts.generation.async_rollout_manager import AsyncRolloutManager
     from rollouts.generation.generate import make_chat_generate
     from rollouts.loops.rl import run_rl_training
-    from rollouts.weight_sync.probe import Probe, make_probe_prompt
-    from rollouts.weight_sync.sync import WeightSync
 
-    config = run.config.rl
+    config, backend, engine = run.config.rl, opened.backend, opened.engine
     assert config is not None
     buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
     manager = AsyncRolloutManager(
@@ -291,9 +352,7 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
         reward=run.functions.reward,
         group_reward=run.functions.group_reward,
         filters=run.functions.filters,
-        sampling=SamplingParams(
-            max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature, stop_token_ids=run.stop_ids
-        ),
+        sampling=SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature, stop_token_ids=run.stop_ids),
         seed=run.config.seed,
         policy_version=lambda: backend.weight_version,
         max_staleness=config.max_staleness,
@@ -314,10 +373,6 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
         nonlocal statistics
         statistics = update_statistics(statistics, samples, step=step, drawn=buffer.drawn_by_source())
 
-    tolerance = 1e-3 if run.config.model.autocast == "off" or run.config.deterministic else 5e-2
-    sync = WeightSync(Probe(make_probe_prompt(engine.features.vocab_size), tolerance), snapshot_dir=run.run_dir.weights)
-    await sync(backend, [engine], completed)
-
     async def save(step: int) -> None:
         state = {"data_buffer": buffer.state_dict(), "rollout_manager": manager.state_dict(), "curriculum": encode_statistics(statistics)}
         await save_step(run, backend, "rl", step, state)
@@ -336,7 +391,7 @@ async def train_rl(run: Run, backend: PyTorchTrainingBackend, engine: LocalEngin
             [engine],
             config,
             run.logger,
-            sync_weights=sync,
+            sync_weights=opened.sync_weights,
             reference=reference,
             completed_steps=completed,
             hooks=LoopHooks(evaluate_step, save, run.stop.is_set, run.config.output.checkpoint_every, set_weights, learn),
@@ -390,13 +445,13 @@ def evaluated(run: Run, stage: str, step: int) -> bool:
     return not run.rows.held_out or any(row["stage"] == stage and row["step"] == step for row in rows)
 
 
-async def evaluate_once(run: Run, engine: LocalEngine, stage: str, step: int) -> None:
+async def evaluate_once(run: Run, engine: InferenceEngine, stage: str, step: int) -> None:
     """Evaluates the engine's weights unless this (stage, step) has a row from the same weights."""
     if not evaluated(run, stage, step):
         await evaluate_now(run, engine, stage, step)
 
 
-async def evaluate_now(run: Run, engine: LocalEngine, stage: str, step: int) -> None:
+async def evaluate_now(run: Run, engine: InferenceEngine, stage: str, step: int) -> None:
     """Evaluates the engine's weights on the held-out prompts and logs it. A row of an earlier attempt may be of weights that were lost."""
     from rollouts.evaluation.evaluate import evaluate
     from rollouts.generation.generate import make_chat_generate
@@ -507,6 +562,7 @@ async def run_training(command: Command, config: RunConfig) -> int:
     named = load_functions(config, command.stages, base_dir=Path.cwd())
     if "rl" in command.stages and config.rl:
         check_loss(config.rl)
+        check_engine_config(config.engine)
     for note in rows.notes():
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed))
@@ -529,7 +585,9 @@ async def run_training(command: Command, config: RunConfig) -> int:
                 open_jsonl_logger(run_dir, attempt=attempt, samples_per_step=config.output.samples_per_step, progress=progress) as logger,
             ):
                 run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
-                run = Run(config, run_dir, rows, conversations, functions, tokenizer, make_template_options(config), stop_ids, logger, stop)
+                run = Run(
+                    config, run_dir, rows, conversations, functions, tokenizer, make_template_options(config), stop_ids, model_path, logger, stop
+                )
                 finished = await run_stages(run, command.stages, model_path)
         nursery.cancel_scope.cancel()
     if not finished:

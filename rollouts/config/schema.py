@@ -207,7 +207,6 @@ class EngineConfig(Section):
     args: list[str] = []  # more arguments of a started server
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of a started server; auto: as in the model's config.json
     context_length: NaturalInt = 0  # tokens of prompt and response in a started server; 0: as long as the model allows
-    pause: Literal["keep", "abort"] = "keep"  # what a weight update does to requests in flight: freeze them, or end them to go on afterwards
     transport: Literal["disk", "memory"] = "disk"  # how weights reach the servers
     max_concurrency: PositiveInt = 256  # requests in flight per server, at most
     silence_s: PositiveFloat = 120.0  # seconds without a byte and without progress after which a server is suspected

@@ -151,6 +151,7 @@ class Fleet:
         self._served = False  # ever
         self._down_since: float | None = None
         self._service_changed = trio.Event()
+        self._moved = trio.Event()  # a member changed its condition, or came or went
         self._stale_sender, self.stale_members = trio.open_memory_channel[InferenceEngine](math.inf)
 
     def _start(self) -> None:
@@ -383,6 +384,7 @@ class Fleet:
             self._report(old, new)
             self._hopeful += fleet_state.may_serve(new) - fleet_state.may_serve(old)
             self._note_service()
+            self._note_move()
         self._dispatch()
 
     def _report(self, old: EngineState, new: EngineState) -> None:
@@ -540,6 +542,10 @@ class Fleet:
             changed, self._service_changed = self._service_changed, trio.Event()
             changed.set()
 
+    def _note_move(self) -> None:
+        moved, self._moved = self._moved, trio.Event()
+        moved.set()
+
     async def _watch_service(self) -> None:
         while True:
             changed = self._service_changed
@@ -589,6 +595,18 @@ class Fleet:
         """The engines that an update should try: all but those that are dead, restarting or leaving."""
         return tuple(live.engine for live in self._live.values() if fleet_state.is_reachable(live.state))
 
+    async def wait_members_for_update(self) -> tuple[InferenceEngine, ...]:
+        """members_for_update() as soon as there is one. Raises FleetDown when there was none for down_limit_s, EngineClosed."""
+        began = trio.current_time()
+        with trio.move_on_after(self.settings.down_limit_s):
+            while True:
+                self._check_open()
+                members = self.members_for_update()
+                if members:
+                    return members
+                await self._moved.wait()
+        raise FleetDown(f"{self._describe_outage(began)} None of them can be given weights; see the engines' logs, then resume: nothing is in flight")
+
     def close_admission(self, engine: InferenceEngine) -> None:
         """No new requests to it; what it answers is held until commit() or fail()."""
         live = self._find(engine)
@@ -636,6 +654,7 @@ class Fleet:
         features = unite_features([*(live.engine.features for live in self._live.values()), member.engine.features])
         self._add(member, announce_at=trio.current_time() if self.published_version >= 0 else None)
         self._features = features
+        self._note_move()
         await trio.lowlevel.checkpoint()
 
     async def leave(self, engine: InferenceEngine, *, grace_s: float = 60.0) -> None:
@@ -802,6 +821,7 @@ class Fleet:
         """Whoever is in generate(), and every later call, gets EngineClosed."""
         self._closed = True
         self._stale_sender.close()
+        self._note_move()
         for call in self._calls.values():
             call.scope.cancel()
             call.event.set()

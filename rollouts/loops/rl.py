@@ -1,8 +1,8 @@
 """Reinforcement learning: generate → reward → filter → advantages → train → weight sync, one row of metrics a step.
 
-    DataBuffer ──► rollout_manager.generate_batch() ──► advantages ──► forward_backward, optim_step ──► set_weight_version
-        ▲                      ▲ waits for the engines                     waits for the backend                │
-        └── returned prompts   └──────────────────── sync_weights every config.sync_every steps ◄───────────────┘
+DataBuffer ──► rollout_manager.generate_batch() ──► advantages ──► forward_backward, optim_step ──► set_weight_version
+    ▲                      ▲ waits for the engines                     waits for the backend                │
+    └── returned prompts   └──────────────────── sync_weights every config.sync_every steps ◄───────────────┘
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 import trio
 
 from rollouts.config.schema import RLTrainingConfig
-from rollouts.errors import NotEnoughSamples, UserFunctionError
+from rollouts.errors import FleetDown, NotEnoughSamples, UserFunctionError, WeightSyncError
 from rollouts.loops.hooks import LoopHooks, run_hooks
 from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
 from rollouts.loops.sft import step_metrics, warn_of_skipped_step
@@ -58,8 +58,9 @@ async def run_rl_training(
     Consumes prompts through `rollout_manager`; produces weights inside `backend` and pushes them to the engines every `sync_every`
     steps. Generation and training alternate: the loop waits for a whole batch, then for the step, then for the engines. Each of
     `updates_per_batch` optimizer steps uses the whole batch; together they advance the weight version once. A step whose loss or
-    gradient is not finite changes nothing and still consumes its batch. When the manager's budget of failures or attempts is spent, the
-    steps that are complete are saved before NotEnoughSamples, or what a filter raised, leaves.
+    gradient is not finite changes nothing and still consumes its batch. When the manager's budget of failures or attempts is spent, or no
+    engine serves, the steps that are complete are saved before NotEnoughSamples, FleetDown or what a filter raised leaves; when no engine
+    could be brought to the new weights, that step is logged and saved before WeightSyncError leaves.
     """
     hooks = hooks or LoopHooks()
     loss = make_loss_spec(config)
@@ -70,7 +71,7 @@ async def run_rl_training(
         try:
             with timer.phase("generate"):
                 batch = await generate_and_log(rollout_manager, metrics_logger, step)
-        except (NotEnoughSamples, UserFunctionError):
+        except (NotEnoughSamples, UserFunctionError, FleetDown):
             if step - 1 > completed_steps and not hooks.saves_after(step - 1):
                 await hooks.save_checkpoint(step - 1)
             raise
@@ -87,10 +88,14 @@ async def run_rl_training(
             await version_set.result()
         for _, optim in results:
             warn_of_skipped_step("rl", step, optim)
+        unsynced: WeightSyncError | FleetDown | None = None
         sync_metrics: Mapping[str, float] = {}
         if step % config.sync_every == 0 or step == config.steps:  # the last one, so that what is evaluated at the end is the end
             with timer.phase("weight_sync"):
-                sync_metrics = await sync_weights(backend, inference_engines, step)
+                try:
+                    sync_metrics = await sync_weights(backend, inference_engines, step)
+                except (WeightSyncError, FleetDown) as error:
+                    unsynced = error
         metrics = {
             **metric_values(rollout_manager.batch_metrics()),
             **advantage_metrics,
@@ -104,6 +109,9 @@ async def run_rl_training(
             **throughput(batch, timer),
         }
         await metrics_logger.log_step("rl", step, step - 1, metrics)
+        if unsynced is not None:
+            await hooks.save_checkpoint(step)
+            raise unsynced
         history.append(metrics)
         if await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every, stop_every=config.sync_every):
             break

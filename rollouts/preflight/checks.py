@@ -29,6 +29,7 @@ from rollouts.data.messages import parse_tools
 from rollouts.data.mixture import check_names
 from rollouts.data.rows import USE_OF_STAGE, RowUse
 from rollouts.data.sft import SFTMixture, prepare_sft_mixture, prepare_sft_rows
+from rollouts.engines.open import check_engine_config
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.filters import FILTERS
 from rollouts.preflight.estimate import Lengths, estimate_memory, estimate_work, read_model_size
@@ -90,6 +91,9 @@ def look_at_run(
     if check_loss and config.rl and "rl" in stages:
         with reporting(findings, "rl.loss"):
             check_loss(config.rl)
+    if "rl" in stages:
+        with reporting(findings, "engine"):
+            check_engine_config(config.engine)
     with reporting(findings, "model.chat_template"):
         if config.model.chat_template and not Path(config.model.chat_template).is_file():
             raise ModelError(f"there is no file {config.model.chat_template}; name a Jinja file, or leave it out to use the tokenizer's own")

@@ -90,13 +90,14 @@ def _memory_parts(config: RunConfig, stage: str, lengths: Lengths, size: ModelSi
         "AdamW twice that": 2 * weights,
     }
     section = getattr(config, stage)
-    rows = min(config.engine.max_rows, _rows_at_once(config, stage))
+    served = stage == "rl" and config.engine.kind != "local"  # servers have memory of their own
+    rows = 0 if served else min(config.engine.max_rows, _rows_at_once(config, stage))
     sampled = _sampled_tokens(config, stage)
     if rows and sampled:
         length = lengths.prompt + sampled
         cached = 2 * FLOAT_BYTES * rows * length * size.layers * size.key_value
         parts[f"keys and values 8 x {rows} rows x {length} tokens x {size.layers} layers x {size.key_value}"] = cached
-    if stage == "rl" and config.engine.mode == "copied":
+    if stage == "rl" and config.engine.kind == "local" and config.engine.mode == "copied":
         parts["the engine's own weights"] = weights
     if stage == "rl" and config.rl and config.rl.kl_coef > 0:
         parts["the reference's weights"] = weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -485,6 +486,27 @@ async def test_what_is_in_flight_on_a_process_that_dies_is_retried_at_once(autoj
         update(fleet, 1)
         await gather(fleet, ask("s"), ask("t"))
         assert len(a.asked) == 4
+
+
+async def test_an_update_waits_for_a_member_that_restarts(autojump_clock):
+    process = Process(FakeEngine("a"), start_s=7)
+    async with fleet_of(process.member()) as fleet:
+        assert await fleet.wait_members_for_update() == (process.engine,)
+        process.die()
+        await trio.testing.wait_all_tasks_blocked()
+        assert fleet.members_for_update() == ()
+        assert await fleet.wait_members_for_update() == (process.engine,)
+        assert 7.5 <= trio.current_time() <= 8  # back-off, then start_s
+
+
+async def test_an_update_of_a_fleet_that_stays_dead_ends_in_fleet_down(autojump_clock):
+    process = Process(FakeEngine("a"), start_s=math.inf)
+    async with fleet_of(process.member(), settings=FleetSettings(down_limit_s=50)) as fleet:
+        process.die()
+        await trio.testing.wait_all_tasks_blocked()
+        with pytest.raises(FleetDown, match="a is restarting.*given weights"):
+            await fleet.wait_members_for_update()
+        assert trio.current_time() == 50
 
 
 async def test_a_process_that_runs_but_answers_garbage_is_restarted_once(autojump_clock):

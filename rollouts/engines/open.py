@@ -1,0 +1,101 @@
+"""A fleet of servers as a config describes it: started here, or running already."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from rollouts.config.schema import EngineConfig
+from rollouts.engines.fleet import Fleet, FleetSettings, Member, open_fleet
+from rollouts.engines.processes import EngineCommand, open_engine_processes
+from rollouts.engines.sglang import open_sglang_engine
+from rollouts.engines.vllm import open_vllm_engine
+from rollouts.errors import ConfigError
+from rollouts.protocols import InferenceEngine
+
+PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
+
+
+def check_engine_config(config: EngineConfig) -> None:
+    """Raises ConfigError for servers that cannot be started or asked from here: no Python that has them, no key."""
+    if config.kind == "local":
+        return
+    if not config.urls:
+        find_server_python(config)
+    read_api_key(config)
+
+
+def find_server_python(config: EngineConfig) -> Path:
+    """The Python that servers are started with. Raises ConfigError, saying how to make one."""
+    assert config.kind != "local"
+    if config.python:
+        path = Path(config.python).expanduser()
+        if not os.access(path, os.X_OK) or path.is_dir():
+            raise ConfigError(f"engine.python={config.python!r} is no program; give the Python of an environment that has {config.kind}")
+        return path.absolute()  # not resolved: a virtual environment is known by the name of its link
+    beside = Path(f".venv-{config.kind}") / "bin" / "python"
+    if beside.exists():
+        return beside.absolute()
+    if importlib.util.find_spec(PACKAGES[config.kind]) is not None:
+        return Path(sys.executable)
+    raise ConfigError(
+        f"engine.kind={config.kind!r} but {beside} does not exist and this Python has no {config.kind}; set engine.python to one that has, "
+        f"or make one: python -m rollouts engines install-{config.kind}-cpu"
+    )
+
+
+def read_api_key(config: EngineConfig) -> str | None:
+    """The key of servers that run already, out of the environment. Raises ConfigError if it is named but not there."""
+    if not config.api_key_env:
+        return None
+    key = os.environ.get(config.api_key_env, "")
+    if not key:
+        raise ConfigError(f"engine.api_key_env={config.api_key_env!r}: there is no such environment variable, or it is empty; export it")
+    return key
+
+
+@asynccontextmanager
+async def open_server_fleet(
+    config: EngineConfig, model_path: Path, *, vocab_size: int, log_dir: Path, seed: int, warn: Callable[[str], None]
+) -> AsyncIterator[Fleet]:
+    """The fleet, every engine of it stale: only a verified weight update puts one into service.
+
+    `model_path`: what started servers load first, also when they are started again. Their logs go to `log_dir`.
+    Raises ConfigError and EngineSetupError; everything that was started has ended when this leaves.
+    """
+    assert config.kind != "local", "an embedded engine is opened by rollouts.engines.local"
+    async with AsyncExitStack() as stack:
+        members: list[Member] = []
+        if config.urls:
+            key = read_api_key(config)
+            for url in config.urls:
+                members.append(Member(await stack.enter_async_context(_open_engine(config, url, key, vocab_size))))
+        else:
+            command = EngineCommand(
+                kind=config.kind,
+                python=find_server_python(config),
+                model=model_path,
+                args=tuple(config.args),
+                context_length=config.context_length or None,
+                dtype=None if config.dtype == "auto" else config.dtype,
+            )
+            for process in await stack.enter_async_context(open_engine_processes(command, count=config.count, log_dir=log_dir)):
+                engine = await stack.enter_async_context(_open_engine(config, process.url, process.api_key, vocab_size))
+                members.append(Member(engine, restart=process.restart, wait_exited=process.wait_exited))
+        settings = FleetSettings(max_concurrency=config.max_concurrency, down_limit_s=config.down_limit_s)
+        yield await stack.enter_async_context(open_fleet(members, settings=settings, seed=seed, warn=warn))
+
+
+@asynccontextmanager
+async def _open_engine(config: EngineConfig, url: str, key: str | None, vocab_size: int) -> AsyncIterator[InferenceEngine]:
+    options = {"api_key": key, "silence_s": config.silence_s, "vocab_size": vocab_size}
+    if config.kind == "vllm":
+        async with open_vllm_engine(url, **options) as engine:
+            yield engine
+    else:
+        async with open_sglang_engine(url, **options) as engine:
+            yield engine
