@@ -220,7 +220,7 @@ class EngineConfig(Section):
             if unused:
                 raise ValueError(f"{unused[0]} is set, but kind='local' starts no server; set kind='vllm' or 'sglang'")
         if self.urls and (self.args or self.python or self.count != 1):
-            raise ValueError("urls names servers that run already; count, python and args are for servers that this run starts: leave one of them out")
+            raise ValueError("urls names servers that run already; count, python and args are for servers that this run starts: set one or the other")
         if len(set(self.urls)) != len(self.urls):
             raise ValueError(f"urls={self.urls} names a server twice")
         for url in self.urls:
@@ -265,7 +265,8 @@ class RunConfig(Section):
                     )
         if self.deterministic and self.engine.kind != "local":
             raise ValueError(f"deterministic=true with engine.kind={self.engine.kind!r}; a server does not repeat its bits; use kind='local'")
-        if self.rl is not None and self.engine.kind == "local" and self.engine.mode == "shared" and (self.rl.sync_every != 1 or self.rl.max_staleness != 0):
+        shares = self.engine.kind == "local" and self.engine.mode == "shared"
+        if self.rl is not None and shares and (self.rl.sync_every != 1 or self.rl.max_staleness != 0):
             raise ValueError(
                 f"engine.mode='shared' with rl.sync_every={self.rl.sync_every}, rl.max_staleness={self.rl.max_staleness}; a shared engine always "
                 "has the newest weights: it needs sync_every=1 and max_staleness=0; set engine.mode='copied', or engine.kind to a server's"

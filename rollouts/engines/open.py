@@ -72,8 +72,7 @@ async def open_server_fleet(
         members: list[Member] = []
         if config.urls:
             key = read_api_key(config)
-            for url in config.urls:
-                members.append(Member(await stack.enter_async_context(_open_engine(config, url, key, vocab_size))))
+            members += [Member(await stack.enter_async_context(_open_engine(config, url, key, vocab_size))) for url in config.urls]
         else:
             command = EngineCommand(
                 kind=config.kind,

@@ -277,6 +277,7 @@ async def test_an_engine_with_a_long_queue_inside_gets_fewer(autojump_clock):
 
 async def test_ids_are_unique_in_the_fleet(autojump_clock):
     async with fleet_of(FakeEngine("a"), FakeEngine("b")) as fleet:
+
         async def ask_again() -> None:
             await trio.testing.wait_all_tasks_blocked()
             with pytest.raises(RequestRefused, match="'r'"):
@@ -504,7 +505,7 @@ async def test_an_update_of_a_fleet_that_stays_dead_ends_in_fleet_down(autojump_
     async with fleet_of(process.member(), settings=FleetSettings(down_limit_s=50)) as fleet:
         process.die()
         await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(FleetDown, match="a is restarting.*given weights"):
+        with pytest.raises(FleetDown, match="a: restarting.*given weights"):
             await fleet.wait_members_for_update()
         assert trio.current_time() == 50
 
