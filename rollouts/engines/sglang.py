@@ -234,7 +234,7 @@ class SGLangEngine:
         return await self._read_loads()
 
     async def abort_all(self) -> None:
-        """Answers every request, in flight or waiting, with what it has."""
+        """Answers every request, in flight or waiting, with what it has; of one that is frozen the server loses up to 49 of the newest tokens."""
         if self._frozen_in_place:  # a server aborts no request that it froze in place: let it put them into its queue first
             await self._call_admin("/pause_generation", {"mode": "retract"})
             self._frozen_in_place = False

@@ -44,8 +44,8 @@ def run_sglang(python: Path, model: Path, folder: Path, *flags: str, environment
     """A server on a CPU in a process group of its own, which is killed in the end. Its keys are in a file that only we can read."""
     port, api_key, admin_key = find_free_port(), secrets.token_hex(16), secrets.token_hex(16)
     keys, log = folder / "keys.yaml", folder / "server.log"
-    with open(os.open(keys, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
-        file.write(f'api-key: "{api_key}"\nadmin-api-key: "{admin_key}"\n')
+    keys.touch(mode=0o600)
+    keys.write_text(f'api-key: "{api_key}"\nadmin-api-key: "{admin_key}"\n')
     command = [
         str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu",
         "--attention-backend", "torch_native", "--dtype", "float32", "--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", "16384",
