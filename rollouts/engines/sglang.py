@@ -559,7 +559,7 @@ def find_gaps(info: _ServerInfo, *, knows_vocab: bool) -> Iterator[str]:
     """A sentence for each thing that this server cannot do."""
     yield "A request with stop tokens ends at the model's own end-of-text tokens as well."
     if not info.enable_deterministic_inference:
-        yield "A request's seed is ignored: the server was started without --enable-deterministic-inference, which some attention backends do not have."
+        yield "A request's seed is ignored: the server was started without --enable-deterministic-inference, which not all backends have."
     if not info.enable_memory_saver:
         yield "Releasing memory frees none: the server was started without --enable-memory-saver."
     elif not info.enable_weights_cpu_backup:

@@ -114,7 +114,7 @@ async def test_abort_all_answers_frozen_requests_with_what_they_have(mode: str, 
             await engine.pause("keep")
             await engine.abort_all()
         assert answers[0].finish_reason == "abort"
-        assert len(answers[0].token_ids) < LONG  # of a request in its queue the server has every fiftieth token's lot; the rest is lost
+        assert len(answers[0].token_ids) < LONG  # the server keeps its tokens by fifties
         await engine.resume()
         assert len((await engine.generate(make_request())).token_ids) == 4
 
