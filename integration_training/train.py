@@ -17,7 +17,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -40,7 +40,7 @@ from rollouts.preflight.checks import prepare_rows, read_context_length
 from rollouts.preflight.functions import Functions, load_functions, open_functions
 from rollouts.preflight.rows import Rows, load_all_rows
 from rollouts.preflight.run_directory import check_run_dir, choose_run_dir
-from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
+from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger
 from rollouts.run_dir import RunDir, parse_step
 from rollouts.types import Sample, SamplingParams
 
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 STAGES = ("sft", "rl")
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError, CheckpointError, EngineSetupError)
 HELD_OUT = "heldout"
-EXACT_TOLERANCE = 1e-3  # nats between engine and trainer on the probe, both in float32
-HALF_TOLERANCE = 5e-2  # where one of them computes in 16 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +185,7 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[St
     ) as backend:
         served = stage == "rl" and config.engine.kind != "local"
         dtype = choose_autocast_dtype(autocast, backend.model.device.type)
-        open_engine = open_servers(run, backend) if served else open_embedded(run, stage, backend, dtype)
+        open_engine = open_servers(run, backend, dtype) if served else open_embedded(run, stage, backend, dtype)
         async with open_engine as (engine, sync_weights):
             yield Stage(backend, engine, sync_weights)
 
@@ -198,6 +196,7 @@ async def open_embedded(
 ) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
     """An engine in this process, in the trainer's precision."""
     from rollouts.engines.local import open_local_engine
+    from rollouts.weight_sync.open import choose_tolerance
     from rollouts.weight_sync.probe import Probe, make_probe_prompt
     from rollouts.weight_sync.sync import WeightSync
 
@@ -214,39 +213,30 @@ async def open_embedded(
     ) as engine:
         if engine.path != "fast":
             print(engine.describe(), file=sys.stderr, flush=True)
-        tolerance = EXACT_TOLERANCE if autocast_dtype is None else HALF_TOLERANCE
-        sync = WeightSync(Probe(make_probe_prompt(engine.features.vocab_size), tolerance), snapshot_dir=run.run_dir.weights)
+        probe = Probe(make_probe_prompt(engine.features.vocab_size), choose_tolerance(exact=autocast_dtype is None))
+        sync = WeightSync(probe, snapshot_dir=run.run_dir.weights)
         yield engine, sync
 
 
 @asynccontextmanager
-async def open_servers(run: Run, backend: PyTorchTrainingBackend) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
+async def open_servers(
+    run: Run, backend: PyTorchTrainingBackend, autocast_dtype: torch.dtype | None
+) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
     """A fleet of inference servers, each of them kept at the trainer's version, and brought there again when it comes back."""
-    from rollouts.engines.open import open_server_fleet
-    from rollouts.weight_sync.probe import Probe, make_probe_prompt
-    from rollouts.weight_sync.sync import WeightSync
+    from rollouts.weight_sync.open import open_synced_fleet
 
-    config = run.config.engine
-
-    def warn(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    vocab_size = int(backend.model.config.get_text_config().vocab_size)
-    log_dir = run.run_dir.root / "engines"
-    async with (
-        open_server_fleet(config, run.base_model, vocab_size=vocab_size, log_dir=log_dir, seed=run.config.seed, warn=warn) as fleet,
-        trio.open_nursery() as nursery,
-    ):
-        exact = config.dtype == "float32" and run.config.model.autocast == "off"
-        probe = Probe(make_probe_prompt(vocab_size), EXACT_TOLERANCE if exact else HALF_TOLERANCE)
-        sync = WeightSync(probe, snapshot_dir=run.run_dir.weights, admission=fleet)
-
-        async def sync_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
-            return await sync(backend, await fleet.wait_members_for_update(), version)
-
-        nursery.start_soon(sync.keep_engines_current, backend, fleet)
-        yield fleet, sync_weights
-        nursery.cancel_scope.cancel()
+    async with open_synced_fleet(
+        run.config.engine,
+        backend,
+        run.base_model,
+        vocab_size=int(backend.model.config.get_text_config().vocab_size),
+        trainer_exact=autocast_dtype is None,
+        log_dir=run.run_dir.root / "engines",
+        snapshot_dir=run.run_dir.weights,
+        seed=run.config.seed,
+        warn=lambda text: print(text, file=sys.stderr, flush=True),
+    ) as opened:
+        yield opened
 
 
 async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:

@@ -1,0 +1,97 @@
+"""A fleet of servers with weight sync as a config describes them, for a run: servers, engines, fleet, probe, transport, revival."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+import trio
+
+from rollouts.config.schema import EngineConfig
+from rollouts.engines.fleet import Fleet
+from rollouts.engines.open import open_server_fleet
+from rollouts.protocols import InferenceEngine, TrainingBackend
+from rollouts.weight_sync.broadcast import open_sglang_broadcast, open_vllm_broadcast
+from rollouts.weight_sync.probe import Probe, make_probe_prompt
+from rollouts.weight_sync.sync import Transport, WeightSync
+
+EXACT_TOLERANCE = 1e-3  # nats between engine and trainer on the probe, both in float32
+HALF_TOLERANCE = 5e-2  # where one of them computes in 16 bits
+
+SyncWeights = Callable[[TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, float]]]
+
+
+def choose_tolerance(*, exact: bool) -> float:
+    """How far, in nats, an engine and the trainer may differ on the probe: less when both compute in float32."""
+    return EXACT_TOLERANCE if exact else HALF_TOLERANCE
+
+
+@asynccontextmanager
+async def open_synced_fleet(
+    config: EngineConfig,
+    backend: TrainingBackend,
+    model_path: Path,
+    *,
+    vocab_size: int,
+    trainer_exact: bool,
+    log_dir: Path,
+    snapshot_dir: Path,
+    seed: int,
+    warn: Callable[[str], None],
+) -> AsyncIterator[tuple[Fleet, SyncWeights]]:
+    """A fleet of servers that holds the trainer's weights, and the function that brings it to a version.
+
+    An engine that comes back during the run is brought to the published version by itself. `trainer_exact`: the trainer computes in float32.
+    Raises what open_server_fleet raises, WeightSyncError for a transport that this machine cannot run.
+    """
+    dtype = find_served_dtype(config, model_path)
+    probe = Probe(make_probe_prompt(vocab_size), choose_tolerance(exact=trainer_exact and dtype == "float32"))
+    async with (
+        open_server_fleet(config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn) as fleet,
+        open_transport(config, dtype) as transport,
+        trio.open_nursery() as nursery,
+    ):
+        sync = WeightSync(
+            probe,
+            snapshot_dir=snapshot_dir,
+            snapshot_dtype=None if dtype == "float32" else dtype,
+            model_dir=model_path,
+            admission=fleet,
+            transport=transport,
+            patience_s=config.down_limit_s,
+            warn=warn,
+        )
+
+        async def sync_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+            await fleet.wait_members_for_update()
+            return await sync(backend, engines, version)
+
+        nursery.start_soon(sync.keep_engines_current, backend, fleet)
+        yield fleet, sync_weights
+        nursery.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def open_transport(config: EngineConfig, dtype: str | None) -> AsyncIterator[Transport | None]:
+    """How weights reach the servers without a disk; None: by snapshots."""
+    sent_as = None if dtype is None else getattr(torch, dtype)
+    if config.transport == "disk":
+        yield None
+    elif config.kind == "vllm":
+        async with open_vllm_broadcast(dtype=sent_as) as transport:
+            yield transport
+    else:
+        async with open_sglang_broadcast(backend="nccl" if torch.cuda.is_available() else "gloo", dtype=sent_as) as transport:
+            yield transport
+
+
+def find_served_dtype(config: EngineConfig, model_path: Path) -> str | None:
+    """What the servers compute in: engine.dtype, or the 16 bits of the model's config.json; None where a server chooses 16 bits by itself."""
+    if config.dtype != "auto":
+        return config.dtype
+    settings = json.loads((model_path / "config.json").read_text("utf-8"))
+    stored = str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
+    return stored if stored in ("bfloat16", "float16") else None
