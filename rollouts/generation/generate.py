@@ -50,16 +50,19 @@ def make_chat_generate(tokenizer: GenerationTokenizer, *, options: TemplateOptio
             return replace(sample, status=Status.TRUNCATED)
         completion = await engine.generate(request)
         count = len(completion.token_ids)
+        known = engine.features.log_probs  # tokens without log-probs never train: their mask is 0
+        log_probs = completion.log_probs if known else np.zeros(count, np.float32)
         before = (sample.rollout_log_probs, sample.weight_versions) if continued else (np.zeros(len(tokens)), np.full(len(tokens), -1))
         tokens = np.concatenate([tokens, completion.token_ids])
-        mask = np.concatenate([mask, np.ones(count, np.bool_)])
+        mask = np.concatenate([mask, np.full(count, known)])
+        response = tokens[mask] if known else completion.token_ids
         return replace(
             sample,
             tokens=tokens,
             loss_mask=mask,
-            rollout_log_probs=np.concatenate([before[0], completion.log_probs]),
+            rollout_log_probs=np.concatenate([before[0], log_probs]),
             weight_versions=np.concatenate([before[1], completion.weight_versions]),
-            response=str(tokenizer.decode(tokens[mask].tolist(), skip_special_tokens=True)),
+            response=str(tokenizer.decode(response.tolist(), skip_special_tokens=True)),
             status=STATUS_OF[completion.finish_reason],
         )
 
