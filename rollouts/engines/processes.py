@@ -405,7 +405,11 @@ def _fixed_flags(command: EngineCommand) -> dict[str, str | None]:
 def _default_flags(command: EngineCommand) -> dict[str, str | None]:
     """What a user's own flag replaces."""
     if command.kind == "vllm":
-        return {"--disable-uvicorn-access-log": None}  # a line for every request otherwise
+        defaults: dict[str, str | None] = {"--disable-uvicorn-access-log": None}  # a line for every request otherwise
+        if not runs_on_gpu(command):
+            defaults["--no-enable-chunked-prefill"] = None  # with it, a request's seed ends a server on a CPU: see vllm.rewinds_generators
+            defaults["--enforce-eager"] = None  # compiling takes minutes on a few cores
+        return defaults
     flags: dict[str, str | None] = {"--log-level-http": "warning"}
     if not runs_on_gpu(command):
         # Without a limit the cache is sized by all of the machine's memory.

@@ -96,6 +96,10 @@ class _DeviceConfig(msgspec.Struct, frozen=True):
     device: str = ""
 
 
+class _SchedulerConfig(msgspec.Struct, frozen=True):
+    enable_chunked_prefill: bool = True
+
+
 class _ParallelConfig(msgspec.Struct, frozen=True):
     api_processes: int = msgspec.field(default=1, name="_api_process_count")
 
@@ -108,6 +112,7 @@ class _Config(msgspec.Struct, frozen=True):
     model_config: _ModelConfig
     device_config: _DeviceConfig = _DeviceConfig()
     parallel_config: _ParallelConfig = _ParallelConfig()
+    scheduler_config: _SchedulerConfig = _SchedulerConfig()
     weight_transfer_config: _TransferConfig | None = None
 
 
@@ -131,8 +136,11 @@ class _Checksums(msgspec.Struct, frozen=True):
     checksums: dict[str, str]
 
 
-def make_generate_body(request: GenerateRequest, server_id: str, *, model: str) -> dict[str, Any]:
-    """What /inference/v1/generate is sent. Nothing but the request's own stop tokens ends it: the model's own are left to the caller."""
+def make_generate_body(request: GenerateRequest, server_id: str, *, model: str, seeds: bool = True) -> dict[str, Any]:
+    """What /inference/v1/generate is sent. Nothing but the request's own stop tokens ends it: the model's own are left to the caller.
+
+    `seeds`: whether the server may be sent one; see rewinds_generators.
+    """
     sampling = request.sampling
     params: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
@@ -144,7 +152,7 @@ def make_generate_body(request: GenerateRequest, server_id: str, *, model: str) 
         "ignore_eos": True,
         "detokenize": False,
     }
-    if sampling.seed is not None:
+    if sampling.seed is not None and seeds:
         params["seed"] = sampling.seed & (2**63 - 1)  # the server takes 64 bits, and −1 for none
     return {"model": model, "request_id": server_id, "token_ids": request.prompt_ids.tolist(), "sampling_params": params}
 
@@ -222,7 +230,7 @@ class VLLMEngine:
         return await self._server.run(request, self.features, self._ask)
 
     async def _ask(self, request: GenerateRequest, server_id: str) -> Completion:
-        body = make_generate_body(request, server_id, model=self._model)
+        body = make_generate_body(request, server_id, model=self._model, seeds=self.features.seeds)
         reply = await self._server.call_generate(GENERATE, body, self._read_progress)
         return parse_generated(reply, request, server_id, vocab_size=self.features.vocab_size, where=self.features.name)
 
@@ -465,6 +473,7 @@ async def _shake_hands(server: EngineServer, *, vocab_size: int, context_length:
         keep_pause=True,
         deterministic=False,
         name=server.name,
+        seeds=rewinds_generators(config),
         checksum=True,
         frees_memory=frees_memory,
         gaps=list_gaps(config, frees_memory=frees_memory),
@@ -526,11 +535,22 @@ def check_config(config: _Config, *, name: str, context_length: int | None) -> N
         )
 
 
+def rewinds_generators(config: _Config) -> bool:
+    """Whether requests may carry seeds.
+
+    A prompt that is computed in parts is sampled from after each part, and all but the last draw are taken back. vLLM 0.32 takes them back
+    by setting the generator's offset, which one on a CPU does not have: the first such request with a seed would end the server.
+    """
+    return config.device_config.device != "cpu" or not config.scheduler_config.enable_chunked_prefill
+
+
 def list_gaps(config: _Config, *, frees_memory: bool) -> tuple[str, ...]:
     """A sentence for each thing that the server cannot do."""
     gaps = ["no buckets in memory: weights come from a directory that the server sees, or by a transport of its own"]
     if not frees_memory:
         gaps.append("memory is not given back: that takes a GPU and --enable-sleep-mode")
+    if not rewinds_generators(config):
+        gaps.append("no seeds: on a CPU they end the server where prompts are computed in parts; start it with --no-enable-chunked-prefill")
     if config.device_config.device == "cpu":
         gaps.append("the checksum leaves out parameters that a CPU keeps packed: prove an update by log-probs too")
     return tuple(gaps)

@@ -405,6 +405,7 @@ def _say_vllm_config(vllm: _VLLM) -> dict[str, Any]:
     return {
         "model_config": model | vllm.settings,
         "device_config": {"device": "cpu"},
+        "scheduler_config": {"enable_chunked_prefill": False},
         "parallel_config": {"_api_process_count": 1},
         "weight_transfer_config": None,
     }

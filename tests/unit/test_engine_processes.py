@@ -319,6 +319,7 @@ def test_a_vllm_server_gets_what_training_needs(tmp_path: Path):
     assert dict(split_flags(words[3:])) == {
         "--model": "/m", "--host": "127.0.0.1", "--port": "8101", "--served-model-name": "policy", "--max-model-len": "512", "--dtype": "bfloat16",
         "--logprobs-mode": "processed_logprobs", "--enable-scale-out": None, "--disable-uvicorn-access-log": None, "--seed": "3",
+        "--no-enable-chunked-prefill": None, "--enforce-eager": None,
     }  # fmt: skip
     assert words[-2:] == ("--seed", "3"), "the user's flags come last"
 

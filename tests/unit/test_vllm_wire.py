@@ -277,6 +277,18 @@ async def open_engine(server: Server, *, context_length: int | None = None) -> V
     return await _shake_hands(client, vocab_size=VOCAB_SIZE, context_length=context_length)
 
 
+@pytest.mark.parametrize(
+    ("device", "in_parts", "seeds"), [("cuda", True, True), ("cuda", False, True), ("cpu", False, True), ("cpu", True, False)]
+)
+async def test_a_seed_that_would_end_the_server_is_not_sent_and_the_engine_says_so(device: str, in_parts: bool, seeds: bool):
+    server = make_server({"device_config": {"device": device}, "scheduler_config": {"enable_chunked_prefill": in_parts}})
+    engine = await open_engine(server)
+    assert engine.features.seeds is seeds
+    assert any("--no-enable-chunked-prefill" in gap for gap in engine.features.gaps) is not seeds
+    body = make_generate_body(make_request(seed=7), "id", model="policy", seeds=engine.features.seeds)
+    assert ("seed" in body["sampling_params"]) is seeds
+
+
 def refusal(status: int) -> HttpReply:
     return HttpReply(status, {}, b"no")
 
