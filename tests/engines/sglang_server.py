@@ -22,7 +22,7 @@ from .conftest import CONTEXT_LENGTH, ROOT, START_S, find_free_port
 class SGLangServer:
     url: str
     api_key: str
-    admin_key: str
+    admin_key: str  # the api_key, unless it was started with another one
     log: Path
     pid: int  # of its process group too
 
@@ -40,12 +40,14 @@ def sglang_python() -> Path:
 
 
 @contextlib.contextmanager
-def run_sglang(python: Path, model: Path, folder: Path, *flags: str, environment: dict[str, str] | None = None) -> Iterator[SGLangServer]:
+def run_sglang(
+    python: Path, model: Path, folder: Path, *flags: str, admin_key: str = "", environment: dict[str, str] | None = None
+) -> Iterator[SGLangServer]:
     """A server on a CPU in a process group of its own, which is killed in the end. Its keys are in a file that only we can read."""
-    port, api_key, admin_key = find_free_port(), secrets.token_hex(16), secrets.token_hex(16)
+    port, api_key = find_free_port(), secrets.token_hex(16)
     keys, log = folder / "keys.yaml", folder / "server.log"
     keys.touch(mode=0o600)
-    keys.write_text(f'api-key: "{api_key}"\nadmin-api-key: "{admin_key}"\n')
+    keys.write_text(f'api-key: "{api_key}"\n' + (f'admin-api-key: "{admin_key}"\n' if admin_key else ""))
     command = [
         str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu",
         "--attention-backend", "torch_native", "--dtype", "float32", "--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", "16384",
@@ -57,7 +59,7 @@ def run_sglang(python: Path, model: Path, folder: Path, *flags: str, environment
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_ready(process, url, log)
-        yield SGLangServer(url, api_key, admin_key, log, process.pid)
+        yield SGLangServer(url, api_key, admin_key or api_key, log, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)  # its children end with it; what does not is killed
         with contextlib.suppress(subprocess.TimeoutExpired):

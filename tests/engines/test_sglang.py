@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -252,7 +253,6 @@ async def test_wrong_keys_are_refused_by_name(sglang_server: SGLangServer):
         ({"api_key": "wrong"}, "give the one that it was started with \\(--api-key\\)"),
         ({"api_key": None}, "it wants an api_key"),
         ({"admin_key": "wrong"}, "give the admin_key"),
-        ({"admin_key": None}, "give the admin_key"),  # the api_key does not do for control calls when there is an admin key
         ({"vocab_size": VOCAB_SIZE + 1}, "serve the same model"),
         ({"context_length": CONTEXT_LENGTH + 1}, f"--context-length {CONTEXT_LENGTH + 1}"),
     ):
@@ -290,27 +290,40 @@ async def test_server_left_paused_goes_on_for_who_comes_next(sglang_server: SGLa
         assert len((await engine.generate(make_request())).token_ids) == 4
 
 
-async def test_server_with_unscaled_log_probs_is_refused(sglang_python: Path, snapshots: tuple[Path, Path], tmp_path: Path):
-    unscaled = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
-    with (
-        run_sglang(sglang_python, snapshots[0], tmp_path, environment=unscaled) as server,
-        pytest.raises(EngineSetupError, match="without SGLANG_RETURN_ORIGINAL_LOGPROB"),
-    ):
-        async with open_engine(server):
+@pytest.fixture(scope="module")
+def other_server(sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    """A server with a key of its own for control calls, whose log-probs are not of the distribution sampled from."""
+    folder, unscaled = tmp_path_factory.mktemp("other"), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    with run_sglang(sglang_python, snapshots[0], folder, admin_key=secrets.token_hex(16), environment=unscaled) as server:
+        yield server
+
+
+async def test_server_with_an_admin_key_wants_it_for_control_calls(other_server: SGLangServer):
+    with pytest.raises(EngineSetupError, match="give the admin_key"):
+        async with open_engine(other_server, admin_key=None):
+            pass
+
+
+async def test_server_with_unscaled_log_probs_is_refused(other_server: SGLangServer):
+    with pytest.raises(EngineSetupError, match="without SGLANG_RETURN_ORIGINAL_LOGPROB"):
+        async with open_engine(other_server):
             pass
 
 
 async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_trainer_goes_on(
-    sglang_python: Path, snapshots: tuple[Path, Path], tmp_path: Path
+    other_server: SGLangServer, snapshots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    with run_sglang(sglang_python, snapshots[0], tmp_path) as server:
-        async with open_engine(server) as engine, open_trainer(snapshots[1]) as backend, open_sglang_broadcast(progress_s=5.0) as transport:
-            await engine.pause("wait")
-            name = engine.features.name
-            assert await transport(backend, [engine], 1) == {name: None}
-            os.killpg(server.pid, signal.SIGSTOP)
-            assert isinstance((await transport(backend, [engine], 2))[name], EngineError)
-            os.killpg(server.pid, signal.SIGCONT)
-            os.killpg(server.pid, signal.SIGKILL)
-            assert isinstance((await transport(backend, [engine], 3))[name], InfrastructureError)
-            assert len(await backend.get_weights().result())
+    async def take_it(*_: Any, **__: Any) -> bool:  # its log-probs do not matter here
+        return True
+
+    monkeypatch.setattr("rollouts.engines.sglang._measure_temperature", take_it)
+    async with open_engine(other_server) as engine, open_trainer(snapshots[1]) as backend, open_sglang_broadcast(progress_s=5.0) as transport:
+        await engine.pause("wait")
+        name = engine.features.name
+        assert await transport(backend, [engine], 1) == {name: None}
+        os.killpg(other_server.pid, signal.SIGSTOP)
+        assert isinstance((await transport(backend, [engine], 2))[name], EngineError)
+        os.killpg(other_server.pid, signal.SIGCONT)
+        os.killpg(other_server.pid, signal.SIGKILL)
+        assert isinstance((await transport(backend, [engine], 3))[name], InfrastructureError)
+        assert len(await backend.get_weights().result())

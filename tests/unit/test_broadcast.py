@@ -17,11 +17,9 @@ import trio
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, destroy_process_group
 
-from rollouts.backends.open import open_pytorch_backend
-from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import EngineError, EngineSilent, EngineUnreachable, WeightSyncError
-from rollouts.models.load import resolve_model
+from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.weight_sync.broadcast import (
     Broadcast,
     FlatBucket,
@@ -261,11 +259,13 @@ async def test_cancelled_update_lets_the_trainers_thread_go_and_leaves_no_group(
 
 async def test_weights_go_out_under_the_names_that_model_files_have():
     # the model holds the experts of a layer in one tensor, its files have three tensors for each of them
-    model = resolve_model("tiny:moe", seed=0)
+    path = resolve_model("tiny:moe", seed=0)
+    model = load_hf_model(path)
     fleet = Fleet(a={})
-    async with open_pytorch_backend(model, optim=OptimConfig(), total_steps=1, threads=1) as backend:
+    async with open_backend([dict(model.named_parameters())]) as backend:
+        backend.model = model
         assert await fleet.transport(bucket_bytes=50_000)(backend, fleet.engines, 1) == {"a": None}
-    with safetensors.safe_open(model / "model.safetensors", "pt") as file:  # pyright: ignore[reportPrivateImportUsage]
+    with safetensors.safe_open(path / "model.safetensors", "pt") as file:  # pyright: ignore[reportPrivateImportUsage]
         assert_whole(fleet.peers["a"][0], {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
 
 
