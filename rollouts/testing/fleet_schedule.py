@@ -13,6 +13,7 @@ from rollouts.testing.fault_plan import FaultPlan, draw_fault_plan
 from rollouts.testing.simulated_process import ServerSpeed
 
 LEAST_ENGINES, LEAST_SYNCS, LEAST_REQUESTS, LEAST_FAULTS = 3, 4, 200, 5  # of every run
+TRAINED_SAMPLES = 160  # at least; every run makes more requests than that
 HORIZON_S = 60.0  # about as long as a run without faults takes
 PLANNED_FAULTS = 10  # at least; not all of them strike
 
@@ -59,7 +60,7 @@ def draw_fleet_schedule(seed: int) -> FleetSchedule:
     max_staleness = draw.randint(sync_every - 1, 3)
     steps = sync_every * LEAST_SYNCS + draw.randint(0, 2)
     size = draw.choice([2, 3, 4])
-    num_prompts = math.ceil(LEAST_REQUESTS / (steps * size)) + draw.randint(0, 1)
+    num_prompts = math.ceil(TRAINED_SAMPLES / (steps * size)) + draw.randint(0, 1)
     config = RLTrainingConfig.model_validate(
         {
             "data": {"kind": "jsonl", "path": "rows.jsonl"},

@@ -10,12 +10,13 @@ weights than it says is found out when it trains. A trainer that stops, is kille
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ import trio.testing
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines import fleet_state
 from rollouts.engines.fleet import Fleet, Member, open_fleet
-from rollouts.errors import FleetDown, NotEnoughSamples, SnapshotError, StalenessError, WeightSyncError
+from rollouts.errors import FleetDown, InfrastructureError, NotEnoughSamples, SnapshotError, StalenessError, WeightSyncError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.hooks import LoopHooks
@@ -37,13 +38,14 @@ from rollouts.testing.faulty_engine import FaultyEngine
 from rollouts.testing.fleet_schedule import LEAST_FAULTS, LEAST_REQUESTS, LEAST_SYNCS, FleetSchedule, SimulatedServer
 from rollouts.testing.simulated_process import BadAnswer, SimulatedProcess, compute_log_probs, open_simulated_process, weights_log_prob
 from rollouts.testing.simulator import RecordingBuffer
-from rollouts.types import FloatArray, ForwardBackwardResult, LossSpec, RolloutBatch, Sample, SampleGroup, SamplingParams
+from rollouts.types import FloatArray, ForwardBackwardResult, GenerateRequest, LossSpec, RolloutBatch, Sample, SampleGroup, SamplingParams
 from rollouts.weight_sync.probe import Probe, make_probe_prompt
 from rollouts.weight_sync.sync import Snapshot, WeightSync
 from rollouts.weight_sync.update import SilenceLimits
 
 MOST_VIRTUAL_S = 50_000.0  # far more than any schedule takes; a run that is longer waits for what never comes
 MOST_LIVES = 8  # of trainers
+VISITORS, VISITOR_TOKENS = 2, 6
 SETTLE_S, MOST_SETTLES = 120.0, 12  # at the end: waits for engines to come back
 VOCAB_SIZE = 258
 
@@ -93,7 +95,7 @@ class FleetReport:
 
 
 def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
-    """Runs a schedule. Raises BrokenInvariant, whose notes hold the schedule."""
+    """Runs a schedule. Raises BrokenInvariant, whose note says how to see it again."""
     simulation = _Simulation(schedule)
     _seed_scheduler(schedule.seed)
     try:
@@ -101,14 +103,24 @@ def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
     except BaseException as error:
         broken = simulation.broken or _find_broken(error)
         if broken is None:
-            error.add_note(f"schedule {schedule}")
+            error.add_note(f"python -m rollouts sim --seed {schedule.seed}")
             raise
         simulation.broken = broken
         broken.__cause__ = None if broken is error else error
     if simulation.broken is not None:
-        simulation.broken.add_note(f"python -m rollouts sim --seed {schedule.seed}\nat {simulation.virtual_s:.2f} virtual seconds, {schedule}")
+        simulation.broken.add_note(f"python -m rollouts sim --seed {schedule.seed} (at {simulation.virtual_s:.2f} virtual seconds)")
         raise simulation.broken
     return simulation.report
+
+
+def describe_report(report: FleetReport) -> str:
+    """One line."""
+    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(report.faults.items()))
+    after = f" after {', '.join(report.interruptions)}" if report.interruptions else ""
+    return (
+        f"{report.outcome}{after}; {report.steps} steps, {report.syncs} syncs, {report.requests} requests, {report.trained_tokens} tokens trained "
+        f"in {report.virtual_s:.0f} virtual seconds; {report.events} events checked; {report.faults.total()} faults: {faults}"
+    )
 
 
 def _seed_scheduler(seed: int) -> None:
@@ -276,6 +288,8 @@ class _Simulation:
         self.chat_generate = make_chat_generate(FakeTokenizer())
         self.trainer: _Trainer | None = None
         self.lives = 0
+        self.life = trio.CancelScope()  # around a trainer
+        self.last_seen = ""
         self.checkpoint = _Checkpoint(0, "", frozenset(), frozenset(), ("w0",))
 
     async def run(self) -> None:
@@ -295,7 +309,7 @@ class _Simulation:
                         pass
                     nursery.cancel_scope.cancel()
             if self.scope.cancelled_caught and self.broken is None:
-                self.broken = BrokenInvariant("progress", f"the run has not ended after {MOST_VIRTUAL_S:g} s; {self.describe()}")
+                self.broken = BrokenInvariant("progress", f"the run has not ended after {MOST_VIRTUAL_S:g} s; {self.last_seen}")
             if self.broken is None:
                 self.check_report()
 
@@ -320,10 +334,10 @@ class _Simulation:
         self.lives += 1
         schedule = self.schedule
         outcome = "killed"
-        scope = trio.CancelScope()
+        self.life = trio.CancelScope()
         if schedule.ends == "kill" and self.lives == 1:
-            scope.deadline = trio.current_time() + schedule.ends_at
-        with scope:
+            self.life.deadline = trio.current_time() + schedule.ends_at
+        with self.life:
             outcome = await self.train()
         self.trainer = None
         self.report.virtual_s = trio.current_time()
@@ -337,7 +351,11 @@ class _Simulation:
         try:
             async with self.open_trainer() as trainer, trio.open_nursery() as nursery:
                 nursery.start_soon(trainer.sync.keep_engines_current, trainer.backend, trainer.fleet)
-                outcome = await self.train_until_it_ends(trainer)
+                async with trio.open_nursery() as visitors:
+                    for number in range(VISITORS):
+                        visitors.start_soon(self.visit, trainer, number)
+                    outcome = await self.train_until_it_ends(trainer)
+                    visitors.cancel_scope.cancel()
                 if outcome == "completed":
                     await self.settle(trainer)
                 nursery.cancel_scope.cancel()
@@ -383,7 +401,7 @@ class _Simulation:
             try:
                 yield trainer
             finally:
-                self.trainer = None
+                self.last_seen, self.trainer = self.describe(), None
                 for engine in engines.values():
                     engine.close()
 
@@ -406,6 +424,21 @@ class _Simulation:
             return type(error).__name__
         self.check_books(trainer)
         return "completed" if start + len(history) == schedule.config.steps else "stopped"
+
+    async def visit(self, trainer: _Trainer, number: int) -> None:
+        """Asks the fleet all the time, also while it is updated, as an evaluation does, and looks at every answer."""
+        sampling = SamplingParams(max_new_tokens=VISITOR_TOKENS)
+        for count in itertools.count():
+            prompt_ids = np.arange(1 + (count + number) % 7)
+            request = GenerateRequest(request_id=f"visitor-{number}-{count}", prompt_ids=prompt_ids, sampling=replace(sampling, seed=count))
+            try:
+                completion = await trainer.fleet.generate(request)
+            except (InfrastructureError, FleetDown):
+                await trio.sleep(1.0)
+                continue
+            for index, (token, log_prob, of) in enumerate(zip(completion.token_ids, completion.log_probs, completion.weight_versions, strict=True)):
+                self.check_token(trainer, len(prompt_ids) + index, int(token), float(log_prob), int(of), oldest=0, newest=trainer.most_committed)
+            await trio.sleep(0.5)
 
     async def sync_weights(self, backend: TrainingBackend, engines: Sequence[Any], version: int) -> Mapping[str, float]:
         trainer = self.trainer
@@ -470,7 +503,7 @@ class _Simulation:
         if self.snapshots.missed:
             self.fail("snapshot", f"an engine was told to load {self.snapshots.missed}, which are removed")
         fleet, version = trainer.fleet, trainer.backend.weight_version
-        published = fleet.published_version
+        published, is_syncing = fleet.published_version, trainer.sync._lock.locked()
         for name, live in fleet._live.items():
             state = live.state
             if state.version is not None and state.version > trainer.most_committed:
@@ -486,13 +519,15 @@ class _Simulation:
                 trainer.incarnations[name] = process.incarnation
             if fleet_state.in_service(state):
                 self.check_serving(name, state.version, trainer, published)
-            elif process.paused is not None and process.up and not trainer.engines[name].resume_tried:
+            elif process.paused is not None and process.up and not is_syncing and not trainer.engines[name].resume_tried:
                 self.fail("paused", f"{name} is paused ({process.paused}), nobody updates it, and nobody has tried to resume it")
         if published > trainer.most_committed or trainer.most_committed > version:
             self.fail("published", f"published is {published}, the trainer has {version}, engines have proven {trainer.most_committed} at most")
 
     def check_serving(self, name: str, committed: int | None, trainer: _Trainer, published: int) -> None:
         is_syncing = trainer.sync._lock.locked()
+        if self.life.cancel_called and committed is not None:
+            published = committed  # a trainer that is killed between commit and publish leaves the fleet so
         if committed is None or not (committed == published or (is_syncing and committed == trainer.backend.weight_version > published)):
             self.fail("serving", f"{name} gets requests with version {committed}, published is {published}")
             return
@@ -510,22 +545,24 @@ class _Simulation:
         """Every token that trains, and which prompts do."""
         trainer = self.trainer
         assert trainer is not None and batch.rollout_log_probs is not None and batch.weight_versions is not None
-        version, lineage = trainer.backend.weight_version, trainer.backend.lineage
+        version = trainer.backend.weight_version
         oldest = version - self.schedule.config.max_staleness
         rows = zip(batch.tokens, batch.loss_masks, batch.rollout_log_probs, batch.weight_versions, strict=True)
-        for row, (tokens, mask, log_probs, versions) in enumerate(rows):
+        for tokens, mask, log_probs, versions in rows:
             for position in np.flatnonzero(mask).tolist():
-                of = int(versions[position])
-                if not max(oldest, 0) <= of <= version:
-                    raise BrokenInvariant("tokens", f"row {row}, token {position} is of version {of}, the window is {oldest} to {version}")
-                expected = weights_log_prob(lineage[of], position, int(tokens[position]))
-                if abs(float(log_probs[position]) - expected) > 1e-6:
-                    got = float(log_probs[position])
-                    raise BrokenInvariant("tokens", f"row {row}, token {position} says version {of}: log-prob {got}, those weights say {expected}")
+                token, log_prob, of = int(tokens[position]), float(log_probs[position]), int(versions[position])
+                self.check_token(trainer, position, token, log_prob, of, oldest=max(oldest, 0), newest=version)
                 self.report.trained_tokens += 1
             self.report.mixed_samples += len(set(versions[mask].tolist())) > 1
         self.check_prompts(batch, trainer)
         self.report.steps += 1
+
+    def check_token(self, trainer: _Trainer, position: int, token: int, log_prob: float, version: int, *, oldest: int, newest: int) -> None:
+        if not oldest <= version <= newest:
+            raise BrokenInvariant("tokens", f"token {position} is of version {version}, the window is {oldest} to {newest}")
+        expected = weights_log_prob(trainer.backend.lineage[version], position, token)
+        if abs(log_prob - expected) > 1e-6:
+            raise BrokenInvariant("tokens", f"token {position} says version {version}: its log-prob is {log_prob}, of those weights {expected}")
 
     def check_prompts(self, batch: RolloutBatch, trainer: _Trainer) -> None:
         rollout = self.schedule.config.rollout

@@ -1,0 +1,157 @@
+"""Bugs put into the real classes on purpose. Each is one that somebody could write; the simulator has to find every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from rollouts.engines import fleet_state
+from rollouts.engines.fleet import Fleet
+from rollouts.engines.fleet_state import EngineState
+from rollouts.generation import async_rollout_manager
+from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.ledger import Ledger
+from rollouts.protocols import InferenceEngine
+from rollouts.testing.fleet_simulator import Invariant
+from rollouts.types import RolloutBatch
+from rollouts.weight_sync import sync, update
+
+
+@dataclass(frozen=True)
+class PlantedBug:
+    """A bug, and the invariants of which one must find it."""
+
+    plant: Callable[[pytest.MonkeyPatch], None]
+    found_by: tuple[Invariant, ...]
+
+    @property
+    def name(self) -> str:
+        return self.plant.__name__
+
+
+# --- weight sync -------------------------------------------------------------------------------------------------------------
+
+
+def publish_before_verify(patch: pytest.MonkeyPatch) -> None:
+    real = sync.sync_weights_to_engines
+
+    async def sync_eagerly(
+        engines: Sequence[InferenceEngine], path: Path | None, *, version: int, admission: Any, publish: bool = True, **options: Any
+    ) -> update.SyncReport:
+        if publish:
+            admission.publish(version)
+        return await real(engines, path, version=version, admission=admission, publish=publish, **options)
+
+    patch.setattr(sync, "sync_weights_to_engines", sync_eagerly)
+
+
+def forget_to_resume(patch: pytest.MonkeyPatch) -> None:
+    """After an update that failed."""
+
+    async def do_nothing(run: Any) -> None:
+        await trio.lowlevel.checkpoint()
+
+    patch.setattr(update, "_resume_after_failure", do_nothing)
+
+
+def commit_without_proof(patch: pytest.MonkeyPatch) -> None:
+    """The version that an engine reports is believed."""
+    patch.setattr(update, "check_agreement", lambda reply, *, tolerance: None)
+    patch.setattr(update, "check_change", lambda previous, now: False)
+
+
+# --- fleet -------------------------------------------------------------------------------------------------------------------
+
+
+def deliver_during_updates(patch: pytest.MonkeyPatch) -> None:
+    """Replies are not held back until their engine has proven what made them."""
+
+    async def deliver(self: Fleet, call: Any, live: Any, ticket: Any, completion: Any) -> Any:
+        await trio.lowlevel.checkpoint()
+        return completion
+
+    patch.setattr(Fleet, "_sit_out_update", deliver)
+
+
+def forget_failed_requests(patch: pytest.MonkeyPatch) -> None:
+    """A request whose engine failed is never asked again."""
+
+    async def wait_forever(self: Fleet, call: Any, attempts: int) -> None:
+        await trio.sleep_forever()
+
+    patch.setattr(Fleet, "_back_off", wait_forever)
+
+
+def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch) -> None:
+    def failed(state: EngineState, ticket: Any, error: str, now: float, settings: Any, *, draw: float) -> EngineState:
+        return fleet_state.doubted(state, ticket, error, now, settings, draw=draw)
+
+    patch.setattr(fleet_state, "request_failed", failed)
+
+
+def serve_restarted_engines(patch: pytest.MonkeyPatch) -> None:
+    """Without an update: with the weights that the server began with."""
+    real = fleet_state.came_back
+
+    def come_back(state: EngineState, now: float, settings: Any) -> EngineState:
+        back = real(state, now, settings)
+        return back if back.version is None else replace(back, condition="healthy", duty=None)
+
+    patch.setattr(fleet_state, "came_back", come_back)
+
+
+def believe_suspects(patch: pytest.MonkeyPatch) -> None:
+    """A check asks whether an engine is well, not which weights it has."""
+    real = fleet_state.check_passed
+    patch.setattr(fleet_state, "check_passed", lambda state, version, now: real(state, state.version if state.version is not None else version, now))
+
+
+# --- manager -----------------------------------------------------------------------------------------------------------------
+
+
+def lose_prompts_of_failed_groups(patch: pytest.MonkeyPatch) -> None:
+    """The prompts of groups that engines failed are not given back."""
+    patch.setattr(async_rollout_manager, "INFRASTRUCTURE", "no class")
+
+
+def count_trained_groups_twice(patch: pytest.MonkeyPatch) -> None:
+    real = Ledger.train
+
+    def train(self: Ledger, group_index: int) -> None:
+        real(self, group_index)
+        self._trained += 1
+
+    patch.setattr(Ledger, "train", train)
+
+
+def give_back_what_trained(patch: pytest.MonkeyPatch) -> None:
+    """The prompt of a group that trains is drawn again in the same epoch."""
+    real = AsyncRolloutManager._deliver
+
+    def deliver(self: AsyncRolloutManager, draw: Any) -> RolloutBatch:
+        prompts = {held.prompt.key: held.prompt for held in draw.kept.values()}
+        batch = real(self, draw)
+        self._data_buffer.return_prompts([prompts[batch.metadata[0]["epoch"], batch.metadata[0]["prompt_id"]]])
+        return batch
+
+    patch.setattr(AsyncRolloutManager, "_deliver", deliver)
+
+
+PLANTED_BUGS = (
+    PlantedBug(publish_before_verify, ("published",)),
+    PlantedBug(forget_to_resume, ("paused",)),
+    PlantedBug(commit_without_proof, ("weights", "tokens")),
+    PlantedBug(deliver_during_updates, ("tokens",)),
+    PlantedBug(forget_failed_requests, ("progress",)),
+    PlantedBug(keep_the_seat_of_failed_requests, ("seats",)),
+    PlantedBug(serve_restarted_engines, ("weights", "serving")),
+    PlantedBug(believe_suspects, ("weights", "tokens")),
+    PlantedBug(lose_prompts_of_failed_groups, ("prompts",)),
+    PlantedBug(count_trained_groups_twice, ("ledger",)),
+    PlantedBug(give_back_what_trained, ("prompts", "assertion")),
+)

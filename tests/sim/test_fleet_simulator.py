@@ -1,0 +1,76 @@
+"""RL over fleets of servers that fail, in virtual time: nothing is lost, nobody serves weights that he has not proven, and planted bugs are found."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import get_args
+
+import pytest
+
+from rollouts.testing.fault_plan import RequestFault, UpdateFault
+from rollouts.testing.fleet_schedule import draw_fleet_schedule
+from rollouts.testing.fleet_simulator import BrokenInvariant, run_fleet_simulation
+from tests.sim.planted_bugs import PLANTED_BUGS, PlantedBug
+
+FIRST_SEEDS, SEEDS = 60, 560  # in every run of the tests, and with the slow ones
+FIRST_BLOCK, BLOCK = 20, 25  # seeds of one test
+MOST_SEEDS_FOR_A_BUG = 200
+FAULTS = {kind.__name__ for kind in (*get_args(RequestFault), *get_args(UpdateFault))}
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture):
+    """Failures are the subject here; their warnings would only be kept for a report that nobody reads."""
+    caplog.set_level(logging.CRITICAL, logger="rollouts")
+
+
+def run_seeds(first_seed: int, count: int) -> None:
+    """Runs the schedules of these seeds, each of which has all that a run must have, and looks at what they were together."""
+    faults: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    for seed in range(first_seed, first_seed + count):
+        report = run_fleet_simulation(draw_fleet_schedule(seed))
+        totals["completed"] += report.outcome == "completed"
+        totals["undisturbed"] += report.outcome == "completed" and not set(report.interruptions) - {"stopped", "killed"}
+        totals["resumed"] += bool(report.interruptions)
+        totals["mixed samples"] += report.mixed_samples
+        faults.update(report.faults)
+    assert totals["completed"] >= 0.95 * count, totals
+    assert totals["undisturbed"] >= 0.8 * count, totals  # no fault was so bad that a trainer had to be started again
+    assert set(faults) == FAULTS, "a kind of fault never struck: it would prove nothing"
+    assert totals["resumed"] > 0 and totals["mixed samples"] > 0, totals
+
+
+@pytest.mark.parametrize("first_seed", range(0, FIRST_SEEDS, FIRST_BLOCK))
+def test_training_survives_whatever_goes_wrong_with_its_servers(first_seed: int):
+    run_seeds(first_seed, FIRST_BLOCK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_seed", range(FIRST_SEEDS, SEEDS, BLOCK))
+def test_training_survives_hundreds_of_schedules(first_seed: int):
+    run_seeds(first_seed, BLOCK)
+
+
+def test_a_seed_repeats_its_run():
+    schedule = draw_fleet_schedule(3)
+    assert run_fleet_simulation(schedule) == run_fleet_simulation(schedule)
+
+
+def find_broken(seeds: range) -> tuple[int, BrokenInvariant]:
+    """The first of the seeds whose run breaks an invariant."""
+    for seed in seeds:
+        try:
+            run_fleet_simulation(draw_fleet_schedule(seed))
+        except BrokenInvariant as broken:
+            return seed, broken
+    pytest.fail(f"not found in {len(seeds)} seeds")
+
+
+@pytest.mark.parametrize("bug", PLANTED_BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch):
+    bug.plant(monkeypatch)
+    seed, broken = find_broken(range(MOST_SEEDS_FOR_A_BUG))
+    assert broken.invariant in bug.found_by, broken
+    assert broken.__notes__[0].startswith(f"python -m rollouts sim --seed {seed} ")
