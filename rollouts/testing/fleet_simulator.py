@@ -43,9 +43,10 @@ from rollouts.weight_sync.probe import Probe, make_probe_prompt
 from rollouts.weight_sync.sync import Snapshot, WeightSync
 from rollouts.weight_sync.update import SilenceLimits
 
-MOST_VIRTUAL_S = 50_000.0  # far more than any schedule takes; a run that is longer waits for what never comes
+MOST_VIRTUAL_S = 10_000.0  # far more than any schedule takes; a run that is longer waits for what never comes
 MOST_LIVES = 8  # of trainers
 VISITORS, VISITOR_TOKENS = 2, 6
+MOST_WAIT_S = 1500.0  # of a request: longer than the fleet tries
 SETTLE_S, MOST_SETTLES = 120.0, 12  # at the end: waits for engines to come back
 VOCAB_SIZE = 258
 
@@ -268,7 +269,9 @@ class _Trainer:
     trained: set[tuple[int, str]]
     incarnations: dict[str, int] = field(default_factory=dict)  # of the process that was last committed, by engine
     updating: set[str] = field(default_factory=set)
+    doubted: set[str] = field(default_factory=set)  # suspects whose process is another one than that which was committed
     most_committed: int = -1
+    trained_all: trio.Event = field(default_factory=trio.Event)
 
 
 # --- one run -----------------------------------------------------------------------------------------------------------------
@@ -355,7 +358,9 @@ class _Simulation:
                     for number in range(VISITORS):
                         visitors.start_soon(self.visit, trainer, number)
                     outcome = await self.train_until_it_ends(trainer)
-                    visitors.cancel_scope.cancel()
+                    trainer.trained_all.set()  # they leave when they have their answers
+                    if outcome != "completed":
+                        visitors.cancel_scope.cancel()
                 if outcome == "completed":
                     await self.settle(trainer)
                 nursery.cancel_scope.cancel()
@@ -428,11 +433,14 @@ class _Simulation:
     async def visit(self, trainer: _Trainer, number: int) -> None:
         """Asks the fleet all the time, also while it is updated, as an evaluation does, and looks at every answer."""
         sampling = SamplingParams(max_new_tokens=VISITOR_TOKENS)
-        for count in itertools.count():
+        for count in itertools.takewhile(lambda _: not trainer.trained_all.is_set(), itertools.count()):
             prompt_ids = np.arange(1 + (count + number) % 7)
             request = GenerateRequest(request_id=f"visitor-{number}-{count}", prompt_ids=prompt_ids, sampling=replace(sampling, seed=count))
             try:
-                completion = await trainer.fleet.generate(request)
+                with trio.fail_after(MOST_WAIT_S):
+                    completion = await trainer.fleet.generate(request)
+            except trio.TooSlowError:
+                raise BrokenInvariant("progress", f"{request.request_id} got no answer in {MOST_WAIT_S:g} s; {self.describe()}") from None
             except (InfrastructureError, FleetDown):
                 await trio.sleep(1.0)
                 continue
@@ -513,13 +521,17 @@ class _Simulation:
             process = self.processes[name]
             if state.updating:
                 trainer.updating.add(name)
+                trainer.doubted.discard(name)
                 continue
             if name in trainer.updating:
                 trainer.updating.remove(name)
                 trainer.incarnations[name] = process.incarnation
             if fleet_state.in_service(state):
                 self.check_serving(name, state.version, trainer, published)
-            elif process.paused is not None and process.up and not is_syncing and not trainer.engines[name].resume_tried:
+                continue
+            if state.condition == "suspect" and process.up and process.incarnation != trainer.incarnations.get(name):
+                trainer.doubted.add(name)  # the check that comes has to notice
+            if process.paused is not None and process.up and not is_syncing and not trainer.engines[name].resume_tried:
                 self.fail("paused", f"{name} is paused ({process.paused}), nobody updates it, and nobody has tried to resume it")
         if published > trainer.most_committed or trainer.most_committed > version:
             self.fail("published", f"published is {published}, the trainer has {version}, engines have proven {trainer.most_committed} at most")
@@ -533,7 +545,7 @@ class _Simulation:
             return
         process = self.processes[name]
         other_process = process.incarnation != trainer.incarnations.get(name, process.incarnation)
-        if not process.up or (other_process and not self.servers[name].is_watched):
+        if not process.up or (other_process and not self.servers[name].is_watched and name not in trainer.doubted):
             return  # nobody can know yet; its answers are checked when they train
         if process.paused is not None:
             self.fail("paused", f"{name} gets requests and is paused ({process.paused})")

@@ -105,12 +105,6 @@ def serve_restarted_engines(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fleet_state, "came_back", come_back)
 
 
-def believe_suspects(patch: pytest.MonkeyPatch) -> None:
-    """A check asks whether an engine is well, not which weights it has."""
-    real = fleet_state.check_passed
-    patch.setattr(fleet_state, "check_passed", lambda state, version, now: real(state, state.version if state.version is not None else version, now))
-
-
 # --- manager -----------------------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +144,6 @@ PLANTED_BUGS = (
     PlantedBug(forget_failed_requests, ("progress",)),
     PlantedBug(keep_the_seat_of_failed_requests, ("seats",)),
     PlantedBug(serve_restarted_engines, ("weights", "serving")),
-    PlantedBug(believe_suspects, ("weights", "tokens")),
     PlantedBug(lose_prompts_of_failed_groups, ("prompts",)),
     PlantedBug(count_trained_groups_twice, ("ledger",)),
     PlantedBug(give_back_what_trained, ("prompts", "assertion")),
