@@ -27,6 +27,9 @@ class SGLangServer:
     pid: int  # of its process group too
 
 
+SHARED = pytest.StashKey[SGLangServer]()
+
+
 @pytest.fixture(scope="session")
 def sglang_python() -> Path:
     """The Python of an environment that has SGLang; the test is skipped where there is none."""
@@ -82,6 +85,12 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
 
 
 @pytest.fixture(scope="session")
-def sglang_server(sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
-    with run_sglang(sglang_python, snapshots[0], tmp_path_factory.mktemp("sglang")) as server:
-        yield server
+def sglang_server(
+    sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> SGLangServer:
+    """One server for all files: pytest keeps a fixture that several of them import once for each."""
+    if SHARED not in pytestconfig.stash:
+        stack = contextlib.ExitStack()
+        pytestconfig.add_cleanup(stack.close)
+        pytestconfig.stash[SHARED] = stack.enter_context(run_sglang(sglang_python, snapshots[0], tmp_path_factory.mktemp("sglang")))
+    return pytestconfig.stash[SHARED]
