@@ -596,12 +596,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return trio.run(run_training, command, config)
     except* RolloutsError as group:
         errors = leaf_errors(group)
+        for error in errors:  # here, because an error of another kind beside it rises from this statement, with its traceback
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
     except* KeyboardInterrupt:
         print("interrupted before training began", file=sys.stderr)
     if not errors:
         return 130
-    for error in errors:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
     return 2 if isinstance(errors[0], BAD_INPUT) else 1
 
 

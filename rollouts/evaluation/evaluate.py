@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import trio
 
 from rollouts.data.data_buffer import PromptRow
-from rollouts.errors import NotEnoughSamples
+from rollouts.errors import NotEnoughSamples, RolloutsError
 from rollouts.generation.group import GroupPlan, failure_class_of, make_trajectory
 from rollouts.generation.rollouts import make_samples
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
@@ -63,7 +63,8 @@ async def evaluate(
     """Every prompt generated `samples_per_prompt` times and scored, all at once: the engine decides how many run together.
 
     A sample that cannot be generated or scored is counted as failed and is not part of the mean. Raises NotEnoughSamples, naming the
-    failures by class, if more than `max_failed_fraction` of them failed: a mean over the rest would be of other prompts.
+    failures by class, if more than `max_failed_fraction` of them failed: a mean over the rest would be of other prompts. Raises what is not
+    one sample's failure but everybody's: FleetDown, EngineClosed, ModelError, ConfigError.
     """
     plan = GroupPlan(
         engine=engine,
@@ -84,13 +85,20 @@ async def evaluate(
         for sample in make_samples(index, PromptRow(prompt_id=f"row-{index}", epoch=0, row=row), samples_per_prompt)
     ]
     done: list[Sample | None] = [None] * len(pending)
+    fatal: list[RolloutsError] = []  # raised below, outside the nursery, which would wrap it in a group
 
     async def run_one(index: int) -> None:
-        done[index] = (await make_trajectory(plan, pending[index])).segments[-1]
+        try:
+            done[index] = (await make_trajectory(plan, pending[index])).segments[-1]
+        except RolloutsError as error:
+            fatal.append(error)
+            nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:
         for index in range(len(pending)):
             nursery.start_soon(run_one, index)
+    if fatal:
+        raise fatal[0]
     samples = tuple(sample for sample in done if sample is not None)
     assert len(samples) == len(pending), "a held-out prompt was lost"
     failed = [sample for sample in samples if sample.status is Status.FAILED]

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -37,7 +38,7 @@ import trio
 
 from rollouts.config.schema import RolloutConfig
 from rollouts.data.data_buffer import PromptRow
-from rollouts.errors import ConfigError, EngineError, NotEnoughSamples, RolloutsError
+from rollouts.errors import ConfigError, EngineError, InfrastructureError, NotEnoughSamples, RolloutsError
 from rollouts.generation.batch import compute_batch_metrics, make_batch
 from rollouts.generation.group import INFRASTRUCTURE, ClosedGroup, GroupPlan, GroupWork, failure_class_of, run_group, start_group
 from rollouts.generation.ledger import ABORTED, FILTERED, STALE, SURPLUS, Ledger
@@ -373,7 +374,8 @@ class AsyncRolloutManager:
         if not draw.generating:
             return
         with trio.move_on_after(STOP_S):
-            await self._engine.abort_all()
+            with suppress(InfrastructureError):  # an engine that cannot be told: its requests end by cancellation
+                await self._engine.abort_all()
             while draw.generating:
                 self._take_report(draw, await receive.receive())
 

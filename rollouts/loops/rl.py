@@ -60,7 +60,7 @@ async def run_rl_training(
     `updates_per_batch` optimizer steps uses the whole batch; together they advance the weight version once. A step whose loss or
     gradient is not finite changes nothing and still consumes its batch. When the manager's budget of failures or attempts is spent, or no
     engine serves, the steps that are complete are saved before NotEnoughSamples, FleetDown or what a filter raised leaves; when no engine
-    could be brought to the new weights, that step is logged and saved before WeightSyncError leaves.
+    could be brought to the new weights, that step is logged and saved before WeightSyncError leaves; so it is when an evaluation fails.
     """
     hooks = hooks or LoopHooks()
     loss = make_loss_spec(config)
@@ -113,7 +113,13 @@ async def run_rl_training(
             await hooks.save_checkpoint(step)
             raise unsynced
         history.append(metrics)
-        if await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every, stop_every=config.sync_every):
+        try:
+            ends = await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every, stop_every=config.sync_every)
+        except (NotEnoughSamples, FleetDown):  # of an evaluation
+            if not hooks.saves_after(step):
+                await hooks.save_checkpoint(step)
+            raise
+        if ends:
             break
     return history
 

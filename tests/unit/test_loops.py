@@ -11,7 +11,7 @@ import trio
 from rollouts.config.schema import DataSourceConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.sft import SFTSample
-from rollouts.errors import ConfigError, NotEnoughSamples, StalenessError
+from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, RolloutsError, StalenessError, WeightSyncError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.hooks import LoopHooks
@@ -19,7 +19,7 @@ from rollouts.loops.rl import run_rl_training
 from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
 from rollouts.loops.sft import run_sft_training
 from rollouts.testing.fakes import FakeTokenizer, ScriptedEngine, ScriptedReply, open_fake_backend
-from rollouts.types import RolloutBatch, Sample, SamplingParams
+from rollouts.types import GenerateRequest, RolloutBatch, Sample, SamplingParams
 
 DATA = DataSourceConfig(kind="jsonl", path="unused.jsonl")
 
@@ -171,6 +171,68 @@ async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_sa
     assert diary.entries == saved
     assert logger.samples[-1][1] == 3 and logger.samples[-1][2] > 0, "what failed is in the record"
     assert buffer.statistics()["returned"] > 0, "the prompts of the batch that failed are back"
+
+
+@pytest.mark.parametrize("error", [WeightSyncError("a keeps the old weights"), FleetDown("nobody serves")])
+async def test_a_step_whose_weights_reach_no_engine_is_logged_and_saved_before_the_run_stops(autojump_clock, error: RolloutsError):
+    engine, buffer, config = ScriptedEngine(), DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0), rl_config()
+    logger, diary = MemoryLogger(), Diary()
+
+    async def sync(backend, engines, version):
+        if version == 2:
+            raise error
+        engines[0].set_version(version)
+        return {}
+
+    async with open_fake_backend() as backend:
+        manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
+        with pytest.raises(type(error), match=str(error)):
+            await run_rl_training(backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks)
+        assert len(backend.batches) == 2, "nothing trains after it"
+    assert diary.entries == [("save", 2)]
+    assert [row[1] for row in logger.steps] == [1, 2]
+
+
+async def test_a_fleet_that_goes_down_while_a_batch_is_made_leaves_the_complete_steps_saved(autojump_clock):
+    def script(request: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(error=FleetDown("nobody serves") if len(engine.requests) >= 8 else None)
+
+    engine, buffer, config = ScriptedEngine(script), DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0), rl_config()
+    diary = Diary()
+
+    async def sync(backend, engines, version):
+        engines[0].set_version(version)
+        return {}
+
+    async with open_fake_backend() as backend:
+        manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
+        with pytest.raises(FleetDown):
+            await run_rl_training(backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync, hooks=diary.hooks)
+    assert diary.entries == [("save", 2)]
+    assert buffer.statistics()["returned"] > 0
+
+
+async def test_a_step_is_saved_when_its_evaluation_fails(autojump_clock):
+    engine, buffer, config = ScriptedEngine(), DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0), rl_config(eval_every=1)
+    saved: list[int] = []
+
+    async def save(step: int) -> None:
+        saved.append(step)
+
+    async def evaluate(step: int) -> None:
+        raise FleetDown("nobody serves")
+
+    async def sync(backend, engines, version):
+        engines[0].set_version(version)
+        return {}
+
+    async with open_fake_backend() as backend:
+        manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
+        with pytest.raises(FleetDown):
+            await run_rl_training(
+                backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync, hooks=LoopHooks(evaluate, save)
+            )
+    assert saved == [1]
 
 
 async def test_with_sync_every_2_the_engine_lags_by_one_step_and_no_more(autojump_clock):
