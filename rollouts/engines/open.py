@@ -83,15 +83,15 @@ async def open_server_fleet(
                 dtype=None if config.dtype == "auto" else config.dtype,
             )
             for process in await stack.enter_async_context(open_engine_processes(command, count=config.count, log_dir=log_dir)):
-                engine = await stack.enter_async_context(_open_engine(config, process.url, process.api_key, vocab_size))
+                engine = await stack.enter_async_context(_open_engine(config, process.url, process.api_key, vocab_size, name=process.name))
                 members.append(Member(engine, restart=process.restart, wait_exited=process.wait_exited))
         settings = FleetSettings(max_concurrency=config.max_concurrency, down_limit_s=config.down_limit_s)
         yield await stack.enter_async_context(open_fleet(members, settings=settings, seed=seed, warn=warn))
 
 
 @asynccontextmanager
-async def _open_engine(config: EngineConfig, url: str, key: str | None, vocab_size: int) -> AsyncIterator[InferenceEngine]:
-    options = {"api_key": key, "silence_s": config.silence_s, "vocab_size": vocab_size}
+async def _open_engine(config: EngineConfig, url: str, key: str | None, vocab_size: int, *, name: str = "") -> AsyncIterator[InferenceEngine]:
+    options = {"name": name, "api_key": key, "silence_s": config.silence_s, "vocab_size": vocab_size}
     if config.kind == "vllm":
         async with open_vllm_engine(url, **options) as engine:
             yield engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -67,11 +68,17 @@ async def open_synced_fleet(
 
         async def sync_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
             await fleet.wait_members_for_update()
-            return await sync(backend, engines, version)
+            metrics = await sync(backend, engines, version)
+            return {**metrics, **{make_metric_name(name): value for name, value in fleet.statistics().items()}}
 
         nursery.start_soon(sync.keep_engines_current, backend, fleet)
         yield fleet, sync_weights
         nursery.cancel_scope.cancel()
+
+
+def make_metric_name(name: str) -> str:
+    """A statistic's name as a metric may be called: engine/vllm-127.0.0.1:8101/state is engine/vllm_127_0_0_1_8101/state."""
+    return re.sub(r"[^a-z0-9_/]", "_", name.lower())
 
 
 @asynccontextmanager
