@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import h11
 import trio
@@ -29,6 +29,7 @@ MAX_BODY_BYTES = 1 << 28
 FIRST_BYTES = 1 << 16  # received at once; a reply that fills them is a long one
 MORE_BYTES = 1 << 20
 SENT_BYTES = 1 << 18  # sent at once, each piece within silence_s
+RESEND_S = 1.0  # a kept connection that the server had closed already says so at once; one that closes later may have done work
 
 Connect = Callable[[], Awaitable[trio.abc.Stream]]
 """Makes a connection that is ready for use. Raises OSError and trio.BrokenResourceError."""
@@ -77,7 +78,7 @@ class HttpClient:
         """The server's answer, whatever its status; redirects are not followed. A body is sent as application/json.
 
         When nothing came for `silence_s`, `on_silence()` is asked whether to wait as long again. Cancelling closes the connection.
-        Sent again once, over a new connection, when a kept one turns out to be closed before a byte of the answer.
+        Sent again once, over a new connection, when a kept one turns out within RESEND_S to be closed before a byte of the answer.
 
         Raises: EngineUnreachable (refused, not connected in time, closed unanswered, or broken before the answer was whole), ReplyError
         (an answer that is cut, is not HTTP, or is larger than max_body_bytes), EngineSilent, EngineClosed.
@@ -92,10 +93,12 @@ class HttpClient:
         head = h11.Request(method=method, target=self._prefix + path, headers=headers)
         exchange = _Exchange(where, head, body or b"", silence_s, on_silence, self._max_body_bytes)
         connection = await self._take(where)
+        begun_s = trio.current_time()
         try:
             return await self._run(exchange, connection)
         except EngineUnreachable:
-            if not (connection.reused and connection.unanswered):
+            late = exchange.was_silent or trio.current_time() - begun_s >= RESEND_S
+            if late or not (connection.reused and connection.unanswered):
                 raise
         return await self._run(exchange, await self._open(where))
 
@@ -185,6 +188,7 @@ class _Exchange:
     on_silence: OnSilence | None
     max_body_bytes: int
     sent_in_part: bool = False
+    was_silent: bool = False  # for silence_s, at least once
 
     async def run(self, connection: _Connection) -> HttpReply:
         """The answer. Raises trio.ClosedResourceError if someone else closed the connection."""
@@ -244,6 +248,7 @@ class _Exchange:
                 raise EngineUnreachable(
                     f"{self.where}: the connection broke after {connection.received} bytes of the answer: {_describe(error)}"
                 ) from error
+            self.was_silent = True
             if self.on_silence is None or not await self.on_silence():
                 raise EngineSilent(f"{self.where}: nothing came for {self.silence_s:g} s, after {connection.received} bytes of the answer")
         if not data and not connection.received:
@@ -268,20 +273,11 @@ async def open_http_client(
     `api_key` goes into every request and into no message. `connect_s`: seconds that a connection, TLS included, may take.
     `connect` replaces the TCP connection, for tests. Raises EngineSetupError for a url or a key that cannot be used.
     """
-    parts = urlsplit(url)
-    try:
-        port = parts.port
-    except ValueError:
-        port = -1
-    if "@" in parts.netloc:
-        raise EngineSetupError(f"the url of {parts.hostname} carries a user name or password; give the key as api_key")
-    if parts.scheme not in ("http", "https") or not parts.hostname or port in (-1, 0) or parts.query or parts.fragment or not url.isascii():
-        raise EngineSetupError(f"url={url!r} is not http(s)://host[:port][/prefix]")
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key == api_key.strip() != ""):
-        raise EngineSetupError(f"the api_key for {url} is empty or holds a character that no header may carry (a line break?)")
+    parts = split_url(url)
+    check_key(api_key, where=url)
     if connect is None:
         tls = (ssl_context or ssl.create_default_context()) if parts.scheme == "https" else None
-        connect = make_connect(parts.hostname, port or (443 if parts.scheme == "https" else 80), tls)
+        connect = make_connect(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), tls)
     headers = [("host", parts.netloc), ("accept-encoding", "identity")]
     if api_key is not None:
         headers.append(("authorization", f"Bearer {api_key}"))
@@ -292,6 +288,31 @@ async def open_http_client(
         yield client
     finally:
         await client.aclose()
+
+
+def split_url(url: str) -> SplitResult:
+    """The parts of the url of a server, its host and port good for connecting. Raises EngineSetupError, which shows no query and no password:
+    either may be a key.
+    """
+    shown = url.split("?")[0].split("#")[0]
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")  # what connecting does: it refuses empty and endless labels
+    except ValueError:  # UnicodeError is one
+        parts, host, port = None, "", 0
+    if "@" in url:
+        raise EngineSetupError(f"the url of {host or 'a server'} carries a user name or password; give the key as api_key")
+    wrong = parts is None or parts.scheme not in ("http", "https") or not host or port == 0 or "?" in url or "#" in url
+    if parts is None or wrong or not url.isascii() or not url.isprintable() or " " in url:
+        raise EngineSetupError(f"url={shown!r} is not http(s)://host[:port][/prefix]; it may have no query, and the key goes into api_key")
+    return parts
+
+
+def check_key(key: str | None, *, where: str, name: str = "api_key") -> None:
+    """Raises EngineSetupError, without showing it, for a key that no header can carry."""
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip() != ""):
+        raise EngineSetupError(f"the {name} for {where} is empty or holds a character that no header may carry (a line break?)")
 
 
 def make_connect(host: str, port: int, tls: ssl.SSLContext | None) -> Connect:

@@ -330,11 +330,25 @@ async def test_a_key_that_no_header_carries_is_refused_unshown(key: str):
     assert not key.strip() or key not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:80", "ftp://h", "http://", "http://h:99999", "http://h:0", "http://h?x=1", "http://h/#f", "http://ü"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("127.0.0.1:80", "ftp://h", "http://", "http://h:99999", "http://h:0", "http://h?x=1", "http://h/#f", "http://ü", "http://h:x"),
+        *("http://h/a b", "http://[::1", "http://a..b", "http://h/a\nb", "http://" + "a" * 64 + ".b", "http://h/?"),
+    ],
+)
 async def test_a_url_that_is_none_is_refused(url: str):
     with pytest.raises(EngineSetupError, match="url="):
         async with open_http_client(url):
             pass
+
+
+@pytest.mark.parametrize("url", ["http://h/v1?key=SECRET", "http://[::1?key=SECRET", "http://h/#SECRET", "http://SECRET@[::1", "http://h/@?SECRET"])
+async def test_a_key_in_the_url_is_refused_unshown(url: str):
+    with pytest.raises(EngineSetupError, match="api_key") as caught:
+        async with open_http_client(url):
+            pass
+    assert "SECRET" not in str(caught.value)
 
 
 async def test_a_password_in_the_url_is_refused_unshown():
@@ -451,6 +465,35 @@ async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: 
         with pytest.raises(EngineUnreachable):
             await client.request("POST", "/x", body=b"{}")
     assert [number for number, _ in server.log][2:] in ([0, 2], [1, 2])  # one kept, one new, and not the other kept one
+
+
+@pytest.mark.parametrize(("silence_s", "closes_after_s"), [(60.0, 3.0), (0.2, 0.5)])
+async def test_work_that_may_have_begun_is_not_asked_for_again(autojump_clock: trio.testing.MockClock, silence_s: float, closes_after_s: float):
+    asked: list[int] = []
+
+    async def connect() -> trio.abc.Stream:
+        ours, theirs = trio.testing.memory_stream_pair()
+        nursery.start_soon(answer_once_then_close, theirs)
+        return ours
+
+    async def answer_once_then_close(stream: trio.abc.Stream) -> None:
+        peer = Peer(stream, len(asked), [])
+        await peer.read_request()
+        asked.append(peer.number)
+        await peer.send(reply())
+        if await peer.read_request():
+            asked.append(peer.number)
+            await trio.sleep(closes_after_s)
+        await stream.aclose()
+
+    async def bear() -> bool:
+        return True
+
+    async with trio.open_nursery() as nursery, open_http_client("http://h", connect=connect) as client:
+        await client.request("POST", "/generate", body=b"{}")
+        with pytest.raises(EngineUnreachable):
+            await client.request("POST", "/generate", body=b"{}", silence_s=silence_s, on_silence=bear)
+    assert asked == [0, 0]
 
 
 async def test_a_kept_connection_closed_within_the_answer_is_not_asked_again():
