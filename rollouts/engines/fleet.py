@@ -147,7 +147,6 @@ class Fleet:
         self._paused = False
         self._closed = False
         self._counts: Counter[str] = Counter()
-        self._hopeful = 0  # members that serve or are being updated
         self._served = False  # ever
         self._down_since: float | None = None
         self._service_changed = trio.Event()
@@ -171,8 +170,9 @@ class Fleet:
     async def generate(self, request: GenerateRequest) -> Completion:
         """One completion, from whichever engine. Waits while nobody serves; failures that are an engine's are retried elsewhere.
 
-        Raises what the request itself deserves (RequestRefused, EngineError), the last InfrastructureError after max_attempts of them,
-        FleetDown after down_limit_s with nobody in service, EngineClosed.
+        Raises RequestRefused, which the request itself deserves; the last InfrastructureError after max_attempts of them (any other
+        EngineError of a member is made one; an overload counts for nothing, but for the time: EngineOverloaded after down_limit_s of nothing
+        else); FleetDown after down_limit_s with nobody in service, or at once when all are dead for good; EngineClosed.
         """
         self._check_open()
         if request.request_id in self._calls:
@@ -185,7 +185,7 @@ class Fleet:
             del self._calls[request.request_id]
 
     async def _run(self, call: _Call) -> Completion:
-        attempts = 0
+        attempts, overloads, overloaded_since = 0, 0, 0.0
         while not call.aborted:
             live = await self._take_seat(call)
             if live is None:
@@ -196,10 +196,16 @@ class Fleet:
             self._check_open()
             if call.aborted:
                 break
-            attempts += 1
+            self._counts["fleet/retries"] += 1
+            if isinstance(outcome, EngineOverloaded):  # no attempt is spent: the engine rests, and the place in the queue is kept
+                overloads, overloaded_since = overloads + 1, overloaded_since if overloads else trio.current_time()
+                self._refuse_when_overloaded(call, outcome, overloaded_since)
+                call.avoid = live.state.name
+                await self._back_off(call, overloads)
+                continue
+            attempts, overloads = attempts + 1, 0
             if attempts >= self.settings.max_attempts:
                 raise outcome or _make_left_service(call, live.state)
-            self._counts["fleet/retries"] += 1
             if outcome is not None:  # else the engine left service: elsewhere, at once
                 call.avoid = live.state.name
                 await self._back_off(call, attempts)
@@ -246,6 +252,15 @@ class Fleet:
             return None
         return outcome
 
+    def _refuse_when_overloaded(self, call: _Call, error: EngineOverloaded, since: float) -> None:
+        waited_s = trio.current_time() - since
+        if waited_s >= self.settings.down_limit_s:
+            raise EngineOverloaded(
+                f"request {call.request.request_id!r} met nothing but overload for {waited_s:.0f} s, the last: {error}. The limit is "
+                f"down_limit_s={self.settings.down_limit_s:g}; give the fleet more engines, or lower its concurrency",
+                retry_after_s=error.retry_after_s,
+            ) from error
+
     def _leave_seat(self, call: _Call, live: _Live) -> None:
         live.calls.discard(call)
         if live.state.leaving:
@@ -284,6 +299,11 @@ class Fleet:
             gone = InfrastructureError(f"{live.state.name} is closed: {error}")
             learn = partial(self._bury, error=gone)
             return gone
+        except RequestRefused:
+            raise
+        except EngineError as error:  # 401, 404, another version: of this engine too, which would draw all requests by failing them quickly
+            learn = self._blame(ticket, error)
+            return make_infrastructure_error(live.state.name, error)
         finally:
             self._apply(live, learn(live.state))
 
@@ -382,7 +402,6 @@ class Fleet:
             live.wake()
         if moved:
             self._report(old, new)
-            self._hopeful += fleet_state.may_serve(new) - fleet_state.may_serve(old)
             self._note_service()
             self._note_move()
         self._dispatch()
@@ -400,7 +419,7 @@ class Fleet:
     def _count(self, error: BaseException) -> None:
         self._counts[f"fleet/failures/{type(error).__name__}"] += 1
 
-    def _blame(self, ticket: Ticket, error: InfrastructureError) -> Callable[[EngineState], EngineState]:
+    def _blame(self, ticket: Ticket, error: EngineError) -> Callable[[EngineState], EngineState]:
         """What a state learns from a request that failed by the engine's fault."""
         self._count(error)
         return partial(
@@ -475,7 +494,7 @@ class Fleet:
                 load = await live.engine.load()
         except (trio.TooSlowError, EngineOverloaded):
             return fleet_state.rested  # requests tell soon enough
-        except (InfrastructureError, EngineClosed) as error:
+        except EngineError as error:  # refused, not found: whatever it is, it says something of the engine and nothing of the fleet
             self._count(error)
             now, draw, text = trio.current_time(), self._random.random(), str(error)
             return lambda state: fleet_state.doubted(fleet_state.rested(state), ticket, text, now, settings, draw=draw)
@@ -529,18 +548,29 @@ class Fleet:
     # --- nobody serves -------------------------------------------------------------------------------------------------------
 
     def _note_service(self) -> None:
-        """Keeps the moment since which nobody serves: that of the loss or, before the first update, of the first request."""
-        if self._hopeful:
-            self._served = True
-            down_since = None
-        else:
-            down_since = self._down_since
-            if down_since is None and (self._served or self._waiting):
-                down_since = trio.current_time()
+        """Keeps the moment since which nobody serves: that of the loss or, before the first update, of the first request.
+
+        An update of engines that served is no outage, however long, nor is the first of all. One that begins in an outage does not end it:
+        only an engine that serves again does.
+        """
+        states = [live.state for live in self._live.values()]
+        down_since = self._down_since
+        if any(fleet_state.in_service(state) for state in states):
+            self._served, down_since = True, None
+        elif any(fleet_state.may_serve(state) for state in states):
+            down_since = down_since if self._served else None
+        elif down_since is None and (self._served or self._waiting):
+            down_since = trio.current_time()
         if down_since != self._down_since:
             self._down_since = down_since
             changed, self._service_changed = self._service_changed, trio.Event()
             changed.set()
+        if self._waiting and self._is_over():
+            self._fail_waiting()
+
+    def _is_over(self) -> bool:
+        """Whether every member is dead for good: waiting brings nobody back."""
+        return bool(self._live) and all(fleet_state.gave_up(live.state) for live in self._live.values())
 
     def _note_move(self) -> None:
         moved, self._moved = self._moved, trio.Event()
@@ -580,12 +610,11 @@ class Fleet:
 
     def _refuse_when_down(self, call: _Call) -> None:
         since = self._down_since
-        if since is None or trio.current_time() < since + self.settings.down_limit_s:
+        if since is None or (trio.current_time() < since + self.settings.down_limit_s and not self._is_over()):
             return
-        call.error = FleetDown(
-            f"{self._describe_outage(since)} The limit is down_limit_s={self.settings.down_limit_s:g}; "
-            "see the engines' logs, then resume: nothing is in flight"
-        )
+        limit = f"The limit is down_limit_s={self.settings.down_limit_s:g}"
+        why = f"No restart is left (max_restarts={self.settings.max_restarts})" if self._is_over() else limit
+        call.error = FleetDown(f"{self._describe_outage(since)} {why}; see the engines' logs, then resume: nothing is in flight")
         self._unqueue(call)
         call.event.set()
 
@@ -596,16 +625,21 @@ class Fleet:
         return tuple(live.engine for live in self._live.values() if fleet_state.is_reachable(live.state))
 
     async def wait_members_for_update(self) -> tuple[InferenceEngine, ...]:
-        """members_for_update() as soon as there is one. Raises FleetDown when there was none for down_limit_s, EngineClosed."""
+        """members_for_update() as soon as there is one. Raises EngineClosed; FleetDown after down_limit_s, or when all are dead for good."""
         began = trio.current_time()
         with trio.move_on_after(self.settings.down_limit_s):
-            while True:
+            while not self._is_over():
                 self._check_open()
                 members = self.members_for_update()
                 if members:
                     return members
                 await self._moved.wait()
         raise FleetDown(f"{self._describe_outage(began)} None of them can be given weights; see the engines' logs, then resume: nothing is in flight")
+
+    def needs_update(self, engine: InferenceEngine) -> bool:
+        """Whether it is a member that is up and does not serve: it waits for an update."""
+        live = self._find(engine)
+        return live is not None and fleet_state.needs_update(live.state)
 
     def close_admission(self, engine: InferenceEngine) -> None:
         """No new requests to it; what it answers is held until commit() or fail()."""
@@ -631,7 +665,7 @@ class Fleet:
         self._apply(live, fleet_state.update_failed(live.state, text, now, self.settings, draw=draw))
 
     def publish(self, version: int) -> None:
-        """`version` is the fleet's from now on. Whoever serves an older one goes stale."""
+        """`version` is the fleet's from now on. Whoever serves an older one goes stale, and every stale member is announced."""
         self.published_version = version
         for live in list(self._live.values()):
             self._apply(live, fleet_state.version_published(live.state, version, trio.current_time()))
@@ -662,9 +696,7 @@ class Fleet:
         live = self._find(engine)
         if live is None or live.state.leaving:
             return
-        hopeful = fleet_state.may_serve(live.state)
         live.state = fleet_state.left(live.state)
-        self._hopeful -= hopeful
         self._note_service()
         try:
             with trio.move_on_after(grace_s):
@@ -678,6 +710,8 @@ class Fleet:
         live.scope.cancel()
         del self._live[live.state.name]
         self._former.add(live.state.name)
+        self._note_service()
+        self._note_move()
         if self._live:
             self._features = unite_features([other.engine.features for other in self._live.values()])
 
@@ -690,7 +724,7 @@ class Fleet:
     async def _fan_out(
         self, lives: Sequence[_Live], ask: Callable[[InferenceEngine], Awaitable[ResultT]]
     ) -> tuple[dict[str, ResultT], dict[str, EngineError]]:
-        """Answers and errors by engine. An error that is the engine's fault makes it a suspect."""
+        """Answers and errors by engine, when all were asked. An error that is the engine's fault makes it a suspect."""
         answers: dict[str, ResultT] = {}
         errors: dict[str, EngineError] = {}
 
@@ -735,11 +769,15 @@ class Fleet:
         await trio.lowlevel.checkpoint()
 
     async def pause(self, mode: PauseMode) -> None:
-        """Nobody is sent anything until resume(); the members in service pause. Raises the first member's error after all were told."""
+        """Nobody is sent anything until resume(); the members in service pause.
+
+        Raises the first member's error after all were told: the others are paused, and the fleet sends nothing; a resume() is owed in any case.
+        """
         self._paused = True
         await self._tell_all(self._serving(), lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
+        """The fleet sends requests again, and every member that can be reached resumes. Raises the first member's error after all were told."""
         self._paused = False
         try:
             await self._tell_all(self._reachable(), lambda engine: engine.resume())
@@ -860,6 +898,13 @@ def make_empty_completion(request: GenerateRequest) -> Completion:
     return Completion(
         request_id=request.request_id, token_ids=none, log_probs=np.zeros(0, np.float32), weight_versions=none, finish_reason="abort"
     )
+
+
+def make_infrastructure_error(name: str, error: EngineError) -> InfrastructureError:
+    """An engine's own failure as one that may be asked elsewhere; the original is its cause."""
+    made = InfrastructureError(f"{name}: {type(error).__name__}: {error}")
+    made.__cause__ = error
+    return made
 
 
 def _make_left_service(call: _Call, state: EngineState) -> InfrastructureError:

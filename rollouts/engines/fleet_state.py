@@ -36,9 +36,9 @@ class FleetSettings:
     overload_factor: float = 0.5  # what an overload leaves of the limit
     waiting_share: float = 0.25  # an engine with more than this share of its running requests waiting has too many
     load_every: int = 64  # answers at the limit after which the engine is asked how many wait in it
-    retry_after_cap_s: float = 3600.0  # a server that asks for more is asked again after this
+    retry_after_cap_s: float = 300.0  # a server that asks for more is asked again after this; it counts as in service meanwhile
     affinity_slack: int = 8  # requests by which a group's engine may be ahead of the least busy one
-    max_attempts: int = 20  # failures of one request before the last of them is raised
+    max_attempts: int = 20  # failures of one request before the last of them is raised; an overload is none
     retry_base_s: float = 0.1
     retry_cap_s: float = 10.0
     failures_to_dead: int = 3  # spells of failure without one success between them
@@ -49,7 +49,7 @@ class FleetSettings:
     max_restarts: int = 8  # in a row, without stable_s in service between them
     stable_s: float = 300.0  # in service for so long: earlier restarts are forgotten
     updates_to_dead: int = 3  # failed updates in a row after which an engine that can be restarted is
-    down_limit_s: float = 600.0  # nobody in service for so long: FleetDown
+    down_limit_s: float = 600.0  # nobody in service for so long: FleetDown; nothing but overload for so long: EngineOverloaded
     warn_every_s: float = 30.0
 
 
@@ -79,6 +79,7 @@ class EngineState:
     condition: EngineCondition = "stale"
     version: int | None = None  # last committed; None: never
     updating: bool = False  # between admission_closed and the verdict: no new requests, no delivery
+    hopeful: bool = False  # that update began while it served, or is its first
     leaving: bool = False
     in_flight: int = 0
     sent: int = 0
@@ -123,13 +124,18 @@ def in_service(state: EngineState) -> bool:
 
 
 def may_serve(state: EngineState) -> bool:
-    """Whether the fleet can count on it: in service, or in the middle of an update."""
-    return not state.leaving and (state.condition == "healthy" or state.updating)
+    """Whether the fleet can count on it: in service, or in an update that found it so, or in its first."""
+    return not state.leaving and (state.hopeful if state.updating else state.condition == "healthy")
 
 
 def is_reachable(state: EngineState) -> bool:
     """Whether a weight update should try it."""
     return state.condition in ("healthy", "suspect", "stale") and not state.leaving
+
+
+def needs_update(state: EngineState) -> bool:
+    """Whether it is up and out of service until an update succeeds."""
+    return state.condition == "stale" and not state.leaving
 
 
 def has_seat(state: EngineState, now: float) -> bool:
@@ -331,7 +337,8 @@ def admission_closed(state: EngineState) -> EngineState:
     """An update of it begins. Nothing happens to one that is dead or being restarted: it comes back stale."""
     if state.condition in ("dead", "restarting"):
         return state
-    return replace(state, updating=True, duty=None)
+    hopeful = state.condition == "healthy" or (state.version is None and state.life == 0) if not state.updating else state.hopeful
+    return replace(state, updating=True, hopeful=hopeful, duty=None)
 
 
 def committed(state: EngineState, version: int, published: int, now: float) -> EngineState:
@@ -357,7 +364,9 @@ def update_failed(state: EngineState, error: str, now: float, settings: FleetSet
 
 
 def version_published(state: EngineState, version: int, now: float) -> EngineState:
-    """Whoever serves an older version, because no update reached it, is stale from now on."""
+    """Whoever serves an older version, because no update reached it, is stale from now on. Whoever is stale and waits for nothing is announced."""
+    if state.condition == "stale" and not state.updating and not state.leaving and state.duty is None:
+        return replace(state, duty=Duty("announce", now))
     if state.condition not in ("healthy", "suspect") or state.updating or (state.version is not None and state.version >= version):
         return state
     why = f"it serves version {state.version}, published is {version}"

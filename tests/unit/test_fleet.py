@@ -29,6 +29,7 @@ from rollouts.errors import (
     InfrastructureError,
     ReplyError,
     RequestRefused,
+    WeightVersionError,
 )
 from rollouts.protocols import InferenceEngine
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, SamplingParams
@@ -376,8 +377,8 @@ async def test_one_broken_moment_of_many_requests_is_one_failure(autojump_clock)
         assert fleet._live["a"].state.life == 0
 
 
-async def test_refusals_and_other_errors_are_the_callers(autojump_clock):
-    for error in (RequestRefused("too long"), EngineError("404"), ValueError("a bug")):
+async def test_refusals_and_bugs_are_the_callers(autojump_clock):
+    for error in (RequestRefused("too long"), ValueError("a bug")):
 
         async def script(engine: FakeEngine, request: GenerateRequest, error: Exception = error) -> None:
             raise error
@@ -388,6 +389,44 @@ async def test_refusals_and_other_errors_are_the_callers(autojump_clock):
                 await fleet.generate(ask("r"))
             assert caught.value is error and len(a.asked) + len(b.asked) == 1
             assert state_of(fleet, "a") == state_of(fleet, "b") == "healthy"
+
+
+@pytest.mark.parametrize("error", [EngineError("generate gave 404"), WeightVersionError("another version"), EngineSetupError("other flags")])
+async def test_a_server_that_answers_404_at_once_loses_no_request_and_draws_no_others(autojump_clock, error):
+    async def refuse(engine: FakeEngine, request: GenerateRequest) -> None:
+        await trio.sleep(0.01)
+        raise error
+
+    a, b = FakeEngine("a", script=refuse), FakeEngine("b", seconds=10)
+    warnings: list[str] = []
+    async with fleet_of(a, b, warnings=warnings) as fleet:
+        results = await gather(fleet, *(ask(f"r{i}") for i in range(200)))
+        assert all(isinstance(result, Completion) for result in results.values())
+        assert state_of(fleet, "a") in ("dead", "stale") and len(a.asked) < 200
+    assert warnings[0].startswith("a is dead: 3 failures without one success") and str(error) in warnings[0]
+
+
+async def test_a_404_everywhere_is_the_engines_failure_and_keeps_its_cause(autojump_clock):
+    a = FakeEngine("a", script=fail_first(10**9, lambda: EngineError("generate gave 404")))
+    async with fleet_of(a, settings=FleetSettings(max_attempts=2)) as fleet:
+        with pytest.raises(InfrastructureError, match="a: EngineError: generate gave 404") as caught:
+            await fleet.generate(ask("r"))
+        assert type(caught.value.__cause__) is EngineError
+
+
+@pytest.mark.parametrize("error", [EngineError("GET /metrics gave 404"), RequestRefused("GET /load gave 405")])
+async def test_an_engine_whose_load_cannot_be_asked_is_doubted_and_the_fleet_goes_on(autojump_clock, error):
+    class Engine(FakeEngine):
+        async def load(self) -> EngineLoad:
+            await trio.lowlevel.checkpoint()
+            raise error
+
+    async with fleet_of(Engine("a"), FakeEngine("b"), settings=FleetSettings(start_concurrency=1, load_every=1)) as fleet:
+        results = await gather(fleet, *(ask(f"r{i}") for i in range(8)))
+        assert all(isinstance(result, Completion) for result in results.values())
+        await trio.sleep(5)
+        assert state_of(fleet, "a") == "healthy"
+        assert fleet.statistics()[f"fleet/failures/{type(error).__name__}"] >= 1
 
 
 async def test_a_request_that_fails_everywhere_gets_its_last_error(autojump_clock):
@@ -432,6 +471,23 @@ async def test_an_overloaded_engine_is_bypassed(autojump_clock):
         await trio.sleep(2)
         await gather(fleet, ask("s"), ask("t"))
         assert len(a.asked) == 2  # it is back
+
+
+async def test_a_request_waits_through_any_number_of_overloads(autojump_clock):
+    a = FakeEngine("a", script=fail_first(40, lambda: EngineOverloaded("429", retry_after_s=4.0)))
+    async with fleet_of(a, settings=FleetSettings(max_attempts=3)) as fleet:
+        assert (await fleet.generate(ask("r"))).finish_reason == "stop"
+    assert len(a.asked) == 41
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 0.0, 4.0, 1e6])
+async def test_a_request_that_meets_nothing_but_overload_is_given_up_after_the_limit(autojump_clock, retry_after_s):
+    a = FakeEngine("a", script=fail_first(10**9, lambda: EngineOverloaded("429", retry_after_s=retry_after_s)))
+    async with fleet_of(a, settings=FleetSettings(down_limit_s=1000)) as fleet:
+        with pytest.raises(EngineOverloaded, match=r"met nothing but overload for 1.* s, the last: 429.*down_limit_s=1000"):
+            await fleet.generate(ask("r"))
+        assert 1000 <= trio.current_time() <= 1000 + 310  # a server may ask for 300 s of rest at most
+        assert len(a.asked) < 1000 and state_of(fleet, "a") == "healthy"
 
 
 # --- death and return --------------------------------------------------------------------------------------------------------------
@@ -505,7 +561,7 @@ async def test_an_update_of_a_fleet_that_stays_dead_ends_in_fleet_down(autojump_
     async with fleet_of(process.member(), settings=FleetSettings(down_limit_s=50)) as fleet:
         process.die()
         await trio.testing.wait_all_tasks_blocked()
-        with pytest.raises(FleetDown, match="a: restarting.*given weights"):
+        with pytest.raises(FleetDown, match=r"a: restarting.*given weights"):
             await fleet.wait_members_for_update()
         assert trio.current_time() == 50
 
@@ -611,6 +667,58 @@ async def test_an_outage_beyond_the_limit_is_a_typed_error_for_everyone(autojump
         assert trio.current_time() == 100
         a.script, a.health_error = None, None
         await fleet.stale_members.receive()
+        update(fleet, 1)
+        assert (await fleet.generate(ask("again"))).weight_versions.tolist() == [1]
+
+
+async def test_updates_that_fail_do_not_prolong_an_outage(autojump_clock):
+    a, warnings = FakeEngine("a"), []
+    async with fleet_of(a, warnings=warnings) as fleet:
+        fleet.close_admission(a)
+        await trio.sleep(5000)  # it served, and is updated: no outage
+        fleet.fail(a, "silent load")
+        ended: list[float] = []
+
+        async def wait() -> None:
+            with pytest.raises(FleetDown):
+                await fleet.generate(ask("r"))
+            ended.append(trio.current_time())
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(wait)
+            for _ in range(3):
+                fleet.close_admission(a)
+                await trio.sleep(900)
+                fleet.fail(a, "silent load")
+                await trio.sleep(60)
+        assert ended == [5000 + 600]
+        assert sum("no engine of the fleet" in text for text in warnings) > 20  # they go on
+        update(fleet, 1)
+        assert (await fleet.generate(ask("again"))).weight_versions.tolist() == [1]
+
+
+async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock):
+    processes = [Process(FakeEngine(name), fails=10**9) for name in "ab"]
+    async with fleet_of(*(process.member() for process in processes), settings=FleetSettings(max_restarts=2, down_limit_s=10_000)) as fleet:
+        async def die() -> None:
+            for process in processes:
+                await trio.sleep(0.25)
+                process.die()
+
+        ends: dict[str, Completion | Exception] = {}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(die)
+            ends |= await gather(fleet, *(ask(f"r{i}") for i in range(4)))
+        assert all(isinstance(end, FleetDown) and "No restart is left (max_restarts=2)" in str(end) for end in ends.values())
+        died_at = trio.current_time()
+        assert died_at < 100
+        with pytest.raises(FleetDown, match="dead for good"):
+            await fleet.generate(ask("late"))
+        with pytest.raises(FleetDown):
+            await fleet.wait_members_for_update()
+        assert trio.current_time() == died_at
+        c = FakeEngine("c")
+        await fleet.join(Member(c))  # someone new is a hope
         update(fleet, 1)
         assert (await fleet.generate(ask("again"))).weight_versions.tolist() == [1]
 
@@ -801,6 +909,18 @@ async def test_a_member_that_joins_is_announced_and_serves_after_its_commit(auto
         assert len(c.asked) == 1
         with pytest.raises(EngineSetupError, match="'c'"):
             await fleet.join(Member(FakeEngine("c")))
+
+
+async def test_a_member_that_joins_before_the_first_publication_is_announced_by_it(autojump_clock):
+    a, b = FakeEngine("a"), FakeEngine("b")
+    async with fleet_of(a, commit=False) as fleet:
+        fleet.close_admission(a)
+        await fleet.join(Member(b))
+        fleet.commit(a, 0)
+        assert fleet.needs_update(b) and not fleet.needs_update(a)
+        fleet.publish(0)
+        with trio.fail_after(1):
+            assert await fleet.stale_members.receive() is b
 
 
 async def test_a_member_that_leaves_finishes_or_hands_over(autojump_clock):

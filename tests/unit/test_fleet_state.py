@@ -141,6 +141,25 @@ def test_publishing_leaves_no_older_version_in_service():
 # --- limits ------------------------------------------------------------------------------------------------------------------------
 
 
+def test_publishing_announces_whoever_is_stale_and_waits_for_nothing():
+    stale = fs.make_engine_state("a", can_restart=False, announce_at=None, settings=RULES)
+    assert fs.version_published(stale, 5, 7.0).duty == Duty("announce", 7.0)
+    later = replace(stale, duty=Duty("announce", 9.0))
+    updating, leaving = fs.admission_closed(stale), fs.left(stale)
+    for state in (later, updating, leaving):
+        assert fs.version_published(state, 5, 7.0) is state
+
+
+def test_an_update_is_hopeful_where_it_found_service_or_is_the_first():
+    new = fs.make_engine_state("a", can_restart=False, announce_at=None, settings=RULES)
+    assert fs.may_serve(fs.admission_closed(new)) and fs.may_serve(fs.admission_closed(make()))
+    assert not fs.may_serve(fs.admission_closed(fail_once(make())))
+    failed = fs.update_failed(fs.admission_closed(new), "no", 0.0, RULES, draw=0.0)
+    assert not fs.may_serve(fs.admission_closed(failed))
+    hit = fs.doubted(fs.admission_closed(make()), fs.get_ticket(make()), "broke", 0.0, RULES, draw=0.0)
+    assert hit.condition == "suspect" and fs.may_serve(hit)
+
+
 def test_the_limit_grows_fast_below_the_threshold_and_slowly_above():
     full = make(in_flight=4)
     assert fs.request_answered(full, fs.get_ticket(full), 0.0, RULES).limit == 5
