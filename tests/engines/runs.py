@@ -1,0 +1,87 @@
+"""Whole runs of train.py against real servers, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .conftest import ROOT
+
+STEPS, SYNC_EVERY = 4, 2
+# The demo's configs, smaller; a random model's answers are scored by their bytes, so that every batch has something to learn from.
+SHORT = (
+    "--model.threads", "1", "--rl.steps", str(STEPS), "--rl.sync_every", str(SYNC_EVERY), "--rl.rollout.num_prompts", "4",
+    "--rl.rollout.samples_per_prompt", "8", "--rl.optim.lr", "1e-3", "--eval.data.size", "16", "--rl.data.size", "64",
+)  # fmt: skip
+REWARD = """
+def share_of_even_bytes(sample):
+    tokens = [int(token) for token, trained in zip(sample.tokens, sample.loss_mask, strict=True) if trained]
+    return sum(token % 2 == 0 for token in tokens) / len(tokens)
+"""
+
+
+def make_command(folder: Path, config: str, *arguments: str, mode: str = "rl") -> list[str]:
+    """train.py in `mode` with a config of integration_training/configs, writing into folder/run."""
+    path = ROOT / "integration_training" / "configs" / config
+    return [
+        sys.executable, str(ROOT / "integration_training" / "train.py"), "--config", str(path), "--mode", mode, *arguments,
+        "--output.dir", str(folder / "run"),
+    ]  # fmt: skip
+
+
+def use_byte_reward(folder: Path) -> tuple[str, ...]:
+    """Settings of a reward that random models earn."""
+    (folder / "reward.py").write_text(REWARD)
+    return ("--rl.rollout.reward", f"{folder}/reward.py:share_of_even_bytes")
+
+
+def make_environment(folder: Path, mark: str, environment: dict[str, str]) -> dict[str, str]:
+    settings = {"OMP_NUM_THREADS": "1", "RUN_MARK": mark, "ROLLOUTS_CACHE": str(folder / "cache")}
+    return os.environ | settings | environment
+
+
+def train(folder: Path, config: str, *arguments: str, mode: str = "rl", exit_code: int = 0, timeout_s: float = 400, **environment: str) -> str:
+    """What a run that ended with `exit_code` wrote to stderr. Nothing that it started runs any more."""
+    mark = uuid.uuid4().hex
+    result = subprocess.run(
+        make_command(folder, config, *arguments, mode=mode), capture_output=True, text=True, env=make_environment(folder, mark, environment),
+        timeout=timeout_s, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    assert result.returncode == exit_code, result.stderr[-4000:]
+    assert find_processes(mark) == []
+    return result.stderr
+
+
+def find_processes(mark: str, program: str = "") -> list[int]:
+    """The processes whose environment has `mark`: what a run started, and what that started. `program`: those whose command line has it."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (process / "environ").read_bytes() and program.encode() in (process / "cmdline").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue  # it has ended
+    return sorted(found)
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def assert_proven(run: Path, *, steps: Sequence[int] = range(1, STEPS + 1)) -> None:
+    """Every step was trained on samples one step old at most, and every second one brought the server to its weights, proven by the probe."""
+    rows = read_rows(run / "metrics.jsonl")
+    rows = [row for row in rows if row["stage"] == "rl"]
+    assert [row["step"] for row in rows] == list(steps)
+    assert [row["off_policy/max"] for row in rows] == [(row["step"] - 1) % SYNC_EVERY for row in rows]
+    for row in rows:
+        assert row["optim/grad_norm"] > 0
+        assert ("weight_sync/probe_difference/max" in row) == (row["step"] % SYNC_EVERY == 0)
+        if row["step"] % SYNC_EVERY == 0:
+            assert row["weight_sync/probe_difference/max"] < 1e-3

@@ -1,0 +1,107 @@
+"""Whole RL runs on real vLLM servers, as a user starts them. Needs ROLLOUTS_VLLM_PYTHON, or vLLM in .venv-vllm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .conftest import RunningServer
+from .runs import SHORT, assert_proven, find_processes, make_command, make_environment, read_rows, train, use_byte_reward
+
+pytestmark = pytest.mark.engines
+PATIENCE_S = 400.0
+REWARD = """
+def share_of_digits(sample):
+    return sum(character.isdigit() for character in sample.response) / max(1, len(sample.response))
+"""
+
+
+def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_second_step(vllm_python: Path, tmp_path: Path):
+    (tmp_path / "digits.py").write_text(REWARD)
+    train(
+        tmp_path, "demo_vllm.toml", "--engine.python", str(vllm_python), "--rl.steps", "10", "--rl.rollout.num_prompts", "8",
+        "--rl.rollout.samples_per_prompt", "8", "--rl.rollout.reward", f"{tmp_path}/digits.py:share_of_digits", "--eval.data.size", "16",
+        OMP_NUM_THREADS="2",
+    )  # fmt: skip
+    run = tmp_path / "run"
+    assert_proven(run, steps=range(1, 11))
+    rewards = [row["reward/mean"] for row in read_rows(run / "metrics.jsonl")]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05, rewards
+    samples = [row for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl" and row["weight_version_min"] is not None]
+    assert samples
+    for row in samples:  # steps 1 and 2 are sampled at version 0, 3 and 4 at 2, ...
+        served = (row["step"] - 1) // 2 * 2
+        assert (row["weight_version_min"], row["weight_version_max"]) == (served, served)
+
+
+@pytest.fixture
+def lying_url(vllm_server: RunningServer) -> Iterator[str]:
+    """The address of a vLLM server that says that it loads weights and keeps those it has."""
+    script = Path(__file__).with_name("lying_proxy.py")
+    with subprocess.Popen([sys.executable, str(script), vllm_server.url], stdout=subprocess.PIPE, text=True) as proxy:
+        assert proxy.stdout is not None
+        yield proxy.stdout.readline().strip()
+        proxy.kill()
+
+
+def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a_sample_of_them_trains(
+    lying_url: str, vllm_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path
+):
+    errors = train(
+        tmp_path, "demo_vllm.toml", *SHORT, *use_byte_reward(tmp_path), "--model.name", str(snapshots[0]), "--engine.urls", json.dumps([lying_url]),
+        "--engine.api_key_env", "VLLM_KEY", "--engine.down_limit_s", "5", exit_code=1, VLLM_KEY=vllm_server.api_key,
+    )  # fmt: skip
+    assert "WeightSyncError" in errors
+    run = tmp_path / "run"
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2], "the step whose weights did not arrive is the last"
+    assert {row["weight_version_max"] for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl"} == {0}
+    assert (run / "checkpoints" / "rl" / "step_2" / "manifest.json").exists()
+
+
+def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again(vllm_python: Path, snapshots: tuple[Path, Path], tmp_path: Path):
+    mark = uuid.uuid4().hex
+    command = make_command(
+        tmp_path, "demo_vllm.toml", *SHORT, *use_byte_reward(tmp_path), "--model.name", str(snapshots[0]), "--engine.python", str(vllm_python),
+        "--engine.count", "2", "--rl.steps", "400", "--rl.rollout.max_new_tokens", "160", "--output.checkpoint_every", "2",
+    )  # fmt: skip
+    metrics, log, errors = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "engines" / "vllm-0.log", tmp_path / "errors.txt"
+    with errors.open("wb") as stderr:
+        run = subprocess.Popen(command, env=make_environment(tmp_path, mark, {}), stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr)
+    try:
+        wait_until(run, errors, lambda: len(read_rows(metrics)) >= 1)
+        time.sleep(1)  # into the next batch: generating takes most of a step
+        first_line = next(line for line in log.read_text().splitlines() if " start 1 of " in line)
+        port = first_line.split("--port ")[1].split()[0].encode()
+        killed = [pid for pid in find_processes(mark, "vllm.entrypoints") if port in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(max(killed), signal.SIGKILL)  # the server itself; its guards have lower ids
+        wait_until(run, errors, lambda: any(row.get("engine/vllm_0/restarts") == 1 and row["engine/vllm_0/state"] == 0 for row in read_rows(metrics)))
+        run.send_signal(signal.SIGINT)
+        assert run.wait(PATIENCE_S) == 0
+    finally:
+        run.kill()
+        run.wait()
+    assert "vllm-0 is dead" in errors.read_text()
+    rows = read_rows(metrics)
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "every step completed, the one of the kill among them"
+    assert max(row["off_policy/max"] for row in rows) <= 1
+    last = [row for row in rows if "engine/vllm_0/state" in row][-1]
+    assert last["engine/vllm_0/version"] == last["engine/vllm_1/version"] == last["step"]
+    assert " start 2 of vllm-0" in log.read_text()
+    assert find_processes(mark) == []
+
+
+def wait_until(run: subprocess.Popen[bytes], errors: Path, condition: Callable[[], bool]) -> None:
+    """Asks twice a second: what is waited for happens in other processes."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert run.poll() is None and time.monotonic() < deadline, errors.read_text()[-4000:]
+        time.sleep(0.5)
