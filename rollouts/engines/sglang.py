@@ -39,6 +39,8 @@ KeepMode = Literal["retract", "in_place"]
 OLDEST_VERSION = (0, 5, 20)  # the first whose answers say which version produced which token
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 SEED_MASK = 0x7FFFFFFF  # what the server's seeded sampler takes
+RESERVED = 2  # tokens of its context that the server leaves empty: it lowers max_new_tokens without a word
+LEAST_ANSWER = 4  # tokens that fit after a prompt of max_req_input_len
 CANCEL_GRACE_S = 1.0  # to tell the server that nobody waits for an answer any more; it would find out by itself in some seconds
 COLD = 1e-3  # a temperature at which the likeliest token is as good as certain
 PROBE_PROMPTS = 3  # that are tried before the log-probs' temperature is given up as not measurable
@@ -143,9 +145,11 @@ def make_generate_body(request: GenerateRequest, server_id: str, *, salt: str) -
     return {"rid": server_id, "input_ids": ids, "sampling_params": params, "return_logprob": True, "extra_key": salt}
 
 
-def parse_generate_reply(body: bytes, request: GenerateRequest, server_id: str, *, vocab_size: int, where: str) -> Completion:
+def parse_generate_reply(
+    body: bytes, request: GenerateRequest, server_id: str, *, vocab_size: int, where: str, ends_at: int | None = None
+) -> Completion:
     """The completion in an answer of /generate. Raises ReplyError where it cannot be one, and for an abort that is the server's own
-    failure EngineOverloaded or InfrastructureError.
+    failure EngineOverloaded or InfrastructureError. `ends_at`: see make_completion.
     """
     reply = decode_reply(body, _Generated, where=where)
     meta, who = reply.meta_info, f"{where}, request {request.request_id!r}"
@@ -162,7 +166,7 @@ def parse_generate_reply(body: bytes, request: GenerateRequest, server_id: str, 
         if token != scored:
             raise ReplyError(f"{who}: token {index} has id {token}, its log-prob is of id {scored}")
     log_probs = [log_prob for log_prob, _, _ in meta.output_token_logprobs]
-    return make_completion(request, reply.output_ids, log_probs, meta.weight_versions, finish, vocab_size=vocab_size, where=where)
+    return make_completion(request, reply.output_ids, log_probs, meta.weight_versions, finish, vocab_size=vocab_size, where=where, ends_at=ends_at)
 
 
 class ServerFacts(NamedTuple):
@@ -172,6 +176,7 @@ class ServerFacts(NamedTuple):
     data_parallel: int
     weights_backed_up: bool  # releasing the weights' memory keeps a copy of them
     shapes: Mapping[str, tuple[int, ...]] | None  # of the tensors in the model's files; None: they cannot be read from here
+    ends_at: int | None = None  # tokens of prompt and answer at which the server ends an answer, some before its context is full; None: unknown
 
 
 class SGLangEngine:
@@ -218,7 +223,8 @@ class SGLangEngine:
                 await self._forget(server_id)
             raise
         where = f"{self._server.name}: POST /generate"
-        return parse_generate_reply(answer, request, server_id, vocab_size=self._features.vocab_size, where=where)
+        size, ends_at = self._features.vocab_size, self._facts.ends_at
+        return parse_generate_reply(answer, request, server_id, vocab_size=size, where=where, ends_at=ends_at)
 
     async def _forget(self, server_id: str) -> None:
         try:
@@ -516,6 +522,7 @@ async def shake_hands(
         data_parallel=info.dp_size,
         weights_backed_up=info.enable_memory_saver and info.enable_weights_cpu_backup,
         shapes=await trio.to_thread.run_sync(_find_shapes, Path(model.model_path)),
+        ends_at=longest - RESERVED if info.max_req_input_len is None else info.max_req_input_len + LEAST_ANSWER,
     )
     return SGLangEngine(server, admin, features, keep_mode=keep_mode, facts=facts, version=model.weight_version)
 

@@ -11,6 +11,7 @@ The API key guards /v1 and /inference only, not the control calls: servers belon
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -172,6 +173,9 @@ def parse_generated(body: bytes, request: GenerateRequest, server_id: str, *, vo
             raise ReplyError(f"{who}: token {index} is {token}, its log-prob is of token {entry.token_id}")
         if entry.logprob <= NO_LOG_PROB:
             raise ReplyError(f"{who}: the server has no log-prob of token {index}: it wrote {entry.logprob}, which stands for NaN too")
+    stops = request.sampling.stop_token_ids
+    if choice.finish_reason == "stop" and choice.token_ids and choice.token_ids[-1] not in stops:  # ignore_eos is set
+        raise ReplyError(f"{who}: finish reason 'stop' after token {choice.token_ids[-1]}, which is none of stop_token_ids={list(stops)}")
     return make_completion(
         request,
         choice.token_ids,
@@ -192,9 +196,12 @@ def parse_metrics(body: bytes, *, where: str) -> dict[str, float]:
         name = line.split("{", 1)[0].split(" ", 1)[0]
         value = line.rpartition("}")[2].split() if "{" in line else line.split()[1:]  # a timestamp may follow the value
         try:
-            totals[name] = totals.get(name, 0.0) + float(value[0])
+            number = float(value[0])
         except (ValueError, IndexError) as error:
             raise ReplyError(f"{where}: the metric line {line[:200]!r} has no number") from error
+        if not math.isfinite(number):  # NaN differs from itself: a server that stands still would seem to move
+            raise ReplyError(f"{where}: the metric line {line[:200]!r} has no finite number")
+        totals[name] = totals.get(name, 0.0) + number
     return totals
 
 

@@ -6,6 +6,7 @@ A server's dialect (its msgspec records) lives with its engine; what all answers
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -18,6 +19,8 @@ from rollouts.types import Completion, FinishReason, GenerateRequest
 RecordT = TypeVar("RecordT")
 SHOWN_BYTES = 200  # of an answer, in an error message
 UNKNOWN_VERSION = -1  # weights that were never named
+LOWEST_LOG_PROB = -1e4  # no sampled token is that unlikely: what is below stands for −infinity, or for none
+_VERSION = re.compile("0|[1-9][0-9]{0,17}")  # as we write them; all of these fit into int64
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -28,12 +31,12 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-def decode_reply(body: bytes, kind: type[RecordT], *, where: str) -> RecordT:
-    """The record in a JSON body. Raises ReplyError naming `where`, the rule that was broken and the beginning of the body."""
+def decode_reply(body: bytes, kind: type[RecordT], *, where: str, show_body: bool = True) -> RecordT:
+    """The record in a JSON body. Raises ReplyError naming `where`, the rule that was broken and, unless it may hold a secret, the body's beginning."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a validation error is a DecodeError
-        raise ReplyError(f"{where} answered {show(body)}: {error}") from error
+        raise ReplyError(f"{where} answered {show(body) if show_body else f'{len(body)} bytes'}: {error}") from error
 
 
 def make_completion(
@@ -45,9 +48,13 @@ def make_completion(
     *,
     vocab_size: int,
     where: str,
+    ends_at: int | None = None,
 ) -> Completion:
     """The completion that an answer amounts to. Raises ReplyError when it cannot be one: an id outside the vocabulary, more tokens than
-    were asked for, none at all without an abort, a log-prob that is missing, above 0, NaN or infinite, spans that are not the tokens.
+    were asked for, none at all without an abort, "length" before the limit, "stop" though no token was to stop it, a log-prob that is missing,
+    above 0, NaN, infinite or as good as that, spans that are not the tokens.
+
+    `ends_at`: tokens of prompt and answer at which the server ends an answer before its limit; None: it never does.
     """
     count = len(token_ids)
     who = f"{where}, request {request.request_id!r}"
@@ -61,13 +68,19 @@ def make_completion(
         if not 0 <= token < vocab_size:
             raise ReplyError(f"{who}: token {index} has id {token}, outside the vocabulary of {vocab_size}")
     for index, value in enumerate(log_probs):
-        if not math.isfinite(value) or value > 1e-3:  # rounding may lift a certain token a little above 0
-            raise ReplyError(f"{who}: the log-prob of token {index} is {value}; it must be finite and at most 0")
+        if not math.isfinite(value) or not LOWEST_LOG_PROB <= value <= 1e-3:  # rounding may lift a certain token a little above 0
+            raise ReplyError(f"{who}: the log-prob of token {index} is {value}; it must be finite, at least {LOWEST_LOG_PROB:g} and at most 0")
+    versions = expand_spans(spans, count, where=who)
+    short = count < request.sampling.max_new_tokens and (ends_at is None or len(request.prompt_ids) + count < ends_at)
+    if finish_reason == "length" and short:
+        raise ReplyError(f"{who}: {count} tokens, yet finish reason 'length' for max_new_tokens={request.sampling.max_new_tokens}")
+    if finish_reason == "stop" and not request.sampling.stop_token_ids:
+        raise ReplyError(f"{who}: finish reason 'stop', but the request has no stop token")
     return Completion(
         request_id=request.request_id,
         token_ids=np.asarray(token_ids, np.int64),
         log_probs=np.asarray(log_probs, np.float32),
-        weight_versions=expand_spans(spans, count, where=who),
+        weight_versions=versions,
         finish_reason=finish_reason,
     )
 
@@ -90,8 +103,9 @@ def expand_spans(spans: Iterable[VersionSpan], count: int, *, where: str) -> np.
 
 
 def parse_version(name: str) -> int:
-    """The version that a server's name for it means: a decimal number; anything else, "default" above all, are weights we never sent."""
-    return int(name) if name.isascii() and name.isdecimal() else UNKNOWN_VERSION
+    """The version that a server's name for it means: a decimal number as we write it; anything else, "default" above all, are weights we
+    never sent."""
+    return int(name) if _VERSION.fullmatch(name) else UNKNOWN_VERSION
 
 
 def show(body: bytes) -> str:

@@ -25,7 +25,7 @@ from rollouts.engines.sglang import (
     read_vocab_size,
 )
 from rollouts.errors import EngineError, EngineOverloaded, EngineSetupError, InfrastructureError, ReplyError
-from rollouts.testing.engine_contracts import make_request
+from rollouts.testing import engine_contracts
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 SERVER_ID = "0123456789abcdef0123456789abcdef"
@@ -39,8 +39,14 @@ BODY = (
 )
 
 
-def parse(body: bytes, *, vocab_size: int = 259, **changes: Any) -> Completion:
-    return parse_generate_reply(body, make_request(**changes), SERVER_ID, vocab_size=vocab_size, where="s: POST /generate")
+def make_request(request_id: str = "r", **changes: Any) -> GenerateRequest:
+    """One that BODY can answer."""
+    return engine_contracts.make_request(request_id, **({"max_new_tokens": 3} | changes))
+
+
+def parse(body: bytes, *, vocab_size: int = 259, ends_at: int | None = None, **changes: Any) -> Completion:
+    request = make_request(**changes)
+    return parse_generate_reply(body, request, SERVER_ID, vocab_size=vocab_size, where="s: POST /generate", ends_at=ends_at)
 
 
 def change(**fields: Any) -> bytes:
@@ -79,7 +85,7 @@ def test_log_prob_that_is_no_log_prob_is_refused(value: str):
         ({"ids": [38, 259, 37], "output_token_logprobs": [[-1.0, 38, None], [-1.0, 259, None], [-1.0, 37, None]]}, "outside the vocabulary of 259"),
         ({"ids": [38, -1, 37], "output_token_logprobs": [[-1.0, 38, None], [-1.0, -1, None], [-1.0, 37, None]]}, "outside the vocabulary"),
         ({"ids": [38, 176]}, "3 log-probs for 2 tokens"),
-        ({"ids": [38, 176, 37, 1, 2]}, "5 tokens, more than max_new_tokens=4"),
+        ({"ids": [38, 176, 37, 1, 2]}, "5 tokens, more than max_new_tokens=3"),
         ({"ids": [38, 177, 37]}, "token 1 has id 177, its log-prob is of id 176"),
         ({"ids": [], "output_token_logprobs": [], "weight_versions": []}, "no token, yet finish reason 'length'"),
         ({"output_token_logprobs": ...}, "0 log-probs for 3 tokens"),
@@ -98,6 +104,21 @@ def test_answer_that_breaks_a_rule_is_refused_by_name(fields: dict[str, Any], ru
     with pytest.raises(ReplyError) as raised:
         parse(change(**fields))
     assert rule in str(raised.value)
+
+
+def test_answer_that_contradicts_its_request_is_refused():
+    with pytest.raises(ReplyError, match="3 tokens, yet finish reason 'length' for max_new_tokens=100"):
+        parse(BODY, max_new_tokens=100)
+    with pytest.raises(ReplyError, match="the request has no stop token"):
+        parse(change(finish_reason={"type": "stop", "matched": 37}))
+    assert parse(change(finish_reason={"type": "stop", "matched": 37}), max_new_tokens=100, stop_token_ids=(37,)).finish_reason == "stop"
+
+
+def test_answer_may_be_shorter_where_the_servers_context_ends():
+    # make_request has a prompt of 3 tokens: with 3 more the server is full at 6
+    assert parse(BODY, max_new_tokens=100, ends_at=6).finish_reason == "length"
+    with pytest.raises(ReplyError, match="yet finish reason 'length'"):
+        parse(BODY, max_new_tokens=100, ends_at=7)
 
 
 def test_list_of_answers_is_refused():

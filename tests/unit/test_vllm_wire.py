@@ -17,6 +17,7 @@ from rollouts.engines.http import HttpReply
 from rollouts.engines.server import EngineServer
 from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.vllm import SERVER_PREFIX, VLLMEngine, _shake_hands, make_generate_body, parse_generated, parse_metrics
+from rollouts.engines.wire import VersionSpan, make_completion, parse_version
 from rollouts.errors import (
     EngineError,
     EngineOverloaded,
@@ -120,6 +121,7 @@ def set_spans(*spans: tuple[str, int, int]) -> Callable[[Any], object]:
         (set_tokens(2118, 30.5, 378, 6734), "Expected `int`"),
         (set_tokens(2118, None, 378, 6734), "Expected `int`"),
         (set_tokens(2118, 30, 378), "4 log-probs for 3 tokens"),
+        (lambda choice: choice.update(finish_reason="stop"), r"'stop' after token 6734, which is none of stop_token_ids=\[\]"),
         (set_tokens(), "no token, yet finish reason 'length'"),
         (lambda choice: choice["token_ids"].reverse(), "its log-prob is of token 2118"),
         (lambda choice: choice["logprobs"]["content"].pop(), "3 log-probs for 4 tokens"),
@@ -142,6 +144,39 @@ def set_spans(*spans: tuple[str, int, int]) -> Callable[[Any], object]:
 def test_an_impossible_answer_is_a_reply_error(edit: Callable[[Any], object], message: str):
     with pytest.raises(ReplyError, match=message):
         parse(changed(edit))
+
+
+def test_an_answer_cut_short_is_not_called_one_that_reached_its_limit():
+    with pytest.raises(ReplyError, match="4 tokens, yet finish reason 'length' for max_new_tokens=100"):
+        parse(REPLY, max_new_tokens=100)
+
+
+@pytest.mark.parametrize("number", [b"-1e5", b"-3.4e38", b"-1e39", b"-10001"])
+def test_a_log_prob_that_stands_for_minus_infinity_is_a_reply_error(number: bytes):
+    with pytest.raises(ReplyError, match="log-prob of token 1"):
+        parse(REPLY.replace(b"-1.3260724544525146", number, 1))
+
+
+def test_a_log_prob_is_bounded_in_every_dialect():
+    def complete(log_prob: float) -> float:
+        spans = [VersionSpan("1", 0, 4)]
+        completion = make_completion(make_request("r"), [1] * 4, [-1.0, log_prob, -1.0, -1.0], spans, "length", vocab_size=2, where="s")
+        return float(completion.log_probs[1])
+
+    assert complete(-1e4) == -1e4
+    for log_prob in (-10000.5, -3.4e38, -1e39, float("-inf")):
+        with pytest.raises(ReplyError, match="at least -10000"):
+            complete(log_prob)
+
+
+@pytest.mark.parametrize(("name", "version"), [("0", 0), ("7", 7), ("9" * 18, 10**18 - 1)])
+def test_a_version_is_a_decimal_number(name: str, version: int):
+    assert parse_version(name) == version
+
+
+@pytest.mark.parametrize("name", ["default", "", "-1", "+1", "07", "1.0", "1_0", " 1", "1\n", "١", "9" * 19, "9" * 10_000])
+def test_any_other_name_of_a_version_is_of_weights_that_were_never_sent(name: str):
+    assert parse_version(name) == -1
 
 
 def test_more_tokens_than_asked_for_are_a_reply_error():
@@ -198,6 +233,12 @@ def test_metrics_are_summed_over_engines():
     assert parse_metrics(b"vllm:plain 3 1795307680\n", where="engine") == {"vllm:plain": 3.0}
     with pytest.raises(ReplyError, match="has no number"):
         parse_metrics(b'vllm:x{a="b"} one\n', where="engine")
+
+
+@pytest.mark.parametrize("number", [b"NaN", b"+Inf", b"-Inf", b"1e999"])
+def test_a_count_that_is_no_number_is_no_progress(number: bytes):
+    with pytest.raises(ReplyError, match="no finite number"):
+        parse_metrics(b"vllm:generation_tokens_total " + number, where="engine")
 
 
 # --- a server in this process ------------------------------------------------------------------------------------------------
