@@ -11,9 +11,10 @@ What would kill a server (an id outside the vocabulary) or be refused by it (a p
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Hashable, Mapping
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -22,10 +23,13 @@ import trio
 from rollouts.engines.http import HttpReply
 from rollouts.engines.wire import show
 from rollouts.errors import EngineClosed, EngineError, EngineOverloaded, EngineSilent, InfrastructureError, RequestRefused
+from rollouts.models.requests import check_request
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
 ABORT_GRACE_S = 5.0  # for a server to answer what it was told to abort; after it the connection is closed, which aborts too
 ABORT_AGAIN_S = 1.0  # an abort that overtook its request on the way names nobody; it is said again
+HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
+ARRIVED_S = 1.0  # after which a request that was sent should be among those that its server counts
 Ask = Callable[[GenerateRequest, str], Awaitable[Completion]]
 """Sends one request under a server-side id and gives its completion. Raises RequestRefused and InfrastructureError."""
 
@@ -39,13 +43,25 @@ class Client(Protocol):
     def statistics(self) -> Mapping[str, float]: ...
 
 
+class Progress(NamedTuple):
+    """What a server says of its work."""
+
+    work: Hashable  # differs from what it was if anything was done since
+    requests: int | None  # that it has, running or waiting, ours and others'; None: it cannot tell now
+
+
 @dataclass(slots=True, eq=False)
 class _InFlight:
     request: GenerateRequest
     server_id: str
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
-    asked: bool = False  # past the gate
+    asked_s: float | None = None  # when it passed the gate
     aborted: bool = False
+    lost: bool = False  # the server has forgotten it
+
+    @property
+    def asked(self) -> bool:
+        return self.asked_s is not None
 
 
 class EngineServer:
@@ -62,6 +78,7 @@ class EngineServer:
         self._closed = False
         self._changed = trio.Event()
         self._progress: tuple[float, Hashable] | None = None
+        self._suspects: frozenset[str] = frozenset()  # server ids of requests that the server did not seem to have when it was last asked
         self._finished = 0
 
     # --- calls ---------------------------------------------------------------------------------------------------------------
@@ -80,8 +97,19 @@ class EngineServer:
         """The answer to a generate call, awaited for as long as the server makes progress or is paused by us."""
         return await self.call("POST", path, body, on_silence=lambda: self._moved(read_progress))
 
+    async def health(self, path: str) -> bool:
+        """Whether `path` gives 2xx within HEALTH_S."""
+        try:
+            await self.call("GET", path, silence_s=min(self.silence_s, HEALTH_S))
+        except EngineError:
+            return False
+        return True
+
     async def _moved(self, read_progress: Callable[[], Awaitable[Hashable]]) -> bool:
-        """Whether the server did any work since it was last asked; asked once for all who wait. A frozen server need not."""
+        """Whether the server did any work since it was last asked; asked once for all who wait. A frozen server need not.
+
+        Where it counts its requests (read_progress gives a Progress), those that it has lost are given up on the way.
+        """
         if self._frozen:
             return True
         now, last = trio.current_time(), self._progress
@@ -92,15 +120,35 @@ class EngineServer:
             value = await read_progress()
         except InfrastructureError as error:
             raise EngineSilent(f"{self.name} sent nothing for {self.silence_s:g} s and does not say how far it is: {error}") from error
+        if isinstance(value, Progress):
+            if value.requests is not None and not self._frozen:
+                self._give_up_lost(value.requests, asked_before_s=now - ARRIVED_S)
+            value = value.work
         self._progress = (now, value)
         return last is None or last[1] is None or value != last[1]
+
+    def _give_up_lost(self, count: int, *, asked_before_s: float) -> None:
+        """Ends what the server, which has `count` requests, did not have at two looks in a row: it works on, but never for these.
+
+        Which ones it lost it does not say. Whatever is lost grows old while others are answered, so it is sought among the oldest, and
+        only among those that were silent for silence_s.
+        """
+        ours = [entry for entry in self._in_flight.values() if entry.asked_s is not None and entry.asked_s <= asked_before_s]
+        ours.sort(key=lambda entry: entry.asked_s or 0.0)
+        missing = ours[: max(0, len(ours) - count)]
+        suspects, self._suspects = self._suspects, frozenset(entry.server_id for entry in missing)
+        silent_since_s = trio.current_time() - self.silence_s
+        for entry in missing:
+            if entry.server_id in suspects and not entry.aborted and (entry.asked_s or 0.0) <= silent_since_s:
+                entry.lost = True
+                entry.scope.cancel()
 
     # --- requests ------------------------------------------------------------------------------------------------------------
 
     async def run(self, request: GenerateRequest, features: EngineFeatures, ask: Ask) -> Completion:
         """`ask`, when the gate is open. Raises RequestRefused before anything is sent, EngineClosed, and what `ask` raises."""
         self.check_open()
-        check_request(request, features)
+        check_request(request, vocab_size=features.vocab_size, max_context=features.context_length)
         if request.request_id in self._in_flight:
             raise RequestRefused(f"request {request.request_id!r} is in flight on {features.name} already; ids must be unique")
         entry = self._in_flight[request.request_id] = _InFlight(request, uuid.uuid4().hex)
@@ -117,25 +165,52 @@ class EngineServer:
         if completion is not None:
             return completion
         self.check_open()
+        if entry.lost and not entry.aborted:
+            raise EngineSilent(f"{self.name} has lost request {request.request_id!r}: it works, and counts fewer requests than it was sent")
         return _nothing(request)
 
     async def _pass_gate(self, entry: _InFlight) -> None:
         while self._paused and not entry.aborted and not self._closed:
             await self._changed.wait()
         self.check_open()
-        entry.asked = True
+        entry.asked_s = trio.current_time()
 
     def close_gate(self, *, frozen: bool = True) -> None:
         """New requests wait from now on. `frozen`: those at the server stand still too, so that its silence says nothing."""
         self._paused = True
         self._frozen = frozen
         self._progress = None
+        self._suspects = frozenset()
 
     def open_gate(self) -> None:
         self._paused = False
         self._frozen = False
         self._progress = None  # what stood still while it was paused may begin anew
+        self._suspects = frozenset()
         self.notify()
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Around what pauses the server: if that fails or is cancelled, the gate is as open, and the server taken to be as frozen, as before."""
+        paused, frozen = self._paused, self._frozen
+        try:
+            yield
+        except BaseException:
+            if paused:
+                self._frozen = frozen
+            else:
+                self.open_gate()
+            raise
+
+    @contextmanager
+    def resuming(self) -> Iterator[None]:
+        """Around what lets the server go on. The gate opens even if that fails: behind a gate that nobody opens again, requests would wait
+        for ever, while the server answers them, or fails to, within silence_s.
+        """
+        try:
+            yield
+        finally:
+            self.open_gate()
 
     @property
     def paused(self) -> bool:
@@ -154,14 +229,20 @@ class EngineServer:
         """Answers everyone: who waits at the gate with nothing, who is at the server with what it has, told by `send_abort(server ids)`.
 
         Ends within ABORT_GRACE_S after the first `send_abort`: a server that does not answer by then loses the connection, and the tokens.
+        Nobody is in flight any more even if it raises, which it does with the last EngineError of `send_abort`, if none after it went well.
         """
         for entry in self._in_flight.values():
             entry.aborted = True
         self.notify()
         names = self.sent()
+        failure: EngineError | None = None
         with trio.move_on_after(ABORT_GRACE_S) as grace:
             while names:
-                await send_abort(list(names.values()))
+                try:
+                    await send_abort(list(names.values()))
+                    failure = None
+                except EngineError as error:
+                    failure = error
                 with trio.move_on_after(ABORT_AGAIN_S):
                     await self.wait_answered(names)
                 names = {name: server_id for name, server_id in names.items() if self.sent().get(name) == server_id}
@@ -170,6 +251,8 @@ class EngineServer:
                 if self.sent().get(name) == server_id:
                     self._in_flight[name].scope.cancel()
             await self.wait_answered(names)
+        if failure is not None:
+            raise failure
 
     async def cancel_all(self) -> None:
         """Answers everyone with nothing: for servers that cannot be told to abort. Their connections are closed."""
@@ -204,36 +287,19 @@ class EngineServer:
         return {name: float(value) for name, value in counts.items()} | {f"http/{name}": value for name, value in self.client.statistics().items()}
 
 
-def check_request(request: GenerateRequest, features: EngineFeatures) -> None:
-    """Raises RequestRefused, naming request and rule, for what this engine cannot do or what would take its server down."""
-    who, sampling = f"request {request.request_id!r} to {features.name}", request.sampling
-    if not len(request.prompt_ids):
-        raise RequestRefused(f"{who}: the prompt is empty; give at least one token")
-    total = len(request.prompt_ids) + sampling.max_new_tokens
-    if total > features.context_length:
-        raise RequestRefused(
-            f"{who}: {len(request.prompt_ids)} prompt tokens and max_new_tokens={sampling.max_new_tokens} make {total}; "
-            f"the context holds {features.context_length}"
-        )
-    outside = (request.prompt_ids < 0) | (request.prompt_ids >= features.vocab_size)
-    if outside.any():
-        at = int(np.argmax(outside))
-        raise RequestRefused(f"{who}: prompt token {at} has id {request.prompt_ids[at]}; the vocabulary has {features.vocab_size} ids")
-
-
 def check_status(reply: HttpReply, *, where: str) -> None:
-    """Raises unless the status is 2xx: EngineOverloaded for 429 and 503, InfrastructureError for 5xx, RequestRefused for other 4xx.
+    """Raises unless the status is 2xx: EngineOverloaded for 429 and 503, InfrastructureError for 5xx and 408, RequestRefused for other 4xx.
 
-    401, 403 and 404 are EngineError: they are about the server's key and version, and no other request will fare better.
+    401, 403, 404 and redirects are EngineError: they are about the server's address, key and version, and no other request will fare better.
     """
     if 200 <= reply.status < 300:
         return
     text = f"{where} gave {reply.status}: {show(reply.body)}"
     if reply.status in (429, 503):
         raise EngineOverloaded(text, retry_after_s=read_retry_after(reply.headers))
-    if reply.status >= 500:
+    if reply.status >= 500 or reply.status == 408:  # 408: it waited for the request in vain, and a proxy says so for its server
         raise InfrastructureError(text)
-    if reply.status in (401, 403, 404):
+    if reply.status in (401, 403, 404) or reply.status < 400:
         raise EngineError(text)
     raise RequestRefused(text)
 

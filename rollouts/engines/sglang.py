@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -25,7 +25,7 @@ import numpy as np
 import trio
 
 from rollouts.engines.http import HttpClient, open_http_client
-from rollouts.engines.server import EngineServer, check_status
+from rollouts.engines.server import EngineServer, Progress, check_status
 from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.wire import VersionSpan, decode_reply, make_completion, parse_version
 from rollouts.errors import EngineError, EngineOverloaded, EngineSetupError, InfrastructureError, ReplyError, RequestRefused, SnapshotError
@@ -193,6 +193,7 @@ class SGLangEngine:
         self._salt = f"v{version}"
         self._frozen_in_place = False
         self._released: list[str] = []
+        self._prefilled = -1  # tokens of prompts that the server had computed when it was last asked for progress
 
     @property
     def features(self) -> EngineFeatures:
@@ -236,8 +237,12 @@ class SGLangEngine:
         for server_id in server_ids:
             await self._call_admin("/abort_request", {"rid": server_id})
 
-    async def _read_progress(self) -> Hashable:
-        return await self._read_loads()
+    async def _read_progress(self) -> Progress:
+        loads = await self._read_loads()
+        computed, self._prefilled = self._prefilled, sum(rank.total_prefill_uncached_tokens for rank in loads)
+        counted = computed == self._prefilled  # a prompt that is being computed is neither running nor waiting
+        count = sum(rank.num_running_reqs + rank.num_waiting_reqs for rank in loads)
+        return Progress(loads, requests=count if counted else None)
 
     async def abort_all(self) -> None:
         """Answers every request, in flight or waiting, with what it has; of one that is frozen the server loses up to 49 of the newest tokens."""
@@ -251,13 +256,8 @@ class SGLangEngine:
     async def pause(self, mode: PauseMode) -> None:
         """Admits nothing until resume(); see InferenceEngine. If it fails, the engine is as open as before."""
         self._server.check_open()
-        was_paused = self._server.paused
-        try:
+        with self._server.pausing():
             await self._pause(mode)
-        except BaseException:
-            if not was_paused:
-                self._server.open_gate()
-            raise
 
     async def _pause(self, mode: PauseMode) -> None:
         server = self._server
@@ -275,10 +275,10 @@ class SGLangEngine:
         server.close_gate()
 
     async def resume(self) -> None:
-        """Requests in flight go on and waiting ones are sent. If it fails, the gate stays shut."""
-        await self._call_admin("/continue_generation", {"torch_empty_cache": False})
-        self._frozen_in_place = False
-        self._server.open_gate()
+        """Requests in flight go on and waiting ones are sent, also if it fails: see EngineServer.resuming."""
+        with self._server.resuming():
+            await self._call_admin("/continue_generation", {"torch_empty_cache": False})
+            self._frozen_in_place = False
 
     # --- weights -------------------------------------------------------------------------------------------------------------
 
@@ -372,11 +372,7 @@ class SGLangEngine:
 
     async def health(self) -> bool:
         """Whether the server is ready. It is not asked to generate: that would take a second, and a row."""
-        try:
-            await self._server.call("GET", "/ready", silence_s=min(self._server.silence_s, 10.0))
-        except EngineError:
-            return False
-        return True
+        return await self._server.health("/ready")
 
     async def load(self) -> EngineLoad:
         loads = await self._read_loads()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import AsyncIterator, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rollouts.engines.http import open_http_client
-from rollouts.engines.server import EngineServer
+from rollouts.engines.server import EngineServer, Progress
 from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.wire import VersionSpan, decode_reply, make_completion, parse_version
 from rollouts.errors import (
@@ -241,9 +241,10 @@ class VLLMEngine:
         reply = await self._server.call_generate(GENERATE, body, self._read_progress)
         return parse_generated(reply, request, server_id, vocab_size=self.features.vocab_size, where=self.features.name)
 
-    async def _read_progress(self) -> Hashable:
+    async def _read_progress(self) -> Progress:
         metrics = await self._read_metrics()
-        return tuple(metrics.get(name, 0.0) for name in (ITERATIONS, GENERATED, PREFILLED))
+        work = tuple(metrics.get(name, 0.0) for name in (ITERATIONS, GENERATED, PREFILLED))
+        return Progress(work, requests=int(metrics.get(RUNNING, 0) + metrics.get(WAITING, 0)))
 
     async def _read_metrics(self) -> dict[str, float]:
         return parse_metrics(await self._server.call("GET", "/metrics"), where=self.features.name)
@@ -255,9 +256,13 @@ class VLLMEngine:
     # --- flow
 
     async def pause(self, mode: PauseMode) -> None:
-        """Closes the gate here, then stops the server. Returns when nothing is generated any more."""
+        """Closes the gate here, then stops the server. Returns when nothing is generated any more. If it fails, the gate is as it was."""
+        self._server.check_open()
+        with self._server.pausing():
+            await self._pause(mode)
+
+    async def _pause(self, mode: PauseMode) -> None:
         server = self._server
-        server.check_open()
         if mode == "wait":
             await self._pause_when_idle()
             return
@@ -277,8 +282,9 @@ class VLLMEngine:
         server.close_gate()
 
     async def resume(self) -> None:
-        await self._server.call("POST", "/resume")
-        self._server.open_gate()
+        """Requests in flight go on and waiting ones are sent, also if it fails: see EngineServer.resuming."""
+        with self._server.resuming():
+            await self._server.call("POST", "/resume")
 
     async def abort_all(self) -> None:
         self._server.check_open()
@@ -398,11 +404,7 @@ class VLLMEngine:
     # --- the rest
 
     async def health(self) -> bool:
-        try:
-            await self._server.call("GET", "/health")
-        except EngineError:
-            return False
-        return True
+        return await self._server.health("/health")
 
     async def load(self) -> EngineLoad:
         metrics = await self._read_metrics()

@@ -1,4 +1,4 @@
-"""What a request must satisfy before a model in this process takes it."""
+"""What a request must satisfy before a model or a server takes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int
     if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
         wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise RequestRefused(f"{name}: prompt_ids holds {wrong}; the vocabulary is 0..{vocab_size - 1}: is this the model's own tokenizer?")
-    _check_sampling(name, request.sampling)
+    _check_sampling(name, request.sampling, vocab_size=vocab_size)
     total = len(ids) + request.sampling.max_new_tokens
     if total > max_context:
         raise RequestRefused(
@@ -30,7 +30,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, max_context: int
         )
 
 
-def _check_sampling(name: str, sampling: SamplingParams) -> None:
+def _check_sampling(name: str, sampling: SamplingParams, *, vocab_size: int) -> None:
     if isinstance(sampling.max_new_tokens, bool) or not isinstance(sampling.max_new_tokens, int) or sampling.max_new_tokens < 1:
         raise RequestRefused(f"{name}: sampling.max_new_tokens={sampling.max_new_tokens!r}; it must be an integer of at least 1")
     if not math.isfinite(sampling.temperature) or sampling.temperature < 0:
@@ -39,3 +39,6 @@ def _check_sampling(name: str, sampling: SamplingParams) -> None:
         raise RequestRefused(f"{name}: sampling.top_p={sampling.top_p}; it must be above 0 and at most 1 (1: all tokens)")
     if isinstance(sampling.top_k, bool) or not isinstance(sampling.top_k, int) or sampling.top_k < 0:
         raise RequestRefused(f"{name}: sampling.top_k={sampling.top_k!r}; it must be an integer, 0 (all tokens) or more")
+    for token in sampling.stop_token_ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestRefused(f"{name}: sampling.stop_token_ids has {token!r}; the vocabulary is 0..{vocab_size - 1}")
