@@ -46,7 +46,7 @@ def make_environment(folder: Path, mark: str, environment: dict[str, str]) -> di
     return os.environ | settings | environment
 
 
-def train(folder: Path, config: str, *arguments: str, mode: str = "rl", exit_code: int = 0, timeout_s: float = 400, **environment: str) -> str:
+def train(folder: Path, config: str, *arguments: str, mode: str = "rl", exit_code: int = 0, timeout_s: float = 900, **environment: str) -> str:
     """What a run that ended with `exit_code` wrote to stderr. Nothing that it started runs any more."""
     mark = uuid.uuid4().hex
     result = subprocess.run(

@@ -18,7 +18,7 @@ from .conftest import RunningServer
 from .runs import SHORT, assert_proven, find_processes, make_command, make_environment, read_rows, train, use_byte_reward
 
 pytestmark = pytest.mark.engines
-PATIENCE_S = 400.0
+PATIENCE_S = 900.0
 REWARD = """
 def share_of_digits(sample):
     return sum(character.isdigit() for character in sample.response) / max(1, len(sample.response))
