@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
+import trio
 
-from rollouts.engines.http import open_http_client
+from rollouts.engines.http import open_http_client, split_url
 from rollouts.engines.server import EngineServer, Progress
 from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.wire import VersionSpan, decode_reply, make_completion, parse_version
@@ -46,6 +46,7 @@ NO_LOG_PROB = -9999.0  # what the server writes for NaN, −infinity and a token
 LOAD_S = 900.0  # the server says nothing while it loads weights
 INFO_S = 180.0  # the first time it is asked for its settings it looks over its whole machine: 20 s on two busy cores
 IN_PIECES = "loading"  # the version's name while weights are exchanged: no number, so whoever asks then is told −1
+NEVER_NAMED = "default"  # the version's name in a server that was started and not updated since
 HASH_OF_NOTHING = hashlib.sha256(b"").hexdigest()
 ITERATIONS, GENERATED, PREFILLED = "vllm:iteration_tokens_total_count", "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
 RUNNING, WAITING, CACHE_USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
@@ -226,7 +227,9 @@ class VLLMEngine:
         self.transfer_backend = transfer_backend  # of --weight-transfer-config; None: transfer in memory is off
         self._server = server
         self._model = model
-        self._loaded = loaded
+        self._started_with = loaded
+        self._loaded = loaded  # where weights that failed to be replaced are loaded from again
+        self._loaded_version: int | None = None  # of what lies there; None: unknown, or it is not what the server has
         self._expected = expected
         self._updates = 0
 
@@ -293,8 +296,10 @@ class VLLMEngine:
     # --- weights
 
     async def weight_version(self) -> int:
-        reply = decode_reply(await self._server.call("GET", "/weight_info"), _WeightInfo, where=self.features.name)
-        return parse_version(reply.weight_version)
+        return parse_version(await self._read_version_name())
+
+    async def _read_version_name(self) -> str:
+        return decode_reply(await self._server.call("GET", "/weight_info"), _WeightInfo, where=self.features.name).weight_version
 
     async def checksum(self) -> str | None:
         """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU, are left out."""
@@ -310,46 +315,66 @@ class VLLMEngine:
 
         Requests frozen by pause("keep") go on with the new weights after resume(), their keys and values computed anew.
         Raises EngineError, with nothing sent, for a directory that is damaged or of another model, and if the server fails, in which case
-        the weights before are loaded again; WeightVersionError if the server names another version afterwards.
+        what was loaded before is loaded again, under its version only if that is known to be its own; WeightVersionError if the server names
+        another version afterwards; EngineSetupError for a server that came back with settings that would falsify training.
         """
         path = path.absolute()
         try:
-            shapes = read_tensor_shapes(path)
+            shapes = await trio.to_thread.run_sync(read_tensor_shapes, path)
             if self._expected is not None:
                 check_same_model(shapes, self._expected, path=path)
         except SnapshotError as error:
             raise EngineError(f"{self.features.name} was sent nothing: {error}") from error
         await self._check_paused()
-        before = await self.weight_version()
+        before = await self._read_version_name()
+        if before == NEVER_NAMED:
+            await self._meet_again()
         await self._name_weights(IN_PIECES)
         try:
             await self._load(path)
         except (InfrastructureError, RequestRefused) as error:
-            await self._load_again(before, error)
-            raise EngineError(f"{self.features.name} could not load {path} and has its version {before} back: {error}") from error
+            now = await self._load_again(parse_version(before), error)
+            raise EngineError(f"{self.features.name} could not load {path} and {now}: {error}") from error
         await self._commit(version)
-        self._loaded = path
+        self._loaded, self._loaded_version = path, version
         return {"version": version, "tensors": len(shapes)}
+
+    async def _meet_again(self) -> None:
+        """A server whose weights were never named has just been started, perhaps by somebody else: its settings are looked at again."""
+        self._loaded, self._loaded_version = self._started_with, None
+        check_config(await _read_config(self._server), name=self.features.name, context_length=self.features.context_length)
 
     async def _load(self, path: Path) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
         await self._server.call("POST", "/collective_rpc", body, silence_s=LOAD_S)
 
-    async def _load_again(self, version: int, error: RolloutsError) -> None:
+    async def _load_again(self, before: int, error: RolloutsError) -> str:
+        """What the server has now."""
+        source, version = self._loaded, self._loaded_version
+        if source != self._started_with and not source.is_dir():  # pruned meanwhile
+            source, version = self._started_with, None
         try:
-            await self._load(self._loaded)
-            await self._commit(version)
+            await self._load(source)
+            if version is not None and version == before:
+                await self._commit(version)
+                return f"has its version {version} back"
+            await self._reset_cache()
         except EngineError as second:
             raise EngineError(
-                f"{self.features.name} has its weights in pieces and must be restarted: {error}; loading {self._loaded} again failed too: {second}"
+                f"{self.features.name} has its weights in pieces and must be restarted: {error}; loading {source} again failed too: {second}"
             ) from error
+        self._loaded, self._loaded_version = source, None
+        return f"has the weights of {source}, which are not of version {before} that it had: they bear no version; update it again, or restart it"
 
-    async def _commit(self, version: int) -> None:
-        """Nothing computed by other weights is used again, and what follows carries `version`."""
+    async def _reset_cache(self) -> None:
         reset = await self._server.call("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
         if not decode_reply(reset, _Success, where=self.features.name).success:
             raise EngineError(f"{self.features.name} did not reset its prefix cache: keys and values of older weights would be used")
-        await self._name_weights(str(version) if version >= 0 else "default")
+
+    async def _commit(self, version: int) -> None:
+        """Nothing computed by other weights is used again, and what follows carries `version`."""
+        await self._reset_cache()
+        await self._name_weights(str(version))
         reported = await self.weight_version()
         if reported != version:
             raise WeightVersionError(f"{self.features.name} was given version {version} and says {reported}; is someone else updating it?")
@@ -376,6 +401,9 @@ class VLLMEngine:
     async def start_weight_update(self) -> None:
         """The server expects tensors from now on, and its version has no number. Pause first."""
         await self._check_paused()
+        if await self._read_version_name() == NEVER_NAMED:
+            await self._meet_again()
+        self._loaded_version = None  # what lies there is not what the server will have
         await self._name_weights(IN_PIECES)
         await self._server.call("POST", "/start_weight_update", silence_s=LOAD_S)
 
@@ -455,7 +483,7 @@ async def open_vllm_engine(
     `vocab_size`: the trainer's; ids outside it are refused both ways. `context_length`: at least this many tokens must fit; None: what
     the server has. Raises EngineSetupError naming the flag for settings that would falsify training; EngineUnreachable, EngineSilent.
     """
-    name = name or f"vllm-{urlsplit(url).netloc}"
+    name = name or f"vllm-{split_url(url).netloc}"
     async with open_http_client(url, api_key=api_key) as client:
         server = EngineServer(client, name=name, silence_s=silence_s)
         try:
@@ -490,12 +518,13 @@ async def _shake_hands(server: EngineServer, *, vocab_size: int, context_length:
     await server.call("POST", "/resume")  # whoever used it before may have left it paused
     await _check_generates(server, features, served.id)
     model = Path(config.model_config.model)
+    shapes = await trio.to_thread.run_sync(_find_shapes, model)
     return VLLMEngine(
         server,
         features,
         model=served.id,
         loaded=model,
-        expected=None if config.model_config.quantization else _find_shapes(model),  # packed weights have other shapes than the trainer's
+        expected=None if config.model_config.quantization else shapes,  # packed weights have other shapes than the trainer's
         transfer_backend=config.weight_transfer_config.backend if config.weight_transfer_config else None,
     )
 
@@ -521,7 +550,7 @@ async def _read_config(server: EngineServer) -> _Config:
     except EngineError as error:
         raise EngineSetupError(f"{server.name} has no control calls: {error}; start it with VLLM_SERVER_DEV_MODE=1 in its environment") from error
     try:
-        return decode_reply(body, _ServerInfo, where=f"{server.name}: GET /server_info").vllm_config
+        return decode_reply(body, _ServerInfo, where=f"{server.name}: GET /server_info", show_body=False).vllm_config  # its key is among them
     except ReplyError as error:
         raise EngineSetupError(f"{error}; what its settings are cannot be told, and vLLM 0.32 tells it") from error
 

@@ -32,7 +32,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 def decode_reply(body: bytes, kind: type[RecordT], *, where: str, show_body: bool = True) -> RecordT:
-    """The record in a JSON body. Raises ReplyError naming `where`, the rule that was broken and, with `show_body`, its beginning: not where it may hold a key."""
+    """The record in a JSON body. Raises ReplyError naming `where`, the rule that was broken and, with `show_body`, the beginning of the body."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a validation error is a DecodeError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -313,8 +314,8 @@ def make_server(config: dict[str, Any] | None = None) -> Server:
     return server
 
 
-async def open_engine(server: Server, *, context_length: int | None = None) -> VLLMEngine:
-    client = EngineServer(server, name="engine", silence_s=10.0)
+async def open_engine(server: Server, *, context_length: int | None = None, silence_s: float = 10.0) -> VLLMEngine:
+    client = EngineServer(server, name="engine", silence_s=silence_s)
     return await _shake_hands(client, vocab_size=VOCAB_SIZE, context_length=context_length)
 
 
@@ -424,6 +425,121 @@ async def test_a_load_that_fails_is_followed_by_the_weights_before(heals: bool, 
     with pytest.raises(EngineError, match="has its version 3 back" if heals else "in pieces and must be restarted"):
         await engine.update_weights_from_checkpoint(new, 4)
     assert await engine.weight_version() == (3 if heals else -1)
+
+
+def fail_to_load(server: Server, *paths: Path) -> None:
+    failing = [str(path) for path in paths]
+    server.answers["/collective_rpc"] = lambda sent: refusal(500) if sent["kwargs"]["weights_path"] in failing else None
+
+
+def loads(server: Server) -> list[str]:
+    return [sent["kwargs"]["weights_path"] for path, sent in server.calls if path == "/collective_rpc"]
+
+
+async def test_weights_of_an_earlier_run_are_not_confused_with_those_the_server_was_started_with(tmp_path: Path):
+    server = make_server()
+    server.version = "7"  # an earlier run's: its snapshot is nowhere
+    engine = await open_engine(server)
+    new = write_snapshot(tmp_path / "new")
+    fail_to_load(server, new)
+    await engine.pause("keep")
+    with pytest.raises(EngineError, match=r"has the weights of /elsewhere, which are not of version 7 .* restart it"):
+        await engine.update_weights_from_checkpoint(new, 8)
+    assert loads(server) == [str(new), "/elsewhere"]
+    assert await engine.weight_version() == -1
+
+
+async def test_weights_sent_in_memory_are_not_confused_with_a_snapshot(tmp_path: Path):
+    server = make_server({"weight_transfer_config": {"backend": "nccl"}})
+    engine = await open_engine(server)
+    old, new = write_snapshot(tmp_path / "old"), write_snapshot(tmp_path / "new")
+    await engine.pause("keep")
+    await engine.update_weights_from_checkpoint(old, 4)
+    await engine.start_weight_update()
+    await engine.finish_weight_update(5)
+    fail_to_load(server, new)
+    with pytest.raises(EngineError, match="which are not of version 5"):
+        await engine.update_weights_from_checkpoint(new, 6)
+    assert await engine.weight_version() == -1
+
+
+async def test_a_snapshot_that_was_pruned_is_not_loaded_again(tmp_path: Path):
+    server = make_server()
+    engine = await open_engine(server)
+    old, new = write_snapshot(tmp_path / "old"), write_snapshot(tmp_path / "new")
+    await engine.pause("keep")
+    await engine.update_weights_from_checkpoint(old, 3)
+    shutil.rmtree(old)
+    fail_to_load(server, new)
+    with pytest.raises(EngineError, match="has the weights of /elsewhere, which are not of version 3"):
+        await engine.update_weights_from_checkpoint(new, 4)
+    assert loads(server)[-1] == "/elsewhere"
+    assert await engine.weight_version() == -1
+
+
+async def test_a_server_that_came_back_with_raw_log_probs_is_not_updated(tmp_path: Path):
+    server = make_server()
+    engine = await open_engine(server)
+    new = write_snapshot(tmp_path / "new")
+    await engine.pause("keep")
+    await engine.update_weights_from_checkpoint(new, 3)
+    server.version, server.config = "default", CONFIG | {"model_config": CONFIG["model_config"] | {"logprobs_mode": "raw_logprobs"}}
+    with pytest.raises(EngineSetupError, match="--logprobs-mode processed_logprobs"):
+        await engine.update_weights_from_checkpoint(new, 4)
+    assert loads(server) == [str(new)]
+
+
+async def test_a_key_among_the_settings_is_not_shown():
+    server = make_server()
+    server.answers["/server_info"] = b'{"api_key": "SECRET", "vllm_config": {"model_config": {"model": "m"}}}'
+    with pytest.raises(EngineSetupError, match="max_model_len") as raised:
+        await open_engine(server)
+    assert "SECRET" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+async def test_a_pause_that_the_server_refuses_holds_nobody_up(mode: Any):
+    server = make_server()
+    engine = await open_engine(server)
+    server.answers["/pause"] = refusal(500)
+    with pytest.raises(InfrastructureError):
+        await engine.pause(mode)
+    with trio.fail_after(5):
+        await engine.generate(make_request())
+
+
+async def test_a_pause_that_is_cancelled_holds_nobody_up(autojump_clock: trio.testing.MockClock):
+    server = make_server()
+    engine = await open_engine(server)
+    answered = trio.Event()
+    server.answers["/inference/v1/generate"] = answered
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(engine.generate, make_request())
+        await trio.testing.wait_all_tasks_blocked(0.1)
+        with trio.move_on_after(1):
+            await engine.pause("wait")
+        answered.set()
+    with trio.fail_after(5):
+        await engine.generate(make_request())
+
+
+async def test_a_resume_that_fails_holds_nobody_up():
+    server = make_server()
+    engine = await open_engine(server)
+    await engine.pause("keep")
+    server.answers["/resume"] = refusal(500)
+    with pytest.raises(InfrastructureError):
+        await engine.resume()
+    with trio.fail_after(5):
+        await engine.generate(make_request())
+
+
+async def test_a_server_that_says_nothing_is_not_well_after_ten_seconds(autojump_clock: trio.testing.MockClock):
+    server = make_server()
+    server.answers["/health"] = trio.Event()
+    begun_s = trio.current_time()
+    assert not await (await open_engine(server, silence_s=60.0)).health()
+    assert trio.current_time() - begun_s == pytest.approx(10.0)
 
 
 async def test_silence_ends_a_request_only_when_the_server_stands_still(autojump_clock: trio.testing.MockClock):
