@@ -36,6 +36,10 @@ class UpdatedFleet(Admission, Protocol):
 
     def members_for_update(self) -> tuple[InferenceEngine, ...]: ...
 
+    def needs_update(self, engine: InferenceEngine) -> bool:
+        """Whether `engine` is up and out of service until an update succeeds."""
+        ...
+
     @property
     def stale_members(self) -> trio.MemoryReceiveChannel[InferenceEngine]: ...
 

@@ -38,6 +38,7 @@ from rollouts.weight_sync.snapshots import (
     remove_snapshot,
 )
 from rollouts.weight_sync.sync import Snapshot
+from rollouts.weight_sync.update import log_warning
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -284,7 +285,16 @@ def _write_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | Non
 class DiskSnapshots:
     """A SnapshotKeeper in one folder, `weights/`."""
 
-    def __init__(self, folder: Path, *, dtype: str | None = None, model_dir: Path | None = None, shard_bytes: int = SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str | None = None,
+        model_dir: Path | None = None,
+        shard_bytes: int = SHARD_BYTES,
+        warn: Callable[[str], None] = log_warning,
+    ) -> None:
+        self._warn = warn
         self._snapshots = Snapshots(folder)
         self._dtype = None if dtype is None else parse_dtype(dtype)
         self._model_dir = model_dir
@@ -310,9 +320,12 @@ class DiskSnapshots:
         return self._snapshots.open_reader(path)
 
     async def prune(self, keep: Path) -> None:
-        """Removes every snapshot but `keep` that nobody reads."""
+        """Removes every snapshot but `keep` that nobody reads. One that the disk does not let go is a warning, and tried again next time."""
         for path in self._snapshots.removable(keep):
-            await trio.to_thread.run_sync(remove_snapshot, path)
+            try:
+                await trio.to_thread.run_sync(remove_snapshot, path)
+            except OSError as error:
+                self._warn(f"the snapshot {path} could not be removed and takes up space: {error}")
         self._made = {version: path for version, path in self._made.items() if path.exists()}
 
 

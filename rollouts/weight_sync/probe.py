@@ -18,6 +18,7 @@ from rollouts.types import Completion, FloatArray, GenerateRequest, IntArray, Ro
 
 NOTICEABLE = 1e-5  # nats; a smaller move of the trainer may be lost in an engine's rounding
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}  # nats between two implementations of one model, by the coarser dtype
+LEAST_AGREED = 4  # tokens of an answer that must be those of a stored one; all where it has fewer
 NEAR_TIE = 2.0  # tolerances; two greedy choices that differ by more were no tie
 
 
@@ -42,6 +43,8 @@ class ProbeReply:
     token_ids: IntArray  # [n]
     engine_log_probs: FloatArray  # [n] nats
     trainer_log_probs: FloatArray  # [n] nats
+    full_token_ids: IntArray | None = None  # all that the engine said, where it was compared on the beginning only
+    full_log_probs: FloatArray | None = None
 
     @property
     def difference(self) -> float:
@@ -49,8 +52,14 @@ class ProbeReply:
         return float(np.abs(self.engine_log_probs - self.trainer_log_probs).max())
 
     def same_answer(self, other: ProbeReply) -> bool:
-        """Whether the engine said exactly the same: tokens and log-probs, bit for bit."""
-        return np.array_equal(self.token_ids, other.token_ids) and np.array_equal(self.engine_log_probs, other.engine_log_probs)
+        """Whether the engine said exactly the same: all tokens and log-probs, bit for bit, also where only the beginning was compared."""
+        (tokens, log_probs), (other_tokens, other_log_probs) = self._said(), other._said()
+        return np.array_equal(tokens, other_tokens) and np.array_equal(log_probs, other_log_probs)
+
+    def _said(self) -> tuple[IntArray, FloatArray]:
+        if self.full_token_ids is None or self.full_log_probs is None:
+            return self.token_ids, self.engine_log_probs
+        return self.full_token_ids, self.full_log_probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,19 +180,32 @@ def judge_by_stored(stored: ProbeReply, *, tolerance_of: Callable[[str], float])
 
 
 def compare_with_stored(stored: ProbeReply, completion: Completion, *, tolerance: float) -> ProbeReply:
-    """The tokens of the answer on which it and the stored one agree, with the trainer's log-probs of that time.
+    """The tokens of the answer on which it and the stored one agree, with the trainer's log-probs of that time, and the answer as a whole.
 
-    Where two choices are nearly tied, equal weights may take the other; what follows is another text. Raises WeightSyncError if the first
-    token differs, or a later one that was no tie.
+    Where two choices are nearly tied, equal weights may take the other; what follows is another text. Raises WeightSyncError if they part
+    where there was no tie, or before LEAST_AGREED tokens: so few prove nothing.
     """
-    count = min(len(stored.token_ids), len(completion.token_ids))
-    differ = np.flatnonzero(stored.token_ids[:count] != completion.token_ids[:count])
+    expected, said = stored.token_ids, completion.token_ids
+    count = min(len(expected), len(said))
+    differ = np.flatnonzero(expected[:count] != said[:count])
     agreed = int(differ[0]) if len(differ) else count
     if len(differ):
         gap = abs(float(completion.log_probs[agreed]) - float(stored.trainer_log_probs[agreed]))
-        if agreed == 0 or not gap <= NEAR_TIE * tolerance:
+        if not gap <= NEAR_TIE * tolerance:
             raise WeightSyncError(
-                f"the engine answers the probe with token {int(completion.token_ids[agreed])} at position {agreed}, where version {stored.version} "
-                f"was verified with token {int(stored.token_ids[agreed])} ({gap:.3g} nats apart): it does not serve the weights that were sent"
+                f"the engine answers the probe with token {int(said[agreed])} at position {agreed}, where version {stored.version} "
+                f"was verified with token {int(expected[agreed])} ({gap:.3g} nats apart): it does not serve the weights that were sent"
             )
-    return ProbeReply(stored.version, completion.token_ids[:agreed], completion.log_probs[:agreed], stored.trainer_log_probs[:agreed])
+    if agreed < min(LEAST_AGREED, len(expected)):
+        raise WeightSyncError(
+            f"the engine's answer to the probe has {len(said)} tokens, of which {agreed} are those with which version {stored.version} was verified, "
+            f"before they part; at least {min(LEAST_AGREED, len(expected))} are needed to prove its weights"
+        )
+    return ProbeReply(
+        stored.version,
+        said[:agreed],
+        completion.log_probs[:agreed],
+        stored.trainer_log_probs[:agreed],
+        full_token_ids=said,
+        full_log_probs=completion.log_probs,
+    )

@@ -27,7 +27,7 @@ from rollouts.models.directories import WEIGHT_INDEX, fsync_path, read_shard_nam
 SNAPSHOT_SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
-SNAPSHOT_NAME = re.compile(r"v(\d+)(?:-(\d+))?")
+SNAPSHOT_NAME = re.compile(r"v(0|[1-9][0-9]{0,17})(?:-([2-9]|[1-9][0-9]{1,8}))?")  # one name for each version and edition
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def read_manifest(snapshot: Path) -> SnapshotManifest:
         return SnapshotManifest(int(content["version"]), files)
     except FileNotFoundError as error:
         raise SnapshotError(f"{path} is missing: {snapshot} was not finished or is no snapshot; remove it") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise SnapshotError(f"{path} cannot be read ({type(error).__name__}: {error}); remove {snapshot}") from error
 
 
@@ -196,7 +196,10 @@ class Snapshots:
 
 
 def remove_snapshot(path: Path) -> None:
-    """Removes a snapshot so that no reader ever sees half of it: its name goes first. Blocks."""
+    """Removes a snapshot so that no reader ever sees half of it: its name goes first. One that is gone is fine. Blocks. Raises OSError."""
     hidden = path.with_name(f"{TEMPORARY_PREFIX}removed-{path.name}-{uuid.uuid4().hex[:8]}")
-    path.rename(hidden)
+    try:
+        path.rename(hidden)
+    except FileNotFoundError:
+        return
     shutil.rmtree(hidden, ignore_errors=True)  # what stays is cleared at the next start

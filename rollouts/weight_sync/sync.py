@@ -2,7 +2,7 @@
 
     loop ──► WeightSync(backend, engines, version) ─► snapshot, or buckets in memory ─► sync_weights_to_engines ─► published
     keep_engines_current ◄── stale engines, one by one ─► revive: the published snapshot ─► commit or fail
-                                   one lock: an engine is never updated by both
+                                   one lock: an engine is never updated by both, and a revival under way gives way to the loop
 
 What is remembered: the published version and where its weights lie; what each engine proved last; the verified answers of the last versions.
 """
@@ -10,21 +10,24 @@ What is remembered: the published version and where its weights lie; what each e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import trio
 
-from rollouts.errors import SnapshotError, WeightSyncError
+from rollouts.errors import BackendError, SnapshotError, WeightSyncError
 from rollouts.protocols import InferenceEngine, TrainingBackend
+from rollouts.types import Completion
 from rollouts.weight_sync.admission import Admission, DirectAdmission, UpdatedFleet, list_engines
-from rollouts.weight_sync.probe import Judge, Probe, judge_by_stored, judge_by_trainer
+from rollouts.weight_sync.probe import Judge, Probe, ProbeReply, judge_by_stored, judge_by_trainer
 from rollouts.weight_sync.update import LoadWeights, ProbeMemory, SilenceLimits, SyncReport, load_from, log_warning, sync_weights_to_engines
 
 __all__ = ["Snapshot", "SnapshotKeeper", "SyncReport", "Transport", "WeightSync", "sync_weights_to_engines"]
+
+RETRY_BASE_S, RETRY_CAP_S = 1.0, 60.0  # between two tries of an update that reached nobody
 
 Transport = Callable[[TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, Exception | None]]]
 """Brings the trainer's weights into paused engines, in memory, as a version; by engine name what went wrong, None where nothing did."""
@@ -97,7 +100,7 @@ class WeightSync:
         if keeper is None and snapshot_dir is not None:
             from rollouts.weight_sync.disk import DiskSnapshots
 
-            self._keeper = DiskSnapshots(snapshot_dir, dtype=snapshot_dtype, model_dir=model_dir)
+            self._keeper = DiskSnapshots(snapshot_dir, dtype=snapshot_dtype, model_dir=model_dir, warn=warn)
         self._admission = admission or DirectAdmission()
         self._transport = transport
         self._limits = limits
@@ -108,18 +111,40 @@ class WeightSync:
         self._streamed_bytes = 0  # in memory, since the run began
         self._patience_s = patience_s
         self._keeping = 0  # tasks in keep_engines_current
+        self._syncing = 0  # updates by the loop, waiting for an engine included
+        self._left_to_sync: dict[str, InferenceEngine] = {}  # announced during such an update: it takes them in
+        self._reviving = trio.CancelScope()  # around the last revival
         self._arrived = trio.Event()  # set and replaced whenever a stale engine is announced
 
     async def __call__(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
         """Metrics of the update; every engine that serves has proven `version`. Raises WeightSyncError when none has, listing each failure.
 
-        Without a fleet one failure is enough to raise. SnapshotError when the snapshot cannot be written or is damaged.
+        Without a fleet one failure is enough to raise. SnapshotError when the snapshot cannot be written or is damaged; BackendError when the
+        trainer fails: then too nobody serves what was not proven. A revival under way is cancelled: this update takes its engine in.
         """
-        give_up_at = trio.current_time() + self._patience_s
+        self._syncing += 1
+        self._reviving.cancel()
+        published_before = self.published
+        try:
+            return await self._sync_patiently(backend, engines, version)
+        finally:
+            self._syncing -= 1
+            left, self._left_to_sync = self._left_to_sync, {}
+            if self.published is published_before:  # else the publication has announced whoever is stale
+                self._announce_again(left.values())
+
+    def _announce_again(self, engines: Iterable[InferenceEngine]) -> None:
+        for engine in engines:
+            if isinstance(self._admission, UpdatedFleet) and self._admission.needs_update(engine):
+                self._admission.fail(engine, WeightSyncError("the weight update that was to take it in came to nothing"))
+
+    async def _sync_patiently(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+        give_up_at, wait_s = trio.current_time() + self._patience_s, RETRY_BASE_S
         while True:
             arrived = self._arrived  # taken before the attempt: whoever comes back during it counts
             try:
-                return await self._sync(backend, engines, version)
+                async with self._lock:
+                    return await self._sync(backend, engines, version)
             except SnapshotError:
                 raise
             except WeightSyncError as error:
@@ -128,21 +153,21 @@ class WeightSync:
                 self._warn(f"{error}\nThe update waits for an engine that comes back, for {give_up_at - trio.current_time():.0f} s at most.")
                 with trio.move_on_at(give_up_at) as waiting:
                     await arrived.wait()
+                    await trio.sleep(wait_s)
                 if waiting.cancelled_caught:
                     raise
+                wait_s = min(RETRY_CAP_S, 2 * wait_s)
 
     async def _sync(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
-        async with self._lock:
-            members = list_engines(engines, self._admission)
-            streamed_before = self._streamed_bytes
-            snapshot = await self._export(backend, version) if self._need_disk(members) else None
-            report = await self._update(backend, members, version, snapshot)
-            self._failed_revivals.clear()
-            if snapshot is None and isinstance(self._admission, UpdatedFleet) and self._keeper is not None:
-                snapshot = await self._keeper.export(backend, version)
+        members = list_engines(engines, self._admission)
+        streamed_before = self._streamed_bytes
+        snapshot = await self._export(backend, version) if self._need_disk(members) else None
+        report = await self._update(backend, members, version, snapshot)
+        if snapshot is None and isinstance(self._admission, UpdatedFleet) and self._keeper is not None:
+            snapshot = await self._keeper.export(backend, version)
             self.published = Published(version, snapshot)
-            if snapshot is not None and self._keeper is not None:
-                await self._keeper.prune(snapshot.path)
+        if snapshot is not None and self._keeper is not None:
+            await self._keeper.prune(snapshot.path)
         metrics = report.metrics()
         if metrics:
             sent = self._streamed_bytes - streamed_before + (snapshot.weight_bytes if snapshot is not None else 0)
@@ -161,14 +186,21 @@ class WeightSync:
 
     async def _update(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, snapshot: Snapshot | None) -> SyncReport:
         transport = self._transport
-        report = await self._bring_to(
-            engines,
-            version,
-            snapshot,
-            judge=judge_by_trainer(self.probe, backend),
-            load=self._stream_or_load(backend, version, snapshot),
-            load_together=None if transport is None else lambda paused: transport(backend, paused, version),
-        )
+
+        def note_publication() -> None:  # in the same moment as the fleet, also where the update is cancelled after some have committed
+            self.published = Published(version, snapshot)
+            self._failed_revivals.clear()
+
+        with self._reading(snapshot):
+            report = await self._bring_to(
+                engines,
+                version,
+                snapshot,
+                judge=judge_by_trainer(self.probe, backend),
+                load=self._stream_or_load(backend, version, snapshot),
+                load_together=None if transport is None else lambda paused: transport(backend, paused, version),
+                on_publish=note_publication,
+            )
         if report.failed and isinstance(self._admission, DirectAdmission):
             raise WeightSyncError(
                 f"weight version {version} did not reach every engine, and nobody keeps requests from the others:\n{report.describe_failures()}"
@@ -178,95 +210,153 @@ class WeightSync:
     async def _bring_to(
         self, engines: Sequence[InferenceEngine], version: int, snapshot: Snapshot | None, *, judge: Judge, **options: Any
     ) -> SyncReport:
-        reading = self._keeper.open_reader(snapshot.path) if snapshot is not None and self._keeper is not None else nullcontext()
-        with reading:
-            return await sync_weights_to_engines(
-                engines,
-                snapshot.path if snapshot is not None else None,
-                version=version,
-                probe=self.probe,
-                judge=judge,
-                memory=self.memory,
-                digest=snapshot.digest if snapshot is not None else None,
-                admission=self._admission,
-                limits=self._limits,
-                warn=self._warn,
-                **options,
-            )
+        """`snapshot` is being read: see _reading."""
+        return await sync_weights_to_engines(
+            engines,
+            snapshot.path if snapshot is not None else None,
+            version=version,
+            probe=self.probe,
+            judge=judge,
+            memory=self.memory,
+            digest=snapshot.digest if snapshot is not None else None,
+            admission=self._admission,
+            limits=self._limits,
+            warn=self._warn,
+            **options,
+        )
 
-    def _stream_or_load(self, backend: TrainingBackend, version: int, snapshot: Snapshot | None) -> LoadWeights:
-        """In memory where an engine takes weights so, else from the snapshot."""
+    def _reading(self, snapshot: Snapshot | None) -> AbstractContextManager[object]:
+        return self._keeper.open_reader(snapshot.path) if snapshot is not None and self._keeper is not None else nullcontext()
+
+    def _stream_or_load(self, backend: TrainingBackend, version: int, snapshot: Snapshot | None, *, check: bool = False) -> LoadWeights:
+        """In memory where an engine takes weights so, else from the snapshot. `check`: only while the trainer has that version."""
         from_disk = load_from(snapshot.path if snapshot is not None else None, version)
 
         async def load(engine: InferenceEngine) -> None:
             if not engine.features.in_memory_update:
                 await from_disk(engine)
                 return
-            self._streamed_bytes += await stream_into(backend, engine, version)
+            self._streamed_bytes += await stream_into(backend, engine, version, check=check)
 
         return load
 
     # --- engines that come back
 
     async def revive(self, backend: TrainingBackend, engine: InferenceEngine) -> None:
-        """`engine` serves the published version and has proven it, by the trainer if it still has those weights, else by a verified answer.
+        """`engine` serves the published version and has proven it, by a verified answer of that version or, where none is remembered, by the
+        trainer while it still has those weights.
 
-        Raises WeightSyncError, when `admission.fail` has been told, or when nothing is published yet.
+        Raises WeightSyncError when it does not, after `admission.fail` and `warn` were told; when nothing is published yet, which nobody is
+        told, for the first publication is announced to all; and when an update by the loop came in between, which takes the engine in.
         """
         async with self._lock:
-            published = self.published
-            if published is None:
+            if self.published is None:
                 raise WeightSyncError(f"engine {engine.features.name} cannot be revived: no weight version is published yet")
-            snapshot, version = published.snapshot, published.version
-            has_weights = backend.weight_version == version
-            if has_weights:
-                judge = judge_by_trainer(self.probe, backend)
-            else:
-                stored = self.memory.reply(version, engine.features.name)
-                if stored is None:
-                    raise WeightSyncError(f"engine {engine.features.name} cannot be revived: no verified answer of version {version} is remembered")
-                judge = judge_by_stored(stored, tolerance_of=self.probe.tolerance_of)
-            if snapshot is None and not (has_weights and engine.features.in_memory_update):
-                raise WeightSyncError(f"engine {engine.features.name} cannot be revived: there is no snapshot of version {version}")
-            load = load_from(snapshot.path, version) if snapshot is not None else self._stream_or_load(backend, version, None)
-            await self._bring_to([engine], version, snapshot, judge=judge, load=load, publish=False)
+            done = await self._revive_unless_overtaken(backend, engine, self.published)
+        if not done:
+            raise WeightSyncError(f"the revival of engine {engine.features.name} gave way to a weight update, which takes it in")
+
+    async def _revive_unless_overtaken(self, backend: TrainingBackend, engine: InferenceEngine, published: Published) -> bool:
+        """Whether `engine` was revived; False when an update by the loop wants the lock."""
+        with trio.CancelScope() as self._reviving:
+            if self._syncing:
+                self._reviving.cancel()
+            await trio.lowlevel.checkpoint()
+            await self._revive(backend, engine, published)
+            return True
+        return False
+
+    async def _revive(self, backend: TrainingBackend, engine: InferenceEngine, published: Published) -> None:
+        with ExitStack() as reading:
+            try:
+                judge, load = self._plan_revival(backend, engine, published)
+                reading.enter_context(self._reading(published.snapshot))
+            except WeightSyncError as error:  # nothing has begun, so nobody else would tell the fleet
+                self._warn(f"engine {engine.features.name} cannot be revived: {error}")
+                self._admission.fail(engine, error)
+                raise
+            await self._bring_to([engine], published.version, published.snapshot, judge=judge, load=load, publish=False)
+
+    def _plan_revival(self, backend: TrainingBackend, engine: InferenceEngine, published: Published) -> tuple[Judge, LoadWeights]:
+        """Who judges, and how the weights come. Raises WeightSyncError where nobody has the weights or can tell them any more."""
+        snapshot, version, trainer_has = published.snapshot, published.version, backend.weight_version == published.version
+        stored = self.memory.reply(version, engine.features.name)
+        if stored is not None:
+            judge = judge_by_stored(stored, tolerance_of=self.probe.tolerance_of)
+        elif trainer_has:
+            judge = judge_while(backend, version, judge_by_trainer(self.probe, backend))
+        else:
+            raise WeightSyncError(f"no verified answer of version {version} is remembered, and the trainer is at {backend.weight_version}")
+        if snapshot is not None:
+            return judge, load_from(snapshot.path, version)
+        if trainer_has and engine.features.in_memory_update:
+            return judge, self._stream_or_load(backend, version, None, check=True)
+        raise WeightSyncError(f"there is no snapshot of version {version}, and it cannot come from the trainer's memory; the next update takes it in")
 
     async def keep_engines_current(self, backend: TrainingBackend, fleet: UpdatedFleet) -> None:
-        """Revives every engine that the fleet announces as stale, one after the other; ends when the fleet closes.
+        """Revives every engine that the fleet announces as stale and that still is when its turn comes, one after the other; ends when the fleet
+        closes.
 
         A failure is a warning: the fleet announces the engine again, later. After `max_revivals` in a row it waits for the next update, which
-        tries it in any case. So does everyone before the first update.
+        tries it in any case. Before the first publication nobody is revived: it announces whoever is stale. An update by the loop cancels the
+        revival under way.
         """
         self._keeping += 1
         try:
             async for engine in fleet.stale_members:
                 arrived, self._arrived = self._arrived, trio.Event()
                 arrived.set()
-                await self._try_to_revive(backend, engine)
+                await self._try_to_revive(backend, engine, fleet)
         finally:
             self._keeping -= 1
 
-    async def _try_to_revive(self, backend: TrainingBackend, engine: InferenceEngine) -> None:
+    async def _try_to_revive(self, backend: TrainingBackend, engine: InferenceEngine, fleet: UpdatedFleet) -> None:
+        """Revives `engine` if, when its turn comes, it still needs that."""
         name = engine.features.name
-        if self.published is None or self._failed_revivals[name] >= self._max_revivals:
-            return
-        try:
-            await self.revive(backend, engine)
-        except WeightSyncError as error:
-            self._failed_revivals[name] += 1
-            last = self._failed_revivals[name] >= self._max_revivals
-            if last or error.__cause__ is None:  # else the update that failed has warned
-                self._warn(f"engine {name} could not be revived{'; it waits for the next weight update' if last else ''}: {error}")
-        else:
-            del self._failed_revivals[name]
+        async with self._lock:
+            if self._syncing:
+                self._left_to_sync[name] = engine
+                return
+            if self.published is None or self._failed_revivals[name] >= self._max_revivals or not fleet.needs_update(engine):
+                return
+            try:
+                if await self._revive_unless_overtaken(backend, engine, self.published):
+                    del self._failed_revivals[name]
+            except WeightSyncError as error:
+                self._failed_revivals[name] += 1
+                if self._failed_revivals[name] >= self._max_revivals:
+                    self._warn(f"engine {name} could not be revived; it waits for the next weight update: {error}")
+            except BackendError as error:  # the loop meets it too, and decides
+                self._warn(f"engine {name} could not be revived, for the trainer failed: {error}")
+
+
+def judge_while(backend: TrainingBackend, version: int, judge: Judge) -> Judge:
+    """`judge`, for as long as the trainer has the weights of `version`. Raises WeightSyncError when it has others, before or after the judgement."""
+
+    async def judge_if_current(engine: InferenceEngine, completion: Completion) -> ProbeReply:
+        check_trainer_version(backend, version)
+        reply = await judge(engine, completion)
+        check_trainer_version(backend, version)
+        return reply
+
+    return judge_if_current
+
+
+def check_trainer_version(backend: TrainingBackend, version: int) -> None:
+    """Raises WeightSyncError if the trainer has moved on from `version`."""
+    if backend.weight_version != version:
+        raise WeightSyncError(f"the trainer has moved on to version {backend.weight_version}, and cannot tell or give version {version} any more")
 
 
 def _loads_from_disk(engine: InferenceEngine) -> bool:
     return not engine.features.shares_weights and not engine.features.in_memory_update
 
 
-async def stream_into(backend: TrainingBackend, engine: InferenceEngine, version: int) -> int:
-    """How many bytes the engine was given, bucket by bucket, as `version`. Raises what the engine raises; the backend goes on working."""
+async def stream_into(backend: TrainingBackend, engine: InferenceEngine, version: int, *, check: bool = False) -> int:
+    """How many bytes the engine was given, bucket by bucket, as `version`. Raises what the engine raises; the backend goes on working.
+
+    `check`: WeightSyncError, before the weights are named, if the trainer is not at `version` any more.
+    """
     sizes: list[int] = []
     failures: list[Exception] = []
 
@@ -283,5 +373,7 @@ async def stream_into(backend: TrainingBackend, engine: InferenceEngine, version
     await backend.stream_weights(sink).result()
     if failures:
         raise failures[0]
+    if check:
+        check_trainer_version(backend, version)
     await engine.finish_update(version)
     return sum(sizes)

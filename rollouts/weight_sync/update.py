@@ -4,21 +4,23 @@
                                         └── fails, is silent or is cancelled ──► resume (attempted always) ──► fail
     when all have decided, and one at least has committed:  publish
 
-An engine that fails is out of service and keeps nobody waiting. None is left paused.
+An engine that fails is out of service and keeps nobody waiting. None is left paused. When the update is cancelled, or the trainer fails, those
+that have committed by then are published and the rest is out of service: whoever serves has the published version.
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import trio
 
-from rollouts.errors import EngineError, EngineSilent, WeightSyncError
+from rollouts.errors import BackendError, EngineError, EngineSilent, WeightSyncError
 from rollouts.protocols import InferenceEngine
 from rollouts.weight_sync.admission import Admission, DirectAdmission
 from rollouts.weight_sync.probe import Judge, Probe, ProbeReply, Verified, ask_probe, check_agreement, check_change
@@ -98,6 +100,10 @@ class ProbeMemory:
         self._doubted: set[str] = set()  # whose last update failed: what they say of their version counts for nothing
 
     def remember(self, name: str, verified: Verified) -> None:
+        """Of one version the longest answer is kept: a later one may have been compared on its beginning only."""
+        for other in self.all(name):
+            if other.reply.version == verified.reply.version and len(other.reply.token_ids) > len(verified.reply.token_ids):
+                verified = replace(verified, reply=other.reply)
         kept = [other for other in self._proven.get(name, []) if other.reply.version != verified.reply.version]
         self._proven[name] = [*kept[:1], *kept[1:][-self._versions + 1 :], verified]
         self._doubted.discard(name)
@@ -116,12 +122,9 @@ class ProbeMemory:
         return self._proven.get(name, ())
 
     def reply(self, version: int, name: str) -> ProbeReply | None:
-        """The verified answer of `version`: the engine's own, else another's; None when nobody's is remembered."""
-        for proven in (self.all(name), *self._proven.values()):
-            for verified in proven:
-                if verified.reply.version == version:
-                    return verified.reply
-        return None
+        """The longest verified answer of `version`, of equals the engine's own; None when nobody's is remembered."""
+        everyone = [verified.reply for proven in (self.all(name), *self._proven.values()) for verified in proven]
+        return max((reply for reply in everyone if reply.version == version), key=lambda reply: len(reply.token_ids), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,7 @@ class _Plan:
     limits: SilenceLimits
     read_progress: Callable[[InferenceEngine], Hashable]
     warn: Callable[[str], None]
+    stop: Callable[[BackendError], None]  # ends the whole update: what failed is the trainer, and no engine is to blame
 
     def stay_away(self, engine: InferenceEngine) -> None:
         """Nobody waits for `engine` to load with the others."""
@@ -200,6 +204,7 @@ class _Run:
     pause_s: float = 0.0
     reply: ProbeReply | None = None
     by_checksum: bool = False
+    committed: bool = False
 
     def __post_init__(self) -> None:
         self.name = self.engine.features.name
@@ -232,6 +237,7 @@ async def sync_weights_to_engines(
     limits: SilenceLimits | None = None,
     read_progress: Callable[[InferenceEngine], Hashable] = read_statistics,
     publish: bool = True,
+    on_publish: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = log_warning,
 ) -> SyncReport:
     """What became of each engine, when all have decided. At least one serves `version` and has proven it, and `version` is published.
@@ -239,12 +245,21 @@ async def sync_weights_to_engines(
     All engines at once. Each loads the snapshot `checkpoint_path`, or is given weights by `load`; `load_together` is called once, when every
     engine is paused or out, with those that are paused. `judge` tells what the trainer thinks of an answer to `probe`; `memory` holds what
     engines proved before, and learns what they prove now; `digest` is the snapshot's. An engine that reports `version` and proved it before is
-    only probed. One that fails is told to `admission.fail` and to `warn`. Raises WeightSyncError that lists each engine's failure when nobody
-    could be verified; nothing is published then. Cancelling resumes every paused engine (shielded, `limits.resume` at most) and takes those
-    that had not committed out.
+    only probed. One that fails is told to `admission.fail` and to `warn`. `on_publish` is called right after `admission.publish`. Raises
+    WeightSyncError that lists each engine's failure when nobody could be verified; nothing is published then. Raises BackendError at once when
+    the trainer fails (judging, or giving weights). Then, and when cancelled, every paused engine is resumed (shielded, `limits.resume` at most),
+    those that had not committed are out, and what the others committed is published.
     """
+    check_names(engines)
     if load is None and load_together is None and checkpoint_path is None:
         raise WeightSyncError("an update needs a snapshot (checkpoint_path) or a way to load (load, load_together); give one of them")
+    failures: list[BackendError] = []
+    nursery_scope = trio.CancelScope()
+
+    def stop(error: BackendError) -> None:
+        failures.append(error)
+        nursery_scope.cancel()
+
     plan = _Plan(
         version=version,
         probe=probe,
@@ -257,19 +272,33 @@ async def sync_weights_to_engines(
         limits=limits or SilenceLimits(),
         read_progress=read_progress,
         warn=warn,
+        stop=stop,
     )
     runs = [_Run(engine, plan) for engine in engines]
-    async with trio.open_nursery() as nursery:
-        for run in runs:
-            nursery.start_soon(_update_engine, run)
+    try:
+        with nursery_scope:
+            async with trio.open_nursery() as nursery:
+                for run in runs:
+                    nursery.start_soon(_update_engine, run)
+    finally:
+        if publish and any(run.committed for run in runs):
+            plan.admission.publish(version)
+            on_publish()
+    if failures:
+        raise failures[0]
     report = SyncReport(version, tuple(run.outcome() for run in runs))
     if not report.verified:
-        failures = report.describe_failures() or "  there is no engine that could be reached"
+        listed = report.describe_failures() or "  there is no engine that could be reached"
         cause = report.failed[0].error if report.failed else None
-        raise WeightSyncError(f"no engine could be brought to weight version {version}:\n{failures}") from cause
-    if publish:
-        plan.admission.publish(version)
+        raise WeightSyncError(f"no engine could be brought to weight version {version}:\n{listed}") from cause
     return report
+
+
+def check_names(engines: Sequence[InferenceEngine]) -> None:
+    """Raises WeightSyncError if two engines have one name: what they prove is remembered by it."""
+    for name, count in Counter(engine.features.name for engine in engines).items():
+        if count > 1:
+            raise WeightSyncError(f"{count} engines are named {name!r}; names must be unique in an update, give each its own `name`")
 
 
 def load_from(checkpoint_path: Path | None, version: int) -> LoadWeights:
@@ -286,13 +315,17 @@ def load_from(checkpoint_path: Path | None, version: int) -> LoadWeights:
 
 
 async def _update_engine(run: _Run) -> None:
-    plan, committed = run.plan, False
+    plan = run.plan
     try:
         await _bring_to_version(run)
         run.phase = "commit"
         if not plan.admission.commit(run.engine, plan.version):
             raise WeightSyncError("the engine died, or left, while it was updated")
-        committed = True
+        run.committed = True
+    except BackendError as error:
+        run.error = error
+        plan.admission.fail(run.engine, WeightSyncError(f"the trainer failed during the update to weight version {plan.version}: {error}"))
+        plan.stop(error)
     except Exception as error:  # whatever it is, it is this engine's, and the others go on
         run.error = error
         plan.memory.doubt(run.name)
@@ -303,7 +336,7 @@ async def _update_engine(run: _Run) -> None:
         plan.admission.fail(run.engine, error)
     finally:
         plan.stay_away(run.engine)
-        if not committed and run.error is None:
+        if not run.committed and run.error is None:
             plan.admission.fail(run.engine, WeightSyncError(f"the update to weight version {plan.version} was cancelled in phase {run.phase}"))
 
 
@@ -376,14 +409,21 @@ async def _reports_version(run: _Run) -> bool:
 
 
 async def _read_checksum(run: _Run) -> str | None:
-    """The checksum; None where there is none. An engine that fails to give it has to prove the change by its answer."""
+    """The checksum; None where there is none. Raises WeightSyncError where there was one before: who says nothing now may hide old weights."""
     if not run.engine.features.checksum:
         return None
+    checksum, why, cause = None, "it answered none", None
     try:
-        return await _watch(run, run.engine.checksum)
+        checksum = await _watch(run, run.engine.checksum)
     except EngineError as error:
-        run.plan.warn(f"engine {run.name} gave no checksum of its weights: {type(error).__name__}: {error}")
-        return None
+        why, cause = f"{type(error).__name__}: {error}", error
+    if checksum is not None:
+        return checksum
+    given = [verified.reply.version for verified in run.plan.memory.all(run.name) if verified.checksum is not None]
+    if given:
+        raise WeightSyncError(f"the engine gave no checksum of its weights, as it did at version {given[-1]}: {why}") from cause
+    run.plan.warn(f"engine {run.name} gave no checksum of its weights: {why}")
+    return None
 
 
 async def _watch(run: _Run, work: Callable[[], Awaitable[T]]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.fleet import Member, open_fleet
 from rollouts.engines.local import open_local_engine
-from rollouts.errors import EngineSilent, EngineUnreachable, SnapshotError, WeightSyncError
+from rollouts.errors import BackendError, EngineSilent, EngineUnreachable, SnapshotError, WeightSyncError
 from rollouts.models.load import resolve_model
 from rollouts.testing.fakes import ScriptedEngine, open_fake_backend
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, LossSpec, RolloutBatch, SamplingParams
@@ -30,6 +31,7 @@ from rollouts.weight_sync.probe import (
     check_agreement,
     check_change,
     compare_with_stored,
+    judge_by_stored,
     judge_by_trainer,
     make_probe_prompt,
 )
@@ -414,12 +416,16 @@ async def test_without_a_checksum_a_change_that_shows_nowhere_is_no_proof(autoju
         await world.update(2, 3.0 + 1e-7)
 
 
-async def test_a_checksum_that_cannot_be_read_is_not_needed_where_the_answer_moved(autojump_clock):
+async def test_an_engine_that_gave_a_checksum_once_has_to_give_it_always(autojump_clock):
     world = World(checksum=True)
-    await world.update(1, 3.0)
     world.servers[0].faults["checksum"] = ["fail"]
-    assert (await world.update(2, 4.0)).failed == ()
-    assert any("gave no checksum" in warning for warning in world.warnings)
+    assert (await world.update(1, 3.0)).failed == ()  # it never gave one
+    assert "a gave no checksum" in world.warnings[0]
+    world.servers[1].faults["checksum"] = ["fail"]
+    world.servers[0].faults["checksum"] = ["fail"]
+    report = await world.update(2, 4.0)
+    assert [update.name for update in report.failed] == ["b"]
+    assert "the engine gave no checksum of its weights, as it did at version 1: EngineUnreachable: b is gone" in str(report.failed[0].error)
 
 
 async def test_weights_that_did_not_change_need_no_proof_of_change(autojump_clock):
@@ -527,28 +533,69 @@ def answer(tokens: Sequence[int], log_probs: Sequence[float]) -> Completion:
     )
 
 
-STORED = reply(7, [-1, -2, -1], [-1.0, -2.0, -1.0], tokens=(4, 5, 6))
+STORED = reply(7, [-1, -2, -1, -1, -1, -1], [-1.0, -2.0, -1.0, -1.0, -2.0, -1.0], tokens=(4, 5, 6, 7, 8, 9))
 
 
 def test_an_equal_answer_is_compared_on_all_tokens():
-    compared = compare_with_stored(STORED, answer((4, 5, 6), (-1, -2, -1.25)), tolerance=0.01)
-    assert compared.token_ids.tolist() == [4, 5, 6]
+    compared = compare_with_stored(STORED, answer((4, 5, 6, 7, 8, 9), (-1, -2, -1.25, -1, -2, -1)), tolerance=0.01)
+    assert compared.token_ids.tolist() == [4, 5, 6, 7, 8, 9]
     assert compared.difference == pytest.approx(0.25)
 
 
 def test_an_answer_that_parts_at_a_near_tie_is_compared_up_to_there():
-    compared = compare_with_stored(STORED, answer((4, 9, 9), (-1, -2.015, -1)), tolerance=0.01)
-    assert compared.token_ids.tolist() == [4]
+    compared = compare_with_stored(STORED, answer((4, 5, 6, 7, 3, 3), (-1, -2, -1, -1, -2.015, -1)), tolerance=0.01)
+    assert compared.token_ids.tolist() == [4, 5, 6, 7]
 
 
 def test_an_answer_that_parts_where_there_was_no_tie_is_of_other_weights():
-    with pytest.raises(WeightSyncError, match="with token 9 at position 1, where version 7 was verified with token 5"):
-        compare_with_stored(STORED, answer((4, 9, 9), (-1, -1.5, -1)), tolerance=0.01)
+    with pytest.raises(WeightSyncError, match="with token 3 at position 4, where version 7 was verified with token 8"):
+        compare_with_stored(STORED, answer((4, 5, 6, 7, 3, 3), (-1, -2, -1, -1, -1.5, -1)), tolerance=0.01)
 
 
-def test_an_answer_that_parts_at_once_proves_nothing():
-    with pytest.raises(WeightSyncError, match="at position 0"):
-        compare_with_stored(STORED, answer((9, 5, 6), (-1, -2, -1)), tolerance=0.01)
+@pytest.mark.parametrize("tokens", [(9, 5, 6, 7, 8, 9), (4, 5, 6, 9, 9, 9), (4, 5, 6), (4,)])
+def test_an_answer_of_which_too_few_tokens_agree_proves_nothing(tokens: tuple[int, ...]):
+    with pytest.raises(WeightSyncError, match="at least 4 are needed to prove its weights"):
+        compare_with_stored(STORED, answer(tokens, (-1, -2, -1, -1, -2, -1)[: len(tokens)]), tolerance=0.01)
+
+
+def test_a_short_verified_answer_has_to_be_given_whole():
+    stored = reply(7, [-1, -2], [-1.0, -2.0], tokens=(4, 5))
+    assert compare_with_stored(stored, answer((4, 5), (-1, -2)), tolerance=0.01).token_ids.tolist() == [4, 5]
+    with pytest.raises(WeightSyncError, match="at least 2 are needed"):
+        compare_with_stored(stored, answer((4, 9), (-1, -2)), tolerance=0.01)
+
+
+async def test_a_revived_engine_that_still_serves_old_weights_is_caught_where_its_answer_parts_at_a_tie(autojump_clock):
+    """Four tokens agree with the stored answer within the tolerance, the fifth is a near tie: only the answer as a whole shows the old weights."""
+    old_tokens, new_tokens = (4, 5, 6, 7, 3, 3), (4, 5, 6, 7, 8, 9)
+    memory, tolerance = ProbeMemory(), 0.05
+    log_probs = np.asarray([-1, -2, -1, -1, -2, -1], np.float32)
+    old = ProbeReply(6, np.asarray(old_tokens), log_probs, log_probs)
+    new = ProbeReply(7, np.asarray(new_tokens), log_probs + np.float32(0.01), log_probs + np.float32(0.01))
+    memory.remember("a", Verified(old, None, "digest of 6"))
+    memory.remember("b", Verified(new, None, "digest of 7"))
+    server: Any = Server("a", Trainer())
+
+    async def generate(request: GenerateRequest) -> Completion:
+        await trio.lowlevel.checkpoint()
+        return replace(answer(old_tokens, log_probs.tolist()), weight_versions=np.full(6, server.version))
+
+    server.generate = generate
+    judge = judge_by_stored(new, tolerance_of=lambda name: tolerance)
+    with pytest.raises(WeightSyncError, match="says version 7 but answers the probe exactly as at version 6"):
+        await sync_weights_to_engines(
+            [server], Path("w7"), version=7, probe=PROBE, judge=judge, memory=memory, digest="digest of 7", warn=lambda text: None
+        )
+
+
+def test_a_shorter_answer_never_replaces_a_longer_one_of_its_version():
+    memory = ProbeMemory()
+    memory.remember("a", Verified(STORED, "sum", "digest"))
+    short = compare_with_stored(STORED, answer((4, 5, 6, 7, 3, 3), (-1, -2, -1, -1, -2.015, -1)), tolerance=0.01)
+    memory.remember("b", Verified(short, "sum", "digest"))
+    assert memory.reply(7, "b") is STORED
+    memory.remember("a", Verified(short, "sum 2", "digest"))
+    assert memory.all("a") == [Verified(STORED, "sum 2", "digest")]
 
 
 # --- weights that come to all at once ----------------------------------------------------------------------------------------
@@ -628,13 +675,25 @@ class FakeFleet(Admissions):
     def __init__(self, servers: Sequence[Server]) -> None:
         super().__init__()
         self.servers = servers
+        self.serving: set[str] = set()
         self.send, self.stale_members = trio.open_memory_channel[Any](math.inf)
 
     def members_for_update(self) -> tuple[Any, ...]:
         return tuple(self.servers)
 
+    on_fail: Any = staticmethod(lambda: None)
+
+    def needs_update(self, engine: Any) -> bool:
+        return engine.features.name not in self.serving
+
+    def commit(self, engine: Any, version: int) -> bool:
+        self.serving.add(engine.features.name)
+        return super().commit(engine, version)
+
     def fail(self, engine: Any, error: Exception) -> None:
         super().fail(engine, error)
+        self.serving.discard(engine.features.name)
+        self.on_fail()
         self.send.send_nowait(engine)
 
 
@@ -653,8 +712,13 @@ class FleetWorld:
         version = self.trainer.step(weights)
         return await self.sync(self.trainer, [self.fleet], version)
 
+    async def move_on(self, after_s: float) -> None:
+        await trio.sleep(after_s)
+        self.trainer.weight_version += 1
+
     def restart(self, server: Server) -> None:
         server.version, server.weights = -1, 0.0
+        self.fleet.serving.discard(server.features.name)
         server.calls.clear()
         self.fleet.events.clear()
 
@@ -677,7 +741,7 @@ async def test_one_engine_of_a_fleet_may_fail_and_one_without_a_fleet_may_not(au
         await sync(world.trainer, world.servers, 1)
 
 
-async def test_a_restarted_engine_is_brought_to_the_published_weights_by_the_trainer(autojump_clock):
+async def test_a_restarted_engine_is_brought_to_the_published_weights(autojump_clock):
     world = FleetWorld()
     await world.step(3.0)
     world.restart(world.servers[1])
@@ -774,18 +838,246 @@ async def test_an_update_that_reaches_nobody_waits_for_an_engine_that_comes_back
         world.fleet.send.close()
 
 
-async def test_an_update_and_a_revival_never_touch_an_engine_at_once(autojump_clock):
+async def test_a_hung_revival_gives_way_to_the_update_which_takes_its_engine_in(autojump_clock):
+    world = FleetWorld()
+    await world.step(3.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.sync.keep_engines_current, world.trainer, world.fleet)
+        world.restart(world.servers[0])
+        world.servers[0].faults["load"] = ["hang"]
+        world.fleet.send.send_nowait(world.servers[0])
+        await trio.sleep(10)
+        started = trio.current_time()
+        assert (await world.step(4.0))["weight_sync/engines_updated"] == 3.0
+        assert trio.current_time() - started < 10
+        once = ["pause", "load", "set_version", "resume", "probe"]
+        assert world.servers[0].calls == ["set_version", "pause", "load", "resume", *once]  # never both at once, never left paused
+        assert world.fleet.those("fail") == ["a"]
+        assert world.servers[0].weights == 4.0
+        await trio.sleep(100)  # its announcement by that failure comes to nothing: it serves
+        assert world.servers[0].calls == ["set_version", "pause", "load", "resume", *once]
+        world.fleet.send.close()
+
+
+async def test_a_revival_that_an_update_overtakes_says_so(autojump_clock):
     world = FleetWorld()
     await world.step(3.0)
     world.restart(world.servers[0])
     world.servers[0].load_s = 50.0
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(world.sync.revive, world.trainer, world.servers[0])
-        await trio.sleep(10)
-        nursery.start_soon(world.step, 4.0)
-    once = ["pause", "load", "set_version", "resume", "probe"]
-    assert world.servers[0].calls == ["set_version", *once, *once]  # first: does it have what it proved before?
+        nursery.start_soon(lambda: started_step(world, after_s=10))
+        with pytest.raises(WeightSyncError, match="the revival of engine a gave way to a weight update"):
+            await world.sync.revive(world.trainer, world.servers[0])
+        assert trio.current_time() < 30
     assert world.servers[0].weights == 4.0
+
+
+async def started_step(world: FleetWorld, *, after_s: float) -> None:
+    await trio.sleep(after_s)
+    await world.step(4.0)
+
+
+async def test_an_engine_that_serves_when_its_turn_comes_is_left_alone(autojump_clock):
+    world = FleetWorld()
+    await world.step(3.0)
+    world.fleet.events.clear()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.sync.keep_engines_current, world.trainer, world.fleet)
+        world.fleet.send.send_nowait(world.servers[1])
+        await trio.sleep(100)
+        assert world.fleet.events == []
+        world.fleet.send.close()
+
+
+async def test_a_revival_is_not_judged_by_a_trainer_that_moves_on_meanwhile(autojump_clock):
+    world = FleetWorld()
+    await world.step(3.0)
+    world.restart(world.servers[1])
+    world.servers[1].load_s = 20.0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.sync.revive, world.trainer, world.servers[1])
+        await trio.sleep(10)
+        world.trainer.step(80.0)
+    assert world.fleet.those("commit") == ["b"]
+    assert world.servers[1].weights == 3.0
+
+    world.sync.memory = ProbeMemory()  # nobody remembers an answer: only the trainer could tell, and it has other weights
+    world.restart(world.servers[1])
+    with pytest.raises(WeightSyncError, match="no verified answer of version 1 is remembered, and the trainer is at 2"):
+        await world.sync.revive(world.trainer, world.servers[1])
+    assert world.fleet.events == [("fail", "b")]
+    assert "engine b cannot be revived" in world.warnings[-1]
+
+    world.trainer.weight_version = 1  # it seems to have them, and moves on while the engine loads
+    world.restart(world.servers[1])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.move_on, 10.0)
+        with pytest.raises(WeightSyncError, match="the trainer has moved on to version 2"):
+            await world.sync.revive(world.trainer, world.servers[1])
+    assert world.fleet.events == [("close", "b"), ("fail", "b")]
+
+
+class InMemoryServer(Server):
+    """Takes weights bucket by bucket."""
+
+    async def begin_update(self) -> None:
+        await self.phase("load")
+
+    def receive_bucket(self, bucket: Sequence[tuple[str, np.ndarray]]) -> None:
+        self.new = float(bucket[0][1][0])
+
+    async def finish_update(self, version: int) -> None:
+        await trio.lowlevel.checkpoint()
+        self.weights, self.version = self.new, version
+
+
+async def test_new_weights_are_never_given_under_an_old_version(autojump_clock):
+    trainer: Any = Trainer()
+
+    def stream_weights(sink: Any) -> Any:
+        class Future:
+            async def result(self) -> None:
+                await trio.sleep(10)
+                sink([("w", np.asarray([trainer.weights]))])
+
+        return Future()
+
+    trainer.stream_weights = stream_weights
+    servers: Any = [InMemoryServer(name, trainer, in_memory=True) for name in NAMES]
+    fleet: Any = FakeFleet(servers)
+    warnings: list[str] = []
+    sync = WeightSync(PROBE, admission=fleet, limits=LIMITS, warn=warnings.append)
+    await sync(trainer, [fleet], trainer.step(1.0))
+    servers[1].version, servers[1].weights = -1, 0.0
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(take_step, trainer, 5.0)
+        with pytest.raises(WeightSyncError, match="the trainer has moved on to version 2"):
+            await sync.revive(trainer, servers[1])
+    assert servers[1].version == -1
+    with pytest.raises(WeightSyncError, match="there is no snapshot of version 1"):
+        await sync.revive(trainer, servers[1])
+    assert (await sync(trainer, [fleet], 2))["weight_sync/engines_updated"] == 3.0
+    servers[1].version, servers[1].weights = -1, 0.0
+    await sync.revive(trainer, servers[1])  # the trainer still has them
+    assert (servers[1].version, servers[1].weights) == (2, 2.0)
+
+
+async def take_step(trainer: Any, after_s: float) -> None:
+    await trio.sleep(after_s)
+    trainer.step(2.0)
+
+
+async def test_a_revival_that_cannot_begin_is_tried_again(autojump_clock):
+    world = FleetWorld()
+    await world.step(3.0)
+    opened, world.keeper.open_reader = world.keeper.open_reader, fail_to_open  # pyright: ignore[reportAttributeAccessIssue]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.sync.keep_engines_current, world.trainer, world.fleet)
+        world.restart(world.servers[1])
+        world.fleet.on_fail = lambda: setattr(world.keeper, "open_reader", opened)
+        world.fleet.send.send_nowait(world.servers[1])
+        await trio.sleep(100)
+        assert world.fleet.events == [("fail", "b"), ("close", "b"), ("commit", "b", 1)]
+        assert world.warnings == ["engine b cannot be revived: the disk is away"]
+        world.fleet.send.close()
+
+
+def fail_to_open(path: Path) -> Any:
+    raise SnapshotError("the disk is away")
+
+
+# --- the trainer's own failure, cancellation ---------------------------------------------------------------------------------
+
+
+class BrokenFuture:
+    async def result(self) -> None:
+        await trio.sleep(0.1)
+        raise BackendError("out of memory")
+
+
+async def test_a_failure_of_the_trainer_ends_the_update_at_once_as_itself(autojump_clock):
+    world = FleetWorld()
+    await world.step(3.0)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.sync.keep_engines_current, world.trainer, world.fleet)
+        real, world.trainer.forward = world.trainer.forward, lambda batch: BrokenFuture()
+        world.servers[2].load_s = 50.0
+        started, said = trio.current_time(), len(world.warnings)
+        with pytest.raises(BackendError, match="out of memory"):
+            await world.step(4.0)
+        assert trio.current_time() - started < 10
+        assert len(world.warnings) == said  # no engine is blamed
+        assert [server.paused for server in world.servers] == [False] * 3
+        assert world.fleet.serving == set()
+        assert world.sync.published is not None and world.sync.published.version == 1
+        world.trainer.forward = real
+        nursery.cancel_scope.cancel()
+
+
+async def test_an_update_that_is_cancelled_after_some_have_committed_is_published(autojump_clock):
+    trainer: Any = Trainer()
+    servers: Any = [Server(name, trainer) for name in "ab"]
+    warnings: list[str] = []
+    async with open_fleet([Member(server) for server in servers], warn=warnings.append) as fleet:
+        sync = WeightSync(PROBE, keeper=Keeper(), admission=fleet, limits=LIMITS, warn=warnings.append)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sync.keep_engines_current, trainer, fleet)
+            await sync(trainer, [fleet], trainer.step(3.0))
+            servers[1].load_s = 50.0
+            with trio.move_on_after(10):
+                await sync(trainer, [fleet], trainer.step(4.0))
+            assert fleet.published_version == 2
+            values = fleet.statistics()
+            assert (values["engine/a/state"], values["engine/a/version"], values["fleet/serving"]) == (0.0, 2.0, 1.0)
+            await trio.sleep(100)  # and the other follows, out of the new snapshot
+            values = fleet.statistics()
+            assert (values["engine/b/version"], values["fleet/serving"], servers[1].weights) == (2.0, 2.0, 4.0)
+            nursery.cancel_scope.cancel()
+
+
+async def test_an_engine_that_joins_or_fails_during_the_first_update_serves_in_the_end(autojump_clock):
+    trainer: Any = Trainer()
+    servers: Any = [Server(name, trainer) for name in NAMES]
+    servers[0].load_s = 50.0
+    servers[1].faults["pause"] = ["fail"]  # its announcement comes before there is anything to serve
+    warnings: list[str] = []
+    async with open_fleet([Member(server) for server in servers[:2]], warn=warnings.append) as fleet:
+        sync = WeightSync(PROBE, keeper=Keeper(), admission=fleet, limits=LIMITS, warn=warnings.append)
+
+        async def join() -> None:
+            await trio.sleep(10)
+            await fleet.join(Member(servers[2]))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(sync.keep_engines_current, trainer, fleet)
+            nursery.start_soon(join)
+            await sync(trainer, [fleet], 0)
+            await trio.sleep(200)
+            assert fleet.statistics()["fleet/serving"] == 3.0
+            nursery.cancel_scope.cancel()
+
+
+async def test_an_update_that_reaches_nobody_is_tried_with_growing_pauses(autojump_clock):
+    world = FleetWorld(patience_s=300.0)
+    for server in world.servers:
+        server.faults["pause"] = ["fail"] * 1000
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(world.sync.keep_engines_current, world.trainer, world.fleet)
+        with pytest.raises(WeightSyncError):
+            await world.step(3.0)
+        assert 5 <= world.servers[0].calls.count("pause") <= 10
+        nursery.cancel_scope.cancel()
+
+
+async def test_engines_of_one_name_are_refused():
+    world = World()
+    world.servers[1] = Server("a", world.trainer)
+    with pytest.raises(WeightSyncError, match="2 engines are named 'a'"):
+        await world.update(1, 3.0)
+    assert world.admission.events == []
+
+
+# --- transport ---------------------------------------------------------------------------------------------------------------
 
 
 async def test_after_a_transfer_in_memory_there_is_a_snapshot_for_those_that_restart(autojump_clock):
