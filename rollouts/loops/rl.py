@@ -7,7 +7,8 @@ DataBuffer ──► rollout_manager.generate_batch() ──► advantages ─�
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import trio
@@ -19,7 +20,7 @@ from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_stalene
 from rollouts.loops.sft import step_metrics, warn_of_skipped_step
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
-from rollouts.types import Metric, RolloutBatch, Sample, metric_values
+from rollouts.types import ForwardBackwardResult, LossSpec, Metric, OptimStepResult, RolloutBatch, Sample, metric_values
 
 
 class BatchSource(Protocol):
@@ -68,13 +69,9 @@ async def run_rl_training(
     for step in range(completed_steps + 1, config.steps + 1):
         timer = PhaseTimer()
         hooks.before_batch(step)
-        try:
+        async with saving_first(hooks, step - 1, saved=step - 1 == completed_steps or hooks.saves_after(step - 1)):
             with timer.phase("generate"):
                 batch = await generate_and_log(rollout_manager, metrics_logger, step)
-        except (NotEnoughSamples, UserFunctionError, FleetDown):
-            if step - 1 > completed_steps and not hooks.saves_after(step - 1):
-                await hooks.save_checkpoint(step - 1)
-            raise
         hooks.after_batch(step, batch.samples)
         lags = compute_lags(batch, step - 1)
         check_staleness(lags, max_staleness=config.max_staleness)
@@ -82,20 +79,17 @@ async def run_rl_training(
             batch = await add_log_probs(batch, backend, reference, config)
         batch, advantage_metrics = add_advantages(batch, config)
         with timer.phase("train"):
-            futures = [(backend.forward_backward(batch, loss), backend.optim_step()) for _ in range(config.updates_per_batch)]
-            version_set = backend.set_weight_version(step)
-            results = [(await forward.result(), await optim.result()) for forward, optim in futures]
-            await version_set.result()
+            results = await train(backend, batch, loss, step, updates=config.updates_per_batch)
         for _, optim in results:
             warn_of_skipped_step("rl", step, optim)
-        unsynced: WeightSyncError | FleetDown | None = None
         sync_metrics: Mapping[str, float] = {}
+        unsynced: WeightSyncError | FleetDown | None = None  # raised when the step is in the record
         if step % config.sync_every == 0 or step == config.steps:  # the last one, so that what is evaluated at the end is the end
-            with timer.phase("weight_sync"):
-                try:
+            try:
+                with timer.phase("weight_sync"):
                     sync_metrics = await sync_weights(backend, inference_engines, step)
-                except (WeightSyncError, FleetDown) as error:
-                    unsynced = error
+            except (WeightSyncError, FleetDown) as error:
+                unsynced = error
         metrics = {
             **metric_values(rollout_manager.batch_metrics()),
             **advantage_metrics,
@@ -109,19 +103,36 @@ async def run_rl_training(
             **throughput(batch, timer),
         }
         await metrics_logger.log_step("rl", step, step - 1, metrics)
-        if unsynced is not None:
-            await hooks.save_checkpoint(step)
-            raise unsynced
         history.append(metrics)
-        try:
+        async with saving_first(hooks, step, saved=unsynced is None and hooks.saves_after(step)):
+            if unsynced is not None:
+                raise unsynced
             ends = await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every, stop_every=config.sync_every)
-        except (NotEnoughSamples, FleetDown):  # of an evaluation
-            if not hooks.saves_after(step):
-                await hooks.save_checkpoint(step)
-            raise
         if ends:
             break
     return history
+
+
+@asynccontextmanager
+async def saving_first(hooks: LoopHooks, step: int, *, saved: bool) -> AsyncIterator[None]:
+    """Saves `step`, unless it is `saved`, before what ends a run through no fault of the trainer's leaves."""
+    try:
+        yield
+    except (NotEnoughSamples, UserFunctionError, WeightSyncError, FleetDown):
+        if not saved:
+            await hooks.save_checkpoint(step)
+        raise
+
+
+async def train(
+    backend: TrainingBackend, batch: RolloutBatch, loss: LossSpec, step: int, *, updates: int
+) -> list[tuple[ForwardBackwardResult, OptimStepResult]]:
+    """What each of `updates` optimizer steps on the batch gave, after which the backend has weight version `step`."""
+    futures = [(backend.forward_backward(batch, loss), backend.optim_step()) for _ in range(updates)]
+    version_set = backend.set_weight_version(step)
+    results = [(await forward.result(), await optim.result()) for forward, optim in futures]
+    await version_set.result()
+    return results
 
 
 async def generate_and_log(rollout_manager: BatchSource, metrics_logger: MetricsLogger, step: int) -> RolloutBatch:
