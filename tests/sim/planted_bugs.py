@@ -16,6 +16,8 @@ from rollouts.engines.fleet_state import EngineState
 from rollouts.generation import async_rollout_manager
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.ledger import Ledger
+from rollouts.generation.pacing import Pace
+from rollouts.loops import rl
 from rollouts.protocols import InferenceEngine
 from rollouts.testing.fleet_simulator import Invariant
 from rollouts.types import RolloutBatch
@@ -136,7 +138,18 @@ def give_back_what_trained(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AsyncRolloutManager, "_deliver", deliver)
 
 
+def accept_late_replies(patch: pytest.MonkeyPatch) -> None:
+    """Nothing asks how old the weights of an answer are: not the choice of a batch, not what waits for one, not the loop."""
+    patch.setattr(AsyncRolloutManager, "_is_stale", lambda self, samples: False)
+    patch.setattr(Pace, "is_stale", lambda self, oldest: False)
+    patch.setattr(Pace, "is_full", lambda self: len(self.finished) >= self.num_prompts)
+    patch.setattr(Pace, "room", property(lambda self: 10 * self.num_prompts - len(self.deadlines)))
+    patch.setattr(Pace, "choose", lambda self: sorted(self.finished, reverse=True)[: self.num_prompts])
+    patch.setattr(rl, "check_staleness", lambda lags, *, max_staleness: None)
+
+
 PLANTED_BUGS = (
+    PlantedBug(accept_late_replies, ("tokens",)),
     PlantedBug(publish_before_verify, ("published",)),
     PlantedBug(forget_to_resume, ("paused",)),
     PlantedBug(commit_without_proof, ("weights", "tokens")),
