@@ -77,8 +77,8 @@ async def open_synced_fleet(
 
 
 def make_metric_name(name: str) -> str:
-    """A statistic's name as a metric may be called: engine/vllm-127.0.0.1:8101/state is engine/vllm_127_0_0_1_8101/state."""
-    return re.sub(r"[^a-z0-9_/]", "_", name.lower())
+    """A statistic's name as a metric may be called: engine/vllm-0/state is engine/vllm_0/state, a class becomes engine_unreachable."""
+    return re.sub(r"[^a-z0-9_/]", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
 @asynccontextmanager
