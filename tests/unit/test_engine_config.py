@@ -1,0 +1,79 @@
+"""Servers as a config describes them: what is refused before anything starts, and what they are told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.config.schema import EngineConfig
+from rollouts.engines.open import check_engine_config, find_server_python
+from rollouts.errors import ConfigError
+from rollouts.weight_sync.open import choose_tolerance, find_served_dtype, make_metric_name
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory without any server's environment."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"urls": ["http://127.0.0.1:8101"]}, "kind='local' starts no server"),
+        ({"count": 2}, "kind='local' starts no server"),
+        ({"kind": "vllm", "urls": ["http://a"], "count": 2}, "count, python and args are for servers that this run starts"),
+        ({"kind": "vllm", "urls": ["http://a", "http://a"]}, "names a server twice"),
+        ({"kind": "sglang", "urls": ["127.0.0.1:30000"]}, "begins with http:// or https://"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], rule: str):
+    with pytest.raises(ValueError, match=rule):
+        EngineConfig(**settings)
+
+
+def test_a_missing_environment_is_refused_with_the_command_that_makes_it(elsewhere: Path):
+    with pytest.raises(ConfigError, match=r"\.venv-sglang/bin/python does not exist.*rollouts engines install-sglang-cpu"):
+        check_engine_config(EngineConfig(kind="sglang"))
+    with pytest.raises(ConfigError, match=r"engine\.python='nowhere' is no program"):
+        check_engine_config(EngineConfig(kind="vllm", python="nowhere"))
+
+
+def test_an_environment_beside_the_run_is_found_and_a_named_one_comes_first(elsewhere: Path):
+    beside = elsewhere / ".venv-vllm" / "bin" / "python"
+    beside.parent.mkdir(parents=True)
+    beside.symlink_to(sys.executable)
+    assert find_server_python(EngineConfig(kind="vllm")) == beside, "by the name of its link, or it would not be that environment"
+    assert find_server_python(EngineConfig(kind="vllm", python=sys.executable)) == Path(sys.executable)
+
+
+def test_a_key_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch):
+    config = EngineConfig(kind="vllm", urls=["http://127.0.0.1:1"], api_key_env="NO_SUCH_KEY")
+    with pytest.raises(ConfigError, match="api_key_env='NO_SUCH_KEY': there is no such environment variable"):
+        check_engine_config(config)
+    monkeypatch.setenv("NO_SUCH_KEY", "secret")
+    check_engine_config(config)
+
+
+@pytest.mark.parametrize(
+    ("stored", "setting", "served"),
+    [("bfloat16", "auto", "bfloat16"), ("float32", "auto", None), (None, "auto", None), ("bfloat16", "float32", "float32")],
+)
+def test_weights_are_written_as_the_servers_compute(tmp_path: Path, stored: str | None, setting: Any, served: str | None):
+    (tmp_path / "config.json").write_text(json.dumps({} if stored is None else {"dtype": stored}))
+    assert find_served_dtype(EngineConfig(kind="vllm", dtype=setting), tmp_path) == served
+
+
+def test_sixteen_bits_on_either_side_widen_the_tolerance():
+    assert choose_tolerance(exact=True) == 1e-3
+    assert choose_tolerance(exact=False) == 5e-2
+
+
+def test_statistics_of_a_fleet_have_names_that_metrics_may_have():
+    assert make_metric_name("engine/vllm-127.0.0.1:8101/state") == "engine/vllm_127_0_0_1_8101/state"
+    assert make_metric_name("fleet/failures/EngineUnreachable") == "fleet/failures/engine_unreachable"
