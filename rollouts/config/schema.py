@@ -202,6 +202,7 @@ class EngineConfig(Section):
     max_rows: PositiveInt = 128  # of a local engine: sequences decoded at once
     urls: list[str] = []  # servers that run already; empty: this run starts its own
     api_key_env: str = ""  # environment variable that holds the key of the servers in urls
+    admin_key_env: str = ""  # environment variable with their key for control calls (--admin-api-key of SGLang); empty: the same key
     count: PositiveInt = 1  # servers to start
     python: str = ""  # Python with vLLM or SGLang in it; empty: .venv-vllm/bin/python or .venv-sglang/bin/python
     args: list[str] = []  # more arguments of a started server
@@ -219,6 +220,8 @@ class EngineConfig(Section):
             unused += ["count"] if self.count != 1 else []
             if unused:
                 raise ValueError(f"{unused[0]} is set, but kind='local' starts no server; set kind='vllm' or 'sglang'")
+        if self.admin_key_env and not (self.kind == "sglang" and self.urls):
+            raise ValueError(f"admin_key_env={self.admin_key_env!r} is for SGLang servers that run already; set kind='sglang' and urls, or leave it out")
         if self.urls and (self.args or self.python or self.count != 1):
             raise ValueError("urls names servers that run already; count, python and args are for servers that this run starts: set one or the other")
         if len(set(self.urls)) != len(self.urls):

@@ -27,6 +27,7 @@ def check_engine_config(config: EngineConfig) -> None:
     if not config.urls:
         find_server_python(config)
     read_api_key(config)
+    read_admin_key(config)
 
 
 def find_server_python(config: EngineConfig) -> Path:
@@ -50,11 +51,20 @@ def find_server_python(config: EngineConfig) -> Path:
 
 def read_api_key(config: EngineConfig) -> str | None:
     """The key of servers that run already, out of the environment. Raises ConfigError if it is named but not there."""
-    if not config.api_key_env:
+    return _read_key(config.api_key_env, "api_key_env")
+
+
+def read_admin_key(config: EngineConfig) -> str | None:
+    """The key for control calls of SGLang servers that run already; None: the same as for all others. Raises ConfigError as read_api_key."""
+    return _read_key(config.admin_key_env, "admin_key_env")
+
+
+def _read_key(variable: str, setting: str) -> str | None:
+    if not variable:
         return None
-    key = os.environ.get(config.api_key_env, "")
+    key = os.environ.get(variable, "")
     if not key:
-        raise ConfigError(f"engine.api_key_env={config.api_key_env!r}: there is no such environment variable, or it is empty; export it")
+        raise ConfigError(f"engine.{setting}={variable!r}: there is no such environment variable, or it is empty; export it")
     return key
 
 
@@ -71,8 +81,8 @@ async def open_server_fleet(
     async with AsyncExitStack() as stack:
         members: list[Member] = []
         if config.urls:
-            key = read_api_key(config)
-            members += [Member(await stack.enter_async_context(_open_engine(config, url, key, vocab_size))) for url in config.urls]
+            options = {"api_key": read_api_key(config), "admin_key": read_admin_key(config), "vocab_size": vocab_size}
+            members += [Member(await stack.enter_async_context(_open_engine(config, url, **options))) for url in config.urls]
         else:
             command = EngineCommand(
                 kind=config.kind,
@@ -83,18 +93,22 @@ async def open_server_fleet(
                 dtype=None if config.dtype == "auto" else config.dtype,
             )
             for process in await stack.enter_async_context(open_engine_processes(command, count=config.count, log_dir=log_dir)):
-                engine = await stack.enter_async_context(_open_engine(config, process.url, process.api_key, vocab_size, name=process.name))
+                opened = _open_engine(config, process.url, api_key=process.api_key, vocab_size=vocab_size, name=process.name)
+                engine = await stack.enter_async_context(opened)
                 members.append(Member(engine, restart=process.restart, wait_exited=process.wait_exited))
         settings = FleetSettings(max_concurrency=config.max_concurrency, down_limit_s=config.down_limit_s)
         yield await stack.enter_async_context(open_fleet(members, settings=settings, seed=seed, warn=warn))
 
 
 @asynccontextmanager
-async def _open_engine(config: EngineConfig, url: str, key: str | None, vocab_size: int, *, name: str = "") -> AsyncIterator[InferenceEngine]:
-    options = {"name": name, "api_key": key, "silence_s": config.silence_s, "vocab_size": vocab_size}
+async def _open_engine(
+    config: EngineConfig, url: str, *, api_key: str | None, admin_key: str | None = None, vocab_size: int, name: str = ""
+) -> AsyncIterator[InferenceEngine]:
+    options = {"name": name, "api_key": api_key, "silence_s": config.silence_s, "vocab_size": vocab_size}
+    options["context_length"] = config.context_length or None
     if config.kind == "vllm":
         async with open_vllm_engine(url, **options) as engine:
             yield engine
     else:
-        async with open_sglang_engine(url, **options) as engine:
+        async with open_sglang_engine(url, admin_key=admin_key, **options) as engine:
             yield engine

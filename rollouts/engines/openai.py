@@ -10,17 +10,16 @@ Log-probs are NaN, which no Sample accepts as a log-prob; versions are −1.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import httpx2
 import msgspec
 import numpy as np
 
-from rollouts.engines.http import HttpReply
+from rollouts.engines.http import MAX_BODY_BYTES, HttpReply, check_key, split_url
 from rollouts.engines.server import EngineServer
 from rollouts.engines.wire import UNKNOWN_VERSION, decode_reply
 from rollouts.errors import EngineError, EngineSetupError, EngineSilent, EngineUnreachable, InfrastructureError, ReplyError, RequestRefused
@@ -177,6 +176,9 @@ def parse_completions(body: bytes, request: GenerateRequest, tokenizer: TextToke
     token_ids = choice.token_ids if tokenizer is None else list(tokenizer.encode(choice.text, add_special_tokens=False))
     if token_ids is None:
         raise ReplyError(f"{who}: the answer has no token_ids; this endpoint speaks text: open the engine with tokenizer=…")
+    limit = request.sampling.max_new_tokens
+    if tokenizer is None and len(token_ids) > limit:  # text, tokenized again, may have more tokens than it was made of
+        raise ReplyError(f"{who}: {len(token_ids)} tokens, more than max_new_tokens={limit}")
     for index, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
             raise ReplyError(f"{who}: token {index} has id {token}, outside the vocabulary of {vocab_size}")
@@ -217,9 +219,11 @@ async def open_openai_engine(
 
     `silence_s`: an endpoint says nothing while it generates, so this bounds a whole answer. `vocab_size`, `context_length`: of the model,
     since no endpoint tells them. `tokenizer`: for endpoints that speak text. `transport`: how requests travel; None: HTTP.
-    Raises EngineSetupError for a key or a model that the endpoint does not know; EngineUnreachable, EngineSilent.
+    Raises EngineSetupError for a url or a key that cannot be used and for a key or a model that the endpoint does not know;
+    EngineUnreachable, EngineSilent.
     """
-    name = name or f"openai-{urlsplit(url).netloc}"
+    name = name or f"openai-{split_url(url).netloc}"
+    check_key(api_key, where=name)
     features = EngineFeatures(
         vocab_size=vocab_size,
         context_length=context_length,
@@ -235,7 +239,7 @@ async def open_openai_engine(
         frees_memory=False,
         gaps=GAPS if tokenizer is None else GAPS + TEXT_GAPS,
     )
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
     async with httpx2.AsyncClient(base_url=url.rstrip("/"), headers=headers, limits=limits, transport=transport, trust_env=False) as client:
         server = EngineServer(_Client(client), name=name, silence_s=silence_s)
@@ -258,14 +262,24 @@ class _Client:
         timeout = httpx2.Timeout(silence_s, connect=CONNECT_S)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
-            reply = await self._client.request(method, path, content=body, headers=headers, timeout=timeout)
+            async with self._client.stream(method, path, content=body, headers=headers, timeout=timeout) as reply:
+                content = await self._read(reply, f"{method} {path}")
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
             raise EngineSilent(f"{method} {self._client.base_url}{path} gave nothing for {silence_s:g} s") from error
         except httpx2.RemoteProtocolError as error:
             raise ReplyError(f"{method} {self._client.base_url}{path} gave no HTTP answer: {error}") from error
         except (httpx2.TransportError, httpx2.DecodingError) as error:
             raise EngineUnreachable(f"{method} {self._client.base_url}{path} failed: {type(error).__name__}: {error}") from error
-        return HttpReply(reply.status_code, {key.lower(): value for key, value in reply.headers.items()}, reply.content)
+        return HttpReply(reply.status_code, {key.lower(): value for key, value in reply.headers.items()}, content)
+
+    async def _read(self, reply: httpx2.Response, what: str) -> bytes:
+        body = bytearray()
+        async with aclosing(cast(AsyncGenerator[bytes, None], reply.aiter_bytes())) as parts:
+            async for part in parts:
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise ReplyError(f"{what} to {self._client.base_url}: the answer is larger than {MAX_BODY_BYTES} bytes")
+        return bytes(body)
 
     def statistics(self) -> dict[str, float]:
         return {}

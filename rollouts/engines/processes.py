@@ -70,7 +70,7 @@ class EngineProcess:
 
     def __init__(self, command: EngineCommand, *, name: str, log_path: Path, secret_dir: Path, env: Mapping[str, str], start_s: float, stop_s: float):
         self.name = name
-        self.api_key = secrets.token_hex(32)
+        self.api_key = ""  # made anew for each port that is tried
         self.log_path = log_path
         self.port = 0
         self.starts = 0
@@ -114,6 +114,7 @@ class EngineProcess:
         async with self._turn:
             for left in reversed(range(PORT_TRIES)):
                 self.port = find_free_port()
+                self.api_key = secrets.token_hex(32)  # whoever took the port before may have been asked with the last one
                 try:
                     await self._launch()
                     return
@@ -194,12 +195,12 @@ class EngineProcess:
         if code is None:
             return f"{self.name} (pid {life.pid}) was stopped with its guard"
         if code < 0:
-            return f"{self.name} (pid {life.pid}) was killed by {signal.Signals(-code).name}"
+            return f"{self.name} (pid {life.pid}) was killed by {describe_signal(-code)}"
         return f"{self.name} (pid {life.pid}) ended with exit code {code}"
 
     def _read_tail(self, life: _Life) -> str:
         """The last lines of this life's log and where it is, without the key."""
-        lines = read_tail(self.log_path, start=life.log_start).replace(self.api_key, "<key>")
+        lines = read_tail(self.log_path, start=life.log_start).replace(self.api_key or "<key>", "<key>")
         return f"last lines of {self.log_path}:\n{lines}"
 
 
@@ -261,6 +262,7 @@ async def _open_life(arguments: Sequence[str], env: Mapping[str, str], log_path:
     settings = {"command": list(arguments), "parent_pid": os.getpid(), "grace_s": grace_s, "inner": False}
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
+        os.fchmod(log, 0o600)  # one that was there already may be open to others, and SGLang prints its key
         start = os.fstat(log).st_size
         os.write(log, f"=== {datetime.now(UTC).isoformat(timespec='seconds')} {headline}: {shlex.join(arguments)}\n".encode())
         guard = await trio.lowlevel.open_process(
@@ -427,7 +429,7 @@ def check_command(command: EngineCommand) -> None:
         fixed |= {"--model": str(command.model)}
     for name, value in split_flags(command.args):
         # argparse takes the beginning of a flag for the flag; "--no-x" is the opposite of "--x".
-        meant = [flag for flag in fixed if flag == name or (len(name) > 4 and flag.startswith(name)) or name == f"--no-{flag[2:]}"]
+        meant = [flag for flag in fixed if flag == name or (len(name) > 2 and flag.startswith(name)) or name == f"--no-{flag[2:]}"]
         if not meant or (name == meant[0] and fixed[meant[0]] == value):
             continue
         set_here = " ".join(word for word in (meant[0], fixed[meant[0]]) if word)
@@ -469,6 +471,14 @@ def make_environment(command: EngineCommand, inherited: Mapping[str, str], *, th
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return {**env, **command.env}
+
+
+def describe_signal(number: int) -> str:
+    """Its name, or for one that has none (say a real-time signal) its number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def find_free_port() -> int:

@@ -478,7 +478,7 @@ async def shake_hands(
     """The engine of a server that passed all checks. Raises as open_sglang_engine."""
     who = server.name
     await _try_keys(server, admin, has_key=has_key)
-    info = decode_reply(await server.call("GET", "/server_info"), _ServerInfo, where=f"{who}: GET /server_info")
+    info = decode_reply(await server.call("GET", "/server_info"), _ServerInfo, where=f"{who}: GET /server_info", show_body=False)
     model = decode_reply(await server.call("GET", "/model_info"), _ModelInfo, where=f"{who}: GET /model_info")
     models = decode_reply(await server.call("GET", "/v1/models"), _Models, where=f"{who}: GET /v1/models")
     check_server_info(info, who=who)

@@ -69,9 +69,7 @@ def test_a_whole_number_is_a_number_but_text_is_not(write):
     config = load_config(write(RL.replace("steps = 4", "steps = 4\nclip_low = 1")))
     assert config.rl is not None
     assert config.rl.clip_low == 1.0
-    assert problems_of(write(SFT.replace("3", '"8"'))) == [
-        'sft.steps = "8"; it must be a whole number, at least 1; write it without quotes: 8'
-    ]
+    assert problems_of(write(SFT.replace("3", '"8"'))) == ['sft.steps = "8"; it must be a whole number, at least 1; write it without quotes: 8']
 
 
 def test_an_sft_optimizer_table_that_leaves_lr_out_keeps_the_sft_default(write):
@@ -135,7 +133,7 @@ def test_the_last_of_two_equal_flags_counts(write):
 
 def test_a_flag_cannot_smuggle_in_a_second_setting(write):
     assert problems_of(write(""), ["--seed", "1\nname = 'x'"]) == [
-        '--seed: seed = "1\\nname = \'x\'"; it must be a whole number, at least 0, below 9223372036854775808'
+        "--seed: seed = \"1\\nname = 'x'\"; it must be a whole number, at least 0, below 9223372036854775808"
     ]
 
 
@@ -424,9 +422,7 @@ def test_a_dumped_config_loads_back_equal(write, tmp_path):
 
 
 def test_a_config_that_toml_cannot_hold_is_refused_by_name():
-    config = RunConfig.model_validate(
-        {"eval": {"data": {"kind": "reasoning_gym", "dataset": "x", "size": 1, "params": {"a": object()}}}}
-    )
+    config = RunConfig.model_validate({"eval": {"data": {"kind": "reasoning_gym", "dataset": "x", "size": 1, "params": {"a": object()}}}})
     with pytest.raises(ConfigError, match=r"data\.params"):
         dump_config(config)
 
@@ -476,12 +472,15 @@ def test_the_explanation_has_a_line_per_setting_with_its_real_default():
 
 
 def test_a_part_can_be_explained_alone():
-    assert explain_config("engine").splitlines() == [
-        "[engine]  What generates.",
-        'engine.kind      "local"   local: in this process  (one of "local")',
-        'engine.mode      "shared"  shared: the trainer\'s own parameters, on its thread  (one of "shared", "copied")',
-        "engine.max_rows  128       sequences decoded at once  (a whole number, at least 1)",
+    assert explain_config("output").splitlines() == [
+        "[output]  Where the run writes.",
+        'output.dir               ""  empty: runs/NAME  (text)',
+        "output.checkpoint_every  0   steps; 0: only at the end of a stage and when stopped  (a whole number, at least 0)",
+        "output.keep_checkpoints  0   newest complete checkpoints of a stage that stay; 0: all  (a whole number, at least 0)",
+        "output.samples_per_step  16  rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is  "
+        "(a whole number, at least 0)",
     ]
+    assert "engine.admin_key_env" in explain_config("engine")
     with pytest.raises(KeyError, match="did you mean engine"):
         explain_config("engin")
 

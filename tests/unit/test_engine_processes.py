@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from rollouts.engines.processes import (
     EngineCommand,
     EngineProcess,
     check_command,
+    describe_signal,
     make_arguments,
     make_environment,
     open_engine_processes,
@@ -132,7 +134,11 @@ async def test_a_port_that_was_taken_is_given_up_for_another(tmp_path: Path):
     command = fake_command(tmp_path, taken=2, count=str(tmp_path / "count"))
     async with open_engine_processes(command, count=1, log_dir=tmp_path) as (process,):
         assert process.starts == 3
-        assert process.log_path.read_text().count("Address already in use") == 2
+        log = process.log_path.read_text()
+        assert log.count("Address already in use") == 2
+    keys = re.findall("api_key=(.*)", log)
+    assert len(set(keys)) == 3, "whoever has the port that was given up may have been told the key"
+    assert keys[-1] == process.api_key
 
 
 async def test_a_server_that_takes_everybody_is_not_ours(tmp_path: Path):
@@ -156,6 +162,15 @@ async def test_the_key_stands_in_no_command_line_and_no_readable_file(tmp_path: 
         if kind == "sglang":
             assert "config mode 600" in process.log_path.read_text()
             assert not Path(words[words.index("--config") + 1]).exists(), "a server that is up has read it"
+
+
+async def test_a_log_that_others_could_read_is_closed_to_them(tmp_path: Path):
+    log = tmp_path / "sglang-0.log"
+    log.write_text("an earlier run\n")
+    log.chmod(0o644)
+    async with open_engine_processes(fake_command(tmp_path, "sglang"), count=1, log_dir=tmp_path):
+        assert log.stat().st_mode & 0o777 == 0o600
+    assert log.read_text().startswith("an earlier run\n")
 
 
 async def test_the_key_is_blotted_out_of_messages(tmp_path: Path):
@@ -184,6 +199,18 @@ async def test_an_end_is_told_with_its_reason_to_everyone_who_waits(tmp_path: Pa
     assert len(reasons) == 2
     assert reasons[0].startswith("vllm-0 (pid ")
     assert "was killed by SIGKILL" in reasons[0]
+
+
+@pytest.mark.parametrize(("number", "named"), [(9, "SIGKILL"), (40, "signal 40"), (signal.SIGRTMIN, "SIGRTMIN")])
+def test_every_signal_has_a_name(number: int, named: str):
+    assert describe_signal(number) == named
+
+
+async def test_an_end_by_a_real_time_signal_is_told(tmp_path: Path):
+    async with open_engine_processes(fake_command(tmp_path), count=1, log_dir=tmp_path) as (process,):
+        os.kill(process.pid, 40)
+        with trio.fail_after(10):
+            assert "was killed by signal 40" in await process.wait_exited()
 
 
 async def test_a_restart_keeps_port_and_key_and_appends_to_the_log(tmp_path: Path):
@@ -354,6 +381,10 @@ def test_a_default_gives_way_to_the_users_flag(tmp_path: Path):
         ("vllm", ("--no-enable-scale-out",), "--no-enable-scale-out"),
         ("vllm", ("--host", "0.0.0.0"), "training needs `--host 127.0.0.1`"),
         ("vllm", ("--hos", "0.0.0.0"), "--hos 0.0.0.0"),
+        ("vllm", ("--ho", "0.0.0.0"), "--ho 0.0.0.0"),
+        ("sglang", ("--h=0.0.0.0",), "--h 0.0.0.0"),
+        ("vllm", ("--po", "80"), "are chosen for each run"),
+        ("sglang", ("--ad", "x"), "are chosen for each run"),
         ("vllm", ("--seed", "1", "--api-key", "x"), "are chosen for each run"),
         ("sglang", ("--admin-api-key", "x"), "are chosen for each run"),
         ("sglang", ("--config", "x.yaml"), "--config x.yaml"),

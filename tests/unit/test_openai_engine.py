@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -158,6 +158,36 @@ async def test_failures_of_the_way_become_typed_errors(failure: Exception, kind:
     async with open_engine(fail) as engine:
         with pytest.raises(kind):
             await engine.generate(make_request())
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk-sécret", "", " "])
+async def test_a_key_that_no_header_carries_is_refused_unshown(key: str):
+    with pytest.raises(EngineSetupError, match="api_key") as raised:
+        async with open_engine(api_key=key):
+            pass
+    shown = f"{raised.value!r} {raised.value.__cause__!r} {raised.value.__context__!r}"
+    assert not key.strip() or key.strip() not in shown
+
+
+async def test_more_ids_than_asked_for_are_a_reply_error():
+    async with open_engine() as engine:
+        with pytest.raises(ReplyError, match="4 tokens, more than max_new_tokens=3"):
+            await engine.generate(make_request(max_new_tokens=3))
+
+
+async def test_an_answer_without_end_is_a_reply_error(monkeypatch: pytest.MonkeyPatch):
+    sent: list[int] = []
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            sent.append(100)
+            yield b" " * 100
+
+    monkeypatch.setattr("rollouts.engines.openai.MAX_BODY_BYTES", 1000)
+    async with open_engine(lambda body: httpx2.Response(200, content=endless())) as engine:
+        with pytest.raises(ReplyError, match="larger than 1000 bytes"):
+            await engine.generate(make_request())
+    assert sum(sent) == 1100
 
 
 async def test_a_model_that_is_not_served_is_refused_when_opening():
