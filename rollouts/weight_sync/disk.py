@@ -309,7 +309,10 @@ class DiskSnapshots:
         served, and the new one has another name beside it.
         """
         if not self._cleared:
-            await trio.to_thread.run_sync(self._snapshots.clear_after_restart, version)
+            try:
+                await trio.to_thread.run_sync(self._snapshots.clear_after_restart, version)
+            except OSError as error:
+                raise SnapshotError(f"what an earlier run left in {self._snapshots.folder} cannot be removed ({error}); remove it by hand") from error
             self._cleared = True
         path = self._made.get(version) or self._snapshots.find_name(version)
         manifest = await export_snapshot(backend, path, dtype=self._dtype, shard_bytes=self._shard_bytes, model_dir=self._model_dir)

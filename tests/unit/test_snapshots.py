@@ -23,8 +23,9 @@ from rollouts.errors import BackendError, SnapshotError
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.types import LossSpec, RolloutBatch
-from rollouts.weight_sync.disk import export_snapshot
-from rollouts.weight_sync.snapshots import Snapshots, check_snapshot, list_snapshots, remove_snapshot
+from rollouts.weight_sync import disk
+from rollouts.weight_sync.disk import DiskSnapshots, export_snapshot
+from rollouts.weight_sync.snapshots import Snapshots, check_snapshot, list_snapshots, parse_snapshot_name, read_manifest, remove_snapshot
 
 OPTIM = OptimConfig(lr=1e-2)
 BATCH = RolloutBatch(tokens=(np.arange(1, 9),), loss_masks=(np.arange(8) >= 4,))
@@ -240,6 +241,19 @@ def test_a_process_killed_while_it_writes_leaves_no_snapshot(tmp_path: Path):
         assert list((tmp_path / where).iterdir()) == []
 
 
+@pytest.mark.parametrize("broken", ['"size": Infinity', '"size": 1e999', '"size": null', '"size": "many"', '"nothing": 1'])
+def test_a_manifest_with_an_impossible_number_is_a_damaged_snapshot(tmp_path: Path, broken: str):
+    (tmp_path / "manifest.json").write_text(f'{{"schema": 1, "version": 1, "files": [{{"path": "a", "sha256": "0", {broken}}}]}}')
+    with pytest.raises(SnapshotError, match=r"manifest\.json cannot be read"):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_that_is_nested_without_end_is_a_damaged_snapshot(tmp_path: Path):
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(SnapshotError, match=r"manifest\.json cannot be read"):
+        read_manifest(tmp_path)
+
+
 # --- keeping -----------------------------------------------------------------------------------------------------------------
 
 
@@ -270,3 +284,36 @@ def test_a_restart_removes_versions_that_training_will_make_again(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "v3", "v4", "v4-2"]
     assert snapshots.find_name(4) == tmp_path / "v4-3"
     assert snapshots.find_name(5) == tmp_path / "v5"
+
+
+def test_each_version_and_edition_has_one_name():
+    assert parse_snapshot_name("v0") == (0, 1)
+    assert parse_snapshot_name("v120") == (120, 1)
+    assert parse_snapshot_name("v120-2") == (120, 2)
+    assert parse_snapshot_name("v120-10") == (120, 10)
+    for name in ("v01", "v٣", "v1-1", "v1-0", "v1-02", "v", "v-1", "v1 ", "v1\n", "V1", "v1-٢", "v" + "9" * 5000):
+        assert parse_snapshot_name(name) is None
+
+
+async def test_a_snapshot_that_cannot_be_removed_is_a_warning_and_one_that_is_gone_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    make_folders(tmp_path, "v1", "v2", "v3", "v4")
+    warnings: list[str] = []
+    snapshots = DiskSnapshots(tmp_path, warn=warnings.append)
+    remove = disk.remove_snapshot
+
+    def remove_or_not(path: Path) -> None:
+        if path.name == "v1":
+            path.rmdir()  # somebody else was quicker
+        if path.name == "v2":
+            raise PermissionError(13, "Permission denied", str(path))
+        remove(path)
+
+    monkeypatch.setattr(disk, "remove_snapshot", remove_or_not)
+    await snapshots.prune(tmp_path / "v4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v2", "v4"]
+    assert len(warnings) == 1
+    assert "v2 could not be removed" in warnings[0]
+    assert "Permission denied" in warnings[0]
+    monkeypatch.setattr(disk, "remove_snapshot", remove)
+    await snapshots.prune(tmp_path / "v4")
+    assert [path.name for path in tmp_path.iterdir()] == ["v4"]
