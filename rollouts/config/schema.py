@@ -221,7 +221,7 @@ class EngineConfig(Section):
             if unused:
                 raise ValueError(f"{unused[0]} is set, but kind='local' starts no server; set kind='vllm' or 'sglang'")
         if self.admin_key_env and not (self.kind == "sglang" and self.urls):
-            raise ValueError(f"admin_key_env={self.admin_key_env!r} is for SGLang servers that run already; set kind='sglang' and urls, or leave it out")
+            raise ValueError(f"admin_key_env={self.admin_key_env!r} is for SGLang servers that run already; set kind='sglang' and urls")
         if self.urls and (self.args or self.python or self.count != 1):
             raise ValueError("urls names servers that run already; count, python and args are for servers that this run starts: set one or the other")
         if len(set(self.urls)) != len(self.urls):

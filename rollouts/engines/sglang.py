@@ -5,8 +5,8 @@
     pause keep   gate shut, server paused: "retract" computes what is in flight anew under the next weights, "in_place" goes on with the cache it has
     update       disk: /update_weights_from_disk · memory: weight_sync.broadcast drives begin_transfer, receive_broadcast, end_transfer
 
-The prefix cache is salted by weight version (`extra_key`), and flushed by an update wherever the server can: it cannot while requests are
-frozen in place, and would answer 400 although the weights were replaced.
+The prefix cache is salted by opened engine and weight version (`extra_key`), and flushed by an update wherever the server can: it cannot
+while requests are frozen in place, and would answer 400 although the weights were replaced.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import trio
 
-from rollouts.engines.http import HttpClient, open_http_client
+from rollouts.engines.http import HttpClient, check_key, open_http_client, split_url
 from rollouts.engines.server import EngineServer, Progress, check_status
 from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.wire import VersionSpan, decode_reply, make_completion, parse_version
@@ -41,6 +40,8 @@ FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "
 SEED_MASK = 0x7FFFFFFF  # what the server's seeded sampler takes
 RESERVED = 2  # tokens of its context that the server leaves empty: it lowers max_new_tokens without a word
 LEAST_ANSWER = 4  # tokens that fit after a prompt of max_req_input_len
+NEVER_NAMED = "default"  # the version's name in a server that was started and not updated since
+IN_PIECES = "loading"  # the version's name while weights are exchanged: no number, so whoever asks then is told −1
 CANCEL_GRACE_S = 1.0  # to tell the server that nobody waits for an answer any more; it would find out by itself in some seconds
 COLD = 1e-3  # a temperature at which the likeliest token is as good as certain
 PROBE_PROMPTS = 3  # that are tried before the log-probs' temperature is given up as not measurable
@@ -190,7 +191,8 @@ class SGLangEngine:
         self._features = features
         self._keep_mode: KeepMode = keep_mode
         self._facts = facts
-        self._salt = f"v{version}"
+        self._own = uuid.uuid4().hex[:16]  # what an earlier run cached under the same version was computed by other weights
+        self._salt = self._make_salt(version)
         self._frozen_in_place = False
         self._released: list[str] = []
         self._prefilled = -1  # tokens of prompts that the server had computed when it was last asked for progress
@@ -208,6 +210,9 @@ class SGLangEngine:
     def data_parallel(self) -> int:
         """Copies of the model inside the server; an update in memory reaches only one."""
         return self._facts.data_parallel
+
+    def _make_salt(self, version: int | str) -> str:
+        return f"{self._own}-v{version}"
 
     # --- requests ------------------------------------------------------------------------------------------------------------
 
@@ -287,7 +292,7 @@ class SGLangEngine:
         otherwise it waits until nothing runs. The server calls its model by that path from then on.
 
         Raises EngineError, with nothing sent, for a directory that is damaged or of another model (loading a cut file, the server would
-        end), and if the server fails.
+        end), and if the server fails; EngineSetupError for a server that came back with settings that would falsify training.
         """
         path = path.absolute()
         try:
@@ -296,12 +301,18 @@ class SGLangEngine:
                 check_same_model(shapes, self._facts.shapes, path=path)
         except SnapshotError as error:
             raise EngineError(f"{self._server.name} was sent nothing: {error}") from error
+        await self._meet_again()
         body = {
             "model_path": str(path), "weight_version": str(version), "flush_cache": not self._frozen_in_place, "torch_empty_cache": False,
         }  # fmt: skip
         message = await self._update("/update_weights_from_disk", body, doing=f"loading weights from {path}")
-        self._salt = f"v{version}"
+        self._salt = self._make_salt(version)
         return {"version": version, "tensors": len(shapes), "message": message}
+
+    async def _meet_again(self) -> None:
+        """A server whose weights were never named has just been started, perhaps by somebody else: its settings are looked at again."""
+        if (await self._read_model_info()).weight_version == NEVER_NAMED:
+            check_server_info(await read_server_info(self._server), who=self._server.name)
 
     async def weight_version(self) -> int:
         """The version whose weights it serves; −1 while it serves weights that were never named."""
@@ -339,7 +350,13 @@ class SGLangEngine:
         await self._update("/destroy_weights_update_group", {"group_name": group_name}, doing=f"leaving process group {group_name}")
 
     async def begin_transfer(self) -> bool:
-        """Whether the server has sessions (from 0.5.21 on). One that an update before left open is closed first."""
+        """Whether the server has sessions (from 0.5.21 on). One that an update before left open is closed first.
+
+        Until the last bucket names them, its weights have no version: a transfer that breaks off leaves some old and some new.
+        """
+        await self._meet_again()
+        named = {"new_version": IN_PIECES, "abort_all_requests": False}
+        await self._update("/update_weight_version", named, doing="taking its version back")
         path, body = "/begin_weight_update", {"selector": "all"}
         reply = await self._admin.request("POST", path, body=msgspec.json.encode(body), silence_s=self._server.silence_s, on_silence=self.health)
         if reply.status == 404:
@@ -363,7 +380,7 @@ class SGLangEngine:
             body["weight_version"] = str(version)
         await self._update("/update_weights_from_distributed", body, doing="taking a bucket of weights")
         if last:
-            self._salt = f"v{version}"
+            self._salt = self._make_salt(version)
 
     async def end_transfer(self) -> None:
         await self._update("/end_weight_update", {}, doing="ending a weight update")
@@ -386,12 +403,13 @@ class SGLangEngine:
     async def release_memory(self) -> None:
         """Gives cache memory back, and that of the weights where the server keeps a copy; only if features.frees_memory.
 
-        Raises EngineError while requests are in flight and the engine is not paused: the server would end on the spot.
+        Pause first. Raises EngineError otherwise, and while requests are frozen in place: the server would end on the spot, at the latest
+        with the next request.
         """
         if self._released:
             return
-        if self._server.sent() and (not self._server.paused or self._frozen_in_place):
-            raise EngineError(f"{self._server.name} has requests in flight; pause it before its memory is released")
+        if not self._server.paused or (self._server.sent() and self._frozen_in_place):
+            raise EngineError(f"{self._server.name} takes requests, or has some frozen in place; pause it before its memory is released")
         tags = ["kv_cache", "weights"] if self._facts.weights_backed_up else ["kv_cache"]
         await self._call_admin("/release_memory_occupation", {"tags": tags})
         self._released = tags
@@ -463,7 +481,8 @@ async def open_sglang_engine(
     Raises EngineSetupError, naming what to set, for a server whose answers would falsify training or that refuses the keys;
     InfrastructureError if it does not answer.
     """
-    who = name or f"sglang-{urlsplit(url).netloc}"
+    who = name or f"sglang-{split_url(url).netloc}"
+    check_key(admin_key, where=who, name="admin_key")
     async with open_http_client(url, api_key=api_key) as client, open_http_client(url, api_key=admin_key or api_key) as admin:
         server = EngineServer(client, name=who, silence_s=silence_s)
         try:
@@ -478,7 +497,7 @@ async def shake_hands(
     """The engine of a server that passed all checks. Raises as open_sglang_engine."""
     who = server.name
     await _try_keys(server, admin, has_key=has_key)
-    info = decode_reply(await server.call("GET", "/server_info"), _ServerInfo, where=f"{who}: GET /server_info", show_body=False)
+    info = await read_server_info(server)
     model = decode_reply(await server.call("GET", "/model_info"), _ModelInfo, where=f"{who}: GET /model_info")
     models = decode_reply(await server.call("GET", "/v1/models"), _Models, where=f"{who}: GET /v1/models")
     check_server_info(info, who=who)
@@ -540,6 +559,11 @@ async def _try_keys(server: EngineServer, admin: HttpClient, *, has_key: bool) -
         raise EngineSetupError(
             f"{server.name}: it refuses control calls; give the admin_key that it was started with (--admin-api-key): {error}"
         ) from error
+
+
+async def read_server_info(server: EngineServer) -> _ServerInfo:
+    body = await server.call("GET", "/server_info")
+    return decode_reply(body, _ServerInfo, where=f"{server.name}: GET /server_info", show_body=False)  # its keys are among them
 
 
 def check_server_info(info: _ServerInfo, *, who: str) -> None:

@@ -168,7 +168,7 @@ class _Update:
                 nursery.start_soon(self._guard, peer, self._open, "joining its process group")
         if not self._live:
             return
-        async with trio.open_nursery() as self._nursery:
+        async with trio.open_nursery() as self._nursery, self._breaking_off():
             try:
                 await backend.stream_weights(self.take).result()
                 await trio.to_thread.run_sync(self._finish)
@@ -179,6 +179,24 @@ class _Update:
         async with trio.open_nursery() as nursery:
             for peer in list(self._live):
                 nursery.start_soon(self._guard, peer, lambda peer: peer.end(self._version), "ending the update")
+
+    @asynccontextmanager
+    async def _breaking_off(self) -> AsyncIterator[None]:
+        """When the body is cancelled, broadcasts under way fail at once: the thread that waits for them cannot be left alone."""
+        done = False
+
+        async def watch() -> None:
+            try:
+                await trio.sleep_forever()
+            finally:
+                for peer in self._live if not done else ():
+                    peer.break_off()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch)
+            yield
+            done = True
+            nursery.cancel_scope.cancel()
 
     async def _open(self, peer: Peer) -> None:
         await peer.join()
@@ -357,15 +375,19 @@ class SGLangPeer:
             )
         timeout = timedelta(seconds=self._progress_s)
         size = 1 + self._engine.world_size
-        store = cast(Any, torch.distributed).TCPStore(self._address, 0, size, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = listen_for_group(self._address, size, timeout)
 
         async def ask() -> None:
             await self._engine.join_group(address=self._address, port=store.port, group_name=self._group_name, backend=self._backend)
 
         async def meet() -> None:
-            make = make_gloo_group if self._backend == "gloo" else make_nccl_group
+            def make() -> Any:
+                if self._backend == "nccl":
+                    return make_nccl_group(store, self._group_name, size, timeout)
+                return make_gloo_group(store, self._group_name, size, timeout, address=self._address)
+
             # abandoned if the server refuses: it then waits for nobody, until its own deadline
-            self._group = await trio.to_thread.run_sync(lambda: make(store, self._group_name, size, timeout), abandon_on_cancel=True)
+            self._group = await trio.to_thread.run_sync(make, abandon_on_cancel=True)
 
         await run_both(ask, meet)
 
@@ -413,10 +435,27 @@ class SGLangPeer:
         self._has_session = False
 
 
-def make_gloo_group(store: Store, name: str, size: int, timeout: timedelta) -> Any:
-    """Rank 0 of a group that torch's own helper makes on the other side, which names it so in the store. Blocks until all are there."""
+def listen_for_group(address: str, size: int, timeout: timedelta) -> Any:
+    """A TCPStore on a port of its own, on `address` alone: by itself it would listen on all interfaces, and it asks nobody for a key."""
+    family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.bind(where)
+        listener.listen()
+        port = listener.getsockname()[1]
+        make = cast(Any, torch.distributed).TCPStore
+        return make(address, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def make_gloo_group(store: Store, name: str, size: int, timeout: timedelta, *, address: str) -> Any:
+    """Rank 0 of a group that torch's own helper makes on the other side, which names it so in the store; listens on `address` alone.
+    Blocks until all are there.
+    """
     found = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-    return torch.distributed.ProcessGroupGloo(found, 0, size, timeout=timeout)
+    kind = cast(Any, torch.distributed).ProcessGroupGloo
+    options = kind._Options()
+    options._timeout = timeout
+    options._devices = [kind.create_device(hostname=address)]
+    return kind(found, 0, size, options)
 
 
 def make_nccl_group(store: Store, name: str, size: int, timeout: timedelta) -> Any:

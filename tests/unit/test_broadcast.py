@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from rollouts.weight_sync.broadcast import (
     FlatBucket,
     Signal,
     flatten_tensors,
+    listen_for_group,
     make_gloo_group,
     open_sglang_broadcast,
     open_vllm_broadcast,
@@ -257,6 +259,42 @@ async def test_cancelled_update_lets_the_trainers_thread_go_and_leaves_no_group(
         assert_whole(fleet.peers["a"][1])
 
 
+async def test_update_cancelled_in_its_last_bucket_does_not_wait_for_an_engine_that_hangs():
+    fleet = Fleet(a={"receive": "hang", "send": "hang"})  # which would hold the thread for a minute
+    begun_s = time.monotonic()
+    async with open_backend() as backend:
+        with trio.move_on_after(0.3) as scope:
+            await fleet.transport(bucket_bytes=10_000)(backend, fleet.engines, 1)
+    assert scope.cancelled_caught
+    assert time.monotonic() - begun_s < 10
+
+
+def listening_addresses() -> set[str]:
+    """Addresses, in the system's hexadecimal, on which this process listens."""
+    inodes = {link[8:-1] for link in map(read_link, Path("/proc/self/fd").iterdir()) if link.startswith("socket:[")}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
+
+
+def read_link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:
+        return ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's table of sockets")
+def test_nobody_outside_this_machine_reaches_a_groups_ports():
+    timeout, before = timedelta(seconds=5), listening_addresses()
+    store = listen_for_group("127.0.0.1", 1, timeout)
+    group = make_gloo_group(store, "g", 1, timeout, address="127.0.0.1")
+    try:
+        assert listening_addresses() - before <= {"0100007F"}
+        assert "0100007F" in listening_addresses()
+    finally:
+        group.abort()
+
+
 async def test_weights_go_out_under_the_names_that_model_files_have():
     # the model holds the experts of a layer in one tensor, its files have three tensors for each of them
     path = resolve_model("tiny:moe", seed=0)
@@ -282,7 +320,7 @@ async def test_first_failure_of_two_cancels_the_other():
 
 def open_gloo_pair(name: str, *, timeout: timedelta) -> Callable[[], tuple[Any, Any]]:
     """Both ends of a group: ours, and one that torch's helper makes, as a server does."""
-    store = torch.distributed.TCPStore("127.0.0.1", 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+    store = listen_for_group("127.0.0.1", 2, timeout)
     other = torch.distributed.TCPStore("127.0.0.1", store.port, 2, is_master=False, timeout=timeout)  # pyright: ignore[reportPrivateImportUsage]
     ends: dict[str, Any] = {}
 
@@ -293,7 +331,7 @@ def open_gloo_pair(name: str, *, timeout: timedelta) -> Callable[[], tuple[Any, 
         _world.pg_group_ranks[ends["theirs"]] = {0: 0, 1: 1}
 
     def make_ours() -> None:
-        ends["ours"] = make_gloo_group(store, name, 2, timeout)
+        ends["ours"] = make_gloo_group(store, name, 2, timeout, address="127.0.0.1")
 
     async def meet() -> None:
         async with trio.open_nursery() as nursery:

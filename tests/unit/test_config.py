@@ -472,13 +472,14 @@ def test_the_explanation_has_a_line_per_setting_with_its_real_default():
 
 
 def test_a_part_can_be_explained_alone():
+    samples = "output.samples_per_step  16  rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"
+    samples += "  (a whole number, at least 0)"
     assert explain_config("output").splitlines() == [
         "[output]  Where the run writes.",
         'output.dir               ""  empty: runs/NAME  (text)',
         "output.checkpoint_every  0   steps; 0: only at the end of a stage and when stopped  (a whole number, at least 0)",
         "output.keep_checkpoints  0   newest complete checkpoints of a stage that stay; 0: all  (a whole number, at least 0)",
-        "output.samples_per_step  16  rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is  "
-        "(a whole number, at least 0)",
+        samples,
     ]
     assert "engine.admin_key_env" in explain_config("engine")
     with pytest.raises(KeyError, match="did you mean engine"):

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import safetensors.numpy
 import trio
 import trio.testing
 
@@ -22,6 +23,7 @@ from rollouts.engines.sglang import (
     make_generate_body,
     open_sglang_engine,
     parse_generate_reply,
+    read_server_info,
     read_vocab_size,
 )
 from rollouts.errors import EngineError, EngineOverloaded, EngineSetupError, InfrastructureError, ReplyError
@@ -216,12 +218,13 @@ class ScriptedClient:
     def __init__(self) -> None:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.release = trio.Event()
+        self.answers: dict[str, Any] = {}
 
     async def request(self, method: str, path: str, *, body: bytes | None = None, silence_s: float = 60.0, on_silence: Any = None) -> Any:
         from rollouts.engines.http import HttpReply
 
         self.calls.append((path, json.loads(body) if body else {}))
-        answer: Any = {"success": True}
+        answer: Any = self.answers.get(path, {"success": True})
         if path == "/generate":
             sent = self.calls[-1][1]
             await self.release.wait()
@@ -313,7 +316,46 @@ async def test_cache_is_not_flushed_under_requests_frozen_in_place_but_salted_an
         first, last = [body for path, body in client.calls if path == "/update_weights_from_distributed"]
         assert (first["flush_cache"], "weight_version" in first) == (False, False)
         assert (last["flush_cache"], last["weight_version"]) == (flushed, "8")
-        assert client.calls[-1][1]["extra_key"] == "v8"
+        assert client.calls[-1][1]["extra_key"].endswith("-v8")
+
+
+async def test_two_runs_never_share_what_they_cached_under_the_same_version():
+    salts: list[str] = []
+    for _ in range(2):
+        client = ScriptedClient()
+        client.release.set()
+        await make_engine(client).generate(make_request())
+        salts.append(client.calls[-1][1]["extra_key"])
+    assert salts[0] != salts[1]
+
+
+async def test_weights_have_no_version_while_they_are_sent_in_pieces():
+    client = ScriptedClient()
+    client.answers["/model_info"] = {"model_path": "m", "weight_version": "7"}
+    await make_engine(client).begin_transfer()
+    assert client.calls[1:] == [
+        ("/update_weight_version", {"new_version": "loading", "abort_all_requests": False}), ("/begin_weight_update", {"selector": "all"}),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["disk", "memory"])
+async def test_server_that_came_back_with_a_watermark_is_not_updated(way: str, tmp_path: Path):
+    safetensors.numpy.save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    client = ScriptedClient()
+    client.answers["/model_info"] = {"model_path": "m", "weight_version": "default"}
+    client.answers["/server_info"] = {"version": "0.5.23", "enable_watermark": True, "api_key": "SECRET"}
+    engine = make_engine(client)
+    with pytest.raises(EngineSetupError, match="--enable-watermark"):
+        await (engine.update_weights_from_checkpoint(tmp_path, 8) if way == "disk" else engine.begin_transfer())
+    assert client.paths() == ["/model_info", "/server_info"]
+
+
+async def test_key_among_the_settings_is_not_shown():
+    client = ScriptedClient()
+    client.answers["/server_info"] = {"api_key": "SECRET"}
+    with pytest.raises(ReplyError, match="version") as raised:
+        await read_server_info(EngineServer(client, name="s", silence_s=60.0))
+    assert "SECRET" not in str(raised.value)
 
 
 async def test_memory_is_not_released_under_running_requests(autojump_clock: trio.testing.MockClock):
@@ -325,10 +367,13 @@ async def test_memory_is_not_released_under_running_requests(autojump_clock: tri
         with pytest.raises(EngineError, match="pause it before its memory is released"):
             await engine.release_memory()
         client.release.set()
+    with pytest.raises(EngineError, match="pause it before its memory is released"):
+        await engine.release_memory()  # the next request would end the server
+    await engine.pause("wait")
     await engine.release_memory()
     await engine.restore_memory()
     await engine.restore_memory()
-    assert client.paths()[1:] == ["/release_memory_occupation", "/resume_memory_occupation"]
+    assert client.paths()[2:] == ["/release_memory_occupation", "/resume_memory_occupation"]
 
 
 async def test_snapshot_that_cannot_be_read_is_not_sent(tmp_path: Path):
