@@ -81,12 +81,12 @@ async def test_a_request_that_the_server_lost_is_given_up_while_it_works_for_oth
         begun_s = trio.current_time()
         nursery.start_soon(one, "lost")
         await trio.sleep(5)
-        for index in range(20):  # one new request every 30 s, each takes 100 s: three or four are at the server at all times
+        for index in range(20):  # one new request every 31 s, each takes 100 s: three or four are at the server at all times
             nursery.start_soon(one, f"other-{index}")
-            await trio.sleep(30)
+            await trio.sleep(31)
     how, when_s = ended.pop("lost")
     assert "has lost request 'lost'" in how
-    assert SILENCE_S <= when_s - begun_s <= 4 * SILENCE_S
+    assert SILENCE_S <= when_s - begun_s <= 6 * SILENCE_S  # a look within a second of another's arrival tells nothing
     assert {how for how, _ in ended.values()} == {"stop"}
 
 

@@ -43,7 +43,8 @@ BODY = (
 
 def make_request(request_id: str = "r", **changes: Any) -> GenerateRequest:
     """One that BODY can answer."""
-    return engine_contracts.make_request(request_id, **({"max_new_tokens": 3} | changes))
+    options: Any = {"max_new_tokens": 3} | changes
+    return engine_contracts.make_request(request_id, **options)
 
 
 def parse(body: bytes, *, vocab_size: int = 259, ends_at: int | None = None, **changes: Any) -> Completion:
