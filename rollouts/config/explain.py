@@ -186,7 +186,8 @@ def suggest_keys(dotted: str) -> tuple[list[str], str]:
     around = [key.key for key in named if f"{table}.".startswith(f"{key.table}." if key.table else "")]
     namesakes = list(dict.fromkeys([*_nearest_in_tree([key.key for key in named], table), *around]))
     if slips or namesakes:
-        return _continue([*slips, *namesakes] if len(name) > 2 or not namesakes else [*namesakes, *slips], rest)[:3], ""
+        found = [*slips, *namesakes] if len(name) > 2 or not namesakes else [*namesakes, *slips]
+        return _continue(list(dict.fromkeys([*found, *(alias.keys if alias else ())])), rest)[:3], ""
     if alias:
         return _nearest_in_tree(alias.keys, table), alias.note
     if close:
