@@ -764,8 +764,11 @@ async def test_a_state_taken_in_the_middle_of_a_batch_keeps_what_was_carried_ove
     async with trio.open_nursery() as nursery:
         nursery.start_soon(save)
         await run.manager.generate_batch()
-    assert books(resumed) == {"drawn": 3, "trained": 1, "held": 1, "in_flight": 0, "dropped/aborted": 1}
-    assert resumed.upcoming(1) == STREAM[2:3]
+    saved = books(resumed)
+    assert (saved["drawn"], saved["trained"], saved["in_flight"]) == (3, 1, 0)
+    # Group 2 was launched in the second batch, or in the very moment in which the first was full, when it was held unfinished.
+    assert (saved["held"], saved.get("dropped/aborted", 0)) in [(1, 1), (2, 0)]
+    assert resumed.upcoming(1) == (STREAM[2:3] if saved["held"] == 1 else STREAM[3:4])
 
 
 async def test_statistics_say_where_everything_is_in_the_middle_of_a_batch(autojump_clock):
