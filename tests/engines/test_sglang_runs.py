@@ -10,7 +10,7 @@ import pytest
 from .runs import SHORT, STEPS, SYNC_EVERY, assert_proven, train, use_byte_reward
 from .sglang_server import SGLangServer, sglang_python, sglang_server
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("sglang")]  # one worker has all that ask the same server
 __all__ = ["sglang_python", "sglang_server"]  # fixtures
 
 

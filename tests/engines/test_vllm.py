@@ -23,7 +23,7 @@ from rollouts.types import Completion, GenerateRequest
 
 from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, run_vllm
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("vllm")]  # one worker has all that ask the same server
 
 
 def open_engine(server: RunningServer, **changes: Any) -> AbstractAsyncContextManager[VLLMEngine]:
@@ -267,17 +267,14 @@ async def test_openai_engine_evaluates_on_the_same_server(speaks: str, vllm_serv
         assert await engine.health()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "dev_mode", "named"),
     [
-        (("--logprobs-mode", "processed_logprobs"), True, "--enable-scale-out"),
         (("--enable-scale-out",), True, "--logprobs-mode processed_logprobs"),
         (("--enable-scale-out", "--logprobs-mode", "processed_logprobs"), False, "VLLM_SERVER_DEV_MODE=1"),
-        (("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"), True, "--disable-log-stats"),
     ],
-    ids=["no-scale-out", "raw-log-probs", "no-dev-mode", "no-metrics"],
-)
+    ids=["raw-log-probs", "no-dev-mode"],
+)  # the other settings are tried in unit tests, without a server of their own
 async def test_server_without_a_setting_is_refused_by_the_name_of_its_flag(
     flags: tuple[str, ...], dev_mode: bool, named: str, vllm_python: Path, snapshots: tuple[Path, Path], tmp_path: Path
 ):

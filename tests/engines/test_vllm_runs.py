@@ -17,7 +17,7 @@ import pytest
 from .conftest import RunningServer
 from .runs import SHORT, assert_proven, find_processes, make_command, make_environment, read_rows, train, use_byte_reward
 
-pytestmark = pytest.mark.engines
+pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("vllm")]  # one worker has all that ask the same server
 PATIENCE_S = 900.0
 REWARD = """
 def share_of_digits(sample):
