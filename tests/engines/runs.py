@@ -80,8 +80,8 @@ def assert_proven(run: Path, *, steps: Sequence[int] = range(1, STEPS + 1)) -> N
     rows = [row for row in rows if row["stage"] == "rl"]
     assert [row["step"] for row in rows] == list(steps)
     assert [row["off_policy/max"] for row in rows] == [(row["step"] - 1) % SYNC_EVERY for row in rows]
+    assert max(row["optim/grad_norm"] for row in rows) > 0  # a step whose samples all earned the same has none
     for row in rows:
-        assert row["optim/grad_norm"] > 0
         assert ("weight_sync/probe_difference/max" in row) == (row["step"] % SYNC_EVERY == 0)
         if row["step"] % SYNC_EVERY == 0:
             assert row["weight_sync/probe_difference/max"] < 1e-3
