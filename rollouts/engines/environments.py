@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -123,7 +124,10 @@ def find_uv() -> Path | None:
 
 def run_command(argv: Sequence[str]) -> None:
     """Waits for a command. Raises EngineSetupError with the end of what it said if it fails."""
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # the trial import compiles what servers import, or each of their starts would take minutes
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False, env=env
+    )
     if done.returncode:
         said = "\n".join(done.stdout.splitlines()[-SHOWN_LINES:])
         raise EngineSetupError(f"`{' '.join(argv)}` failed with exit code {done.returncode}; once its reason is gone, run the same again\n{said}")

@@ -459,6 +459,7 @@ def make_environment(command: EngineCommand, inherited: Mapping[str, str], *, th
     """The server's environment: what is inherited, without the trainer's own, with what it needs. `threads`: its share of the cores on a CPU."""
     env = {name: value for name, value in inherited.items() if name not in NOT_INHERITED and not name.startswith("TORCHELASTIC_")}
     env["PATH"] = f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}"  # compilers and ninja of its own environment
+    env["PYTHONDONTWRITEBYTECODE"] = ""  # thousands of modules: compiled anew at each start, in each of its processes, they take minutes
     env["PYTHONUNBUFFERED"] = "1"  # so that the log of a server that is killed is whole
     if command.kind == "vllm":
         env["VLLM_SERVER_DEV_MODE"] = "1"  # opens pausing and weight updates

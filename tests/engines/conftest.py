@@ -83,8 +83,9 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @contextlib.contextmanager
 def run_server(command: Sequence[str], *, port: int, environment: dict[str, str], api_key: str, log: Path) -> Iterator[RunningServer]:
     """A server that answers GET /health, in a process group of its own that is killed in the end."""
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": ""} | environment
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | environment, start_new_session=True)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:
         _wait_healthy(process, port, log)
         yield RunningServer(f"http://127.0.0.1:{port}", api_key, log)

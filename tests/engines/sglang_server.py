@@ -56,7 +56,7 @@ def run_sglang(
         "--attention-backend", "torch_native", "--dtype", "float32", "--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", "16384",
         "--max-running-requests", "32", "--sleep-on-idle", "--config", str(keys), *flags,
     ]  # fmt: skip
-    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"} | (environment or {})
+    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""} | (environment or {})
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | settings, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
