@@ -413,8 +413,8 @@ def test_a_server_does_not_inherit_what_is_the_trainers():
     inherited |= {"HF_HUB_OFFLINE": "1", "PATH": "/bin", "OMP_NUM_THREADS": "9"}
     env = make_environment(EngineCommand("vllm", Path("/v/bin/python"), Path("m"), env={"X": "1"}), inherited, threads=2)
     assert env == {
-        "HF_HUB_OFFLINE": "1", "PATH": "/v/bin:/bin", "PYTHONUNBUFFERED": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "X": "1",
+        "HF_HUB_OFFLINE": "1", "PATH": "/v/bin:/bin", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "", "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "X": "1",
     }  # fmt: skip
 
 
