@@ -267,7 +267,7 @@ async def test_id_outside_the_vocabulary_never_leaves_the_client(sglang_server: 
     # it would end the server
     async with open_engine(sglang_server) as engine:
         for token in (VOCAB_SIZE, -1):
-            with pytest.raises(RequestRefused, match=f"has id {token}"):
+            with pytest.raises(RequestRefused, match=f"prompt_ids holds {token}"):
                 await engine.generate(make_request(prompt=(1, token)))
         assert await engine.health()
 

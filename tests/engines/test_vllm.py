@@ -199,7 +199,7 @@ async def test_update_without_a_pause_is_refused(vllm_server: RunningServer, sna
 
 async def test_token_outside_the_vocabulary_never_reaches_the_server(vllm_server: RunningServer):
     async with open_engine(vllm_server) as engine:
-        with pytest.raises(RequestRefused, match="id 259"):
+        with pytest.raises(RequestRefused, match="prompt_ids holds 259"):
             await engine.generate(make_request(prompt=(1, 259)))
 
 
