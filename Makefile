@@ -2,6 +2,7 @@
 # make test     every test but the slow ones, with coverage
 # make test-slow  the slow ones: whole walk-throughs, the packaged model
 # make test-engines  the ones that need real vLLM and SGLang servers, which it installs into .venv-vllm and .venv-sglang (CPU builds)
+# make soak     kills short runs at every crash point and at 200 random instants, resumes them, and writes benchmarks/results/soak-DATE.md
 # make check    lint and types
 # make bench    every benchmark
 #
@@ -11,12 +12,13 @@ PYTHON ?= python3
 RUN ?= runs/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+SOAK_ARGS ?=
 
 BIN := .venv/bin
 PINS := -c constraints.txt
 LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-slow test-engines check bench install-demo install-dev
+.PHONY: demo test test-slow test-engines soak check bench install-demo install-dev
 .DELETE_ON_ERROR:
 
 # Compiled once here, also where Python is told to write no bytecode: imports then take seconds instead of tens of them in every process, and
@@ -60,11 +62,14 @@ test: install-dev
 test-slow: install-dev
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines" $(PYTEST_ARGS)
 
-# Two at a time: servers start slowly, on one core.
+# Two files at a time: servers start slowly, on one core; the tests of a file ask the same one.
 test-engines: install-dev
 	$(BIN)/python -m rollouts engines install-vllm-cpu
 	$(BIN)/python -m rollouts engines install-sglang-cpu
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m engines --durations=10 tests/engines $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m engines --durations=10 tests/engines $(PYTEST_ARGS)
+
+soak: install-dev
+	$(BIN)/python -m tests.e2e.soak $(SOAK_ARGS)
 
 check: install-dev
 	$(BIN)/ruff check .

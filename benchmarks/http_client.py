@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -189,22 +189,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         assert server.stdout is not None
         try:
             port = server.stdout.readline().strip()
-            for number in range(arguments.rounds):
-                for level in LEVELS:
-                    for name in CLIENTS if number % 2 == 0 else CLIENTS[::-1]:
-                        if name in SLOW and number >= arguments.slow_rounds:
-                            continue
-                        count = min(256, level) if name in SLOW else max(512, 2 * level)
-                        command = [*this, "--client", name, "--port", port, "--level", str(level), "--requests", str(count)]
-                        result = run_process(command)
-                        if result is None:
-                            print(f"round {number}: {name:8} {level:5} not finished within {LIMIT_S:g} s", flush=True)
-                            continue
-                        cpu_us.setdefault((name, level), []).append(result["cpu_us"])
-                        print(f"round {number}: {name:8} {level:5} {result['cpu_us']:9.0f} us {result['per_s']:7.0f}/s", flush=True)
+            for number, level, name in plan_measurements(arguments):
+                count = min(256, level) if name in SLOW else max(512, 2 * level)
+                result = run_process([*this, "--client", name, "--port", port, "--level", str(level), "--requests", str(count)])
+                if result is None:
+                    print(f"round {number}: {name:8} {level:5} not finished within {LIMIT_S:g} s", flush=True)
+                    continue
+                cpu_us.setdefault((name, level), []).append(result["cpu_us"])
+                print(f"round {number}: {name:8} {level:5} {result['cpu_us']:9.0f} us {result['per_s']:7.0f}/s", flush=True)
         finally:
             server.kill()
     return summarize(cpu_us)
+
+
+def plan_measurements(arguments: argparse.Namespace) -> Iterator[tuple[int, int, str]]:
+    """(round, level, client) in the order that they are measured in; the clients of a level in alternating order."""
+    for number in range(arguments.rounds):
+        for level in LEVELS:
+            for name in CLIENTS if number % 2 == 0 else CLIENTS[::-1]:
+                if name not in SLOW or number < arguments.slow_rounds:
+                    yield number, level, name
 
 
 def run_process(command: list[str]) -> dict[str, float] | None:

@@ -1,53 +1,77 @@
 """Trains a language model by supervised fine-tuning, by reinforcement learning, or by one after the other.
 
     python   integration_training/train.py --config FILE --mode sft|rl|sft+rl [--section.key value …] [--dry-run] [--resume]
-    torchrun --nproc-per-node=1 integration_training/train.py …                                      the same, under a launcher
+    python   integration_training/train.py … --distributed.ranks N                                   N processes that train one model
+    torchrun --nproc-per-node=N integration_training/train.py …                                      the same, under a launcher
 
 This is the one place where all parts meet. Nothing that loads torch is imported before the config is known to be good.
-Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run failed; 2 a setting, file or plug-in is wrong; 130 interrupted
-before training began.
+Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run failed; 2 a setting, file or plug-in is wrong; 75 another rank was
+lost; 130 interrupted before training began.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import logging
 import os
 import resource
-import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import trio
 from rich.console import Console
 
 from rollouts import __version__
-from rollouts.config.load import dump_config, load_config
+from rollouts.config.load import dump_config, load_config, training_digest
 from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
+from rollouts.crash_points import arm_crash_points, reach
 from rollouts.data.chat import TemplateOptions
 from rollouts.data.sft import SFTMixture
+from rollouts.distributed.launch import Launch, read_launch
 from rollouts.engines.open import check_engine_config
-from rollouts.errors import CheckpointError, ConfigError, DataError, EngineSetupError, ModelError, PlugInError, RolloutsError, RunDirError
+from rollouts.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    EngineSetupError,
+    ModelError,
+    PlugInError,
+    RolloutsError,
+    RunDirError,
+    StorageError,
+)
 from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import SyncWeights
+from rollouts.loops.stopping import StopControl, end_overdue, exit_now, watch_signals
 from rollouts.preflight.checks import prepare_rows, read_context_length
+from rollouts.preflight.estimate import read_free_memory
 from rollouts.preflight.functions import Functions, load_functions, open_functions
+from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.preflight.rows import Rows, load_all_rows
-from rollouts.preflight.run_directory import check_run_dir, choose_run_dir
-from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger
+from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir
+from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
 from rollouts.run_dir import RunDir, parse_step
 from rollouts.types import Sample, SamplingParams
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
+    from rollouts.backends.fsdp import FSDPTrainingBackend
     from rollouts.backends.pytorch import PyTorchTrainingBackend
+    from rollouts.backends.ranks import OpenRanks
+    from rollouts.checkpoints.writer import CheckpointWriter, Keep
+
+    Backend = PyTorchTrainingBackend | FSDPTrainingBackend
 
 STAGES = ("sft", "rl")
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError, CheckpointError, EngineSetupError)
@@ -106,22 +130,20 @@ def write_config(run_dir: RunDir, config: RunConfig) -> None:
     try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
         write_atomically(run_dir.config, dump_config(config))
-    except OSError as error:
+    except (OSError, StorageError) as error:
         raise RunDirError(f"output.dir={run_dir.root} cannot be written ({error}); name another directory with --output.dir DIR") from error
 
 
 def write_atomically(path: Path, text: str) -> None:
     """The whole text under this name, or what was there before."""
     partial = path.with_name(f".tmp-{path.name}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def check_launch() -> None:
-    """Raises ConfigError when a launcher started more ranks than this program uses."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size != 1:
-        raise ConfigError(f"WORLD_SIZE={world_size}: this version trains on one rank; launch with --nproc-per-node=1")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        reach("files.partial")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise StorageError(f"{path} cannot be written ({error}); free space and go on with --resume") from error
 
 
 # --- the run -----------------------------------------------------------------------------------------------------------------
@@ -141,70 +163,120 @@ class Run:
     stop_ids: tuple[int, ...]
     base_model: Path  # the directory that the first stage starts from; started servers load it before they get the trainer's weights
     logger: MetricsLogger
-    stop: trio.Event  # set by the first SIGINT or SIGTERM
+    stop: StopControl  # requested by the first SIGINT or SIGTERM
+    ranks: OpenRanks | None = None  # the processes that train together, of which this is rank 0; None: this one is alone
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """What is open while a stage runs."""
 
-    backend: PyTorchTrainingBackend
+    backend: Backend
     engine: InferenceEngine  # answers requests: the embedded engine, or a fleet
     sync_weights: SyncWeights  # brings every engine to the backend's version
-
-
-async def watch_signals(stop: trio.Event) -> None:
-    """Sets `stop` at the first SIGINT or SIGTERM; the second ends the process at once. Checkpoints are atomic, so nothing durable breaks."""
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for number in signals:
-            if stop.is_set():
-                os._exit(128 + number)
-            stop.set()
-            print("stopping after this step and its checkpoint; once more to stop now", file=sys.stderr, flush=True)
+    checkpoints: CheckpointWriter
 
 
 @asynccontextmanager
 async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[Stage]:
     """A backend with the weights at `model_path` and a fresh optimizer, and what generates with them: for RL as the config says."""
-    from rollouts.backends.open import choose_autocast_dtype, open_pytorch_backend
+    from rollouts.backends.open import choose_autocast_dtype
 
-    config = run.config
-    section = stage_config(config, stage)
-    autocast = "off" if config.deterministic else config.model.autocast
-    async with open_pytorch_backend(
-        model_path,
-        optim=section.optim,
-        total_steps=section.steps * (config.rl.updates_per_batch if config.rl and stage == "rl" else 1),
-        tokenizer=run.tokenizer,
-        autocast=autocast,
-        threads=config.model.threads,
-        deterministic=config.deterministic,
-        micro_batch_tokens=section.micro_batch_tokens,
-        share_prefix=config.rl.share_prefix if config.rl and stage == "rl" else False,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-    ) as backend:
-        served = stage == "rl" and config.engine.kind != "local"
-        dtype = choose_autocast_dtype(autocast, backend.model.device.type)
-        open_engine = open_servers(run, backend, dtype) if served else open_embedded(run, stage, backend, dtype)
-        async with open_engine as (engine, sync_weights):
-            yield Stage(backend, engine, sync_weights)
+    async with open_backend(run, stage, model_path) as backend:
+        served = stage == "rl" and run.config.engine.kind != "local"
+        dtype = choose_autocast_dtype(choose_autocast(run.config), backend.model.device.type)
+        open_engine = open_servers(run, backend, dtype) if served else open_embedded(run, stage, backend, dtype, model_path)
+        async with open_engine as (engine, sync_weights), open_checkpoints(run, stage, backend) as checkpoints:
+            yield Stage(backend, engine, sync_weights, checkpoints)
+
+
+def open_backend(run: Run, stage: str, model_path: Path) -> AbstractAsyncContextManager[Backend]:
+    """What trains: this process alone, or all ranks."""
+    from rollouts.backends.open import open_pytorch_backend
+
+    config, section = run.config, stage_config(run.config, stage)
+    options: dict[str, Any] = {
+        "optim": section.optim,
+        "total_steps": section.steps * (config.rl.updates_per_batch if config.rl and stage == "rl" else 1),
+        "tokenizer": run.tokenizer,
+        "autocast": choose_autocast(config),
+        "threads": config.model.threads,
+        "deterministic": config.deterministic,
+        "micro_batch_tokens": section.micro_batch_tokens,
+        "share_prefix": config.rl.share_prefix if config.rl and stage == "rl" else False,
+        "gradient_checkpointing": config.model.gradient_checkpointing,
+        "seed": config.seed,
+    }
+    if run.ranks is None:
+        return open_pytorch_backend(model_path, **options)
+    from rollouts.backends.fsdp import open_fsdp_backend
+
+    return open_fsdp_backend(model_path, hub=run.ranks.hub, ranks=run.ranks.ranks, **options)
+
+
+def choose_autocast(config: RunConfig) -> Literal["off", "bfloat16", "auto"]:
+    """In which precision the trainer multiplies; equal bits are promised for float32 only."""
+    return "off" if config.deterministic else config.model.autocast
+
+
+def open_checkpoints(run: Run, stage: str, backend: Backend) -> AbstractAsyncContextManager[CheckpointWriter]:
+    """What saves the stage, and keeps what the config says."""
+    from rollouts.checkpoints.writer import open_checkpoint_writer
+
+    return open_checkpoint_writer(
+        backend,
+        run.run_dir,
+        stage,
+        config_hash=training_digest(run.config),
+        keep=choose_keep(run.config),
+        warn=warn,
+        free_memory=read_free_memory,
+    )
+
+
+def choose_keep(config: RunConfig) -> Keep:
+    """Which checkpoints of a stage stay."""
+    from rollouts.checkpoints.writer import Keep
+
+    best_by = f"eval/{HELD_OUT}/avg@{config.eval.samples_per_prompt}" if config.output.keep_best and config.eval else None
+    return Keep(config.output.keep_checkpoints, best_by)
+
+
+def say(text: str) -> None:
+    """A line on stderr. That nobody reads it, or that the disk under it is full, ends no run."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """A line for the user, which the log has too."""
+    logging.getLogger("rollouts").warning("%s", text)
 
 
 @asynccontextmanager
 async def open_embedded(
-    run: Run, stage: str, backend: PyTorchTrainingBackend, autocast_dtype: torch.dtype | None
+    run: Run, stage: str, backend: Backend, autocast_dtype: torch.dtype | None, model_path: Path
 ) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
-    """An engine in this process, in the trainer's precision."""
+    """An engine in this process, in the trainer's precision. Where the trainer is several ranks, it has the model at `model_path` to itself."""
     from rollouts.engines.local import open_local_engine
+    from rollouts.models.load import load_hf_model
     from rollouts.weight_sync.open import choose_tolerance
     from rollouts.weight_sync.probe import Probe, make_probe_prompt
     from rollouts.weight_sync.sync import WeightSync
 
-    config = run.config
+    config, alone = run.config, run.ranks is None
+    if not alone and stage == "rl" and config.engine.mode == "shared":
+        say("engine.mode='shared', but several ranks share the weights: the engine has a copy on rank 0")
+    mode = (config.engine.mode if stage == "rl" else "shared") if alone else "given"
+
+    def load_copy() -> PreTrainedModel:
+        return load_hf_model(model_path).to(backend.model.device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+
+    model = backend.model if alone else await backend.device_thread.submit(load_copy)
     async with open_local_engine(
-        backend.model,
+        model,
         device_thread=backend.device_thread,
-        mode=config.engine.mode if stage == "rl" else "shared",
+        mode=mode,
         trainer_version=lambda: backend.weight_version,
         max_rows=config.engine.max_rows,
         deterministic=config.deterministic,
@@ -212,15 +284,20 @@ async def open_embedded(
         autocast_dtype=autocast_dtype,
     ) as engine:
         if engine.path != "fast":
-            print(engine.describe(), file=sys.stderr, flush=True)
+            say(engine.describe())
         probe = Probe(make_probe_prompt(engine.features.vocab_size), choose_tolerance(exact=autocast_dtype is None))
         sync = WeightSync(probe, snapshot_dir=run.run_dir.weights)
-        yield engine, sync
+
+        async def sync_afresh(backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+            # SFT never names a new version, and a WeightSync loads what was proven once no second time
+            return await WeightSync(probe, snapshot_dir=run.run_dir.weights)(backend, engines, version)
+
+        yield engine, sync if stage == "rl" else sync_afresh
 
 
 @asynccontextmanager
 async def open_servers(
-    run: Run, backend: PyTorchTrainingBackend, autocast_dtype: torch.dtype | None
+    run: Run, backend: Backend, autocast_dtype: torch.dtype | None
 ) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
     """A fleet of inference servers, each of them kept at the trainer's version, and brought there again when it comes back."""
     from rollouts.weight_sync.open import open_synced_fleet
@@ -234,7 +311,7 @@ async def open_servers(
         log_dir=run.run_dir.root / "engines",
         snapshot_dir=run.run_dir.weights,
         seed=run.config.seed,
-        warn=lambda text: print(text, file=sys.stderr, flush=True),
+        warn=say,
     ) as opened:
         yield opened
 
@@ -242,31 +319,43 @@ async def open_servers(
 async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
     """True when every stage is complete, False when the user stopped the run. Each stage starts from the checkpoint of the one before."""
     from rollouts.checkpoints.load import find_newest_checkpoint
-    from rollouts.checkpoints.retention import remove_incomplete
+    from rollouts.checkpoints.resume import choose_checkpoint
+    from rollouts.checkpoints.writer import retain
 
-    before = ("base", 0)
+    before, config_hash = ("base", 0), training_digest(run.config)
     for stage in stages:
         total = stage_config(run.config, stage).steps
-        remove_incomplete(run.run_dir.stage_checkpoints(stage))
-        newest = find_newest_checkpoint(run.run_dir.stage_checkpoints(stage))
+        stage_dir = run.run_dir.stage_checkpoints(stage)
+        newest = await trio.to_thread.run_sync(partial(choose_checkpoint, stage_dir, config_hash=config_hash, report=warn))
+        await trio.to_thread.run_sync(retain, run.run_dir, stage, choose_keep(run.config), warn)
         completed = completed_steps(newest)
         if completed > total:
             raise ConfigError(f"{stage}.steps={total} but {newest} has {completed} steps; set {stage}.steps={completed} or more")
         last = stage == stages[-1]
         if completed < total or (last and not evaluated(run, stage, total)):
-            async with open_stage(run, stage, newest or model_path) as opened:
-                if newest is not None:
-                    await restore(opened.backend, newest)
-                if stage == "rl":
-                    await opened.sync_weights(opened.backend, [opened.engine], completed)
-                if newest is None:
-                    await evaluate_once(run, opened.engine, *before)
-                completed = await finish_stage(run, stage, opened, newest, model_path, last=last)
-        if completed < total or (run.stop.is_set() and not (last and evaluated(run, stage, total))):
+            completed = await run_stage(run, stage, newest, model_path, before, last=last)
+            gc.collect()  # a backend and its queue know each other: model and moments would stay until a collection came by itself
+        if run.stop.is_requested():
+            completed = completed_steps(find_newest_checkpoint(stage_dir))  # a step that no time was left to save is none
+        if completed < total or (run.stop.is_requested() and not (last and evaluated(run, stage, total))):
             return False
         model_path = run.run_dir.checkpoint(stage, total)
         before = (stage, total)
+        reach("stage.complete")
     return True
+
+
+async def run_stage(run: Run, stage: str, newest: Path | None, start: Path, before: tuple[str, int], *, last: bool) -> int:
+    """How many steps of the stage are complete: opened, brought to `newest` or `start`, trained. `before`: what the weights at `start` are of."""
+    async with open_stage(run, stage, newest or start) as opened:
+        reach("stage.opened")
+        if newest is not None:
+            await restore(opened.backend, newest)
+        if stage == "rl":
+            await opened.sync_weights(opened.backend, [opened.engine], completed_steps(newest))
+        if newest is None:
+            await evaluate_once(run, opened.engine, *before)
+        return await finish_stage(run, stage, opened, newest, start, last=last)
 
 
 def completed_steps(checkpoint: Path | None) -> int:
@@ -277,15 +366,18 @@ def completed_steps(checkpoint: Path | None) -> int:
 async def finish_stage(run: Run, stage: str, opened: Stage, newest: Path | None, start: Path, *, last: bool) -> int:
     """How many steps of the stage are complete. The `last` stage is evaluated when it is; every other one, where the next begins."""
     total, completed = stage_config(run.config, stage).steps, completed_steps(newest)
-    if run.stop.is_set():
+    if run.stop.is_requested():
         return completed
     if completed == total:
         await evaluate_once(run, opened.engine, stage, total)
         return completed
     train = train_sft if stage == "sft" else train_rl
     completed = await train(run, opened, newest, start)
-    if completed == total and last and not run.stop.is_set():
-        await evaluate_now(run, opened.engine, stage, total)
+    if completed == total and last and not run.stop.is_requested():
+        if stage == "sft":
+            await sync_for_evaluation(opened)
+        with run.stop.phase("evaluate"):
+            await evaluate_now(run, opened.engine, stage, total)
     return completed
 
 
@@ -298,27 +390,37 @@ async def train_sft(run: Run, opened: Stage, newest: Path | None, start: Path) -
     row_count = run.rows.training["sft"].row_count
     for what, count in (("cut at", data.truncated), ("left out: nothing to train on within", sum(data.dropped.values()))):
         if count:
-            print(f"sft.data: {count} of {row_count} rows {what} max_length={config.max_length}", file=sys.stderr)
+            say(f"sft.data: {count} of {row_count} rows {what} max_length={config.max_length}")
     backend, engine, completed = opened.backend, opened.engine, completed_steps(newest)
 
     async def save(step: int) -> None:
-        await save_step(run, backend, "sft", step, {})
+        await run.stop.save(lambda: save_step(run, opened, "sft", step, {}), what=f"step {step} of sft")
 
     async def evaluate_step(step: int) -> None:
+        await sync_for_evaluation(opened)
         await evaluate_now(run, engine, "sft", step)
 
     if completed and config.eval_every and completed % config.eval_every == 0:
         await evaluate_once(run, engine, "sft", completed)
 
-    history = await run_sft_training(
-        backend,
-        data,
-        config,
-        run.logger,
-        seed=run.config.seed,
-        completed_steps=completed,
-        hooks=LoopHooks(evaluate_step, save, run.stop.is_set, run.config.output.checkpoint_every),
-    )
+    with run.stop.training():
+        history = await run_sft_training(
+            backend,
+            data,
+            config,
+            run.logger,
+            seed=run.config.seed,
+            completed_steps=completed,
+            hooks=LoopHooks(
+                evaluate_step,
+                save,
+                run.stop.is_requested,
+                run.config.output.checkpoint_every,
+                stop=run.stop,
+                take_metrics=opened.checkpoints.take_metrics,
+                is_saved=opened.checkpoints.is_saved,
+            ),
+        )
     return completed + len(history)
 
 
@@ -353,9 +455,16 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
         state = load_trainer_state(newest)
         buffer.load_state_dict(state["data_buffer"])
         manager.load_state_dict(state["rollout_manager"])
+        reach("resume.state_loaded")
         statistics = decode_statistics(state["curriculum"]) if "curriculum" in state else statistics  # checkpoints before there were curricula
 
-    def set_weights(step: int) -> None:
+    before_batch: dict[str, Any] = {}  # the state of a run that is cut inside a step
+
+    def read_state() -> dict[str, Any]:
+        return {"data_buffer": buffer.state_dict(), "rollout_manager": manager.state_dict(), "curriculum": encode_statistics(statistics)}
+
+    def begin_batch(step: int) -> None:
+        before_batch.update(read_state())
         if run.functions.curriculum is not None:
             buffer.set_weights(call_curriculum(run.functions.curriculum, step, statistics, function=config.curriculum))
 
@@ -364,8 +473,10 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
         statistics = update_statistics(statistics, samples, step=step, drawn=buffer.drawn_by_source())
 
     async def save(step: int) -> None:
-        state = {"data_buffer": buffer.state_dict(), "rollout_manager": manager.state_dict(), "curriculum": encode_statistics(statistics)}
-        await save_step(run, backend, "rl", step, state)
+        await run.stop.save(lambda: save_step(run, opened, "rl", step, read_state()), what=f"step {step} of rl")
+
+    async def save_before_batch(step: int) -> None:
+        await run.stop.save(lambda: save_step(run, opened, "rl", step, before_batch), what=f"step {step} of rl")
 
     async def evaluate_step(step: int) -> None:
         await evaluate_now(run, engine, "rl", step)
@@ -373,24 +484,28 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
     if completed and config.eval_every and completed % config.eval_every == 0:
         await evaluate_once(run, engine, "rl", completed)
 
+    every, take_metrics = run.config.output.checkpoint_every, opened.checkpoints.take_metrics
+    is_saved = opened.checkpoints.is_saved
+    hooks = LoopHooks(evaluate_step, save, run.stop.is_requested, every, begin_batch, learn, run.stop, save_before_batch, take_metrics, is_saved)
     async with open_reference(run, backend, start) as reference:
-        history = await run_rl_training(
-            backend,
-            buffer,
-            manager,
-            [engine],
-            config,
-            run.logger,
-            sync_weights=opened.sync_weights,
-            reference=reference,
-            completed_steps=completed,
-            hooks=LoopHooks(evaluate_step, save, run.stop.is_set, run.config.output.checkpoint_every, set_weights, learn),
-        )
+        with run.stop.training():
+            history = await run_rl_training(
+                backend,
+                buffer,
+                manager,
+                [engine],
+                config,
+                run.logger,
+                sync_weights=opened.sync_weights,
+                reference=reference,
+                completed_steps=completed,
+                hooks=hooks,
+            )
     return completed + len(history)
 
 
 @asynccontextmanager
-async def open_reference(run: Run, backend: PyTorchTrainingBackend, start: Path) -> AsyncIterator[LogProbScorer | None]:
+async def open_reference(run: Run, backend: Backend, start: Path) -> AsyncIterator[LogProbScorer | None]:
     """The frozen model that RL started from, on the backend's thread; None when no KL term needs it."""
     from rollouts.reference.score import open_frozen_reference
 
@@ -402,26 +517,18 @@ async def open_reference(run: Run, backend: PyTorchTrainingBackend, start: Path)
         yield reference
 
 
-async def restore(backend: PyTorchTrainingBackend, checkpoint: Path) -> None:
-    """Puts the weights and the optimizer of `checkpoint` into `backend`. Raises CheckpointError if it is damaged."""
-    from rollouts.checkpoints.load import check_checkpoint
-
-    await trio.to_thread.run_sync(lambda: check_checkpoint(checkpoint, hashes=True))
+async def restore(backend: Backend, checkpoint: Path) -> None:
+    """Puts the weights and the optimizer of `checkpoint`, which was read through, into `backend`. Raises CheckpointError if it is another model's."""
+    reach("resume.verified")
     await backend.load(checkpoint).result()
+    reach("resume.restored")
 
 
-async def save_step(run: Run, backend: PyTorchTrainingBackend, stage: str, step: int, state: dict[str, Any]) -> None:
-    """Saves step `step` of `stage`; afterwards it is complete on disk or absent."""
-    from rollouts.checkpoints.retention import apply_retention
-    from rollouts.checkpoints.save import save_checkpoint
-
-    async def write_model(path: Path) -> None:
-        await backend.save(path).result()
-
-    path = run.run_dir.checkpoint(stage, step)
-    await save_checkpoint(path, write_model=write_model, state=state, stage=stage, step=step)
-    if run.config.output.keep_checkpoints:
-        await trio.to_thread.run_sync(apply_retention, path.parent, run.config.output.keep_checkpoints)
+async def save_step(run: Run, opened: Stage, stage: str, step: int, state: dict[str, Any]) -> float:
+    """Saves step `step` of `stage`: the last one before this returns, others while training goes on. Returns the seconds that a save takes."""
+    last = step == stage_config(run.config, stage).steps or run.stop.is_requested()
+    await opened.checkpoints.save(step, state, last=last)
+    return opened.checkpoints.expected_save_s()
 
 
 # --- evaluation and the end --------------------------------------------------------------------------------------------------
@@ -438,7 +545,13 @@ def evaluated(run: Run, stage: str, step: int) -> bool:
 async def evaluate_once(run: Run, engine: InferenceEngine, stage: str, step: int) -> None:
     """Evaluates the engine's weights unless this (stage, step) has a row from the same weights."""
     if not evaluated(run, stage, step):
-        await evaluate_now(run, engine, stage, step)
+        with run.stop.phase("evaluate"):
+            await evaluate_now(run, engine, stage, step)
+
+
+async def sync_for_evaluation(opened: Stage) -> None:
+    """Brings an engine with weights of its own to the trainer's. RL does it after its steps, SFT only here."""
+    await opened.sync_weights(opened.backend, [opened.engine], opened.backend.weight_version)
 
 
 async def evaluate_now(run: Run, engine: InferenceEngine, stage: str, step: int) -> None:
@@ -537,13 +650,48 @@ def chat_template_path(config: RunConfig) -> Path | None:
     return Path(config.model.chat_template) if config.model.chat_template else None
 
 
-async def run_training(command: Command, config: RunConfig) -> int:
-    """The exit code. Raises RolloutsError; everything that can be checked without a model is checked before one loads."""
+async def run_rank(command: Command, config: RunConfig, launch: Launch) -> int:
+    """The exit code of a rank that does not drive: it works for rank 0 until that closes the run."""
+    if command.dry_run:
+        return 0
+    from rollouts.backends.ranks import open_ranks, serve_rank
+    from rollouts.models.load import resolve_model
+
+    arm_crash_points(os.environ, rank=launch.rank)
+    if "rl" in command.stages and config.rl:
+        check_loss(config.rl)
+    async with open_ranks(launch, shard_size=config.distributed.shard_size) as opened:
+        await serve_rank(opened, config, find_model=lambda name: resolve_model(name, seed=config.seed))
+    return 0
+
+
+@asynccontextmanager
+async def open_other_ranks(launch: Launch, config: RunConfig, model_path: Path) -> AsyncIterator[OpenRanks | None]:
+    """The connection with the other ranks, which wait for this one; None where it is alone."""
+    if launch.world_size == 1:
+        yield None
+        return
+    from rollouts.backends.ranks import open_ranks, tell_config
+
+    async with open_ranks(launch, shard_size=config.distributed.shard_size) as opened:
+        tell_config(opened, config, model_path)
+        yield opened
+
+
+async def run_training(command: Command, config: RunConfig, launch: Launch) -> int:
+    """The exit code of the program, on rank 0. Raises RolloutsError."""
+    with ExitStack() as held:
+        return await run_locked(command, config, launch, held)
+
+
+async def run_locked(command: Command, config: RunConfig, launch: Launch, held: ExitStack) -> int:
+    """The exit code. What can be checked without a model is checked before one loads; then the run directory is locked, until `held` closes."""
     from rollouts.models.load import load_tokenizer, resolve_model, stop_token_ids
 
+    arm_crash_points(os.environ, rank=launch.rank)
+    reach("start.armed")
     started = time.perf_counter()
     console = Console()
-    check_launch()
     run_dir = choose_run_dir(config)
     check_run_dir(run_dir, config, resume=command.resume)
     if command.dry_run:
@@ -555,35 +703,47 @@ async def run_training(command: Command, config: RunConfig) -> int:
         check_engine_config(config.engine)
     for note in rows.notes():
         console.print(note, highlight=False, markup=False, soft_wrap=True)
-    model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed))
+    model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed), abandon_on_cancel=True)
     tokenizer = load_tokenizer(model_path, chat_template=chat_template_path(config))
     stop_ids = stop_token_ids(tokenizer, model_path)
     conversations = prepare_rows(config, command.stages, rows, tokenizer, context_length=read_context_length(model_path))
+    reach("start.checked")
+    held.callback(os.close, lock_run_dir(run_dir))
+    check_run_dir(run_dir, config, resume=command.resume, locked=True)  # again: a run may have begun and ended since
     write_config(run_dir, config)
+    reach("start.directory_made")
 
     from rollouts.metrics.jsonl import next_attempt, open_jsonl_logger
     from rollouts.metrics.progress import open_progress
 
     totals = {stage: stage_config(config, stage).steps for stage in command.stages}
     async with trio.open_nursery() as nursery:
-        stop = trio.Event()
-        nursery.start_soon(watch_signals, stop)
+        stop = StopControl(say=say)
+        nursery.start_soon(lambda: watch_signals(stop, launched="TORCHELASTIC_RUN_ID" in os.environ))
+        nursery.start_soon(end_overdue, stop)
+        finished = False
         with open_progress(console, totals) as progress:
             attempt = next_attempt(run_dir)
             async with (
-                open_functions(config, named, base_dir=Path.cwd(), warn=lambda text: print(text, file=sys.stderr, flush=True)) as functions,
+                open_functions(config, named, base_dir=Path.cwd(), warn=say) as functions,
                 open_jsonl_logger(run_dir, attempt=attempt, samples_per_step=config.output.samples_per_step, progress=progress) as logger,
+                open_other_ranks(launch, config, model_path) as ranks,
             ):
-                run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
-                run = Run(
-                    config, run_dir, rows, conversations, functions, tokenizer, make_template_options(config), stop_ids, model_path, logger, stop
-                )
-                finished = await run_stages(run, command.stages, model_path)
+                with stop.startup():  # inside: the other ranks end as after a finished run
+                    run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
+                    reach("start.opened")
+                    template = make_template_options(config)
+                    run = Run(config, run_dir, rows, conversations, functions, tokenizer, template, stop_ids, model_path, logger, stop, ranks)
+                    finished = await run_stages(run, command.stages, model_path)
         nursery.cancel_scope.cancel()
     if not finished:
-        console.print(f"stopped; go on with --resume --output.dir {run_dir.root}")
-        return 0
-    print_report(run, write_summary(run, command.stages, time.perf_counter() - started), console)
+        with suppress(OSError, ValueError, SystemExit):  # as `say`; rich answers a broken pipe by SystemExit
+            console.print(f"stopped; go on with --resume --output.dir {run_dir.root}")
+        exit_now()  # everything is closed; to take an interpreter with torch in it down takes seconds that a stop may not have
+    reach("end.before_summary")
+    summary = write_summary(run, command.stages, time.perf_counter() - started)
+    reach("end.summary_written")
+    print_report(run, summary, console)
     return 0
 
 
@@ -593,7 +753,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     errors: list[RolloutsError] = []
     try:
         config = load_config(command.config_path, command.overrides)
-        return trio.run(run_training, command, config)
+        relaunch = None if command.dry_run else choose_relaunch(config, os.environ, [__file__, *(sys.argv[1:] if argv is None else argv)])
+        if relaunch is not None:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun would set, with a warning; torch's own threads are model.threads
+            os.execv(relaunch[0], relaunch)
+        launch = read_launch(os.environ)
+        check_ranks(config, launch, dry_run=command.dry_run)
+        return trio.run(run_training if launch.rank == 0 else run_rank, command, config, launch)
     except* RolloutsError as group:
         errors = leaf_errors(group)
         for error in errors:  # here, because an error of another kind beside it rises from this statement, with its traceback

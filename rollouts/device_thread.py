@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 import trio
 
-from rollouts.errors import BackendClosed, EarlierStepFailed
+from rollouts.errors import BackendClosed, EarlierStepFailed, StepInterrupted
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class DeviceFuture(Generic[T]):
         self._finished.set()
 
 
-Job = tuple[Callable[[], Any], DeviceFuture[Any]]
+Job = tuple[int, Callable[[], Any], DeviceFuture[Any]]  # with its number, from 1
 
 
 class DeviceThread:
@@ -72,6 +72,11 @@ class DeviceThread:
         self._unheard: dict[DeviceFuture[Any], BaseException] = {}  # failures that nobody awaited yet
         self._open = True
         self._dropping = False
+        self._running = 0  # number of the job that runs, or ran last
+        self._interrupted = 0  # jobs up to this number end at their next boundary
+        self._piece_began: float | None = None  # where the running job has boundaries
+        self._piece_s = 0.0  # the longest piece of the running job
+        self._last_piece_s = 0.0  # that of the last job that had boundaries
         self._submitted = 0
         self._completed = 0
         self._busy_s = 0.0
@@ -87,33 +92,67 @@ class DeviceThread:
             raise BackendClosed(f"device thread {self.name!r} is closed; submit inside its `async with`")
         future: DeviceFuture[T] = DeviceFuture(self)
         self._submitted += 1
-        self._jobs.put((job, future))
+        self._jobs.put((self._submitted, job, future))
         return future
 
+    def interrupt(self) -> None:
+        """Every job submitted so far that has boundaries ends at its next one, with StepInterrupted; jobs submitted later run."""
+        self._interrupted = self._submitted
+
+    def is_interrupted(self) -> bool:
+        """For jobs: whether the running one is to end at its next boundary. Where ranks must end together, they agree on this."""
+        return self._running <= self._interrupted
+
     def check_open(self) -> None:
-        """For long jobs, between two pieces of work: raises BackendClosed if the context is being left by an exception."""
+        """For long jobs, at each boundary between two pieces of work. Raises StepInterrupted after interrupt(), and BackendClosed if the context
+        is being left by an exception."""
+        self._check_dropping()
+        now = time.perf_counter()
+        if self._piece_began is not None:
+            self._piece_s = max(self._piece_s, now - self._piece_began)
+        self._piece_began = now
+        if self.is_interrupted():
+            raise StepInterrupted("the step was interrupted between two micro-batches, as a stop had asked; its gradients are discarded")
+
+    @property
+    def longest_piece_s(self) -> float:
+        """Seconds of the longest piece of work of the last job that had boundaries, or of the running one: an interrupt may take so long."""
+        return max(self._last_piece_s, self._piece_s)
+
+    def _check_dropping(self) -> None:
         if self._dropping:
             raise BackendClosed(f"device thread {self.name!r} is being closed by an exception; the job was stopped between two pieces of work")
 
     def statistics(self) -> Mapping[str, float]:
-        """Jobs submitted and not finished (`queued`), jobs finished (`completed`), seconds spent in jobs (`busy_s`)."""
-        return {"queued": float(self._submitted - self._completed), "completed": float(self._completed), "busy_s": self._busy_s}
+        """Jobs submitted and not finished (`queued`), jobs finished (`completed`), seconds in jobs (`busy_s`) and in a piece."""
+        return {
+            "queued": float(self._submitted - self._completed),
+            "completed": float(self._completed),
+            "busy_s": self._busy_s,
+            "longest_piece_s": self.longest_piece_s,
+        }
 
     def _run_jobs(self) -> None:
         if self._torch_threads is not None:
             torch.set_num_threads(self._torch_threads)
         while (entry := self._jobs.get()) is not None:
-            job, future = entry
+            self._running, job, future = entry
             started = time.perf_counter()
             value: Any = None
             error: BaseException | None = None
             try:
-                self.check_open()
+                self._check_dropping()
                 value = job()
             except BaseException as raised:  # whatever it is belongs to whoever awaits the future
                 error = raised
+            self._end_pieces()
             self._token.run_sync_soon(self._deliver, future, value, error, time.perf_counter() - started)
             del entry, job, future, value, error  # a job's tensors must not live until the next job comes
+
+    def _end_pieces(self) -> None:
+        if self._piece_began is not None:
+            self._last_piece_s = max(self._piece_s, time.perf_counter() - self._piece_began)
+        self._piece_began, self._piece_s = None, 0.0
 
     def _deliver(self, future: DeviceFuture[Any], value: Any, error: BaseException | None, seconds: float) -> None:
         self._completed += 1
@@ -126,8 +165,9 @@ class DeviceThread:
         self._jobs.put(None)
 
     def _raise_unheard(self) -> None:
-        # a step that did not run because of an earlier failure adds nothing to that failure, which was heard or is in here too
-        errors = [error for error in self._unheard.values() if not isinstance(error, EarlierStepFailed)]
+        # a step that did not run because of an earlier failure adds nothing to that failure, which was heard or is in here too; and an
+        # interrupt is what somebody asked for
+        errors = [error for error in self._unheard.values() if not isinstance(error, EarlierStepFailed | StepInterrupted)]
         if len(errors) == 1:
             raise errors[0]
         if errors:

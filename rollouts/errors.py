@@ -6,7 +6,9 @@
     ├── ModelError                  a model directory, tokenizer or chat template            (exit 2 at start)
     ├── PlugInError                 a user function that does not import or has a wrong signature (exit 2)
     ├── RunDirError                 the output directory is another run's, or not a run      (exit 2)
-    ├── CheckpointError             a checkpoint that is incomplete, damaged or of another model
+    ├── CheckpointError             a checkpoint that cannot be read, is not what it should be, or of another model
+    │   └── CheckpointDamaged       it is proven not to be as it was written: something is missing or differs
+    ├── StorageError                a disk that refuses a write (full, over quota, read-only) or gives other bytes back
     ├── MetricError                 a metric name or value that may not be written
     ├── UserFunctionError           a generate, reward or filter function raised or returned nonsense
     │   ├── RewardTimeout           a reward function took longer than it may
@@ -14,6 +16,7 @@
     ├── BackendError
     │   ├── EarlierStepFailed       a step before this one failed; call reset()
     │   ├── BackendClosed           the backend is no longer open
+    │   ├── StepInterrupted         a step was given up because a stop was requested
     │   ├── DenominatorMismatch     a loss counted something else than its unit
     │   └── NonFiniteSteps          k steps in a row were not finite
     ├── EngineError
@@ -29,6 +32,9 @@
     │       └── ReplyError          an answer that is cut, malformed or impossible
     ├── WeightSyncError             an update could not be verified
     │   └── SnapshotError           a weight snapshot that is incomplete or damaged
+    ├── ControlError                bytes on the control channel between ranks that are no command, or a command that cannot cross
+    ├── RankLost                    a process of the run ended, fell silent or failed: the others end too     (exit 75)
+    ├── CrashPointReached           a test made this place in the code raise (ROLLOUTS_RAISE_AT)
     ├── StalenessError              a sample older than max_staleness reached the trainer
     └── NotEnoughSamples            the manager's attempt or failure budget is spent
 
@@ -63,7 +69,15 @@ class RunDirError(RolloutsError):
 
 
 class CheckpointError(RolloutsError):
-    """A checkpoint is incomplete, damaged, or of another model."""
+    """A checkpoint cannot be read, is not what it should be, or of another model."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """A checkpoint is proven not to be as it was written: a file is missing, or its size or hash differs. Trying again would not help."""
+
+
+class StorageError(RolloutsError):
+    """A disk refuses a write, or gives back other bytes than were written. What was complete before is complete still."""
 
 
 class MetricError(RolloutsError):
@@ -92,6 +106,14 @@ class EarlierStepFailed(BackendError):
 
 class BackendClosed(BackendError):
     """The backend is no longer open."""
+
+
+class StepInterrupted(BackendError):
+    """A step was given up because a stop was requested. The way out is `backend.reset()`: the weights are those before the step."""
+
+    def __init__(self, message: str, *, updates_done: int = 0) -> None:
+        super().__init__(message)
+        self.updates_done = updates_done  # optimizer steps of the step that were done: if not 0, the weights belong to no step
 
 
 class DenominatorMismatch(BackendError):
@@ -156,6 +178,24 @@ class WeightSyncError(RolloutsError):
 
 class SnapshotError(WeightSyncError):
     """A weight snapshot that is incomplete, damaged or not there."""
+
+
+class ControlError(RolloutsError):
+    """Bytes on the control channel between ranks that are no command, or a command that cannot cross it."""
+
+
+class RankLost(RolloutsError):
+    """A process of the run ended, fell silent or failed. The others cannot go on without it; torchrun starts them all again."""
+
+    def __init__(self, rank: int, phase: str, reason: str) -> None:
+        super().__init__(f"rank {rank} was lost during {phase}: {reason}")
+        self.rank = rank
+        self.phase = phase  # what it was last heard to be doing
+        self.reason = reason
+
+
+class CrashPointReached(RolloutsError):
+    """A named place in the code was reached at which ROLLOUTS_RAISE_AT asked for an error."""
 
 
 class StalenessError(RolloutsError):

@@ -74,6 +74,13 @@ class TrainingBackend(Protocol):
         ...
 
     def load(self, path: Path) -> TrainFuture[None]: ...
+    def interrupt(self) -> None:
+        """forward_backward and forward queued so far end at their next micro-batch: they fail with StepInterrupted. Returns at once.
+
+        The rest of the queue is a failed step's. statistics()["longest_piece_s"] says how long a micro-batch takes.
+        """
+        ...
+
     def reset(self) -> TrainFuture[None]:
         """Discards accumulated gradients and forgets an earlier failure."""
         ...

@@ -6,6 +6,7 @@
       samples.jsonl          one row a sample
       evaluations.jsonl      one row an evaluation
       summary.json           written last
+      run.lock               held by the process that runs, and who that is
       checkpoints/STAGE/step_N/          Hugging Face model directory, training state in state/, manifest.json written last
       weights/vN/                        snapshots for engines that read from disk
 """
@@ -16,7 +17,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-STEP_NAME = re.compile(r"step_(\d+)")
+from rollouts.errors import RunDirError
+
+STEP_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # one name for each step
+STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +50,27 @@ class RunDir:
         return self.root / "summary.json"
 
     @property
+    def lock(self) -> Path:
+        return self.root / "run.lock"
+
+    @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
 
     def stage_checkpoints(self, stage: str) -> Path:
+        """Raises RunDirError for a name that is more than a folder's, or when a symbolic link on the way leads out of the run directory."""
+        if STAGE_NAME.fullmatch(stage) is None:
+            raise RunDirError(f"stage {stage!r} is to name a folder of checkpoints; use letters, digits, _ and -")
+        check_inside(self.root, self.checkpoints / stage)
         return self.checkpoints / stage
 
     def checkpoint(self, stage: str, step: int) -> Path:
-        return self.checkpoints / stage / f"step_{step}"
+        """Raises RunDirError like stage_checkpoints, also for a step below 0."""
+        path = self.stage_checkpoints(stage) / f"step_{step}"
+        if parse_step(path.name) is None:
+            raise RunDirError(f"step {step} has no checkpoint; steps are counted from 0")
+        check_inside(self.root, path)
+        return path
 
     @property
     def weights(self) -> Path:
@@ -71,6 +88,12 @@ def checkpoint_state_dir(checkpoint: Path) -> Path:
 def checkpoint_manifest(checkpoint: Path) -> Path:
     """The file that makes a checkpoint complete; written last."""
     return checkpoint / "manifest.json"
+
+
+def check_inside(root: Path, path: Path) -> None:
+    """Raises RunDirError when `path`, with .. and symbolic links followed, lies outside `root`, with its own followed. Need not exist."""
+    if not path.resolve().is_relative_to(root.resolve()):
+        raise RunDirError(f"{path} leads to {path.resolve()}, outside {root}; remove that link, or point output.dir itself at the other disk")
 
 
 def parse_step(name: str) -> int | None:

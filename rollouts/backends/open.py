@@ -38,12 +38,14 @@ async def open_pytorch_backend(
     share_prefix: bool = True,
     skip_zero_advantage: bool = False,
     gradient_checkpointing: bool = False,
+    seed: int = 0,
 ) -> AsyncIterator[PyTorchTrainingBackend]:
     """A backend with float32 master weights from `model_path` and a fresh AdamW; `total_steps` is where its schedule ends.
 
     threads: torch's, 0 for one per core this process may use. deterministic: only algorithms that give the same bits every time.
     skip_zero_advantage: see PyTorchTrainingBackend. gradient_checkpointing: layers keep their input only and are computed again for the
-    gradient: the same gradients for less memory and about a third more time. The model is in evaluation mode, so dropout is off. Which
+    gradient: the same gradients for less memory and about a third more time. seed: of torch's own generator, from which only a user's loss
+    may draw: the model is in evaluation mode, so dropout is off. Which
     layout of a batch is exact for it is found out here, with a few tokens. Raises ModelError if the directory cannot be trained.
     """
     async with open_device_thread(name="trainer", torch_threads=threads or len(os.sched_getaffinity(0))) as device_thread:
@@ -53,7 +55,9 @@ async def open_pytorch_backend(
             loaded = load_hf_model(model_path).to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
             if gradient_checkpointing:
                 checkpoint_layers(loaded)
-            return loaded, create_adamw_optimizer(loaded, optim), plan_forward(loaded)
+            parts = loaded, create_adamw_optimizer(loaded, optim), plan_forward(loaded)
+            torch.manual_seed(seed)  # loading draws, more or less of it, from one release of transformers to the next
+            return parts
 
         model, optimizer, plan = await device_thread.submit(load)
         yield PyTorchTrainingBackend(

@@ -8,46 +8,49 @@ A job that raises makes every later job fail with EarlierStepFailed until reset(
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
+import trio
 from torch import Tensor
 
-from rollouts.backends.state import load_backend_state, read_model_weights, save_backend_state
+from rollouts.backends.held_state import HeldState, hold_state
+from rollouts.backends.shares import make_portion
+from rollouts.backends.state import load_backend_state, read_model_weights
+from rollouts.backends.steps import (
+    BUCKET_BYTES,
+    POSITION_FIELDS,
+    OptimizerSteps,
+    PackingOptions,
+    PreparedBatch,
+    StepQueue,
+    check_count,
+    check_weights,
+    clip_gradients,
+    collect_gradients,
+    compute_loss,
+    find_buckets,
+    prepare_batch,
+    with_entropy,
+)
 from rollouts.config.schema import OptimConfig
-from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, make_micro_batches, spread_to_rows
+from rollouts.crash_points import reach
+from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
-from rollouts.errors import BackendError, CheckpointError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
-from rollouts.losses import LossFn, LossInputs, LossOutput, resolve_loss
+from rollouts.errors import BackendError, CheckpointError
+from rollouts.losses import resolve_loss
 from rollouts.losses.logprobs import LinearLogProbs
-from rollouts.models.export import save_hf_model
 from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
-from rollouts.models.optim import compute_lr
 from rollouts.protocols import WeightSink
 from rollouts.reference.forward_plan import log_plan, plan_forward
-from rollouts.types import (
-    BoolArray,
-    FloatArray,
-    ForwardBackwardResult,
-    LossSpec,
-    Mean,
-    Metrics,
-    OptimParams,
-    OptimStepResult,
-    RolloutBatch,
-    merge_metrics,
-)
+from rollouts.types import FloatArray, ForwardBackwardResult, LossSpec, Metrics, OptimParams, OptimStepResult, RolloutBatch, merge_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-T = TypeVar("T")
-BUCKET_BYTES = 256 * 2**20
-TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
 
 
 class PyTorchTrainingBackend:
@@ -77,84 +80,60 @@ class PyTorchTrainingBackend:
         self.model = model.eval()
         self.device_thread = device_thread
         self._optimizer = optimizer
-        self._optim = optim
-        self._total_steps = total_steps
         self._tokenizer = tokenizer
+        self._tokenizer_copy: PreTrainedTokenizerBase | None = None  # made when a checkpoint is first written beside training
         self._autocast_dtype = autocast_dtype
-        self._micro_batch_tokens = micro_batch_tokens
         self._plan = plan
-        self._share_prefix = share_prefix
-        self._skip_zero_advantage = skip_zero_advantage
-        self._micro_batch_cost = MICRO_BATCH_COST if model.device.type == "cpu" else micro_batch_tokens
-        self._failure: BaseException | None = None  # of the job that failed; None when the backend works
-        self._version = 0
-        self._version_set: tuple[DeviceFuture[None], int] | None = None  # the last set_weight_version
-        self._poisoned: str | None = None  # why the pending step will be skipped
-        self._pending_batches = 0  # forward_backward calls since the last optim_step
-        self._steps = 0  # optimizer steps, skipped ones included: the schedule's position
-        self._skipped_in_a_row = 0
-        self._counts = {"skipped_steps": 0.0, "trained_tokens": 0.0, "computed_tokens": 0.0, "skipped_rows": 0.0}
-        self._layouts = {"tries": 0.0, "rows": 0.0, "single": 0.0}  # batches computed in each layout since the backend was opened
+        self._packing = PackingOptions(
+            micro_batch_tokens=micro_batch_tokens,
+            micro_batch_cost=MICRO_BATCH_COST if model.device.type == "cpu" else micro_batch_tokens,
+            share_prefix=share_prefix,
+            skip_zero_advantage=skip_zero_advantage,
+        )
+        self._steps = OptimizerSteps(optim, total_steps)
+        self._queue = StepQueue(device_thread, self._discard_pending)
         if plan is not None:
             log_plan(model, plan)
-
-    # --- the queue
 
     @property
     def weight_version(self) -> int:
         """Version of the weights after everything queued so far."""
-        if self._version_set is not None:
-            future, version = self._version_set
-            if not future.done() and self._failure is None:
-                return version
-        return self._version
+        return self._queue.weight_version
 
-    def _submit(self, work: Callable[[], T]) -> DeviceFuture[T]:
-        def job() -> T:
-            if self._failure is not None:
-                raise EarlierStepFailed(f"a step before this one failed ({self._failure!r}); call reset()") from self._failure
-            try:
-                return work()
-            except BaseException as error:
-                self._failure = error
-                self._discard_pending()
-                raise
-
-        return self.device_thread.submit(job)
+    def interrupt(self) -> None:
+        """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted. Returns at once."""
+        self.device_thread.interrupt()
 
     def reset(self) -> DeviceFuture[None]:
         """Discards accumulated gradients and forgets an earlier failure."""
 
-        def job() -> None:
-            self._failure = None
-            self._skipped_in_a_row = 0
+        def work() -> None:
+            self._steps.reset()
             self._discard_pending()
 
-        return self.device_thread.submit(job)
+        return self._queue.reset(work)
 
     def _discard_pending(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        self._poisoned = None
-        self._pending_batches = 0
+        self._steps.discard_pending()
 
     def statistics(self) -> Mapping[str, float]:
         """Optimizer steps, skipped ones, tokens trained and computed (padding included), batches by layout, and the device thread's queue."""
-        layouts = {f"batches_as_{layout}": count for layout, count in self._layouts.items()}
-        return {"steps": float(self._steps), **self._counts, **layouts, **self.device_thread.statistics()}
+        return {**self._steps.statistics(), **self.device_thread.statistics()}
 
     # --- training
 
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> DeviceFuture[ForwardBackwardResult]:
         """Adds the batch's gradient of sum / denominator to what has accumulated since the last optim_step."""
-        return self._submit(lambda: self._forward_backward(batch, loss))
+        return self._queue.submit(lambda: self._forward_backward(batch, loss))
 
     def optim_step(self, params: OptimParams | None = None) -> DeviceFuture[OptimStepResult]:
         """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of `params`."""
-        return self._submit(lambda: self._optim_step(params))
+        return self._queue.submit(lambda: self._optim_step(params))
 
     def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
         """Log-probs [T_i] of every row's trained tokens at batch.temperature; 0.0 elsewhere."""
-        return self._submit(lambda: self._forward(batch))
+        return self._queue.submit(lambda: self._forward(batch))
 
     def _find_plan(self) -> ForwardPlan:
         if self._plan is None:
@@ -162,73 +141,37 @@ class PyTorchTrainingBackend:
             log_plan(self.model, self._plan)
         return self._plan
 
-    def _make_micro_batches(self, batch: RolloutBatch, skip_rows: BoolArray | None = None) -> list[MicroBatch]:
-        check_token_ids(batch, self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
-        layout = self._find_plan().choose_layout(max(len(row) for row in batch.tokens), share_prefix=self._share_prefix)
-        self._layouts[layout] += 1
-        micro_batches = make_micro_batches(
-            batch.tokens,
-            batch.loss_masks,
-            micro_batch_tokens=1 if layout == "single" else self._micro_batch_tokens,
-            share_prefix=layout == "tries",
-            micro_batch_cost=self._micro_batch_cost,
-            skip_rows=skip_rows,
-        )
-        self._counts["computed_tokens"] += sum(micro_batch.computed_tokens for micro_batch in micro_batches)
-        return micro_batches
+    def _pack(self, batch: RolloutBatch, spec: LossSpec | None) -> tuple[PreparedBatch, list[MicroBatch]]:
+        vocab_size = int(self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
+        prepared = prepare_batch(batch, spec, self._find_plan(), self._packing, vocab_size=vocab_size)
+        micro_batches = prepared.pack(prepared.budget)
+        self._steps.add_batch(prepared, sum(micro_batch.computed_tokens for micro_batch in micro_batches))
+        return prepared, micro_batches
 
     def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
         loss_fn = resolve_loss(spec.name)
-        denominator, expected_count = compute_denominator(batch, spec)
-        skip_rows = find_zero_advantage_rows(batch) if self._skip_zero_advantage else None
-        if skip_rows is not None:
-            expected_count -= count_unit(batch, spec, skip_rows)
-            self._counts["skipped_rows"] += float(skip_rows.sum())
-        self._pending_batches += 1
+        prepared, micro_batches = self._pack(batch, spec)
+        denominator, state = prepared.denominator, self._steps
+        state.pending_batches += 1
         total, count = 0.0, 0.0
         metrics: list[Metrics] = []
-        for micro_batch in self._make_micro_batches(batch, skip_rows):
+        for micro_batch in micro_batches:
             self.device_thread.check_open()
-            output, entropy = self._compute_loss(micro_batch, batch, loss_fn, spec)
+            flat = self._compute_log_probs(micro_batch, batch)
+            output, entropy = compute_loss(flat, make_portion(micro_batch, batch), loss_fn, spec)
             total += float(output.sum.detach())
             count += float(output.count)
-            if self._poisoned is None and not math.isfinite(total):
-                self._poisoned = f"the loss is {total}"
+            if state.poisoned is None and not math.isfinite(total):
+                state.poisoned = f"the loss is {total}"
                 self._optimizer.zero_grad(set_to_none=True)
-            if self._poisoned is not None:
-                return ForwardBackwardResult(loss=None, denominator=denominator, metrics={}, skipped=self._poisoned)
-            if not output.sum.requires_grad:
-                raise BackendError(f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not detached")
+            if state.poisoned is not None:
+                return ForwardBackwardResult(loss=None, denominator=denominator, metrics={}, skipped=state.poisoned)
             (output.sum / denominator).backward()
-            metrics.append({"entropy/mean": Mean(float(entropy.sum()), float(len(entropy))), **output.metrics})
-        if not math.isclose(count, expected_count, rel_tol=1e-6):
-            raise DenominatorMismatch(
-                f"loss {spec.name!r} counted {count:g} {spec.unit} where the batch has {expected_count:g}; its count must be that of its unit"
-            )
-        self._counts["trained_tokens"] += float(batch.response_lengths.sum())
+            metrics.append(with_entropy(output, entropy))
+        check_count(spec, count, prepared.expected_count)
+        state.counts["trained_tokens"] += float(batch.response_lengths.sum())
+        reach("train.after_forward_backward")
         return ForwardBackwardResult(loss=total / denominator, denominator=denominator, metrics=merge_metrics(metrics))
-
-    def _compute_loss(self, micro_batch: MicroBatch, batch: RolloutBatch, loss_fn: LossFn, spec: LossSpec) -> tuple[LossOutput, Tensor]:
-        """The loss of one micro-batch, and the entropy [M] of its trained tokens."""
-        flat = self._compute_log_probs(micro_batch, batch)
-        device = flat.log_probs.device
-        pairs = torch.from_numpy(micro_batch.token_pairs).to(device)
-        place = torch.from_numpy(micro_batch.token_rows).to(device), torch.from_numpy(micro_batch.token_positions).to(device)
-        shape = len(micro_batch.rows), max(len(batch.tokens[row]) for row in micro_batch.rows)
-
-        def spread(values: Tensor) -> Tensor:
-            return torch.zeros(shape, dtype=values.dtype, device=device).index_put(place, values)
-
-        fields: dict[str, Tensor] = {}
-        for name in TOKEN_FIELDS:
-            rows = getattr(batch, name)
-            if rows is not None:
-                fields[name] = torch.from_numpy(pad_rows([rows[row] for row in micro_batch.rows], shape[1])).to(device)
-        entropy = flat.entropy[pairs]
-        inputs = LossInputs(
-            log_probs=spread(flat.log_probs[pairs]), mask=spread(torch.ones_like(pairs, dtype=torch.bool)), entropy=spread(entropy), **fields
-        )
-        return loss_fn(inputs, unit=spec.unit, **spec.params), entropy
 
     def _compute_log_probs(self, micro_batch: MicroBatch, batch: RolloutBatch) -> LinearLogProbs:
         return compute_micro_batch_log_probs(
@@ -236,53 +179,26 @@ class PyTorchTrainingBackend:
         )
 
     def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
-        if self._pending_batches == 0:
-            raise BackendError("optim_step without a forward_backward since the last one; there is no gradient to step with")
-        if params is None:
-            lr, max_grad_norm = compute_lr(self._steps, self._total_steps, self._optim), self._optim.max_grad_norm
-        else:
-            lr, max_grad_norm = params.lr, params.max_grad_norm
-        gradients = self._collect_gradients()
-        skipped, grad_norm = self._poisoned, None
-        if skipped is None:
-            norm = torch.nn.utils.get_total_norm(gradients)
-            grad_norm = float(norm)
-            if not math.isfinite(grad_norm):
-                skipped, grad_norm = f"the gradient norm is {grad_norm}", None
-        self._steps += 1
+        params = self._steps.choose_params(params)
+        skipped = self._steps.poisoned
+        gradients = collect_gradients(self.model)
+        grad_norm = float("nan") if skipped is not None else float(torch.nn.utils.get_total_norm(gradients))
+        if skipped is None and not math.isfinite(grad_norm):
+            skipped = f"the gradient norm is {grad_norm}"
         if skipped is not None:
-            return self._skip_step(skipped, lr)
-        clipped = max_grad_norm is not None and grad_norm is not None and grad_norm > max_grad_norm
-        if clipped and max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_grad_norm, torch.as_tensor(grad_norm))
+            self._optimizer.zero_grad(set_to_none=True)
+            return self._steps.skip_step(skipped, params.lr)
+        clipped = clip_gradients(gradients, grad_norm, params.max_grad_norm)
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = params.lr
+        reach("train.before_optim_step")
         self._optimizer.step()
-        self._discard_pending()
-        self._skipped_in_a_row = 0
-        return OptimStepResult(step=self._steps, lr=lr, grad_norm=grad_norm, clipped=clipped)
-
-    def _collect_gradients(self) -> list[Tensor]:
-        """Every gradient; zeros where no row ran at all, for AdamW moves a parameter with a zero gradient and passes over one without."""
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        if all(parameter.grad is None for parameter in parameters):
-            for parameter in parameters:
-                parameter.grad = torch.zeros_like(parameter)
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-    def _skip_step(self, reason: str, lr: float) -> OptimStepResult:
-        self._discard_pending()
-        self._skipped_in_a_row += 1
-        self._counts["skipped_steps"] += 1
-        if self._skipped_in_a_row >= self._optim.max_nonfinite_steps:
-            raise NonFiniteSteps(
-                f"{self._skipped_in_a_row} steps in a row were not finite, the last because {reason}; optim.max_nonfinite_steps="
-                f"{self._optim.max_nonfinite_steps}: lower optim.lr, or look at samples.jsonl for what the batch holds"
-            )
-        return OptimStepResult(step=self._steps, lr=lr, grad_norm=None, clipped=False, skipped=reason)
+        reach("train.after_optim_step")
+        self._optimizer.zero_grad(set_to_none=True)
+        return self._steps.finish_step(params.lr, grad_norm, clipped=clipped)
 
     def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-        micro_batches = self._make_micro_batches(batch)
+        _, micro_batches = self._pack(batch, None)
         with torch.no_grad():
             flats: list[LinearLogProbs] = []
             for part in micro_batches:
@@ -294,48 +210,55 @@ class PyTorchTrainingBackend:
 
     def set_weight_version(self, version: int) -> DeviceFuture[None]:
         """Names the weights as they are after everything queued so far."""
-
-        def work() -> None:
-            self._version = version
-
-        future = self._submit(work)
-        self._version_set = (future, version)
-        return future
+        return self._queue.set_weight_version(version)
 
     def stream_weights(self, sink: WeightSink) -> DeviceFuture[None]:
         """Hands every parameter to `sink` in buckets of at most 256 MiB (a larger parameter alone). Tied weights come once."""
 
         def work() -> None:
-            bucket: list[tuple[str, Tensor]] = []
-            size = 0
-            for name, parameter in self.model.named_parameters():
-                if bucket and size + parameter.nbytes > BUCKET_BYTES:
-                    sink(bucket)
-                    bucket, size = [], 0
-                bucket.append((name, parameter.detach()))
-                size += parameter.nbytes
-            if bucket:
-                sink(bucket)
+            for bucket in find_buckets(self.model, BUCKET_BYTES):
+                sink([(name, parameter.detach()) for name, parameter in bucket])
 
-        return self._submit(work)
+        return self._queue.submit(work)
 
     def get_weights(self) -> DeviceFuture[dict[str, Tensor]]:
         """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
-        return self._submit(lambda: {name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()})
+        return self._queue.submit(lambda: {name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()})
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> DeviceFuture[None]:
         """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape, before anything is copied."""
-        return self._submit(lambda: copy_weights(self.model, weights))
+        return self._queue.submit(lambda: copy_weights(self.model, weights))
 
     def save(self, path: Path) -> DeviceFuture[None]:
         """Writes the model directory and, in `state/`, everything an exact resume needs. Not atomic: see rollouts.checkpoints.save."""
 
         def work() -> None:
-            save_hf_model(self.model, path, self._tokenizer)
-            position = {"steps": self._steps, "skipped_in_a_row": self._skipped_in_a_row, "weight_version": self._version, **self._counts}
-            save_backend_state(path, self.model, self._optimizer, position)
+            path.mkdir(parents=True, exist_ok=True)
+            self._hold(self._tokenizer, copied=False).write(path)
 
-        return self._submit(work)
+        return self._queue.submit(work)
+
+    def capture(self) -> DeviceFuture[Callable[[Path], Awaitable[None]]]:
+        """What save() would write now, copied to host memory: the result writes it to a directory later, in a thread, while steps run."""
+
+        def work() -> Callable[[Path], Awaitable[None]]:
+            if self._tokenizer_copy is None and self._tokenizer is not None:
+                self._tokenizer_copy = copy.deepcopy(self._tokenizer)  # generation uses the other while this one is written
+            held = self._hold(self._tokenizer_copy, copied=True)
+
+            async def write(path: Path) -> None:
+                await trio.to_thread.run_sync(held.write, path)
+
+            return write
+
+        return self._queue.submit(work)
+
+    def state_bytes(self) -> int:
+        """Size of what capture() holds and save() writes: parameters and AdamW's two moments."""
+        return 3 * sum(parameter.nbytes for parameter in self.model.parameters())
+
+    def _hold(self, tokenizer: PreTrainedTokenizerBase | None, *, copied: bool) -> HeldState:
+        return hold_state(self.model, self._optimizer, self._steps.position(self._queue.version), tokenizer, copied=copied)
 
     def load(self, path: Path) -> DeviceFuture[None]:
         """Restores what save() wrote, bit for bit; accumulated gradients are discarded. Raises CheckpointError naming what is wrong."""
@@ -346,57 +269,12 @@ class PyTorchTrainingBackend:
                 check_weights(self.model, weights)
             except BackendError as error:
                 raise CheckpointError(f"{path} is not of this model: {error}") from error
-            fields = ("steps", "skipped_in_a_row", "weight_version", *self._counts)
-            position = load_backend_state(path, self.model, self._optimizer, fields)
+            position = load_backend_state(path, self.model, self._optimizer, POSITION_FIELDS)
             copy_weights(self.model, weights)
             self._discard_pending()
-            self._steps, self._skipped_in_a_row = int(position["steps"]), int(position["skipped_in_a_row"])
-            self._version = int(position["weight_version"])
-            self._counts = {name: float(position[name]) for name in self._counts}
+            self._queue.version = self._steps.restore(position)
 
-        return self._submit(work)
-
-
-def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
-    """What the loss's sum over the whole batch is divided by, and what its counts must add up to. Raises BackendError if nothing trains."""
-    count = count_unit(batch, spec, np.ones(len(batch), np.bool_))
-    if count == 0:
-        raise BackendError(f"none of the batch's {len(batch)} rows has a token to train on; check its loss masks")
-    if spec.unit == "constant":
-        if spec.constant is None or not spec.constant > 0:
-            raise BackendError(f"LossSpec(unit='constant') has constant={spec.constant}; give the denominator, a number above 0")
-        return spec.constant, count
-    return count, count
-
-
-def count_unit(batch: RolloutBatch, spec: LossSpec, rows: BoolArray) -> float:
-    """How many of the loss's unit are in the chosen rows [B]: trained tokens, or rows that have one."""
-    lengths = batch.response_lengths[rows]
-    return float((lengths > 0).sum() if spec.unit == "sequences" else lengths.sum())
-
-
-def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray | None:
-    """[B] rows whose trained tokens all have advantage 0; None when the batch has no advantages."""
-    if batch.advantages is None:
-        return None
-    rows = zip(batch.advantages, batch.loss_masks, strict=True)
-    return np.asarray([not np.any(advantages[mask]) for advantages, mask in rows], np.bool_)
-
-
-def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:
-    """Raises BackendError naming the first row with an id outside the model's vocabulary; on an accelerator torch would abort the process."""
-    for row, ids in enumerate(batch.tokens):
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            worst = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
-            raise BackendError(f"batch.tokens[{row}] has the id {worst}; the model's ids are 0 to {vocab_size - 1}: use the model's own tokenizer")
-
-
-def pad_rows(rows: list[FloatArray], width: int) -> FloatArray:
-    """[B, T] float32, right-padded with 0."""
-    padded = np.zeros((len(rows), width), np.float32)
-    for index, row in enumerate(rows):
-        padded[index, : len(row)] = row
-    return padded
+        return self._queue.submit(work)
 
 
 def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
@@ -405,19 +283,3 @@ def copy_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
-
-
-def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may come under each of its names."""
-    parameters: dict[str, Any] = dict(model.named_parameters())
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
-    missing = sorted(set(parameters) - set(weights))
-    unknown = sorted(set(weights) - set(parameters) - tied)
-    shapes = [
-        f"{name} {tuple(weights[name].shape)} for {tuple(parameter.shape)}"
-        for name, parameter in parameters.items()
-        if name in weights and weights[name].shape != parameter.shape
-    ]
-    for what, names in (("are missing", missing), ("are not the model's", unknown), ("have another shape", shapes)):
-        if names:
-            raise BackendError(f"{len(names)} weights {what}: {', '.join(names[:5])}; nothing was loaded")

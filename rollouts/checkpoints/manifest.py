@@ -1,16 +1,23 @@
-"""The file that makes a checkpoint complete: every other file with its size and hash."""
+"""The file that makes a checkpoint complete: every other file with its size and hash, and a hash of itself.
+
+It knows nothing of what the files are: whatever lies in the directory when it is made belongs to the checkpoint.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from rollouts.errors import CheckpointError
+from rollouts.errors import CheckpointDamaged, CheckpointError
 from rollouts.run_dir import checkpoint_manifest
 
-MANIFEST_SCHEMA = 1
+MANIFEST_SCHEMA = 2
+READABLE_SCHEMAS = (1, MANIFEST_SCHEMA)  # 1: without config_hash and sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +36,24 @@ class Manifest:
     stage: str  # sft, rl
     step: int  # completed steps of the stage
     files: tuple[FileRecord, ...]  # sorted by path; the manifest itself is not among them
+    config_hash: str | None = None  # of the settings that decide what is trained; None: nobody said
 
 
-def compute_manifest(checkpoint: Path, *, stage: str, step: int) -> Manifest:
-    """The manifest of the files that lie in `checkpoint` now. Reads every byte: run it in a thread."""
+def compute_manifest(checkpoint: Path, *, stage: str, step: int, config_hash: str | None = None) -> Manifest:
+    """The manifest of the files that lie in `checkpoint` now. Reads every byte: run it in a thread.
+
+    Raises CheckpointError for a link or anything else that is neither file nor directory: what it leads to may change.
+    """
     manifest_path = checkpoint_manifest(checkpoint)
-    paths = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != manifest_path)
-    records = tuple(FileRecord(path.relative_to(checkpoint).as_posix(), path.stat().st_size, compute_sha256(path)) for path in paths)
-    return Manifest(stage, step, records)
+    paths = sorted(path for path in checkpoint.rglob("*") if path != manifest_path and (path.is_symlink() or not path.is_dir()))
+    return Manifest(stage, step, tuple(record_file(checkpoint, path) for path in paths), config_hash)
+
+
+def record_file(checkpoint: Path, path: Path) -> FileRecord:
+    """Size and hash of a file as it reads now."""
+    if path.is_symlink() or not path.is_file():
+        raise CheckpointError(f"{path} is a link or no file; a checkpoint holds plain files only")
+    return FileRecord(path.relative_to(checkpoint).as_posix(), path.stat().st_size, compute_sha256(path))
 
 
 def compute_sha256(path: Path) -> str:
@@ -45,34 +62,73 @@ def compute_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
-    """Writes the manifest file. Not synced: the caller decides when the checkpoint becomes visible."""
-    content = {
+def drop_from_cache(path: Path) -> None:
+    """Asks the system to forget a file that is synced, so that reading it asks the disk. A hint: what reads next may come from memory still."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The file's bytes, the same for the same manifest. Its last field is the SHA-256 of itself without that field."""
+    content: dict[str, Any] = {
         "schema": MANIFEST_SCHEMA,
         "stage": manifest.stage,
         "step": manifest.step,
+        "config_hash": manifest.config_hash,
         "files": [{"path": record.path, "size": record.size, "sha256": record.sha256} for record in manifest.files],
     }
-    checkpoint_manifest(checkpoint).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return (json.dumps(content | {"sha256": digest}, indent=1) + "\n").encode()
+
+
+def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
+    """Writes the manifest file. Not synced: the caller decides when the checkpoint becomes visible."""
+    checkpoint_manifest(checkpoint).write_bytes(encode_manifest(manifest))
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError if it is missing, unreadable or of another schema."""
+    """The manifest of a checkpoint. Raises CheckpointDamaged if it is missing or not as it was written; CheckpointError if it is of a schema
+    that this version does not know, or the system does not let it be read: then nobody knows what the checkpoint is.
+    """
     path = checkpoint_manifest(checkpoint)
     try:
-        content = json.loads(path.read_bytes())
+        raw = path.read_bytes()
+        content = json.loads(raw)
         schema = content["schema"]
-        if schema != MANIFEST_SCHEMA:
-            raise CheckpointError(f"{path} has schema {schema!r}; this version reads {MANIFEST_SCHEMA}: use the version that wrote it")
-        files = tuple(FileRecord(_relative(record["path"]), int(record["size"]), str(record["sha256"])) for record in content["files"])
-        return Manifest(str(content["stage"]), int(content["step"]), files)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{checkpoint} has no manifest.json: it was not finished; use an older checkpoint and remove this one") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); use an older checkpoint and remove this one") from error
+        if schema not in READABLE_SCHEMAS:
+            raise CheckpointError(f"{path} has schema {schema!r}; this version reads {MANIFEST_SCHEMA}: use the version of rollouts that wrote it")
+        manifest = _parse_manifest(content)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise CheckpointDamaged(f"{checkpoint} has no manifest.json: it was not finished; use an older checkpoint and remove this one") from error
+    except OSError as error:
+        raise describe_unreadable(path, error) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointDamaged(f"{path} cannot be read ({type(error).__name__}: {error}); use an older checkpoint and remove this one") from error
+    if schema == MANIFEST_SCHEMA and raw != encode_manifest(manifest):
+        raise CheckpointDamaged(f"{path} is not as it was written: it was changed or damaged; use an older checkpoint and remove {checkpoint}")
+    return manifest
+
+
+def describe_unreadable(path: Path, error: OSError) -> CheckpointError:
+    """What to raise where the system does not let a file be read that may be as good as ever."""
+    return CheckpointError(
+        f"{path} cannot be read now ({error.strerror or error}), which says nothing about what it holds, so nothing was changed; "
+        "see that the disk, the mount and the permissions are in order, and try again"
+    )
+
+
+def _parse_manifest(content: Mapping[str, Any]) -> Manifest:
+    files = tuple(FileRecord(_relative(record["path"]), int(record["size"]), str(record["sha256"])) for record in content["files"])
+    config_hash = content.get("config_hash")
+    return Manifest(str(content["stage"]), int(content["step"]), files, None if config_hash is None else str(config_hash))
 
 
 def _relative(path: object) -> str:
-    if not isinstance(path, str) or not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts:
+    if not isinstance(path, str) or not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
         raise ValueError(f"path {path!r} does not lie in the checkpoint")
     return path

@@ -3,30 +3,47 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rollouts.checkpoints.load import list_checkpoints
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
+from rollouts.crash_points import reach
+from rollouts.metrics.jsonl import newest_attempts, read_rows
 
 
-def checkpoints_to_remove(steps: Iterable[int], keep_last: int) -> list[int]:
-    """All but the `keep_last` highest of `steps`, ascending. Raises ValueError if keep_last is below 1: the newest always stays."""
+def checkpoints_to_remove(steps: Iterable[int], keep_last: int, scores: Mapping[int, float] | None = None) -> list[int]:
+    """All of `steps` but the `keep_last` highest and the one with the highest score, ascending; of equal scores the later step stays.
+
+    Raises ValueError if keep_last is below 1: the newest always stays.
+    """
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last} must be at least 1; the newest checkpoint always stays")
-    return sorted(set(steps))[:-keep_last]
+    present = sorted(set(steps))
+    scored = [step for step in present if scores and step in scores]
+    best = max(scored, key=lambda step: ((scores or {})[step], step), default=None)
+    return [step for step in present[:-keep_last] if step != best]
 
 
-def apply_retention(stage_dir: Path, keep_last: int) -> list[int]:
-    """Steps of the complete checkpoints that were removed, so that `keep_last` stay. Incomplete ones neither count nor go.
+def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float] | None = None) -> list[int]:
+    """Steps of the complete checkpoints that were removed, so that `keep_last` and the best stay. Incomplete ones neither count nor go.
 
     Each is renamed out of sight before a file is deleted: a crash midway leaves no half checkpoint under a checkpoint's name.
     """
     paths = dict(list_checkpoints(stage_dir))
-    steps = checkpoints_to_remove(paths, keep_last)
+    steps = checkpoints_to_remove(paths, keep_last, scores)
     for step in steps:
-        shutil.rmtree(move_aside(paths[step]))
+        hidden = move_aside(paths[step])
+        reach("checkpoint.retention_hidden")
+        shutil.rmtree(hidden)
+    reach("checkpoint.retention_done")
     return steps
+
+
+def read_scores(evaluations: Path, stage: str, metric: str) -> dict[int, float]:
+    """The metric by step, from the newest evaluation of each step of the stage. Raises RunDirError if the file is damaged."""
+    rows = newest_attempts(read_rows(evaluations))
+    return {int(row["step"]): float(row[metric]) for row in rows if row.get("stage") == stage and metric in row}
 
 
 def remove_incomplete(stage_dir: Path) -> list[Path]:

@@ -1,13 +1,17 @@
 """Saving a checkpoint: complete on disk afterwards, or absent.
 
     .tmp-step_N-xxxxxxxx/     model and state/ ← write_model, then state/trainer.json
-      └─ all files hashed and synced ─ manifest.json written and synced ─ renamed to step_N/ ─ parent synced
+      └─ all files hashed ─ synced ─ read back and compared ─ manifest.json written, synced, read back ─ renamed to step_N/ ─ parent synced
 
 A crash at any point leaves either step_N complete or a .tmp- directory that no reader looks at; `remove_incomplete` clears those.
+Reading back goes to the disk where the system forgets a synced file when asked to, and to the page cache where it does not.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import shutil
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,58 +20,110 @@ from pathlib import Path
 import trio
 
 from rollouts.checkpoints.load import is_complete, trainer_state_path
-from rollouts.checkpoints.manifest import compute_manifest, write_manifest
-from rollouts.errors import CheckpointError
+from rollouts.checkpoints.manifest import Manifest, compute_manifest, drop_from_cache, encode_manifest, record_file, write_manifest
+from rollouts.crash_points import reach
+from rollouts.errors import CheckpointError, StorageError
 from rollouts.models.directories import fsync_path, fsync_tree
 from rollouts.run_dir import checkpoint_manifest, parse_step
 from rollouts.types import JSONValue, check_json, encode_json
 
 TEMPORARY_PREFIX = ".tmp-"
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # how libraries written in Rust say errno
+WriteModel = Callable[[Path], Awaitable[None]]
 
 
 async def save_checkpoint(
     path: Path,
     *,
-    write_model: Callable[[Path], Awaitable[None]],
+    write_model: WriteModel,
     state: Mapping[str, JSONValue],
     stage: str,
     step: int,
+    config_hash: str | None = None,
+    expected_bytes: int = 0,
 ) -> None:
-    """Writes the checkpoint `path`, whose name is step_{step}: what `write_model` puts there and `state`.
+    """Writes the checkpoint `path`, whose name is step_{step}: what `write_model` puts there and `state`, which is read at once.
 
-    Waits for `write_model`, then for a thread that hashes and syncs; once hashing has begun a cancellation is felt only when the
-    checkpoint is in place. An incomplete directory of that name is replaced; a complete one never: CheckpointError. ValueError if
-    `state` is not JSON. When `write_model` raises, its files are removed; when it is cancelled they stay, for someone may be writing still.
+    Waits for `write_model`, then for a thread that hashes, syncs and reads back; once hashing has begun a cancellation is felt only when
+    the checkpoint is in place. An incomplete directory of that name is replaced; a complete one never: CheckpointError. ValueError if
+    `state` is not JSON. StorageError when the disk refuses, or gives other bytes back; before anything is written when it has less than
+    `expected_bytes` free. When `write_model` raises, its files are removed; when it is cancelled they stay, for someone may be writing still.
     """
+    reach("checkpoint.begin")
     if parse_step(path.name) != step:
         raise CheckpointError(f"checkpoint {path} is to hold step {step}; its name must be step_{step}")
     check_json("state", state)
+    text = encode_json(state)
     if is_complete(path):
         raise CheckpointError(f"checkpoint {path} is complete already and is never overwritten; remove it first, or resume from it")
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
-    temporary.mkdir(parents=True)
     try:
+        await trio.to_thread.run_sync(_make_temporary, temporary, expected_bytes)
         await write_model(temporary)
-        text = encode_json(state)
-        await trio.to_thread.run_sync(lambda: _finish(temporary, path, state_text=text, stage=stage, step=step))
-    except Exception:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+        reach("checkpoint.after_model")
+        await trio.to_thread.run_sync(lambda: _finish(temporary, path, state_text=text, stage=stage, step=step, config_hash=config_hash))
+    except Exception as error:
+        await trio.to_thread.run_sync(lambda: shutil.rmtree(temporary, ignore_errors=True))
+        refused = find_os_error(error)
+        if refused is None:
+            raise
+        raise describe_refusal(path, refused, expected_bytes) from error
 
 
-def _finish(temporary: Path, path: Path, *, state_text: str, stage: str, step: int) -> None:
+def _make_temporary(temporary: Path, expected_bytes: int) -> None:
+    temporary.mkdir(parents=True)
+    reach("checkpoint.directory_made")
+    free = shutil.disk_usage(temporary).free
+    if free < expected_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _finish(temporary: Path, path: Path, *, state_text: str, stage: str, step: int, config_hash: str | None) -> None:
     state_file = trainer_state_path(temporary)
     state_file.parent.mkdir(exist_ok=True)
     state_file.write_text(state_text, "utf-8")
-    manifest = compute_manifest(temporary, stage=stage, step=step)
+    reach("checkpoint.after_state")
+    manifest = compute_manifest(temporary, stage=stage, step=step, config_hash=config_hash)
     fsync_tree(temporary)
+    read_back(temporary, manifest)
+    reach("checkpoint.before_manifest")
     write_manifest(temporary, manifest)
+    reach("checkpoint.after_manifest")
     fsync_path(checkpoint_manifest(temporary))
+    read_back_manifest(temporary, manifest)
     fsync_path(temporary)
-    if path.exists():
+    if path.exists() or path.is_symlink():
         move_aside(path)
+    reach("checkpoint.before_rename")
     temporary.rename(path)
-    fsync_path(path.parent)
+    reach("checkpoint.after_rename")
+    try:
+        fsync_path(path.parent)
+        reach("checkpoint.complete")
+    except OSError:
+        path.rename(temporary)  # it may be there after a power cut or not: what was not promised is absent
+        raise
+
+
+def read_back(checkpoint: Path, manifest: Manifest) -> None:
+    """Raises StorageError naming the first file that does not read as the manifest says. Files must be synced. Blocks."""
+    for record in manifest.files:
+        file = checkpoint / record.path
+        drop_from_cache(file)
+        found = record_file(checkpoint, file)
+        if found != record:
+            raise StorageError(
+                f"{file} was written with {record.size} bytes of SHA-256 {record.sha256[:12]} and reads back as {found.size} of "
+                f"{found.sha256[:12]}; the disk or its file system is failing: check it, and name another directory with --output.dir DIR"
+            )
+
+
+def read_back_manifest(checkpoint: Path, manifest: Manifest) -> None:
+    """Raises StorageError when the manifest's file does not read as it was written."""
+    file = checkpoint_manifest(checkpoint)
+    drop_from_cache(file)
+    if file.read_bytes() != encode_manifest(manifest):
+        raise StorageError(f"{file} reads back otherwise than it was written; the disk or its file system is failing: check it")
 
 
 def move_aside(path: Path) -> Path:
@@ -75,3 +131,34 @@ def move_aside(path: Path) -> Path:
     hidden = path.with_name(f"{TEMPORARY_PREFIX}removed-{path.name}-{uuid.uuid4().hex[:8]}")
     path.rename(hidden)
     return hidden
+
+
+# --- what a disk refuses -----------------------------------------------------------------------------------------------------
+
+
+def find_os_error(error: BaseException) -> OSError | None:
+    """The system's error that this is, or that it says in words as libraries written in Rust do; None for any other."""
+    if isinstance(error, OSError):
+        return error
+    said = OS_ERROR.search(str(error)) if type(error) is Exception or type(error).__name__ == "SafetensorError" else None
+    return OSError(int(said.group(1)), os.strerror(int(said.group(1)))) if said else None
+
+
+def describe_refusal(path: Path, error: OSError, expected_bytes: int = 0) -> StorageError:
+    """What could not be written and why, how much room there is, and what to do."""
+    folder = next((folder for folder in (path, *path.parents) if folder.is_dir()), Path("/"))
+    try:
+        room = f"; {format_bytes(shutil.disk_usage(folder).free)} are free there"
+    except OSError:
+        room = ""
+    needed = f", {format_bytes(expected_bytes)} are needed" if expected_bytes else ""
+    where = f" at {error.filename}" if error.filename else ""
+    return StorageError(
+        f"{path} cannot be written ({error.strerror or error}{where}){room}{needed}; free space, set output.keep_checkpoints, or go on in "
+        "another place: copy the run directory and resume with --output.dir DIR"
+    )
+
+
+def format_bytes(count: float) -> str:
+    """As people read sizes: 1.5 GiB, 20.0 MiB."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -222,6 +222,10 @@ engine.max_concurrency:
     max_concurrent_requests sglang_server_concurrency max_inflight_rollouts
 engine.silence_s (seconds without any progress; there is no limit on the whole request):
     request_timeout vllm_server_timeout timeout
+distributed.ranks (processes on this machine; on several machines start it by torchrun):
+    n_gpus_per_node gpus_per_node num_gpus_per_node actor_num_gpus_per_node trainer.n_gpus_per_node nproc_per_node num_gpus world_size
+distributed.shard_size:
+    fsdp_size data_parallel_shard_degree dp_shard_size
 deterministic:
     full_determinism deterministic_mode batch_invariant
 """

@@ -41,7 +41,7 @@ FUNCTIONS = (
     *("rl.curriculum", "eval.reward"),
 )
 # On resume: what a run writes and how long it goes on, not what it computes.
-MAY_CHANGE = ("name", "output", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s")
+MAY_CHANGE = ("name", "output", "distributed", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s")
 # How fast it computes may change too, unless the run promised equal bits: these change the order of sums.
 CHANGES_BITS = ("model.threads", "engine.max_rows", "sft.micro_batch_tokens", "rl.micro_batch_tokens", "rl.share_prefix")
 
@@ -90,22 +90,77 @@ def config_digest(config: RunConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def training_digest(config: RunConfig) -> str:
+    """SHA-256, in hex, of every setting that decides what is trained: two configs that check_same_run takes for one run have the same.
+
+    Of a path only its last part counts, so that a run may be copied to another place. A setting that has its default is left out, so that a
+    version with one setting more takes the checkpoints of the version before; what changed a default is not seen here, but by check_same_run.
+    """
+    free = _free_on_resume(config)
+    decisive = {key: _last_part(value) for key, value in _set_apart(config).items() if not _is_within(key, free)}
+    text = json.dumps(decisive, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _set_apart(config: Section, defaults: Section | None = None, prefix: str = "") -> dict[str, Any]:
+    """Dotted keys, as _flatten(_plain(config)) has them, of what has not its default. A table that is there though none need be is a key too."""
+    apart: dict[str, Any] = {}
+    for name, info in type(config).model_fields.items():
+        default = getattr(defaults, name) if defaults else info.get_default(call_default_factory=True)
+        value, key = getattr(config, name), f"{prefix}{name}"
+        tables = value if isinstance(value, list) and value and isinstance(value[0], Section) else [value]
+        for index, table in enumerate(tables):
+            numbered = f"{key}.{index}" if len(tables) > 1 else key
+            if isinstance(table, Section):
+                usual = default if isinstance(default, Section) else None
+                apart |= {} if usual else {numbered: {}}
+                apart |= _set_apart(table, usual, f"{numbered}.")
+            elif value != default:
+                apart |= _flatten({key: NONE if value is None else value})
+    return apart
+
+
+def _free_on_resume(saved: RunConfig) -> tuple[str, ...]:
+    return MAY_CHANGE if saved.deterministic else MAY_CHANGE + CHANGES_BITS
+
+
+def _is_within(key: str, tables: Iterable[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in tables)
+
+
+def _last_part(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _last_part(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_last_part(item) for item in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(os.sep) else value
+
+
 def check_same_run(saved: RunConfig, now: RunConfig) -> None:
     """Raises RunDirError, naming each setting, if a run with `saved` may not go on with `now`.
 
     What a run writes and how many steps it takes may change, and how fast it computes (MAY_CHANGE, CHANGES_BITS); what it computes may
     not. With a linear or cosine schedule, more steps stretch the rest of it.
     """
-    free = MAY_CHANGE if saved.deterministic else MAY_CHANGE + CHANGES_BITS
+    free = _free_on_resume(saved)
     before, after = _flatten(_plain(saved)), _flatten(_plain(now))
     differing = [
         f"  {key}: {format_value(before[key]) if key in before else 'unset'} then, {format_value(after[key]) if key in after else 'unset'} now"
         for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key) and not any(key == name or key.startswith(f"{name}.") for name in free)
+        if before.get(key) != after.get(key) and not _is_within(key, free)
     ]
     if differing:
         lines = "\n".join(differing)
         raise RunDirError(f"the run directory was made with other settings; go on with those, or name another --output.dir:\n{lines}")
+
+
+def check_same_config(config: RunConfig, dumped: str, *, whose: str) -> None:
+    """Raises ConfigError, naming the first setting, where `config` differs from the one that dump_config wrote as `dumped`."""
+    own, other = _flatten(tomllib.loads(dump_config(config))), _flatten(tomllib.loads(dumped))
+    for key in dict.fromkeys([*other, *own]):
+        if own.get(key) != other.get(key):
+            here, there = (format_value(values[key]) if key in values else "unset" for values in (own, other))
+            raise ConfigError(f"{key} is {here} here and {there} on {whose}; start all ranks with the same config file and flags")
 
 
 # --- problems ----------------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ class OutputConfig(Section):
     dir: str = ""  # empty: runs/NAME
     checkpoint_every: NaturalInt = 0  # steps; 0: only at the end of a stage and when stopped
     keep_checkpoints: NaturalInt = 0  # newest complete checkpoints of a stage that stay; 0: all
+    keep_best: bool = False  # with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were evaluated
     samples_per_step: NaturalInt = 16  # rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is
 
 
@@ -39,7 +40,7 @@ class ModelConfig(Section):
     template_params: dict[str, Any] = {}  # passed to the chat template, for example enable_thinking = false
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
     autocast: Literal["off", "bfloat16", "auto"] = "auto"  # master weights are float32; auto: bfloat16 where the hardware multiplies it natively
-    threads: NaturalInt = 0  # torch threads; 0: one per core this process may use
+    threads: NaturalInt = 0  # torch threads of a process; 0: one per core it may use, divided by the ranks on this machine
 
 
 SourceKind = Literal["jsonl", "parquet", "hf", "reasoning_gym", "python"]
@@ -198,7 +199,7 @@ class EngineConfig(Section):
     """What generates for RL: this process, or servers of its own kind. SFT evaluates with the embedded engine in any case."""
 
     kind: Literal["local", "vllm", "sglang"] = "local"  # local: in this process
-    mode: Literal["shared", "copied"] = "shared"  # of a local engine: shared: the trainer's own parameters, on its thread
+    mode: Literal["shared", "copied"] = "shared"  # of a local engine: shared: the trainer's own parameters (with several ranks, a copy on rank 0)
     max_rows: PositiveInt = 128  # of a local engine: sequences decoded at once
     urls: list[str] = []  # servers that run already; empty: this run starts its own
     api_key_env: str = ""  # environment variable that holds the key of the servers in urls
@@ -242,6 +243,14 @@ class EvalConfig(Section):
     samples_per_prompt: PositiveInt = 1  # samples of each held-out prompt
 
 
+class DistributedConfig(Section):
+    """Several processes that train one model together: ranks, which share weights, gradients and optimizer among them."""
+
+    ranks: PositiveInt = 1  # processes on this machine; above 1 the program starts itself again under torchrun, unless a launcher has started it
+    max_restarts: NaturalInt = 0  # with ranks: times that all of them are started again, from the newest checkpoint, after one was lost
+    shard_size: NaturalInt = 0  # ranks that hold one copy of the weights between them; 0: all ranks; fewer: as many copies as there are groups
+
+
 class RunConfig(Section):
     """Everything a run is made of. `--mode` says which of the stages run."""
 
@@ -250,6 +259,7 @@ class RunConfig(Section):
     deterministic: bool = False  # float32, fixed threads, fixed order: two runs give the same bits
     model: ModelConfig = ModelConfig()
     output: OutputConfig = OutputConfig()
+    distributed: DistributedConfig = DistributedConfig()
     engine: EngineConfig = EngineConfig()
     sft: SFTTrainingConfig | None = None
     rl: RLTrainingConfig | None = None
@@ -257,6 +267,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
+        if self.distributed.max_restarts and self.distributed.ranks == 1:
+            raise ValueError(
+                f"distributed.max_restarts={self.distributed.max_restarts} with distributed.ranks=1; only ranks that this program starts itself are "
+                "started again by it: set distributed.ranks, or give a launcher of your own --max-restarts"
+            )
+        if self.output.keep_best and self.eval is None:
+            raise ValueError("output.keep_best=true without [eval]: nothing says which checkpoint is best; add [eval], or leave keep_best out")
         if self.deterministic and self.model.autocast == "bfloat16":
             raise ValueError("model.autocast='bfloat16' with deterministic=true; deterministic mode computes in float32; set model.autocast='off'")
         if self.rl is not None:

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, Protocol
 import trio
 
 from rollouts.config.schema import RolloutConfig
+from rollouts.crash_points import reach
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import ConfigError, EngineError, InfrastructureError, NotEnoughSamples, RolloutsError
 from rollouts.generation.batch import compute_batch_metrics, make_batch
@@ -395,6 +396,7 @@ class AsyncRolloutManager:
             draw.work[work.group_index] = work
         self._next_group_index += len(opened)
         draw.drawn += len(opened)
+        reach("rollout.drawn")
         return opened
 
     def _next_ready(self, draw: _Draw) -> ClosedGroup | None:
@@ -406,6 +408,7 @@ class AsyncRolloutManager:
 
     def _decide(self, closed: ClosedGroup, draw: _Draw) -> bool:
         """Whether the group is kept. Raises what stops the whole call, leaving the group undecided."""
+        reach("rollout.group_finished")
         if closed.error is not None:
             draw.closed[closed.group_index] = closed
             raise closed.error

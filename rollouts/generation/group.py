@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import trio
 
+from rollouts.crash_points import reach
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import (
     ConfigError,
@@ -215,7 +216,9 @@ async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, .
     for _ in range(MAX_STARTS):
         if plan.is_stopping():
             return (start,)
+        reach("rollout.dispatch")
         segments = await call_generate(plan.generate, start, plan.engine, sampling, limiter=plan.limiter)
+        reach("rollout.generated")
         last = segments[-1]
         if last.status is not Status.ABORTED:
             return segments
@@ -245,7 +248,9 @@ async def score_trajectory(reward: RewardFn, segments: tuple[Sample, ...], plan:
     """The segments with the reward of the last one, or that one as failed."""
     last = segments[-1]
     try:
+        reach("rollout.before_reward")
         result = await call_reward(reward, last, timeout_s=plan.reward_timeout_s, limiter=plan.limiter)
+        reach("rollout.after_reward")
     except UserFunctionError as error:
         return (fail_sample(last, error, classify_reward_error(error), function_name(reward)),)
     return tuple(apply_reward(segment, result) for segment in segments)
@@ -284,7 +289,9 @@ async def score_group(group_reward: GroupRewardFn, closed: ClosedGroup, plan: Gr
     finished = [trajectory for trajectory in closed.trajectories if not trajectory.failed]
     ends = [trajectory.segments[-1] for trajectory in finished]
     try:
+        reach("rollout.before_reward")
         results = await call_group_reward(group_reward, ends, timeout_s=plan.reward_timeout_s, limiter=plan.limiter)
+        reach("rollout.after_reward")
     except UserFunctionError as error:
         name = function_name(group_reward)
         failed = [replace(t, segments=(fail_sample(t.segments[-1], error, classify_reward_error(error), name),)) for t in finished]

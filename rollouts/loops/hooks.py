@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from rollouts.errors import StepInterrupted
+from rollouts.loops.stopping import LAST_COUNTS, StopControl
+from rollouts.protocols import TrainingBackend
 from rollouts.types import Sample
 
 
@@ -18,6 +21,11 @@ def prepare_nothing(step: int) -> None:
 
 def learn_nothing(step: int, samples: Sequence[Sample]) -> None:
     """The statistics that nobody keeps."""
+
+
+async def believe(step: int) -> bool:
+    """Saves do not fail where nobody can tell."""
+    return True
 
 
 def never() -> bool:
@@ -35,6 +43,10 @@ class LoopHooks:
     checkpoint_every: int = 0  # 0: only after the last step
     before_batch: Callable[[int], None] = prepare_nothing  # before the prompts of that step are drawn; RL only
     after_batch: Callable[[int, Sequence[Sample]], None] = learn_nothing  # with the samples that the step trains on; RL only
+    stop: StopControl = field(default_factory=StopControl)  # what a stop cuts inside a step
+    save_before_batch: Callable[[int], Awaitable[None]] | None = None  # for a step after which another was begun and cut; None: save_checkpoint
+    take_metrics: Callable[[], Mapping[str, float]] = dict  # of what goes on beside the loop, for the row that is about to be written
+    is_saved: Callable[[int], Awaitable[bool]] = believe  # whether a save that was due is in place: a disk may have refused it
 
     def saves_after(self, step: int) -> bool:
         """Whether a step that is not the last is followed by a checkpoint."""
@@ -44,12 +56,46 @@ class LoopHooks:
 async def run_hooks(hooks: LoopHooks, step: int, *, last_step: int, eval_every: int, stop_every: int = 1) -> bool:
     """True if the loop must end after this step. Saves before it evaluates, so that a slow evaluation cannot lose a step.
 
-    A stop waits for a multiple of `stop_every`, the steps after which engines have the weights that a checkpoint holds.
+    A stop waits for a multiple of `stop_every`, the steps after which engines have the weights that a checkpoint holds. One that comes during
+    the evaluation cuts it, if it does not fit, and the loop ends; a resumed run evaluates again.
     """
-    stopping = hooks.stop_requested() and step % stop_every == 0
+    may_stop = step % stop_every == 0
+    stopping = hooks.stop_requested() and may_stop
     last = stopping or step == last_step
-    if last or hooks.saves_after(step):
+    saved = last or hooks.saves_after(step)
+    if saved:
         await hooks.save_checkpoint(step)
     if not last and eval_every and step % eval_every == 0:
-        await hooks.evaluate(step)
+        with hooks.stop.phase("evaluate"):
+            await hooks.evaluate(step)
+    if not stopping and may_stop and hooks.stop.is_requested():
+        stopping = True
+        if not (saved and await hooks.is_saved(step)):
+            await hooks.save_checkpoint(step)
     return stopping
+
+
+async def save_after_cut(hooks: LoopHooks, backend: TrainingBackend, cut: StepInterrupted, step: int, *, saved: bool) -> None:
+    """The step after `step` was cut: saves `step` as soon as the backend's weights are its own again, unless a save of it was due (`saved`) and
+    is in place.
+
+    Nothing is saved, and the newest complete checkpoint counts, when the running micro-batch does not leave the time, or when the weights are
+    between two updates of the step that was cut.
+    """
+    reset = backend.reset()  # behind what runs
+    if saved and await hooks.is_saved(step):
+        return
+    if cut.updates_done:
+        hooks.stop.say(f"stopping: step {step + 1} was cut after {cut.updates_done} of its updates, so nothing is saved; {LAST_COUNTS}")
+        return
+    with hooks.stop.until_save() as scope:
+        await reset.result()
+    if scope.cancelled_caught:
+        hooks.stop.say(f"stopping: a micro-batch (measured: {read_piece_s(backend):.1f} s) leaves no time to save step {step}; {LAST_COUNTS}")
+        return
+    await (hooks.save_before_batch or hooks.save_checkpoint)(step)
+
+
+def read_piece_s(backend: TrainingBackend) -> float:
+    """Seconds that the backend goes on after an interrupt, by its last micro-batches."""
+    return backend.statistics().get("longest_piece_s", 0.0)

@@ -14,13 +14,15 @@ from typing import Protocol
 import trio
 
 from rollouts.config.schema import RLTrainingConfig
-from rollouts.errors import FleetDown, NotEnoughSamples, UserFunctionError, WeightSyncError
-from rollouts.loops.hooks import LoopHooks, run_hooks
+from rollouts.crash_points import reach
+from rollouts.errors import FleetDown, NotEnoughSamples, StepInterrupted, UserFunctionError, WeightSyncError
+from rollouts.loops.hooks import LoopHooks, read_piece_s, run_hooks, save_after_cut
 from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
-from rollouts.loops.sft import step_metrics, warn_of_skipped_step
+from rollouts.loops.sft import step_metrics, train, warn_of_skipped_step
+from rollouts.loops.stopping import StopControl
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
-from rollouts.types import ForwardBackwardResult, LossSpec, Metric, OptimStepResult, RolloutBatch, Sample, metric_values
+from rollouts.types import Metric, RolloutBatch, Sample, metric_values
 
 
 class BatchSource(Protocol):
@@ -62,6 +64,7 @@ async def run_rl_training(
     gradient is not finite changes nothing and still consumes its batch. When the manager's budget of failures or attempts is spent, or no
     engine serves, the steps that are complete are saved before NotEnoughSamples, FleetDown or what a filter raised leaves; when no engine
     could be brought to the new weights, that step is logged and saved before WeightSyncError leaves; so it is when an evaluation fails.
+    A stop that leaves no time for the step under way cuts it: the step before it is saved as it was before the batch was begun.
     """
     hooks = hooks or LoopHooks()
     loss = make_loss_spec(config)
@@ -69,24 +72,29 @@ async def run_rl_training(
     for step in range(completed_steps + 1, config.steps + 1):
         timer = PhaseTimer()
         hooks.before_batch(step)
-        async with saving_first(hooks, step - 1, saved=step - 1 == completed_steps or hooks.saves_after(step - 1)):
-            with timer.phase("generate"):
-                batch = await generate_and_log(rollout_manager, metrics_logger, step)
-        hooks.after_batch(step, batch.samples)
-        lags = compute_lags(batch, step - 1)
-        check_staleness(lags, max_staleness=config.max_staleness)
-        with timer.phase("log_probs"):
-            batch = await add_log_probs(batch, backend, reference, config)
-        batch, advantage_metrics = add_advantages(batch, config)
-        with timer.phase("train"):
-            results = await train(backend, batch, loss, step, updates=config.updates_per_batch)
+        saved = step - 1 == completed_steps or hooks.saves_after(step - 1)
+        try:
+            async with saving_first(hooks, step - 1, saved=saved):
+                with timer.phase("generate"):
+                    batch = await generate_and_log(rollout_manager, metrics_logger, step, hooks.stop)
+            hooks.after_batch(step, batch.samples)
+            lags = compute_lags(batch, step - 1)
+            check_staleness(lags, max_staleness=config.max_staleness)
+            with timer.phase("log_probs"):
+                batch = await score(batch, backend, reference, config, hooks.stop)
+            batch, advantage_metrics = add_advantages(batch, config)
+            with timer.phase("train"):
+                results = await train(backend, batch, loss, hooks.stop, updates=config.updates_per_batch, version=step)
+        except StepInterrupted as cut:
+            await save_after_cut(hooks, backend, cut, step - 1, saved=saved)
+            break
         for _, optim in results:
             warn_of_skipped_step("rl", step, optim)
         sync_metrics: Mapping[str, float] = {}
         unsynced: WeightSyncError | FleetDown | None = None  # raised when the step is in the record
         if step % config.sync_every == 0 or step == config.steps:  # the last one, so that what is evaluated at the end is the end
             try:
-                with timer.phase("weight_sync"):
+                with timer.phase("weight_sync"), hooks.stop.phase("weight_sync"):  # cut or not, the step is complete
                     sync_metrics = await sync_weights(backend, inference_engines, step)
             except (WeightSyncError, FleetDown) as error:
                 unsynced = error
@@ -101,6 +109,7 @@ async def run_rl_training(
             **sync_metrics,
             **timer.metrics(),
             **throughput(batch, timer),
+            **hooks.take_metrics(),
         }
         await metrics_logger.log_step("rl", step, step - 1, metrics)
         history.append(metrics)
@@ -115,35 +124,40 @@ async def run_rl_training(
 
 @asynccontextmanager
 async def saving_first(hooks: LoopHooks, step: int, *, saved: bool) -> AsyncIterator[None]:
-    """Saves `step`, unless it is `saved`, before what ends a run through no fault of the trainer's leaves."""
+    """Saves `step`, unless a save of it was due (`saved`) and is in place, before what ends a run through no fault of the trainer's leaves."""
     try:
         yield
     except (NotEnoughSamples, UserFunctionError, WeightSyncError, FleetDown):
-        if not saved:
+        if not (saved and await hooks.is_saved(step)):
             await hooks.save_checkpoint(step)
         raise
 
 
-async def train(
-    backend: TrainingBackend, batch: RolloutBatch, loss: LossSpec, step: int, *, updates: int
-) -> list[tuple[ForwardBackwardResult, OptimStepResult]]:
-    """What each of `updates` optimizer steps on the batch gave, after which the backend has weight version `step`."""
-    futures = [(backend.forward_backward(batch, loss), backend.optim_step()) for _ in range(updates)]
-    version_set = backend.set_weight_version(step)
-    results = [(await forward.result(), await optim.result()) for forward, optim in futures]
-    await version_set.result()
-    return results
+async def generate_and_log(rollout_manager: BatchSource, metrics_logger: MetricsLogger, step: int, stop: StopControl) -> RolloutBatch:
+    """The batch; its samples and those that failed are on disk before anything is done with it, also when the failures stop the run.
+
+    Raises StepInterrupted when a stop cuts it.
+    """
+    with stop.phase("generate"):
+        try:
+            batch = await rollout_manager.generate_batch()
+            reach("rollout.batch_ready")
+            await metrics_logger.log_samples("rl", step, step - 1, batch.samples)
+        finally:
+            with trio.CancelScope(shield=True):  # a write of a few kilobytes
+                await metrics_logger.log_samples("rl", step, step - 1, rollout_manager.failed_samples())
+        return batch
+    raise StepInterrupted(f"step {step} was cut while its batch was made")
 
 
-async def generate_and_log(rollout_manager: BatchSource, metrics_logger: MetricsLogger, step: int) -> RolloutBatch:
-    """The batch; its samples and those that failed are on disk before anything is done with it, also when the failures stop the run."""
-    try:
-        batch = await rollout_manager.generate_batch()
-        await metrics_logger.log_samples("rl", step, step - 1, batch.samples)
-    finally:
-        with trio.CancelScope(shield=True):  # a write of a few kilobytes
-            await metrics_logger.log_samples("rl", step, step - 1, rollout_manager.failed_samples())
-    return batch
+async def score(
+    batch: RolloutBatch, backend: TrainingBackend, reference: LogProbScorer | None, config: RLTrainingConfig, stop: StopControl
+) -> RolloutBatch:
+    """The batch with the log-probs that `config` wants. Raises StepInterrupted when a stop cuts it."""
+    with stop.phase("log_probs", piece_s=lambda: read_piece_s(backend)):
+        return await add_log_probs(batch, backend, reference, config)
+    backend.interrupt()
+    raise StepInterrupted("the step was cut while its batch was scored")
 
 
 def throughput(batch: RolloutBatch, timer: PhaseTimer) -> dict[str, float]:

@@ -13,6 +13,7 @@ is cut off. Rows of an earlier attempt are never touched; readers take the highe
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -22,7 +23,8 @@ from typing import Any
 
 import trio
 
-from rollouts.errors import RunDirError
+from rollouts.crash_points import reach
+from rollouts.errors import RunDirError, StorageError
 from rollouts.metrics.progress import Progress
 from rollouts.metrics.record import make_head, make_row
 from rollouts.run_dir import RunDir
@@ -31,6 +33,7 @@ from rollouts.types import JSONValue, Sample, encode_json
 Row = dict[str, Any]
 OBJECT_KEYS = 32  # of a metadata object that is kept as one; more would make rows long however short each is
 METADATA_CHARS = 2000  # of one metadata value as JSON; a longer one is cut, so that sample rows stay small
+WAITING_BYTES = 1 << 26  # of rows of one file that wait for a disk that refuses them
 TAIL_BYTES = 1 << 16  # how much of a file's end is read at a time when looking for its last newline
 
 
@@ -52,11 +55,15 @@ class JsonlLogger:
         self._samples_per_step = samples_per_step
         self._progress = progress
         self._time_unix = time_unix
+        self._waiting: dict[str, bytes] = {}  # rows that the disk refused, by file
+        self._refused = False  # whether that was said
         self._statistics = {"rows": 0, "sample_rows": 0, "evaluation_rows": 0, "repaired_bytes": repaired_bytes}
 
     async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
         """Appends the row of a step. Raises MetricError, before anything is written, for a name or value that may not be written."""
+        reach("metrics.before_row")
         self._append("metrics", [make_row(stage, step, policy_version, self._attempt, self._time_unix(), metrics)])
+        reach("metrics.after_row")
         self._statistics["rows"] += 1
         if self._progress is not None:
             self._progress.update(stage, step, metrics)
@@ -66,13 +73,17 @@ class JsonlLogger:
         """Appends up to samples_per_step of the samples, evenly spaced, so that every group has a chance to be seen."""
         head = make_head(stage, step, policy_version, self._attempt, self._time_unix())
         chosen = select_evenly(len(samples), self._samples_per_step)
+        reach("metrics.before_samples")
         self._append("samples", [head | make_sample_fields(samples[index]) for index in chosen])
+        reach("metrics.after_samples")
         self._statistics["sample_rows"] += len(chosen)
         await trio.lowlevel.checkpoint()
 
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
         """Appends the row of an evaluation called `name`. Raises MetricError like log_step."""
+        reach("metrics.before_evaluation")
         self._append("evaluations", [make_row(stage, step, policy_version, self._attempt, self._time_unix(), metrics, name=name)])
+        reach("metrics.after_evaluation")
         self._statistics["evaluation_rows"] += 1
         await trio.lowlevel.checkpoint()
 
@@ -81,8 +92,34 @@ class JsonlLogger:
         return dict(self._statistics)
 
     def _append(self, file: str, rows: Sequence[Row]) -> None:
-        if rows:
-            write_whole(self._files[file], "".join(encode_json(row) + "\n" for row in rows).encode())
+        """Rows that the disk refuses wait in memory, are said once, and are written with the next. Raises StorageError when too many wait."""
+        if not rows:
+            return
+        self._waiting[file] = self._waiting.get(file, b"") + "".join(encode_json(row) + "\n" for row in rows).encode()
+        try:
+            self._write_waiting(file)
+        except StorageError as error:
+            if len(self._waiting[file]) > WAITING_BYTES:
+                raise
+            if not self._refused:
+                logging.getLogger("rollouts").warning("warning: %s; rows wait in memory until it takes them", error)
+            self._refused = True
+
+    def write_waiting(self) -> None:
+        """Writes the rows that wait because a disk refused them. Raises StorageError if it still does: they are lost when the run ends."""
+        for file in list(self._waiting):
+            self._write_waiting(file)
+
+    def _write_waiting(self, file: str) -> None:
+        """All or nothing, so that no half row stays."""
+        end = os.lseek(self._files[file], 0, os.SEEK_END)
+        try:
+            write_whole(self._files[file], self._waiting[file])
+        except OSError as error:
+            os.ftruncate(self._files[file], end)
+            raise StorageError(f"rows of {file}.jsonl cannot be written ({error}); free space, or point output.dir at another disk") from error
+        del self._waiting[file]
+        self._refused = False
 
 
 @asynccontextmanager
@@ -108,7 +145,7 @@ async def open_jsonl_logger(
             files[name] = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             stack.callback(os.close, files[name])
             stack.callback(os.fsync, files[name])
-        yield JsonlLogger(
+        logger = JsonlLogger(
             files,
             attempt=attempt,
             samples_per_step=samples_per_step,
@@ -116,6 +153,10 @@ async def open_jsonl_logger(
             repaired_bytes=repaired,
             time_unix=time_unix,
         )
+        try:
+            yield logger
+        finally:
+            logger.write_waiting()
 
 
 def write_whole(file: int, data: bytes) -> None:
@@ -193,9 +234,31 @@ def _row_key(row: Row) -> tuple[object, ...]:
 
 
 def next_attempt(run_dir: RunDir) -> int:
-    """1 for a run that has written no row, else one more than the highest attempt in its metrics and evaluations."""
+    """1 for a run that has written no row, else one more than the highest attempt in its metrics, samples and evaluations.
+
+    Samples count: an attempt that was killed between a step's samples and its row would else have its number used again, and readers would
+    take both attempts' samples for one.
+    """
     rows = [*read_rows(run_dir.metrics), *read_rows(run_dir.evaluations)]
-    return 1 + max((row.get("attempt", 0) for row in rows), default=0)
+    highest = max((row.get("attempt", 0) for row in rows), default=0)
+    return 1 + max(highest, _read_last_attempt(run_dir.samples))
+
+
+def _read_last_attempt(path: Path) -> int:
+    """The attempt of the last whole row, 0 if there is none: attempts never decrease in a file, and reading all samples of a long run is slow."""
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        start, tail = file.seek(0, os.SEEK_END), b""
+        while start > 0:
+            begin = max(0, start - TAIL_BYTES)
+            file.seek(begin)
+            tail = file.read(start - begin) + tail
+            start = begin
+            rows = [row for line in tail.split(b"\n")[1 if start else 0 :] if (row := parse_row(line)) is not None]
+            if rows:
+                return int(rows[-1].get("attempt", 0))
+    return 0
 
 
 def select_evenly(length: int, count: int) -> list[int]:

@@ -44,6 +44,7 @@ class Progress:
         self._every_s = every_s
         self._clock = clock
         self._last_line = float("-inf")
+        self._blind = False  # what is shown cannot be written any more
         self._stages: dict[str, StageProgress] = {}
 
     def update(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
@@ -55,7 +56,8 @@ class Progress:
         state = StageProgress(first_step, first_time, step, total, eta_s, format_values(metrics))
         self._stages[stage] = state
         if self._live is not None:
-            self._live.update(self._table(), refresh=True)
+            live = self._live
+            self._show(lambda: live.update(self._table(), refresh=True))
         elif known is None or step == total or now - self._last_line >= self._every_s:
             self._last_line = now
             self._print(format_line(stage, state))
@@ -65,7 +67,16 @@ class Progress:
         self._print(text)
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._show(lambda: self._console.print(text, markup=False, highlight=False, soft_wrap=True))
+
+    def _show(self, draw: Callable[[], None]) -> None:
+        """Draws, unless nobody can read it any more: a terminal that is gone or a full disk under a log ends no run."""
+        if self._blind:
+            return
+        try:
+            draw()
+        except (OSError, ValueError, SystemExit):  # rich answers a broken pipe by SystemExit
+            self._blind = True
 
     def _table(self) -> Table:
         table = Table.grid(padding=(0, 2))

@@ -122,12 +122,11 @@ def load_hf_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrain
     safetensors only, no code from the directory, SDPA attention where the model has it (one with capped scores has not). Raises ModelError
     if it cannot be loaded, is of another kind (see find_causal_class), or the files lack a weight.
     """
-    import transformers
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     check_model_directory(path)
-    attention = "sdpa" if getattr(getattr(transformers, find_causal_class(path), None), "_supports_sdpa", False) else "eager"
+    attention = choose_attention(find_causal_class(path))
     options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, "attn_implementation": attention}
     try:
         with quiet_transformers():
@@ -139,6 +138,13 @@ def load_hf_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrain
     if missing:  # transformers would train them from random values
         raise ModelError(f"the weights in {path} lack {missing[0]} (and {len(missing) - 1} more); copy the model directory again")
     return model
+
+
+def choose_attention(class_name: str) -> str:
+    """The attention that a class of transformers runs with here: SDPA where it has it, "eager" where it has not (one with capped scores)."""
+    import transformers
+
+    return "sdpa" if getattr(getattr(transformers, class_name, None), "_supports_sdpa", False) else "eager"
 
 
 def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrainedTokenizerBase:

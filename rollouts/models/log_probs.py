@@ -87,9 +87,14 @@ def compute_micro_batch_log_probs(
     return linear_logprobs(selected, head.weight, targets, temperature=temperature / plan.logit_scale)
 
 
+def widen(logits: Tensor) -> Tensor:
+    """In float32, or in float64 if they are so."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
 def score_logits(logits: Tensor, targets: Tensor, temperature: float) -> LinearLogProbs:
     """Log-probs of targets [N] and entropy, from logits [N, V] before the temperature."""
-    all_log_probs = (logits.float() / temperature).log_softmax(-1)
+    all_log_probs = (widen(logits) / temperature).log_softmax(-1)
     with torch.no_grad():
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
     return LinearLogProbs(all_log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy)

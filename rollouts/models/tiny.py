@@ -44,6 +44,7 @@ def make_tiny_model(kind: str, path: Path, *, seed: int) -> None:
     """
     import torch
 
+    from rollouts.models.export import save_hf_model
     from rollouts.models.tokenizers import make_byte_tokenizer
 
     tokenizer = make_byte_tokenizer()
@@ -55,8 +56,7 @@ def make_tiny_model(kind: str, path: Path, *, seed: int) -> None:
             for name, parameter in sorted(model.named_parameters()):
                 if parameter.ndim > 1 and not name.endswith("A_log"):
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * TINY_STD)
-        model.save_pretrained(str(path))
-        tokenizer.save_pretrained(str(path))
+        save_hf_model(model, path, tokenizer)
 
 
 def _new_model(kind: str, vocab_size: int) -> Any:
@@ -105,6 +105,7 @@ def _write_tiny_byte_model(seed: int, folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from rollouts.models.export import save_hf_model
     from rollouts.models.tokenizers import END_ID, PAD_ID, START_ID, make_byte_tokenizer
 
     tokenizer = make_byte_tokenizer()
@@ -131,5 +132,4 @@ def _write_tiny_byte_model(seed: int, folder: Path) -> None:
                     parameter.copy_(torch.randn(parameter.shape, generator=generator) * config.initializer_range)
                 else:
                     parameter.fill_(1.0)
-        model.save_pretrained(str(folder))
-        tokenizer.save_pretrained(str(folder))
+        save_hf_model(model, folder, tokenizer)

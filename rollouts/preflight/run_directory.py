@@ -1,7 +1,14 @@
-"""Whether a run may write where its config says."""
+"""Whether a run may write where its config says, and nobody else does."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
 from pathlib import Path
 
 from rollouts.config.load import check_same_run, load_config
@@ -9,20 +16,113 @@ from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
 from rollouts.run_dir import RunDir
 
+PARTIAL_CONFIG = ".tmp-config.toml"  # all that a run leaves that was killed while it wrote its first file: nothing of it is lost
+
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what flock says on a file system that knows none
+
+_held: dict[int, tuple[int, int]] = {}  # descriptor of a lock → device and inode of its file
+
 
 def choose_run_dir(config: RunConfig) -> RunDir:
     """output.dir, or runs/NAME where it is empty."""
     return RunDir(Path(config.output.dir or f"runs/{config.name}"))
 
 
-def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool) -> None:
-    """Raises RunDirError if the directory is another run's. Changes nothing on disk."""
+def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, locked: bool = False) -> None:
+    """Raises RunDirError if the directory is another run's, or a run is at work in it: not this one, if it is `locked` here. Only reads."""
     if run_dir.root.exists() and not run_dir.root.is_dir():
         raise RunDirError(f"output.dir={run_dir.root} is a file; name a directory")
-    used = run_dir.root.is_dir() and any(run_dir.root.iterdir())
+    if not locked:
+        check_unlocked(run_dir)
+    used = run_dir.root.is_dir() and any(path != run_dir.lock and path.name != PARTIAL_CONFIG for path in run_dir.root.iterdir())
     if used and not resume:
         raise RunDirError(f"output.dir={run_dir.root} is not empty; go on with --resume, or name another directory with --output.dir DIR")
     if used and not run_dir.config.exists():
         raise RunDirError(f"output.dir={run_dir.root} holds files but no config.toml: it is not a run; name another directory with --output.dir DIR")
     if used:
         check_same_run(load_config(run_dir.config, ()), config)
+
+
+# --- one run at a time -------------------------------------------------------------------------------------------------------
+
+
+def lock_run_dir(run_dir: RunDir) -> int:
+    """Keeps other runs off the directory, made if missing, until this process ends or closes the descriptor that is returned.
+
+    The system drops the lock with the process, however that ends; started programs and forked children do not hold it on. Where several
+    ranks make one run, only the first locks. On a file system that has no locks nobody is kept off, and a warning says so. Raises RunDirError
+    naming who holds it, or OSError's reason.
+    """
+    try:
+        run_dir.root.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise RunDirError(f"output.dir={run_dir.root} cannot be written ({error}); name another directory with --output.dir DIR") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        held = describe_holder(run_dir)
+        os.close(descriptor)
+        raise RunDirError(held) from error
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            os.close(descriptor)
+            raise RunDirError(f"{run_dir.lock} cannot be locked ({error}); name a directory on another file system with --output.dir DIR") from error
+        logging.getLogger("rollouts").warning(
+            "warning: the file system of %s has no locks (%s): nothing keeps a second run off it; see that none is started there", run_dir.root, error
+        )
+    _write_holder(descriptor)
+    made = os.fstat(descriptor)
+    _held[descriptor] = (made.st_dev, made.st_ino)
+    return descriptor
+
+
+def _write_holder(descriptor: int) -> None:
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    try:
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
+    except OSError:  # a full disk, say: the lock holds without it, and who is refused is told less
+        pass
+
+
+def _drop_in_child() -> None:
+    """A forked child that outlives the run would hold its lock on."""
+    for descriptor, file in _held.items():
+        try:
+            here = os.fstat(descriptor)
+            if (here.st_dev, here.st_ino) == file:  # else whoever locked has closed it, and the number is another file's now
+                os.close(descriptor)
+        except OSError:  # closed already
+            continue
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_drop_in_child)
+
+
+def check_unlocked(run_dir: RunDir) -> None:
+    """Raises RunDirError naming the run that is at work in the directory. Changes nothing on disk."""
+    try:
+        descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return  # nobody ever locked it; what is wrong otherwise, lock_run_dir says
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise RunDirError(describe_holder(run_dir)) from error
+    except OSError:
+        return
+    finally:
+        os.close(descriptor)
+
+
+def describe_holder(run_dir: RunDir) -> str:
+    """Who holds the lock, as far as the file says."""
+    try:
+        holder = json.loads(run_dir.lock.read_text(encoding="utf-8"))
+        who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        who = f"a process that {run_dir.lock} does not name"
+    return f"output.dir={run_dir.root} is in use by {who}; wait for it or stop it, or name another directory with --output.dir DIR"

@@ -26,7 +26,7 @@ from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
 from rollouts.models.limits import CONTEXT_NAMES, find_rotary_limit
-from rollouts.models.log_probs import NO_LIMIT, ForwardPlan, MaskForm, compute_micro_batch_log_probs, compute_own_logits, score_logits
+from rollouts.models.log_probs import NO_LIMIT, ForwardPlan, MaskForm, compute_micro_batch_log_probs, compute_own_logits, score_logits, widen
 from rollouts.models.quiet import quiet_transformers
 from rollouts.types import BoolArray, IntArray
 
@@ -269,7 +269,7 @@ class _Probe:
         decoder: Any = self.model.get_decoder()
         hook = decoder.register_forward_hook(lambda module, inputs, output: seen.append(output)) if decoder is not self.model else None
         try:
-            logits = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+            logits = widen(self.model(input_ids=ids[None], use_cache=False).logits[0])
         finally:
             if hook is not None:
                 hook.remove()
@@ -335,8 +335,8 @@ class _Probe:
         if len(row) > CAUSAL_LENGTH and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             logits = self.model(**inputs, logits_to_keep=places.to(self.model.device)).logits[0]
             if len(logits) == len(places):
-                return logits.float()
-        return self.model(**inputs).logits[0, places.to(self.model.device)].float()
+                return widen(logits)
+        return widen(self.model(**inputs).logits[0, places.to(self.model.device)])
 
     def find_difference(self, plain: _Plain, plan: ForwardPlan, *, share_prefix: bool) -> str:
         """ "" if the row gives the plain log-probs and entropy when it is computed with the other by `plan`; else what went wrong."""
@@ -357,7 +357,7 @@ class _Probe:
     def measure_scale(self, plain: _Plain, weight: Tensor) -> float | None:
         """The number that hidden @ weight.T is multiplied by to give the logits, by least squares; None if there is no positive one."""
         assert plain.hidden is not None
-        product = (plain.hidden.float() @ weight.float().T).double()
+        product = (widen(plain.hidden) @ widen(weight).T).double()
         above, below = float((product * plain.logits.double()).sum()), float((product * product).sum())
         return above / below if above > 0 and below > 0 else None
 
@@ -374,4 +374,4 @@ class _Probe:
             logits = compute_own_logits(self.model, plain.output_type, plain.hidden)
         except PROBE_ERRORS:
             return False
-        return float((logits.float() - plain.logits).abs().max()) <= self.tolerance(plain)
+        return float((widen(logits) - plain.logits).abs().max()) <= self.tolerance(plain)

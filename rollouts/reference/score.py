@@ -11,6 +11,7 @@ import torch
 
 from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceThread
+from rollouts.losses.logprobs import LinearLogProbs
 from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
 from rollouts.reference.forward_plan import plan_forward
@@ -37,8 +38,11 @@ class FrozenReference:
         layout = self._plan.choose_layout(max(len(row) for row in batch.tokens))
         budget = 1 if layout == "single" else self._micro_batch_tokens
         micro_batches = make_micro_batches(batch.tokens, batch.loss_masks, micro_batch_tokens=budget, share_prefix=layout == "tries")
+        flats: list[LinearLogProbs] = []
         with torch.no_grad():
-            flats = [compute_micro_batch_log_probs(self._model, part, plan=self._plan, temperature=batch.temperature) for part in micro_batches]
+            for part in micro_batches:
+                self._device_thread.check_open()
+                flats.append(compute_micro_batch_log_probs(self._model, part, plan=self._plan, temperature=batch.temperature))
         return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
 
 

@@ -325,7 +325,7 @@ class RewardWorkers:
             await worker.born.wait()
             self._counters["workers_started"] += 1
             nursery.start_soon(self._watch_output, guard, worker)
-            if worker.pid > 0:
+            if worker.pid > 0 and not self._closed:  # one that is born while the context is being left is offered to nobody
                 self._offer.send_nowait(worker)
             await worker.dropped.wait()
             if worker.calls == 0:

@@ -24,6 +24,7 @@ from rollouts.errors import (
     EngineError,
     RequestRefused,
     RolloutsError,
+    StepInterrupted,
     WeightVersionError,
 )
 from rollouts.protocols import PauseMode, WeightSink
@@ -335,6 +336,8 @@ class FakeFuture(Generic[ResultT]):
         self._done_at = done_at
         self.failure = failure
         self.awaited = False
+        self.before: tuple[int, int, int] = (0, 0, 0)  # the backend's steps, version and batches when it was queued
+        self.has_pieces = False  # an interrupt can end it
 
     async def result(self) -> ResultT:
         self.awaited = True
@@ -349,14 +352,20 @@ class FakeFuture(Generic[ResultT]):
     def done(self) -> bool:
         return trio.current_time() >= self._done_at
 
+    def fail(self, failure: RolloutsError, done_at: float) -> None:
+        """Takes the decision back. Who waits already is told at the time it expected."""
+        self.failure, self._done_at = failure, done_at
+
 
 @asynccontextmanager
-async def open_fake_backend(*, step_s: float = 0.0, failures: Mapping[int, RolloutsError] | None = None) -> AsyncIterator[FakeBackend]:
+async def open_fake_backend(
+    *, step_s: float = 0.0, micro_batch_s: float = 0.0, failures: Mapping[int, RolloutsError] | None = None
+) -> AsyncIterator[FakeBackend]:
     """A backend whose pieces of work take `step_s` each; the i-th piece submitted (from 0) fails with failures[i].
 
-    Leaving raises the first failure that nobody awaited.
+    An interrupt is felt `micro_batch_s` later. Leaving raises the first failure that nobody awaited.
     """
-    backend = FakeBackend(step_s=step_s, failures=failures or {})
+    backend = FakeBackend(step_s=step_s, micro_batch_s=micro_batch_s, failures=failures or {})
     yield backend
     unasked = backend.close()
     await trio.lowlevel.checkpoint()
@@ -367,8 +376,9 @@ async def open_fake_backend(*, step_s: float = 0.0, failures: Mapping[int, Rollo
 class FakeBackend:
     """A TrainingBackend without a model: its weights are one number, the optimizer steps that were done. Made by open_fake_backend."""
 
-    def __init__(self, *, step_s: float, failures: Mapping[int, RolloutsError]) -> None:
+    def __init__(self, *, step_s: float, failures: Mapping[int, RolloutsError], micro_batch_s: float = 0.0) -> None:
         self._step_s = step_s
+        self._micro_batch_s = micro_batch_s
         self._failures = failures
         self._futures: list[FakeFuture[Any]] = []
         self._free_at = 0.0  # when the last piece of work is done
@@ -391,7 +401,7 @@ class FakeBackend:
             denominator = {"tokens": tokens, "sequences": float(len(batch)), "constant": loss.constant or 1.0}[loss.unit]
             return ForwardBackwardResult(loss=1.0 / (1 + self._steps), denominator=denominator, metrics={"loss/tokens": Total(tokens)})
 
-        return self._submit(run)
+        return self._submit(run, has_pieces=True)
 
     def optim_step(self, params: OptimParams | None = None) -> FakeFuture[OptimStepResult]:
         def run() -> OptimStepResult:
@@ -401,7 +411,7 @@ class FakeBackend:
         return self._submit(run)
 
     def forward(self, batch: RolloutBatch) -> FakeFuture[tuple[FloatArray, ...]]:
-        return self._submit(lambda: tuple(np.where(mask, np.float32(-1), np.float32(0)) for mask in batch.loss_masks))
+        return self._submit(lambda: tuple(np.where(mask, np.float32(-1), np.float32(0)) for mask in batch.loss_masks), has_pieces=True)
 
     def stream_weights(self, sink: WeightSink) -> FakeFuture[None]:
         return self._submit(lambda: sink(list(self._weights().items())))  # pyright: ignore[reportArgumentType]  (arrays in place of tensors)
@@ -432,9 +442,22 @@ class FakeBackend:
 
         return self._submit(run)
 
+    def interrupt(self) -> None:
+        pending = (index for index, future in enumerate(self._futures) if future.has_pieces and future.failure is None and not future.done())
+        first = next(pending, None)
+        if first is None:
+            return
+        self._steps, self._version, num_batches = self._futures[first].before
+        del self.batches[num_batches:], self.losses[num_batches:]
+        self._failed = StepInterrupted("the step was interrupted between two micro-batches")
+        self._free_at = trio.current_time() + self._micro_batch_s
+        self._futures[first].fail(self._failed, self._free_at)
+        for future in self._futures[first + 1 :]:
+            future.fail(EarlierStepFailed("a step before this one was interrupted; call reset()"), self._free_at)
+
     def reset(self) -> FakeFuture[None]:
         self._failed = None
-        return self._submit(lambda: None)
+        return self._submit(lambda: None, takes_s=0.0)
 
     def set_weight_version(self, version: int) -> FakeFuture[None]:
         def run() -> None:
@@ -443,21 +466,24 @@ class FakeBackend:
         return self._submit(run)
 
     def statistics(self) -> Mapping[str, float]:
-        return {"submitted": float(len(self._futures)), "steps": float(self._steps)}
+        pieces = {"longest_piece_s": self._micro_batch_s} if self._micro_batch_s else {}
+        return {"submitted": float(len(self._futures)), "steps": float(self._steps), **pieces}
 
     def close(self) -> RolloutsError | None:
-        """The first failure that nobody awaited."""
+        """The first failure that nobody awaited, but for what an interrupt or an earlier failure left undone."""
         self._closed = True
-        return next((future.failure for future in self._futures if future.failure is not None and not future.awaited), None)
+        unheard = (future.failure for future in self._futures if future.failure is not None and not future.awaited)
+        return next((failure for failure in unheard if not isinstance(failure, EarlierStepFailed | StepInterrupted)), None)
 
     def _weights(self) -> dict[str, Any]:
         return {"weight": np.full(2, self._steps, np.float32)}
 
-    def _submit(self, run: Callable[[], ResultT]) -> FakeFuture[ResultT]:
+    def _submit(self, run: Callable[[], ResultT], *, has_pieces: bool = False, takes_s: float | None = None) -> FakeFuture[ResultT]:
         if self._closed:
             raise BackendClosed("the backend is closed; use it inside its `async with open_fake_backend(…)`")
         failure: RolloutsError | None = None
         result: ResultT | None = None
+        before = self._steps, self._version, len(self.batches)
         if self._failed is not None:
             failure = EarlierStepFailed(f"a step before this one failed ({self._failed}); call reset()")
         elif len(self._futures) in self._failures:
@@ -467,7 +493,8 @@ class FakeBackend:
                 result = run()
             except RolloutsError as error:
                 self._failed = failure = error
-        self._free_at = max(self._free_at, trio.current_time()) + self._step_s
+        self._free_at = max(self._free_at, trio.current_time()) + (self._step_s if takes_s is None else takes_s)
         future = FakeFuture(result, failure, self._free_at)
+        future.before, future.has_pieces = before, has_pieces
         self._futures.append(future)
         return future

@@ -121,7 +121,7 @@ class SimulationReport:
 def run_simulation(schedule: Schedule) -> SimulationReport:
     """Runs a schedule in virtual time. Raises AssertionError, naming the seed, when an invariant is broken."""
     try:
-        return trio.run(_Simulation(schedule).run, clock=trio.testing.MockClock(autojump_threshold=0))
+        return trio.run(Simulation(schedule).run, clock=trio.testing.MockClock(autojump_threshold=0))
     except BaseException as error:
         error.add_note(f"schedule {schedule}")
         raise
@@ -196,7 +196,9 @@ class RecordingBuffer:
 # --- one run -----------------------------------------------------------------------------------------------------------------
 
 
-class _Simulation:
+class Simulation:
+    """One process: a manager, its buffer and its engine, and what must hold of them."""
+
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.version = 0

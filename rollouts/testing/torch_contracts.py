@@ -8,6 +8,7 @@ vocabulary of at least 40, and two in a row as its limit of steps that are not f
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import trio
 from torch import Tensor
 
-from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
+from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps, StepInterrupted
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
 from rollouts.protocols import TrainingBackend
@@ -237,6 +238,35 @@ async def check_failed_step_stops_later_ones_until_reset(open_backend: OpenBacke
         assert isinstance(await raised_by(backend.optim_step(STEP)), BackendError), "accumulated gradients survived the failure"
         await backend.reset().result()
         await train(backend, batch)
+
+
+async def check_an_interrupt_ends_what_is_queued_at_a_micro_batch(open_backend: OpenBackend) -> None:
+    """What was queued fails with StepInterrupted and changes nothing; after reset() the backend trains as if the step had never begun."""
+    batch, gate = make_batch(), threading.Event()
+    async with open_backend() as backend:
+        await train(backend, batch)
+        before = await copy_weights(backend)
+        held = backend.stream_weights(lambda bucket: assert_passes(gate))  # else the step might be through before it is interrupted
+        forward, optim, version = backend.forward_backward(batch, SFT), backend.optim_step(STEP), backend.set_weight_version(9)
+        backend.interrupt()
+        gate.set()
+        await held.result()
+        assert isinstance(await raised_by(forward), StepInterrupted)
+        assert isinstance(await raised_by(optim), EarlierStepFailed) and isinstance(await raised_by(version), EarlierStepFailed)
+        await backend.reset().result()
+        assert backend.weight_version == 0
+        assert_weights_equal(before, await copy_weights(backend))
+        await train(backend, batch)
+        found = await copy_weights(backend)
+    async with open_backend() as undisturbed:  # one after the other: ranks have one backend at a time
+        await train(undisturbed, batch)
+        await train(undisturbed, batch)
+        assert_weights_equal(await copy_weights(undisturbed), found)
+
+
+def assert_passes(gate: threading.Event) -> None:
+    """Blocks the device thread until somebody opens the gate."""
+    assert gate.wait(60), "nobody opened the gate"
 
 
 async def check_a_miscounting_loss_is_refused(open_backend: OpenBackend) -> None:

@@ -35,8 +35,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from rollouts.engines.sglang import SGLangEngine
 from rollouts.engines.vllm import VLLMEngine
 from rollouts.errors import EngineError, EngineSilent, WeightSyncError
+from rollouts.models.export import FileNames
 from rollouts.protocols import InferenceEngine, TrainingBackend
-from rollouts.weight_sync.disk import FileNames
 
 Transport = Callable[[TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, Exception | None]]]
 """Brings the backend's weights to engines under a version; by engine name what went wrong, None where nothing did. Engines are paused."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import trio
 
+from rollouts.crash_points import reach
 from rollouts.errors import BackendError, SnapshotError, WeightSyncError
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.types import Completion
@@ -159,6 +160,7 @@ class WeightSync:
                 wait_s = min(RETRY_CAP_S, 2 * wait_s)
 
     async def _sync(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+        reach("sync.begin")
         members = list_engines(engines, self._admission)
         streamed_before = self._streamed_bytes
         snapshot = await self._export(backend, version) if self._need_disk(members) else None

@@ -20,6 +20,7 @@ from typing import Literal, TypeVar
 
 import trio
 
+from rollouts.crash_points import reach
 from rollouts.errors import BackendError, EngineError, EngineSilent, WeightSyncError
 from rollouts.protocols import InferenceEngine
 from rollouts.weight_sync.admission import Admission, DirectAdmission
@@ -284,6 +285,7 @@ async def sync_weights_to_engines(
         if publish and any(run.committed for run in runs):
             plan.admission.publish(version)
             on_publish()
+            reach("sync.published")
     if failures:
         raise failures[0]
     report = SyncReport(version, tuple(run.outcome() for run in runs))
@@ -322,6 +324,7 @@ async def _update_engine(run: _Run) -> None:
         if not plan.admission.commit(run.engine, plan.version):
             raise WeightSyncError("the engine died, or left, while it was updated")
         run.committed = True
+        reach("sync.committed")
     except BackendError as error:
         run.error = error
         plan.admission.fail(run.engine, WeightSyncError(f"the trainer failed during the update to weight version {plan.version}: {error}"))
@@ -370,11 +373,13 @@ async def _replace_weights(run: _Run) -> None:
         run.phase = "pause"
         await _watch(run, lambda: engine.pause("keep" if engine.features.keep_pause else "abort"))
         run.phase = "load"
+        reach("sync.before_load")
         if plan.gathering is not None:
             await plan.gathering.load(engine)
         else:
             await _watch(run, lambda: plan.load(engine))
         await _check_version(run)
+        reach("sync.after_load")
         run.phase = "resume"
         await _watch(run, engine.resume)
         resumed = True

@@ -102,11 +102,19 @@ def test_a_dry_run_reports_and_trains_nothing(capsys: pytest.CaptureFixture[str]
     assert not (tmp_path / "run").exists()
 
 
-def test_more_ranks_than_one_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_half_of_a_launchers_variables_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, message = run(capsys, "--output.dir", str(tmp_path / "run"))
     assert code == 2
-    assert "WORLD_SIZE=2" in message
+    assert "RANK is not set, but WORLD_SIZE='2'" in message
+
+
+def test_groups_that_do_not_divide_the_ranks_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, value in {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    code, message = run(capsys, "--output.dir", str(tmp_path / "run"), "--distributed.shard_size", "3")
+    assert code == 2
+    assert "distributed.shard_size=3 does not divide the 4 ranks into equal groups; use 1 or 2 or 4" in message
 
 
 @pytest.mark.parametrize("arguments", [["--mode", "sft"], ["--config", "x.toml"], ["--config", "x.toml", "--mode", "ppo"]])

@@ -6,16 +6,21 @@ import json
 import os
 import signal
 import subprocess
+import weakref
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import trio
 from transformers import AutoModelForCausalLM
 
+import integration_training.train
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.compare import assert_same_run, weights_digest
-from tests.e2e.conftest import Train
+from tests.e2e.conftest import SHORT, TINY, Train
 
 PATIENCE_S = 120.0
 
@@ -127,3 +132,24 @@ def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train: Train, finished
     alone = read_rows(tmp_path / "rl" / "metrics.jsonl")
     for name in ("reward/mean", "loss/total", "optim/grad_norm", "entropy/mean", "mismatch_kl/mean"):
         assert alone[0][name] == continued[0][name], name
+
+
+@pytest.mark.slow
+def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # with its moments it is three times the weights, for as long as RL trains
+    models: list[weakref.ref[object]] = []
+    alive: list[int] = []
+    open_stage = integration_training.train.open_stage
+
+    @asynccontextmanager
+    async def open_watched(*arguments: Any) -> AsyncIterator[Any]:
+        alive.append(sum(model() is not None for model in models))
+        async with open_stage(*arguments) as opened:
+            models.append(weakref.ref(opened.backend.model))
+            yield opened
+
+    monkeypatch.setattr(integration_training.train, "open_stage", open_watched)
+    monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path / "cache"))
+    arguments = ["--config", str(TINY), "--mode", "sft+rl", *SHORT, "--sft.steps", "2", "--rl.steps", "1", "--output.dir", str(tmp_path / "run")]
+    assert integration_training.train.main(arguments) == 0
+    assert alive == [0, 0]

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from rollouts.models.load import resolve_model
 
 ROOT = Path(__file__).parents[2]
 START_S = 400.0
-CONTEXT_LENGTH = 1024
+CONTEXT_LENGTH = 2048
 VOCAB_SIZE = 259  # of the byte tokenizer
 
 
@@ -32,17 +32,28 @@ class RunningServer:
     url: str
     api_key: str
     log: Path
+    pid: int  # of its process group too
+    admin_key: str = ""  # of SGLang: for control calls; the api_key, unless it was started with another one
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
-    """The Python of an environment that has vLLM; the test is skipped where there is none."""
-    named = os.environ.get("ROLLOUTS_VLLM_PYTHON", "")
-    path = Path(named) if named else ROOT / ".venv-vllm" / "bin" / "python"
+    return find_python("vLLM", "ROLLOUTS_VLLM_PYTHON", ROOT / ".venv-vllm")
+
+
+@pytest.fixture(scope="session")
+def sglang_python() -> Path:
+    return find_python("SGLang", "ROLLOUTS_SGLANG_PYTHON", ROOT / ".venv-sglang")
+
+
+def find_python(kind: str, variable: str, environment: Path) -> Path:
+    """The Python of an environment that has such a server; the test is skipped where there is none."""
+    named = os.environ.get(variable, "")
+    path = Path(named) if named else environment / "bin" / "python"
     if not path.exists():
         if named:
-            pytest.fail(f"ROLLOUTS_VLLM_PYTHON={named} does not exist")
-        pytest.skip(f"no vLLM: {path} does not exist and ROLLOUTS_VLLM_PYTHON, a Python that has it, is not set")
+            pytest.fail(f"{variable}={named} does not exist")
+        pytest.skip(f"no {kind}: {path} does not exist and {variable}, a Python that has it, is not set")
     return path
 
 
@@ -65,7 +76,7 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             num_attention_heads=2,
             num_key_value_heads=1,
             head_dim=32,
-            max_position_embeddings=2048,
+            max_position_embeddings=4096,
             initializer_range=0.2,
             tie_word_embeddings=False,
             bos_token_id=257,
@@ -81,14 +92,14 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @contextlib.contextmanager
-def run_server(command: Sequence[str], *, port: int, environment: dict[str, str], api_key: str, log: Path) -> Iterator[RunningServer]:
-    """A server that answers GET /health, in a process group of its own that is killed in the end."""
-    env = os.environ | {"PYTHONDONTWRITEBYTECODE": ""} | environment
+def run_server(command: Sequence[str], *, port: int, ready: str, environment: Mapping[str, str], log: Path) -> Iterator[int]:
+    """The pid of a server that answers GET `ready`, in a process group of its own that is killed in the end."""
+    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:
-        _wait_healthy(process, port, log)
-        yield RunningServer(f"http://127.0.0.1:{port}", api_key, log)
+        _wait_ready(process, f"http://127.0.0.1:{port}{ready}", log)
+        yield process.pid
     finally:
         process.send_signal(signal.SIGTERM)  # its children end with it; what does not is killed
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -98,10 +109,10 @@ def run_server(command: Sequence[str], *, port: int, environment: dict[str, str]
         process.wait()
 
 
-def _wait_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_S
     while True:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as reply:
+        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as reply:
             if reply.status == 200:
                 return
         if process.poll() is not None or time.monotonic() > deadline:
@@ -129,11 +140,27 @@ def run_vllm(python: Path, model: Path, log: Path, *flags: str, dev_mode: bool =
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_API_KEY": api_key,
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
     }
-    with run_server(command, port=port, environment=environment, api_key=api_key, log=log) as server:
-        yield server
+    with run_server(command, port=port, ready="/health", environment=environment, log=log) as pid:
+        yield RunningServer(f"http://127.0.0.1:{port}", api_key, log, pid)
+
+
+@contextlib.contextmanager
+def run_sglang(
+    python: Path, model: Path, folder: Path, *flags: str, admin_key: str = "", environment: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
+    """An SGLang server on a CPU. Its keys are in a file that only we can read."""
+    port, api_key = find_free_port(), secrets.token_hex(16)
+    keys, log = folder / "keys.yaml", folder / "server.log"
+    keys.touch(mode=0o600)
+    keys.write_text(f'api-key: "{api_key}"\n' + (f'admin-api-key: "{admin_key}"\n' if admin_key else ""))
+    command = [
+        str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu",
+        "--attention-backend", "torch_native", "--dtype", "float32", "--context-length", str(CONTEXT_LENGTH), "--max-total-tokens", "16384",
+        "--max-running-requests", "32", "--sleep-on-idle", "--config", str(keys), *flags,
+    ]  # fmt: skip
+    with run_server(command, port=port, ready="/ready", environment=environment or {}, log=log) as pid:
+        yield RunningServer(f"http://127.0.0.1:{port}", api_key, log, pid, admin_key or api_key)
 
 
 @pytest.fixture(scope="session")
@@ -141,4 +168,10 @@ def vllm_server(vllm_python: Path, snapshots: tuple[Path, Path], tmp_path_factor
     """A vLLM server with the settings that training needs."""
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     with run_vllm(vllm_python, snapshots[0], log, "--logprobs-mode", "processed_logprobs", "--enable-scale-out") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def sglang_server(sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with run_sglang(sglang_python, snapshots[0], tmp_path_factory.mktemp("sglang")) as server:
         yield server

@@ -27,10 +27,13 @@ def share_of_even_bytes(sample):
 
 
 def make_command(folder: Path, config: str, *arguments: str, mode: str = "rl") -> list[str]:
-    """train.py in `mode` with a config of integration_training/configs, writing into folder/run."""
+    """train.py in `mode` with a config of integration_training/configs, writing into folder/run.
+
+    It and its servers give way to the tests beside them, which have to reach a server in the middle of its work.
+    """
     path = ROOT / "integration_training" / "configs" / config
     return [
-        sys.executable, str(ROOT / "integration_training" / "train.py"), "--config", str(path), "--mode", mode, *arguments,
+        "nice", "-n", "10", sys.executable, str(ROOT / "integration_training" / "train.py"), "--config", str(path), "--mode", mode, *arguments,
         "--output.dir", str(folder / "run"),
     ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from rollouts.engines.processes import EngineCommand, open_engine_processes
 from rollouts.errors import EngineSetupError
 from rollouts.models.load import resolve_model
 
-pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("processes")]  # one worker has all that ask the same server
+pytestmark = pytest.mark.engines
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {"vllm": "bundled:smollm2-135m-instruct", "sglang": "tiny:llama"}  # vLLM's attention for CPUs takes no heads as small as the tiny one's
 ARGS = {"vllm": ("--enforce-eager",), "sglang": ("--device", "cpu", "--max-total-tokens", "4096")}

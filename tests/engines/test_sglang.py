@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 import trio
 
 from rollouts.backends.open import open_pytorch_backend
@@ -22,19 +20,18 @@ from rollouts.config.schema import OptimConfig
 from rollouts.engines.sglang import SGLangEngine, open_sglang_engine
 from rollouts.errors import EngineError, EngineSetupError, InfrastructureError, RequestRefused
 from rollouts.testing import engine_contracts
-from rollouts.testing.engine_contracts import LONG, make_request
+from rollouts.testing.engine_contracts import LONG, disturb, make_request
 from rollouts.types import Completion, GenerateRequest, RolloutBatch
 from rollouts.weight_sync.broadcast import open_sglang_broadcast
 
-from .conftest import CONTEXT_LENGTH, VOCAB_SIZE
-from .sglang_server import SGLangServer, run_sglang, sglang_python, sglang_server
+from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, run_sglang
+from .model_checks import check_greedy_beside_sampled, check_log_probs, check_tokens_after_a_frozen_update, load, score
 
-pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("sglang")]  # one worker has all that ask the same server
-__all__ = ["sglang_python", "sglang_server"]  # fixtures
+pytestmark = pytest.mark.engines
 KEEP_MODES = ("retract", "in_place")
 
 
-def open_engine(server: SGLangServer, **changes: Any) -> AbstractAsyncContextManager[SGLangEngine]:
+def open_engine(server: RunningServer, **changes: Any) -> AbstractAsyncContextManager[SGLangEngine]:
     settings = {"api_key": server.api_key, "admin_key": server.admin_key, "vocab_size": VOCAB_SIZE} | changes
     return open_sglang_engine(server.url, **settings)
 
@@ -45,15 +42,6 @@ async def open_trainer(path: Path) -> AsyncIterator[PyTorchTrainingBackend]:
         yield backend
 
 
-async def load(engine: SGLangEngine, path: Path) -> int:
-    """The version that `path` has on the engine now."""
-    version = await engine.weight_version() + 1
-    await engine.pause("wait")
-    await engine.update_weights_from_checkpoint(path, version)
-    await engine.resume()
-    return version
-
-
 async def send(transport: Any, backend: PyTorchTrainingBackend, engine: SGLangEngine) -> int:
     """The version that the backend's weights have on the engine now, sent in memory."""
     version = await engine.weight_version() + 1
@@ -61,16 +49,6 @@ async def send(transport: Any, backend: PyTorchTrainingBackend, engine: SGLangEn
     assert await transport(backend, [engine], version) == {engine.features.name: None}
     await engine.resume()
     return version
-
-
-def score(path: Path, request: GenerateRequest, completion: Completion) -> np.ndarray:
-    """The log-probs that the model in `path` gives to the tokens, by a plain forward pass at the request's temperature."""
-    model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokens = torch.tensor([[*request.prompt_ids.tolist(), *completion.token_ids.tolist()]])
-    with torch.no_grad():
-        logits = model(tokens).logits[0, len(request.prompt_ids) - 1 : -1]
-    log_probs = torch.log_softmax(logits / (request.sampling.temperature or 1.0), -1)
-    return log_probs.gather(1, tokens[0, len(request.prompt_ids) :, None])[:, 0].numpy()
 
 
 async def score_by_trainer(backend: PyTorchTrainingBackend, request: GenerateRequest, completion: Completion) -> np.ndarray:
@@ -84,39 +62,35 @@ async def score_by_trainer(backend: PyTorchTrainingBackend, request: GenerateReq
 
 
 @pytest.mark.parametrize("check", [*engine_contracts.CHECKS, *engine_contracts.MODEL_CHECKS])
-async def test_contract(check: Any, sglang_server: SGLangServer):
+async def test_contract(check: Any, sglang_server: RunningServer):
     await check(lambda: open_engine(sglang_server))
 
 
-async def test_updates_show_in_version_log_probs_and_checksum(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+async def test_updates_show_in_version_log_probs_and_checksum(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
     await engine_contracts.check_update_from_checkpoint(lambda: open_engine(sglang_server), *snapshots)
 
 
 @pytest.mark.parametrize("mode", KEEP_MODES)
-async def test_frozen_request_comes_back_whole_with_two_versions(mode: str, sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+async def test_frozen_request_comes_back_whole_with_two_versions(mode: str, sglang_server: RunningServer, snapshots: tuple[Path, Path]):
     await engine_contracts.check_keep_pause_spans_two_versions(lambda: open_engine(sglang_server, keep_mode=mode), snapshots[1])
 
 
-async def test_bad_snapshots_change_nothing(sglang_server: SGLangServer, snapshots: tuple[Path, Path], tmp_path: Path):
+async def test_bad_snapshots_change_nothing(sglang_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path):
     await engine_contracts.check_bad_snapshots_change_nothing(lambda: open_engine(sglang_server), snapshots[1], tmp_path)
 
 
 @pytest.mark.parametrize("mode", KEEP_MODES)
-async def test_abort_all_answers_frozen_requests_with_what_they_have(mode: str, sglang_server: SGLangServer):
-    answers: list[Completion] = []
+async def test_abort_all_answers_frozen_requests_with_what_they_have(mode: str, sglang_server: RunningServer):
     async with open_engine(sglang_server, keep_mode=mode) as engine:
 
-        async def ask() -> None:
-            answers.append(await engine.generate(make_request("long", max_new_tokens=LONG)))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            await engine.generate(make_request("short", max_new_tokens=8))
+        async def freeze_and_abort(_: list[Completion]) -> None:
             await engine.pause("keep")
             await engine.abort_all()
-        assert answers[0].finish_reason == "abort"
-        assert len(answers[0].token_ids) < LONG  # the server keeps its tokens by fifties
-        await engine.resume()
+            await engine.resume()
+
+        answer = await disturb(engine, freeze_and_abort)
+        assert answer.finish_reason == "abort"
+        assert len(answer.token_ids) < LONG  # the server keeps its tokens by fifties
         assert len((await engine.generate(make_request())).token_ids) == 4
 
 
@@ -124,54 +98,20 @@ async def test_abort_all_answers_frozen_requests_with_what_they_have(mode: str, 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
-async def test_log_probs_are_the_models_own_at_the_temperature_sampled(temperature: float, sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
-    async with open_engine(sglang_server) as engine:
-        await load(engine, snapshots[0])
-        request = make_request(prompt=(5, 6, 7, 8), max_new_tokens=24, temperature=temperature)
-        completion = await engine.generate(request)
-    np.testing.assert_allclose(completion.log_probs, score(snapshots[0], request, completion), atol=1e-4)
+async def test_log_probs_are_the_models_own_at_its_temperature(temperature: float, sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+    request = make_request(prompt=(5, 6, 7, 8), max_new_tokens=24, temperature=temperature)
+    await check_log_probs(lambda: open_engine(sglang_server), snapshots[0], request, atol=1e-4)
 
 
-async def test_greedy_beside_sampled_requests_keeps_log_probs_of_temperature_1(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
-    answers: dict[float, Completion] = {}
-    async with open_engine(sglang_server) as engine:
-        await load(engine, snapshots[0])
-
-        async def ask(temperature: float) -> None:
-            answers[temperature] = await engine.generate(make_request(f"t{temperature}", max_new_tokens=24, temperature=temperature))
-
-        async with trio.open_nursery() as nursery:
-            for temperature in (0.0, 0.5, 1.5):
-                nursery.start_soon(ask, temperature)
-    for temperature, completion in answers.items():
-        request = make_request(max_new_tokens=24, temperature=temperature)
-        np.testing.assert_allclose(completion.log_probs, score(snapshots[0], request, completion), atol=1e-4)
+async def test_greedy_beside_sampled_requests_keeps_log_probs_of_temperature_1(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+    await check_greedy_beside_sampled(lambda: open_engine(sglang_server), snapshots[0], atol=1e-4)
 
 
-async def test_tokens_after_a_retracted_update_are_the_new_models_own(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
-    # keys and values of the old weights would show here: the new part is scored by the new weights over everything before it
-    answers: list[Completion] = []
-    request = make_request("long", max_new_tokens=LONG)
-    async with open_engine(sglang_server) as engine:
-        before = await load(engine, snapshots[0])
-
-        async def ask() -> None:
-            answers.append(await engine.generate(request))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            await engine.generate(make_request("short", max_new_tokens=8))
-            await engine.pause("keep")
-            await engine.update_weights_from_checkpoint(snapshots[1], before + 1)
-            await engine.resume()
-    completion = answers[0]
-    new = completion.weight_versions == before + 1
-    assert 0 < new.sum() < LONG
-    np.testing.assert_allclose(completion.log_probs[~new], score(snapshots[0], request, completion)[~new], atol=1e-4)
-    np.testing.assert_allclose(completion.log_probs[new], score(snapshots[1], request, completion)[new], atol=1e-4)
+async def test_tokens_after_a_retracted_update_are_the_new_models_own(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+    await check_tokens_after_a_frozen_update(lambda: open_engine(sglang_server), *snapshots, atol=1e-4)
 
 
-async def test_prefix_cached_before_an_update_in_place_is_not_used_after_it(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+async def test_prefix_cached_before_an_update_in_place_is_not_used_after_it(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
     # the server cannot flush while requests are frozen in place; the same prompt must still be computed anew
     prompt = tuple(range(1, 60))
     async with open_engine(sglang_server, keep_mode="in_place") as engine:
@@ -190,7 +130,7 @@ async def test_prefix_cached_before_an_update_in_place_is_not_used_after_it(sgla
 # --- in memory ---------------------------------------------------------------------------------------------------------------
 
 
-async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
     request = make_request(prompt=(9, 8, 7), max_new_tokens=16, temperature=0.0)
     async with open_engine(sglang_server) as engine, open_trainer(snapshots[1]) as backend, open_sglang_broadcast(bucket_bytes=50_000) as transport:
         await load(engine, snapshots[1])
@@ -214,31 +154,27 @@ async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(sgla
 
 
 @pytest.mark.parametrize("mode", KEEP_MODES)
-async def test_request_in_flight_over_a_broadcast_has_two_versions(mode: str, sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
-    answers: list[Completion] = []
+async def test_request_in_flight_over_a_broadcast_has_two_versions(mode: str, sglang_server: RunningServer, snapshots: tuple[Path, Path]):
     async with (
         open_engine(sglang_server, keep_mode=mode) as engine,
         open_trainer(snapshots[1]) as backend,
         open_sglang_broadcast(bucket_bytes=50_000) as transport,
     ):
-        before = await load(engine, snapshots[0])
+        await load(engine, snapshots[0])
 
-        async def ask() -> None:
-            answers.append(await engine.generate(make_request("long", max_new_tokens=LONG)))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            await engine.generate(make_request("short", max_new_tokens=8))
+        async def update(answers: list[Completion]) -> None:
             await engine.pause("keep")
-            assert await transport(backend, [engine], before + 1) == {engine.features.name: None}
-            assert answers == []
+            before = list(answers)
+            assert await transport(backend, [engine], await engine.weight_version() + 1) == {engine.features.name: None}
+            assert answers == before
             await engine.resume()
-    old = int((answers[0].weight_versions == before).sum())
-    assert 0 < old < LONG
-    assert answers[0].weight_versions.tolist() == [before] * old + [before + 1] * (LONG - old)
+
+        versions = (await disturb(engine, update)).weight_versions.tolist()
+        old = versions.count(versions[0])
+        assert versions == [versions[0]] * old + [await engine.weight_version()] * (LONG - old)
 
 
-async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_the_next(sglang_server: SGLangServer, snapshots: tuple[Path, Path]):
+async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_the_next(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
     async with open_engine(sglang_server) as engine, open_trainer(snapshots[1]) as backend, open_sglang_broadcast() as transport:
         assert await engine.begin_transfer()  # and nothing more: as if the trainer had died
         version = await send(transport, backend, engine)
@@ -248,7 +184,7 @@ async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_
 # --- keys and settings -------------------------------------------------------------------------------------------------------
 
 
-async def test_wrong_keys_are_refused_by_name(sglang_server: SGLangServer):
+async def test_wrong_keys_are_refused_by_name(sglang_server: RunningServer):
     for changes, rule in (
         ({"api_key": "wrong"}, "give the one that it was started with \\(--api-key\\)"),
         ({"api_key": None}, "it wants an api_key"),
@@ -263,7 +199,7 @@ async def test_wrong_keys_are_refused_by_name(sglang_server: SGLangServer):
         assert sglang_server.admin_key not in str(raised.value)
 
 
-async def test_id_outside_the_vocabulary_never_leaves_the_client(sglang_server: SGLangServer):
+async def test_id_outside_the_vocabulary_never_leaves_the_client(sglang_server: RunningServer):
     # it would end the server
     async with open_engine(sglang_server) as engine:
         for token in (VOCAB_SIZE, -1):
@@ -272,7 +208,7 @@ async def test_id_outside_the_vocabulary_never_leaves_the_client(sglang_server: 
         assert await engine.health()
 
 
-async def test_memory_calls_are_taken_and_what_they_do_not_do_is_said(sglang_server: SGLangServer):
+async def test_memory_calls_are_taken_and_what_they_do_not_do_is_said(sglang_server: RunningServer):
     async with open_engine(sglang_server) as engine:
         assert not engine.features.frees_memory
         assert any("Releasing memory frees none" in gap for gap in engine.features.gaps)
@@ -283,7 +219,7 @@ async def test_memory_calls_are_taken_and_what_they_do_not_do_is_said(sglang_ser
         assert len((await engine.generate(make_request())).token_ids) == 4
 
 
-async def test_server_left_paused_goes_on_for_who_comes_next(sglang_server: SGLangServer):
+async def test_server_left_paused_goes_on_for_who_comes_next(sglang_server: RunningServer):
     async with open_engine(sglang_server) as engine:
         await engine.pause("keep")
     async with open_engine(sglang_server) as engine:
@@ -291,27 +227,27 @@ async def test_server_left_paused_goes_on_for_who_comes_next(sglang_server: SGLa
 
 
 @pytest.fixture(scope="module")
-def other_server(sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+def other_server(sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server with a key of its own for control calls, whose log-probs are not of the distribution sampled from."""
     folder, unscaled = tmp_path_factory.mktemp("other"), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
     with run_sglang(sglang_python, snapshots[0], folder, admin_key=secrets.token_hex(16), environment=unscaled) as server:
         yield server
 
 
-async def test_server_with_an_admin_key_wants_it_for_control_calls(other_server: SGLangServer):
+async def test_server_with_an_admin_key_wants_it_for_control_calls(other_server: RunningServer):
     with pytest.raises(EngineSetupError, match="give the admin_key"):
         async with open_engine(other_server, admin_key=None):
             pass
 
 
-async def test_server_with_unscaled_log_probs_is_refused(other_server: SGLangServer):
+async def test_server_with_unscaled_log_probs_is_refused(other_server: RunningServer):
     with pytest.raises(EngineSetupError, match="without SGLANG_RETURN_ORIGINAL_LOGPROB"):
         async with open_engine(other_server):
             pass
 
 
 async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_trainer_goes_on(
-    other_server: SGLangServer, snapshots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    other_server: RunningServer, snapshots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
     async def take_it(*_: Any, **__: Any) -> bool:  # its log-probs do not matter here
         return True

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import RunningServer
 from .runs import SHORT, STEPS, SYNC_EVERY, assert_proven, train, use_byte_reward
-from .sglang_server import SGLangServer, sglang_python, sglang_server
 
-pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("sglang")]  # one worker has all that ask the same server
-__all__ = ["sglang_python", "sglang_server"]  # fixtures
+pytestmark = pytest.mark.engines
 
 
 def count_updates(log: Path) -> tuple[int, int]:
@@ -28,7 +27,7 @@ def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(sglang_pyth
     assert count_updates(tmp_path / "run" / "engines" / "sglang-0.log") == (1 + STEPS // SYNC_EVERY, 0)
 
 
-def test_run_on_a_running_server_updates_it_in_memory(sglang_server: SGLangServer, snapshots: tuple[Path, Path], tmp_path: Path):
+def test_run_on_a_running_server_updates_it_in_memory(sglang_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path):
     from_disk, in_memory = count_updates(sglang_server.log)
     train(
         tmp_path, "demo_sglang.toml", *SHORT, *use_byte_reward(tmp_path), "--model.name", str(snapshots[0]), "--engine.urls",

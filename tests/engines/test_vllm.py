@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.torch
-import torch
 import transformers
 import trio
 
@@ -18,26 +17,17 @@ from rollouts.engines.openai import open_openai_engine
 from rollouts.engines.vllm import VLLMEngine, open_vllm_engine
 from rollouts.errors import EngineError, EngineSetupError, RequestRefused
 from rollouts.testing import engine_contracts
-from rollouts.testing.engine_contracts import LONG, make_request
-from rollouts.types import Completion, GenerateRequest
+from rollouts.testing.engine_contracts import LONG, at_work, disturb, make_request
+from rollouts.types import Completion
 
 from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, run_vllm
+from .model_checks import check_greedy_beside_sampled, check_log_probs, check_tokens_after_a_frozen_update, load
 
-pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("vllm")]  # one worker has all that ask the same server
+pytestmark = pytest.mark.engines
 
 
 def open_engine(server: RunningServer, **changes: Any) -> AbstractAsyncContextManager[VLLMEngine]:
     return open_vllm_engine(server.url, **({"api_key": server.api_key, "vocab_size": VOCAB_SIZE} | changes))
-
-
-def score(path: Path, request: GenerateRequest, completion: Completion) -> np.ndarray:
-    """The log-probs that the model in `path` gives to the tokens, by a plain forward pass at the request's temperature."""
-    model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
-    tokens = torch.tensor([[*request.prompt_ids.tolist(), *completion.token_ids.tolist()]])
-    with torch.no_grad():
-        logits = model(tokens).logits[0, len(request.prompt_ids) - 1 : -1]
-    log_probs = torch.log_softmax(logits / (request.sampling.temperature or 1.0), -1)
-    return log_probs.gather(1, tokens[0, len(request.prompt_ids) :, None])[:, 0].numpy()
 
 
 @pytest.mark.parametrize("check", [*engine_contracts.CHECKS, *engine_contracts.MODEL_CHECKS])
@@ -58,82 +48,38 @@ async def test_bad_snapshots_change_nothing(vllm_server: RunningServer, snapshot
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
-async def test_log_probs_are_the_models_own_at_the_temperature_sampled(temperature: float, vllm_server: RunningServer, snapshots: tuple[Path, Path]):
-    async with open_engine(vllm_server) as engine:
-        await load(engine, snapshots[0])
-        request = make_request(prompt=(5, 6, 7, 8), max_new_tokens=24, temperature=temperature, seed=3)
-        completion = await engine.generate(request)
-    np.testing.assert_allclose(completion.log_probs, score(snapshots[0], request, completion), atol=2e-4)
+async def test_log_probs_are_the_models_own_at_its_temperature(temperature: float, vllm_server: RunningServer, snapshots: tuple[Path, Path]):
+    request = make_request(prompt=(5, 6, 7, 8), max_new_tokens=24, temperature=temperature, seed=3)
+    await check_log_probs(lambda: open_engine(vllm_server), snapshots[0], request, atol=2e-4)
 
 
 async def test_greedy_beside_sampled_requests_keeps_log_probs_of_temperature_1(vllm_server: RunningServer, snapshots: tuple[Path, Path]):
-    answers: dict[float, Completion] = {}
-    async with open_engine(vllm_server) as engine:
-        await load(engine, snapshots[0])
-
-        async def ask(temperature: float) -> None:
-            answers[temperature] = await engine.generate(make_request(f"t{temperature}", max_new_tokens=24, temperature=temperature))
-
-        async with trio.open_nursery() as nursery:
-            for temperature in (0.0, 0.5, 1.5):
-                nursery.start_soon(ask, temperature)
-    for temperature, completion in answers.items():
-        request = make_request(max_new_tokens=24, temperature=temperature)
-        np.testing.assert_allclose(completion.log_probs, score(snapshots[0], request, completion), atol=2e-4)
+    await check_greedy_beside_sampled(lambda: open_engine(vllm_server), snapshots[0], atol=2e-4)
 
 
 async def test_tokens_after_a_frozen_update_are_the_new_models_own(vllm_server: RunningServer, snapshots: tuple[Path, Path]):
-    # keys and values of the old weights would show here: the new part is scored by the new weights over everything before it
-    answers: list[Completion] = []
-    request = make_request("long", max_new_tokens=LONG)
-    async with open_engine(vllm_server) as engine:
-        await load(engine, snapshots[0])
-        before = await engine.weight_version()
-
-        async def ask() -> None:
-            answers.append(await engine.generate(request))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            await engine.generate(make_request("short", max_new_tokens=8))
-            await engine.pause("keep")
-            await engine.update_weights_from_checkpoint(snapshots[1], before + 1)
-            await engine.resume()
-    completion = answers[0]
-    new = completion.weight_versions == before + 1
-    assert 0 < new.sum() < LONG
-    np.testing.assert_allclose(completion.log_probs[~new], score(snapshots[0], request, completion)[~new], atol=5e-4)
-    np.testing.assert_allclose(completion.log_probs[new], score(snapshots[1], request, completion)[new], atol=5e-4)
+    await check_tokens_after_a_frozen_update(lambda: open_engine(vllm_server), *snapshots, atol=5e-4)
 
 
 async def test_frozen_request_is_aborted_with_what_it_has(vllm_server: RunningServer):
-    answers: list[Completion] = []
     async with open_engine(vllm_server) as engine:
 
-        async def ask() -> None:
-            answers.append(await engine.generate(make_request("long", max_new_tokens=LONG)))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            await engine.generate(make_request("short", max_new_tokens=8))
+        async def freeze_and_abort(answers: list[Completion]) -> None:
             await engine.pause("keep")
-            assert (await engine.load()).running + (await engine.load()).waiting == 1
+            frozen = not answers
+            load = await engine.load()
+            assert load.running + load.waiting == frozen
             await engine.abort_all()
-        await engine.resume()
-        assert answers[0].finish_reason == "abort"
-        assert 0 < len(answers[0].token_ids) < LONG
+            await engine.resume()
+
+        answer = await disturb(engine, freeze_and_abort)
+    assert answer.finish_reason == "abort"
+    assert 0 < len(answer.token_ids) < LONG
 
 
 async def test_frozen_request_finishes_under_pause_wait(vllm_server: RunningServer):
-    answers: list[Completion] = []
     async with open_engine(vllm_server) as engine:
-
-        async def ask() -> None:
-            answers.append(await engine.generate(make_request("long", max_new_tokens=LONG)))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask)
-            await engine.generate(make_request("short", max_new_tokens=8))
+        async with at_work(engine) as answers:
             await engine.pause("keep")
             await engine.pause("wait")
             await trio.lowlevel.checkpoint()
@@ -286,7 +232,3 @@ async def test_server_without_a_setting_is_refused_by_the_name_of_its_flag(
             pass
 
 
-async def load(engine: VLLMEngine, path: Path) -> None:
-    await engine.pause("wait")
-    await engine.update_weights_from_checkpoint(path, await engine.weight_version() + 1)
-    await engine.resume()

@@ -17,7 +17,7 @@ import pytest
 from .conftest import RunningServer
 from .runs import SHORT, assert_proven, find_processes, make_command, make_environment, read_rows, train, use_byte_reward
 
-pytestmark = [pytest.mark.engines, pytest.mark.xdist_group("vllm")]  # one worker has all that ask the same server
+pytestmark = pytest.mark.engines
 PATIENCE_S = 900.0
 REWARD = """
 def share_of_digits(sample):
@@ -30,7 +30,7 @@ def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_seco
     train(
         tmp_path, "demo_vllm.toml", "--engine.python", str(vllm_python), "--rl.steps", "10", "--rl.rollout.num_prompts", "8",
         "--rl.rollout.samples_per_prompt", "8", "--rl.rollout.reward", f"{tmp_path}/digits.py:share_of_digits", "--eval.data.size", "16",
-        OMP_NUM_THREADS="2",
+        "--model.threads", "1",
     )  # fmt: skip
     run = tmp_path / "run"
     assert_proven(run, steps=range(1, 11))

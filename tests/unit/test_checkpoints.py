@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import trio
+from safetensors import SafetensorError
 
+import rollouts.checkpoints.load as load_module
 import rollouts.checkpoints.save as save_module
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint, is_complete, list_checkpoints, load_trainer_state
 from rollouts.checkpoints.manifest import MANIFEST_SCHEMA, compute_manifest, read_manifest
-from rollouts.checkpoints.retention import apply_retention, checkpoints_to_remove, remove_incomplete
-from rollouts.checkpoints.save import save_checkpoint
-from rollouts.errors import CheckpointError
-from rollouts.run_dir import RunDir, checkpoint_manifest
+from rollouts.checkpoints.resume import choose_checkpoint
+from rollouts.checkpoints.retention import apply_retention, checkpoints_to_remove, read_scores, remove_incomplete
+from rollouts.checkpoints.save import find_os_error, save_checkpoint
+from rollouts.errors import CheckpointError, RunDirError, StorageError
+from rollouts.run_dir import RunDir, checkpoint_manifest, parse_step
 
 STATE = {"cursor": 7, "returned": ["a", "b"], "nested": {"x": 0.5, "none": None}}
 
@@ -66,10 +72,34 @@ async def test_the_manifest_is_made_after_everything_else_is_written_and_synced(
         real = getattr(save_module, name)
         monkeypatch.setattr(save_module, name, lambda *args, **kwargs: (events.append(name), real(*args, **kwargs))[1])
 
-    for name in ("compute_manifest", "fsync_tree", "write_manifest", "fsync_path"):
+    for name in ("compute_manifest", "fsync_tree", "read_back", "write_manifest", "fsync_path", "read_back_manifest"):
         record(name)
     await save(stage_dir, 1)
-    assert events == ["compute_manifest", "fsync_tree", "write_manifest", "fsync_path", "fsync_path", "fsync_path"]
+    assert events == [
+        "compute_manifest", "fsync_tree", "read_back", "write_manifest", "fsync_path", "read_back_manifest", "fsync_path", "fsync_path",
+    ]  # fmt: skip
+
+
+async def test_files_are_synced_before_the_manifest_the_manifest_before_the_name_and_the_name_last(stage_dir, monkeypatch):
+    calls: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def record_fsync(descriptor: int) -> None:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        calls.append(f"fsync {path.name if not path.name.startswith('.tmp-') else 'TEMPORARY'}")
+        fsync(descriptor)
+
+    def record_rename(self: Path, target: Path) -> Path:
+        calls.append(f"rename to {Path(target).name}")
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    await save(stage_dir, 1)
+    files = {"fsync config.json", "fsync model.safetensors", "fsync state", "fsync optimizer.safetensors", "fsync trainer.json"}
+    assert set(calls[:6]) == files | {"fsync TEMPORARY"}
+    assert calls[5] == "fsync TEMPORARY", "a directory is synced after what it names"
+    assert calls[6:] == ["fsync manifest.json", "fsync TEMPORARY", "rename to step_1", "fsync rl"]
 
 
 async def test_nothing_has_the_checkpoints_name_until_the_end(stage_dir):
@@ -115,7 +145,7 @@ async def test_a_kill_at_any_step_of_the_writer_leaves_the_older_or_the_newer_co
         pass
 
     older = await save(stage_dir, 1)
-    steps = ["compute_manifest", "fsync_tree", "write_manifest", "fsync_path", "rename"]
+    steps = ["compute_manifest", "fsync_tree", "read_back", "write_manifest", "fsync_path", "read_back_manifest", "rename"]
     for number, name in enumerate(steps, start=2):
         with monkeypatch.context() as patch:
 
@@ -138,7 +168,7 @@ async def test_a_writer_that_fails_leaves_no_files_and_its_error_comes_through(s
         raise OSError(28, "No space left on device")
 
     older = await save(stage_dir, 1)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageError, match=r"step_2 cannot be written \(No space left on device\); [0-9.]+ [MG]iB are free there; free space"):
         await save(stage_dir, 2, fail)
     assert [entry.name for entry in stage_dir.iterdir()] == ["step_1"]
     assert find_newest_checkpoint(stage_dir) == older
@@ -231,7 +261,7 @@ async def test_a_checkpoint_works_wherever_it_is_copied_and_extra_files_do_no_ha
         ('{"schema": 1', "cannot be read"),
         ("[]", "cannot be read"),
         ("{}", "cannot be read"),
-        (json.dumps({"schema": MANIFEST_SCHEMA + 1, "files": []}), "has schema 2; this version reads 1"),
+        (json.dumps({"schema": MANIFEST_SCHEMA + 1, "files": []}), "has schema 3; this version reads 2"),
         (json.dumps({"schema": 1, "stage": "rl", "step": 2, "files": [{"path": "../x", "size": 1, "sha256": ""}]}), "does not lie in"),
         (json.dumps({"schema": 1, "stage": "rl", "step": 2, "files": [{"path": "/etc/x", "size": 1, "sha256": ""}]}), "does not lie in"),
         (json.dumps({"schema": 1, "stage": "rl", "step": 2, "files": [{"path": "x"}]}), "cannot be read"),
@@ -241,7 +271,11 @@ def test_a_manifest_that_cannot_be_trusted_is_refused(tmp_path, content, match):
     checkpoint_manifest(tmp_path).write_text(content)
     with pytest.raises(CheckpointError, match=match):
         read_manifest(tmp_path)
-    assert not is_complete(tmp_path)
+    if "has schema" in match:
+        with pytest.raises(CheckpointError, match="use the version of rollouts that wrote it"):
+            is_complete(tmp_path)  # it may be: nobody is to write over it
+    else:
+        assert not is_complete(tmp_path)
 
 
 def test_a_checkpoint_without_manifest_was_not_finished(tmp_path):
@@ -300,3 +334,299 @@ async def test_a_crash_while_removing_leaves_no_half_checkpoint_under_its_name(s
             apply_retention(stage_dir, 1)
     assert sorted(entry.name for entry in stage_dir.iterdir() if not entry.name.startswith(".tmp-")) == ["step_2"]
     assert len(remove_incomplete(stage_dir)) == 1
+
+
+def test_the_best_stays_beside_the_last():
+    scores = {10: 0.5, 20: 0.9, 30: 0.4}
+    assert checkpoints_to_remove([10, 20, 30, 40], 1, scores) == [10, 30]
+    assert checkpoints_to_remove([10, 30, 40], 1, scores) == [30], "a best that is gone keeps nothing else"
+    assert checkpoints_to_remove([10, 20, 30, 40], 1, {10: 0.9, 20: 0.9}) == [10, 30], "of equals the later"
+    assert checkpoints_to_remove([10, 20, 30, 40], 3, {99: 1.0}) == [10]
+
+
+async def test_retention_never_removes_the_newest_or_the_best(stage_dir, tmp_path):
+    rows = [(1, 2, 0.9), (1, 4, 0.2), (2, 4, 0.95), (2, 6, 0.1)]  # attempt, step, score: step 4 was lost and trained again
+    evaluations = tmp_path / "evaluations.jsonl"
+    evaluations.write_text(
+        "".join(json.dumps({"stage": "rl", "attempt": a, "step": s, "name": "heldout", "eval/heldout/avg@1": v}) + "\n" for a, s, v in rows)
+        + json.dumps({"stage": "sft", "attempt": 1, "step": 8, "name": "heldout", "eval/heldout/avg@1": 1.0}) + "\n"
+    )
+    scores = read_scores(evaluations, "rl", "eval/heldout/avg@1")
+    assert scores == {2: 0.9, 4: 0.95, 6: 0.1}
+    for step in (2, 4, 6, 8):
+        await save(stage_dir, step)
+    assert apply_retention(stage_dir, 1, scores) == [2, 6]
+    assert [step for step, _ in list_checkpoints(stage_dir)] == [4, 8]
+    assert read_scores(tmp_path / "none.jsonl", "rl", "x") == {}
+
+
+# --- reading back -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_disk_that_gives_other_bytes_back_fails_the_save(stage_dir, monkeypatch):
+    older = await save(stage_dir, 1)
+    sync = save_module.fsync_tree
+
+    def sync_and_rot(root: Path) -> None:
+        sync(root)
+        file = root / "model.safetensors"
+        file.write_bytes(b"\xff" + file.read_bytes()[1:])
+
+    monkeypatch.setattr(save_module, "fsync_tree", sync_and_rot)
+    with pytest.raises(StorageError, match=r"model\.safetensors was written with 200 bytes of SHA-256 .* and reads back as 200 of"):
+        await save(stage_dir, 2)
+    assert [entry.name for entry in stage_dir.iterdir()] == [older.name]
+
+
+# --- any damage, anywhere -----------------------------------------------------------------------------------------------------
+
+
+FILES = ["config.json", "model.safetensors", "state/optimizer.safetensors", "state/trainer.json", "manifest.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+async def test_a_bit_flipped_or_a_byte_cut_anywhere_is_reported_and_the_checkpoint_before_is_used(stage_dir, name):
+    older, newer = await save(stage_dir, 4), await save(stage_dir, 8)
+    file = newer / name
+    whole = file.read_bytes()
+    places = range(len(whole)) if name == "manifest.json" else range(0, len(whole), 7)
+    damaged = [whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :] for place in places]
+    damaged = [content for content in damaged if re.search(rb'"schema": [013-9],', content) is None]  # a version to come could have written that
+    damaged += [whole[:length] for length in {0, 1, len(whole) // 2, len(whole) - 1}]
+    for content in damaged:
+        file.write_bytes(content)
+        reports: list[str] = []
+        assert find_newest_checkpoint(stage_dir, hashes=True, report=reports.append) == older
+        assert len(reports) == 1
+        assert str(file) in reports[0] or str(newer) in reports[0]
+    file.write_bytes(whole)
+    assert find_newest_checkpoint(stage_dir, hashes=True) == newer
+
+
+async def test_a_damaged_checkpoint_loses_its_name_and_its_steps_can_be_saved_again(stage_dir):
+    older, newer = await save(stage_dir, 4), await save(stage_dir, 8)
+    (newer / "model.safetensors").write_bytes(bytes(200))
+    reports: list[str] = []
+    assert choose_checkpoint(stage_dir, config_hash=None, report=reports.append) == older
+    assert "has not the SHA-256" in reports[0]
+    assert "training goes on after step 4" in reports[1]
+    assert choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail) == older, "it is reported once"
+    await save(stage_dir, 8)
+    assert find_newest_checkpoint(stage_dir, hashes=True) == newer
+    (aside,) = stage_dir.glob("damaged-step_8-*")
+    assert (aside / "model.safetensors").read_bytes() == bytes(200), "nothing is deleted"
+
+
+async def test_a_checkpoint_that_lies_where_another_belongs_is_refused_and_stays(stage_dir):
+    await save(stage_dir, 1)
+    misplaced = Path(shutil.copytree(await save(stage_dir.parent / "sft", 5), stage_dir / "step_5"))
+    with pytest.raises(CheckpointError, match="step_5 is of the stage 'sft', not 'rl'; move it"):
+        choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail)
+    misplaced.rename(stage_dir / "step_6")
+    with pytest.raises(CheckpointError, match="rename it to step_5"):
+        choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail)
+    assert names_in(stage_dir) == ["step_1", "step_6"]
+
+
+# --- what cannot be read is not damaged ---------------------------------------------------------------------------------------
+
+
+def names_in(stage_dir: Path) -> list[str]:
+    return sorted(path.name for path in stage_dir.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
+@pytest.mark.parametrize("operation", ["hash", "stat", "manifest"])
+async def test_a_newest_checkpoint_that_cannot_be_read_stops_the_resume_and_keeps_its_name(stage_dir, monkeypatch, number, operation):
+    await save(stage_dir, 4)
+    newest = await save(stage_dir, 8)
+    file = checkpoint_manifest(newest) if operation == "manifest" else newest / "model.safetensors"
+    with monkeypatch.context() as patch:
+
+        def refuse(real):
+            def call(path, *args, **kwargs):
+                if path == file:
+                    raise OSError(number, os.strerror(number), str(path))
+                return real(path, *args, **kwargs)
+
+            return call
+
+        if operation == "hash":
+            patch.setattr(load_module, "compute_sha256", refuse(load_module.compute_sha256))
+        else:
+            name = "stat" if operation == "stat" else "read_bytes"
+            patch.setattr(Path, name, refuse(getattr(Path, name)))
+        with pytest.raises(CheckpointError, match=rf"{file.name} cannot be read now \({os.strerror(number)}\).*nothing was changed; see that"):
+            choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail)
+    assert names_in(stage_dir) == ["step_4", "step_8"]
+    assert choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail) == newest
+
+
+async def test_a_directory_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(stage_dir, monkeypatch):
+    await save(stage_dir, 4)
+
+    def refuse(path):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(CheckpointError, match="rl cannot be read now"):
+        choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail)
+
+
+async def test_a_checkpoint_of_a_later_version_stops_the_resume_of_an_earlier_one(stage_dir):
+    await save(stage_dir, 4)
+    manifest = checkpoint_manifest(await save(stage_dir, 8))
+    manifest.write_text(manifest.read_text().replace('"schema": 2', '"schema": 99'))
+    with pytest.raises(CheckpointError, match=r"step_8/manifest\.json has schema 99; this version reads 2: use the version of rollouts"):
+        choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail)
+    assert names_in(stage_dir) == ["step_4", "step_8"]
+
+
+async def test_a_link_with_the_newest_checkpoints_name_stops_the_resume(stage_dir, tmp_path):
+    await save(stage_dir, 4)
+    elsewhere = await save(tmp_path / "other" / "rl", 9)
+    (stage_dir / "step_9").symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match=r"step_9 is a link to .*other/rl/step_9; put the checkpoint itself there"):
+        choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail)
+    assert names_in(stage_dir) == ["step_4", "step_9"]
+
+
+async def test_when_every_checkpoint_is_damaged_training_does_not_start_over_by_itself(stage_dir):
+    for step in (4, 8):
+        (await save(stage_dir, step) / "model.safetensors").write_bytes(b"")
+    (stage_dir / "step_12").mkdir()
+    reports: list[str] = []
+    match = r"(?s)no checkpoint in .*rl is as it was written.*restore one of step_8, step_4 from a copy, or remove.*model\.safetensors has 0 bytes"
+    with pytest.raises(CheckpointError, match=match):
+        choose_checkpoint(stage_dir, config_hash=None, report=reports.append)
+    assert len(reports) == 3
+    assert names_in(stage_dir) == ["step_12", "step_4", "step_8"]
+    for step in (4, 8):
+        shutil.rmtree(stage_dir / f"step_{step}")
+    reports.clear()
+    assert choose_checkpoint(stage_dir, config_hash=None, report=reports.append) is None, "what was never finished is no checkpoint"
+    assert "step_12 has no manifest.json" in reports[0]
+    assert [name.partition("-")[0] for name in names_in(stage_dir)] == ["damaged"]
+
+
+async def test_what_is_older_than_the_newest_whole_checkpoint_is_not_looked_at(stage_dir):
+    (await save(stage_dir, 4) / "model.safetensors").unlink()
+    newest = await save(stage_dir, 8)
+    (stage_dir / "step_2").symlink_to(stage_dir / "step_8")
+    assert choose_checkpoint(stage_dir, config_hash=None, report=pytest.fail) == newest
+
+
+async def test_a_checkpoint_of_other_settings_is_refused_by_name(stage_dir):
+    path = stage_dir / "step_3"
+    await save_checkpoint(path, write_model=write_small_model, state=STATE, stage="rl", step=3, config_hash="aaaa")
+    assert choose_checkpoint(stage_dir, config_hash="aaaa", report=pytest.fail) == path
+    with pytest.raises(CheckpointError, match="step_3 was made with other settings"):
+        choose_checkpoint(stage_dir, config_hash="bbbb", report=pytest.fail)
+    assert path.is_dir()
+
+
+async def test_a_manifest_of_the_first_schema_is_still_read(stage_dir):
+    path = await save(stage_dir, 3)
+    content = json.loads(checkpoint_manifest(path).read_text())
+    del content["sha256"], content["config_hash"]
+    checkpoint_manifest(path).write_text(json.dumps(content | {"schema": 1}, indent=1) + "\n")
+    assert choose_checkpoint(stage_dir, config_hash="aaaa", report=pytest.fail) == path
+
+
+# --- names --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", ["..", "../../etc", "a/b", "", ".tmp-x", "rl\0", "/etc"])
+def test_a_stage_that_is_no_folders_name_is_refused(tmp_path, stage):
+    with pytest.raises(RunDirError, match="is to name a folder"):
+        RunDir(tmp_path).stage_checkpoints(stage)
+
+
+def test_a_link_that_leads_out_of_the_run_directory_is_refused_and_one_to_it_is_not(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "rl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunDirError, match=r"checkpoints/rl leads to .*elsewhere, outside .*run"):
+        RunDir(tmp_path / "run").checkpoint("rl", 3)
+    (tmp_path / "linked").symlink_to(tmp_path / "run")
+    assert RunDir(tmp_path / "linked").checkpoint("sft", 3).name == "step_3"
+    with pytest.raises(RunDirError, match="steps are counted from 0"):
+        RunDir(tmp_path / "run").checkpoint("sft", -3)
+
+
+async def test_links_in_a_checkpoint_are_refused_when_written_and_when_read(stage_dir, tmp_path):
+    (tmp_path / "outside").write_bytes(bytes(range(200)))
+
+    async def write_link(path: Path) -> None:
+        await write_small_model(path)
+        (path / "model.safetensors").unlink()
+        (path / "model.safetensors").symlink_to(tmp_path / "outside")
+
+    with pytest.raises(CheckpointError, match="is a link or no file"):
+        await save(stage_dir, 1, write_link)
+    path = await save(stage_dir, 2)
+    (path / "model.safetensors").unlink()
+    (path / "model.safetensors").symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=r"is a link to .*outside"):
+        check_checkpoint(path, hashes=True)
+    (stage_dir / "step_9").symlink_to(await save(tmp_path / "other" / "rl", 9))
+    with pytest.raises(CheckpointError, match="step_9 is a link"):
+        find_newest_checkpoint(stage_dir)
+
+
+@pytest.mark.parametrize("name", ["step_07", "step_-1", "step_٣", "step_1_", "step_"])
+def test_a_step_has_one_name(name):
+    assert parse_step(name) is None
+
+
+# --- a disk that refuses ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_disk_that_is_full_at_any_operation_fails_the_save_and_nothing_else(stage_dir, monkeypatch):
+    older = await save(stage_dir, 1)
+    calls = 0
+    for refused in range(1, 100):
+        with monkeypatch.context() as patch:
+            calls = 0
+
+            def refuse_at(function, refused=refused):
+                def call(*args, **kwargs):
+                    nonlocal calls
+                    calls += 1
+                    if calls == refused:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+                    return function(*args, **kwargs)
+
+                return call
+
+            for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "write_text"), (Path, "write_bytes")):
+                patch.setattr(owner, name, refuse_at(getattr(owner, name)))
+            failed: StorageError | None = None
+            try:
+                await save(stage_dir, 2)
+            except StorageError as error:
+                failed = error
+        if failed is None:
+            assert calls < refused, "a refusal was swallowed"
+            break
+        assert "No space left on device at a file" in str(failed)
+        assert [entry.name for entry in stage_dir.iterdir()] == [older.name], refused
+        check_checkpoint(older, hashes=True)
+    assert refused > 15
+    check_checkpoint(stage_dir / "step_2", hashes=True)
+
+
+async def test_too_little_room_is_said_before_anything_is_written(stage_dir):
+    async def touched(_path: Path) -> None:
+        pytest.fail("wrote a model")
+
+    with pytest.raises(StorageError, match=r"iB are free there, 1073741824.0 GiB are needed"):
+        await save_checkpoint(stage_dir / "step_2", write_model=touched, state={}, stage="rl", step=2, expected_bytes=1 << 60)
+    assert list(stage_dir.iterdir()) == []
+
+
+def test_what_libraries_in_rust_say_of_a_disk_is_understood_and_nothing_else_is():
+    assert find_os_error(SafetensorError("Error while serializing: I/O error: File too large (os error 27)")).errno == errno.EFBIG
+    assert find_os_error(Exception("No space left on device (os error 28)")).errno == errno.ENOSPC
+    assert find_os_error(ValueError("no (os error 28)")) is None
+    assert find_os_error(Exception("no space")) is None

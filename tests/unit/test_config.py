@@ -11,7 +11,7 @@ from rollouts.config.aliases import ALIASES
 from rollouts.config.explain import describe_unknown_key, explain_config, explain_key, explain_markdown, suggest_keys
 from rollouts.config.keys import config_keys
 from rollouts.config.lines import find_lines
-from rollouts.config.load import check_same_run, config_digest, dump_config, load_config, load_with_origins
+from rollouts.config.load import check_same_run, config_digest, dump_config, load_config, load_with_origins, training_digest
 from rollouts.config.plugins import load_function
 from rollouts.config.schema import RunConfig
 from rollouts.data.curriculum import SourceStatistics
@@ -434,6 +434,52 @@ def test_the_digest_depends_on_values_and_not_on_order(write):
     assert len(one) == 64
 
 
+def test_the_training_digest_changes_exactly_with_what_a_resumed_run_may_not_change(write):
+    free = ["--rl.steps", "9", "--output.keep_checkpoints", "2", "--name", "other"]
+    faster = ["--engine.max_rows", "4", "--model.threads", "1"]
+    one, exact = load_config(write(RL)), load_config(write("deterministic = true\n" + RL))
+    assert training_digest(one) == training_digest(load_config(write(RL), free + faster))
+    assert training_digest(one) != training_digest(load_config(write(RL), ["--rl.optim.lr", "0.5"]))
+    assert training_digest(exact) == training_digest(load_config(write("deterministic = true\n" + RL), free))
+    assert training_digest(exact) != training_digest(load_config(write("deterministic = true\n" + RL), faster))
+    assert training_digest(exact) != training_digest(one)
+
+
+def test_the_training_digest_leaves_out_what_has_its_default_so_that_a_new_setting_orphans_no_checkpoint(write):
+    plain = load_config(write(SFT + RL))
+    flags = ["--seed", "0", "--sft.optim.lr", str(plain.sft.optim.lr), "--rl.optim.lr", str(plain.rl.optim.lr)]
+    written_out = load_config(write(dump_config(plain)), flags)
+    assert training_digest(plain) == training_digest(written_out)
+    digests = [training_digest(plain)]
+    for flag, value in (("seed", "1"), ("sft.optim.lr", str(plain.rl.optim.lr)), ("rl.optim.max_grad_norm", "none"), ("rl.kl_coef", "0.5")):
+        digests.append(training_digest(load_config(write(SFT + RL), [f"--{flag}", value])))
+    digests += [training_digest(load_config(write(text))) for text in (SFT, RL, RL + '[eval]\ndata = { kind = "jsonl", path = "x.jsonl" }\n')]
+    digests.append(training_digest(load_config(write(RL + "[rl.loss_params]\nx = 3\n"))))
+    assert len({*digests}) == len(digests)
+
+    class NextRunConfig(RunConfig):
+        new_setting: int = 3
+
+    later = NextRunConfig(**{name: getattr(plain, name) for name in RunConfig.model_fields})
+    assert training_digest(later) == training_digest(plain)
+    assert training_digest(later.model_copy(update={"new_setting": 4})) != training_digest(plain)
+
+
+def test_the_training_digest_tells_one_source_from_two(write):
+    head = '[rl]\nsteps = 1\nrollout = { reward = "rewards.py:score" }\n'
+    named = (("[rl.data]", "x"), ("[[rl.data]]", "x"), ("[[rl.data]]", "y"))
+    table, one, two = (f'{opened}\nkind = "jsonl"\npath = "{name}.jsonl"\n' for opened, name in named)
+    digests = [training_digest(load_config(write(head + text))) for text in (table, one, one + two, two + one)]
+    assert digests[0] == digests[1]
+    assert len({*digests}) == 3
+
+
+def test_the_training_digest_knows_files_by_name_and_not_by_place(write, tmp_path):
+    here, there, other = (["--model.chat_template", str(tmp_path / folder / name)] for folder, name in (("a", "x"), ("b", "x"), ("a", "y")))
+    digests = [training_digest(load_config(write(RL), flags)) for flags in (here, there, other)]
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_a_resumed_run_may_write_elsewhere_and_go_on_longer(write):
     saved = load_config(write(RL))
     check_same_run(saved, load_config(write(RL), ["--rl.steps", "9", "--output.checkpoint_every", "2", "--name", "other"]))
@@ -472,13 +518,16 @@ def test_the_explanation_has_a_line_per_setting_with_its_real_default():
 
 
 def test_a_part_can_be_explained_alone():
-    samples = "output.samples_per_step  16  rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"
+    samples = "output.samples_per_step  16     rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"
     samples += "  (a whole number, at least 0)"
+    best = "output.keep_best         false  with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were"
+    best += " evaluated  (true or false)"
     assert explain_config("output").splitlines() == [
         "[output]  Where the run writes.",
-        'output.dir               ""  empty: runs/NAME  (text)',
-        "output.checkpoint_every  0   steps; 0: only at the end of a stage and when stopped  (a whole number, at least 0)",
-        "output.keep_checkpoints  0   newest complete checkpoints of a stage that stay; 0: all  (a whole number, at least 0)",
+        'output.dir               ""     empty: runs/NAME  (text)',
+        "output.checkpoint_every  0      steps; 0: only at the end of a stage and when stopped  (a whole number, at least 0)",
+        "output.keep_checkpoints  0      newest complete checkpoints of a stage that stay; 0: all  (a whole number, at least 0)",
+        best,
         samples,
     ]
     assert "engine.admin_key_env" in explain_config("engine")

@@ -7,7 +7,7 @@ import torch
 import trio
 
 from rollouts.device_thread import open_device_thread
-from rollouts.errors import BackendClosed, EarlierStepFailed
+from rollouts.errors import BackendClosed, EarlierStepFailed, StepInterrupted
 
 SOON = 10  # seconds; a test that takes longer hangs
 
@@ -218,3 +218,53 @@ async def test_statistics_count_jobs_and_seconds():
         statistics = device.statistics()
     assert (statistics["queued"], statistics["completed"]) == (0, 2)
     assert statistics["busy_s"] > 0
+
+
+async def test_an_interrupt_ends_the_running_job_at_its_next_boundary_and_those_queued_before_it_alone():
+    gate, log = Gate(), []
+
+    def pieces(name: str) -> str:
+        for piece in range(3):
+            device.check_open()
+            log.append((name, piece))
+            if name == "running" and piece == 0:
+                gate()
+        return name
+
+    async with open_device_thread(name="device") as device:
+        running, queued = device.submit(lambda: pieces("running")), device.submit(lambda: pieces("queued"))
+        whole = device.submit(lambda: "has no boundary")
+        await gate.wait_started()
+        device.interrupt()
+        later = device.submit(lambda: pieces("later"))
+        gate.let_go.set()
+        for future in (running, queued):
+            with pytest.raises(StepInterrupted):
+                await future
+        assert (await whole, await later) == ("has no boundary", "later")
+    assert log == [("running", 0), ("later", 0), ("later", 1), ("later", 2)]
+
+
+async def test_an_interrupted_job_that_nobody_awaits_is_no_failure():
+    async with open_device_thread(name="device") as device:
+        gate = Gate()
+        device.submit(gate)
+        device.submit(device.check_open)
+        device.interrupt()
+        gate.let_go.set()
+
+
+async def test_the_longest_piece_is_that_of_the_last_job_with_boundaries():
+    async with open_device_thread(name="device") as device:
+        assert device.longest_piece_s == 0
+
+        def pieces(pause_s: float) -> None:
+            device.check_open()
+            threading.Event().wait(pause_s)
+            device.check_open()
+
+        await device.submit(lambda: pieces(0.3))
+        assert 0.3 <= device.longest_piece_s < 30
+        await device.submit(lambda: threading.Event().wait(0.5))  # no boundary: not a piece
+        await device.submit(lambda: pieces(0.0))
+        assert device.longest_piece_s < 0.3

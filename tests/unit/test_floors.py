@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {  # floor: its rooms
     1: ["errors"],
-    2: ["types", "run_dir"],
+    2: ["types", "run_dir", "crash_points"],
     3: ["protocols"],
     4: ["config", "advantages", "kl_control", "filters", "metrics", "losses", "distributed", "device_thread"],
     5: ["data", "models"],
@@ -32,7 +32,7 @@ LOADS_TORCH = (
     "losses", "distributed", "device_thread", "models", "checkpoints", "engines.local", "reference", "rewards.reward_model", "weight_sync",
     "backends", "evaluation.policy_metrics", "testing.torch_contracts",
 )  # fmt: skip
-NEVER_TRIO = ("types", "errors", "run_dir", "config", "advantages", "kl_control", "filters", "losses", "data", "models")
+NEVER_TRIO = ("types", "errors", "run_dir", "crash_points", "config", "advantages", "kl_control", "filters", "losses", "data", "models")
 TORCH = frozenset({"torch", "transformers", "accelerate", "safetensors.torch", "torchao"})  # importing one of these loads torch
 TRIO = frozenset({"trio", "trio_parallel"})
 

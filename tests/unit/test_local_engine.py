@@ -460,6 +460,20 @@ async def test_a_copied_engine_follows_the_trainer_only_when_told():
     np.testing.assert_allclose(aware.log_probs, score(model, request, aware), atol=1e-4)
 
 
+async def test_a_given_model_is_no_copy_and_follows_updates():
+    model, other = make_model(), make_model(seed=1)
+    request = make_request(max_new_tokens=15)
+    async with open_engine(model, mode="given") as engine:
+        assert engine.features.in_memory_update and not engine.features.shares_weights
+        before = await engine.generate(request)
+        np.testing.assert_allclose(before.log_probs, score(model, request, before), atol=1e-4)
+        await send(engine, other.state_dict(), 4)
+        after = await engine.generate(request)
+        assert await engine.weight_version() == 4
+    np.testing.assert_allclose(after.log_probs, score(other, request, after), atol=1e-4)
+    assert torch.equal(model.lm_head.weight, other.lm_head.weight)
+
+
 async def test_tied_weights_may_come_under_either_name():
     model = make_model(tie_word_embeddings=True)
     other = make_model(tie_word_embeddings=True, seed=1)
@@ -856,9 +870,23 @@ def open_copied() -> Any:
     return open_engine(mode="copied", deterministic=True)
 
 
+def open_roomy_shared() -> Any:
+    return open_engine(make_model(max_position_embeddings=2048))
+
+
+def open_roomy_copied() -> Any:
+    return open_engine(make_model(max_position_embeddings=2048), mode="copied")
+
+
 @pytest.mark.parametrize("opener", [open_scripted, open_shared, open_copied])
 @pytest.mark.parametrize("check", engine_contracts.CHECKS)
 async def test_engines_keep_the_contract(check: Callable[[Any], Awaitable[None]], opener: Any):
+    await check(opener)
+
+
+@pytest.mark.parametrize("opener", [open_roomy_shared, open_roomy_copied])
+@pytest.mark.parametrize("check", engine_contracts.MODEL_CHECKS)
+async def test_embedded_engines_keep_the_contract_of_engines_with_a_model(check: Callable[[Any], Awaitable[None]], opener: Any):
     await check(opener)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from rollouts.errors import MetricError, RunDirError
+from rollouts.errors import MetricError, RunDirError, StorageError
 from rollouts.metrics import jsonl
 from rollouts.metrics.jsonl import newest_attempts, next_attempt, open_jsonl_logger, read_rows, repair_last_line, select_evenly, shorten_json
 from rollouts.metrics.progress import compute_eta_s, format_duration, open_progress
@@ -284,6 +284,16 @@ def test_the_next_attempt_is_one_more_than_any_row_has(tmp_path: Path):
     assert next_attempt(run_dir) == 4
 
 
+def test_an_attempt_that_left_only_samples_has_its_number_to_itself(tmp_path: Path):
+    """An attempt killed between a step's samples and its row: readers saw its samples and those of the next attempt as one."""
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text('{"attempt":1}\n')
+    run_dir.samples.write_text('{"attempt":1}\n{"attempt":2}\n{"attempt":2,"resp')
+    assert next_attempt(run_dir) == 3
+    run_dir.samples.write_text('{"attempt":5,"response":"' + 200_000 * "x" + '"}\n')  # longer than what is read at a time
+    assert next_attempt(run_dir) == 6
+
+
 # --- progress -----------------------------------------------------------------------------------------------------------------
 
 
@@ -310,6 +320,17 @@ def test_a_log_gets_the_first_and_last_step_and_one_line_in_between_per_interval
         "sft 6/6  loss 1.5  grad 0.123  tok/s 1234  s/step 4.00  eta 0s",
         "[saved]",
     ]
+
+
+@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
+def test_a_log_that_cannot_be_written_any_more_ends_nothing(error: Exception):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise error
+
+    with open_progress(Console(file=Gone(), width=80)) as progress:
+        progress.update("rl", 1, {"time/step": 1.0})
+        progress.note("still here")
 
 
 def test_a_stage_without_a_known_end_shows_no_eta():
@@ -388,3 +409,41 @@ def test_a_phase_that_was_not_entered_has_no_seconds():
 def test_a_phase_name_that_would_make_a_wrong_metric_is_a_programming_error(name: str):
     with pytest.raises(AssertionError, match="lower_snake"), PhaseTimer().phase(name):
         pass
+
+
+async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_takes_them(tmp_path, monkeypatch, caplog):
+    run_dir, refuse = RunDir(tmp_path), True
+    write = os.write
+
+    def write_half(file: int, data: bytes) -> int:
+        if not refuse:
+            return write(file, data)
+        write(file, data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1) as logger:
+        await logger.log_step("sft", 1, 0, {"loss/total": 1.0})
+        whole = run_dir.metrics.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write_half)
+            await logger.log_step("sft", 2, 1, {"loss/total": 2.0})
+            await logger.log_step("sft", 3, 2, {"loss/total": 3.0})
+            assert run_dir.metrics.read_bytes() == whole, "no half row"
+        refuse = False
+        await logger.log_step("sft", 4, 3, {"loss/total": 4.0})
+    assert [row["step"] for row in read_rows(run_dir.metrics)] == [1, 2, 3, 4]
+    (warning,) = caplog.messages
+    assert "rows of metrics.jsonl cannot be written" in warning
+
+
+async def test_rows_that_are_still_refused_at_the_end_are_an_error(tmp_path, monkeypatch):
+    def refuse(_file: int, _data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def run() -> None:
+        async with open_jsonl_logger(RunDir(tmp_path), attempt=1, samples_per_step=1) as logger:
+            monkeypatch.setattr(os, "write", refuse)
+            await logger.log_step("sft", 1, 0, {"loss/total": 1.0})
+
+    with pytest.raises(StorageError, match=r"rows of metrics\.jsonl cannot be written .*No space left"):
+        await run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from safetensors.numpy import save_file
 from rollouts.config.load import FUNCTIONS, load_config
 from rollouts.errors import ConfigError, ModelError
 from rollouts.preflight.checks import check_run, look_at_run, read_context_length
-from rollouts.preflight.estimate import Lengths, ModelSize, count_parameters, estimate_memory, read_model_size
+from rollouts.preflight.estimate import Lengths, ModelSize, count_parameters, estimate_memory, read_free_memory, read_model_size
 from rollouts.preflight.findings import Finding, format_findings, has_errors, print_findings
 from rollouts.preflight.trial import call_functions, make_trial_samples
 from tests.unit.chat_tokenizers import byte_tokenizer
@@ -384,6 +385,40 @@ def test_the_size_of_a_model_is_read_without_its_weights(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ModelError, match="is no safetensors file"):
         count_parameters(tmp_path / "model.safetensors")
+
+
+def write_files(root: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text, encoding="utf-8")
+
+
+def test_free_memory_is_the_least_of_the_machines_and_of_every_control_groups_around_the_process(tmp_path):
+    assert read_free_memory(tmp_path) is None
+    write_files(tmp_path, {"proc/meminfo": "MemTotal:       9000 kB\nMemAvailable:    5000 kB\n"})
+    assert read_free_memory(tmp_path) == 5000 * 1024
+    job = "sys/fs/cgroup/batch/job"
+    write_files(tmp_path, {
+        "proc/self/cgroup": "0::/batch/job/step\n",
+        f"{job}/step/memory.max": "max\n", f"{job}/step/memory.current": "700\n",
+        f"{job}/memory.max": "1000\n", f"{job}/memory.current": "900\n", f"{job}/memory.stat": "anon 300\ninactive_file 600\nactive_file 1\n",
+        "sys/fs/cgroup/batch/memory.max": "4000\n", "sys/fs/cgroup/batch/memory.current": "3500\n",
+        "sys/fs/cgroup/other/memory.max": "1\n", "sys/fs/cgroup/other/memory.current": "1\n",
+    })  # fmt: skip
+    assert read_free_memory(tmp_path) == 500, "of batch; job has 1000 - (900 - 600)"
+    write_files(tmp_path, {"sys/fs/cgroup/batch/memory.max": "9000\n"})
+    assert read_free_memory(tmp_path) == 700
+    write_files(tmp_path, {f"{job}/memory.current": "2000\n"})
+    assert read_free_memory(tmp_path) == 0
+
+
+def test_free_memory_knows_the_first_version_of_control_groups_and_names_of_another_root(tmp_path):
+    write_files(tmp_path, {
+        "proc/self/cgroup": "5:cpu,cpuacct:/a\n4:memory:/docker/0123\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "5000\n", "sys/fs/cgroup/memory/memory.usage_in_bytes": "3000\n",
+        "sys/fs/cgroup/memory/memory.stat": "inactive_file 7\ntotal_inactive_file 1000\n",
+    })  # fmt: skip
+    assert read_free_memory(tmp_path) == 3000
 
 
 def test_memory_is_the_sum_of_its_parts(house, monkeypatch):

@@ -150,12 +150,12 @@ async def test_a_manifest_that_points_outside_the_snapshot_is_refused(cache: Pat
 
 
 async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def refuse(tensors, path, metadata):
+    def refuse(self, name, tensor):
         raise OSError(28, "No space left on device")
 
     async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
         with monkeypatch.context() as patch:
-            patch.setattr("rollouts.weight_sync.disk.save_file", refuse)
+            patch.setattr("rollouts.models.shard_writer.GrowingFile.append", refuse)
             with pytest.raises(SnapshotError, match="No space left"):
                 await export_snapshot(backend, tmp_path / "w/v1")
         assert list((tmp_path / "w").iterdir()) == []
@@ -187,10 +187,11 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     import torch, trio
+    from rollouts.models.shard_writer import GrowingFile
     from rollouts.weight_sync import disk, snapshots
 
     folder = sys.argv[1]
-    save_file, calls = disk.save_file, []
+    append, calls = GrowingFile.append, []
 
     class Backend:  # no model, so that transformers need not be imported
         def stream_weights(self, sink):
@@ -206,11 +207,11 @@ KILLED = """
 
     def die_at_the_second(*args, **kwargs):
         calls.append(args)
-        return die() if len(calls) == 2 else save_file(*args, **kwargs)
+        return die() if len(calls) == 2 else append(*args, **kwargs)
 
     async def export(where):
         if where == "shard":
-            disk.save_file = die_at_the_second
+            GrowingFile.append = die_at_the_second
         elif where == "manifest":
             snapshots.write_manifest = die
         elif where == "rename":

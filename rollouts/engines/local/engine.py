@@ -63,7 +63,7 @@ async def open_local_engine(
     model: PreTrainedModel,
     *,
     device_thread: DeviceThread,
-    mode: Literal["shared", "copied"],
+    mode: Literal["shared", "copied", "given"],
     trainer_version: Callable[[], int] | None = None,
     max_rows: int = 128,
     max_context: int | None = None,
@@ -78,8 +78,8 @@ async def open_local_engine(
 
     mode "shared" generates with `model` itself, which is never changed; its version is `trainer_version()`, read when a job is queued on
     the device thread, behind everything the trainer queued before. mode "copied" owns a copy (in `copy_dtype`, if given), which starts
-    at `trainer_version()`, or 0, and follows updates. `max_context` defaults to the model's own, and to 8192 where its
-    config sets no limit.
+    at `trainer_version()`, or 0, and follows updates; mode "given" does so with `model` itself, which nobody else may use then.
+    `max_context` defaults to the model's own, and to 8192 where its config sets no limit.
 
     deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is idle and every other task
     is blocked; the next list is taken when the last row of this one has finished. The same lists give the same bits.
@@ -96,11 +96,11 @@ async def open_local_engine(
         raise EngineError(f"max_rows={max_rows}; it must be at least 1")
     if mode == "shared" and trainer_version is None:
         raise EngineError("mode='shared' needs trainer_version: a shared engine has the trainer's weights, so it reports the trainer's version")
-    if mode == "shared" and copy_dtype is not None:
-        raise EngineError(f"copy_dtype={copy_dtype} with mode='shared'; a shared engine has no copy: use mode='copied' or autocast_dtype")
+    if mode != "copied" and copy_dtype is not None:
+        raise EngineError(f"copy_dtype={copy_dtype} with mode={mode!r}; such an engine makes no copy: use mode='copied' or autocast_dtype")
 
     def open_on_device() -> _Opened:
-        own = model if mode == "shared" else copy_model(model, copy_dtype)
+        own = copy_model(model, copy_dtype) if mode == "copied" else model
         decoder = open_decoder(own, max_context=max_context, autocast_dtype=autocast_dtype)
         return _Opened(own, decoder, DecodeBatch(decoder.decoder, max_rows=max_rows, max_context=max_context))
 

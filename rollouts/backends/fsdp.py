@@ -1,0 +1,375 @@
+"""Training on several ranks with PyTorch's FSDP2, behind the TrainingBackend that one process has.
+
+    rank 0                                                        ranks 1 … W−1
+    FSDPTrainingBackend ─► job on the device thread                serve_fsdp_rank: waits on the control channel
+                             ├─ Command (name, numbers) ──────────► the same method on its own device thread
+                             └─ ShardedTrainer.method ◄─ collectives ─► ShardedTrainer.method
+
+A command goes out when rank 0's job begins, not when it is submitted: the others never wait inside a collective for rank 0's earlier work,
+and a job that is dropped was never heard of. Versions, schedule, counts and whether a step failed are kept by rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+import trio
+from torch import Tensor
+
+from rollouts.backends.open import choose_autocast_dtype
+from rollouts.backends.open_sharded import ShardedOptions, count_threads, open_trainer
+from rollouts.backends.sharded_trainer import ShardedTrainer
+from rollouts.backends.shares import Share, deal_portions, make_portion, pack_for_ranks
+from rollouts.backends.steps import OptimizerSteps, PackingOptions, PreparedBatch, StepQueue, prepare_batch
+from rollouts.config.schema import OptimConfig
+from rollouts.crash_points import reach
+from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
+from rollouts.device_thread import DeviceFuture, DeviceThread, open_device_thread
+from rollouts.distributed.commands import Command
+from rollouts.distributed.process_group import AgreedFailure, Ranks
+from rollouts.errors import BackendError
+from rollouts.protocols import WeightSink
+from rollouts.reference.forward_plan import log_plan
+from rollouts.types import FloatArray, ForwardBackwardResult, LossSpec, OptimParams, OptimStepResult, RolloutBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+WAITING = "waiting for rank 0"
+
+
+class CommandSender(Protocol):
+    """Rank 0's end of the control channel, as far as a backend needs it."""
+
+    def send(self, command: Command) -> None: ...
+    def set_phase(self, text: str) -> None: ...
+
+
+class CommandReceiver(Protocol):
+    """Another rank's end."""
+
+    async def receive(self) -> Command:
+        """The next command. Raises trio.EndOfChannel after rank 0 has closed the channel."""
+        ...
+
+    def set_phase(self, text: str) -> None: ...
+
+
+# --- rank 0 ----------------------------------------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def open_fsdp_backend(
+    model_path: Path,
+    *,
+    hub: CommandSender,
+    ranks: Ranks,
+    optim: OptimConfig,
+    total_steps: int,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    autocast: Literal["off", "bfloat16", "auto"] = "auto",
+    threads: int = 0,
+    deterministic: bool = False,
+    micro_batch_tokens: int = 8192,
+    share_prefix: bool = True,
+    skip_zero_advantage: bool = False,
+    gradient_checkpointing: bool = False,
+    seed: int = 0,
+    reduce_each_micro_batch: bool = False,
+    dtype: Literal["float32", "float64"] = "float32",
+) -> AsyncIterator[FSDPTrainingBackend]:
+    """A backend whose model, gradients and optimizer are spread over `ranks`; on rank 0, while the others are in serve_fsdp_rank.
+
+    Settings as of open_pytorch_backend. micro_batch_tokens: of one rank. reduce_each_micro_batch: see ShardedTrainer. Raises ModelError.
+    """
+    assert ranks.rank == 0, f"rank {ranks.rank} takes commands: use serve_fsdp_rank"
+    options = ShardedOptions(
+        model_path=str(model_path),
+        optim=optim.model_dump(),
+        autocast="bfloat16" if choose_autocast_dtype(autocast, str(ranks.device)) else "off",  # rank 0's choice: machines may be unlike
+        threads=threads,
+        deterministic=deterministic,
+        gradient_checkpointing=gradient_checkpointing,
+        reduce_each_micro_batch=reduce_each_micro_batch,
+        seed=seed,
+        dtype=dtype,
+    )
+    hub.send(Command("open_backend", dataclasses.asdict(options)))
+    try:
+        async with open_device_thread(name="trainer", torch_threads=count_threads(threads, ranks)) as device_thread:
+            trainer = await device_thread.submit(lambda: unwrap_agreed(lambda: open_trainer(options, ranks, device_thread.check_open)))
+            log_plan(trainer.model, trainer.plan)
+            packing = PackingOptions(
+                micro_batch_tokens=micro_batch_tokens,
+                micro_batch_cost=MICRO_BATCH_COST if ranks.device.type == "cpu" else micro_batch_tokens,
+                share_prefix=share_prefix,
+                skip_zero_advantage=skip_zero_advantage,
+            )
+            yield FSDPTrainingBackend(
+                trainer, hub, device_thread, optim=optim, total_steps=total_steps, packing=packing, tokenizer=tokenizer
+            )
+    finally:
+        hub.send(Command("close_backend"))
+
+
+def unwrap_agreed(work: Callable[[], T]) -> T:
+    """`work()`; of an AgreedFailure the error itself."""
+    try:
+        return work()
+    except AgreedFailure as failure:
+        error = failure.error
+    raise error
+
+
+class FSDPTrainingBackend:
+    """A TrainingBackend (see rollouts.protocols for its rules) over several ranks; lives on rank 0. Made by open_fsdp_backend."""
+
+    def __init__(
+        self,
+        trainer: ShardedTrainer,
+        hub: CommandSender,
+        device_thread: DeviceThread,
+        *,
+        optim: OptimConfig,
+        total_steps: int,
+        packing: PackingOptions,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        self.model = trainer.model
+        self.ranks = trainer.ranks
+        self.device_thread = device_thread
+        self._trainer = trainer
+        self._hub = hub
+        self._token = trio.lowlevel.current_trio_token()
+        self._packing = packing
+        self._tokenizer = tokenizer
+        self._steps = OptimizerSteps(optim, total_steps)
+        self._queue = StepQueue(device_thread, self._steps.discard_pending)
+        self._out_of_step: BaseException | None = None  # what one rank alone has met; nobody can go on
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights after everything queued so far."""
+        return self._queue.weight_version
+
+    def statistics(self) -> Mapping[str, float]:
+        """As PyTorchTrainingBackend's, over all ranks; the device thread's are rank 0's."""
+        return {**self._steps.statistics(), **self.device_thread.statistics(), "ranks": float(self.ranks.world_size)}
+
+    def interrupt(self) -> None:
+        """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted. Returns at once."""
+        self.device_thread.interrupt()
+
+    def reset(self) -> DeviceFuture[None]:
+        """Discards accumulated gradients and forgets an earlier failure. Raises BackendError if the ranks are out of step."""
+
+        def work() -> None:
+            self._steps.reset()
+            self._together("discard", self._trainer.discard)
+
+        return self._queue.reset(work)
+
+    def _together(self, name: str, work: Callable[[], T], **fields: Any) -> T:
+        """`work()`, while the other ranks do what the command `name` says. On the device thread."""
+        if self._out_of_step is not None:
+            raise BackendError(f"the ranks are out of step since {self._out_of_step!r}; start them all again") from self._out_of_step
+        phase = f"{name} of step {self._steps.steps + 1}"
+        trio.from_thread.run_sync(self._hub.send, Command(name, {"phase": phase, **fields}), trio_token=self._token)
+        self._hub.set_phase(phase)
+        try:
+            return work()
+        except AgreedFailure as failure:
+            self._trainer.discard()
+            error = failure.error
+        except BaseException as raised:  # on this rank alone: the others are, or soon will be, in a collective that this one never comes to
+            self._out_of_step = raised
+            raise
+        raise error
+
+    # --- training
+
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> DeviceFuture[ForwardBackwardResult]:
+        """Adds the batch's gradient of sum / denominator to what has accumulated since the last optim_step."""
+        return self._queue.submit(lambda: self._forward_backward(batch, loss))
+
+    def optim_step(self, params: OptimParams | None = None) -> DeviceFuture[OptimStepResult]:
+        """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of `params`."""
+        return self._queue.submit(lambda: self._optim_step(params))
+
+    def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
+        """Log-probs [T_i] of every row's trained tokens at batch.temperature; 0.0 elsewhere."""
+        return self._queue.submit(lambda: self._forward(batch))
+
+    def _make_shares(self, batch: RolloutBatch, spec: LossSpec | None, dealt: list[PreparedBatch | list[list[MicroBatch]]]) -> list[Share]:
+        """One share for each rank. `dealt` is told the prepared batch and [rank][round] micro-batches."""
+        vocab_size = int(self.model.config.get_text_config().vocab_size)
+        prepared = prepare_batch(batch, spec, self._trainer.plan, self._packing, vocab_size=vocab_size)
+        world, cost = self.ranks.world_size, self._packing.micro_batch_cost
+        micro_batches = pack_for_ranks(prepared.pack, world, micro_batch_tokens=prepared.budget, micro_batch_cost=cost)
+        portions = deal_portions([make_portion(micro_batch, batch) for micro_batch in micro_batches], world, micro_batch_cost=cost)
+        dealt += [prepared, [[portion.micro_batch for portion in mine] for mine in portions]]
+        return [Share(tuple(mine), batch.temperature, spec, prepared.denominator, prepared.expected_count) for mine in portions]
+
+    def _count(self, dealt: Sequence[Any]) -> tuple[PreparedBatch, list[list[MicroBatch]]]:
+        prepared, micro_batches = dealt
+        self._steps.add_batch(prepared, sum(one.computed_tokens for mine in micro_batches for one in mine))
+        return prepared, micro_batches
+
+    def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
+        steps, dealt = self._steps, []
+        result = self._together("forward_backward", lambda: self._trainer.forward_backward(lambda: self._make_shares(batch, spec, dealt)))
+        prepared, _ = self._count(dealt)
+        steps.pending_batches += 1
+        if steps.poisoned is None and not math.isfinite(result.total):
+            steps.poisoned = f"the loss is {result.total}"
+        if steps.poisoned is not None:
+            return ForwardBackwardResult(loss=None, denominator=prepared.denominator, metrics={}, skipped=steps.poisoned)
+        steps.counts["trained_tokens"] += float(batch.response_lengths.sum())
+        reach("train.after_forward_backward")
+        loss = result.total / prepared.denominator
+        return ForwardBackwardResult(loss=loss, denominator=prepared.denominator, metrics=result.metrics)
+
+    def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
+        params = self._steps.choose_params(params)
+        if self._steps.poisoned is not None:
+            self._together("discard", self._trainer.discard)
+            return self._steps.skip_step(self._steps.poisoned, params.lr)
+        lr, limit = params.lr, params.max_grad_norm
+        norm = self._together("optim_step", lambda: self._trainer.optim_step(lr, limit), lr=lr, max_grad_norm=limit)
+        if not math.isfinite(norm):
+            return self._steps.skip_step(f"the gradient norm is {norm}", lr)
+        return self._steps.finish_step(lr, norm, clipped=limit is not None and norm > limit)
+
+    def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+        dealt: list[Any] = []
+        blocks = self._together("forward", lambda: self._trainer.forward(lambda: self._make_shares(batch, None, dealt)))
+        assert blocks is not None
+        _, micro_batches = self._count(dealt)
+        parts: list[MicroBatch] = []
+        values: list[FloatArray] = []
+        for mine, block in zip(micro_batches, blocks, strict=True):
+            at = 0
+            for micro_batch in mine:
+                parts.append(micro_batch)
+                values.append(block[at : at + len(micro_batch.targets)])
+                at += len(micro_batch.targets)
+        return spread_to_rows(parts, values, batch.tokens)
+
+    # --- weights
+
+    def set_weight_version(self, version: int) -> DeviceFuture[None]:
+        """Names the weights as they are after everything queued so far."""
+        return self._queue.set_weight_version(version)
+
+    def stream_weights(self, sink: WeightSink) -> DeviceFuture[None]:
+        """Hands every parameter, whole, to `sink` in buckets of some MiB (a larger parameter alone). Tied weights come once."""
+        return self._queue.submit(lambda: self._together("stream_weights", lambda: self._trainer.stream_weights(sink)))
+
+    def get_weights(self) -> DeviceFuture[dict[str, Tensor]]:
+        """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
+
+        def work() -> dict[str, Tensor]:
+            weights: dict[str, Tensor] = {}
+
+            def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
+                weights.update({name: tensor.to("cpu", copy=True) for name, tensor in bucket})
+
+            self._together("stream_weights", lambda: self._trainer.stream_weights(keep))
+            return weights
+
+        return self._queue.submit(work)
+
+    def load_weights(self, weights: Mapping[str, Tensor]) -> DeviceFuture[None]:
+        """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape, before anything is copied."""
+        return self._queue.submit(lambda: self._together("load_weights", lambda: self._trainer.load_weights(weights)))
+
+    def save(self, path: Path) -> DeviceFuture[None]:
+        """Writes the model directory and, in `state/`, everything an exact resume needs; all ranks write. Not atomic: see
+        rollouts.checkpoints.save."""
+
+        def work() -> None:
+            position = self._steps.position(self._queue.version)
+            self._together("save", lambda: self._trainer.save(path, position, self._tokenizer), path=str(path))
+
+        return self._queue.submit(work)
+
+    def state_bytes(self) -> int:
+        """Size of what save() writes, on all ranks together: parameters and AdamW's two moments."""
+        return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
+
+    def load(self, path: Path) -> DeviceFuture[None]:
+        """Restores what save() wrote, on any number of ranks; accumulated gradients are discarded. Raises CheckpointError naming what is wrong."""
+
+        def work() -> None:
+            position = self._together("load", lambda: self._trainer.load(path), path=str(path))
+            self._queue.version = self._steps.restore(position)
+
+        return self._queue.submit(work)
+
+
+# --- the other ranks ---------------------------------------------------------------------------------------------------------------------
+
+
+async def serve_fsdp_rank(link: CommandReceiver, ranks: Ranks) -> None:
+    """Does what rank 0's backends ask of this rank, one backend after the other, until rank 0 closes the channel.
+
+    Raises whatever this rank alone has met: the job must end then, for the others wait for it.
+    """
+    while (command := await receive(link)) is not None:
+        assert command.name == "open_backend", command.name
+        await serve_backend(link, ranks, ShardedOptions(**command.fields))
+
+
+async def receive(link: CommandReceiver) -> Command | None:
+    """The next command; None after the last."""
+    try:
+        return await link.receive()
+    except trio.EndOfChannel:
+        return None
+
+
+async def serve_backend(link: CommandReceiver, ranks: Ranks, options: ShardedOptions) -> None:
+    """This rank's part in one backend, until rank 0 closes it."""
+    async with open_device_thread(name="trainer", torch_threads=count_threads(options.threads, ranks)) as device_thread:
+        link.set_phase("opening the model")
+        trainer = await device_thread.submit(lambda: ignore_agreed(lambda: open_trainer(options, ranks, device_thread.check_open)))
+        link.set_phase(WAITING)
+        while (command := await receive(link)) is not None and command.name != "close_backend":
+            assert trainer is not None, f"{command.name} for a backend that did not open"
+            assert command.name != "open_backend", "ranks have one backend at a time: leave the first before another is opened"
+            link.set_phase(command.fields["phase"])
+            await device_thread.submit(lambda trainer=trainer, command=command: follow(trainer, command))
+            link.set_phase(WAITING)
+
+
+def ignore_agreed(work: Callable[[], T]) -> T | None:
+    """`work()`; None when all ranks have failed alike, which rank 0 reports."""
+    try:
+        return work()
+    except AgreedFailure:
+        return None
+
+
+def follow(trainer: ShardedTrainer, command: Command) -> None:
+    """This rank's part in one command."""
+    fields = command.fields
+    work: dict[str, Callable[[], object]] = {
+        "discard": trainer.discard,
+        "forward_backward": lambda: trainer.forward_backward(None),
+        "forward": lambda: trainer.forward(None),
+        "optim_step": lambda: trainer.optim_step(fields["lr"], fields["max_grad_norm"]),
+        "stream_weights": lambda: trainer.stream_weights(None),
+        "load_weights": lambda: trainer.load_weights(None),
+        "save": lambda: trainer.save(Path(fields["path"]), {}, None),
+        "load": lambda: trainer.load(Path(fields["path"])),
+    }
+    try:
+        work[command.name]()
+    except AgreedFailure:
+        trainer.discard()

@@ -1,0 +1,124 @@
+"""This process as one rank of a run: connected with the others; and what the ranks do that do not drive.
+
+    open_ranks ──► process group (gloo, NCCL) ──► control channel ──┬─► rank 0: the program, which opens backends
+                                                                    └─► others: serve_rank, until rank 0 closes the channel
+
+Only rank 0 answers SIGINT and SIGTERM, by stopping: the launcher sends them to all, and a rank that went first would end the run without
+its checkpoint.
+"""
+
+from __future__ import annotations
+
+import select
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import trio
+
+from rollouts.backends.fsdp import ShardedOptions, receive, serve_backend
+from rollouts.config.load import check_same_config, dump_config
+from rollouts.config.schema import RunConfig
+from rollouts.device_thread import open_device_thread
+from rollouts.distributed.commands import Command
+from rollouts.distributed.control import ControlHub, ControlLink, exit_on_lost, open_control
+from rollouts.distributed.hub import ENDED
+from rollouts.distributed.launch import Launch
+from rollouts.distributed.process_group import Ranks, broadcast_bytes, close_ranks, init_ranks
+from rollouts.errors import RankLost, RunDirError
+
+PATIENCE_S = 10.0  # for a rank 0 that has failed to say why, and to end before the others
+FindModel = Callable[[str], Path]
+"""The directory of a model by its name in the config. Blocks. Raises ModelError."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenRanks:
+    """What connects this process with the other ranks."""
+
+    ranks: Ranks
+    control: ControlHub | ControlLink  # a hub on rank 0
+
+    @property
+    def hub(self) -> ControlHub:
+        """Rank 0's end of the control channel."""
+        assert isinstance(self.control, ControlHub), f"rank {self.ranks.rank} takes commands"
+        return self.control
+
+    @property
+    def link(self) -> ControlLink:
+        """Another rank's end."""
+        assert isinstance(self.control, ControlLink), "rank 0 gives the commands"
+        return self.control
+
+
+@asynccontextmanager
+async def open_ranks(launch: Launch, *, shard_size: int = 0, device: str = "cpu") -> AsyncIterator[OpenRanks]:
+    """This process connected with all others of the run, once they are there.
+
+    Leaving ends the run for the others too: as complete on rank 0 without an exception, else as a failure. A rank that is lost ends this process
+    with exit code 75. Raises ConfigError for a shard_size that does not divide the ranks. Ranks that do not drive ignore SIGINT and SIGTERM
+    from the moment when they are connected, and end at once by either before.
+    """
+    if launch.rank:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for the thread that waits for the others
+    async with open_device_thread(name="ranks", torch_threads=1) as thread:
+        attempt = str(launch.restart) if launch.on_one_node else ""  # each machine's torchrun counts for itself
+        ranks = await thread.submit(lambda: init_ranks(launch, device=device, shard_size=shard_size, attempt=attempt))
+
+        async def share(data: bytes | None) -> bytes:
+            return await thread.submit(lambda: broadcast_bytes(ranks, data))
+
+        async with open_control(launch, share=share, on_lost=end_after_rank_0 if launch.rank else exit_on_lost) as control:
+            if launch.rank:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            yield OpenRanks(ranks, control)
+        await thread.submit(close_ranks)
+
+
+def end_after_rank_0(lost: RankLost) -> NoReturn:
+    """Ends this process with exit code 75, and leaves a rank 0 that has failed by an error of its own the time to end first.
+
+    A launcher ends the others as soon as one has ended, and shows the exit code of that one: it should be the one that knows why.
+    """
+    if lost.rank == 0 and lost.reason != ENDED and not lost.reason.startswith("nothing was heard"):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        select.select([], [], [], PATIENCE_S)  # trio does not run any more
+    exit_on_lost(lost)
+
+
+def tell_config(opened: OpenRanks, config: RunConfig, model_path: Path) -> None:
+    """On rank 0, first of all: what the other ranks compare their config with, and where the model is."""
+    opened.hub.send(Command("begin", {"config": dump_config(config), "model_path": str(model_path)}))
+
+
+async def serve_rank(opened: OpenRanks, config: RunConfig, *, find_model: FindModel) -> None:
+    """What rank 0 asks of this rank, until it closes the channel.
+
+    A model that is not where rank 0 has it, as on another machine, is found by its name. Raises ConfigError if this rank's config is another
+    one, RunDirError if it does not see the run's checkpoints, and whatever this rank alone has met: that ends the run on all ranks.
+    """
+    opened.link.set_phase("waiting for rank 0")
+    begin = await receive(opened.link)
+    if begin is None:  # rank 0 had nothing to do
+        return
+    check_same_config(config, begin.fields["config"], whose="rank 0")
+    while (command := await receive(opened.link)) is not None:
+        options = ShardedOptions(**command.fields)
+        opened.link.set_phase("finding the model")
+        path = await trio.to_thread.run_sync(find_directory, options.model_path, begin.fields["model_path"], config.model.name, find_model)
+        await serve_backend(opened.link, opened.ranks, replace(options, model_path=str(path)))
+
+
+def find_directory(wanted: str, base_model: str, name: str, find_model: FindModel) -> Path:
+    """The directory `wanted` as this machine has it; `base_model` is rank 0's for the config's `name`, which has its own place everywhere."""
+    if Path(wanted).is_dir():
+        return Path(wanted)
+    if wanted == base_model:
+        return find_model(name)
+    raise RunDirError(f"{wanted} is not to be seen on {socket.gethostname()}; put output.dir on a filesystem that all machines of the run share")

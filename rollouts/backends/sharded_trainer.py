@@ -1,0 +1,279 @@
+"""A model, its gradients and its optimizer spread over ranks: what each rank's device thread does of a step. Every method is collective.
+
+    rank 0 packs the batch ──scatter──► each rank's share ──► rounds: forward ─► loss, agreed ─► backward ──► gradients, summed and sharded
+
+All ranks call the same method at the same time; only rank 0 is given what comes from outside and gets results back. Three ways to fail:
+AgreedFailure, raised by all ranks alike, which are in step afterwards; any other error, after which the ranks are out of step and the job
+must end; and loss or gradients that are not finite, which all ranks see alike and report.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from rollouts.backends.sharded_model import discard_iteration, run_unsharded
+from rollouts.backends.sharded_state import read_sharded_state, save_sharded_state
+from rollouts.backends.sharded_weights import gather_bucket, scatter_weight
+from rollouts.backends.shares import Portion, Share, decode_share, encode_share
+from rollouts.backends.steps import (
+    POSITION_FIELDS,
+    check_count,
+    check_weights,
+    clip_gradients,
+    collect_gradients,
+    compute_loss,
+    find_buckets,
+    with_entropy,
+)
+from rollouts.crash_points import reach
+from rollouts.distributed.process_group import AgreedFailure, Ranks, all_gather_floats, gather_bytes, run_agreed, scatter_bytes
+from rollouts.errors import CheckpointError, ModelError, RolloutsError, RunDirError
+from rollouts.losses import LossFn, LossOutput, resolve_loss
+from rollouts.losses.logprobs import LinearLogProbs
+from rollouts.models.export import write_hf_stream
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
+from rollouts.models.sharded import get_local, load_sharded_weights, reshard
+from rollouts.protocols import WeightSink
+from rollouts.types import FloatArray, Max, Mean, Metric, Metrics, Min, Total, merge_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+RANK_BUCKET_BYTES = 8 * 2**20  # of whole tensors gathered at once: rank 0 holds about three times that beside its shards
+METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Mean, Total, Max, Min)}
+
+
+@dataclass(frozen=True, slots=True)
+class ShareResult:
+    """What all ranks together made of a batch."""
+
+    total: float  # sum of the loss over the whole batch; not finite: no gradient was kept
+    metrics: Metrics  # on rank 0; empty on the others
+
+
+# --- the trainer ---------------------------------------------------------------------------------------------------------------------
+
+
+class ShardedTrainer:
+    """One rank's part of the training. Made with a model that shard_model divided and an optimizer over its parameters.
+
+    check_open: called at each boundary between micro-batches; what it raises on any rank ends the step on all.
+    reduce_each_micro_batch: sum gradients over the ranks after every micro-batch instead of once per batch. That costs communication and
+    saves memory: else each rank holds the whole gradient while it works on a batch of several micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.AdamW,
+        ranks: Ranks,
+        plan: ForwardPlan,
+        *,
+        check_open: Callable[[], None],
+        autocast_dtype: torch.dtype | None = None,
+        reduce_each_micro_batch: bool = False,
+    ) -> None:
+        self.model = model.eval()
+        self.optimizer = optimizer
+        self.ranks = ranks
+        self.plan = plan
+        self._check_open = check_open
+        self._autocast_dtype = autocast_dtype
+        self._reduce_each = reduce_each_micro_batch
+
+    def discard(self) -> None:
+        """Throws accumulated gradients away, and what a failed step left behind. Does not communicate."""
+        discard_iteration(self.model)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    # --- batches
+
+    def forward_backward(self, make_shares: Callable[[], Sequence[Share]] | None) -> ShareResult:
+        """Adds the gradient of sum / denominator to what has accumulated. `make_shares` is rank 0's: one share for each rank."""
+        share = self._receive_share(make_shares)
+        assert share.spec is not None
+        name = share.spec.name
+        loss_fn = run_agreed(self.ranks, lambda: resolve_loss(name)).value
+        total, count = 0.0, 0.0
+        metrics: list[Metrics] = []
+        for number, portion in enumerate(share.portions):
+            cast(FSDPModule, self.model).set_requires_gradient_sync(self._reduce_each or number == len(share.portions) - 1)
+            flat = self._compute_log_probs(portion, share)
+            output, gathered = self._agree_on_loss(flat, portion, share, loss_fn, metrics)
+            total += float(gathered[:, 0].sum())
+            count += float(gathered[:, 1].sum())
+            if not math.isfinite(total):
+                self.discard()
+                return ShareResult(total, {})
+            (output.sum / share.denominator).backward()
+        reshard(self.model)
+        self._agree_alike(lambda: check_count(share.spec, count, share.expected_count))  # pyright: ignore[reportArgumentType]
+        return ShareResult(total, self._gather_metrics(metrics))
+
+    def forward(self, make_shares: Callable[[], Sequence[Share]] | None) -> list[FloatArray] | None:
+        """On rank 0, of each rank: log-probs [sum of N] of its portions' pairs, in their order. `make_shares` as above, without a loss."""
+        share = self._receive_share(make_shares)
+        found: list[FloatArray] = []
+        with torch.no_grad():
+            for portion in share.portions:
+                run_agreed(self.ranks, self._check_open)
+                found.append(self._compute_log_probs(portion, share).log_probs.float().cpu().numpy())
+        reshard(self.model)
+        blocks = gather_bytes(self.ranks, np.concatenate([np.zeros(0, np.float32), *found]).tobytes())
+        return None if blocks is None else [np.frombuffer(block, np.float32) for block in blocks]
+
+    def _receive_share(self, make_shares: Callable[[], Sequence[Share]] | None) -> Share:
+        def encode() -> list[bytes] | None:
+            return None if make_shares is None else [encode_share(share) for share in make_shares()]
+
+        return decode_share(scatter_bytes(self.ranks, run_agreed(self.ranks, encode).value))
+
+    def _compute_log_probs(self, portion: Portion, share: Share) -> LinearLogProbs:
+        def compute() -> LinearLogProbs:
+            return compute_micro_batch_log_probs(
+                self.model, portion.micro_batch, plan=self.plan, temperature=share.temperature, autocast_dtype=self._autocast_dtype
+            )
+
+        return compute() if self.plan.head == "whole" else run_unsharded(self.model, compute)  # the whole model is the root's own forward
+
+    def _agree_on_loss(
+        self, flat: LinearLogProbs, portion: Portion, share: Share, loss_fn: LossFn, metrics: list[Metrics]
+    ) -> tuple[LossOutput, FloatArray]:
+        """This rank's loss, and every rank's (sum, count) [W, 2]."""
+
+        def work() -> LossOutput:
+            self._check_open()
+            if not portion.counts:
+                return LossOutput(flat.log_probs.sum() * 0.0, 0.0, {})
+            assert share.spec is not None
+            output, entropy = compute_loss(flat, portion, loss_fn, share.spec)
+            metrics.append(with_entropy(output, entropy))
+            return output
+
+        return run_agreed(self.ranks, work, lambda output: (float(output.sum.detach()), float(output.count)), count=2)
+
+    def _agree_alike(self, check: Callable[[], None]) -> None:
+        """A check of what is the same on all ranks: it fails on all or on none."""
+        try:
+            check()
+        except RolloutsError as error:
+            raise AgreedFailure(error) from error
+
+    def _gather_metrics(self, metrics: Sequence[Metrics]) -> Metrics:
+        data = run_agreed(self.ranks, lambda: encode_metrics(merge_metrics(metrics))).value
+        parts = gather_bytes(self.ranks, data)
+        merged = run_agreed(self.ranks, lambda: {} if parts is None else merge_metrics([decode_metrics(part) for part in parts]))
+        return merged.value
+
+    # --- the optimizer
+
+    def optim_step(self, lr: float, max_grad_norm: float | None) -> float:
+        """The gradient's norm over all ranks, before clipping. Where it is not finite nothing changes but that the gradient is gone."""
+        gradients = [get_local(gradient) for gradient in collect_gradients(self.model)]
+        mine = float(torch.nn.utils.get_total_norm(gradients))
+        # in one order on every rank, so that all have the same bits; a replica's part counts once
+        told = all_gather_floats(self.ranks, [mine if self.ranks.first_replica else 0.0])
+        norm = math.sqrt(float(np.square(told[:, 0]).sum()))
+        if math.isfinite(norm):
+            clip_gradients(gradients, norm, max_grad_norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            reach("train.before_optim_step")
+            self.optimizer.step()
+            reach("train.after_optim_step")
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    # --- weights
+
+    def stream_weights(self, sink: WeightSink | None) -> None:
+        """Hands every parameter to rank 0's `sink`, bucket by bucket. The others hold no more than their shards."""
+        for bucket in find_buckets(self.model, RANK_BUCKET_BYTES):
+            gathered = gather_bucket(self.ranks, bucket)
+
+            def take(gathered: list[tuple[str, Tensor]] | None = gathered) -> None:
+                if sink is not None and gathered is not None:
+                    sink(gathered)
+
+            run_agreed(self.ranks, take)
+
+    def load_weights(self, weights: Mapping[str, Tensor] | None) -> None:
+        """Replaces all parameters by rank 0's `weights`. Raises AgreedFailure before anything is copied."""
+        run_agreed(self.ranks, lambda: None if weights is None else check_weights(self.model, weights))
+        for name, parameter in self.model.named_parameters():
+            scatter_weight(self.ranks, parameter, None if weights is None else weights[name])
+
+    # --- checkpoints
+
+    def save(self, path: Path, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """Writes the model directory, on rank 0, and in `state/` each rank's own part. All ranks must see `path`; rank 0's `position` counts.
+
+        Raises AgreedFailure with an OSError if a disk refuses a write on any rank, with a RunDirError if a rank does not see `path`.
+        """
+        rank, world = self.ranks.rank, self.ranks.world_size
+        with ExitStack() as stack:
+
+            def begin() -> WeightSink | None:
+                if rank != 0:
+                    return None
+                path.mkdir(parents=True, exist_ok=True)
+                return stack.enter_context(write_hf_stream(self.model, path, tokenizer))
+
+            sink = run_agreed(self.ranks, begin).value
+            run_agreed(self.ranks, lambda: check_seen(path, rank))
+            self.stream_weights(sink)
+            run_agreed(self.ranks, stack.close)
+        run_agreed(self.ranks, lambda: save_sharded_state(path, self.model, self.optimizer, position, rank=rank, ranks=world))
+
+    def load(self, path: Path) -> Mapping[str, float]:
+        """The position that save() was given, on any number of ranks; weights, optimizer and random states are as they were. Gradients are
+        discarded. Raises AgreedFailure with a CheckpointError; what does not fit is found before anything is changed."""
+        rank, world = self.ranks.rank, self.ranks.world_size
+        self.discard()
+
+        def load_weights() -> None:
+            try:
+                load_sharded_weights(self.model, path, device=self.ranks.device)
+            except ModelError as error:
+                raise CheckpointError(f"{path} is not of this model, or damaged: {error}") from error
+
+        loaded = run_agreed(self.ranks, lambda: read_sharded_state(path, self.model, POSITION_FIELDS, rank=rank, ranks=world)).value
+        run_agreed(self.ranks, load_weights)
+        loaded.apply(self.optimizer, self.ranks.device)
+        return loaded.position
+
+
+# --- metrics as bytes ------------------------------------------------------------------------------------------------------------------
+
+
+def encode_metrics(metrics: Metrics) -> bytes:
+    """JSON; what is not finite is written as Python's json writes it."""
+    return json.dumps({name: [type(metric).__name__, *_list_values(metric)] for name, metric in metrics.items()}).encode()
+
+
+def _list_values(metric: Metric) -> list[float]:
+    return [float(getattr(metric, field.name)) for field in dataclasses.fields(metric)]
+
+
+def decode_metrics(data: bytes) -> dict[str, Metric]:
+    """What encode_metrics was given."""
+    return {name: METRIC_KINDS[kind](*values) for name, (kind, *values) in json.loads(data).items()}
+
+
+def check_seen(path: Path, rank: int) -> None:
+    """Raises RunDirError if this rank does not see the directory that rank 0 has made: its part of a checkpoint would lie somewhere else."""
+    if not path.is_dir():
+        raise RunDirError(f"rank {rank} on {socket.gethostname()} does not see {path}; put output.dir on a filesystem that all machines share")

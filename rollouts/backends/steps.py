@@ -1,0 +1,355 @@
+"""What every backend on torch does alike: the queue and its failures, the loss of a micro-batch, the decisions of an optimizer step.
+
+    StepQueue        jobs in order on the device thread; after one that failed, EarlierStepFailed until reset()
+    OptimizerSteps   where the optimizer stands, and whether what has accumulated may be used
+    prepare_batch    denominator, expected count and packing of a batch
+    compute_loss     from log-probs of a micro-batch to the loss's sum
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollouts.backends.shares import Portion
+from rollouts.config.schema import OptimConfig
+from rollouts.crash_points import reach
+from rollouts.data.packing import MicroBatch, make_micro_batches
+from rollouts.device_thread import DeviceFuture, DeviceThread
+from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
+from rollouts.losses import LossFn, LossInputs, LossOutput
+from rollouts.losses.logprobs import LinearLogProbs
+from rollouts.models.log_probs import ForwardPlan, Layout
+from rollouts.models.optim import compute_lr
+from rollouts.types import BoolArray, LossSpec, Mean, Metrics, OptimParams, OptimStepResult, RolloutBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+BUCKET_BYTES = 256 * 2**20
+CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grads_with_norm_ adds to the norm
+COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
+
+
+# --- the queue -----------------------------------------------------------------------------------------------------------------------
+
+
+class StepQueue:
+    """Jobs of one backend on its device thread, and the version of the weights. `discard` throws away what has accumulated."""
+
+    def __init__(self, device_thread: DeviceThread, discard: Callable[[], None]) -> None:
+        self.device_thread = device_thread
+        self.version = 0  # as of the jobs that have run
+        self._discard = discard
+        self._failure: BaseException | None = None  # of the job that failed; None when the backend works
+        self._version_set: tuple[DeviceFuture[None], int] | None = None  # the last set_weight_version
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights after everything queued so far."""
+        if self._version_set is not None:
+            future, version = self._version_set
+            if not future.done() and self._failure is None:
+                return version
+        return self.version
+
+    def submit(self, work: Callable[[], T]) -> DeviceFuture[T]:
+        """A future of `work`, which runs after everything submitted before, unless that failed."""
+
+        def job() -> T:
+            if self._failure is not None:
+                raise EarlierStepFailed(f"a step before this one failed ({self._failure!r}); call reset()") from self._failure
+            try:
+                return work()
+            except BaseException as error:
+                self._failure = error
+                self._discard()
+                raise
+
+        return self.device_thread.submit(job)
+
+    def reset(self, work: Callable[[], None]) -> DeviceFuture[None]:
+        """Forgets an earlier failure, then does `work`."""
+
+        def job() -> None:
+            self._failure = None
+            work()
+
+        return self.device_thread.submit(job)
+
+    def set_weight_version(self, version: int) -> DeviceFuture[None]:
+        """Names the weights as they are after everything queued so far."""
+
+        def work() -> None:
+            self.version = version
+            reach("train.version_set")
+
+        future = self.submit(work)
+        self._version_set = (future, version)
+        return future
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingOptions:
+    """How batches become micro-batches."""
+
+    micro_batch_tokens: int  # computed tokens of one micro-batch at most, unless a row is longer
+    micro_batch_cost: int  # what a micro-batch costs beside its tokens, in tokens
+    share_prefix: bool  # rows that begin alike share tokens, where that is exact for the model
+    skip_zero_advantage: bool  # leave rows out whose advantages are all 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedBatch:
+    """A batch that passed its checks, ready to be packed."""
+
+    layout: Layout
+    denominator: float  # of the loss's unit, over the whole batch
+    expected_count: float  # what the counts of the micro-batches must add up to
+    skipped_rows: int
+    budget: int  # micro_batch_tokens, or 1 where rows must be alone
+    pack: Callable[[int], list[MicroBatch]]  # by a budget
+
+
+def prepare_batch(batch: RolloutBatch, spec: LossSpec | None, plan: ForwardPlan, options: PackingOptions, *, vocab_size: int) -> PreparedBatch:
+    """The batch's denominators and packing; `spec` is None for log-probs only. Raises BackendError or ModelError for what cannot be computed."""
+    denominator, expected_count = compute_denominator(batch, spec) if spec is not None else (1.0, 0.0)
+    skip_rows = find_zero_advantage_rows(batch) if spec is not None and options.skip_zero_advantage else None
+    if skip_rows is not None and spec is not None:
+        expected_count -= count_unit(batch, spec, skip_rows)
+    check_token_ids(batch, vocab_size)
+    layout = plan.choose_layout(max(len(row) for row in batch.tokens), share_prefix=options.share_prefix)
+
+    def pack(budget: int) -> list[MicroBatch]:
+        return make_micro_batches(
+            batch.tokens,
+            batch.loss_masks,
+            micro_batch_tokens=budget,
+            share_prefix=layout == "tries",
+            micro_batch_cost=options.micro_batch_cost,
+            skip_rows=skip_rows,
+        )
+
+    skipped = 0 if skip_rows is None else int(skip_rows.sum())
+    return PreparedBatch(layout, denominator, expected_count, skipped, 1 if layout == "single" else options.micro_batch_tokens, pack)
+
+
+def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
+    """What the loss's sum over the whole batch is divided by, and what its counts must add up to. Raises BackendError if nothing trains."""
+    count = count_unit(batch, spec, np.ones(len(batch), np.bool_))
+    if count == 0:
+        raise BackendError(f"none of the batch's {len(batch)} rows has a token to train on; check its loss masks")
+    if spec.unit == "constant":
+        if spec.constant is None or not spec.constant > 0:
+            raise BackendError(f"LossSpec(unit='constant') has constant={spec.constant}; give the denominator, a number above 0")
+        return spec.constant, count
+    return count, count
+
+
+def count_unit(batch: RolloutBatch, spec: LossSpec, rows: BoolArray) -> float:
+    """How many of the loss's unit are in the chosen rows [B]: trained tokens, or rows that have one."""
+    lengths = batch.response_lengths[rows]
+    return float((lengths > 0).sum() if spec.unit == "sequences" else lengths.sum())
+
+
+def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray | None:
+    """[B] rows whose trained tokens all have advantage 0; None when the batch has no advantages."""
+    if batch.advantages is None:
+        return None
+    rows = zip(batch.advantages, batch.loss_masks, strict=True)
+    return np.asarray([not np.any(advantages[mask]) for advantages, mask in rows], np.bool_)
+
+
+def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:
+    """Raises BackendError naming the first row with an id outside the model's vocabulary; on an accelerator torch would abort the process."""
+    for row, ids in enumerate(batch.tokens):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            worst = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
+            raise BackendError(f"batch.tokens[{row}] has the id {worst}; the model's ids are 0 to {vocab_size - 1}: use the model's own tokenizer")
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------------------------
+
+
+def compute_loss(flat: LinearLogProbs, portion: Portion, loss_fn: LossFn, spec: LossSpec) -> tuple[LossOutput, Tensor]:
+    """The loss of one micro-batch, and the entropy [M] of its trained tokens. Raises BackendError if the sum has no gradient."""
+    micro_batch, device = portion.micro_batch, flat.log_probs.device
+    pairs = torch.from_numpy(micro_batch.token_pairs).to(device)
+    place = torch.from_numpy(micro_batch.token_rows).to(device), torch.from_numpy(micro_batch.token_positions).to(device)
+    shape = len(micro_batch.rows), portion.width
+
+    def spread(values: Tensor) -> Tensor:
+        return torch.zeros(shape, dtype=values.dtype, device=device).index_put(place, values)
+
+    fields = {name: spread(torch.from_numpy(values).to(device)) for name, values in portion.fields.items()}
+    entropy = flat.entropy[pairs]
+    inputs = LossInputs(
+        log_probs=spread(flat.log_probs[pairs]), mask=spread(torch.ones_like(pairs, dtype=torch.bool)), entropy=spread(entropy), **fields
+    )
+    output = loss_fn(inputs, unit=spec.unit, **spec.params)
+    if not output.sum.requires_grad:
+        raise BackendError(f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not detached")
+    return output, entropy
+
+
+def with_entropy(output: LossOutput, entropy: Tensor) -> Metrics:
+    """The loss's own metrics and the mean entropy of its trained tokens."""
+    return {"entropy/mean": Mean(float(entropy.sum()), float(len(entropy))), **output.metrics}
+
+
+def check_count(spec: LossSpec, count: float, expected: float) -> None:
+    """Raises DenominatorMismatch if the loss's counts over the whole batch are not what its unit says."""
+    if not math.isclose(count, expected, rel_tol=1e-6):
+        raise DenominatorMismatch(
+            f"loss {spec.name!r} counted {count:g} {spec.unit} where the batch has {expected:g}; its count must be that of its unit"
+        )
+
+
+# --- optimizer steps -------------------------------------------------------------------------------------------------------------------
+
+
+class OptimizerSteps:
+    """Where the optimizer stands: its steps, those skipped, and what has accumulated for the next one."""
+
+    def __init__(self, optim: OptimConfig, total_steps: int) -> None:
+        self.steps = 0  # skipped ones included: the schedule's position
+        self.poisoned: str | None = None  # why the pending step will be skipped
+        self.pending_batches = 0  # forward_backward calls since the last step
+        self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
+        self._counts_before = dict(self.counts)  # as of the last step: what was computed since, for a step that is given up, did not happen
+        self.layouts: dict[str, float] = {"tries": 0.0, "rows": 0.0, "single": 0.0}  # batches computed in each layout since the backend was opened
+        self._optim = optim
+        self._total_steps = total_steps
+        self._skipped_in_a_row = 0
+
+    def add_batch(self, prepared: PreparedBatch, computed_tokens: int) -> None:
+        """Counts a batch that will be computed."""
+        self.layouts[prepared.layout] += 1
+        self.counts["computed_tokens"] += computed_tokens
+        self.counts["skipped_rows"] += prepared.skipped_rows
+
+    def choose_params(self, params: OptimParams | None) -> OptimParams:
+        """lr and clipping of the next step: the schedule's, or those of `params`. Raises BackendError if nothing has accumulated."""
+        if self.pending_batches == 0:
+            raise BackendError("optim_step without a forward_backward since the last one; there is no gradient to step with")
+        lr = compute_lr(self.steps, self._total_steps, self._optim)
+        return OptimParams(lr=lr, max_grad_norm=self._optim.max_grad_norm) if params is None else params
+
+    def finish_step(self, lr: float, grad_norm: float, *, clipped: bool) -> OptimStepResult:
+        """The result of a step that was taken."""
+        self.steps += 1
+        self._skipped_in_a_row = 0
+        self._end_step()
+        return OptimStepResult(step=self.steps, lr=lr, grad_norm=grad_norm, clipped=clipped)
+
+    def skip_step(self, reason: str, lr: float) -> OptimStepResult:
+        """The result of a step that changed nothing. Raises NonFiniteSteps after too many in a row."""
+        self.steps += 1
+        self._skipped_in_a_row += 1
+        self.counts["skipped_steps"] += 1
+        self._end_step()
+        if self._skipped_in_a_row >= self._optim.max_nonfinite_steps:
+            raise NonFiniteSteps(
+                f"{self._skipped_in_a_row} steps in a row were not finite, the last because {reason}; optim.max_nonfinite_steps="
+                f"{self._optim.max_nonfinite_steps}: lower optim.lr, or look at samples.jsonl for what the batch holds"
+            )
+        return OptimStepResult(step=self.steps, lr=lr, grad_norm=None, clipped=False, skipped=reason)
+
+    def discard_pending(self) -> None:
+        """Forgets what has accumulated."""
+        self.poisoned = None
+        self.pending_batches = 0
+
+    def _end_step(self) -> None:
+        self.discard_pending()
+        self._counts_before = dict(self.counts)
+
+    def reset(self) -> None:
+        """Forgets what has accumulated since the last step, and how many steps in a row were skipped."""
+        self._skipped_in_a_row = 0
+        self.counts = dict(self._counts_before)
+        self.discard_pending()
+
+    def position(self, weight_version: int) -> dict[str, float]:
+        """What a checkpoint keeps of this."""
+        return {"steps": self.steps, "skipped_in_a_row": self._skipped_in_a_row, "weight_version": weight_version, **self.counts}
+
+    def restore(self, position: Mapping[str, float]) -> int:
+        """Takes a saved position; the version of the weights then."""
+        self.discard_pending()
+        self.steps, self._skipped_in_a_row = int(position["steps"]), int(position["skipped_in_a_row"])
+        self.counts = {name: float(position[name]) for name in COUNTS}
+        self._counts_before = dict(self.counts)
+        return int(position["weight_version"])
+
+    def statistics(self) -> dict[str, float]:
+        """Optimizer steps, skipped ones, tokens trained and computed (padding included), batches by layout."""
+        layouts = {f"batches_as_{layout}": count for layout, count in self.layouts.items()}
+        return {"steps": float(self.steps), **self.counts, **layouts}
+
+
+POSITION_FIELDS = ("steps", "skipped_in_a_row", "weight_version", *COUNTS)
+
+
+def collect_gradients(model: torch.nn.Module) -> list[Tensor]:
+    """Every gradient; zeros where no row ran at all, for AdamW moves a parameter with a zero gradient and passes over one without."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if all(parameter.grad is None for parameter in parameters):
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float | None) -> bool:
+    """Whether the gradients, whose norm is `norm`, were scaled in place to `max_norm`. None: never."""
+    if max_norm is None or norm <= max_norm:
+        return False
+    for gradient in gradients:  # by a number, in the gradient's own precision: a tensor of the norm would be float32
+        gradient.mul_(max_norm / (norm + CLIP_EPS))
+    return True
+
+
+# --- weights -----------------------------------------------------------------------------------------------------------------------------
+
+
+def find_buckets(model: torch.nn.Module, bucket_bytes: int) -> list[list[tuple[str, torch.nn.Parameter]]]:
+    """Parameters in buckets of at most `bucket_bytes` (a larger one alone), each bucket of one dtype. Tied ones come once."""
+    buckets: list[list[tuple[str, torch.nn.Parameter]]] = []
+    size = 0
+    for name, parameter in model.named_parameters():
+        if not buckets or size + parameter.nbytes > bucket_bytes or buckets[-1][0][1].dtype != parameter.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, parameter))
+        size += parameter.nbytes
+    return buckets
+
+
+def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may come under each of its names."""
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
+    missing = sorted(set(parameters) - set(weights))
+    unknown = sorted(set(weights) - set(parameters) - tied)
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} for {tuple(parameter.shape)}"
+        for name, parameter in parameters.items()
+        if name in weights and weights[name].shape != parameter.shape
+    ]
+    for what, names in (("are missing", missing), ("are not the model's", unknown), ("have another shape", shapes)):
+        _raise_if_any(what, names)
+
+
+def _raise_if_any(what: str, names: Sequence[str]) -> None:
+    if names:
+        raise BackendError(f"{len(names)} weights {what}: {', '.join(names[:5])}; nothing was loaded")

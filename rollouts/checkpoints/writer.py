@@ -1,0 +1,245 @@
+"""Saving while training goes on: a step's state is copied, then written and proven meanwhile; what retention does not keep goes.
+
+    save(step) ── waits for the save before it ──► copy, on the device thread ──► returns: training goes on
+                                                          └──► a task: write, hash, sync, read back, name ──► retention
+    no memory for a copy, or the last save of a stage: save() returns when the checkpoint is in place
+    the disk refuses: the old checkpoints stay, a warning, checkpoint/failed in the next row, the next save as usual;
+                      the last save is tried twice and then raises StorageError
+
+Leaving the context waits for the save at work, also when an exception or a cancellation leaves it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import trio
+
+from rollouts.checkpoints.load import is_complete
+from rollouts.checkpoints.retention import apply_retention, read_scores
+from rollouts.checkpoints.save import WriteModel, format_bytes, save_checkpoint
+from rollouts.errors import RolloutsError, StorageError
+from rollouts.protocols import TrainFuture, TrainingBackend
+from rollouts.run_dir import RunDir
+from rollouts.types import JSONValue, check_json, encode_json
+
+MEMORY_MARGIN = 1.25  # times the state's size must be free before it is copied: what else grows meanwhile
+GUESSED_BYTES_PER_S = 100e6  # of a slow disk, hashing included; only until a save was measured
+NO_MEMORY = re.compile(r"(cannot|can't|could not) allocate memory|out of memory", re.IGNORECASE)  # what torch's RuntimeError says
+DISK_MARGIN_BYTES = 1 << 20  # of a checkpoint besides tensors, and room for the rows that are written meanwhile
+
+
+@runtime_checkable
+class SizedBackend(Protocol):
+    """A TrainingBackend that knows how much it saves."""
+
+    def state_bytes(self) -> int:
+        """What capture() holds and save() writes, in bytes."""
+        ...
+
+
+@runtime_checkable
+class CapturingBackend(SizedBackend, Protocol):
+    """A TrainingBackend that can copy its state in a moment and write it later. One that cannot is saved by save(), while training waits."""
+
+    def capture(self) -> TrainFuture[WriteModel]:
+        """What save() would write now, copied; the function writes it to a directory, while steps run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What stays of a stage's checkpoints."""
+
+    last: int = 0  # newest ones; 0: all
+    best_by: str | None = None  # a metric in evaluations.jsonl; the one with the highest stays too
+
+
+def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Callable[[str], object]) -> None:
+    """Removes the checkpoints of a stage that need not stay. After every save, and at a resume: a run may have been killed between the two.
+
+    Blocking: run it in a thread. What cannot be removed is warned of, and stays.
+    """
+    if not keep.last:
+        return
+    try:
+        scores = read_scores(run_dir.evaluations, stage, keep.best_by) if keep.best_by else None
+        apply_retention(run_dir.stage_checkpoints(stage), keep.last, scores)
+    except (OSError, RolloutsError) as error:  # the rows or the checkpoints cannot be read, or one cannot be removed: too many is no loss
+        warn(f"warning: old checkpoints could not be removed and take up space: {error}")
+
+
+def is_allocation_failure(error: BaseException) -> bool:
+    """Whether memory, of the machine or of an accelerator, was not to be had, as Python and torch say it."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or NO_MEMORY.search(str(error)) is not None
+
+
+class CheckpointWriter:
+    """Saves the checkpoints of one stage. Made by open_checkpoint_writer."""
+
+    def __init__(
+        self,
+        nursery: trio.Nursery,
+        backend: TrainingBackend,
+        run_dir: RunDir,
+        stage: str,
+        *,
+        config_hash: str | None,
+        keep: Keep,
+        warn: Callable[[str], object],
+        free_memory: Callable[[], int | None],
+    ) -> None:
+        self._nursery = nursery
+        self._backend = backend
+        self._run_dir = run_dir
+        self._stage = stage
+        self._config_hash = config_hash
+        self._keep = keep
+        self._warn = warn
+        self._free_memory = free_memory
+        self._idle = trio.Event()  # set while nothing is being written
+        self._idle.set()
+        self._failed_since_row = 0
+        self._statistics = {"saved": 0.0, "failed": 0.0, "beside_training": 0.0, "held_up_s": 0.0, "write_s": 0.0}
+
+    async def save(self, step: int, state: Mapping[str, JSONValue], *, last: bool = False) -> None:
+        """Saves `step`, completed and idle, with the loop's `state`, which is read before training goes on.
+
+        Waits for the save before it, then for the copy only, or, where there is no room for one and for the `last` save of a stage, until the
+        checkpoint is in place. Raises StorageError if the disk refuses the last one twice; CheckpointError for a step that is saved.
+        """
+        started = time.perf_counter()
+        check_json("state", state)
+        frozen: dict[str, JSONValue] = json.loads(encode_json(state))
+        await self._idle.wait()
+        write = None if last else await self._capture()
+        if write is None:
+            await self._save_now(step, frozen, last=last)
+        else:
+            self._idle = trio.Event()
+            self._nursery.start_soon(self._save_beside, step, frozen, write, self._idle)
+        self._statistics["held_up_s"] += time.perf_counter() - started
+
+    async def is_saved(self, step: int) -> bool:
+        """Whether the checkpoint of `step` is in place, once no save is at work; of step 0, which is none, it always is."""
+        await self._idle.wait()
+        return step == 0 or await trio.to_thread.run_sync(is_complete, self._run_dir.checkpoint(self._stage, step))
+
+    async def wait_written(self) -> None:
+        """Returns when no save is at work."""
+        await self._idle.wait()
+
+    def take_metrics(self) -> dict[str, float]:
+        """For the next row: how many saves failed since this was last asked; nothing if none did."""
+        failed, self._failed_since_row = self._failed_since_row, 0
+        return {"checkpoint/failed": float(failed)} if failed else {}
+
+    def expected_save_s(self) -> float:
+        """Seconds that a save takes from its beginning to its end: the last one's, or a guess from its size."""
+        return self._statistics["write_s"] or self._expected_bytes() / GUESSED_BYTES_PER_S
+
+    def statistics(self) -> Mapping[str, float]:
+        """Saves that are in place and that failed, how many of them beside training, seconds training waited, seconds the last write took."""
+        return dict(self._statistics)
+
+    def warn_if_tight(self) -> None:
+        """Warns when the disk has no room for two checkpoints: the next is written before the last one may go."""
+        folder = next(path for path in (self._run_dir.root, *self._run_dir.root.absolute().parents) if path.is_dir())
+        free, needed = shutil.disk_usage(folder).free, 2 * self._expected_bytes()
+        if free < needed:
+            self._warn(
+                f"warning: {folder} has {format_bytes(free)} free and two checkpoints of this model take {format_bytes(needed)}; a save that "
+                "finds no room fails and training goes on: free space, or name another directory with --output.dir DIR"
+            )
+
+    def _expected_bytes(self) -> int:
+        return self._backend.state_bytes() + DISK_MARGIN_BYTES if isinstance(self._backend, SizedBackend) else 0
+
+    async def _capture(self) -> WriteModel | None:
+        """None when the backend cannot, or when memory does not allow it."""
+        if not isinstance(self._backend, CapturingBackend):
+            return None
+        free = self._free_memory()
+        if free is not None and free < MEMORY_MARGIN * self._backend.state_bytes():
+            return None
+        try:
+            return await self._backend.capture().result()
+        except (MemoryError, RuntimeError) as error:
+            if not is_allocation_failure(error):
+                raise
+            self._warn(f"warning: no memory for a copy of the training state ({str(error).strip() or 'MemoryError'}); training waits for this save")
+        await self._backend.reset().result()  # it takes a copy that failed for a failed step
+        return None
+
+    async def _save_now(self, step: int, state: Mapping[str, JSONValue], *, last: bool) -> None:
+        async def write(path: Path) -> None:
+            await self._backend.save(path).result()
+
+        for tries_left in (1, 0) if last else (0,):
+            try:
+                await self._write(step, state, write)
+                return
+            except StorageError as error:
+                await self._backend.reset().result()  # it takes a save that failed for a failed step
+                self._note_failure(error, "once more" if tries_left else "")
+                if last and not tries_left:
+                    raise
+
+    async def _save_beside(self, step: int, state: Mapping[str, JSONValue], write: WriteModel, done: trio.Event) -> None:
+        with trio.CancelScope(shield=True):  # it ends by itself: threads that write files
+            try:
+                await self._write(step, state, write)
+                self._statistics["beside_training"] += 1
+            except StorageError as error:
+                self._note_failure(error, "training goes on and the next checkpoint is saved as usual")
+            finally:
+                done.set()
+
+    async def _write(self, step: int, state: Mapping[str, JSONValue], write: WriteModel) -> None:
+        started = time.perf_counter()
+        await save_checkpoint(
+            self._run_dir.checkpoint(self._stage, step),
+            write_model=write,
+            state=state,
+            stage=self._stage,
+            step=step,
+            config_hash=self._config_hash,
+            expected_bytes=self._expected_bytes(),
+        )
+        self._statistics["write_s"] = time.perf_counter() - started
+        self._statistics["saved"] += 1
+        await trio.to_thread.run_sync(retain, self._run_dir, self._stage, self._keep, self._warn)
+
+    def _note_failure(self, error: StorageError, then: str) -> None:
+        self._statistics["failed"] += 1
+        self._failed_since_row += 1
+        self._warn(f"warning: checkpoint not saved: {error}" + (f"; {then}" if then else ""))
+
+
+@asynccontextmanager
+async def open_checkpoint_writer(
+    backend: TrainingBackend,
+    run_dir: RunDir,
+    stage: str,
+    *,
+    config_hash: str | None = None,
+    keep: Keep = Keep(),
+    warn: Callable[[str], object],
+    free_memory: Callable[[], int | None],
+) -> AsyncIterator[CheckpointWriter]:
+    """Saves of `stage` for as long as the context is open, one at a time; the backend must stay open for longer.
+
+    `warn` takes a line about what failed and training outlives. `free_memory`: bytes that may be taken for a copy; None where nobody knows.
+    """
+    async with trio.open_nursery() as nursery:
+        writer = CheckpointWriter(nursery, backend, run_dir, stage, config_hash=config_hash, keep=keep, warn=warn, free_memory=free_memory)
+        writer.warn_if_tight()
+        yield writer

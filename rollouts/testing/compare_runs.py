@@ -1,0 +1,78 @@
+"""What differs between two run directories that should be equal: everything is compared but clocks, throughput, memory and the attempt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from rollouts.checkpoints.load import list_checkpoints
+from rollouts.metrics.jsonl import newest_attempts, read_rows
+from rollouts.run_dir import RunDir, checkpoint_manifest
+
+NOT_COMPARED = ("time/", "perf/")
+ROW_FILES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
+
+
+def comparable(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without what may differ between two equal runs."""
+    return {key: value for key, value in row.items() if not key.startswith(NOT_COMPARED) and key not in ("time_unix", "attempt")}
+
+
+def read_comparable(path: Path) -> list[dict[str, Any]]:
+    """The newest attempt's rows, in file order within a step."""
+    rows = read_rows(path)
+    newest = {(row["stage"], row["step"]): row["attempt"] for row in newest_attempts(rows)}
+    return sorted(
+        (comparable(row) for row in rows if row["attempt"] == newest[row["stage"], row["step"]]),
+        key=lambda row: (row["stage"], row["step"], str(row.get("id", ""))),
+    )
+
+
+def weights_digest(checkpoint: Path) -> str:
+    """SHA-256 of a checkpoint's weights."""
+    return hashlib.sha256((checkpoint / "model.safetensors").read_bytes()).hexdigest()
+
+
+def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 of every file of a checkpoint but its manifest, by relative path: weights, optimizer, random state, positions, the loop's state."""
+    paths = [path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint_manifest(checkpoint)]
+    return {path.relative_to(checkpoint).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
+
+
+def find_differences(left: Path, right: Path, *, stages: tuple[str, ...] = ("sft", "rl"), stopped: bool = False) -> list[str]:
+    """One line for each row file and each checkpoint in which the two run directories differ; empty if they are the same run.
+
+    `stopped`: the right one was stopped on request, and may have the checkpoints of those moments besides.
+    """
+    found: list[str] = []
+    for name in ROW_FILES:
+        found += _row_differences(name, read_comparable(left / name), read_comparable(right / name))
+    for stage in stages:
+        found += _checkpoint_differences(stage, RunDir(left).stage_checkpoints(stage), RunDir(right).stage_checkpoints(stage), stopped=stopped)
+    return found
+
+
+def _row_differences(name: str, left: list[dict[str, Any]], right: list[dict[str, Any]]) -> list[str]:
+    if len(left) != len(right):
+        return [f"{name} has {len(left)} rows on the left, {len(right)} on the right"]
+    for a, b in zip(left, right, strict=True):
+        if a != b:
+            keys = sorted(key for key in a.keys() | b.keys() if a.get(key) != b.get(key))
+            pairs = {key: (a.get(key), b.get(key)) for key in keys}
+            return [f"{name}, {a['stage']} step {a['step']}: {json.dumps(pairs)[:500]}"]
+    return []
+
+
+def _checkpoint_differences(stage: str, left: Path, right: Path, *, stopped: bool) -> list[str]:
+    lefts, rights = dict(list_checkpoints(left)), dict(list_checkpoints(right))
+    if not lefts.keys() <= rights.keys() or (lefts.keys() != rights.keys() and not stopped):
+        return [f"{stage} has the checkpoints {sorted(lefts)} on the left, {sorted(rights)} on the right"]
+    found: list[str] = []
+    for step, path in lefts.items():
+        ours, theirs = checkpoint_digests(path), checkpoint_digests(rights[step])
+        names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        if names:
+            found.append(f"{stage} step {step}: {', '.join(names)} differ")
+    return found

@@ -1,0 +1,59 @@
+"""What the programs of these tests share: each is run by torchrun, and writes what rank 0 found as JSON to the path in its last argument."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+ROOT = Path(__file__).resolve().parents[2]
+PROCESS_TIMEOUT_S = 240
+
+
+def run_ranks(ranks: int, module: str, *arguments: str, out: Path) -> Any:
+    """What rank 0 of `module`, run by torchrun with `ranks` processes, wrote to `out`."""
+    from rollouts.distributed.launch import torchrun_command
+
+    command = torchrun_command(ranks, ["-m", module, *arguments, str(out)], max_restarts=0)
+    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S, check=False)
+    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return json.loads(out.read_text())
+
+
+async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0) -> Any:
+    """On rank 0 what `drive(hub, ranks)` returns; the other ranks do what it asks, and return None."""
+    from rollouts.backends.fsdp import serve_fsdp_rank
+    from rollouts.device_thread import open_device_thread
+    from rollouts.distributed.control import open_control
+    from rollouts.distributed.launch import read_launch
+    from rollouts.distributed.process_group import broadcast_bytes, close_ranks, init_ranks
+
+    launch = read_launch(os.environ)
+    async with open_device_thread(name="start", torch_threads=1) as thread:
+        ranks = await thread.submit(lambda: init_ranks(launch, device="cpu", shard_size=shard_size, timeout_s=120))
+
+        async def share(data: bytes | None) -> bytes:
+            return await thread.submit(lambda: broadcast_bytes(ranks, data))
+
+        async with open_control(launch, share=share) as control:
+            found = await drive(control, ranks) if launch.rank == 0 else await serve_fsdp_rank(control, ranks)  # type: ignore[arg-type]
+        await thread.submit(close_ranks)
+    return found
+
+
+def main(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0) -> None:
+    """Runs `drive` on rank 0, and writes what it returns."""
+    warnings.simplefilter("error")
+    found = trio.run(partial(drive_ranks, drive, shard_size=shard_size))
+    if found is not None:
+        Path(sys.argv[-1]).write_text(json.dumps(found))

@@ -1,0 +1,101 @@
+"""Training on 1, 2 and 4 ranks is training in one process: the same losses, gradient norms and weights, up to rounding."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trio
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.device_thread import open_device_thread
+from rollouts.models.load import load_hf_model
+from rollouts.models.optim import create_adamw_optimizer
+from tests.distributed.job import run_ranks
+from tests.distributed.train_program import OPTIM, Case, backend_options, find_model, make_rollouts, train
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = {"float32": 1e-6, "float64": 1e-10}
+TEN_STEPS = [
+    *(Case("tiny:llama", "float32", loss) for loss in ("sft", "grpo")),
+    *(Case("gpt2", "float64", loss) for loss in ("sft", "grpo")),
+]
+KINDS = ("llama", "qwen3", "gemma", "mamba", "moe")
+OTHERS = [
+    *(Case(f"tiny:{kind}", "float32", "grpo", 2) for kind in KINDS),
+    Case("gpt2", "float64", "grpo", 3, {"gradient_checkpointing": True}),
+    Case("gpt2", "float64", "grpo", 3, {"reduce_each_micro_batch": True}),
+    Case("gpt2", "float64", "grpo", 3, {"share_prefix": False, "micro_batch_tokens": 40}),
+]
+
+
+@cache
+def train_alone(number: int, cases: str) -> tuple[dict[str, Any], dict[str, Tensor], list[float]]:
+    """What one process says and gets; and of each step the sum of the absolute terms of its loss, over the denominator."""
+    case = {"ten": TEN_STEPS, "others": OTHERS}[cases][number]
+
+    async def run() -> tuple[dict[str, Any], dict[str, Tensor], list[float]]:
+        model = load_hf_model(find_model(case.model), dtype=getattr(torch, case.dtype))
+        async with open_device_thread(name="trainer", torch_threads=1) as thread:
+            optimizer = create_adamw_optimizer(model, OPTIM)
+            backend = PyTorchTrainingBackend(model, optimizer, thread, **backend_options(case))
+            said, weights = await train(backend, case)
+        return said, weights, [sum_terms(case, step) for step in range(case.steps)]
+
+    return trio.run(run)
+
+
+def sum_terms(case: Case, step: int) -> float:
+    """Σ |term| / tokens: of SFT the loss itself, about log V; of GRPO the advantages (ratios are near 1)."""
+    batch = make_rollouts(step)
+    tokens = sum(int(mask.sum()) for mask in batch.loss_masks)
+    if case.loss == "sft":
+        return math.log(259) / 2
+    assert batch.advantages is not None
+    return sum(float(np.abs(row).sum()) for row in batch.advantages) / tokens
+
+
+def assert_equal(said: dict[str, Any], weights: dict[str, Tensor], number: int, cases: str) -> None:
+    alone, wanted, terms = train_alone(number, cases)
+    tolerance = TOLERANCE[{"ten": TEN_STEPS, "others": OTHERS}[cases][number].dtype]
+    for step, (one, other) in enumerate(zip(said["losses"], alone["losses"], strict=True)):
+        assert abs(one - other) <= tolerance * terms[step], (step, one, other, terms[step])
+    assert said["norms"] == pytest.approx(alone["norms"], rel=max(tolerance, 1e-9) * 100)
+    assert said["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
+    assert said["rows"] == pytest.approx(alone["rows"], rel=1e-5)
+    assert set(weights) == set(wanted)
+    difference = math.sqrt(sum(float((weights[name].double() - wanted[name].double()).square().sum()) for name in wanted))
+    norm = math.sqrt(sum(float(wanted[name].double().square().sum()) for name in wanted))
+    assert difference <= tolerance * norm, (difference, norm)
+
+
+def run_cases(ranks: int, cases: list[Case], folder: Path, *, shard_size: int = 0) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+    out = folder / "found"
+    said = run_ranks(ranks, "tests.distributed.train_program", json.dumps(cases), str(shard_size), out=out)
+    return [(one, load_file(f"{out}.{number}.safetensors")) for number, one in enumerate(said)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ten_steps_on_ranks_are_those_of_one_process(ranks: int, tmp_path: Path):
+    for number, (said, weights) in enumerate(run_cases(ranks, TEN_STEPS, tmp_path)):
+        assert_equal(said, weights, number, "ten")
+
+
+def test_replicas_of_shards_train_as_one_process(tmp_path: Path):
+    """Four ranks, two copies of the model, each of them on two ranks."""
+    ((said, weights),) = run_cases(4, TEN_STEPS[3:], tmp_path, shard_size=2)
+    assert_equal(said, weights, 3, "ten")
+
+
+def test_every_family_and_option_trains_on_ranks_as_in_one_process(tmp_path: Path):
+    for number, (said, weights) in enumerate(run_cases(2, OTHERS, tmp_path)):
+        assert_equal(said, weights, number, "others")

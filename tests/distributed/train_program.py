@@ -1,0 +1,128 @@
+"""Ten steps on fixed rollouts for every case, for tests.distributed.test_fsdp_equivalence.
+
+    torchrun … -m tests.distributed.train_program CASES SHARD_SIZE OUT        weights go to OUT.<number of the case>.safetensors
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rollouts.config.schema import OptimConfig
+from rollouts.models.load import resolve_model
+from rollouts.types import LossSpec, RolloutBatch
+
+OPTIM = OptimConfig(lr=1e-3, warmup_steps=3, schedule="linear", weight_decay=0.01, max_grad_norm=1.0)
+SPECS = {"sft": LossSpec("sft"), "grpo": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.01})}
+
+
+def find_model(name: str) -> Path:
+    """The directory of a model; "gpt2" is a random one that computes in its own precision throughout: most others have norms in float32."""
+    return make_gpt2() if name == "gpt2" else resolve_model(name, seed=0)
+
+
+@cache
+def make_gpt2() -> Path:
+    import transformers
+
+    from rollouts.models.bundled import choose_model_cache
+    from rollouts.models.directories import build_directory_once
+    from rollouts.models.tokenizers import make_byte_tokenizer
+
+    def write(folder: Path) -> None:
+        sizes = {"vocab_size": 259, "n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, "initializer_range": 0.1}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=257)).save_pretrained(str(folder))
+        make_byte_tokenizer().save_pretrained(str(folder))
+
+    path = choose_model_cache(None) / "test-gpt2-1"
+    build_directory_once(path, write)
+    return path
+
+
+class Case(NamedTuple):
+    """What is trained, and how."""
+
+    model: str
+    dtype: Literal["float32", "float64"]
+    loss: Literal["sft", "grpo"]
+    steps: int = 10
+    options: dict[str, Any] = {}  # of the sharded backend alone; never changed
+
+
+def backend_options(case: Case) -> dict[str, Any]:
+    """Settings of both backends: a budget that makes several micro-batches of some batches, and one of others."""
+    return {"optim": OPTIM, "total_steps": case.steps, "micro_batch_tokens": 160, "share_prefix": True}
+
+
+def make_rollouts(step: int) -> RolloutBatch:
+    """Groups of uneven size over prompts of uneven length, answers of 1 to 60 tokens; some groups have no advantage."""
+    rng = np.random.default_rng(step)
+    tokens, masks, log_probs, ref, advantages = [], [], [], [], []
+    for group in range(int(rng.integers(1, 5))):
+        prompt = rng.integers(0, 250, 3 + 7 * group)
+        for _ in range(int(rng.integers(1, 5))):
+            answer = rng.integers(0, 250, int(rng.integers(1, 61)))
+            row = np.concatenate([prompt, answer])
+            mask = (np.arange(len(row)) >= len(prompt)) & (rng.random(len(row)) < 0.9)
+            mask[-1] = True
+            tokens.append(row)
+            masks.append(mask)
+            log_probs.append(np.where(mask, rng.normal(-5.6, 0.3, len(row)), 0.0).astype(np.float32))
+            ref.append(np.where(mask, rng.normal(-5.6, 0.3, len(row)), 0.0).astype(np.float32))
+            advantages.append(np.where(mask, 0.0 if group == 1 else rng.normal(), 0.0).astype(np.float32))
+    return RolloutBatch(
+        tokens=tuple(tokens),
+        loss_masks=tuple(masks),
+        rollout_log_probs=tuple(log_probs),
+        ref_log_probs=tuple(ref),
+        advantages=tuple(advantages),
+        temperature=0.9,
+    )
+
+
+async def train(backend: Any, case: Case) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What every step said, the sum of the first rollouts' log-probs afterwards, and the weights."""
+    losses, norms, metrics = [], [], {}
+    for step in range(case.steps):
+        forward, optim = backend.forward_backward(make_rollouts(step), SPECS[case.loss]), backend.optim_step()
+        result = await forward.result()
+        losses.append(result.loss)
+        norms.append((await optim.result()).grad_norm)
+        metrics = {name: metric.value for name, metric in result.metrics.items()}
+    rows = await backend.forward(make_rollouts(0)).result()
+    found = {"losses": losses, "norms": norms, "metrics": metrics, "rows": [float(row.sum()) for row in rows]}
+    return found, await backend.get_weights().result()
+
+
+async def drive(hub: Any, ranks: Any) -> list[dict[str, Any]]:
+    from rollouts.backends.fsdp import open_fsdp_backend
+
+    found: list[dict[str, Any]] = []
+    for number, fields in enumerate(json.loads(sys.argv[1])):
+        case = Case(*fields)
+        path = find_model(case.model)
+        options = {**backend_options(case), "autocast": "off", "threads": 1, **case.options}
+        async with open_fsdp_backend(path, hub=hub, ranks=ranks, dtype=case.dtype, **options) as backend:
+            said, weights = await train(backend, case)
+            said["statistics"] = dict(backend.statistics())
+        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, f"{sys.argv[-1]}.{number}.safetensors")
+        found.append(said)
+    return found
+
+
+if __name__ == "__main__":
+    from tests.distributed.job import main
+
+    torch.set_num_threads(1)
+    assert Path(sys.argv[-1]).parent.is_dir()
+    main(drive, shard_size=int(sys.argv[2]))

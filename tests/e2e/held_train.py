@@ -1,0 +1,141 @@
+"""train.py that stands still in one phase of its second RL step, so that a test can stop it there. Run as `python -m tests.e2e.held_train ARGUMENTS`.
+
+HOLD names the phase; where it is unset, nothing is held. HOLD_METRICS is the run's metrics.jsonl, HOLD_REACHED the file that is made when the phase
+is reached. Phases that a user's function can hold are held by one: reward, loss and eval_reward below stand in the test's config.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+PIECE_S = 0.5  # of a held micro-batch, and between two looks at a file
+RELEASED = "released"  # beside HOLD_REACHED
+
+
+def is_held(phase: str) -> bool:
+    """Whether this phase is held now: after the row of the first RL step, and, but for the evaluation, before that of the second."""
+    if os.environ.get("HOLD") != phase:
+        return False
+    metrics = Path(os.environ["HOLD_METRICS"])
+    rows = metrics.read_text().count('"stage":"rl"') if metrics.exists() else 0
+    return rows == (2 if phase == "evaluate" else 1)
+
+
+def note_reached() -> None:
+    Path(os.environ["HOLD_REACHED"]).touch()
+
+
+def block() -> None:
+    """For good. Only a process of its own can be ended here."""
+    note_reached()
+    while True:
+        time.sleep(PIECE_S)
+
+
+def reward(sample: Any) -> float:
+    if is_held("reward"):
+        block()
+    return float(len(sample.response) % 3)
+
+
+def eval_reward(sample: Any) -> float:
+    if is_held("evaluate"):
+        block()
+    return float(len(sample.response) % 2)
+
+
+def loss(inputs: Any, *, unit: str, **params: Any) -> Any:
+    """REINFORCE, slow where it is held: many micro-batches, each of them a piece that an interrupt has to wait for."""
+    from rollouts.losses import LOSSES
+
+    if is_held("train"):
+        note_reached()
+        time.sleep(PIECE_S)
+    return LOSSES["reinforce"](inputs, unit=unit, **params)
+
+
+def hold_generate() -> None:
+    import trio
+
+    from rollouts.generation import generate
+
+    original: Callable[..., Any] = generate.make_chat_generate
+
+    def make_held(*arguments: Any, **options: Any) -> Any:
+        chat = original(*arguments, **options)
+
+        async def held(sample: Any, engine: Any, sampling: Any) -> Any:
+            if is_held("generate"):
+                note_reached()
+                await trio.sleep_forever()
+            return await chat(sample, engine, sampling)
+
+        return held
+
+    generate.make_chat_generate = make_held
+
+
+def hold_sync() -> None:
+    import trio
+
+    from rollouts.weight_sync.sync import WeightSync
+
+    original: Callable[..., Any] = WeightSync.__call__
+
+    async def held(self: Any, *arguments: Any, **options: Any) -> Any:
+        if is_held("sync"):
+            note_reached()
+            await trio.sleep_forever()
+        return await original(self, *arguments, **options)
+
+    WeightSync.__call__ = held
+
+
+def hold_save() -> None:
+    import trio
+
+    from rollouts.checkpoints import writer
+
+    original = writer.save_checkpoint
+
+    async def held(*arguments: Any, **options: Any) -> Any:
+        if is_held("save"):
+            note_reached()
+            while not Path(os.environ["HOLD_REACHED"]).with_name(RELEASED).exists():  # noqa: ASYNC110  (another process makes it)
+                await trio.sleep(PIECE_S)
+        return await original(*arguments, **options)
+
+    writer.save_checkpoint = held
+
+
+def hold_startup() -> None:
+    import trio
+
+    import rollouts.engines.local
+
+    @asynccontextmanager
+    async def held(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
+        note_reached()
+        await trio.sleep_forever()
+        yield
+
+    rollouts.engines.local.open_local_engine = held
+
+
+def main() -> int:
+    from integration_training.train import main as train
+
+    hold = {"generate": hold_generate, "sync": hold_sync, "save": hold_save, "startup": hold_startup}.get(os.environ.get("HOLD", ""))
+    if hold is not None:
+        hold()
+    return train(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

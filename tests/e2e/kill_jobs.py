@@ -1,0 +1,20 @@
+"""Runs of the tiny config, so short that they can be killed hundreds of times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollouts.testing.kill_harness import Job
+
+TINY = str(Path(__file__).resolve().parents[2] / "integration_training" / "configs" / "tiny.toml")
+SMALL = (
+    "--config", TINY, "--sft.data.size", "40", "--rl.data.size", "20", "--eval.data.size", "4", "--sft.batch_size", "4",
+    "--rl.rollout.num_prompts", "2", "--rl.rollout.samples_per_prompt", "2", "--rl.rollout.filters", "[]", "--rl.eval_every", "2",
+)  # fmt: skip
+ROWS = ("reasoning_gym",)
+SFT = Job("sft", (*SMALL, "--mode", "sft", "--sft.steps", "5", "--output.checkpoint_every", "1"), ("sft",), ROWS)
+RL = Job("rl", (*SMALL, "--mode", "rl", "--rl.steps", "5", "--output.checkpoint_every", "2"), ("rl",), ROWS)
+BOTH = Job("sft+rl", (*SMALL, "--mode", "sft+rl", "--sft.steps", "3", "--rl.steps", "4", "--output.checkpoint_every", "2"), ("sft", "rl"), ROWS)
+COPIED = Job("rl, copied weights", (*RL.arguments, "--engine.mode", "copied"), ("rl",), ROWS)
+STALE = Job("rl, held groups", (*RL.arguments, "--rl.max_staleness", "1", "--deterministic", "false"), ("rl",), ROWS, exact=False)
+JOBS = (SFT, RL, BOTH, COPIED, STALE)

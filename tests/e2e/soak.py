@@ -1,0 +1,119 @@
+"""Kills short runs at every crash point and at random instants, and writes what came of it.
+
+    python -m tests.e2e.soak [--instants 200] [--seed 0] [--jobs sft rl …] [--out FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from rollouts.testing.kill_harness import Cut, KillHarness, Outcome, open_kill_harness
+from tests.e2e.kill_jobs import BOTH, JOBS, RL, SFT
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+FRESH_EVERY = 10  # one instant in so many is of a process that imports everything anew
+
+
+@dataclass(slots=True)
+class Tally:
+    """What came of the runs of one job."""
+
+    name: str
+    wall_s: float = 0.0  # of the run that nobody killed
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, kind: str, outcome: Outcome, cuts: list[Cut]) -> None:
+        self.counts[f"{kind} runs"] += 1
+        self.counts[f"{kind} kills"] += outcome.kills
+        self.counts["attempts"] += len(outcome.attempts)
+        for violation in outcome.violations:
+            self.failures.append(f"{self.name}, {outcome.name}, cut at {', '.join(map(str, cuts))}: {violation}")
+        print("x" if outcome.violations else ".", end="", flush=True)
+
+
+def soak_points(harness: KillHarness, tally: Tally) -> None:
+    for name, cuts in harness.plan_points().items():
+        tally.add("point", harness.kill(name, cuts), cuts)
+    tally.counts["points"] = len({cut.point.partition(":")[0] for cuts in harness.plan_points().values() for cut in cuts if cut.point})
+
+
+def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int) -> None:
+    """At least `kills` runs that a random instant hit. A draw after the end of its run kills nothing and does not count."""
+    while tally.counts["instant kills"] < kills:
+        fresh = seed % FRESH_EVERY == FRESH_EVERY - 1
+        cuts = harness.draw_cuts(seed, fresh=fresh)
+        tally.add("instant", harness.kill(f"seed-{seed}", cuts), cuts)
+        seed += 1
+
+
+def describe_machine() -> str:
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), platform.processor())
+    return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float) -> None:
+    """One row a job, then every violation."""
+    kills = sum(tally.counts["point kills"] + tally.counts["instant kills"] for tally in tallies)
+    failures = [failure for tally in tallies for failure in tally.failures]
+    lines = [
+        f"# Soak, {dt.date.today().isoformat()}",
+        "",
+        f"{describe_machine()}. `make soak`, seed {seed}, {wall_s / 60:.0f} minutes: {kills} SIGKILLs, {len(failures)} violations.",
+        "",
+        "A run is killed at a crash point (the first, middle and last time that it is reached; twice running; while it resumes), or at random",
+        "instants, resumed until it is finished, and compared with the run that nobody killed: rows, weights, optimizer and loop state bit for bit,",
+        "one row for each step, no committed step lost or computed again, every prompt accounted for, no process or temporary file left.",
+        "",
+        "| job | unbroken, s | crash points | runs cut at points | kills | runs cut at instants | kills | violations |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for tally in tallies:
+        count = tally.counts
+        cells = (count["points"], count["point runs"], count["point kills"], count["instant runs"], count["instant kills"], len(tally.failures))
+        lines.append(f"| {tally.name} | {tally.wall_s:.1f} | " + " | ".join(map(str, cells)) + " |")
+    lines += ["", *(f"- {failure}" for failure in failures)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines).rstrip() + "\n", "utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instants", type=int, default=200, help="kills at random instants, over SFT, RL and both")
+    parser.add_argument("--seed", type=int, default=0, help="the first; they count up from there")
+    parser.add_argument("--jobs", nargs="*", default=[job.name for job in JOBS], choices=[job.name for job in JOBS])
+    parser.add_argument("--out", type=Path, default=RESULTS / f"soak-{dt.date.today().isoformat()}.md")
+    options = parser.parse_args()
+    jobs = [job for job in JOBS if job.name in options.jobs]
+    shared = [job for job in jobs if job in (SFT, RL, BOTH)]
+    started, tallies = time.monotonic(), []
+    with tempfile.TemporaryDirectory(prefix="rollouts-soak-") as folder:
+        for number, job in enumerate(jobs):
+            tally = Tally(job.name)
+            tallies.append(tally)
+            with open_kill_harness(job, Path(folder) / f"job-{number}") as harness:
+                tally.wall_s = harness.wall_s
+                soak_points(harness, tally)
+                if job in shared:
+                    soak_instants(harness, tally, kills=-(-options.instants // len(shared)), seed=options.seed)
+            print(f" {job.name}")
+            write_report(options.out, tallies, seed=options.seed, wall_s=time.monotonic() - started)
+    failures = [failure for tally in tallies for failure in tally.failures]
+    print("\n".join([*failures, f"{options.out} has the result"]))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""What damage, a full disk and a second start do to a whole run."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rollouts.metrics.jsonl import newest_attempts, read_rows
+from rollouts.preflight.run_directory import lock_run_dir
+from rollouts.run_dir import RunDir
+from tests.e2e.compare import assert_same_run, weights_digest
+from tests.e2e.conftest import Train
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "named"), [("state/optimizer.safetensors", "has not the SHA-256"), ("manifest.json", "")])
+def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_exactly_from_the_one_before(
+    file: str, named: str, train: Train, finished_run: Path, tmp_path: Path
+):
+    out = tmp_path / "run"
+    shutil.copytree(finished_run, out)
+    flip_a_bit(out / "checkpoints/sft/step_20" / file)
+    result = train.run(out, "--resume")
+    assert result.returncode == 0, result.stderr
+    skipped = [line for line in result.stderr.splitlines() if "skipped a checkpoint" in line]
+    assert len([line for line in skipped if f"sft/step_20/{file}" in line and named in line]) == len(skipped) == 1, result.stderr
+    assert "training goes on after step 16" in result.stderr
+    for aside in out.glob("checkpoints/*/damaged-*"):
+        shutil.rmtree(aside)
+    assert_same_run(finished_run, out)
+    rows = newest_attempts(read_rows(out / "metrics.jsonl"))
+    assert len({(row["stage"], row["step"]) for row in rows}) == len(rows) == 24
+
+
+def test_a_stage_whose_checkpoints_are_all_damaged_does_not_start_over(train: Train, finished_run: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(finished_run, out)
+    flip_a_bit(out / "checkpoints/rl/step_4/model.safetensors")
+    result = train.run(out, "--resume")
+    assert result.returncode == 2, result.stderr
+    assert "training does not start over by itself; restore one of step_4" in result.stderr
+    assert [path.name for path in (out / "checkpoints/rl").iterdir()] == ["step_4"]
+
+
+def test_a_second_run_in_a_directory_ends_with_2_and_names_the_first(train: Train, finished_run: Path, tmp_path: Path):
+    out = tmp_path / "run"
+    shutil.copytree(finished_run, out)
+    before = sorted(out.iterdir())
+    descriptor = lock_run_dir(RunDir(out))
+    for arguments in ((), ("--resume",)):
+        result = train.run(out, *arguments)
+        assert result.returncode == 2, result.stderr
+        assert f"is in use by process {os.getpid()} on" in result.stderr
+    os.close(descriptor)
+    assert sorted(out.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_for_checkpoints_costs_them_and_the_last_one_ends_the_run(train: Train, finished_run: Path, tmp_path: Path):
+    """A limit on the size of a file stands in for the disk: rows are smaller than it, the model's files larger."""
+    out = tmp_path / "run"
+    largest = max(path.stat().st_size for path in (finished_run / "checkpoints/sft/step_20").rglob("*") if path.is_file())
+    assert (finished_run / "samples.jsonl").stat().st_size < largest - 1
+    result = subprocess.run(
+        train.command(out, mode="sft"),
+        env=train.environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (largest - 1, largest - 1)),
+    )
+    assert result.returncode == 1, result.stderr
+    assert "StorageError" in result.stderr
+    assert "step_20 cannot be written (File too large" in result.stderr
+    assert "Traceback" not in result.stderr
+    rows = read_rows(out / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 21)), "training went on"
+    assert sum(row.get("checkpoint/failed", 0.0) for row in rows) == pytest.approx(4.0)  # of steps 4, 8, 12 and 16
+    assert not [path for path in out.rglob("*") if path.name.startswith(".tmp-")]
+    result = train.run(out, "--resume", mode="sft")
+    assert result.returncode == 0, result.stderr
+    assert weights_digest(out / "checkpoints/sft/step_20") == weights_digest(finished_run / "checkpoints/sft/step_20")
+
+
+def test_retention_keeps_the_best_beside_the_newest(train: Train, tmp_path: Path):
+    out = tmp_path / "run"
+    result = train.run(
+        out, "--output.keep_checkpoints", "1", "--output.keep_best", "true", "--sft.eval_every", "4", "--sft.optim.lr", "0.01", mode="sft"
+    )
+    assert result.returncode == 0, result.stderr
+    scores = {row["step"]: row["eval/heldout/avg@1"] for row in read_rows(out / "evaluations.jsonl") if row["stage"] == "sft"}
+    during = {step: score for step, score in scores.items() if step < 20}  # the last is saved before it is evaluated
+    best = max(during, key=lambda step: (during[step], step))
+    kept = {int(path.name.removeprefix("step_")) for path in (out / "checkpoints/sft").iterdir()}
+    assert kept == {best, 20}

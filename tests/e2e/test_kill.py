@@ -1,0 +1,64 @@
+"""Runs killed with SIGKILL at crash points and at random instants, and resumed. `make soak` does the same at every point and ten times as often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollouts.crash_points import POINTS
+from rollouts.testing.kill_harness import Cut, KillHarness, open_kill_harness
+from tests.e2e.kill_jobs import BOTH, RL, SFT
+
+pytestmark = pytest.mark.slow
+ONE_OF_EACH_CLASS = (
+    "start.directory_made:1", "files.partial:1", "stage.complete:1", "rollout.after_reward:9", "train.before_optim_step:6", "sync.committed:3",
+    "metrics.after_samples:7", "checkpoint.before_rename:3", "end.before_summary:1",
+)  # fmt: skip
+RANDOM_INSTANTS = 20  # over SFT and RL
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillHarness]:
+    with open_kill_harness(BOTH, tmp_path_factory.mktemp("both") / "work") as harness:
+        yield harness
+
+
+def test_one_point_of_each_class_is_tried():
+    classes = {point.partition(".")[0] for point in POINTS}
+    assert {point.partition(".")[0] for point in ONE_OF_EACH_CLASS} == classes - {"resume"}  # those need a run that was killed before
+
+
+@pytest.mark.parametrize("point", ONE_OF_EACH_CLASS)
+def test_a_run_killed_at_a_crash_point_goes_on_exactly(both: KillHarness, point: str):
+    outcome = both.kill(point.replace(":", "-"), [Cut(point)])
+    assert outcome.kills == 1
+    assert outcome.violations == ()
+
+
+def test_a_run_killed_while_it_resumes_goes_on_exactly(both: KillHarness):
+    outcome = both.kill("resume", [Cut("checkpoint.complete:3"), Cut("resume.restored:1"), Cut("resume.state_loaded:1")])
+    assert outcome.kills == 3
+    assert outcome.violations == ()
+
+
+@pytest.mark.parametrize("job", [SFT, RL], ids=lambda job: job.name)
+def test_runs_killed_at_random_instants_go_on_exactly(job, tmp_path: Path):
+    with open_kill_harness(job, tmp_path / "work") as harness:
+        kills = 0
+        for seed in range(RANDOM_INSTANTS // 2):
+            outcome = harness.kill(f"seed-{seed}", harness.draw_cuts(seed))
+            assert outcome.violations == (), (seed, outcome)
+            kills += outcome.kills
+    assert kills > 0
+
+
+def test_a_step_that_is_lost_is_noticed(both: KillHarness, tmp_path: Path):
+    """The harness itself: a run whose newest checkpoint vanishes between two attempts breaks a promise."""
+    from rollouts.testing.kill_harness import check_nothing_lost, check_rows_of_attempt
+
+    assert check_nothing_lost({"sft": 3}, {"sft": 2}) == ["sft: step 3 was complete, and now 2 is"]
+    assert check_nothing_lost({"sft": 3}, {"sft": 3, "rl": 1}) == []
+    assert check_rows_of_attempt(both.reference, {}, 0.0) == []
+    assert check_rows_of_attempt(both.reference, {"sft": 2}, 0.0) == ["sft: an attempt that began after step 2 computed the steps [1, 2, 3]"]

@@ -1,0 +1,97 @@
+"""Which rank a process is, whoever launched it, and the command that launches several."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollouts.distributed.launch import Launch, read_launch, torchrun_command
+from rollouts.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node-a",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+
+
+def test_what_torchrun_sets_is_the_place_of_the_process():
+    assert read_launch(TORCHRUN) == Launch(rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="node-a", restart=2)
+    assert not read_launch(TORCHRUN).on_one_node
+    assert read_launch({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}).on_one_node
+
+
+def test_a_process_that_nobody_launched_is_alone():
+    alone = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", restart=0)
+    assert read_launch({}) == alone
+    assert read_launch({"RANK": "", "WORLD_SIZE": "", "PATH": "/bin"}) == alone
+    assert read_launch({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}) == alone, "a shell inside an allocation has these too"
+    assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == alone
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"RANK": ""}, "RANK is not set, but WORLD_SIZE='8'"),
+        ({"RANK": "", "WORLD_SIZE": ""}, "WORLD_SIZE is not set, but LOCAL_RANK='1'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is not set, but RANK='5'"),
+        ({"RANK": "one"}, "RANK='one' is not a whole number"),
+        ({"RANK": "-1"}, "RANK='-1' is not a whole number"),
+        ({"RANK": "1.0"}, "RANK='1.0' is not a whole number"),
+        ({"RANK": "1_0"}, "RANK='1_0' is not a whole number"),
+        ({"RANK": "²"}, "RANK='²' is not a whole number"),
+        ({"RANK": "8"}, r"RANK=8 must be from 0 to 7 \(WORLD_SIZE=8\)"),
+        ({"RANK": "9" * 5000}, "RANK=9{20} must be from 0 to 7"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be from 1 to"),
+        ({"LOCAL_WORLD_SIZE": "9"}, r"LOCAL_WORLD_SIZE=9 must be from 1 to 8 \(WORLD_SIZE=8\)"),
+        ({"LOCAL_RANK": "4"}, r"LOCAL_RANK=4 must be from 0 to 3 \(LOCAL_WORLD_SIZE=4\)"),
+        ({"MASTER_ADDR": " "}, "MASTER_ADDR is not set, but WORLD_SIZE=8"),
+        ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' is not a whole number"),
+    ],
+)
+def test_a_variable_that_is_wrong_is_named(changes: dict[str, str], message: str):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        read_launch({**TORCHRUN, **changes})
+
+
+def test_srun_without_local_variables_is_told_what_to_export():
+    by_srun = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node-a"}
+    with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE is not set.*under srun export LOCAL_WORLD_SIZE=\$SLURM_NTASKS_PER_NODE"):
+        read_launch(by_srun)
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK is not set.*under srun export LOCAL_RANK=\$SLURM_LOCALID"):
+        read_launch({**by_srun, "LOCAL_WORLD_SIZE": "2"})
+    assert read_launch({**by_srun, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}).local_rank == 1
+
+
+@pytest.mark.parametrize(("ranks", "max_restarts", "message"), [(0, 0, "ranks=0"), (2, -1, "max_restarts=-1")])
+def test_counts_that_make_no_sense_are_refused(ranks: int, max_restarts: int, message: str):
+    with pytest.raises(ConfigError, match=message):
+        torchrun_command(ranks, ["train.py"], max_restarts=max_restarts)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_failure(tmp_path: Path):
+    (tmp_path / "job.py").write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from rollouts.distributed.launch import read_launch\n"
+        "launch = read_launch(os.environ)\n"
+        "Path(f'rank-{launch.rank}-restart-{launch.restart}').write_text(repr((launch, sys.argv[1:])))\n"
+        "sys.exit(75 if launch.restart == 0 and launch.rank == 1 else 0)\n"
+    )
+    command = torchrun_command(2, ["-m", "job", "--section.key", "a b"], max_restarts=1)
+    assert command[0] == sys.executable
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        launch = Launch(rank, 2, local_rank=rank, local_world_size=2, master_addr="localhost", restart=1)
+        assert (tmp_path / f"rank-{rank}-restart-1").read_text() == repr((launch, ["--section.key", "a b"]))

@@ -1,0 +1,95 @@
+"""Which ranks a config may ask for, and when the program starts itself again under torchrun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollouts.config.load import check_same_config, check_same_run, dump_config, load_config
+from rollouts.config.schema import DistributedConfig, EngineConfig, ModelConfig, RunConfig
+from rollouts.distributed.launch import Launch
+from rollouts.errors import ConfigError
+from rollouts.preflight.ranks import check_ranks, choose_relaunch
+
+
+def config_of(**settings: int) -> RunConfig:
+    return RunConfig(distributed=DistributedConfig(**settings))
+
+
+def launch_of(world_size: int, local_world_size: int | None = None) -> Launch:
+    return Launch(rank=0, world_size=world_size, local_rank=0, local_world_size=local_world_size or world_size, master_addr="localhost", restart=0)
+
+
+def test_a_program_that_is_asked_for_two_ranks_starts_itself_under_torchrun_with_the_same_arguments():
+    argv = ["train.py", "--config", "a b.toml", "--distributed.ranks", "2"]
+    command = choose_relaunch(config_of(ranks=2, max_restarts=3), {}, argv)
+    assert command is not None
+    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert {"--nproc-per-node=2", "--max-restarts=3"} <= set(command)
+    assert command[-len(argv) :] == argv
+
+
+def test_one_rank_and_a_rank_that_a_launcher_started_stay_what_they_are():
+    assert choose_relaunch(config_of(ranks=1), {}, ["train.py"]) is None
+    assert choose_relaunch(config_of(ranks=2), {"WORLD_SIZE": "2"}, ["train.py"]) is None
+
+
+@pytest.mark.parametrize(("ranks", "local"), [(1, 4), (4, 4)])
+def test_a_launcher_may_start_what_the_config_asks_for_or_leaves_open(ranks: int, local: int):
+    check_ranks(config_of(ranks=ranks), launch_of(8, local))
+
+
+def test_a_launcher_that_started_another_number_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"distributed.ranks=4, but the launcher has started 2 on this machine.*--nproc-per-node=4"):
+        check_ranks(config_of(ranks=4), launch_of(2))
+
+
+def test_a_dry_run_answers_alone_for_the_ranks_that_the_run_would_have():
+    check_ranks(config_of(ranks=4, shard_size=2), launch_of(1), dry_run=True)
+    with pytest.raises(ConfigError, match="does not divide the 4 ranks"):
+        check_ranks(config_of(ranks=4, shard_size=3), launch_of(1), dry_run=True)
+
+
+@pytest.mark.parametrize("shard_size", [0, 1, 2, 3, 6])
+def test_groups_that_divide_the_ranks_are_allowed(shard_size: int):
+    check_ranks(config_of(shard_size=shard_size), launch_of(6))
+
+
+@pytest.mark.parametrize("shard_size", [4, 12])
+def test_groups_that_do_not_divide_the_ranks_are_refused_naming_those_that_do(shard_size: int):
+    with pytest.raises(ConfigError, match=rf"distributed.shard_size={shard_size} does not divide the 6 ranks .* use 1 or 2 or 3 or 6"):
+        check_ranks(config_of(shard_size=shard_size), launch_of(6))
+
+
+def test_restarts_without_ranks_of_its_own_are_refused():
+    with pytest.raises(ValueError, match=r"distributed.max_restarts=1 with distributed.ranks=1"):
+        config_of(max_restarts=1)
+
+
+# --- every rank has the same config --------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_with_the_same_config_is_taken():
+    config = RunConfig(name="x", model=ModelConfig(template_params={"a": [1, 2.0]}))
+    check_same_config(config, dump_config(config), whose="rank 0")
+
+
+def test_a_rank_with_another_config_is_refused_naming_the_setting_and_both_values():
+    with pytest.raises(ConfigError, match=r"model.threads is 2 here and 1 on rank 0; start all ranks with the same config"):
+        check_same_config(RunConfig(model=ModelConfig(threads=2)), dump_config(RunConfig(model=ModelConfig(threads=1))), whose="rank 0")
+
+
+def test_a_table_that_only_one_rank_has_is_a_difference(tmp_path: Path):
+    path = tmp_path / "run.toml"
+    path.write_text('[sft]\nsteps = 3\ndata = { kind = "jsonl", path = "sft.jsonl" }\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"sft\.steps is unset here and 3 on rank 0"):
+        check_same_config(RunConfig(), dump_config(load_config(path)), whose="rank 0")
+
+
+def test_a_run_may_go_on_with_another_number_of_ranks_but_not_with_another_seed():
+    for deterministic in (False, True):
+        check_same_run(RunConfig(deterministic=deterministic), RunConfig(deterministic=deterministic, distributed=DistributedConfig(ranks=2)))
+    with pytest.raises(Exception, match="seed"):
+        check_same_run(RunConfig(), RunConfig(seed=1, engine=EngineConfig()))

@@ -1,0 +1,148 @@
+"""One run at a time in a directory, whoever starts the second, and however the first ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rollouts.config.load import load_config
+from rollouts.errors import RunDirError
+from rollouts.preflight.run_directory import check_run_dir, check_unlocked, lock_run_dir
+from rollouts.run_dir import RunDir
+
+HOLD = """
+import sys
+from pathlib import Path
+from rollouts.preflight.run_directory import lock_run_dir
+from rollouts.run_dir import RunDir
+import subprocess
+lock_run_dir(RunDir(Path(sys.argv[1])))
+child = subprocess.Popen([sys.executable, "-c", "import sys; print('here', flush=True); sys.stdin.read()"], close_fds=False)
+sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    check_unlocked(run_dir)
+    assert not run_dir.root.exists(), "looking changes nothing"
+    descriptor = lock_run_dir(run_dir)
+    for look in (lock_run_dir, check_unlocked):
+        with pytest.raises(RunDirError, match=rf"run is in use by process {os.getpid()} on \S+, since 20\d\d-.*--output\.dir DIR"):
+            look(run_dir)
+    os.close(descriptor)
+    check_unlocked(run_dir)
+    os.close(lock_run_dir(run_dir))
+
+
+def test_the_lock_ends_with_kill_9_though_a_started_program_lives_on(tmp_path):
+    run_dir = RunDir(tmp_path)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdin is not None
+    assert holder.stdout.readline() == "here\n"  # of the child, which has inherited what a child inherits
+    with pytest.raises(RunDirError, match=f"process {holder.pid} on"):
+        lock_run_dir(run_dir)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    os.close(lock_run_dir(run_dir))
+    holder.stdin.close()  # ends the child
+    holder.stdout.close()
+
+
+def test_the_lock_ends_with_the_run_though_a_forked_child_lives_on(tmp_path):
+    descriptor, other = lock_run_dir(RunDir(tmp_path / "run")), lock_run_dir(RunDir(tmp_path / "other"))
+    os.close(other)
+    reused = os.open(os.devnull, os.O_RDONLY)
+    assert reused == other
+    told, tell = os.pipe()
+    here, say = os.pipe()
+    child = os.fork()
+    if child == 0:  # waits until the other end is closed; says first whether the number that is another file's now is open still
+        try:
+            os.close(tell)
+            os.write(say, b"open" if os.fstat(reused).st_rdev == Path(os.devnull).stat().st_rdev else b"another")
+            os.read(told, 1)
+        finally:
+            os._exit(0)
+    os.close(say)
+    assert os.read(here, 10) == b"open"
+    with pytest.raises(RunDirError, match="is in use by"):
+        lock_run_dir(RunDir(tmp_path / "run"))
+    os.close(descriptor)
+    os.close(lock_run_dir(RunDir(tmp_path / "run")))
+    os.close(tell)
+    assert os.waitpid(child, 0)[1] == 0
+    for number in (told, here, reused):
+        os.close(number)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch, caplog, number):
+    refuse_with(monkeypatch, fcntl, "flock", number)
+    os.close(lock_run_dir(RunDir(tmp_path)))
+    check_unlocked(RunDir(tmp_path))
+    assert f"the file system of {tmp_path} has no locks" in caplog.text
+    assert f'"pid": {os.getpid()}' in RunDir(tmp_path).lock.read_text()
+
+
+def test_a_lock_that_fails_otherwise_is_refused(tmp_path, monkeypatch):
+    refuse_with(monkeypatch, fcntl, "flock", errno.EIO)
+    with pytest.raises(RunDirError, match=r"run\.lock cannot be locked .*Input/output error"):
+        lock_run_dir(RunDir(tmp_path))
+
+
+def test_a_disk_without_room_for_the_holders_name_is_locked_all_the_same(tmp_path, monkeypatch):
+    refuse_with(monkeypatch, os, "pwrite", errno.ENOSPC)
+    descriptor = lock_run_dir(RunDir(tmp_path))
+    with pytest.raises(RunDirError, match=r"in use by a process that .* does not name"):
+        check_unlocked(RunDir(tmp_path))
+    os.close(descriptor)
+
+
+def refuse_with(monkeypatch: pytest.MonkeyPatch, owner: ModuleType, name: str, number: int) -> None:
+    def refuse(*_args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(owner, name, refuse)
+
+
+def test_a_lock_whose_file_says_nothing_is_a_lock_all_the_same(tmp_path):
+    descriptor = lock_run_dir(RunDir(tmp_path))
+    os.ftruncate(descriptor, 0)
+    with pytest.raises(RunDirError, match="in use by a process that"):
+        check_unlocked(RunDir(tmp_path))
+    os.close(descriptor)
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "other").write_text("precious")
+    RunDir(tmp_path).lock.symlink_to(tmp_path / "other")
+    with pytest.raises(RunDirError, match="cannot be written"):
+        lock_run_dir(RunDir(tmp_path))
+    assert (tmp_path / "other").read_text() == "precious"
+
+
+def test_a_directory_that_holds_only_a_lock_is_empty(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text("[sft]\nsteps = 1\n[sft.data]\nkind = 'jsonl'\npath = 'x.jsonl'\n")
+    config, run_dir = load_config(file), RunDir(tmp_path / "run")
+    descriptor = lock_run_dir(run_dir)
+    check_run_dir(run_dir, config, resume=False, locked=True)
+    with pytest.raises(RunDirError, match="in use by"):
+        check_run_dir(run_dir, config, resume=True)
+    os.close(descriptor)
+    check_run_dir(run_dir, config, resume=False)
+    Path(run_dir.root / ".tmp-config.toml").touch()  # of a run that was killed while it wrote its first file; it could not be resumed
+    check_run_dir(run_dir, config, resume=True)
+    Path(run_dir.root / "metrics.jsonl").touch()
+    with pytest.raises(RunDirError, match="is not empty"):
+        check_run_dir(run_dir, config, resume=False)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollouts.backends.shares import (
+    Share,
+    compute_round_cost,
+    deal_portions,
+    deal_rounds,
+    decode_share,
+    encode_share,
+    make_portion,
+    pack_for_ranks,
+)
+from rollouts.data.packing import MicroBatch, make_micro_batches
+from rollouts.errors import ControlError
+from rollouts.types import LossSpec, RolloutBatch
+
+
+def make_batch(lengths: list[int], *, prompt: int = 2, seed: int = 0) -> RolloutBatch:
+    """Rows of random tokens: a prompt, and an answer of the given length that trains."""
+    rng = np.random.default_rng(seed)
+    masks = tuple(np.arange(prompt + length) >= prompt for length in lengths)
+    return RolloutBatch(
+        tokens=tuple(rng.integers(0, 1000, prompt + length) for length in lengths),
+        loss_masks=masks,
+        advantages=tuple(rng.normal(size=len(mask)).astype(np.float32) for mask in masks),
+    )
+
+
+def pack(batch: RolloutBatch, ranks: int, *, budget: int, cost: int = 8, share_prefix: bool = False) -> list[MicroBatch]:
+    def by_budget(tokens: int) -> list[MicroBatch]:
+        return make_micro_batches(
+            batch.tokens, batch.loss_masks, micro_batch_tokens=tokens, share_prefix=share_prefix, micro_batch_cost=cost
+        )
+
+    return pack_for_ranks(by_budget, ranks, micro_batch_tokens=budget, micro_batch_cost=cost)
+
+
+def rows_of(micro_batches: list[MicroBatch]) -> list[int]:
+    return sorted(row for micro_batch in micro_batches for row in micro_batch.rows.tolist())
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 6), st.integers(4, 200), st.booleans())
+def test_every_row_is_computed_once_and_every_rank_has_as_many_rounds(lengths: list[int], ranks: int, budget: int, share: bool):
+    batch = make_batch(lengths)
+    micro_batches = pack(batch, ranks, budget=budget, share_prefix=share)
+    shares = deal_portions([make_portion(micro_batch, batch) for micro_batch in micro_batches], ranks, micro_batch_cost=8)
+    assert len(shares) == ranks
+    assert len({len(mine) for mine in shares}) == 1
+    assert rows_of([portion.micro_batch for mine in shares for portion in mine if portion.counts]) == list(range(len(lengths)))
+    assert all(one.computed_tokens <= max(budget, *(length + 2 for length in lengths)) for one in micro_batches)
+
+
+@given(st.lists(st.integers(1, 60), min_size=4, max_size=20))
+def test_no_rank_is_without_work_where_there_are_rows_for_all(lengths: list[int]):
+    batch = make_batch(lengths)
+    micro_batches = pack(batch, 4, budget=10_000)
+    shares = deal_portions([make_portion(micro_batch, batch) for micro_batch in micro_batches], 4, micro_batch_cost=8)
+    assert all(any(portion.counts for portion in mine) for mine in shares)
+
+
+def test_rounds_take_the_dearest_first_and_turn_around():
+    # sorted: 9 8 7 6 5 4 3 (numbers 1 4 0 6 2 5 3); rounds of three: 9 8 7, then 6 5 4 from the other end, then 3 alone
+    assert deal_rounds([7, 9, 5, 3, 8, 4, 6], 3) == [[1, 5, 3], [4, 2, None], [0, 6, None]]
+    assert compute_round_cost([7, 9, 5, 3, 8, 4, 6], 3) == 9 + 6 + 3
+    assert deal_rounds([], 2) == [[], []]
+
+
+def test_equal_rows_are_divided_evenly():
+    """Sixteen rows of 12 tokens, of which 11 are computed, on four ranks: four each, in one round."""
+    batch = make_batch([10] * 16)
+    micro_batches = pack(batch, 4, budget=1000)
+    assert sorted(len(micro_batch.rows) for micro_batch in micro_batches) == [4, 4, 4, 4]
+    assert {micro_batch.computed_tokens for micro_batch in micro_batches} == {44}
+
+
+def test_uneven_rows_cost_at_most_half_more_than_an_even_division():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        batch = make_batch([int(length) for length in rng.integers(1, 200, 64)])
+        micro_batches = pack(batch, 4, budget=1024, cost=16)
+        costs = [micro_batch.computed_tokens + 16 for micro_batch in micro_batches]
+        assert compute_round_cost(costs, 4) <= 1.5 * sum(costs) / 4
+
+
+def test_a_rank_without_work_gets_the_smallest_portion_without_weight():
+    batch = make_batch([30, 4, 9])
+    portions = [make_portion(micro_batch, batch) for micro_batch in pack(batch, 3, budget=1)]
+    shares = deal_portions(portions, 2, micro_batch_cost=8)
+    idle = [portion for mine in shares for portion in mine if not portion.counts]
+    assert [portion.micro_batch.rows.tolist() for portion in idle] == [[1]]
+
+
+def test_a_batch_without_rows_to_train_gives_everybody_nothing():
+    assert deal_portions([], 3, micro_batch_cost=8) == [[], [], []]
+
+
+def test_one_rank_packs_as_one_process_does():
+    batch = make_batch([5, 50, 17, 3])
+    alone = make_micro_batches(batch.tokens, batch.loss_masks, micro_batch_tokens=64, share_prefix=False, micro_batch_cost=8)
+    assert [one.rows.tolist() for one in pack(batch, 1, budget=64)] == [one.rows.tolist() for one in alone]
+
+
+def test_a_portion_has_the_values_of_its_trained_tokens():
+    batch = make_batch([3, 2, 4])
+    assert batch.advantages is not None
+    (micro_batch,) = make_micro_batches(batch.tokens, batch.loss_masks, micro_batch_tokens=100, share_prefix=True)
+    portion = make_portion(micro_batch, batch)
+    wanted = np.concatenate([batch.advantages[row][2:] for row in micro_batch.rows])
+    np.testing.assert_array_equal(portion.fields["advantages"], wanted)
+    assert set(portion.fields) == {"advantages"}
+    assert portion.width == 6
+
+
+def test_a_share_crosses_as_bytes():
+    batch = make_batch([3, 20, 7])
+    portions = tuple(make_portion(micro_batch, batch) for micro_batch in pack(batch, 2, budget=20))
+    spec = LossSpec("ppo_clip", {"clip_low": 0.1}, unit="constant", constant=7.0)
+    share = Share(portions, temperature=0.7, spec=spec, denominator=7.0, expected_count=30.0)
+    message = encode_share(share)
+    found = decode_share(message)
+    assert (found.temperature, found.spec, found.denominator, found.expected_count) == (0.7, spec, 7.0, 30.0)
+    for one, other in zip(found.portions, share.portions, strict=True):
+        assert (one.width, one.counts, one.micro_batch.causal) == (other.width, other.counts, other.micro_batch.causal)
+        for name in ("rows", "input_ids", "position_ids", "subtree_end", "predictors", "targets", "token_rows", "token_positions", "token_pairs"):
+            values = getattr(one.micro_batch, name)
+            np.testing.assert_array_equal(values, getattr(other.micro_batch, name))
+            assert values.flags.writeable  # torch warns of others
+        np.testing.assert_array_equal(one.fields["advantages"], other.fields["advantages"])
+    with pytest.raises(ControlError):
+        decode_share(message[:-1])
