@@ -117,14 +117,20 @@ def run_sim(arguments: argparse.Namespace) -> int:
     from rollouts.testing.fleet_schedule import draw_fleet_schedule
     from rollouts.testing.fleet_simulator import BrokenInvariant, describe_report, run_fleet_simulation
 
-    logging.getLogger("rollouts").setLevel(logging.CRITICAL)  # failures are the subject
-    for seed in parse_seeds(arguments.seeds) if arguments.seeds else [arguments.seed]:
-        try:
-            report = run_fleet_simulation(draw_fleet_schedule(seed))
-        except BrokenInvariant as broken:
-            print(f"seed {seed}: broken: {broken}\nsee it again: {broken.__notes__[0]}", file=sys.stderr)
-            return 1
-        print(f"seed {seed}: {describe_report(report)}", flush=True)
+    seeds = parse_seeds(arguments.seeds) if arguments.seeds else [arguments.seed]
+    logger = logging.getLogger("rollouts")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # failures are the subject
+    try:
+        for seed in seeds:
+            try:
+                report = run_fleet_simulation(draw_fleet_schedule(seed))
+            except BrokenInvariant as broken:
+                print(f"seed {seed}: broken: {broken}\nsee it again: {broken.__notes__[0]}", file=sys.stderr)
+                return 1
+            print(f"seed {seed}: {describe_report(report)}", flush=True)
+    finally:
+        logger.setLevel(level)  # a caller in this process keeps its warnings
     return 0
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import runpy
 import subprocess
@@ -171,6 +172,12 @@ def test_sim_prints_a_line_for_each_seed(capsys: pytest.CaptureFixture[str]):
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["seed 0", "seed 1"]
     assert "faults: " in lines[0]
+
+
+def test_sim_leaves_the_log_of_its_process_as_it_was():
+    before = logging.getLogger("rollouts").level
+    assert main(["sim", "--seed", "0"]) == 0
+    assert logging.getLogger("rollouts").level == before != logging.CRITICAL
 
 
 def test_sim_says_how_to_see_a_broken_invariant_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
