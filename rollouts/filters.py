@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollouts.errors import PlugInError
 from rollouts.types import FilterDecision, SampleGroup
@@ -36,6 +37,39 @@ def check_min_reward(group: SampleGroup, *, min_reward: float = 0.0) -> FilterDe
     if mean >= min_reward:
         return KEEP
     return FilterDecision(False, "low_reward", f"mean reward {mean:.4g} of {len(group.samples)} samples is below {min_reward:.4g}")
+
+
+def check_mixed_accuracy(group: SampleGroup, *, part: str = "", low: float = 0.0, high: float = 1.0) -> FilterDecision:
+    """Drops a group that is always or never right ("too_easy", "too_hard"): keeps low < accuracy < high, dynamic sampling of DAPO (2503.14476).
+
+    Accuracy is the mean of a part of the reward, or of the reward itself with part "". Named, because a shaped reward (a length penalty)
+    still varies in a group where every answer is right. Raises ValueError if a sample lacks the part.
+    """
+    values = group.rewards.astype(np.float64) if not part else _part_of(group, part, "check_mixed_accuracy")
+    accuracy = float(values.mean())
+    if low < accuracy < high:
+        return KEEP
+    reason, rule = ("too_hard", f"not above {low:.4g}") if accuracy <= low else ("too_easy", f"not below {high:.4g}")
+    return FilterDecision(False, reason, f"accuracy {accuracy:.4g} of {len(values)} samples ({part or 'the reward'}) is {rule}")
+
+
+def check_consensus(group: SampleGroup, *, min_ratio: float = 0.0) -> FilterDecision:
+    """Drops a group whose vote found no label, or one with a vote ratio below `min_ratio` ("no_consensus").
+
+    Reads the parts has_label and vote_ratio of rollouts.rewards.consensus. Raises ValueError if a sample lacks them.
+    """
+    has_label, ratio = float(_part_of(group, "has_label", "check_consensus")[0]), float(_part_of(group, "vote_ratio", "check_consensus")[0])
+    if has_label and ratio >= min_ratio:
+        return KEEP
+    rule = f"below {min_ratio:.4g}" if has_label else "no label"
+    return FilterDecision(False, "no_consensus", f"vote ratio {ratio:.4g} of {len(group.samples)} samples: {rule}")
+
+
+def _part_of(group: SampleGroup, part: str, name: str) -> NDArray[np.float64]:
+    """[G] that part of each sample's reward."""
+    if any(part not in sample.rewards for sample in group.samples):
+        raise ValueError(f"{name} needs the part {part!r} of the reward, which a sample of group {group.group_index} has not; report it there")
+    return np.asarray([sample.rewards[part] for sample in group.samples], np.float64)
 
 
 def check_response_diversity(group: SampleGroup, *, min_unique_fraction: float = 0.25) -> FilterDecision:
@@ -79,13 +113,15 @@ def check_quality_and_diversity(
 FILTERS: Mapping[str, GroupFilter] = {
     "check_reward_nonzero_std": check_reward_nonzero_std,
     "check_min_reward": check_min_reward,
+    "check_mixed_accuracy": check_mixed_accuracy,
+    "check_consensus": check_consensus,
     "check_response_diversity": check_response_diversity,
     "check_reasonable_length": check_reasonable_length,
     "check_quality_and_diversity": check_quality_and_diversity,
 }
 
 
-def make_filter(name: str, **thresholds: float) -> GroupFilter:
+def make_filter(name: str, **thresholds: float | str) -> GroupFilter:
     """The filter of that name with some of its thresholds replaced. Raises PlugInError naming the filters, or the thresholds there are."""
     if name not in FILTERS:
         raise PlugInError(f"filter={name!r} is not one of {', '.join(FILTERS)}")

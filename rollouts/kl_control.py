@@ -37,3 +37,77 @@ def make_adaptive_kl_control(*, target: float, horizon: int, limit: float = 0.2)
         return compute_adaptive_kl_coef(kl_coef, kl, num_samples, target=target, horizon=horizon, limit=limit)
 
     return adapt
+
+
+def compute_two_sided_kl_coef(
+    kl_coef: float, kl: float, *, target: float, tolerance: float, factor: float = 1.5, lowest: float = 0.0, highest: float = math.inf
+) -> float:
+    """kl_coef · factor where kl > target + tolerance, kl_coef / factor where kl < target − tolerance, else kl_coef; within lowest to highest.
+
+    kl, target and tolerance in the same unit. Inside the band nothing moves, so the coefficient does not drift with noise; outside it moves
+    by the same factor however far the KL is. A coefficient of 0 stays 0 unless `lowest` lifts it. A KL that is not finite leaves the
+    coefficient alone, bounds included. As the adaptive penalty of PPO (1707.06347, section 4), whose band is target/1.5 to target·1.5, factor 2.
+    Raises ValueError on a target that is not positive, a negative tolerance, a factor not above 1, or bounds other than 0 <= lowest <= highest.
+    """
+    if not (target > 0 and tolerance >= 0 and factor > 1):
+        raise ValueError(f"target={target}, tolerance={tolerance}, factor={factor}; the rule is target > 0, tolerance >= 0 and factor > 1")
+    if not 0 <= lowest <= highest:
+        raise ValueError(f"lowest={lowest}, highest={highest}; the rule is 0 <= lowest <= highest")
+    if not math.isfinite(kl):
+        return kl_coef
+    moved = kl_coef * factor if kl > target + tolerance else kl_coef / factor if kl < target - tolerance else kl_coef
+    return min(max(moved, lowest), highest)
+
+
+def make_two_sided_kl_control(
+    *, target: float, tolerance: float, factor: float = 1.5, lowest: float = 0.0, highest: float = math.inf
+) -> KLControl:
+    """The multiplicative controller with its settings bound; see `compute_two_sided_kl_coef`."""
+    compute_two_sided_kl_coef(0.0, target, target=target, tolerance=tolerance, factor=factor, lowest=lowest, highest=highest)
+
+    def adapt(kl_coef: float, kl: float, num_samples: int) -> float:
+        return compute_two_sided_kl_coef(kl_coef, kl, target=target, tolerance=tolerance, factor=factor, lowest=lowest, highest=highest)
+
+    return adapt
+
+
+def make_fixed_kl_control() -> KLControl:
+    """`keep_kl_coef`, which has no settings."""
+    return keep_kl_coef
+
+
+KL_CONTROLS: dict[str, Callable[..., KLControl]] = {
+    "fixed": make_fixed_kl_control,
+    "proportional": make_adaptive_kl_control,
+    "two_sided": make_two_sided_kl_control,
+}
+"""Name -> the function that binds a controller's settings."""
+
+
+def exceeds_kl_limit(kl: float, *, limit: float) -> bool:
+    """Whether the updates on a batch should end here: the policy is farther from where it was before them than `limit` allows.
+
+    kl is the measured `approx_kl/mean` of the batch so far, KL(old || policy) in nats per token, over the minibatches of the last pass; asked
+    between minibatches, and True once is the end for this batch: a hard stop, which bounds an update where a clip only bounds its gradients.
+    A KL that is not finite exceeds every limit. Source: early stopping of PPO in OpenAI's Spinning Up, where the limit is 1.5 times the wanted KL.
+    Raises ValueError on a limit that is not positive.
+    """
+    if not limit > 0:
+        raise ValueError(f"limit={limit} must be above 0 nats per token; 0.015 is usual")
+    return not kl <= limit
+
+
+def compute_adaptive_entropy_coef(
+    entropy_coef: float, entropy: float, *, target: float, step: float = 5e-3, lowest: float = 0.0, highest: float = math.inf
+) -> float:
+    """entropy_coef + step where the measured mean entropy, nats, is below target, else entropy_coef − step; within lowest to highest.
+
+    The bonus grows only while the policy is less random than wanted, and fades once it is; the paper also leaves it out of the loss at once
+    while the entropy is above target. An entropy that is not finite leaves the coefficient alone. Paper: Skywork-OR1, 2505.22312. Raises
+    ValueError on a negative step, or bounds that are not lowest <= highest.
+    """
+    if not (step >= 0 and lowest <= highest):
+        raise ValueError(f"step={step}, lowest={lowest}, highest={highest}; the rule is step >= 0 and lowest <= highest")
+    if not math.isfinite(entropy):
+        return entropy_coef
+    return min(max(entropy_coef + (step if entropy < target else -step), lowest), highest)

@@ -10,6 +10,7 @@ import trio
 
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import NotEnoughSamples, RolloutsError
+from rollouts.evaluation.pass_at_k import compute_mean_pass_at_k
 from rollouts.generation.group import GroupPlan, failure_class_of, make_trajectory
 from rollouts.generation.rollouts import make_samples
 from rollouts.protocols import GenerateFn, InferenceEngine, RewardFn
@@ -35,12 +36,26 @@ class EvaluationResult:
         rewards = [sample.reward for sample in self.scored if sample.reward is not None]
         return math.fsum(rewards) / len(rewards)
 
+    def compute_pass_at(self, k: int) -> float | None:
+        """pass@k over the prompts of which k samples were scored; None if there is none, or if rewards are not all 0 and 1.
+
+        The samples of a prompt stand together. See `compute_pass_at_k`.
+        """
+        if any(sample.reward not in (0.0, 1.0) for sample in self.scored):
+            return None
+        prompts = [self.samples[start : start + self.samples_per_prompt] for start in range(0, len(self.samples), self.samples_per_prompt)]
+        outcomes = [[sample.reward == 1.0 for sample in prompt if sample.reward is not None] for prompt in prompts]
+        enough = [answers for answers in outcomes if len(answers) >= k]
+        return compute_mean_pass_at_k(enough, k) if enough else None
+
     def metrics(self, name: str) -> dict[str, float]:
-        """Values for evaluations.jsonl."""
+        """Values for evaluations.jsonl. pass@k is there for k = 2, 4, 8, … up to `samples_per_prompt`."""
         scored = self.scored
         truncated = sum(sample.status is Status.TRUNCATED for sample in scored)
+        passes = {k: self.compute_pass_at(k) for k in (2**power for power in range(1, self.samples_per_prompt.bit_length()))}
         return {
             f"eval/{name}/avg@{self.samples_per_prompt}": self.mean_reward,
+            **{f"eval/{name}/pass@{k}": value for k, value in passes.items() if value is not None},
             f"eval/{name}/prompts": float(self.num_prompts),
             f"eval/{name}/failed": float(len(self.samples) - len(scored)),
             f"eval/{name}/truncated/frac": truncated / len(scored),

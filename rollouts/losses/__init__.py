@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from typing import cast
+from collections.abc import Mapping
+from typing import cast, get_args, get_type_hints
 
-from torch import Tensor
-
-from rollouts.errors import ConfigError, PlugInError
+from rollouts.errors import ConfigError
+from rollouts.losses.corrections import CORRECTIONS, parse_correction
 from rollouts.losses.inputs import LossFn, LossInputs, LossOutput
-from rollouts.losses.kl import kl_k1, kl_k2, kl_k3
-from rollouts.losses.rl_losses import cispo_loss, gspo_loss, importance_sampling_loss, ppo_clip_loss, reinforce_loss
+from rollouts.losses.kl import KL_ESTIMATORS
+from rollouts.losses.plug_ins import import_function
+from rollouts.losses.rl_losses import (
+    cispo_loss,
+    clip_cov_loss,
+    dppo_loss,
+    dro_loss,
+    gmpo_loss,
+    gspo_loss,
+    gspo_token_loss,
+    importance_sampling_loss,
+    kl_cov_loss,
+    ppo_clip_loss,
+    reinforce_loss,
+    sapo_loss,
+)
 from rollouts.losses.sft import sft_loss
 
-__all__ = ["KL_ESTIMATORS", "LOSSES", "LossFn", "LossInputs", "LossOutput", "check_loss_params", "resolve_loss"]
+__all__ = [
+    "CORRECTIONS",
+    "KL_ESTIMATORS",
+    "LOSSES",
+    "LossFn",
+    "LossInputs",
+    "LossOutput",
+    "check_loss_params",
+    "resolve_loss",
+    "wants_entropy_gradient",
+]
 
 LOSSES: dict[str, LossFn] = {
     "sft": sft_loss,
@@ -25,9 +47,14 @@ LOSSES: dict[str, LossFn] = {
     "reinforce": reinforce_loss,
     "cispo": cispo_loss,
     "gspo": gspo_loss,
+    "gspo_token": gspo_token_loss,
+    "gmpo": gmpo_loss,
+    "sapo": sapo_loss,
+    "dppo": dppo_loss,
+    "dro": dro_loss,
+    "clip_cov": clip_cov_loss,
+    "kl_cov": kl_cov_loss,
 }
-
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 def resolve_loss(name: str) -> LossFn:
@@ -40,28 +67,14 @@ def resolve_loss(name: str) -> LossFn:
     if ":" not in name:
         nearest = difflib.get_close_matches(name, LOSSES, n=1, cutoff=0.0)[0]
         raise ConfigError(f"loss={name!r} is not known; did you mean {nearest!r}? Known: {', '.join(LOSSES)}, or module:function")
-    module_name, _, function_name = name.partition(":")
-    if module_name.endswith(".py") or "/" in module_name:
-        module = module_name.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
-        raise PlugInError(
-            f"loss={name!r} names a file; a loss is named as module:function, so that every worker can import it: write {module}:{function_name} "
-            "and put the file's directory on PYTHONPATH"
-        )
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlugInError(f"loss={name!r} cannot be imported ({error}); it must be module:function with the module on the Python path") from error
-    if not callable(function):
-        raise PlugInError(f"loss={name!r} is a {type(function).__name__}; it must be a function of (inputs, *, unit, ...)")
-    return cast(LossFn, function)
+    return cast(LossFn, import_function("loss", name, "(inputs, *, unit, ...)"))
 
 
 def check_loss_params(name: str, params: Mapping[str, object]) -> None:
     """Raises ConfigError if the loss cannot be called with these parameters, naming the nearest one and all that it takes."""
-    signature = inspect.signature(resolve_loss(name))
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
+    accepted = _list_keywords(resolve_loss(name))
+    if accepted is None:
         return
-    accepted = [key for key, parameter in signature.parameters.items() if parameter.kind is parameter.KEYWORD_ONLY and key != "unit"]
     for key in params:
         if key in accepted:
             continue
@@ -69,3 +82,31 @@ def check_loss_params(name: str, params: Mapping[str, object]) -> None:
         question = f"did you mean {nearest[0]!r}? It" if nearest else "it"
         hint = f"{question} takes {', '.join(accepted)}" if accepted else "it takes none"
         raise ConfigError(f"loss {name!r} has no parameter {key!r}; {hint}")
+    correction = params.get("correction")
+    if name in LOSSES and correction:
+        parse_correction(str(correction))
+
+
+def wants_entropy_gradient(name: str, params: Mapping[str, object]) -> bool:
+    """Whether LossInputs.entropy must have a gradient: the loss has a parameter `entropy_coef`, and it is not 0.
+
+    A function of the user asks in the same way; what it does not get in `params` counts as its default. Raises like resolve_loss.
+    """
+    if "entropy_coef" in params:
+        return params["entropy_coef"] != 0
+    parameter = inspect.signature(resolve_loss(name)).parameters.get("entropy_coef")
+    return parameter is not None and parameter.default not in (parameter.empty, 0)
+
+
+def _list_keywords(loss: LossFn) -> list[str] | None:
+    """The keywords of a loss beside `unit`, those of an unpacked TypedDict included; None where it takes any."""
+    accepted: list[str] = []
+    for parameter in inspect.signature(loss).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "unit":
+            accepted.append(parameter.name)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            unpacked = get_args(get_type_hints(loss).get(parameter.name)) if hasattr(loss, "__annotations__") else ()
+            if not unpacked:
+                return None
+            accepted += get_type_hints(unpacked[0])
+    return accepted

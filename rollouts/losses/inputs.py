@@ -19,7 +19,7 @@ class LossInputs:
 
     log_probs: Tensor  # [B, T] nats, with gradient: the policy's log-prob of each token
     mask: Tensor  # [B, T] bool: True where the token trains
-    entropy: Tensor | None = None  # [B, T] nats, of the policy's distribution at the position
+    entropy: Tensor | None = None  # [B, T] nats, of the policy's distribution; with gradient only for a loss with an entropy_coef
     advantages: Tensor | None = None  # [B, T]
     old_log_probs: Tensor | None = None  # [B, T] nats: the trainer's own, recomputed before the first update on the batch
     rollout_log_probs: Tensor | None = None  # [B, T] nats: mu, of the distribution that the engine sampled from

@@ -19,53 +19,66 @@ class LinearLogProbs(NamedTuple):
     """Both [N], float32 (float64 for float64 inputs), in nats."""
 
     log_probs: Tensor  # with gradient
-    entropy: Tensor  # of the whole distribution at the position; without gradient
+    entropy: Tensor  # of the whole distribution at the position; with gradient only if it was asked for
 
 
 def linear_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, vocab_chunk: int = 8192
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, vocab_chunk: int = 8192, entropy_gradient: bool = False
 ) -> LinearLogProbs:
     """log softmax(hidden [N, H] · weightᵀ [H, V] / temperature) at targets [N], and the entropy of each distribution.
 
     Memory: one tile of at most `vocab_chunk` logits per position, and the gradients. Half-precision inputs: products are accumulated and
     kept in float32, so nothing is rounded between the matrix product and the softmax. Gradients go to hidden and weight; the weight's is
-    summed in float32 over all positions. Positions whose incoming gradient is zero cost nothing backward. Empty input gives empty output.
+    summed in float32 over all positions. With entropy_gradient the entropy has one too, dH/dlogit_v = −p_v·(log p_v + H), from the same
+    tiles. Positions whose incoming gradients are zero cost nothing backward. Empty input gives empty output.
     Raises: never; targets must lie in [0, V).
     """
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, temperature, vocab_chunk)  # pyright: ignore[reportGeneralTypeIssues]
+    arguments = (hidden, weight, targets, temperature, vocab_chunk, entropy_gradient)
+    log_probs, entropy = _LinearLogProbs.apply(*arguments)  # pyright: ignore[reportGeneralTypeIssues]
     return LinearLogProbs(log_probs, entropy)
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_chunk: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, vocab_chunk: int, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
         head = _Head(hidden, weight, temperature, vocab_chunk)
-        log_sum, entropy, target_logits = hidden.new_empty((3, len(hidden)), dtype=head.wide)
+        # one tensor each: with a gradient, the entropy must not be a view, on which FSDP refuses to wait for the gradient
+        log_sum, entropy, target_logits = (hidden.new_empty(len(hidden), dtype=head.wide) for _ in range(3))
         for rows in head.row_slices(len(hidden)):
             log_sum[rows], entropy[rows] = head.reduce_logits(hidden[rows])
             target_logits[rows] = (hidden[rows].to(head.wide) * weight[targets[rows]]).sum(-1) / temperature
-        ctx.save_for_backward(hidden, weight, targets, log_sum)
-        ctx.temperature, ctx.vocab_chunk = temperature, vocab_chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, weight, targets, log_sum, entropy)
+        ctx.temperature, ctx.vocab_chunk, ctx.entropy_gradient = temperature, vocab_chunk, entropy_gradient
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
         return target_logits - log_sum, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, targets, log_sum = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, targets, log_sum, entropy = ctx.saved_tensors
         head = _Head(hidden, weight, ctx.temperature, ctx.vocab_chunk)
         grad = grads[0].to(head.wide) / ctx.temperature  # of the logits before the temperature
+        grad_entropy = grads[1].to(head.wide) / ctx.temperature if ctx.entropy_gradient else None
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=head.wide) if ctx.needs_input_grad[1] else None
-        alive = grad.nonzero().squeeze(-1)  # a NaN is not zero
+        needed = grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)  # a NaN is not zero
+        alive = needed.nonzero().squeeze(-1)
         for rows in head.row_slices(len(alive)):
             index = alive[rows]
             states, target, gradient = hidden[index], targets[index], grad[index, None]
             weighted = states.to(head.wide) * gradient
-            mean_weight = head.subtract_probs(states, log_sum[index], weighted, grad_weight)
-            grad_hidden[index] = ((weight[target].to(head.wide) - mean_weight) * gradient).to(hidden.dtype)
+            if grad_entropy is None:
+                mean_weight = head.subtract_probs(states, log_sum[index], weighted, grad_weight)
+                grad_states = (weight[target].to(head.wide) - mean_weight) * gradient
+            else:
+                subtracted = head.subtract_both(states, log_sum[index], entropy[index], gradient, grad_entropy[index, None], grad_weight)
+                grad_states = weight[target].to(head.wide) * gradient - subtracted
+            grad_hidden[index] = grad_states.to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight.index_add_(0, target, weighted)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 class _Head:
@@ -118,6 +131,23 @@ class _Head:
                 start = index * self.vocab_chunk
                 self._add_product(grad_weight[start : start + len(chunk)], probs.T, narrow_weighted, alpha=-1.0)
         return mean_weight
+
+    def subtract_both(
+        self, states: Tensor, log_sum: Tensor, entropy: Tensor, grad: Tensor, grad_entropy: Tensor, grad_weight: Tensor | None
+    ) -> Tensor:
+        """Σ_v c_v · weight_v, [n, H], with c_v = p_v · (grad + grad_entropy · (log p_v + H)). On the way cᵀ · states is taken off `grad_weight`."""
+        states = states.to(self.factor)
+        total = torch.zeros_like(states, dtype=self.wide)
+        tile, spare = (states.new_empty((len(states), self.vocab_chunk), dtype=self.wide) for _ in range(2))
+        for index, chunk in enumerate(self.weight.split(self.vocab_chunk)):
+            log_probs = self._multiply(states, chunk, tile).sub_(log_sum[:, None])
+            probs = torch.exp(log_probs, out=spare[:, : len(chunk)])
+            changes = log_probs.add_(entropy[:, None]).mul_(grad_entropy).add_(grad).mul_(probs).to(self.factor)
+            self._add_product(total, changes, chunk.to(self.factor), alpha=1.0)
+            if grad_weight is not None:
+                start = index * self.vocab_chunk
+                self._add_product(grad_weight[start : start + len(chunk)], changes.T, states, alpha=-1.0)
+        return total
 
     def _multiply(self, states: Tensor, chunk: Tensor, tile: Tensor) -> Tensor:
         """Logits [n, chunk] in float32, in `tile` where the product can be written there."""

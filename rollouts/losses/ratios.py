@@ -22,12 +22,16 @@ def compute_token_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     return torch.exp(compute_log_ratio(log_probs, old_log_probs))
 
 
+def compute_row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """[B, 1] mean over a row's trained tokens of values [B, T]; a row without any gives 0. What lies outside the mask never counts."""
+    kept = torch.where(mask, values, torch.zeros_like(values))
+    return kept.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
 def compute_sequence_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     """[B, 1] exp of the mean over a row's trained tokens of log_probs − old_log_probs: the geometric mean of its token ratios.
 
     A row without trained tokens gives 1. Values outside the mask must be finite (see `clear_masked`). Paper: GSPO, 2507.18071.
     """
-    log_ratio = torch.where(mask, log_probs - old_log_probs, torch.zeros_like(log_probs))
-    lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
-    mean = log_ratio.sum(dim=-1, keepdim=True) / lengths
+    mean = compute_row_mean(log_probs - old_log_probs, mask)
     return torch.exp(mean.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))

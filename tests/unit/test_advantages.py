@@ -1,61 +1,109 @@
-"""Group advantages against numbers worked by hand: rewards [1, 0, 0, .5] have mean .375 and sample std .478714."""
+"""Advantages of rows against numbers worked by hand: rewards [1, 0, 0, .5], lengths [2, 3, 4, 1]; mean .375, sample std .478714."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rollouts.advantages import ADVANTAGES, broadcast_advantages, compute_group_advantages, subtract_kl
+from rollouts.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    broadcast_advantages,
+    check_advantage_params,
+    compute_advantages,
+    compute_group_advantages,
+    compute_role_advantages,
+    whiten_over_tokens,
+)
+from rollouts.errors import ConfigError
+from rollouts.types import Sample
 
 REWARDS = [1.0, 0.0, 0.0, 0.5]
+LENGTHS = [2, 3, 4, 1]
 GOLDEN = {
     "grpo": [1.305579692, -0.783347815, -0.783347815, 0.261115938],
     "centred": [0.625, -0.375, -0.375, 0.125],
     "rloo": [0.833333333, -0.5, -0.5, 0.166666667],
+    "maxrl": [1.666666667, -1.0, -1.0, 0.333333333],
+    "opo": [0.75, -0.25, -0.25, 0.25],  # baseline (2·1 + 1·.5)/10
+    "pass_at_k": [0.5, 0.0, 0.0, 0.0],  # best less second best
+    # centred, each value once a token: mean −.125, variance 1.625/9; (.625 + .125)/sqrt(.180556 + 1e-8)
+    "reinforce_pp_baseline": [1.765045167, -0.588348389, -0.588348389, 0.588348389],
+    # raw: mean .25, variance (2·.5625 + 7·.0625 + .0625)/9, the same spread
+    "reinforce_pp": [1.765045167, -0.588348389, -0.588348389, 0.588348389],
+    "raw": REWARDS,
 }
+GROUP_RELATIVE = ["grpo", "centred", "rloo", "maxrl", "opo", "pass_at_k"]
+OTHERS = ["reinforce_pp_baseline", "reinforce_pp", "raw", "gdpo", "remax"]
 
 
-def slow_advantages(rewards: list[float], groups: list[int], kind: str) -> list[float]:
+def of_four(kind: str, **params) -> np.ndarray:
+    return compute_group_advantages(REWARDS, [7, 7, 7, 7], kind, lengths=LENGTHS, **params)
+
+
+def slow_advantages(rewards: list[float], groups: list[int], lengths: list[int], kind: str) -> list[float]:
+    """The definitions, row by row."""
     result = []
     for row, reward in enumerate(rewards):
-        members = [rewards[other] for other in range(len(rewards)) if groups[other] == groups[row]]
-        others = [rewards[other] for other in range(len(rewards)) if groups[other] == groups[row] and other != row]
+        rows = [other for other in range(len(rewards)) if groups[other] == groups[row]]
+        members = [rewards[other] for other in rows]
+        others = [rewards[other] for other in rows if other != row]
+        mean = statistics.fmean(members)
         if len(set(members)) == 1:
             result.append(0.0)
         elif kind == "rloo":
             result.append(reward - statistics.fmean(others))
+        elif kind == "maxrl":
+            result.append((reward - mean) / mean if mean > 0 else 0.0)
+        elif kind == "opo":
+            total = sum(lengths[other] for other in rows)
+            result.append(reward - sum(lengths[other] * rewards[other] for other in rows) / total if total else 0.0)
+        elif kind == "pass_at_k":
+            result.append(max(members) - max(others))
         else:
-            scale = statistics.stdev(members) + 1e-6 if kind == "grpo" else 1.0
-            result.append((reward - statistics.fmean(members)) / scale)
+            result.append((reward - mean) / (statistics.stdev(members) + 1e-6 if kind == "grpo" else 1.0))
     return result
 
 
 @pytest.mark.parametrize("kind", GOLDEN)
 def test_one_group_matches_the_numbers_worked_by_hand(kind):
-    advantages = compute_group_advantages(REWARDS, [7, 7, 7, 7], kind)
+    advantages = of_four(kind)
     assert advantages.dtype == np.float32
-    np.testing.assert_allclose(advantages, GOLDEN[kind], rtol=1e-6)
+    np.testing.assert_allclose(advantages, GOLDEN[kind], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("kind", GOLDEN)
-def test_groups_do_not_see_each_other_in_any_row_order(kind):
-    rng = np.random.default_rng(0)
-    groups = rng.permutation(np.repeat([3, 11, 5], [4, 2, 6])).tolist()
-    rewards = rng.normal(size=12).round(3).tolist()
-    np.testing.assert_allclose(compute_group_advantages(rewards, groups, kind), slow_advantages(rewards, groups, kind), rtol=1e-5, atol=1e-7)
+def test_every_advantage_is_tested_here():
+    assert set(ADVANTAGES) == {*GROUP_RELATIVE, *OTHERS}
 
 
-@pytest.mark.parametrize("kind", GOLDEN)
+BATCHES = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 0.5, -0.25, 3.0]), st.integers(0, 9)), min_size=0, max_size=12
+)
+
+
+@pytest.mark.parametrize("kind", GROUP_RELATIVE)
+@settings(max_examples=60, deadline=None)
+@given(batch=BATCHES)
+def test_groups_do_not_see_each_other_in_any_row_order(kind, batch):
+    groups, rewards, lengths = [list(column) for column in zip(*batch, strict=True)] if batch else ([], [], [])
+    found = compute_group_advantages(rewards, groups, kind, lengths=lengths)
+    np.testing.assert_allclose(found, slow_advantages(rewards, groups, lengths, kind), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", GROUP_RELATIVE)
 def test_a_lone_sample_and_a_group_of_equal_rewards_get_exactly_zero(kind):
-    advantages = compute_group_advantages([5.0, 0.1, 0.1, 0.1], [0, 1, 1, 1], kind)
+    advantages = compute_group_advantages([5.0, 0.1, 0.1, 0.1], [0, 1, 1, 1], kind, lengths=[1, 2, 3, 4])
     assert advantages.tolist() == [0.0, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("kind", GOLDEN)
+@pytest.mark.parametrize("kind", ["grpo", "centred", "rloo", "maxrl"])
 def test_advantages_of_a_group_sum_to_zero(kind):
-    assert abs(float(compute_group_advantages([3.0, -1.0, 0.25, 9.0], [0] * 4, kind).sum())) < 1e-6
+    assert abs(float(compute_group_advantages([3.0, 1.0, 0.25, 9.0], [0] * 4, kind).sum())) < 1e-6
 
 
 def test_the_row_without_signal_from_the_others_still_gets_its_advantage():
@@ -63,14 +111,112 @@ def test_the_row_without_signal_from_the_others_still_gets_its_advantage():
     np.testing.assert_allclose(compute_group_advantages([1, 0, 0, 0], [0] * 4, "grpo"), [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
 
 
+def test_leaving_the_row_out_of_its_own_standardisation_jumps_where_the_others_are_alike():
+    # row 0: the others 0, 0, ½ have mean 1/6 and std .288675; row 3: the others 1, 0, 0 have mean 1/3 and std .577350
+    np.testing.assert_allclose(of_four("grpo", leave_one_out=True), [2.886741, -1.0, -1.0, 0.288675], rtol=1e-5)
+    # the others of row 0 are all alike: not divided. A thousandth in one of them and row 0 counts 1728 times as much
+    assert compute_group_advantages([1, 0, 0, 0], [0] * 4, "grpo", leave_one_out=True)[0] == 1.0
+    assert round(float(compute_group_advantages([1, 0, 0, 1e-3], [0] * 4, "grpo", leave_one_out=True)[0])) == 1728
+    # of two rows the other is alone and has no spread
+    assert compute_group_advantages([1, 0], [0, 0], "grpo", leave_one_out=True).tolist() == [1.0, -1.0]
+
+
+def test_the_constant_that_is_added_to_the_std_is_a_parameter():
+    np.testing.assert_allclose(of_four("grpo", std_epsilon=1e-4), np.asarray(GOLDEN["centred"]) / (0.4787135538781691 + 1e-4), rtol=1e-6)
+
+
 def test_a_failed_sample_that_left_the_batch_does_not_move_the_mean():
     np.testing.assert_allclose(compute_group_advantages([1.0, 3.0, 2.0], [0, 0, 0], "centred"), [-1.0, 1.0, 0.0])
+
+
+def test_maxrl_has_nothing_to_weigh_by_without_a_mean_above_zero():
+    assert compute_group_advantages([-1.0, 1.0, -2.0, 1.0], [0, 0, 1, 1], "maxrl").tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 5, 0])
+def test_pass_at_k_is_what_a_row_adds_to_the_best_of_every_subset(k):
+    rewards = [0.3, 1.0, 0.3, -0.5, 0.8]
+    size = 5 if k == 0 else k
+    expected = []
+    for row in range(5):
+        subsets = [subset for subset in itertools.combinations(range(5), size) if row in subset]
+        expected.append(statistics.fmean(max(rewards[i] for i in s) - max(rewards[i] for i in s if i != row) for s in subsets))
+    np.testing.assert_allclose(compute_group_advantages(rewards, [3] * 5, "pass_at_k", k=k), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_pass_at_k_of_a_large_group_does_not_overflow():
+    # of 2000 rows one is right: it is alone in all of its subsets, the others add nothing
+    assert compute_group_advantages([1.0, *[0.0] * 1999], [0] * 2000, "pass_at_k", k=1000)[:2].tolist() == [1.0, 0.0]
+
+
+def test_pass_at_k_of_more_than_the_group_is_that_of_the_group_and_two_bests_gain_nothing():
+    assert of_four("pass_at_k", k=100).tolist() == [0.5, 0.0, 0.0, 0.0]
+    assert compute_group_advantages([1.0, 1.0, 0.0], [0] * 3, "pass_at_k").tolist() == [0.0, 0.0, 0.0]
+    assert float(of_four("pass_at_k", divide_by_std=True)[0]) == pytest.approx(0.5 / (0.4787135538781691 + 1e-6), rel=1e-6)
+    with pytest.raises(ValueError, match="k=1; it must be at least 2"):
+        of_four("pass_at_k", k=1)
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens():
+    values, lengths = np.asarray([3.0, -1.0, 0.5, 100.0]), np.asarray([4, 2, 7, 0])
+    tokens = np.repeat(whiten_over_tokens(values, lengths), lengths)
+    assert tokens.mean() == pytest.approx(0.0, abs=1e-12)
+    assert tokens.var(ddof=1) == pytest.approx(1.0, rel=1e-6)
+    assert np.repeat(whiten_over_tokens(values, lengths, ddof=0), lengths).var() == pytest.approx(1.0, rel=1e-6)
+    assert whiten_over_tokens(values, lengths)[3] == 0.0  # a row without tokens moves nothing and gets nothing
+
+
+@pytest.mark.parametrize(("rewards", "lengths"), [([2.0, 2.0], [3, 4]), ([2.0, 1.0], [1, 0]), ([2.0, 1.0], [0, 0]), ([], [])])
+def test_a_batch_without_spread_or_tokens_whitens_to_zero(rewards, lengths):
+    assert compute_group_advantages(rewards, [0] * len(rewards), "reinforce_pp", lengths=lengths).tolist() == [0.0] * len(rewards)
+
+
+def test_gdpo_matches_the_numbers_worked_by_hand():
+    # z-scores (.577350, −1.154698, .577350) and (−1, 1, 0), sum, then over the batch
+    parts = {"right": [1.0, 0.0, 1.0], "speed": [0.0, 10.0, 5.0]}
+    found = compute_group_advantages([1.0, 10.0, 6.0], [0] * 3, "gdpo", named_rewards=parts)
+    np.testing.assert_allclose(found, [-0.816497338, -0.298854725, 1.115352063], rtol=1e-6)
+
+
+def test_gdpo_scales_no_reward_out_of_sight():
+    parts = {"right": [1.0, 0.0, 1.0, 0.0], "speed": [0.0, 1.0, 0.0, 0.0]}
+    found = compute_group_advantages([0.0] * 4, [0, 0, 1, 1], "gdpo", named_rewards=parts)
+    scaled = compute_group_advantages([0.0] * 4, [0, 0, 1, 1], "gdpo", named_rewards=parts | {"speed": [0.0, 1000.0, 0.0, 0.0]})
+    np.testing.assert_allclose(found, scaled, atol=1e-5)
+    assert compute_group_advantages([1.0, 2.0], [0, 0], "gdpo", named_rewards={"right": [1.0, 1.0]}).tolist() == [0.0, 0.0]
+
+
+def test_gdpo_weighs_the_parts_and_leaves_details_out():
+    parts = {"right": [1.0, 0.0, 1.0], "speed": [0.0, 10.0, 5.0], "right.parsed": [0.0, 1.0, 1.0]}
+
+    def gdpo(**weights: float) -> list[float]:
+        inputs = AdvantageInputs(
+            rewards=np.zeros(3), group_indices=np.zeros(3, np.int64), named_rewards=parts, reward_weights=weights  # pyright: ignore[reportArgumentType]
+        )
+        return np.asarray(compute_advantages(inputs, ADVANTAGES["gdpo"])).tolist()
+
+    assert gdpo() == gdpo(right=1.0, speed=1.0)
+    np.testing.assert_allclose(gdpo(right=1.0, speed=0.0), compute_group_advantages([1.0, 0.0, 1.0], [0] * 3, "grpo"), atol=1e-5)
+    assert gdpo(right=1.0, speed=0.5) != gdpo()
+    with pytest.raises(ValueError, match="reward_weights has 'sped' and there is no such named reward; there are right, speed"):
+        gdpo(right=1.0, sped=2.0)
+    with pytest.raises(ValueError, match="'gdpo' needs named rewards"):
+        of_four("gdpo")
+
+
+def test_remax_takes_the_reward_of_the_greedy_answer():
+    found = compute_group_advantages(REWARDS, [0, 0, 1, 2], "remax", named_rewards={"greedy_reward": [0.5, 0.5, 0.0, 0.25]})
+    assert found.tolist() == [0.5, -0.5, 0.0, 0.25]
+    with pytest.raises(ValueError, match="needs the named reward 'greedy_reward' in every row; there are: none"):
+        of_four("remax")
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_reward_that_is_not_finite_is_refused_and_named(bad):
     with pytest.raises(ValueError, match=r"rewards\[2\] is (nan|inf)"):
         compute_group_advantages([0.0, 1.0, bad], [0, 0, 1])
+    with pytest.raises(ValueError, match=r"named_rewards\['right'\]\[1\] is (nan|inf)"):
+        compute_group_advantages([0.0, 1.0], [0, 0], "gdpo", named_rewards={"right": [0.0, bad]})
 
 
 def test_unknown_kinds_and_wrong_lengths_are_refused():
@@ -78,11 +224,64 @@ def test_unknown_kinds_and_wrong_lengths_are_refused():
         compute_group_advantages([0.0], [0], "gae")
     with pytest.raises(ValueError, match=r"\(2,\) and group_indices \(1,\)"):
         compute_group_advantages([0.0, 1.0], [0])
-    assert set(ADVANTAGES) == set(GOLDEN)
+    with pytest.raises(ValueError, match="lengths have shape"):
+        compute_group_advantages([0.0, 1.0], [0, 0], "opo", lengths=[1])
+    with pytest.raises(ValueError, match=r"named_rewards\['a'\] has shape"):
+        compute_group_advantages([0.0, 1.0], [0, 0], "gdpo", named_rewards={"a": [1.0]})
+    with pytest.raises(ValueError, match="1 samples for 2 rows"):
+        AdvantageInputs(rewards=np.zeros(2), group_indices=np.zeros(2, np.int64), samples=(Sample(id="s", prompt="q"),))
+    for kind in ("opo", "reinforce_pp", "reinforce_pp_baseline"):
+        with pytest.raises(ValueError, match=f"advantage '{kind}' needs lengths"):
+            compute_group_advantages([0.0, 1.0], [0, 0], kind)
 
 
-def test_an_empty_batch_gives_no_advantages():
-    assert compute_group_advantages([], []).shape == (0,)
+@pytest.mark.parametrize("kind", [*GROUP_RELATIVE, "reinforce_pp", "reinforce_pp_baseline", "raw"])
+def test_an_empty_batch_gives_no_advantages(kind):
+    assert compute_group_advantages([], [], kind, lengths=[]).shape == (0,)
+
+
+# --- functions of one's own ---------------------------------------------------------------------------------------------------
+
+
+def inputs_of(rewards: list[float], **fields) -> AdvantageInputs:
+    return AdvantageInputs(rewards=np.asarray(rewards), group_indices=np.zeros(len(rewards), np.int64), **fields)
+
+
+def test_a_function_of_ones_own_answers_per_row_or_per_token():
+    assert np.asarray(compute_advantages(inputs_of([1.0, 2.0]), lambda inputs: (inputs.rewards * 2).tolist())).tolist() == [2.0, 4.0]
+    tokens = compute_advantages(inputs_of([1.0, 2.0]), lambda inputs, *, scale: [np.arange(3) * scale, np.ones(2)], scale=2.0)
+    assert isinstance(tokens, tuple)
+    assert [row.tolist() for row in tokens] == [[0.0, 2.0, 4.0], [1.0, 1.0]]
+    masks = (np.array([False, True, True]), np.array([True, False]))
+    assert [row.tolist() for row in broadcast_advantages(tokens, masks)] == [[0.0, 2.0, 4.0], [1.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "wrong"),
+    [
+        ([1.0], "answered with 1 advantages for 2 rows"),
+        (None, "answered with NoneType; it must be a numpy array or a list"),
+        (np.float64(1.0), "answered with float64"),
+        ([1.0, float("nan")], "answered with nan for row 1"),
+        ([np.ones(2), np.asarray([np.inf])], r"answered for row 1 with an array of shape \(1,\) that is not \[T\] of finite numbers"),
+        (np.ones((2, 1, 1)), r"answered with shape \(2, 1, 1\)"),
+    ],
+)
+def test_what_is_no_advantage_is_refused_by_the_name_of_the_function(answer, wrong):
+    def my_own(inputs: AdvantageInputs):
+        return answer
+
+    with pytest.raises(ValueError, match=f"my_own {wrong}"):
+        compute_advantages(inputs_of([1.0, 2.0]), my_own)
+
+
+def test_a_parameter_that_the_function_does_not_take_is_named_with_the_nearest():
+    check_advantage_params("grpo", ADVANTAGES["grpo"], {"std_epsilon": 1e-4})
+    check_advantage_params("m:f", lambda inputs, **params: inputs.rewards, {"anything": 1})
+    with pytest.raises(ConfigError, match="'grpo' has no parameter 'std_eps'; did you mean 'std_epsilon'"):
+        check_advantage_params("grpo", ADVANTAGES["grpo"], {"std_eps": 1})
+    with pytest.raises(ConfigError, match="'raw' has no parameter 'k'; it takes none"):
+        check_advantage_params("raw", ADVANTAGES["raw"], {"k": 1})
 
 
 def test_broadcast_puts_the_row_value_on_trained_tokens_only():
@@ -92,24 +291,35 @@ def test_broadcast_puts_the_row_value_on_trained_tokens_only():
     assert all(row.dtype == np.float32 for row in rows)
     with pytest.raises(ValueError, match="one per row"):
         broadcast_advantages([0.5], masks)
+    with pytest.raises(ValueError, match=r"advantages\[0\] has shape \(2,\) and its loss mask \(3,\)"):
+        broadcast_advantages([np.ones(2), np.ones(1), np.ones(1)], masks)
 
 
-def test_kl_comes_off_the_reward_once_per_sample():
-    # row 0: (-.7+1.1) + (-.9+.6) = .1; row 1 trains nothing; row 2: -1.6+1.5 = -.1
-    log_probs = [np.float32([np.nan, -0.7, -0.9]), np.float32([np.nan]), np.float32([-1.6, np.inf])]
-    references = [np.float32([np.nan, -1.1, -0.6]), np.float32([0.0]), np.float32([-1.5, 0.0])]
-    masks = [np.array([False, True, True]), np.array([False]), np.array([True, False])]
-    rewards, kl = subtract_kl([1.0, 2.0, 3.0], log_probs, references, masks, 0.5)
-    np.testing.assert_allclose(kl, [0.1, 0.0, -0.1], atol=1e-6)
-    np.testing.assert_allclose(rewards, [0.95, 2.0, 3.05], rtol=1e-6)
-    assert rewards.dtype == kl.dtype == np.float32
+# --- self-play -----------------------------------------------------------------------------------------------------------------
 
 
-def test_kl_refuses_rows_that_do_not_fit_and_log_probs_that_are_not_finite():
-    row, mask = np.float32([-1.0, -2.0]), np.array([True, True])
-    with pytest.raises(ValueError, match="row 0 has 2 log-probs, 1 reference"):
-        subtract_kl([1.0], [row], [row[:1]], [mask], 0.1)
-    with pytest.raises(ValueError, match=r"shape \(2,\) for 1 rows"):
-        subtract_kl([1.0, 2.0], [row], [row], [mask], 0.1)
+def test_each_role_is_measured_against_its_own_running_mean():
+    # decay .9: first mover .5, then .9·.5 + .1·1 = .55; the other role is new and starts at 0, then .1·(−1) = −.1
+    result = compute_role_advantages([1.0, -1.0, 1.0, 0.0], ["first", "second", "first", "second"], {"first": 0.5}, decay=0.9)
+    np.testing.assert_allclose(result.advantages, [0.5, -1.0, 0.45, 0.1], rtol=1e-6)
+    assert result.baselines == pytest.approx({"first": 0.55 * 0.9 + 0.1, "second": -0.09})
+
+
+def test_two_batches_with_the_baselines_handed_on_equal_one():
+    rewards, roles = [1.0, 0.0, 0.5, -1.0, 0.25], ["a", "b", "a", "a", "b"]
+    whole = compute_role_advantages(rewards, roles, {})
+    first = compute_role_advantages(rewards[:2], roles[:2], {})
+    second = compute_role_advantages(rewards[2:], roles[2:], first.baselines)
+    np.testing.assert_array_equal(np.concatenate([first.advantages, second.advantages]), whole.advantages)
+    assert second.baselines == whole.baselines
+
+
+def test_role_advantages_refuse_what_would_spoil_the_running_means():
+    with pytest.raises(ValueError, match="2 roles"):
+        compute_role_advantages([1.0], ["a", "b"], {})
+    with pytest.raises(ValueError, match=r"decay=1\.0"):
+        compute_role_advantages([1.0], ["a"], {}, decay=1.0)
     with pytest.raises(ValueError, match=r"rewards\[0\] is nan"):
-        subtract_kl([1.0], [np.float32([np.nan, 0.0])], [row], [mask], 0.1)
+        compute_role_advantages([float("nan")], ["a"], {})
+    with pytest.raises(ValueError, match=r"baselines\['a'\] is inf"):
+        compute_role_advantages([1.0], ["a"], {"a": float("inf")})

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rollouts.errors import PlugInError
 from rollouts.filters import (
     FILTERS,
     check_min_reward,
+    check_mixed_accuracy,
     check_quality_and_diversity,
     check_reasonable_length,
     check_response_diversity,
@@ -54,6 +57,27 @@ def test_the_mean_reward_decides_and_the_bound_itself_is_enough():
     assert check_min_reward(make_group([-1, 0])).reason == "low_reward"
 
 
+def test_groups_that_are_always_or_never_right_are_dropped_by_name():
+    assert check_mixed_accuracy(make_group([0, 1, 1])) == KEPT
+    easy = check_mixed_accuracy(make_group([1, 1]))
+    assert easy == FilterDecision(False, "too_easy", "accuracy 1 of 2 samples (the reward) is not below 1")
+    assert check_mixed_accuracy(make_group([0, 0])).reason == "too_hard"
+    assert check_mixed_accuracy(make_group([0, 1, 1, 1]), high=0.75).reason == "too_easy", "the bounds are outside"
+    assert check_mixed_accuracy(make_group([0, 0, 0, 1]), low=0.25).reason == "too_hard"
+
+
+def test_accuracy_is_read_from_its_part_when_the_reward_is_shaped():
+    group = make_group([1.0, 0.6])  # both right, one of them too long
+    parts = ({"right": 1.0, "overlong": 0.0}, {"right": 1.0, "overlong": -0.4})
+    samples = tuple(replace(sample, rewards=rewards) for sample, rewards in zip(group.samples, parts, strict=True))
+    shaped = replace(group, samples=samples)
+    assert check_mixed_accuracy(shaped) == KEPT
+    assert check_mixed_accuracy(shaped, part="right").reason == "too_easy"
+    assert make_filter("check_mixed_accuracy", part="right")(shaped).reason == "too_easy"
+    with pytest.raises(ValueError, match="check_mixed_accuracy needs the part 'acc' of the reward"):
+        check_mixed_accuracy(shaped, part="acc")
+
+
 def test_responses_that_differ_in_white_space_alone_are_the_same():
     assert check_response_diversity(make_group([0, 0, 0, 0], ["a", "a", " a\n", "b"]), min_unique_fraction=0.5) == KEPT
     decision = check_response_diversity(make_group([0, 0, 0, 0], ["a", "a", " a\n", "a "]), min_unique_fraction=0.5)
@@ -85,7 +109,7 @@ def test_a_group_without_rewards_is_refused():
 
 def test_every_filter_is_known_by_its_own_name():
     assert {name: function.__name__ for name, function in FILTERS.items()} == {name: name for name in FILTERS}
-    assert len(FILTERS) == 5
+    assert len(FILTERS) == 7
 
 
 def test_make_filter_replaces_thresholds():

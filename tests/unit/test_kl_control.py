@@ -1,4 +1,4 @@
-"""The KL coefficient: fixed, or proportional control (Ziegler 2019) against numbers worked by hand."""
+"""The KL coefficient: fixed, proportional (Ziegler 2019) or two-sided control against numbers worked by hand."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import math
 
 import pytest
 
-from rollouts.kl_control import compute_adaptive_kl_coef, keep_kl_coef, make_adaptive_kl_control
+from rollouts.kl_control import (
+    KL_CONTROLS,
+    compute_adaptive_entropy_coef,
+    compute_adaptive_kl_coef,
+    compute_two_sided_kl_coef,
+    exceeds_kl_limit,
+    keep_kl_coef,
+    make_adaptive_kl_control,
+    make_two_sided_kl_control,
+)
 
 
 def test_the_fixed_coefficient_ignores_what_was_measured():
@@ -45,3 +54,63 @@ def test_the_controller_settles_where_kl_meets_its_target():
 def test_settings_that_are_not_positive_are_refused_when_made(settings):
     with pytest.raises(ValueError, match="must be above 0"):
         make_adaptive_kl_control(**settings)
+
+
+BAND = {"target": 2.0, "tolerance": 0.5, "factor": 2.0}
+
+
+@pytest.mark.parametrize(("kl", "expected"), [(2.51, 0.2), (2.5, 0.1), (2.0, 0.1), (1.5, 0.1), (1.49, 0.05), (-3.0, 0.05), (1e9, 0.2)])
+def test_two_sided_control_moves_by_its_factor_outside_the_band_only(kl, expected):
+    assert compute_two_sided_kl_coef(0.1, kl, **BAND) == pytest.approx(expected)
+
+
+def test_two_sided_control_stays_within_its_bounds_and_ignores_what_is_not_finite():
+    assert compute_two_sided_kl_coef(0.1, 9.0, **BAND, highest=0.15) == 0.15
+    assert compute_two_sided_kl_coef(0.1, 0.0, **BAND, lowest=0.08) == 0.08
+    assert compute_two_sided_kl_coef(0.0, 9.0, **BAND) == 0.0
+    assert compute_two_sided_kl_coef(0.0, 9.0, **BAND, lowest=0.01) == 0.01
+    assert compute_two_sided_kl_coef(0.1, math.nan, **BAND, highest=0.05) == 0.1
+
+
+def test_the_two_sided_controller_comes_to_rest_inside_its_band():
+    control = make_two_sided_kl_control(target=2.0, tolerance=0.5, factor=1.2)
+    coef, seen = 0.01, []
+    for _ in range(100):
+        coef = control(coef, 1.0 / coef, 256)  # a policy whose KL falls as the coefficient rises
+        seen.append(coef)
+    assert 1.5 <= 1.0 / coef <= 2.5
+    assert len(set(seen[-50:])) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"target": 0.0}, {"tolerance": -0.1}, {"factor": 1.0}, {"lowest": 0.2, "highest": 0.1}, {"lowest": -0.1}]
+)
+def test_two_sided_settings_that_make_no_sense_are_refused_when_made(wrong):
+    with pytest.raises(ValueError, match="the rule is"):
+        make_two_sided_kl_control(**(BAND | wrong))
+
+
+def test_controllers_are_made_by_name():
+    controls = {"fixed": {}, "proportional": {"target": 2.0, "horizon": 1000}, "two_sided": BAND}
+    assert set(controls) == set(KL_CONTROLS)
+    coefs = {name: KL_CONTROLS[name](**params)(0.1, 4.0, 100) for name, params in controls.items()}
+    assert coefs == pytest.approx({"fixed": 0.1, "proportional": 0.1 * (1 + 0.2 * 0.1), "two_sided": 0.2})
+
+
+@pytest.mark.parametrize(("kl", "ends"), [(0.0, False), (0.015, False), (0.0150001, True), (math.nan, True), (math.inf, True)])
+def test_updates_on_a_batch_end_beyond_the_limit(kl, ends):
+    assert exceeds_kl_limit(kl, limit=0.015) is ends
+
+
+def test_a_limit_that_ends_every_update_is_refused():
+    with pytest.raises(ValueError, match=r"limit=0\.0 must be above 0"):
+        exceeds_kl_limit(0.1, limit=0.0)
+
+
+def test_the_entropy_coefficient_follows_its_target_within_bounds():
+    coefs = [0.01]
+    for entropy in (0.1, 0.1, 0.3, 0.3, math.nan, 0.3, 0.3, 0.3):
+        coefs.append(compute_adaptive_entropy_coef(coefs[-1], entropy, target=0.2, step=0.005, highest=0.018))
+    assert coefs == pytest.approx([0.01, 0.015, 0.018, 0.013, 0.008, 0.008, 0.003, 0.0, 0.0])
+    with pytest.raises(ValueError, match="the rule is step >= 0 and lowest <= highest"):
+        compute_adaptive_entropy_coef(0.1, 0.1, target=0.2, lowest=1.0, highest=0.5)

@@ -94,9 +94,53 @@ def test_a_nan_gradient_is_not_lost():
     assert grad.isnan().all()
 
 
-def test_entropy_has_no_gradient():
+def test_entropy_has_a_gradient_only_if_it_is_asked_for():
     hidden, weight, targets = make(2, 4, 6)
     assert not linear_logprobs(hidden, weight, targets).entropy.requires_grad
+    assert linear_logprobs(hidden, weight, targets, entropy_gradient=True).entropy.requires_grad
+
+
+def test_the_gradient_of_entropy_by_hand():
+    """Logits (0, ln 3): p = (1/4, 3/4), H = .5623; dH/dlogit = −p(log p + H) = (.2060, −.2060), and logits are hidden · weight."""
+    hidden, weight = torch.ones(1, 1, dtype=torch.float64).requires_grad_(), torch.tensor([[0.0], [1.0986123]], dtype=torch.float64).requires_grad_()
+    linear_logprobs(hidden, weight, torch.tensor([0]), entropy_gradient=True).entropy.sum().backward()
+    assert weight.grad is not None and hidden.grad is not None
+    assert weight.grad.flatten().tolist() == pytest.approx([0.2059898, -0.2059898], abs=1e-6)
+    assert hidden.grad.item() == pytest.approx(-0.2059898 * 1.0986123, abs=1e-6)
+
+
+def test_derivatives_of_log_probs_and_entropy_together_agree_with_finite_differences():
+    hidden, weight, targets = make(3, 4, 11, dtype=torch.float64)
+
+    def both(h: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+        return tuple(linear_logprobs(h, w, targets, temperature=0.8, vocab_chunk=4, entropy_gradient=True))
+
+    assert torch.autograd.gradcheck(both, (hidden, weight))
+
+
+@pytest.mark.parametrize("vocab_chunk", [1, 7, 1000])
+def test_entropy_s_gradient_equals_that_of_log_softmax_in_tiles(vocab_chunk: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(logprobs, "CPU_TILE", 80)
+    hidden, weight, targets = make(23, 16, 97)
+    result = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_chunk=vocab_chunk, entropy_gradient=True)
+    wanted, entropy = slow(hidden, weight, targets, 0.7)
+    upstream = torch.randn(2, 23, generator=torch.Generator().manual_seed(1))
+    upstream[:, 5] = 0.0
+    found = torch.autograd.grad((result.log_probs * upstream[0] + result.entropy * upstream[1]).sum(), [hidden, weight])
+    expected = torch.autograd.grad((wanted * upstream[0] + entropy * upstream[1]).sum(), [hidden, weight])
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert found[0][5].abs().max() == 0
+
+
+def test_asking_for_entropy_s_gradient_does_not_change_that_of_the_log_probs():
+    hidden, weight, targets = make(6, 8, 30, dtype=torch.float64)
+    grads = [
+        torch.autograd.grad(linear_logprobs(hidden, weight, targets, vocab_chunk=7, entropy_gradient=asked).log_probs.sum(), [hidden, weight])
+        for asked in (False, True)
+    ]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-13)
 
 
 def test_a_frozen_head_gets_no_gradient_and_the_states_still_do():
@@ -130,4 +174,6 @@ def test_the_logits_of_all_positions_and_tokens_never_exist_at_once(monkeypatch:
 
     with Watch():
         linear_logprobs(hidden, weight, targets, vocab_chunk=32).log_probs.sum().backward()
+        both = linear_logprobs(hidden, weight, targets, vocab_chunk=32, entropy_gradient=True)
+        (both.log_probs + both.entropy).sum().backward()
     assert largest == 4096 * 8  # the weight's gradient; all logits would be 2,097,152

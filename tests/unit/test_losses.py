@@ -6,6 +6,7 @@ so r = exp(lp - old) = [1.349859, .670320, 1.491825] and w = exp(old - mu) = [1.
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import types
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError, PlugInError
-from rollouts.losses import KL_ESTIMATORS, LOSSES, LossInputs, check_loss_params, resolve_loss
+from rollouts.losses import KL_ESTIMATORS, LOSSES, LossInputs, LossOutput, check_loss_params, resolve_loss
 from rollouts.losses.corrections import compute_ess_fraction, compute_truncated_weights
 from rollouts.losses.kl import compute_kl_penalty
 from rollouts.losses.ratios import compute_sequence_ratio, compute_token_ratio
@@ -25,7 +26,11 @@ from rollouts.losses.sft import sft_loss
 from rollouts.types import merge_metrics, metric_values
 
 OLD, LP, MU, REF = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3], [-1.1, -0.6, -1.5]
-RL_LOSSES = ["ppo_clip", "importance_sampling", "reinforce", "cispo", "gspo"]
+RL_LOSSES = [name for name in LOSSES if name != "sft"]
+WHOLE_BATCH = {  # the choice of tokens by covariance does not depend on the micro-batch
+    "clip_cov": {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0},
+    "kl_cov": {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0},
+}
 NAN = float("nan")
 
 
@@ -140,14 +145,27 @@ def slow_loss(name: str, lp: list, old: list, mu: list, advantage: list, mask: l
     for lps, olds, mus, advs, keep in zip(lp, old, mu, advantage, mask, strict=True):
         kept = [t for t in range(len(lps)) if keep[t]]
         mean = sum(lps[t] - olds[t] for t in kept) / max(len(kept), 1)
+        geometric = {
+            True: math.exp(sum(min(lps[t] - olds[t], 0.4) for t in kept) / max(len(kept), 1)),
+            False: math.exp(sum(max(lps[t] - olds[t], -0.4) for t in kept) / max(len(kept), 1)),
+        }
         for t in kept:
             r, s, a, w = math.exp(lps[t] - olds[t]), math.exp(mean), advs[t], min(math.exp(olds[t] - mus[t]), 2.0)
+            tau, cov, moved = (1.0 if a > 0 else 1.05), lps[t] * a, math.exp(lps[t]) - math.exp(mus[t])
+            ppo = -min(r * a, min(max(r, 0.8), 1.2) * a)
             total += {
-                "ppo_clip": -min(r * a, min(max(r, 0.8), 1.2) * a) * w,
+                "ppo_clip": ppo * w,
                 "importance_sampling": -math.exp(lps[t] - mus[t]) * a,
                 "reinforce": -lps[t] * a,
                 "cispo": -min(max(r, 0.0), 5.0) * a * lps[t] * w,
                 "gspo": -min(s * a, min(max(s, 1 - 3e-4), 1 + 4e-4) * a) * w,
+                "gspo_token": -min(s * a, min(max(s, 1 - 3e-4), 1 + 4e-4) * a) * w,
+                "gmpo": -a * geometric[a > 0] * w,
+                "sapo": -(4 / tau) / (1 + math.exp(-tau * (r - 1))) * a * w,
+                "dppo": 0.0 if abs(moved) > 0.2 and moved * a > 0 else -math.exp(lps[t] - mus[t]) * a,
+                "dro": -a * lps[t] + 0.025 * (lps[t] - mus[t]) ** 2,
+                "clip_cov": 0.0 if 0.1 < cov < 5.0 and (r <= 1.2 if a > 0 else r >= 0.8) else ppo * w,
+                "kl_cov": (-r * a + (abs(lps[t] - olds[t]) if cov > 0.1 else 0.0)) * w,
             }[name]
     return total
 
@@ -156,12 +174,14 @@ def slow_loss(name: str, lp: list, old: list, mu: list, advantage: list, mask: l
 @pytest.mark.parametrize("seed", range(3))
 def test_random_batches_match_the_slow_version(name, seed):
     generator = torch.Generator().manual_seed(seed)
-    lp, old, mu, advantages = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(4))
+    lp, old, mu = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3))
+    # one sign a row, for gmpo clips by it
+    advantages = torch.rand(4, 6, generator=generator, dtype=torch.float64) * torch.tensor([[1.0], [-1.0], [2.0], [1.0]])
     mask = torch.rand(4, 6, generator=generator) < 0.6
     mask[3] = False
     inputs = LossInputs(log_probs=lp, old_log_probs=old, rollout_log_probs=mu, advantages=advantages, mask=mask)
     expected = slow_loss(name, lp.tolist(), old.tolist(), mu.tolist(), advantages.tolist(), mask.tolist())
-    out = LOSSES[name](inputs, unit="tokens")
+    out = LOSSES[name](inputs, unit="tokens", **WHOLE_BATCH.get(name, {}))
     assert float(out.sum) == pytest.approx(expected, rel=1e-10)
     assert out.count == float(mask.sum())
 
@@ -188,10 +208,13 @@ def test_cispo_keeps_the_gradient_of_tokens_that_ppo_clips():
 def test_on_policy_all_losses_share_one_gradient():
     for advantage in (1.0, -2.0):
         inputs = make_inputs(advantage, log_probs=row(*OLD), rollout_log_probs=row(*OLD))
-        for name in ("ppo_clip", "importance_sampling", "reinforce", "cispo"):
-            assert gradient(LOSSES[name], inputs) == pytest.approx([-advantage] * 3), name
-        single = make_inputs(advantage, log_probs=row(-1.0), old_log_probs=row(-1.0), advantages=row(advantage))
-        assert gradient(gspo_loss, single) == pytest.approx([-advantage])
+        sequences = {"gspo", "gmpo"}  # whose unit's gradient is spread over the row: -A for a row of one token, and in sum
+        for name in RL_LOSSES:
+            expected = [-advantage / 3] * 3 if name in sequences else [-advantage] * 3
+            assert gradient(LOSSES[name], inputs, unit="sequences" if name in sequences else "tokens") == pytest.approx(expected), name
+        single = make_inputs(advantage, log_probs=row(-1.0), old_log_probs=row(-1.0), rollout_log_probs=row(-1.0), advantages=row(advantage))
+        for name in RL_LOSSES:
+            assert gradient(LOSSES[name], single, unit="sequences") == pytest.approx([-advantage]), name
 
 
 def test_gspo_spreads_one_gradient_evenly_over_its_sequence():
@@ -261,7 +284,7 @@ def test_a_nan_inside_the_mask_is_not_hidden(name):
     assert math.isnan(float(LOSSES[name](inputs, unit="tokens").sum))
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "importance_sampling", "cispo", "gspo"])
+@pytest.mark.parametrize("name", [name for name in RL_LOSSES if name not in ("reinforce", "dro")])
 def test_a_ratio_beyond_float_range_gives_finite_gradients(name):
     inputs = LossInputs(
         log_probs=torch.tensor([[-0.1, -400.0]]),
@@ -286,12 +309,15 @@ def test_units_divide_by_what_they_say():
     # losses [3] and [1, 1, 4]: token mean 9/4, sequence mean of token means 5/2
     losses = torch.tensor([[3.0, NAN, NAN], [1.0, 1.0, 4.0], [NAN, NAN, NAN]])
     mask = torch.tensor([[True, False, False], [True, True, True], [False, False, False]])
-    assert [(float(total), count) for total, count in (reduce_loss(losses, mask, unit) for unit in ("tokens", "constant", "sequences"))] == [
+    # sequence mean of token sums 9/2; Dr. GRPO's constant, 2 rows of at most 8 tokens, 9/16; token sum: a constant of 1
+    units = ("tokens", "constant", "sequences", "sequence_sums")
+    assert [(float(total), count) for total, count in (reduce_loss(losses, mask, unit) for unit in units)] == [
         (9.0, 4.0),
         (9.0, 4.0),
         (5.0, 2.0),
+        (9.0, 2.0),
     ]
-    with pytest.raises(ConfigError, match="'tokens', 'sequences' or 'constant'"):
+    with pytest.raises(ConfigError, match="'tokens', 'sequences', 'sequence_sums' or 'constant'"):
         reduce_loss(losses, mask, "rows")
 
 
@@ -304,20 +330,42 @@ def test_nothing_to_train_gives_zero_with_a_zero_gradient():
 
 
 @pytest.mark.parametrize("name", [*RL_LOSSES, "sft"])
-@pytest.mark.parametrize("unit", ["tokens", "sequences"])
+@pytest.mark.parametrize("unit", ["tokens", "sequences", "sequence_sums", "constant"])
 def test_micro_batches_add_up_to_the_whole_batch(name, unit):
     generator = torch.Generator().manual_seed(1)
     names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "ref_log_probs", "entropy")
     fields = {key: torch.randn(5, 4, generator=generator, dtype=torch.float64) for key in names}
+    fields |= {key: fields[key].requires_grad_() for key in ("log_probs", "entropy")}
     mask = torch.rand(5, 4, generator=generator) < 0.5
-    whole = LOSSES[name](LossInputs(mask=mask, **fields), unit=unit)
-    parts = [
-        LOSSES[name](LossInputs(mask=mask[rows], **{key: value[rows] for key, value in fields.items()}), unit=unit)
-        for rows in (slice(0, 1), slice(1, 4), slice(4, 5))
-    ]
-    assert sum(float(part.sum) for part in parts) == pytest.approx(float(whole.sum))
-    assert sum(part.count for part in parts) == whole.count
-    assert metric_values(merge_metrics([part.metrics for part in parts])) == pytest.approx(metric_values(whole.metrics))
+    params: dict = {} if name == "sft" else {
+        "correction": "token_tis(cap=1.5) * geometric_mask(low=0.4, high=2.0) * veto(floor=0.05) * opsm(delta=0.2)",
+        "kl_coef": 0.1, "kl_importance": True, "kl_estimator": "k3",
+        "entropy_coef": 0.02, "entropy_fraction": 0.5, "policy_entropy_fraction": 0.7, "mu_penalty_coef": 0.03,
+    }  # fmt: skip
+    if name in ("importance_sampling", "dppo"):  # whose ratio takes no weight
+        params["correction"] = "token_mask(low=0.4, high=2.0) * sequence_k3_mask(limit=1.0)"
+    params |= WHOLE_BATCH.get(name, {})
+
+    def run(rows: slice, width: int = 4) -> LossOutput:
+        padding = torch.full((len(mask[rows]), width - 4), NAN, dtype=torch.float64)
+        padded = {key: torch.cat([value[rows], padding], dim=1) for key, value in fields.items()}
+        return LOSSES[name](LossInputs(mask=torch.cat([mask[rows], padding > 0], dim=1), **padded), unit=unit, **params)
+
+    def grads(total: Tensor) -> list[Tensor]:
+        inputs = [fields["log_probs"], fields["entropy"]]
+        return list(torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True))
+
+    whole = run(slice(0, 5))
+    whole_grads = grads(whole.sum)
+    assert torch.count_nonzero(whole_grads[0]) > 3
+    for cuts in ((0, 1, 4, 5), (0, 1, 2, 3, 4, 5), (0, 3, 5)):
+        parts = [run(slice(start, end), width=4 + end) for start, end in itertools.pairwise(cuts)]
+        total = torch.stack([part.sum for part in parts]).sum()
+        assert float(total.detach()) == pytest.approx(float(whole.sum.detach()), rel=1e-10, abs=1e-12)
+        for one, other in zip(grads(total), whole_grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+        assert sum(part.count for part in parts) == whole.count
+        assert metric_values(merge_metrics([part.metrics for part in parts])) == pytest.approx(metric_values(whole.metrics), abs=1e-12)
 
 
 def test_metrics_say_what_happened():
@@ -337,6 +385,12 @@ def test_metrics_say_what_happened():
             "mismatch_kl/mean": sum(k3) / 3,
             "mismatch_kl/max": max(k3),
             "mismatch/logprob_abs_diff": 0.2,
+            "mismatch/k1": -0.4 / 3,
+            "mismatch/chi2": sum(math.exp(2 * w) for w in log_weights) / 3 - 1,
+            "mismatch/ess": 0.974612193,
+            "mismatch/prob_abs_diff/max": math.exp(-1.0) - math.exp(-1.2),
+            "approx_kl/mean": sum(math.exp(d) - 1 - d for d in (0.3, -0.4, 0.4)) / 3,
+            "importance_weight/ess": sum(weights) ** 2 / (3 * sum(w * w for w in weights)),
             "importance_weight/mean": sum(weights) / 3,
             "importance_weight/mean_square": sum(w * w for w in weights) / 3,
             "importance_weight/capped": 1 / 3,
@@ -383,11 +437,12 @@ def test_a_loss_names_the_field_that_the_batch_lacks(name):
 
 def test_a_ratio_needs_something_to_compare_with():
     bare = make_inputs(old_log_probs=None)
-    for name in ("ppo_clip", "cispo", "gspo"):
+    for name in sorted(set(RL_LOSSES) - {"importance_sampling", "dppo", "dro", "reinforce"}):
         with pytest.raises(ConfigError, match=f"'{name}' needs log-probs to compare with"):
             LOSSES[name](bare, unit="tokens")
-    with pytest.raises(ConfigError, match=r"fill RolloutBatch\.rollout_log_probs"):
-        importance_sampling_loss(bare)
+    for name in ("importance_sampling", "dppo", "dro"):
+        with pytest.raises(ConfigError, match=rf"'{name}' needs the engine's log-probs .* fill RolloutBatch\.rollout_log_probs"):
+            LOSSES[name](bare, unit="tokens")
 
 
 @pytest.mark.parametrize(

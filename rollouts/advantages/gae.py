@@ -1,0 +1,148 @@
+"""Advantages from a critic's values, over ragged rows. Every row argument is one array [T_i]; what lies outside a loss mask is never read.
+
+Trained tokens follow one another as if what stands between them (a tool's answer, a template) were not there: the value and the advantage
+of the next trained token are carried over it unchanged. A reward for what happened in between belongs on the trained token before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rollouts.advantages.group import whiten_over_tokens
+from rollouts.advantages.inputs import Floats
+from rollouts.types import BoolArray, FloatArray
+
+
+class GAEResult(NamedTuple):
+    """Per-token results, one array [T_i] per row, 0 outside the loss masks."""
+
+    advantages: tuple[FloatArray, ...]
+    returns: tuple[FloatArray, ...]  # what the critic's values are regressed on
+
+
+def compute_gae(
+    rewards: Sequence[ArrayLike],
+    values: Sequence[ArrayLike],
+    loss_masks: Sequence[BoolArray],
+    *,
+    gamma: float = 1.0,
+    lam: float | ArrayLike = 1.0,
+    critic_lam: float | None = None,
+    bootstrap_values: ArrayLike | None = None,
+) -> GAEResult:
+    """A_t = δ_t + gamma·lam·A_{t+1} with δ_t = r_t + gamma·V_{t+1} − V_t, and returns = A + V, over the trained tokens of each row.
+
+    rewards and values [T_i] per row (values: the critic's before the token). After the last trained token V is 0, unless
+    bootstrap_values [B] says what the critic expects beyond it: give that for truncated rows and 0 for rows that ended. lam is one number or
+    one per row [B] (see `compute_length_adaptive_lambda`). With critic_lam the returns use that lambda instead: VAPO takes 1.
+    A row without trained tokens gives zeros. Computed in float64. Papers: 1506.02438; VAPO, 2504.05118.
+    Raises ValueError on lengths that differ, on gamma or lam outside 0 to 1, and naming the row with a trained value that is not finite.
+    """
+    lams = _per_row("lam", lam, len(loss_masks))
+    bootstrap = np.zeros(len(loss_masks)) if bootstrap_values is None else np.asarray(bootstrap_values, np.float64)
+    if bootstrap.shape != (len(loss_masks),) or not np.isfinite(bootstrap).all():
+        raise ValueError(f"bootstrap_values has shape {bootstrap.shape} for {len(loss_masks)} rows; one finite number per row, 0 where it ended")
+    for name, fraction in (("gamma", np.asarray([gamma])), ("lam", lams), ("critic_lam", np.asarray([0.0 if critic_lam is None else critic_lam]))):
+        if not ((fraction >= 0) & (fraction <= 1)).all():
+            raise ValueError(f"{name}={fraction[~((fraction >= 0) & (fraction <= 1))][0]}; it must be from 0 to 1")
+    lengths = np.asarray([int(np.count_nonzero(mask)) for mask in loss_masks], np.int64)
+    kept_rewards, kept_values = _trained("rewards", rewards, loss_masks), _trained("values", values, loss_masks)
+    advantages = _sweep(kept_rewards, kept_values, lengths, bootstrap, gamma, lams)
+    for_critic = advantages if critic_lam is None else _sweep(kept_rewards, kept_values, lengths, bootstrap, gamma, np.full(len(lams), critic_lam))
+    return GAEResult(_scatter(advantages, loss_masks), _scatter(for_critic + kept_values, loss_masks))
+
+
+def compute_length_adaptive_lambda(lengths: ArrayLike, *, alpha: float = 0.05) -> Floats:
+    """[B] 1 − 1/(alpha·length), at least 0: long rows get a lambda nearer to 1. Paper: VAPO, 2504.05118. Raises ValueError unless alpha > 0.
+
+    At alpha = 0.05 a row of 20 tokens or fewer gets 0 and one of 100 gets 0.8.
+    """
+    if not alpha > 0:
+        raise ValueError(f"alpha={alpha}; it must be above 0, 0.05 is usual")
+    return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(np.asarray(lengths, np.float64), 1.0)))
+
+
+def compute_discounted_returns(rewards: Sequence[ArrayLike], loss_masks: Sequence[BoolArray], *, gamma: float = 1.0) -> tuple[FloatArray, ...]:
+    """Reward to go of each trained token, Σ_{s ≥ t} gamma^(s−t)·r_s counted in trained tokens; 0 elsewhere: GAE without a critic.
+
+    Raises what `compute_gae` raises.
+    """
+    nothing = [np.zeros(len(mask)) for mask in loss_masks]
+    return compute_gae(rewards, nothing, loss_masks, gamma=gamma).returns
+
+
+def whiten_advantages(advantages: Sequence[ArrayLike], loss_masks: Sequence[BoolArray], *, ddof: int = 1) -> tuple[FloatArray, ...]:
+    """Per row [T_i]: (A − mean) / sqrt(variance + 1e-8) over all trained tokens of the batch, 0 elsewhere; what PPO does with GAE's advantages.
+
+    ddof 1: the variance has the number of tokens − 1 in its denominator. Advantages without spread give 0. Whiten the advantages only, not the
+    returns. Raises ValueError on lengths that differ, and naming the row with a trained value that is not finite.
+    """
+    kept = _trained("advantages", advantages, loss_masks)
+    counts = np.asarray([int(np.count_nonzero(mask)) for mask in loss_masks], np.int64)
+    trained = np.arange(kept.shape[1]) < counts[:, None]
+    kept[trained] = whiten_over_tokens(kept[trained], np.ones(int(counts.sum()), np.int64), ddof=ddof)
+    return _scatter(kept, loss_masks)
+
+
+def compute_explained_variance(values: Sequence[ArrayLike], returns: Sequence[ArrayLike], loss_masks: Sequence[BoolArray]) -> float | None:
+    """1 − Var(returns − values) / Var(returns) over all trained tokens: 1 is a perfect critic, 0 one no better than a constant.
+
+    None where the returns do not vary, or fewer than two tokens train. Raises ValueError on lengths that differ.
+    """
+    predicted = np.concatenate([np.asarray(row, np.float64)[mask] for row, mask in zip(values, loss_masks, strict=True)] or [np.zeros(0)])
+    actual = np.concatenate([np.asarray(row, np.float64)[mask] for row, mask in zip(returns, loss_masks, strict=True)] or [np.zeros(0)])
+    if len(actual) < 2 or np.ptp(actual) == 0:
+        return None
+    return float(1.0 - (actual - predicted).var() / actual.var())
+
+
+def _per_row(name: str, value: float | ArrayLike, rows: int) -> Floats:
+    values = np.asarray(value, np.float64)
+    if values.ndim == 0:
+        return np.full(rows, float(values))
+    if values.shape != (rows,):
+        raise ValueError(f"{name} has shape {values.shape} for {rows} rows; give one number, or one per row")
+    return values
+
+
+def _trained(name: str, rows: Sequence[ArrayLike], loss_masks: Sequence[BoolArray]) -> Floats:
+    """[B, L] the trained values of each row, moved together and padded with 0 on the right."""
+    if len(rows) != len(loss_masks):
+        raise ValueError(f"there are {len(rows)} rows of {name} for {len(loss_masks)} loss masks")
+    longest = max((int(np.count_nonzero(mask)) for mask in loss_masks), default=0)
+    kept = np.zeros((len(rows), longest))
+    for index, (row, mask) in enumerate(zip(rows, loss_masks, strict=True)):
+        values = np.asarray(row, np.float64)
+        if values.shape != mask.shape:
+            raise ValueError(f"{name}[{index}] has shape {values.shape} and its loss mask {mask.shape}; one value per token")
+        trained = values[mask]
+        if not np.isfinite(trained).all():
+            raise ValueError(f"{name}[{index}] has a value on a trained token that is not finite")
+        kept[index, : len(trained)] = trained
+    return kept
+
+
+def _sweep(rewards: Floats, values: Floats, lengths: NDArray[np.int64], bootstrap: Floats, gamma: float, lams: Floats) -> Floats:
+    """[B, L] advantages, backwards over the tokens of all rows at once."""
+    advantages = np.zeros_like(rewards)
+    next_value, next_advantage = bootstrap.copy(), np.zeros(len(lengths))
+    for token in range(rewards.shape[1] - 1, -1, -1):
+        here = token < lengths
+        delta = rewards[:, token] + gamma * next_value - values[:, token]
+        next_advantage = np.where(here, delta + gamma * lams * next_advantage, next_advantage)
+        next_value = np.where(here, values[:, token], next_value)
+        advantages[:, token] = np.where(here, next_advantage, 0.0)
+    return advantages
+
+
+def _scatter(kept: Floats, loss_masks: Sequence[BoolArray]) -> tuple[FloatArray, ...]:
+    rows = []
+    for trained, mask in zip(kept, loss_masks, strict=True):
+        row = np.zeros(len(mask), np.float32)
+        row[mask] = trained[: int(np.count_nonzero(mask))]
+        rows.append(row)
+    return tuple(rows)

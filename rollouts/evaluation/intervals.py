@@ -1,0 +1,101 @@
+"""Means with bootstrap intervals, and two policies compared on the same prompts. numpy only. Axes: P prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+CHUNK = 2**22  # resampled indices held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and how far it may be off."""
+
+    mean: float
+    low: float  # percentile bootstrap
+    high: float
+    confidence: float  # share of such intervals that hold the true mean, about, for large P
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyComparison:
+    """Two policies on the same prompts."""
+
+    first: Interval
+    second: Interval
+    difference: Interval  # second − first, resampled by prompt with both values together
+    second_is_better: float  # share of resamples with a positive difference, an equal one counted as one half; 0.5: nothing is known
+    num_prompts: int
+
+
+def compute_bootstrap_interval(values: ArrayLike, *, seed: int, confidence: float = 0.95, num_resamples: int = 10_000) -> Interval:
+    """The mean of values [P] with its percentile bootstrap interval. The same seed gives the same interval.
+
+    Values must be independent: with several samples a prompt give one mean per prompt, for samples of one prompt are alike. One value gives
+    an interval of width 0, which says nothing. Source: Efron 1979.
+    Raises ValueError if there is no value, one is not finite, confidence is not inside (0, 1), or num_resamples < 1.
+    """
+    numbers = _check(values, confidence, num_resamples)
+    means = _resample_means(numbers[None], seed, num_resamples)[0]
+    return _interval(numbers, means, confidence)
+
+
+def compare_policies(
+    first: ArrayLike, second: ArrayLike, *, seed: int, confidence: float = 0.95, num_resamples: int = 10_000
+) -> PolicyComparison:
+    """Mean rewards (or any measure) of two policies with intervals, and that of their difference, from values [P] on the same P prompts.
+
+    Prompts are resampled with both values together: what makes a prompt hard for both cancels, which makes the interval of the difference
+    much narrower than those of the means suggest. Raises ValueError on lengths that differ and what `compute_bootstrap_interval` raises.
+    """
+    one, other = _check(first, confidence, num_resamples), _check(second, confidence, num_resamples)
+    if len(one) != len(other):
+        raise ValueError(f"{len(one)} values of the first policy, {len(other)} of the second; both must be on the same prompts, in the same order")
+    means = _resample_means(np.stack([one, other, other - one]), seed, num_resamples)
+    return PolicyComparison(
+        first=_interval(one, means[0], confidence),
+        second=_interval(other, means[1], confidence),
+        difference=_interval(other - one, means[2], confidence),
+        second_is_better=float((means[2] > 0).mean() + 0.5 * (means[2] == 0).mean()),
+        num_prompts=len(one),
+    )
+
+
+def average_by_prompt(values: Sequence[float], prompts: Sequence[int]) -> NDArray[np.float64]:
+    """[P] mean of the values of each prompt, in the order of the prompts' numbers. Raises ValueError on lengths that differ."""
+    if len(values) != len(prompts):
+        raise ValueError(f"{len(values)} values for {len(prompts)} prompt numbers; there must be one each")
+    _, index = np.unique(np.asarray(prompts, np.int64), return_inverse=True)
+    return np.bincount(index, weights=np.asarray(values, np.float64)) / np.bincount(index)
+
+
+def _check(values: ArrayLike, confidence: float, num_resamples: int) -> NDArray[np.float64]:
+    numbers = np.asarray(values, np.float64)
+    if numbers.ndim != 1 or len(numbers) == 0:
+        raise ValueError(f"values have shape {numbers.shape}; they must be [P] with P at least 1")
+    bad = np.flatnonzero(~np.isfinite(numbers))
+    if len(bad):
+        raise ValueError(f"values[{bad[0]}] is {numbers[bad[0]]}; every value must be finite: leave out what failed, and say how much it was")
+    if not 0 < confidence < 1 or num_resamples < 1:
+        raise ValueError(f"confidence={confidence}, num_resamples={num_resamples}; the rule is 0 < confidence < 1 and at least 1 resample")
+    return numbers
+
+
+def _resample_means(rows: NDArray[np.float64], seed: int, num_resamples: int) -> NDArray[np.float64]:
+    """[R, num_resamples] means of rows [R, P], each over P columns drawn with replacement, the same ones for all rows."""
+    generator = np.random.default_rng(seed)
+    count = rows.shape[1]
+    step = max(CHUNK // count, 1)
+    parts = [
+        rows[:, generator.integers(0, count, (min(step, num_resamples - start), count))].mean(axis=-1) for start in range(0, num_resamples, step)
+    ]
+    return np.concatenate(parts, axis=1)
+
+
+def _interval(values: NDArray[np.float64], means: NDArray[np.float64], confidence: float) -> Interval:
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Interval(float(values.mean()), float(low), float(high), confidence)

@@ -1,0 +1,96 @@
+"""Rewards without an answer to compare with: the group votes (TTRL). Group rewards: `rl.rollout.group_reward`.
+
+Rules. An answer is whatever `extract` makes of a response; None has no vote and gets 0. The label is the answer with the most votes. Its vote
+ratio is votes / valid answers, or votes / samples with of="all". There is no label when nobody voted, when the ratio is below min_ratio, or
+on a tie with ties="none" (the default: either label would punish as many right answers as the other); ties="first" takes the answer that was
+given first in launch order. Without a label every reward is 0: the filter `check_consensus` drops such a group as "no_consensus", and
+`check_reward_nonzero_std`, which sees rewards that are all alike, as "zero_variance".
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from rollouts.errors import ConfigError
+from rollouts.types import RewardResult, Sample
+
+TieRule = Literal["none", "first"]
+RatioOf = Literal["valid", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Consensus:
+    """What a group of answers agrees on."""
+
+    label: Hashable | None  # None: no consensus
+    rewards: tuple[float, ...]  # [G] 1 where the answer is the label, else 0
+    votes: int  # for the answer with the most, label or not
+    num_valid: int  # answers that are not None
+    num_answers: int  # G
+
+    @property
+    def ratio_of_valid(self) -> float:
+        """votes / num_valid; 0 where nobody voted."""
+        return self.votes / self.num_valid if self.num_valid else 0.0
+
+    @property
+    def ratio_of_all(self) -> float:
+        """votes / G; 0 for no answers at all."""
+        return self.votes / self.num_answers if self.num_answers else 0.0
+
+
+def compute_consensus(
+    answers: Sequence[Hashable | None], *, min_ratio: float = 0.0, ties: TieRule = "none", of: RatioOf = "valid"
+) -> Consensus:
+    """The label that most of the answers [G] agree on, and a reward of 1 for each that does. The rules stand at the top of this file.
+
+    Paper: TTRL, 2504.16084. Raises ConfigError unless 0 <= min_ratio <= 1, ties is "none" or "first" and of is "valid" or "all".
+    """
+    _check_rules(min_ratio, ties, of)
+    counts = Counter(answer for answer in answers if answer is not None)
+    if not counts:
+        return Consensus(None, (0.0,) * len(answers), 0, 0, len(answers))
+    (label, votes), *others = counts.most_common()  # equal counts stand in the order in which they were first met
+    num_valid = counts.total()
+    tied = bool(others) and others[0][1] == votes
+    ratio = votes / (num_valid if of == "valid" else len(answers))
+    agreed = label if ratio >= min_ratio and not (tied and ties == "none") else None
+    rewards = tuple(float(agreed is not None and answer == agreed) for answer in answers)
+    return Consensus(agreed, rewards, votes, num_valid, len(answers))
+
+
+def make_consensus_reward(
+    extract: Callable[[Sample], Hashable | None], *, min_ratio: float = 0.0, ties: TieRule = "none", of: RatioOf = "valid"
+) -> Callable[[Sequence[Sample]], list[RewardResult]]:
+    """A group reward of 1 for each sample whose answer is the group's label, otherwise 0.
+
+    Parts: `agrees` is the reward, `has_answer`, and `vote_ratio` and `has_label`, which are the group's. The note names the label.
+    Raises ConfigError as `compute_consensus`.
+    """
+    _check_rules(min_ratio, ties, of)
+
+    def consensus_reward(samples: Sequence[Sample]) -> list[RewardResult]:
+        answers = [extract(sample) for sample in samples]
+        consensus = compute_consensus(answers, min_ratio=min_ratio, ties=ties, of=of)
+        ratio = consensus.ratio_of_valid if of == "valid" else consensus.ratio_of_all
+        group = {"vote_ratio": ratio, "has_label": float(consensus.label is not None)}
+        nobody = f"no label: at most {consensus.votes} of {consensus.num_valid} votes agree"
+        note = nobody if consensus.label is None else f"label {consensus.label!r}"
+        return [
+            RewardResult(reward, {"agrees": reward, "has_answer": float(answer is not None)} | group, note)
+            for reward, answer in zip(consensus.rewards, answers, strict=True)
+        ]
+
+    return consensus_reward
+
+
+def _check_rules(min_ratio: float, ties: str, of: str) -> None:
+    if not 0 <= min_ratio <= 1:
+        raise ConfigError(f"min_ratio={min_ratio}; it must be from 0 to 1, 0 takes every majority")
+    if ties not in get_args(TieRule):
+        raise ConfigError(f"ties={ties!r}; it must be one of {', '.join(get_args(TieRule))}")
+    if of not in get_args(RatioOf):
+        raise ConfigError(f"of={of!r}; it must be one of {', '.join(get_args(RatioOf))}")

@@ -1,0 +1,320 @@
+"""Our losses and TRL's on the same logits. The numbers below are what TRL 1.16.0 computed in float64; with `.[test-trl]` it does so again.
+
+The models are tables: the logits after a token are a row of a matrix [V, V], one matrix for the policy and one for the reference. All
+sequences begin with one prompt token, so that what follows is the response for both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from rollouts.losses.distillation import gkd_loss
+from rollouts.losses.inputs import LossInputs, LossOutput
+from rollouts.losses.kto_loss import compute_kto_reference_point, kto_loss, mismatch_completions
+from rollouts.losses.preference_losses import TRL_LOSS_TYPES, compute_preference_loss
+from rollouts.losses.preference_pairs import compute_pair_log_probs, compute_row_log_probs
+from rollouts.losses.reward_model_losses import bradley_terry_loss
+from rollouts.losses.sft import sft_loss
+from rollouts.types import metric_values
+
+V = 7
+CHOSEN = [[0, 1, 2, 3, 4], [0, 6, 5, 1], [0, 3]]  # the prompt is the first token
+REJECTED = [[0, 2, 2], [0, 4, 1, 3, 6], [0, 5, 6, 2]]
+SAME_LENGTH = [[0, 1, 2, 3], [0, 6, 5, 1], [0, 3, 3, 4]]  # TRL takes ORPO's and CPO's likelihood over all tokens, we per pair
+LABELS = [True, False, True]
+
+# Mean losses, by TRL 1.16.0.
+RECORDED: dict[str, float] = {
+    "dpo/sigmoid": 0.40540798642273357,
+    "dpo/robust": 0.2592930208708553,
+    "dpo/ipo": 3.733386528802754,
+    "dpo/hinge": 0.4914510574426021,
+    "dpo/sigmoid_norm": 0.6063164349181331,
+    "dpo/exo_pair": 0.2668243091930942,
+    "dpo/nca_pair": 2.0673314801923426,
+    "dpo/sppo_hard": 90.48884677125778,
+    "dpo/apo_zero": 0.8513735808112259,
+    "dpo/apo_down": 0.8833417882148197,
+    "cpo/sigmoid": 1.5348913951876657,
+    "cpo/simpo": 0.28479452026402285,
+    "orpo": 2.269903100699173,
+    "kto": 0.3496785699701294,
+    "kto/apo_zero_unpaired": 0.23534649268349048,
+    "reward": 0.8779706341203086,
+    "reward/margin": 1.0499284943534668,
+    "gkd/0.0": 2.767521043794823,
+    "gkd/0.3": 0.3419870313530627,
+    "gkd/1.0": 2.4375161297948766,
+}
+OTHER_NAMES = {"nll_loss": "loss/nll", "log_odds_chosen": "log_odds/mean", "kl": "kto/reference_point", "accuracy": "rewards/accuracies"}
+
+
+def table(seed: int) -> Tensor:
+    """[V, V] logits from a formula, so that no generator's stream matters."""
+    return 2.5 * torch.sin(torch.arange(V * V, dtype=torch.float64).reshape(V, V) * (0.7 + 0.1 * seed) + seed)
+
+
+POLICY, REFERENCE = table(1), table(2)
+
+
+def stack(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """Ids [B, T] right-padded with 0, and which are tokens of a response."""
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[0 < position < len(row) for position in range(width)] for row in rows])
+    return ids, mask
+
+
+def score(weights: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+    """[B, T] log-prob of each token after the one before it, 0 outside the mask."""
+    found = weights[ids[:, :-1]].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    return torch.where(mask, pad(found, (1, 0)), 0.0)
+
+
+def interleave(chosen: list[list[int]], rejected: list[list[int]]) -> list[list[int]]:
+    return [row for pair in zip(chosen, rejected, strict=True) for row in pair]
+
+
+# --- ours -----------------------------------------------------------------------------------------------------------------------
+
+
+def our_pairs(weights: Tensor, chosen: list[list[int]], rejected: list[list[int]]):
+    ids, mask = stack(interleave(chosen, rejected))
+    return compute_pair_log_probs(
+        LossInputs(log_probs=score(weights, ids, mask), mask=mask, ref_log_probs=score(REFERENCE, ids, mask))
+    )
+
+
+def our_kto(weights: Tensor, *, use_reference_point: bool) -> LossOutput:
+    ids, mask = stack(CHOSEN)
+    sums = compute_row_log_probs(LossInputs(log_probs=score(weights, ids, mask), mask=mask, ref_log_probs=score(REFERENCE, ids, mask)))
+    assert sums.ref_log_probs is not None
+    point: float | Tensor = 0.0
+    if use_reference_point:
+        kl_ids, kl_mask = stack(kl_rows())
+        point = compute_kto_reference_point(score(weights, kl_ids, kl_mask).sum(-1), score(REFERENCE, kl_ids, kl_mask).sum(-1))
+    return kto_loss(
+        sums.log_probs, sums.ref_log_probs, torch.tensor(LABELS), reference_point=point, beta=0.3, desirable_weight=1.5, undesirable_weight=0.75
+    )
+
+
+def kl_rows() -> list[list[int]]:
+    """Each prompt with another prompt's completion."""
+    return [[CHOSEN[row][0], *CHOSEN[other][1:]] for row, other in enumerate(mismatch_completions(["a", "b", "c"]))]
+
+
+def our_scores(weights: Tensor) -> tuple[Tensor, Tensor]:
+    return weights[0, :3], weights[1, :3]
+
+
+def our_losses() -> dict[str, Callable[[Tensor], LossOutput]]:
+    """By the names of RECORDED: functions of the policy's table."""
+    losses: dict[str, Callable[[Tensor], LossOutput]] = {}
+    for trl_name, name in TRL_LOSS_TYPES.items():
+        if trl_name != "simpo":
+            smoothing = {"label_smoothing": 0.1} if trl_name in ("robust", "exo_pair") else {}
+            losses[f"dpo/{trl_name}"] = partial(_our_pair_loss, name, CHOSEN, REJECTED, beta=0.3, **smoothing)
+    losses["cpo/sigmoid"] = partial(_our_pair_loss, "cpo", SAME_LENGTH, REJECTED, beta=0.3, label_smoothing=0.1, nll_weight=0.5)
+    losses["cpo/simpo"] = partial(_our_pair_loss, "simpo", SAME_LENGTH, REJECTED, beta=2.0, gamma=0.5)
+    losses["orpo"] = partial(_our_pair_loss, "orpo", SAME_LENGTH, REJECTED, beta=0.3)
+    losses["kto"] = partial(our_kto, use_reference_point=True)
+    losses["kto/apo_zero_unpaired"] = partial(our_kto, use_reference_point=False)
+    losses["reward"] = lambda weights: bradley_terry_loss(*our_scores(weights), centring=0.01)
+    losses["reward/margin"] = lambda weights: bradley_terry_loss(*our_scores(weights), margins=torch.tensor([0.5, 0.0, 1.0]))
+    for beta in (0.0, 0.3, 1.0):
+        losses[f"gkd/{beta}"] = partial(_our_gkd, beta=beta)
+    return losses
+
+
+def _our_pair_loss(name: str, chosen: list[list[int]], rejected: list[list[int]], weights: Tensor, **params: float) -> LossOutput:
+    return compute_preference_loss(our_pairs(weights, chosen, rejected), name, **params)
+
+
+def _our_gkd(weights: Tensor, *, beta: float) -> LossOutput:
+    ids, mask = stack(CHOSEN)
+    return gkd_loss(weights[ids[:, :-1]], REFERENCE[ids[:, :-1]], mask[:, 1:], beta=beta, temperature=0.8)
+
+
+# --- TRL's ----------------------------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """What TRL asks of a model, from a table of logits."""
+
+    training = False
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+
+    def __call__(self, input_ids: Tensor, labels: Tensor | None = None, **_: object) -> Any:
+        logits = self.weights[input_ids]
+        if labels is None:
+            return types.SimpleNamespace(logits=logits)
+        log_probs = score(self.weights, input_ids, labels != -100)[:, 1:]
+        flat = torch.zeros_like(log_probs)
+        return types.SimpleNamespace(log_probs=log_probs, entropy=flat, mean_logits=flat, is_top1=flat.bool(), log_sum_sq_probs=flat)
+
+
+def trainer(**fields: Any) -> Any:
+    """The attributes that TRL's loss methods read of their trainer."""
+    gathered = types.SimpleNamespace(device="cpu", gather_for_metrics=lambda value: value, gather=lambda value: value)
+    given = {
+        "model": Model(POLICY),
+        "ref_model": Model(REFERENCE),
+        "accelerator": gathered,
+        "aux_loss_enabled": False,
+        "precompute_ref_logps": False,
+        "args": types.SimpleNamespace(gradient_checkpointing_kwargs=None, center_rewards_coefficient=None),
+        "_metrics": {mode: defaultdict(list) for mode in ("train", "eval")},
+        "_total_train_tokens": 0,
+    }
+    return types.SimpleNamespace(**given | fields)
+
+
+@pytest.fixture
+def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """TRL's trainers; gradient checkpointing has nothing to be switched off on a table."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    pytest.importorskip("trl", reason="pip install -e .[test-trl] compares with TRL itself")
+    from trl.experimental.cpo import cpo_trainer
+    from trl.experimental.gkd import gkd_trainer
+    from trl.experimental.orpo import orpo_trainer
+    from trl.trainer import dpo_trainer, kto_trainer, reward_trainer
+
+    for module in (dpo_trainer, kto_trainer):
+        monkeypatch.setattr(module, "disable_gradient_checkpointing", lambda *_: contextlib.nullcontext())
+    return types.SimpleNamespace(
+        dpo=dpo_trainer.DPOTrainer,
+        kto=kto_trainer.KTOTrainer,
+        reward=reward_trainer.RewardTrainer,
+        cpo=cpo_trainer.CPOTrainer,
+        orpo=orpo_trainer.ORPOTrainer,
+        gkd=gkd_trainer.GKDTrainer,
+    )
+
+
+def trl_dpo(trl: Any, weights: Tensor, loss_type: str) -> tuple[Tensor, dict[str, float]]:
+    ids, mask = stack([*CHOSEN, *REJECTED])
+    fake = trainer(
+        ld_alpha=None, f_divergence_type="reverse_kl", loss_types=[loss_type], loss_weights=[1.0], beta=0.3, label_smoothing=0.1, use_weighting=False
+    )
+    loss = trl.dpo._compute_loss(fake, Model(weights), {"input_ids": ids, "attention_mask": mask.long(), "completion_mask": mask.long()}, False)
+    return loss, {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
+
+
+def trl_kto(trl: Any, weights: Tensor, loss_type: str) -> tuple[Tensor, dict[str, float]]:
+    (ids, mask), (kl_ids, kl_mask) = stack(CHOSEN), stack(kl_rows())
+    batch = {
+        "input_ids": ids,
+        "attention_mask": mask.long(),
+        "completion_mask": mask.long(),
+        "label": torch.tensor(LABELS),
+        "KL_input_ids": kl_ids,
+        "KL_attention_mask": kl_mask.long(),
+        "KL_completion_mask": kl_mask.long(),
+    }
+    fake = trainer(loss_type=loss_type, calculate_KL=loss_type == "kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.75)
+    fake._compute_kl_logps = partial(trl.kto._compute_kl_logps, fake)
+    loss = trl.kto._compute_loss(fake, Model(weights), batch, False)
+    return loss, {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
+
+
+def trl_without_reference(kind: Any, weights: Tensor, **fields: Any) -> tuple[Tensor, dict[str, float]]:
+    """ORPO and CPO."""
+    batch: dict[str, Tensor] = {}
+    for side, rows in (("chosen", SAME_LENGTH), ("rejected", REJECTED)):
+        ids, mask = stack(rows)
+        inside = mask | (torch.arange(ids.shape[1]) == 0)
+        batch |= {
+            f"{side}_input_ids": ids,
+            f"{side}_attention_mask": inside.long(),
+            f"{side}_labels": ids.masked_fill(~mask, -100),
+        }
+    fake = trainer(is_encoder_decoder=False, padding_value=0, pad_token_id=0, label_pad_token_id=-100, **fields)
+    fake.concatenated_inputs, fake.get_batch_logps = kind.concatenated_inputs, kind.get_batch_logps
+    fake.concatenated_forward = partial(kind.concatenated_forward, fake)
+    for name in ("odds_ratio_loss", "cpo_loss"):
+        if hasattr(kind, name):
+            setattr(fake, name, partial(getattr(kind, name), fake))
+    loss, metrics = kind.get_batch_loss_metrics(fake, Model(weights), batch, "train")
+    return loss, {name: float(value) for name, value in metrics.items()}
+
+
+def trl_reward(trl: Any, weights: Tensor, margin: Tensor | None, centring: float | None) -> tuple[Tensor, dict[str, float]]:
+    fake = trainer(args=types.SimpleNamespace(center_rewards_coefficient=centring))
+    chosen, rejected = our_scores(weights)
+    inputs = {"attention_mask": torch.ones(6, 1)} | ({} if margin is None else {"margin": margin})
+    loss = trl.reward.compute_loss(fake, lambda **_: types.SimpleNamespace(logits=torch.cat([chosen, rejected])[:, None]), inputs)
+    return loss, {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
+
+
+def trl_losses(trl: Any) -> dict[str, Callable[[Tensor], tuple[Tensor, dict[str, float]]]]:
+    losses: dict[str, Callable[[Tensor], tuple[Tensor, dict[str, float]]]] = {
+        f"dpo/{name}": lambda weights, name=name: trl_dpo(trl, weights, name) for name in TRL_LOSS_TYPES if name != "simpo"
+    }
+    cpo = {"alpha": 0.0, "label_smoothing": 0.1, "cpo_alpha": 0.5, "beta": 0.3, "loss_type": "sigmoid"}
+    simpo = {"alpha": 0.0, "label_smoothing": 0.0, "cpo_alpha": 0.0, "beta": 2.0, "loss_type": "simpo", "simpo_gamma": 0.5}
+    losses["cpo/sigmoid"] = lambda weights: trl_without_reference(trl.cpo, weights, **cpo)
+    losses["cpo/simpo"] = lambda weights: trl_without_reference(trl.cpo, weights, **simpo)
+    losses["orpo"] = lambda weights: trl_without_reference(trl.orpo, weights, beta=0.3)
+    losses["kto"] = lambda weights: trl_kto(trl, weights, "kto")
+    losses["kto/apo_zero_unpaired"] = lambda weights: trl_kto(trl, weights, "apo_zero_unpaired")
+    losses["reward"] = lambda weights: trl_reward(trl, weights, None, 0.01)
+    losses["reward/margin"] = lambda weights: trl_reward(trl, weights, torch.tensor([0.5, 0.0, 1.0]), None)
+    ids, mask = stack(CHOSEN)
+    labels = ids.masked_fill(~mask, -100)
+    for beta in (0.0, 0.3, 1.0):
+        losses[f"gkd/{beta}"] = lambda weights, beta=beta: (
+            trl.gkd.generalized_jsd_loss(weights[ids[:, :-1]], REFERENCE[ids[:, :-1]], labels=labels[:, 1:], beta=beta, temperature=0.8),
+            {},
+        )
+    return losses
+# --- compared -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_our_losses_are_the_numbers_that_trl_computed(name: str):
+    output = our_losses()[name](POLICY)
+    assert float(output.sum) / output.count == pytest.approx(RECORDED[name], abs=1e-5)
+
+
+def test_every_loss_here_has_a_recorded_number():
+    assert set(our_losses()) == set(RECORDED)
+
+
+def test_the_supervised_loss_is_that_of_transformers_which_trl_uses():
+    ids, mask = stack(CHOSEN)
+    ours, theirs = POLICY.clone().requires_grad_(), POLICY.clone().requires_grad_()
+    output = sft_loss(LossInputs(log_probs=score(ours, ids, mask), mask=mask))
+    wanted = ForCausalLMLoss(theirs[ids].float(), ids.masked_fill(~mask, -100), V)  # it widens to float32, and narrows to it
+    mean = output.sum / output.count
+    assert float(mean.detach()) == pytest.approx(float(wanted.detach()), abs=1e-5)
+    (our_gradient,), (their_gradient,) = torch.autograd.grad(mean, ours), torch.autograd.grad(wanted, theirs)
+    torch.testing.assert_close(our_gradient, their_gradient, rtol=0, atol=1e-6)
+
+
+def test_trl_itself_has_our_losses_gradients_and_metrics(trl: Any):
+    for name, compute in trl_losses(trl).items():
+        theirs, ours = POLICY.clone().requires_grad_(), POLICY.clone().requires_grad_()
+        loss, metrics = compute(theirs)
+        assert loss.item() == pytest.approx(RECORDED[name], abs=1e-9), f"{name}: as recorded"
+        output = our_losses()[name](ours)
+        mean = output.sum / output.count
+        assert mean.item() == pytest.approx(loss.item(), abs=1e-5), name
+        (our_gradient,), (their_gradient,) = torch.autograd.grad(mean, ours), torch.autograd.grad(loss, theirs)
+        torch.testing.assert_close(our_gradient, their_gradient, rtol=0, atol=1e-8, msg=name)
+        values = metric_values(output.metrics)
+        both = {our_name: value for key, value in metrics.items() if (our_name := OTHER_NAMES.get(key, key)) in values}
+        assert {key: values[key] for key in both} == pytest.approx(both, abs=1e-5), name
+        assert len(both) >= (0 if name.startswith("gkd") else 1), name

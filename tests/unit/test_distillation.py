@@ -1,0 +1,298 @@
+"""Divergences between a teacher and a student. Fixture: p = [.5, .3, .2] (student), q = [.4, .4, .2] (teacher)."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rollouts.advantages.distillation import align_rows, compute_distillation_advantages
+from rollouts.errors import ConfigError
+from rollouts.losses.distillation import compute_divergence, compute_linear_divergence, compute_tiled_divergence, gkd_loss
+from rollouts.types import LossUnit, merge_metrics, metric_values
+
+P, Q = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
+BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]
+NAN, INF = float("nan"), float("inf")
+
+
+def logs(values: list[float]) -> Tensor:
+    return torch.tensor([values], dtype=torch.float64).log()
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def softmax(logits: list[float]) -> list[float]:
+    exps = [math.exp(value) for value in logits]
+    return [value / sum(exps) for value in exps]
+
+
+def kl(p: list[float], q: list[float]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
+
+
+def slow_divergence(student: list[float], teacher: list[float], beta: float) -> float:
+    """One number at a time, from logits."""
+    p, q = softmax(student), softmax(teacher)
+    if beta in (0, 1):
+        return kl(q, p) if beta == 0 else kl(p, q)
+    middle = [beta * b + (1 - beta) * a for a, b in zip(p, q, strict=True)]
+    return beta * kl(q, middle) + (1 - beta) * kl(p, middle)
+
+
+# --- divergences ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("beta", "expected"), [(1.0, 0.025267154), (0.0, 0.025815), (0.5, 0.006367)])
+def test_divergences_match_the_numbers_worked_by_hand(beta: float, expected: float):
+    assert float(compute_divergence(logs(P), logs(Q), beta=beta)) == pytest.approx(expected, abs=5e-7)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("beta", BETAS)
+def test_random_logits_match_the_slow_version(beta: float, temperature: float):
+    student, teacher = 3 * draw(5, 7), 3 * draw(5, 7, seed=1)
+    found = compute_divergence(student, teacher, beta=beta, temperature=temperature).tolist()
+    rows = zip((student / temperature).tolist(), (teacher / temperature).tolist(), strict=True)
+    assert found == pytest.approx([slow_divergence(one, other, beta) for one, other in rows], rel=1e-10)
+
+
+def test_gradients_of_the_two_ends_are_those_of_the_formulas():
+    p, q = torch.tensor(P, dtype=torch.float64), torch.tensor(Q, dtype=torch.float64)
+    for beta, wanted in ((0.0, p - q), (1.0, p * ((p / q).log() - kl(P, Q)))):
+        student = logs(P).requires_grad_()
+        compute_divergence(student, logs(Q), beta=beta).sum().backward()
+        assert student.grad is not None
+        assert student.grad[0].tolist() == pytest.approx(wanted.tolist(), abs=1e-12)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_gradients_agree_with_finite_differences(beta: float):
+    student = draw(3, 5).requires_grad_()
+    teacher = draw(3, 5, seed=1)
+    assert torch.autograd.gradcheck(lambda logits: compute_tiled_divergence(logits, teacher, beta=beta, temperature=1.3, tile=5), (student,))
+
+
+def test_the_ends_are_the_limits_of_the_quotients_by_beta():
+    student, teacher = draw(4, 6), draw(4, 6, seed=1)
+    for beta, end, weight in ((1e-6, 0.0, 1e-6), (1 - 1e-6, 1.0, 1e-6)):
+        near = compute_divergence(student, teacher, beta=beta) / weight
+        assert near.tolist() == pytest.approx(compute_divergence(student, teacher, beta=end).tolist(), rel=1e-4)
+
+
+def test_a_divergence_is_zero_only_between_equals_and_jsd_is_symmetric_and_bounded():
+    student, teacher = 10 * draw(50, 4), 10 * draw(50, 4, seed=1)
+    for beta in BETAS:
+        assert compute_divergence(student, student + 3.0, beta=beta).tolist() == pytest.approx([0.0] * 50, abs=1e-12)
+        assert float(compute_divergence(student, teacher, beta=beta).min()) > 0
+    jsd = compute_divergence(student, teacher, beta=0.5)
+    assert jsd.tolist() == pytest.approx(compute_divergence(teacher, student, beta=0.5).tolist(), rel=1e-10)
+    assert float(jsd.max()) <= math.log(2)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_tokens_that_both_give_probability_zero_change_nothing(beta: float):
+    """As where a vocabulary is padded or a grammar allows few tokens."""
+    student = torch.tensor([[1.0, -INF, 2.0, 0.5]], dtype=torch.float64).requires_grad_()
+    teacher = torch.tensor([[0.0, -INF, 2.0, 1.5]], dtype=torch.float64)
+    short = torch.tensor([[1.0, 2.0, 0.5]], dtype=torch.float64).requires_grad_()
+    value, wanted = compute_divergence(student, teacher, beta=beta), compute_divergence(short, teacher[:, [0, 2, 3]], beta=beta)
+    assert value.tolist() == pytest.approx(wanted.tolist())
+    value.sum().backward()
+    wanted.sum().backward()
+    assert student.grad is not None and short.grad is not None
+    assert student.grad[0].tolist() == pytest.approx([short.grad[0, 0].item(), 0.0, *short.grad[0, 1:].tolist()])
+
+
+def test_a_token_that_only_one_gives_probability_zero_makes_one_direction_infinite():
+    student, teacher = torch.tensor([[0.0, -INF]]), torch.tensor([[0.0, 0.0]])
+    assert float(compute_divergence(student, teacher, beta=0.0)) == INF  # the teacher's second token is out of reach
+    assert float(compute_divergence(student, teacher, beta=1.0)) == pytest.approx(math.log(2))
+    assert float(compute_divergence(student, teacher, beta=0.5)) == pytest.approx(0.5 * kl([0.5, 0.5], [0.75, 0.25]) + 0.5 * math.log(1 / 0.75))
+
+
+def test_tiles_and_heads_give_the_same_values_and_gradients():
+    hidden, weight = draw(11, 4).requires_grad_(), draw(9, 4, seed=1).requires_grad_()
+    teacher_hidden, teacher_weight = draw(11, 6, seed=2).requires_grad_(), draw(9, 6, seed=3)
+    whole = compute_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T, beta=0.3, temperature=0.7)
+    scale = torch.arange(11.0, dtype=torch.float64)
+    wanted = torch.autograd.grad((whole * scale).sum(), (hidden, weight))
+    for tile in (1, 25, 10_000):
+        found = compute_linear_divergence(hidden, weight, teacher_hidden, teacher_weight, beta=0.3, temperature=0.7, tile=tile)
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=0)
+        for one, other in zip(torch.autograd.grad((found * scale).sum(), (hidden, weight)), wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+    assert compute_linear_divergence(hidden[:0], weight, teacher_hidden[:0], teacher_weight).shape == (0,)
+
+
+def test_the_logits_of_all_positions_never_exist_at_once():
+    """No tensor made forward or backward is larger than a tile or a gradient."""
+    hidden, weight = torch.randn(256, 8).requires_grad_(), torch.randn(512, 8).requires_grad_()
+    teacher_hidden, teacher_weight = torch.randn(256, 8), torch.randn(512, 8)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max(largest, out.numel() if isinstance(out, Tensor) else 0)
+            return out
+
+    with Watch():
+        compute_linear_divergence(hidden, weight, teacher_hidden, teacher_weight, tile=16 * 512).sum().backward()
+    assert largest == 16 * 512  # all logits would be 131,072
+
+
+def test_half_precision_logits_are_widened():
+    student, teacher = draw(3, 5).bfloat16(), draw(3, 5, seed=1).bfloat16()
+    found = compute_divergence(student, teacher)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), compute_divergence(student.double(), teacher.double()), rtol=1e-5, atol=1e-6)
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------------------
+
+
+def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks():
+    student, teacher = draw(3, 4, 5), draw(3, 4, 5, seed=1)
+    mask = torch.tensor([[True, False, True, True], [False, True, False, False], [False] * 4])
+    clean = student.clone().requires_grad_()
+    token_losses = compute_divergence(student.flatten(0, 1), teacher.flatten(0, 1), beta=0.4).reshape(3, 4)
+    by_tokens = float(token_losses[mask].sum())
+    by_rows = float(token_losses[0][mask[0]].mean() + token_losses[1, 1])
+    dirty_student = torch.where(mask[..., None], student, NAN).requires_grad_()
+    dirty_teacher = torch.where(mask[..., None], teacher, INF)
+    cases: list[tuple[LossUnit, float, float]] = [("tokens", by_tokens, 4.0), ("constant", by_tokens, 4.0), ("sequences", by_rows, 2.0)]
+    for unit, wanted, count in cases:
+        output = gkd_loss(dirty_student, dirty_teacher, mask, beta=0.4, unit=unit, tile=7)
+        assert (float(output.sum.detach()), output.count) == (pytest.approx(wanted, rel=1e-12), count)
+        assert metric_values(output.metrics) == pytest.approx({"divergence/mean": by_tokens / 4})
+    gkd_loss(clean, teacher, mask, beta=0.4).sum.backward()
+    gkd_loss(dirty_student, dirty_teacher, mask, beta=0.4).sum.backward()
+    assert clean.grad is not None and dirty_student.grad is not None
+    torch.testing.assert_close(dirty_student.grad, clean.grad, rtol=0, atol=0)
+    assert float(clean.grad[~mask].abs().max()) == 0.0
+
+
+def test_rows_apart_give_the_same_sum_and_gradient_as_together():
+    student, teacher = draw(4, 3, 6).requires_grad_(), draw(4, 3, 6, seed=1)
+    mask = draw(4, 3, seed=2) > 0
+    units: list[LossUnit] = ["tokens", "sequences"]
+    for unit in units:
+        whole = gkd_loss(student, teacher, mask, unit=unit)
+        parts = [gkd_loss(student[rows], teacher[rows], mask[rows], unit=unit) for rows in ([0, 3], [1], [2])]
+        assert sum(part.count for part in parts) == whole.count
+        torch.testing.assert_close(torch.stack([part.sum for part in parts]).sum(), whole.sum, rtol=1e-10, atol=0)
+        assert metric_values(merge_metrics([part.metrics for part in parts])) == pytest.approx(metric_values(whole.metrics))
+        (wanted,) = torch.autograd.grad(whole.sum, student)
+        (found,) = torch.autograd.grad(torch.stack([part.sum for part in parts]).sum(), student)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-15)
+
+
+def test_an_empty_mask_gives_zero_with_a_zero_gradient():
+    student = draw(1, 2, 3).requires_grad_()
+    output = gkd_loss(student, draw(1, 2, 3, seed=1), torch.zeros(1, 2, dtype=torch.bool))
+    output.sum.backward()
+    assert (float(output.sum.detach()), output.count, output.metrics) == (0.0, 0.0, {})
+    assert student.grad is not None
+    assert float(student.grad.abs().max()) == 0.0
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_descending_the_loss_brings_the_student_to_the_teacher(beta: float):
+    student, teacher = draw(1, 1, 4), draw(1, 1, 4, seed=1)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    for _ in range(100):
+        student = student.detach().requires_grad_()
+        weight = 1.0 if beta in (0, 1) else 1 / (beta * (1 - beta))
+        (grad,) = torch.autograd.grad(gkd_loss(student, teacher, mask, beta=beta).sum, student)
+        student = student - 3 * weight * grad
+    assert student.softmax(-1).detach().flatten().tolist() == pytest.approx(teacher.softmax(-1).flatten().tolist(), abs=0.02)
+
+
+def test_self_distillation_from_an_equal_teacher_changes_nothing():
+    student = draw(2, 3, 5).requires_grad_()
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    for beta in BETAS:
+        output = gkd_loss(student, student, mask, beta=beta)
+        (grad,) = torch.autograd.grad(output.sum, student)
+        assert float(output.sum.detach()) == pytest.approx(0.0, abs=1e-12)
+        assert float(grad.abs().max()) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_teacher_gets_no_gradient():
+    teacher = draw(1, 2, 3, seed=1).requires_grad_()
+    gkd_loss(draw(1, 2, 3).requires_grad_(), teacher, torch.ones(1, 2, dtype=torch.bool)).sum.backward()
+    assert teacher.grad is None
+
+
+def test_bad_parameters_and_shapes_are_named():
+    with pytest.raises(ConfigError, match=r"beta=1\.5 must be between 0"):
+        compute_divergence(logs(P), logs(Q), beta=1.5)
+    with pytest.raises(ConfigError, match=r"temperature=0\.0 must be above 0"):
+        compute_divergence(logs(P), logs(Q), temperature=0.0)
+    with pytest.raises(ValueError, match=r"\(1, 3\), teacher_logits \(1, 2\)"):
+        compute_divergence(logs(P), logs([0.5, 0.5]))
+    with pytest.raises(ValueError, match="the heads have 4 and 5 rows"):
+        compute_linear_divergence(draw(2, 3), draw(4, 3), draw(2, 3), draw(5, 3))
+    with pytest.raises(ValueError, match=r"those of the mask, \(2, 2\)"):
+        gkd_loss(draw(1, 2, 3), draw(1, 2, 3), torch.ones(2, 2, dtype=torch.bool))
+
+
+# --- by sampled tokens ----------------------------------------------------------------------------------------------------------
+
+
+def array(*values: float) -> np.ndarray:
+    return np.asarray(values, np.float32)
+
+
+def test_advantages_are_how_much_likelier_the_teacher_finds_each_token():
+    (found,) = compute_distillation_advantages([array(-0.5, -1.5, -1.2)], [array(-0.7, -0.9, -1.6)], [np.ones(3, bool)])
+    assert found.tolist() == pytest.approx([0.2, -0.6, 0.4], abs=1e-6)
+    (half,) = compute_distillation_advantages([array(-0.5, -1.5, -1.2)], [array(-0.7, -0.9, -1.6)], [np.ones(3, bool)], coef=0.5, clip=0.25)
+    assert half.tolist() == pytest.approx([0.1, -0.25, 0.2], abs=1e-6)
+
+
+def test_nothing_outside_the_mask_is_read_and_a_clip_holds_impossible_tokens():
+    mask = np.array([False, True, False])
+    (found,) = compute_distillation_advantages([array(NAN, -INF, INF)], [array(INF, -1.0, NAN)], [mask], clip=5.0)
+    assert found.tolist() == [0.0, -5.0, 0.0]
+    with pytest.raises(ValueError, match="row 0, token 1: the advantage is -inf"):
+        compute_distillation_advantages([array(NAN, -INF, INF)], [array(INF, -1.0, NAN)], [mask])
+
+
+def test_the_expected_policy_gradient_is_that_of_the_reverse_kl():
+    """Σ_a p(a)·A(a)·∇log p(a), with A = log q − log p, against the gradient of −KL(p || q) over the logits."""
+    p, q = torch.tensor(P, dtype=torch.float64), torch.tensor(Q, dtype=torch.float64)
+    student = logs(P).requires_grad_()
+    compute_divergence(student, logs(Q), beta=1.0).sum().backward()
+    rows = compute_distillation_advantages([q.log().numpy()], [p.log().numpy()], [np.ones(3, bool)])
+    advantages = torch.from_numpy(rows[0]).double()
+    expected = p * (advantages - (p * advantages).sum())  # ∇_z Σ p·A with A held: Σ_a p_a A_a (1[a] − p)
+    assert student.grad is not None
+    assert (-student.grad[0]).tolist() == pytest.approx(expected.tolist(), abs=1e-7)
+
+
+def test_rows_are_aligned_by_their_masks():
+    teacher = [array(9, 9, 9, -1.0, -2.0), array(9, -3.0)]
+    teacher_masks = [np.array([False, False, False, True, True]), np.array([False, True])]
+    masks = [np.array([False, True, True]), np.array([False, False, True])]
+    assert [row.tolist() for row in align_rows(teacher, teacher_masks, masks)] == [[0.0, -1.0, -2.0], [0.0, 0.0, -3.0]]
+    with pytest.raises(ValueError, match="row 1: the teacher's mask selects 1 tokens, the student's 2"):
+        align_rows(teacher, teacher_masks, [masks[0], np.array([False, True, True])])
+
+
+def test_bad_distillation_settings_are_named():
+    row, mask = array(-1.0), np.ones(1, bool)
+    with pytest.raises(ValueError, match=r"coef=0\.0 must be above 0"):
+        compute_distillation_advantages([row], [row], [mask], coef=0.0)
+    with pytest.raises(ValueError, match=r"clip=-1\.0 must be above 0"):
+        compute_distillation_advantages([row], [row], [mask], clip=-1.0)
+    with pytest.raises(ValueError, match="row 0 has 1 teacher log-probs, 2 log-probs"):
+        compute_distillation_advantages([row], [array(-1.0, -1.0)], [mask])

@@ -1,0 +1,184 @@
+"""Advantages from a critic's values against numbers worked by hand and a slow sweep; KL inside token rewards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollouts.advantages import (
+    compute_discounted_returns,
+    compute_explained_variance,
+    compute_gae,
+    compute_length_adaptive_lambda,
+    compute_token_rewards,
+    subtract_kl,
+    whiten_advantages,
+)
+from rollouts.types import FloatArray
+
+ALL = np.array([True, True, True])
+NAN, INF = float("nan"), float("inf")
+
+
+def f32(values: list[float]) -> FloatArray:
+    return np.asarray(values, np.float32)
+
+
+def slow_gae(rewards, values, mask, gamma, lam, bootstrap):
+    """One row from its definition: A_t = Σ_l (gamma·lam)^l δ_{t+l} over the trained tokens."""
+    kept = [position for position in range(len(mask)) if mask[position]]
+    following = [values[position] for position in kept[1:]] + [bootstrap]
+    deltas = [rewards[at] + gamma * after - values[at] for at, after in zip(kept, following, strict=True)] if kept else []
+    result = np.zeros(len(mask))
+    for index, position in enumerate(kept):
+        result[position] = sum((gamma * lam) ** ahead * delta for ahead, delta in enumerate(deltas[index:]))
+    return result
+
+
+def test_gae_matches_the_numbers_worked_by_hand():
+    # δ = (.99·.6 − .5, .99·.7 − .6, 1 − .7) = (.094, .093, .3)
+    found = compute_gae([[0, 0, 1]], [[0.5, 0.6, 0.7]], [ALL], gamma=0.99, lam=0.95)
+    np.testing.assert_allclose(found.advantages[0], [0.446828575, 0.37515, 0.3], rtol=1e-6)
+    np.testing.assert_allclose(found.returns[0], [0.946828575, 0.97515, 1.0], rtol=1e-6)
+    assert found.advantages[0].dtype == np.float32
+
+
+def test_a_tools_tokens_carry_value_and_advantage_over_and_do_not_train():
+    # δ_0 = .99·.7 − .5 = .193; A_0 = .193 + .9405·.3
+    found = compute_gae([[0, NAN, 1]], [[0.5, INF, 0.7]], [np.array([True, False, True])], gamma=0.99, lam=0.95)
+    np.testing.assert_allclose(found.advantages[0], [0.47515, 0.0, 0.3], rtol=1e-6)
+    np.testing.assert_allclose(found.returns[0], [0.97515, 0.0, 1.0], rtol=1e-6)
+
+
+def test_a_truncated_row_goes_on_from_what_the_critic_expects():
+    # δ_2 = .99·.8 − .7 = .092
+    rows = {"rewards": [[0, 0, 0], [0, 0, 0]], "values": [[0.5, 0.6, 0.7]] * 2, "loss_masks": [ALL, ALL]}
+    found = compute_gae(**rows, gamma=0.99, lam=0.95, bootstrap_values=[0.8, 0.0])
+    assert float(found.advantages[0][2]) == pytest.approx(0.092)
+    assert float(found.advantages[0][1]) == pytest.approx(0.093 + 0.9405 * 0.092)
+    assert float(found.advantages[1][2]) == pytest.approx(-0.7)
+
+
+def test_rows_of_all_shapes_match_the_slow_sweep_and_do_not_see_each_other():
+    rng = np.random.default_rng(0)
+    lengths = [0, 1, 7, 12, 3]
+    masks = [rng.random(length) < 0.6 for length in lengths]
+    rewards, values = [rng.normal(size=length) for length in lengths], [rng.normal(size=length) for length in lengths]
+    lams, bootstrap = rng.random(5), rng.normal(size=5)
+    found = compute_gae(rewards, values, masks, gamma=0.97, lam=lams, bootstrap_values=bootstrap)
+    for row in range(5):
+        expected = slow_gae(rewards[row], values[row], masks[row], 0.97, lams[row], bootstrap[row])
+        np.testing.assert_allclose(found.advantages[row], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(found.returns[row], np.where(masks[row], expected + values[row], 0.0), rtol=1e-5, atol=1e-6)
+
+
+def test_lambda_one_is_the_return_less_the_value_and_lambda_zero_the_single_step():
+    values = [[0.5, 0.6, 0.7]]
+    np.testing.assert_allclose(compute_gae([[1, 2, 4]], values, [ALL]).advantages[0], [6.5, 5.4, 3.3], rtol=1e-6)
+    np.testing.assert_allclose(compute_gae([[1, 2, 4]], values, [ALL], lam=0.0).advantages[0], [1.1, 2.1, 3.3], rtol=1e-6)
+
+
+def test_the_critic_may_have_a_lambda_of_its_own():
+    rows = ([[1, 2, 4]], [[0.5, 0.6, 0.7]], [ALL])
+    found = compute_gae(*rows, lam=0.0, critic_lam=1.0)
+    np.testing.assert_allclose(found.advantages[0], compute_gae(*rows, lam=0.0).advantages[0])
+    np.testing.assert_allclose(found.returns[0], [7.0, 6.0, 4.0], rtol=1e-6)
+
+
+def test_lambda_grows_with_the_length():
+    np.testing.assert_allclose(compute_length_adaptive_lambda([100, 200, 20, 1, 0], alpha=0.05), [0.8, 0.9, 0.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match=r"alpha=0\.0"):
+        compute_length_adaptive_lambda([1], alpha=0.0)
+
+
+def test_returns_without_a_critic_are_discounted_over_trained_tokens():
+    found = compute_discounted_returns([[1.0, 9.0, 2.0, 4.0]], [np.array([True, False, True, True])], gamma=0.5)
+    np.testing.assert_allclose(found[0], [1 + 0.5 * (2 + 0.5 * 4), 0.0, 4.0, 4.0])
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_trained_tokens():
+    masks = [np.array([True, False, True]), np.array([False]), np.array([True])]
+    # 1, 2 and 6: mean 3, variance 7 with n − 1
+    found = whiten_advantages([[1.0, NAN, 2.0], [INF], [6.0]], masks)
+    np.testing.assert_allclose(found[0], [-2 / 7**0.5, 0.0, -1 / 7**0.5], rtol=1e-6)
+    assert found[1].tolist() == [0.0]
+    np.testing.assert_allclose(found[2], [3 / 7**0.5], rtol=1e-6)
+    assert whiten_advantages([[2.0, 2.0]], [np.array([True, True])])[0].tolist() == [0.0, 0.0]
+    assert whiten_advantages([], []) == ()
+
+
+def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant():
+    masks = [np.array([True, False, True]), np.array([True])]
+    returns = [[1.0, NAN, 2.0], [6.0]]
+    assert compute_explained_variance(returns, returns, masks) == 1.0
+    assert compute_explained_variance([[3.0, 3.0, 3.0], [3.0]], returns, masks) == pytest.approx(0.0)
+    # R − V = 1, 1, −2 has variance 2; R has (4 + 1 + 9)/3
+    assert compute_explained_variance([[0.0, 0.0, 1.0], [8.0]], returns, masks) == pytest.approx(1 - 2 / (14 / 3))
+    assert compute_explained_variance([[1.0]], [[2.0]], [np.array([True])]) is None
+    assert compute_explained_variance([], [], []) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"),
+    [
+        ({"gamma": 1.01}, "gamma=1.01; it must be from 0 to 1"),
+        ({"lam": [-0.1]}, "lam=-0.1; it must be from 0 to 1"),
+        ({"lam": [0.1, 0.2]}, r"lam has shape \(2,\) for 1 rows"),
+        ({"critic_lam": 2.0}, "critic_lam=2.0"),
+        ({"bootstrap_values": [0.0, 1.0]}, r"bootstrap_values has shape \(2,\)"),
+        ({"bootstrap_values": [NAN]}, "one finite number per row"),
+        ({"values": [[0.0, NAN, 1.0]]}, r"values\[0\] has a value on a trained token that is not finite"),
+        ({"rewards": [[0.0, 1.0]]}, r"rewards\[0\] has shape \(2,\) and its loss mask \(3,\)"),
+        ({"rewards": []}, "0 rows of rewards for 1 loss masks"),
+    ],
+)
+def test_gae_names_what_is_wrong(change, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        compute_gae(**({"rewards": [[0, 0, 1]], "values": [[0.5, 0.6, 0.7]], "loss_masks": [ALL]} | change))
+
+
+def test_an_empty_batch_gives_nothing():
+    assert compute_gae([], [], []) == ((), ())
+
+
+# --- the KL term in the reward -------------------------------------------------------------------------------------------------
+
+LOG_PROBS = [f32([NAN, -0.7, -0.9]), f32([NAN]), f32([-1.6, INF])]
+REFERENCES = [f32([NAN, -1.1, -0.6]), f32([0.0]), f32([-1.5, 0.0])]
+MASKS = [np.array([False, True, True]), np.array([False]), np.array([True, False])]
+
+
+def test_kl_comes_off_the_reward_once_per_sample():
+    # row 0: (-.7+1.1) + (-.9+.6) = .1; row 1 trains nothing; row 2: -1.6+1.5 = -.1
+    rewards, kl = subtract_kl([1.0, 2.0, 3.0], LOG_PROBS, REFERENCES, MASKS, 0.5)
+    np.testing.assert_allclose(kl, [0.1, 0.0, -0.1], atol=1e-6)
+    np.testing.assert_allclose(rewards, [0.95, 2.0, 3.05], rtol=1e-6)
+    assert rewards.dtype == kl.dtype == np.float32
+
+
+def test_kl_on_every_token_adds_up_to_kl_once_per_sample():
+    tokens = compute_token_rewards([1.0, 2.0, 3.0], LOG_PROBS, REFERENCES, MASKS, 0.5)
+    # −½·.4; 1 − ½·(−.3); 3 − ½·(−.1); a row in which nothing trains has nowhere to put its reward
+    expected = [[0.0, -0.2, 1.15], [0.0], [3.05, 0.0]]
+    for row, wanted in zip(tokens, expected, strict=True):
+        np.testing.assert_allclose(row, wanted, rtol=1e-5, atol=1e-7)
+    rewards, _ = subtract_kl([1.0, 2.0, 3.0], LOG_PROBS, REFERENCES, MASKS, 0.5)
+    np.testing.assert_allclose([row.sum() for row in tokens][::2], rewards[::2], rtol=1e-6)
+
+
+def test_a_tokens_coefficient_holds_the_kl_of_itself_and_of_what_follows():
+    tokens = compute_token_rewards([0.0], LOG_PROBS[:1], REFERENCES[:1], MASKS[:1], 1.0)
+    np.testing.assert_allclose(compute_discounted_returns(tokens, MASKS[:1])[0], [0.0, -0.4 + 0.3, 0.3], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("function", [subtract_kl, compute_token_rewards])
+def test_kl_refuses_rows_that_do_not_fit_and_log_probs_that_are_not_finite(function):
+    row, mask = f32([-1.0, -2.0]), np.array([True, True])
+    with pytest.raises(ValueError, match="row 0 has 2 log-probs, 1 reference"):
+        function([1.0], [row], [row[:1]], [mask], 0.1)
+    with pytest.raises(ValueError, match=r"shape \(2,\) for 1 rows"):
+        function([1.0, 2.0], [row], [row], [mask], 0.1)
+    with pytest.raises(ValueError, match=r"rewards\[0\] is nan|row 0 has a log-prob on a trained token that is not finite"):
+        function([1.0], [f32([np.nan, 0.0])], [row], [mask], 0.1)
+    with pytest.raises(ValueError, match=r"rewards\[0\] is nan"):
+        function([NAN], [row], [row], [mask], 0.1)

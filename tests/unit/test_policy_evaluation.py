@@ -1,0 +1,216 @@
+"""Measures of policies and of what they write, against numbers worked by hand and slow versions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollouts.evaluation.diversity import compute_bleu, compute_distinct_n, compute_self_bleu
+from rollouts.evaluation.intervals import average_by_prompt, compare_policies, compute_bootstrap_interval
+from rollouts.evaluation.pass_at_k import compute_mean_pass_at_k, compute_pass_at_k
+from rollouts.evaluation.policy_metrics import compute_entropy, compute_perplexity, compute_policy_divergence
+from rollouts.types import Mean
+
+INF, NAN = float("inf"), float("nan")
+
+
+def logs(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+# --- pass@k ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "c", "k", "expected"), [(4, 1, 1, 0.25), (4, 1, 2, 0.5), (4, 1, 4, 1.0), (4, 0, 4, 0.0), (5, 3, 3, 1.0), (5, 2, 3, 0.9)]
+)
+def test_pass_at_k_matches_the_numbers_worked_by_hand(n: int, c: int, k: int, expected: float):
+    assert compute_pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-15)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(case: tuple[int, int, int]):
+    n, c, k = case
+    subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
+    assert compute_pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def test_pass_at_k_of_thousands_of_answers_is_exact():
+    # 1 − Π_{i<k} (n − c − i)/(n − i)
+    product = math.prod((10_000 - 50 - i) / (10_000 - i) for i in range(500))
+    assert compute_pass_at_k(10_000, 50, 500) == pytest.approx(1 - product, rel=1e-12)
+
+
+def test_mean_pass_at_k_weighs_prompts_equally():
+    assert compute_mean_pass_at_k([[True, False, False, False], [True, True]], 2) == pytest.approx(0.75)
+    with pytest.raises(ValueError, match="prompt 1 has 1 answers"):
+        compute_mean_pass_at_k([[True, False], [True]], 2)
+    with pytest.raises(ValueError, match="no prompt"):
+        compute_mean_pass_at_k([], 1)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
+def test_pass_at_k_refuses_what_has_no_unbiased_estimate(n: int, c: int, k: int):
+    with pytest.raises(ValueError, match="must"):
+        compute_pass_at_k(n, c, k)
+
+
+# --- distributions --------------------------------------------------------------------------------------------------------------
+
+
+def test_divergences_and_entropies_match_the_numbers_worked_by_hand():
+    found = compute_policy_divergence(logs([0.5, 0.3, 0.2]), logs([0.4, 0.4, 0.2]))
+    assert found.kl.value == pytest.approx(0.025267154, abs=1e-9)
+    assert found.reverse_kl.value == pytest.approx(0.025815, abs=5e-7)
+    assert found.jsd.value == pytest.approx(0.006367, abs=5e-7)
+    assert found.entropy.value == pytest.approx(1.029653014, abs=1e-9)
+    assert found.ref_entropy.value == pytest.approx(-(0.8 * math.log(0.4) + 0.2 * math.log(0.2)))
+    assert found.top1_agreement == Mean(1.0, 1.0)
+
+
+def test_means_over_positions_merge():
+    logits, ref = torch.randn(6, 5, dtype=torch.float64), torch.randn(6, 5, dtype=torch.float64)
+    whole = compute_policy_divergence(logits, ref)
+    parts = [compute_policy_divergence(logits[rows], ref[rows]) for rows in (slice(0, 2), slice(2, 6))]
+    merged = parts[0].kl.merge(parts[1].kl)
+    assert (merged.value, merged.count) == (pytest.approx(whole.kl.value), 6.0)
+    assert compute_policy_divergence(logits[:0], ref[:0]).kl.value is None
+
+
+def test_entropy_runs_from_zero_to_log_v_and_bears_impossible_tokens():
+    assert compute_entropy(torch.tensor([[0.0, -INF], [3.0, 3.0], [0.0, 50.0]])).tolist() == pytest.approx([0.0, math.log(2), 0.0], abs=1e-6)
+    assert compute_entropy(logs([0.5, 0.3, 0.2]), temperature=1e6).item() == pytest.approx(math.log(3))
+
+
+def test_perplexity_is_of_all_tokens_together():
+    log_probs = torch.tensor([[-0.7, -0.9, -1.6], [NAN, -0.2, -INF]])
+    mask = torch.tensor([[True, True, True], [False, True, False]])
+    assert compute_perplexity(log_probs, mask) == pytest.approx(math.exp((0.7 + 0.9 + 1.6 + 0.2) / 4))
+    assert compute_perplexity(log_probs[:1], mask[:1]) == pytest.approx(2.905677747)
+    assert compute_perplexity(log_probs, torch.zeros_like(mask)) is None
+    assert compute_perplexity(torch.tensor([[-INF]]), torch.tensor([[True]])) == INF
+    assert math.isnan(compute_perplexity(torch.tensor([[NAN]]), torch.tensor([[True]])) or 0.0)
+    with pytest.raises(ValueError, match=r"\(2, 3\), the mask \(1, 3\)"):
+        compute_perplexity(log_probs, mask[:1])
+
+
+# --- diversity ------------------------------------------------------------------------------------------------------------------
+
+
+def test_distinct_n_counts_different_n_grams_over_all():
+    responses = ["abab", "abc", ""]  # of letters
+    assert compute_distinct_n(responses, 1) == pytest.approx(3 / 7)
+    assert compute_distinct_n(responses, 2) == pytest.approx(3 / 5)  # ab ba ab, ab bc
+    assert compute_distinct_n(responses, 4) == 1.0
+    assert compute_distinct_n(responses, 5) is None
+    with pytest.raises(ValueError, match="n=0"):
+        compute_distinct_n(responses, 0)
+
+
+def test_bleu_matches_the_number_worked_by_hand():
+    hypothesis = ["the", "cat", "sat", "on", "the", "mat"]
+    references = [["the", "cat", "is", "on", "the", "mat"], ["a", "cat", "sat", "there"]]
+    # 1-grams 6/6 (sat is in the second), 2-grams: the cat, cat sat, on the, the mat = 4/5, 3-grams: on the mat = 1/4; 4-grams 0.1/3
+    assert compute_bleu(hypothesis, references, max_n=3) == pytest.approx((1 * 4 / 5 * 1 / 4) ** (1 / 3))
+    assert compute_bleu(hypothesis, references) == pytest.approx((1 * 4 / 5 * 1 / 4 * 0.1 / 3) ** (1 / 4))
+    assert compute_bleu(hypothesis, references, smoothing=0) == 0.0
+
+
+def test_bleu_clips_repetitions_and_punishes_brevity():
+    # "the the the": the reference has one
+    assert compute_bleu(["the"] * 3, [["the", "cat", "sat"]], max_n=1) == pytest.approx(1 / 3)
+    assert compute_bleu(["a", "b"], [["a", "b", "c", "d"]], max_n=1) == pytest.approx(math.exp(1 - 4 / 2))
+    assert compute_bleu(["a", "b", "c"], [["a", "b"], ["a", "b", "c", "d"]], max_n=1) == 1.0  # of two as close the shorter one counts
+    assert compute_bleu(["a"], [["a", "b"]], max_n=4) == pytest.approx(math.exp(-1)), "orders above its length are left out"
+    assert compute_bleu([], [["a"]]) == 0.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=2, max_size=5), st.sampled_from([0.0, 0.1]))
+def test_self_bleu_is_the_mean_of_bleu_against_all_others(responses: list[list[int]], smoothing: float):
+    slow = [compute_bleu(one, responses[:i] + responses[i + 1 :], max_n=3, smoothing=smoothing) for i, one in enumerate(responses)]
+    assert compute_self_bleu(responses, max_n=3, smoothing=smoothing) == pytest.approx(sum(slow) / len(slow), abs=1e-12)
+
+
+def test_self_bleu_is_one_of_equals_and_refuses_a_single_response():
+    assert compute_self_bleu([[1, 2, 3, 4, 5]] * 3) == pytest.approx(1.0)
+    assert compute_self_bleu([[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], smoothing=0) == 0.0
+    with pytest.raises(ValueError, match="1 responses"):
+        compute_self_bleu([[1]])
+
+
+# --- intervals ------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_interval_of_zeros_and_ones_is_that_of_the_binomial():
+    values = [1.0] * 300 + [0.0] * 700
+    found = compute_bootstrap_interval(values, seed=0)
+    half = 1.959964 * math.sqrt(0.3 * 0.7 / 1000)
+    assert found.mean == pytest.approx(0.3)
+    assert (found.low, found.high) == (pytest.approx(0.3 - half, abs=0.002), pytest.approx(0.3 + half, abs=0.002))
+    wider = compute_bootstrap_interval(values, seed=0, confidence=0.99)
+    assert wider.low < found.low and found.high < wider.high
+
+
+def test_the_seed_fixes_the_interval():
+    values = np.random.default_rng(0).normal(size=20)
+    found = [compute_bootstrap_interval(values, seed=seed, num_resamples=200) for seed in (0, 0, 1)]
+    assert found[0] == found[1] != found[2]
+
+
+def test_chunks_do_not_change_what_is_drawn(monkeypatch: pytest.MonkeyPatch):
+    values = np.random.default_rng(0).normal(size=20)
+    whole = compute_bootstrap_interval(values, seed=3, num_resamples=500)
+    monkeypatch.setattr("rollouts.evaluation.intervals.CHUNK", 7 * 20)
+    assert compute_bootstrap_interval(values, seed=3, num_resamples=500) == whole
+
+
+def test_intervals_hold_the_true_mean_about_as_often_as_they_say():
+    generator = np.random.default_rng(0)
+    held = 0
+    for trial in range(200):
+        found = compute_bootstrap_interval(generator.exponential(size=80), seed=trial, confidence=0.9, num_resamples=400)
+        held += found.low <= 1.0 <= found.high
+    assert 0.82 <= held / 200 <= 0.95
+
+
+def test_pairing_by_prompt_sees_a_difference_that_hard_prompts_would_hide():
+    generator = np.random.default_rng(0)
+    difficulty = generator.normal(scale=5.0, size=100)
+    first, second = difficulty, difficulty + 0.2 + generator.normal(scale=0.1, size=100)
+    found = compare_policies(first, second, seed=0)
+    assert found.difference.mean == pytest.approx(float((second - first).mean()))
+    assert 0.15 < found.difference.low < found.difference.high < 0.25
+    assert found.second_is_better == 1.0
+    assert found.first.high > found.second.low, "the means' own intervals overlap"
+    assert found.num_prompts == 100
+
+
+def test_a_policy_compared_with_itself_is_neither_better_nor_worse():
+    found = compare_policies([1.0, 0.0, 1.0], [1.0, 0.0, 1.0], seed=0, num_resamples=100)
+    assert (found.difference.low, found.difference.high, found.second_is_better) == (0.0, 0.0, 0.5)
+
+
+def test_samples_of_one_prompt_become_one_value():
+    assert average_by_prompt([1.0, 0.0, 0.5, 1.0], [7, 7, 3, 7]).tolist() == pytest.approx([0.5, 2 / 3])
+
+
+def test_what_cannot_be_compared_is_named():
+    with pytest.raises(ValueError, match="2 values of the first policy, 3 of the second"):
+        compare_policies([1.0, 2.0], [1.0, 2.0, 3.0], seed=0)
+    with pytest.raises(ValueError, match=r"values\[1\] is nan"):
+        compute_bootstrap_interval([1.0, NAN], seed=0)
+    with pytest.raises(ValueError, match=r"shape \(0,\)"):
+        compute_bootstrap_interval([], seed=0)
+    with pytest.raises(ValueError, match=r"confidence=1\.0"):
+        compute_bootstrap_interval([1.0], seed=0, confidence=1.0)
+    with pytest.raises(ValueError, match="2 values for 1 prompt"):
+        average_by_prompt([1.0, 2.0], [1])
