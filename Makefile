@@ -1,8 +1,10 @@
 # make demo     trains SmolLM2-135M on arithmetic, by SFT and then RL, on a CPU; writes runs/demo
 # make test     every test but the slow ones, with coverage
 # make test-slow  the slow ones: whole walk-throughs, the packaged model
+# make test-gpu  the ones that need a CUDA device, and those that run torch's compiler
 # make test-engines  the ones that need real vLLM and SGLang servers, which it installs into .venv-vllm and .venv-sglang (CPU builds)
-# make soak     kills short runs at every crash point and at 200 random instants, resumes them, and writes benchmarks/results/soak-DATE.md
+# make soak     kills short runs, on one rank and on two, at every crash point and at 200 random instants, resumes them, and writes
+#               benchmarks/results/soak-DATE.md; and stops runs in every phase on two ranks
 # make check    lint and types
 # make bench    every benchmark
 #
@@ -18,7 +20,7 @@ BIN := .venv/bin
 PINS := -c constraints.txt
 LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-slow test-engines soak check bench install-demo install-dev
+.PHONY: demo test test-slow test-gpu test-engines soak check bench install-demo install-dev
 .DELETE_ON_ERROR:
 
 # Compiled once here, also where Python is told to write no bytecode: imports then take seconds instead of tens of them in every process, and
@@ -57,10 +59,15 @@ demo: install-demo
 	&& { [ ! -e "$$run/summary.json" ] || $(BIN)/python -m rollouts inspect "$$run" | tail -n 1; }
 
 test: install-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow and not engines" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow and not engines and not compiler" $(PYTEST_ARGS)
 
 test-slow: install-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines and not compiler" $(PYTEST_ARGS)
+
+# One process: the tests share the GPU. PYTHON_GPU is any Python with the project's packages and a torch for the GPU.
+PYTHON_GPU ?= $(BIN)/python
+test-gpu:
+	$(PYTHON_GPU) -m pytest -n 0 -m "gpu or compiler" -rs tests/distributed/test_gpu.py tests/unit/test_compiled.py $(PYTEST_ARGS)
 
 # Two files at a time: servers start slowly, on one core; the tests of a file ask the same one.
 test-engines: install-dev
@@ -70,6 +77,7 @@ test-engines: install-dev
 
 soak: install-dev
 	$(BIN)/python -m tests.e2e.soak $(SOAK_ARGS)
+	EVERY_PHASE=1 $(BIN)/python -m pytest tests/e2e/test_stop.py -k in_a_phase
 
 check: install-dev
 	$(BIN)/ruff check .

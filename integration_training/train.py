@@ -19,7 +19,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -51,13 +51,15 @@ from rollouts.errors import (
 )
 from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import SyncWeights
-from rollouts.loops.stopping import StopControl, end_overdue, exit_now, watch_signals
+from rollouts.loops.stopping import StopControl, end_overdue, end_unconnected, exit_now, watch_signals
+from rollouts.models.directories import fsync_path
 from rollouts.preflight.checks import prepare_rows, read_context_length
 from rollouts.preflight.estimate import read_free_memory
 from rollouts.preflight.functions import Functions, load_functions, open_functions
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
+from rollouts.preflight.restarts import choose_resume, confirm_launch, describe_launch
 from rollouts.preflight.rows import Rows, load_all_rows
-from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir
+from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir, write_holder
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
 from rollouts.run_dir import RunDir, parse_step
 from rollouts.types import Sample, SamplingParams
@@ -97,8 +99,7 @@ def parse_command_line(argv: Sequence[str]) -> Command:
     parser.add_argument("--dry-run", action="store_true", help="check config, files, rows and functions; train nothing")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint, or start if there is none")
     known, overrides = parser.parse_known_args(argv)
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    return Command(known.config, tuple(known.mode.split("+")), known.dry_run, known.resume or restarted, tuple(overrides))
+    return Command(known.config, tuple(known.mode.split("+")), known.dry_run, known.resume, tuple(overrides))
 
 
 # --- before any model loads --------------------------------------------------------------------------------------------------
@@ -135,12 +136,14 @@ def write_config(run_dir: RunDir, config: RunConfig) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """The whole text under this name, or what was there before."""
+    """The whole text under this name, on disk when this returns; or, after a power cut too, what was there before."""
     partial = path.with_name(f".tmp-{path.name}")
     try:
         partial.write_text(text, encoding="utf-8")
         reach("files.partial")
+        fsync_path(partial)
         partial.replace(path)
+        fsync_path(path.parent)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise StorageError(f"{path} cannot be written ({error}); free space and go on with --resume") from error
@@ -181,10 +184,11 @@ class Stage:
 async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[Stage]:
     """A backend with the weights at `model_path` and a fresh optimizer, and what generates with them: for RL as the config says."""
     from rollouts.backends.open import choose_autocast_dtype
+    from rollouts.models.devices import find_device
 
     async with open_backend(run, stage, model_path) as backend:
         served = stage == "rl" and run.config.engine.kind != "local"
-        dtype = choose_autocast_dtype(choose_autocast(run.config), backend.model.device.type)
+        dtype = choose_autocast_dtype(choose_autocast(run.config), find_device(backend.model).type)
         open_engine = open_servers(run, backend, dtype) if served else open_embedded(run, stage, backend, dtype, model_path)
         async with open_engine as (engine, sync_weights), open_checkpoints(run, stage, backend) as checkpoints:
             yield Stage(backend, engine, sync_weights, checkpoints)
@@ -205,12 +209,14 @@ def open_backend(run: Run, stage: str, model_path: Path) -> AbstractAsyncContext
         "micro_batch_tokens": section.micro_batch_tokens,
         "share_prefix": config.rl.share_prefix if config.rl and stage == "rl" else False,
         "gradient_checkpointing": config.model.gradient_checkpointing,
+        "compile_backend": "inductor" if config.model.compile else None,
         "seed": config.seed,
     }
     if run.ranks is None:
         return open_pytorch_backend(model_path, **options)
     from rollouts.backends.fsdp import open_fsdp_backend
 
+    options |= {"reduce_each_micro_batch": config.distributed.reduce_each_micro_batch, "cpu_offload": config.distributed.cpu_offload}
     return open_fsdp_backend(model_path, hub=run.ranks.hub, ranks=run.ranks.ranks, **options)
 
 
@@ -259,6 +265,7 @@ async def open_embedded(
 ) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
     """An engine in this process, in the trainer's precision. Where the trainer is several ranks, it has the model at `model_path` to itself."""
     from rollouts.engines.local import open_local_engine
+    from rollouts.models.devices import find_device
     from rollouts.models.load import load_hf_model
     from rollouts.weight_sync.open import choose_tolerance
     from rollouts.weight_sync.probe import Probe, make_probe_prompt
@@ -270,7 +277,7 @@ async def open_embedded(
     mode = (config.engine.mode if stage == "rl" else "shared") if alone else "given"
 
     def load_copy() -> PreTrainedModel:
-        return load_hf_model(model_path).to(backend.model.device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+        return load_hf_model(model_path).to(find_device(backend.model))  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
 
     model = backend.model if alone else await backend.device_thread.submit(load_copy)
     async with open_local_engine(
@@ -308,7 +315,7 @@ async def open_servers(
         run.base_model,
         vocab_size=int(backend.model.config.get_text_config().vocab_size),
         trainer_exact=autocast_dtype is None,
-        log_dir=run.run_dir.root / "engines",
+        log_dir=run.run_dir.engine_logs,
         snapshot_dir=run.run_dir.weights,
         seed=run.config.seed,
         warn=say,
@@ -352,10 +359,20 @@ async def run_stage(run: Run, stage: str, newest: Path | None, start: Path, befo
         if newest is not None:
             await restore(opened.backend, newest)
         if stage == "rl":
-            await opened.sync_weights(opened.backend, [opened.engine], completed_steps(newest))
+            await sync_at_start(opened, newest)
         if newest is None:
             await evaluate_once(run, opened.engine, *before)
         return await finish_stage(run, stage, opened, newest, start, last=last)
+
+
+async def sync_at_start(opened: Stage, newest: Path | None) -> None:
+    """Brings the engine to the trainer's weights, or to older ones if `newest` was saved between two updates of it."""
+    from rollouts.weight_sync.engine_weights import sync_as_saved
+
+    if newest is None:
+        await opened.sync_weights(opened.backend, [opened.engine], 0)
+    elif await sync_as_saved(opened.backend, opened.engine, opened.sync_weights, newest, completed_steps(newest)):
+        await opened.backend.load(newest).result()
 
 
 def completed_steps(checkpoint: Path | None) -> int:
@@ -458,13 +475,15 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
         reach("resume.state_loaded")
         statistics = decode_statistics(state["curriculum"]) if "curriculum" in state else statistics  # checkpoints before there were curricula
 
-    before_batch: dict[str, Any] = {}  # the state of a run that is cut inside a step
+    def hold_state() -> Callable[[], dict[str, Any]]:
+        drawn, rollouts, learned = buffer.state_dict(), manager.snapshot(), statistics
+        return lambda: {"data_buffer": drawn, "rollout_manager": rollouts.encode(), "curriculum": encode_statistics(learned)}
 
-    def read_state() -> dict[str, Any]:
-        return {"data_buffer": buffer.state_dict(), "rollout_manager": manager.state_dict(), "curriculum": encode_statistics(statistics)}
+    before_batch = hold_state()  # of a run that is cut inside a step; encoded only if it is
 
     def begin_batch(step: int) -> None:
-        before_batch.update(read_state())
+        nonlocal before_batch
+        before_batch = hold_state()
         if run.functions.curriculum is not None:
             buffer.set_weights(call_curriculum(run.functions.curriculum, step, statistics, function=config.curriculum))
 
@@ -473,10 +492,10 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
         statistics = update_statistics(statistics, samples, step=step, drawn=buffer.drawn_by_source())
 
     async def save(step: int) -> None:
-        await run.stop.save(lambda: save_step(run, opened, "rl", step, read_state()), what=f"step {step} of rl")
+        await run.stop.save(lambda: save_step(run, opened, "rl", step, hold_state()()), what=f"step {step} of rl")
 
     async def save_before_batch(step: int) -> None:
-        await run.stop.save(lambda: save_step(run, opened, "rl", step, before_batch), what=f"step {step} of rl")
+        await run.stop.save(lambda: save_step(run, opened, "rl", step, before_batch()), what=f"step {step} of rl")
 
     async def evaluate_step(step: int) -> None:
         await evaluate_now(run, engine, "rl", step)
@@ -498,6 +517,7 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
                 run.logger,
                 sync_weights=opened.sync_weights,
                 reference=reference,
+                advantage=run.functions.advantage,
                 completed_steps=completed,
                 hooks=hooks,
             )
@@ -526,8 +546,13 @@ async def restore(backend: Backend, checkpoint: Path) -> None:
 
 async def save_step(run: Run, opened: Stage, stage: str, step: int, state: dict[str, Any]) -> float:
     """Saves step `step` of `stage`: the last one before this returns, others while training goes on. Returns the seconds that a save takes."""
-    last = step == stage_config(run.config, stage).steps or run.stop.is_requested()
-    await opened.checkpoints.save(step, state, last=last)
+    from rollouts.weight_sync.engine_weights import hold_engine_weights
+
+    section = stage_config(run.config, stage)
+    last = step == section.steps or run.stop.is_requested()
+    between = isinstance(section, RLTrainingConfig) and step % section.sync_every != 0  # two updates of the engine
+    engine_weights = await hold_engine_weights(opened.engine, step) if between else None
+    await opened.checkpoints.save(step, state, last=last, write_more=engine_weights)
     return opened.checkpoints.expected_save_s()
 
 
@@ -535,11 +560,14 @@ async def save_step(run: Run, opened: Stage, stage: str, step: int, state: dict[
 
 
 def evaluated(run: Run, stage: str, step: int) -> bool:
-    """Whether evaluations.jsonl has the row already, from an earlier attempt; True when there is nothing to evaluate on."""
-    from rollouts.metrics.jsonl import read_rows
+    """Whether evaluations.jsonl has the row already, of these weights: not of ones that were lost, after which an older checkpoint was taken and
+    the step trained again. True when there is nothing to evaluate on."""
+    from rollouts.metrics.jsonl import drop_outdated, read_rows
 
-    rows = read_rows(run.run_dir.evaluations) if run.run_dir.evaluations.exists() else []
-    return not run.rows.held_out or any(row["stage"] == stage and row["step"] == step for row in rows)
+    if not run.rows.held_out:
+        return True
+    rows = drop_outdated(read_rows(run.run_dir.evaluations), read_rows(run.run_dir.metrics))
+    return any(row["stage"] == stage and row["step"] == step for row in rows)
 
 
 async def evaluate_once(run: Run, engine: InferenceEngine, stage: str, step: int) -> None:
@@ -666,16 +694,21 @@ async def run_rank(command: Command, config: RunConfig, launch: Launch) -> int:
 
 
 @asynccontextmanager
-async def open_other_ranks(launch: Launch, config: RunConfig, model_path: Path) -> AsyncIterator[OpenRanks | None]:
+async def open_other_ranks(launch: Launch, config: RunConfig, model_path: Path, stop: StopControl) -> AsyncIterator[OpenRanks | None]:
     """The connection with the other ranks, which wait for this one; None where it is alone."""
     if launch.world_size == 1:
         yield None
         return
     from rollouts.backends.ranks import open_ranks, tell_config
 
-    async with open_ranks(launch, shard_size=config.distributed.shard_size) as opened:
-        tell_config(opened, config, model_path)
-        yield opened
+    async with trio.open_nursery() as nursery:
+        connecting = trio.CancelScope()
+        nursery.start_soon(end_unconnected, stop, connecting)
+        async with open_ranks(launch, shard_size=config.distributed.shard_size) as opened:
+            connecting.cancel()
+            tell_config(opened, config, model_path)
+            with stop.telling(opened.hub.end_others):
+                yield opened
 
 
 async def run_training(command: Command, config: RunConfig, launch: Launch) -> int:
@@ -693,7 +726,8 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     started = time.perf_counter()
     console = Console()
     run_dir = choose_run_dir(config)
-    check_run_dir(run_dir, config, resume=command.resume)
+    restart, resume = choose_resume(run_dir, launch, asked=command.resume)
+    check_run_dir(run_dir, config, resume=resume)
     if command.dry_run:
         return print_findings(command, config, console)
     rows = load_all_rows(config, command.stages)
@@ -708,8 +742,9 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     stop_ids = stop_token_ids(tokenizer, model_path)
     conversations = prepare_rows(config, command.stages, rows, tokenizer, context_length=read_context_length(model_path))
     reach("start.checked")
-    held.callback(os.close, lock_run_dir(run_dir))
-    check_run_dir(run_dir, config, resume=command.resume, locked=True)  # again: a run may have begun and ended since
+    lock = lock_run_dir(run_dir, describe_launch(run_dir, launch, restart))
+    held.callback(os.close, lock)
+    check_run_dir(run_dir, config, resume=resume, locked=True)  # again: a run may have begun and ended since
     write_config(run_dir, config)
     reach("start.directory_made")
 
@@ -727,8 +762,10 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
             async with (
                 open_functions(config, named, base_dir=Path.cwd(), warn=say) as functions,
                 open_jsonl_logger(run_dir, attempt=attempt, samples_per_step=config.output.samples_per_step, progress=progress) as logger,
-                open_other_ranks(launch, config, model_path) as ranks,
+                open_other_ranks(launch, config, model_path, stop) as ranks,
             ):
+                if ranks is not None:
+                    write_holder(lock, confirm_launch(run_dir, launch, restart, ranks.agents))
                 with stop.startup():  # inside: the other ranks end as after a finished run
                     run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
                     reach("start.opened")

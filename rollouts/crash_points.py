@@ -47,6 +47,7 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "rollout.after_reward": "A reward function has answered.",
         "rollout.group_finished": "Every sample of a group is done; it is about to be kept, dropped or failed.",
         "rollout.batch_ready": "A batch is delivered: its groups count as trained in the ledger, and no step has seen them.",
+        "train.before_agreement": "A rank of several has the log-probs of a micro-batch; it has not told the others its loss.",
         "train.after_forward_backward": "The gradient of a batch is there; the weights are the old ones.",
         "train.before_optim_step": "The optimizer is about to change the weights.",
         "train.after_optim_step": "The optimizer has changed the weights; their version is the old one.",

@@ -9,6 +9,7 @@
       run.lock               held by the process that runs, and who that is
       checkpoints/STAGE/step_N/          Hugging Face model directory, training state in state/, manifest.json written last
       weights/vN/                        snapshots for engines that read from disk
+      engines/NAME.log                   what started servers said
 """
 
 from __future__ import annotations
@@ -74,10 +75,23 @@ class RunDir:
 
     @property
     def weights(self) -> Path:
+        """Raises RunDirError when it is a symbolic link that leads out of the run directory: what is pruned there may be another's."""
+        check_inside(self.root, self.root / "weights")
         return self.root / "weights"
+
+    @property
+    def engine_logs(self) -> Path:
+        return self.root / "engines"
 
     def weight_snapshot(self, version: int) -> Path:
         return self.weights / f"v{version}"
+
+
+def check_links(run_dir: RunDir) -> None:
+    """Raises RunDirError when one of the run's files or directories is a symbolic link that leads out of the run directory."""
+    files = (run_dir.config, run_dir.metrics, run_dir.samples, run_dir.evaluations, run_dir.summary, run_dir.lock)
+    for path in (*files, run_dir.checkpoints, run_dir.weights, run_dir.engine_logs):
+        check_inside(run_dir.root, path)
 
 
 def checkpoint_state_dir(checkpoint: Path) -> Path:

@@ -424,7 +424,7 @@ class FilterDecision:
     detail: str = ""  # a sentence with the numbers
 
 
-LossUnit = Literal["tokens", "sequences", "constant"]
+LossUnit = Literal["tokens", "sequences", "sequence_sums", "constant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -505,7 +505,49 @@ class Min:
         return self.smallest
 
 
-Metric = Mean | Total | Max | Min
+@dataclass(frozen=True, slots=True)
+class EffectiveShare:
+    """Effective sample size of weights over their number, (Σw)² / (n Σw²): 1 when all are equal. Sums merge; the share of parts would not."""
+
+    total: float  # Σw
+    square: float  # Σw²
+    count: float  # n
+
+    def merge(self, other: EffectiveShare) -> EffectiveShare:
+        return EffectiveShare(self.total + other.total, self.square + other.square, self.count + other.count)
+
+    @property
+    def value(self) -> float | None:
+        return self.total**2 / (self.count * self.square) if self.count * self.square > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedVariance:
+    """1 − Var(target − prediction) / Var(target), biased variances of both: 1 is perfect, 0 no better than the mean. None for constant targets."""
+
+    count: float
+    target: float  # Σ target
+    target_square: float  # Σ target²
+    error: float  # Σ (target − prediction)
+    error_square: float  # Σ (target − prediction)²
+
+    def merge(self, other: ExplainedVariance) -> ExplainedVariance:
+        return ExplainedVariance(
+            self.count + other.count,
+            self.target + other.target,
+            self.target_square + other.target_square,
+            self.error + other.error,
+            self.error_square + other.error_square,
+        )
+
+    @property
+    def value(self) -> float | None:
+        spread = self.count * self.target_square - self.target**2  # count² times the variance
+        rounding = 1e-12 * self.count * self.target_square  # of the difference of two sums
+        return 1.0 - (self.count * self.error_square - self.error**2) / spread if spread > rounding else None
+
+
+Metric = Mean | Total | Max | Min | EffectiveShare | ExplainedVariance
 Metrics = Mapping[str, Metric]
 
 

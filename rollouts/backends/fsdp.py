@@ -11,10 +11,13 @@ and a job that is dropped was never heard of. Versions, schedule, counts and whe
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from rollouts.backends.open import choose_autocast_dtype
 from rollouts.backends.open_sharded import ShardedOptions, count_threads, open_trainer
+from rollouts.backends.sharded_capture import HeldPart
 from rollouts.backends.sharded_trainer import ShardedTrainer
 from rollouts.backends.shares import Share, deal_portions, make_portion, pack_for_ranks
 from rollouts.backends.steps import OptimizerSteps, PackingOptions, PreparedBatch, StepQueue, prepare_batch
@@ -31,8 +35,8 @@ from rollouts.crash_points import reach
 from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread, open_device_thread
 from rollouts.distributed.commands import Command
-from rollouts.distributed.process_group import AgreedFailure, Ranks
-from rollouts.errors import BackendError
+from rollouts.distributed.process_group import AgreedFailure, Ranks, describe_failure, hear_failure
+from rollouts.errors import BackendError, ConfigError
 from rollouts.protocols import WeightSink
 from rollouts.reference.forward_plan import log_plan
 from rollouts.types import FloatArray, ForwardBackwardResult, LossSpec, OptimParams, OptimStepResult, RolloutBatch
@@ -42,6 +46,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WAITING = "waiting for rank 0"
+OPENING = "opening the model"
 
 
 class CommandSender(Protocol):
@@ -49,6 +54,9 @@ class CommandSender(Protocol):
 
     def send(self, command: Command) -> None: ...
     def set_phase(self, text: str) -> None: ...
+    async def wait_answers(self, name: str) -> Mapping[int, str]:
+        """What every other rank has answered to what a command calls `name`, by rank."""
+        ...
 
 
 class CommandReceiver(Protocol):
@@ -59,6 +67,7 @@ class CommandReceiver(Protocol):
         ...
 
     def set_phase(self, text: str) -> None: ...
+    def answer(self, name: str, text: str) -> None: ...
 
 
 # --- rank 0 ----------------------------------------------------------------------------------------------------------------------------
@@ -80,15 +89,21 @@ async def open_fsdp_backend(
     share_prefix: bool = True,
     skip_zero_advantage: bool = False,
     gradient_checkpointing: bool = False,
+    compile_backend: str | None = None,
     seed: int = 0,
     reduce_each_micro_batch: bool = False,
+    cpu_offload: bool = False,
     dtype: Literal["float32", "float64"] = "float32",
 ) -> AsyncIterator[FSDPTrainingBackend]:
     """A backend whose model, gradients and optimizer are spread over `ranks`; on rank 0, while the others are in serve_fsdp_rank.
 
-    Settings as of open_pytorch_backend. micro_batch_tokens: of one rank. reduce_each_micro_batch: see ShardedTrainer. Raises ModelError.
+    Settings as of open_pytorch_backend. micro_batch_tokens: of one rank. reduce_each_micro_batch: see ShardedTrainer. cpu_offload: weights,
+    gradients and moments wait in host memory, where AdamW runs; GPUs hold what a micro-batch needs. Raises ModelError, and ConfigError for
+    settings that do not go together.
     """
     assert ranks.rank == 0, f"rank {ranks.rank} takes commands: use serve_fsdp_rank"
+    if cpu_offload and ranks.device.type == "cpu":
+        raise ConfigError("distributed.cpu_offload=true, but the ranks train on CPUs: all they have is in host memory; leave it out")
     options = ShardedOptions(
         model_path=str(model_path),
         optim=optim.model_dump(),
@@ -96,11 +111,14 @@ async def open_fsdp_backend(
         threads=threads,
         deterministic=deterministic,
         gradient_checkpointing=gradient_checkpointing,
+        compile_backend=compile_backend,
+        cpu_offload=cpu_offload,
         reduce_each_micro_batch=reduce_each_micro_batch,
         seed=seed,
         dtype=dtype,
     )
     hub.send(Command("open_backend", dataclasses.asdict(options)))
+    hub.set_phase(OPENING)
     try:
         async with open_device_thread(name="trainer", torch_threads=count_threads(threads, ranks)) as device_thread:
             trainer = await device_thread.submit(lambda: unwrap_agreed(lambda: open_trainer(options, ranks, device_thread.check_open)))
@@ -149,6 +167,8 @@ class FSDPTrainingBackend:
         self._token = trio.lowlevel.current_trio_token()
         self._packing = packing
         self._tokenizer = tokenizer
+        self._tokenizer_copy: PreTrainedTokenizerBase | None = None  # made when a checkpoint is first written beside training
+        self._captures = itertools.count(1)
         self._steps = OptimizerSteps(optim, total_steps)
         self._queue = StepQueue(device_thread, self._steps.discard_pending)
         self._out_of_step: BaseException | None = None  # what one rank alone has met; nobody can go on
@@ -167,11 +187,14 @@ class FSDPTrainingBackend:
         self.device_thread.interrupt()
 
     def reset(self) -> DeviceFuture[None]:
-        """Discards accumulated gradients and forgets an earlier failure. Raises BackendError if the ranks are out of step."""
+        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states are as after the last step.
+
+        Raises BackendError if the ranks are out of step.
+        """
 
         def work() -> None:
             self._steps.reset()
-            self._together("discard", self._trainer.discard)
+            self._together("reset", self._trainer.reset)
 
         return self._queue.reset(work)
 
@@ -216,15 +239,15 @@ class FSDPTrainingBackend:
         dealt += [prepared, [[portion.micro_batch for portion in mine] for mine in portions]]
         return [Share(tuple(mine), batch.temperature, spec, prepared.denominator, prepared.expected_count) for mine in portions]
 
-    def _count(self, dealt: Sequence[Any]) -> tuple[PreparedBatch, list[list[MicroBatch]]]:
+    def _count(self, dealt: Sequence[Any], *, trains: bool) -> tuple[PreparedBatch, list[list[MicroBatch]]]:
         prepared, micro_batches = dealt
-        self._steps.add_batch(prepared, sum(one.computed_tokens for mine in micro_batches for one in mine))
+        self._steps.add_batch(prepared, sum(one.computed_tokens for mine in micro_batches for one in mine), trains=trains)
         return prepared, micro_batches
 
     def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
         steps, dealt = self._steps, []
         result = self._together("forward_backward", lambda: self._trainer.forward_backward(lambda: self._make_shares(batch, spec, dealt)))
-        prepared, _ = self._count(dealt)
+        prepared, _ = self._count(dealt, trains=True)
         steps.pending_batches += 1
         if steps.poisoned is None and not math.isfinite(result.total):
             steps.poisoned = f"the loss is {result.total}"
@@ -238,7 +261,7 @@ class FSDPTrainingBackend:
     def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
         params = self._steps.choose_params(params)
         if self._steps.poisoned is not None:
-            self._together("discard", self._trainer.discard)
+            self._together("skip_step", self._trainer.skip_step)
             return self._steps.skip_step(self._steps.poisoned, params.lr)
         lr, limit = params.lr, params.max_grad_norm
         norm = self._together("optim_step", lambda: self._trainer.optim_step(lr, limit), lr=lr, max_grad_norm=limit)
@@ -250,7 +273,7 @@ class FSDPTrainingBackend:
         dealt: list[Any] = []
         blocks = self._together("forward", lambda: self._trainer.forward(lambda: self._make_shares(batch, None, dealt)))
         assert blocks is not None
-        _, micro_batches = self._count(dealt)
+        _, micro_batches = self._count(dealt, trains=False)
         parts: list[MicroBatch] = []
         values: list[FloatArray] = []
         for mine, block in zip(micro_batches, blocks, strict=True):
@@ -299,6 +322,41 @@ class FSDPTrainingBackend:
 
         return self._queue.submit(work)
 
+    def capture(self) -> DeviceFuture[Callable[[Path], Awaitable[None]] | None]:
+        """What save() would write now, copied to the host memory of each rank; None if one has no room for its part.
+
+        The result writes it to a directory that all ranks see, once, each rank its own files in a thread of its own, while steps run. It raises
+        what any rank has met, after all have ended: OSError of a disk, RunDirError, else BackendError.
+        """
+        name = f"checkpoint {next(self._captures)}"
+
+        def work() -> Callable[[Path], Awaitable[None]] | None:
+            if self._tokenizer_copy is None and self._tokenizer is not None:
+                self._tokenizer_copy = copy.deepcopy(self._tokenizer)  # generation uses the other while this one is written
+            position = self._steps.position(self._queue.version)
+            held = self._together("capture", lambda: self._trainer.capture(position, self._tokenizer_copy))
+            return None if held is None else partial(self._write_held, name, held)
+
+        return self._queue.submit(work)
+
+    async def _write_held(self, name: str, held: HeldPart, path: Path) -> None:
+        self._hub.send(Command("write_held", {"name": name, "path": str(path)}))
+        failure: Exception | None = None
+        try:
+            await trio.to_thread.run_sync(held.write, path)
+        except Exception as error:  # raised when nobody writes there any more: the directory is removed then
+            failure = error
+        answers = await self._hub.wait_answers(name)
+        for rank, said in sorted(answers.items()):
+            if said and failure is None:
+                failure = hear_failure(rank, said.encode())
+        if failure is not None:
+            raise failure
+
+    def held_bytes(self) -> int:
+        """0: capture() looks by itself whether the machines of all ranks have room."""
+        return 0
+
     def state_bytes(self) -> int:
         """Size of what save() writes, on all ranks together: parameters and AdamW's two moments."""
         return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
@@ -337,15 +395,35 @@ async def receive(link: CommandReceiver) -> Command | None:
 async def serve_backend(link: CommandReceiver, ranks: Ranks, options: ShardedOptions) -> None:
     """This rank's part in one backend, until rank 0 closes it."""
     async with open_device_thread(name="trainer", torch_threads=count_threads(options.threads, ranks)) as device_thread:
-        link.set_phase("opening the model")
+        link.set_phase(OPENING)
         trainer = await device_thread.submit(lambda: ignore_agreed(lambda: open_trainer(options, ranks, device_thread.check_open)))
         link.set_phase(WAITING)
-        while (command := await receive(link)) is not None and command.name != "close_backend":
-            assert trainer is not None, f"{command.name} for a backend that did not open"
-            assert command.name != "open_backend", "ranks have one backend at a time: leave the first before another is opened"
-            link.set_phase(command.fields["phase"])
-            await device_thread.submit(lambda trainer=trainer, command=command: follow(trainer, command))
-            link.set_phase(WAITING)
+        held: object = None  # what the last command has left to be written
+        async with trio.open_nursery() as writing:
+            while (command := await receive(link)) is not None and command.name != "close_backend":
+                assert trainer is not None, f"{command.name} for a backend that did not open"
+                assert command.name != "open_backend", "ranks have one backend at a time: leave the first before another is opened"
+                if command.name == "write_held":
+                    assert isinstance(held, HeldPart), held
+                    writing.start_soon(write_held, link, held, Path(command.fields["path"]), command.fields["name"])
+                    held = None
+                    continue
+                link.set_phase(command.fields["phase"])
+                if command.name == "capture":
+                    held = None  # of one that was never written, before there is another
+                found = await device_thread.submit(lambda trainer=trainer, command=command: follow(trainer, command))
+                held = found if command.name == "capture" else held
+                link.set_phase(WAITING)
+
+
+async def write_held(link: CommandReceiver, held: HeldPart, path: Path, name: str) -> None:
+    """Writes this rank's part of a checkpoint, while steps run, and tells rank 0 how that went: nothing, or what has failed."""
+    said = ""
+    try:
+        await trio.to_thread.run_sync(held.write, path)
+    except Exception as error:  # rank 0 raises it
+        said = describe_failure(error).decode()
+    link.answer(name, said)
 
 
 def ignore_agreed(work: Callable[[], T]) -> T | None:
@@ -356,20 +434,23 @@ def ignore_agreed(work: Callable[[], T]) -> T | None:
         return None
 
 
-def follow(trainer: ShardedTrainer, command: Command) -> None:
-    """This rank's part in one command."""
+def follow(trainer: ShardedTrainer, command: Command) -> object:
+    """This rank's part in one command, and what came of it; None where all have failed alike."""
     fields = command.fields
     work: dict[str, Callable[[], object]] = {
-        "discard": trainer.discard,
+        "reset": trainer.reset,
+        "skip_step": trainer.skip_step,
         "forward_backward": lambda: trainer.forward_backward(None),
         "forward": lambda: trainer.forward(None),
         "optim_step": lambda: trainer.optim_step(fields["lr"], fields["max_grad_norm"]),
         "stream_weights": lambda: trainer.stream_weights(None),
         "load_weights": lambda: trainer.load_weights(None),
         "save": lambda: trainer.save(Path(fields["path"]), {}, None),
+        "capture": lambda: trainer.capture({}, None),
         "load": lambda: trainer.load(Path(fields["path"])),
     }
     try:
-        work[command.name]()
+        return work[command.name]()
     except AgreedFailure:
         trainer.discard()
+        return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from rollouts.backends.compiled import compile_and_prove
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import open_device_thread
@@ -38,16 +39,19 @@ async def open_pytorch_backend(
     share_prefix: bool = True,
     skip_zero_advantage: bool = False,
     gradient_checkpointing: bool = False,
+    compile_backend: str | None = None,
     seed: int = 0,
 ) -> AsyncIterator[PyTorchTrainingBackend]:
     """A backend with float32 master weights from `model_path` and a fresh AdamW; `total_steps` is where its schedule ends.
 
     threads: torch's, 0 for one per core this process may use. deterministic: only algorithms that give the same bits every time.
     skip_zero_advantage: see PyTorchTrainingBackend. gradient_checkpointing: layers keep their input only and are computed again for the
-    gradient: the same gradients for less memory and about a third more time. seed: of torch's own generator, from which only a user's loss
-    may draw: the model is in evaluation mode, so dropout is off. Which
-    layout of a batch is exact for it is found out here, with a few tokens. Raises ModelError if the directory cannot be trained.
+    gradient: the same gradients for less memory and about a third more time. compile_backend: of torch.compile, which then runs the
+    layers ("inductor"), after it took its time to make their programs; log-probs and gradients are the same to rounding. seed: of torch's own
+    generator, from which only a user's loss may draw: the model is in evaluation mode, so dropout is off. Which layout of a batch is exact
+    for it is found out here, with a few tokens. Raises ModelError if the directory cannot be trained.
     """
+    autocast_dtype = choose_autocast_dtype(autocast, device)
     async with open_device_thread(name="trainer", torch_threads=threads or len(os.sched_getaffinity(0))) as device_thread:
 
         def load() -> tuple[PreTrainedModel, torch.optim.AdamW, ForwardPlan]:
@@ -56,6 +60,8 @@ async def open_pytorch_backend(
             if gradient_checkpointing:
                 checkpoint_layers(loaded)
             parts = loaded, create_adamw_optimizer(loaded, optim), plan_forward(loaded)
+            if compile_backend is not None:
+                compile_and_prove(loaded, parts[2], autocast_dtype, backend=compile_backend)
             torch.manual_seed(seed)  # loading draws, more or less of it, from one release of transformers to the next
             return parts
 
@@ -68,7 +74,7 @@ async def open_pytorch_backend(
             total_steps=total_steps,
             plan=plan,
             tokenizer=tokenizer,
-            autocast_dtype=choose_autocast_dtype(autocast, device),
+            autocast_dtype=autocast_dtype,
             micro_batch_tokens=micro_batch_tokens,
             share_prefix=share_prefix,
             skip_zero_advantage=skip_zero_advantage,

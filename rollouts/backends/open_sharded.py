@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from rollouts.backends.open import choose_autocast_dtype
-from rollouts.backends.sharded_model import plan_sharded_forward, shard_model
+from rollouts.backends.same_ranks import check_same_model, check_same_plan
+from rollouts.backends.sharded_model import compile_sharded, plan_sharded_forward, shard_model
 from rollouts.backends.sharded_trainer import ShardedTrainer
 from rollouts.config.schema import OptimConfig
 from rollouts.distributed.process_group import Ranks, run_agreed
@@ -33,6 +34,8 @@ class ShardedOptions:
     threads: int = 0  # of torch in each rank; 0: the cores that this process may use, divided by the ranks on this machine
     deterministic: bool = False
     gradient_checkpointing: bool = False
+    compile_backend: str | None = None  # of torch.compile; None: layers run as they are written
+    cpu_offload: bool = False
     reduce_each_micro_batch: bool = False
     seed: int = 0  # of torch's own generators, one for each rank
     dtype: Literal["float32", "float64"] = "float32"  # of the master weights; float64 shows what is rounding
@@ -49,12 +52,17 @@ def open_trainer(options: ShardedOptions, ranks: Ranks, check_open: Callable[[],
         model = make_meta_model(path, dtype=getattr(torch, options.dtype))
         if options.gradient_checkpointing:
             checkpoint_layers(model)
-        shard_model(model, ranks)
-        load_sharded_weights(model, path, device=ranks.device)
+        shard_model(model, ranks, cpu_offload=options.cpu_offload)
+        load_sharded_weights(model, path, device="cpu" if options.cpu_offload else ranks.device, buffer_device=ranks.device)
         return model
 
+    check_same_model(ranks, path)
     model = run_agreed(ranks, load).value
-    optimizer, plan = create_adamw_optimizer(model, OptimConfig.model_validate(options.optim)), plan_sharded_forward(model)
+    optimizer, plan = create_adamw_optimizer(model, OptimConfig.model_validate(options.optim)), plan_sharded_forward(model, ranks)
+    check_same_plan(ranks, plan)
+    autocast_dtype = choose_autocast_dtype(options.autocast, str(ranks.device))
+    if options.compile_backend is not None:
+        compile_sharded(model, plan, ranks, autocast_dtype, backend=options.compile_backend)
     torch.manual_seed((options.seed + ranks.rank) % 2**63)
     return ShardedTrainer(
         model,
@@ -62,7 +70,7 @@ def open_trainer(options: ShardedOptions, ranks: Ranks, check_open: Callable[[],
         ranks,
         plan,
         check_open=check_open,
-        autocast_dtype=choose_autocast_dtype(options.autocast, str(ranks.device)),
+        autocast_dtype=autocast_dtype,
         reduce_each_micro_batch=options.reduce_each_micro_batch,
     )
 

@@ -19,6 +19,7 @@ import trio
 from torch import Tensor
 
 from rollouts.backends.held_state import HeldState, hold_state
+from rollouts.backends.random_states import DrawsOfSteps
 from rollouts.backends.shares import make_portion
 from rollouts.backends.state import load_backend_state, read_model_weights
 from rollouts.backends.steps import (
@@ -42,7 +43,7 @@ from rollouts.crash_points import reach
 from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, CheckpointError
-from rollouts.losses import resolve_loss
+from rollouts.losses import resolve_loss, wants_entropy_gradient
 from rollouts.losses.logprobs import LinearLogProbs
 from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
 from rollouts.protocols import WeightSink
@@ -91,6 +92,7 @@ class PyTorchTrainingBackend:
             skip_zero_advantage=skip_zero_advantage,
         )
         self._steps = OptimizerSteps(optim, total_steps)
+        self._draws = DrawsOfSteps(model.device)
         self._queue = StepQueue(device_thread, self._discard_pending)
         if plan is not None:
             log_plan(model, plan)
@@ -105,11 +107,12 @@ class PyTorchTrainingBackend:
         self.device_thread.interrupt()
 
     def reset(self) -> DeviceFuture[None]:
-        """Discards accumulated gradients and forgets an earlier failure."""
+        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states are as after the last step."""
 
         def work() -> None:
             self._steps.reset()
             self._discard_pending()
+            self._draws.restore()
 
         return self._queue.reset(work)
 
@@ -145,19 +148,21 @@ class PyTorchTrainingBackend:
         vocab_size = int(self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
         prepared = prepare_batch(batch, spec, self._find_plan(), self._packing, vocab_size=vocab_size)
         micro_batches = prepared.pack(prepared.budget)
-        self._steps.add_batch(prepared, sum(micro_batch.computed_tokens for micro_batch in micro_batches))
+        self._steps.add_batch(prepared, sum(micro_batch.computed_tokens for micro_batch in micro_batches), trains=spec is not None)
         return prepared, micro_batches
 
     def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
         loss_fn = resolve_loss(spec.name)
+        self._draws.begin()
         prepared, micro_batches = self._pack(batch, spec)
         denominator, state = prepared.denominator, self._steps
+        entropy_gradient = wants_entropy_gradient(spec.name, spec.params)
         state.pending_batches += 1
         total, count = 0.0, 0.0
         metrics: list[Metrics] = []
         for micro_batch in micro_batches:
             self.device_thread.check_open()
-            flat = self._compute_log_probs(micro_batch, batch)
+            flat = self._compute_log_probs(micro_batch, batch, entropy_gradient=entropy_gradient)
             output, entropy = compute_loss(flat, make_portion(micro_batch, batch), loss_fn, spec)
             total += float(output.sum.detach())
             count += float(output.count)
@@ -173,13 +178,19 @@ class PyTorchTrainingBackend:
         reach("train.after_forward_backward")
         return ForwardBackwardResult(loss=total / denominator, denominator=denominator, metrics=merge_metrics(metrics))
 
-    def _compute_log_probs(self, micro_batch: MicroBatch, batch: RolloutBatch) -> LinearLogProbs:
+    def _compute_log_probs(self, micro_batch: MicroBatch, batch: RolloutBatch, *, entropy_gradient: bool = False) -> LinearLogProbs:
         return compute_micro_batch_log_probs(
-            self.model, micro_batch, plan=self._find_plan(), temperature=batch.temperature, autocast_dtype=self._autocast_dtype
+            self.model,
+            micro_batch,
+            plan=self._find_plan(),
+            temperature=batch.temperature,
+            autocast_dtype=self._autocast_dtype,
+            entropy_gradient=entropy_gradient,
         )
 
     def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
         params = self._steps.choose_params(params)
+        self._draws.note()
         skipped = self._steps.poisoned
         gradients = collect_gradients(self.model)
         grad_norm = float("nan") if skipped is not None else float(torch.nn.utils.get_total_norm(gradients))
@@ -253,6 +264,10 @@ class PyTorchTrainingBackend:
 
         return self._queue.submit(work)
 
+    def held_bytes(self) -> int:
+        """What capture() holds."""
+        return self.state_bytes()
+
     def state_bytes(self) -> int:
         """Size of what capture() holds and save() writes: parameters and AdamW's two moments."""
         return 3 * sum(parameter.nbytes for parameter in self.model.parameters())
@@ -272,6 +287,7 @@ class PyTorchTrainingBackend:
             position = load_backend_state(path, self.model, self._optimizer, POSITION_FIELDS)
             copy_weights(self.model, weights)
             self._discard_pending()
+            self._draws.note()
             self._queue.version = self._steps.restore(position)
 
         return self._queue.submit(work)

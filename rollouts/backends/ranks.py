@@ -9,29 +9,26 @@ its checkpoint.
 
 from __future__ import annotations
 
-import select
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 import trio
 
 from rollouts.backends.fsdp import ShardedOptions, receive, serve_backend
+from rollouts.backends.same_ranks import check_same_versions, read_versions
 from rollouts.config.load import check_same_config, dump_config
 from rollouts.config.schema import RunConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.distributed.commands import Command
-from rollouts.distributed.control import ControlHub, ControlLink, exit_on_lost, open_control
-from rollouts.distributed.hub import ENDED
+from rollouts.distributed.control import ControlHub, ControlLink, end_after_rank_0, exit_on_lost, open_control
 from rollouts.distributed.launch import Launch
-from rollouts.distributed.process_group import Ranks, broadcast_bytes, close_ranks, init_ranks
-from rollouts.errors import RankLost, RunDirError
+from rollouts.distributed.process_group import Ranks, all_gather_bytes, broadcast_bytes, close_ranks, init_ranks
+from rollouts.errors import ConfigError, RunDirError
 
-PATIENCE_S = 10.0  # for a rank 0 that has failed to say why, and to end before the others
 FindModel = Callable[[str], Path]
 """The directory of a model by its name in the config. Blocks. Raises ModelError."""
 
@@ -42,6 +39,7 @@ class OpenRanks:
 
     ranks: Ranks
     control: ControlHub | ControlLink  # a hub on rank 0
+    agents: tuple[str, ...] = ()  # of each rank: which process of the launcher has started it (see Launch)
 
     @property
     def hub(self) -> ControlHub:
@@ -61,14 +59,14 @@ async def open_ranks(launch: Launch, *, shard_size: int = 0, device: str = "cpu"
     """This process connected with all others of the run, once they are there.
 
     Leaving ends the run for the others too: as complete on rank 0 without an exception, else as a failure. A rank that is lost ends this process
-    with exit code 75. Raises ConfigError for a shard_size that does not divide the ranks. Ranks that do not drive ignore SIGINT and SIGTERM
-    from the moment when they are connected, and end at once by either before.
+    with exit code 75. Raises ConfigError for a shard_size that does not divide the ranks, and on all of them where they run unlike versions of what
+    computes. Ranks that do not drive ignore SIGINT and SIGTERM from the moment when they are connected, and end at once by either before.
     """
     if launch.rank:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for the thread that waits for the others
     async with open_device_thread(name="ranks", torch_threads=1) as thread:
         attempt = str(launch.restart) if launch.on_one_node else ""  # each machine's torchrun counts for itself
-        ranks = await thread.submit(lambda: init_ranks(launch, device=device, shard_size=shard_size, attempt=attempt))
+        ranks, agents = await thread.submit(lambda: connect(launch, device=device, shard_size=shard_size, attempt=attempt))
 
         async def share(data: bytes | None) -> bytes:
             return await thread.submit(lambda: broadcast_bytes(ranks, data))
@@ -77,19 +75,20 @@ async def open_ranks(launch: Launch, *, shard_size: int = 0, device: str = "cpu"
             if launch.rank:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            yield OpenRanks(ranks, control)
+            yield OpenRanks(ranks, control, agents)
         await thread.submit(close_ranks)
 
 
-def end_after_rank_0(lost: RankLost) -> NoReturn:
-    """Ends this process with exit code 75, and leaves a rank 0 that has failed by an error of its own the time to end first.
-
-    A launcher ends the others as soon as one has ended, and shows the exit code of that one: it should be the one that knows why.
-    """
-    if lost.rank == 0 and lost.reason != ENDED and not lost.reason.startswith("nothing was heard"):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        select.select([], [], [], PATIENCE_S)  # trio does not run any more
-    exit_on_lost(lost)
+def connect(launch: Launch, *, device: str, shard_size: int, attempt: str) -> tuple[Ranks, tuple[str, ...]]:
+    """The process group of the run, of ranks with the same programs; and what has started each. Blocks until all are there; raises as init_ranks,
+    and ConfigError."""
+    ranks = init_ranks(launch, device=device, shard_size=shard_size, attempt=attempt)
+    try:
+        check_same_versions(ranks, read_versions())
+    except ConfigError:
+        close_ranks()
+        raise
+    return ranks, tuple(agent.decode() for agent in all_gather_bytes(ranks, launch.agent.encode()))
 
 
 def tell_config(opened: OpenRanks, config: RunConfig, model_path: Path) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
-from rollouts.distributed.process_group import AgreedFailure, Ranks
+from rollouts.backends.compiled import compile_and_prove
+from rollouts.backends.sharded_compat import list_groups, reduce_unused, reset_iteration
+from rollouts.distributed.process_group import AgreedFailure, Ranks, meet_all
 from rollouts.errors import ConfigError, ModelError
+from rollouts.models.layers import find_layers
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.sharded import reshard
 from rollouts.reference.forward_plan import plan_forward
@@ -21,42 +24,29 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 RUN = "run_unsharded"  # method of the root module
-NEEDED = ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms", "set_reduce_scatter_unused_params", "reset_iter_state")
+MEET_S = 4.0  # between ranks that fail alike: a forward of some tokens keeps them together
+COMPILE_MEET_S = 60.0  # the same for compilers, which take their own time
 
 
-def shard_model(model: PreTrainedModel, ranks: Ranks) -> None:
+def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool = False) -> None:
     """Divides the parameters of each decoder layer, and of what is around them, among the ranks. Gradients become sums over all ranks.
 
     Layers gather their parameters when they run and free them afterwards; those of the root (embedding, last norm, head) stay gathered
-    from its forward to its backward. Layers with their own gradient checkpointing must have it before. Raises ConfigError if torch is too old.
+    from its forward to its backward. Layers with their own gradient checkpointing must have it before.
+
+    Precision: shards, gathered parameters, gradients and their sums all have the dtype of the model, float32 in training; autocast rounds
+    for each product alone. cpu_offload: shards and reduced gradients lie in host memory, pinned; for ranks on GPUs.
     """
-    lacking = [name for name in NEEDED if not hasattr(FSDPModule, name)]
-    if lacking:
-        raise ConfigError(f"training on several ranks needs torch 2.13 or newer; torch {torch.__version__} has no FSDPModule.{lacking[0]}")
+    offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     for layer in find_layers(model):
-        fully_shard(layer, mesh=ranks.mesh)
-    root = cast(FSDPModule, fully_shard(model, mesh=ranks.mesh))
+        fully_shard(layer, mesh=ranks.mesh, offload_policy=offload)
+    fully_shard(model, mesh=ranks.mesh, offload_policy=offload)
     for module in _fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)  # denominators are global: gradients of the ranks add up
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply before it sums
-    # one rank's tokens may pass by an expert that another's use: both must reduce it
-    root.set_reduce_scatter_unused_params(True)
+    reduce_unused(model)  # one rank's tokens may pass by an expert that another's use: both must reduce it
     setattr(model, RUN, types.MethodType(lambda self, work: work(), model))
     register_fsdp_forward_method(model, RUN)
-
-
-def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The outermost layers that repeat: those that transformers can compute twice, or must not split."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    unsplit = set(getattr(model, "_no_split_modules", None) or ())
-    found: list[torch.nn.Module] = []
-    inside: set[int] = set()
-    for module in model.modules():
-        if id(module) not in inside and (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in unsplit):
-            found.append(module)
-            inside.update(id(part) for part in module.modules())
-    return found
 
 
 def _fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
@@ -68,30 +58,52 @@ def run_unsharded(model: PreTrainedModel, work: Callable[[], T]) -> T:
     return getattr(model, RUN)(work)
 
 
-def plan_sharded_forward(model: PreTrainedModel) -> ForwardPlan:
-    """What plan_forward finds, the same on all ranks; where it takes the model's own head, the whole model runs instead.
+def plan_sharded_forward(model: PreTrainedModel, ranks: Ranks) -> ForwardPlan:
+    """What plan_forward finds; where it takes the model's own head, the whole model runs instead. Collective.
 
-    The own head is a forward pass of the model without its layers, which sharded layers do not stand. Raises AgreedFailure.
+    The own head is a forward pass of the model without its layers, which sharded layers do not stand. What fails on all ranks alike is a finding
+    of the probe, or an AgreedFailure with a ModelError. What fails on this rank alone (memory, a device) is raised as it is: the others
+    are in a collective that this one has left, so it must end.
     """
+
+    def check_alike(error: Exception) -> None:
+        if not meet_all(ranks, MEET_S):
+            raise error
+
     try:
         with torch.no_grad():
-            plan = run_unsharded(model, lambda: plan_forward(model))
-    except ModelError as error:  # of numbers that are the same on all ranks
+            plan = run_unsharded(model, lambda: plan_forward(model, on_error=check_alike))
+    except ModelError as error:
+        check_alike(error)
         raise AgreedFailure(error) from error
     finally:
         discard_iteration(model)
     return dataclasses.replace(plan, head="whole") if plan.head == "own" else plan
 
 
+def compile_sharded(model: PreTrainedModel, plan: ForwardPlan, ranks: Ranks, autocast_dtype: torch.dtype | None, *, backend: str) -> None:
+    """compile_and_prove on all ranks. Collective. Raises AgreedFailure if it fails on all alike; what fails on this rank alone, as it is."""
+
+    def run(work: Callable[[], torch.Tensor]) -> torch.Tensor:
+        try:
+            return work() if plan.head == "whole" else run_unsharded(model, work)
+        finally:
+            discard_iteration(model)
+
+    try:
+        compile_and_prove(model, plan, autocast_dtype, backend=backend, run=run)
+    except (ConfigError, ModelError) as error:
+        if not meet_all(ranks, COMPILE_MEET_S):
+            raise
+        raise AgreedFailure(error) from error
+
+
 def discard_iteration(model: torch.nn.Module) -> None:
     """Frees what a forward that had no backward has left gathered, and gradients that were not reduced yet."""
-    root = cast(FSDPModule, model)
-    if root._get_fsdp_state()._is_root:  # None before the first forward
-        root.reset_iter_state()
+    reset_iteration(model)
     reshard(model)
-    for module in _fsdp_modules(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:  # reset_iter_state leaves these
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
+    for group in list_groups(model):
+        for parameter in group.fsdp_params:  # reset_iteration leaves these
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None

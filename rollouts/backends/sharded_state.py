@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from rollouts.backends.random_states import copy_random_states, set_random_states
 from rollouts.backends.state_files import (
     BACKEND_FILE,
-    CPU_RNG,
     CUDA_RNG,
     LAYOUT,
     STEP,
@@ -38,6 +38,8 @@ from rollouts.backends.state_files import (
     shard_name,
 )
 from rollouts.errors import CheckpointError
+from rollouts.models.devices import find_device
+from rollouts.models.directories import fsync_path
 from rollouts.models.safetensors_file import write_safetensors
 from rollouts.models.sharded import compute_local_slices, get_local, reshard
 from rollouts.run_dir import checkpoint_state_dir
@@ -58,12 +60,18 @@ class HeldShard:
     position: Mapping[str, float]
 
     def write(self, checkpoint: Path) -> None:
-        """Writes this rank's file in the checkpoint's `state/`; rank 0 the position as well. Not synced. Blocks; raises OSError."""
+        """Writes this rank's file in the checkpoint's `state/`; rank 0 the position as well. Blocks; raises OSError.
+
+        Synced where rank 0 will not do it: another machine's memory may hold the bytes back.
+        """
         folder = checkpoint_state_dir(checkpoint)
         folder.mkdir(parents=True, exist_ok=True)
         metadata = {LAYOUT: msgspec.json.encode(self.layout).decode()}
-        write_safetensors(folder / shard_name(self.layout.rank, self.layout.ranks), self.tensors, metadata=metadata)
-        if self.layout.rank == 0:
+        file = folder / shard_name(self.layout.rank, self.layout.ranks)
+        write_safetensors(file, self.tensors, metadata=metadata)
+        if self.layout.rank:
+            fsync_path(file)
+        else:
             (folder / BACKEND_FILE).write_text(json.dumps(dict(self.position), indent=1, allow_nan=False), encoding="utf-8")
 
 
@@ -75,9 +83,7 @@ def hold_sharded_state(
     Without a copy the tensors are the trainer's: write before anything trains. Of ranks that hold the same rows the first one keeps them.
     """
     reshard(model)
-    tensors: dict[str, Tensor] = {CPU_RNG: torch.get_rng_state()}
-    if model.device.type == "cuda":
-        tensors[CUDA_RNG] = torch.cuda.get_rng_state(model.device)
+    tensors = copy_random_states(find_device(model))
     extents: dict[str, Extent] = {}
     steps: dict[str, float] = {}
     for name, parameter in model.named_parameters():
@@ -126,10 +132,7 @@ class LoadedState:
         optimizer.state.clear()
         for parameter, state in self.states.items():
             optimizer.state[parameter] = state
-        if CPU_RNG in self.random_states:
-            torch.set_rng_state(self.random_states[CPU_RNG])
-        if CUDA_RNG in self.random_states and device.type == "cuda":
-            torch.cuda.set_rng_state(self.random_states[CUDA_RNG], device)
+        set_random_states(self.random_states, device)
 
 
 def read_sharded_state(checkpoint: Path, model: PreTrainedModel, fields: Collection[str], *, rank: int, ranks: int) -> LoadedState:
@@ -143,7 +146,7 @@ def read_sharded_state(checkpoint: Path, model: PreTrainedModel, fields: Collect
     position = read_position(folder / BACKEND_FILE, fields)
     parameters = dict(model.named_parameters())
     check_optimizer_files(found, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
-    random_states = _find_random_states(found.files, rank, model.device)
+    random_states = _find_random_states(found.files, rank, find_device(model))
     states: dict[Tensor, dict[str, Tensor]] = {}
     for name, step in found.steps.items():
         parameter = parameters[name]
@@ -162,7 +165,7 @@ def load_sharded_state(
     """The position that was saved; the optimizer's part on this rank and torch's random states are as they were. Raises as read_sharded_state,
     before anything is changed."""
     loaded = read_sharded_state(checkpoint, model, fields, rank=rank, ranks=ranks)
-    loaded.apply(optimizer, model.device)
+    loaded.apply(optimizer, find_device(model))
     return loaded.position
 
 

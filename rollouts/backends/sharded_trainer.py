@@ -12,18 +12,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from rollouts.backends.random_states import DrawsOfSteps
+from rollouts.backends.sharded_capture import HeldPart, check_seen, hold_together
 from rollouts.backends.sharded_model import discard_iteration, run_unsharded
 from rollouts.backends.sharded_state import read_sharded_state, save_sharded_state
 from rollouts.backends.sharded_weights import gather_bucket, scatter_weight
@@ -40,20 +41,20 @@ from rollouts.backends.steps import (
 )
 from rollouts.crash_points import reach
 from rollouts.distributed.process_group import AgreedFailure, Ranks, all_gather_floats, gather_bytes, run_agreed, scatter_bytes
-from rollouts.errors import CheckpointError, ModelError, RolloutsError, RunDirError
-from rollouts.losses import LossFn, LossOutput, resolve_loss
+from rollouts.errors import CheckpointError, ModelError, RolloutsError
+from rollouts.losses import LossFn, LossOutput, resolve_loss, wants_entropy_gradient
 from rollouts.losses.logprobs import LinearLogProbs
 from rollouts.models.export import write_hf_stream
 from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
 from rollouts.models.sharded import get_local, load_sharded_weights, reshard
 from rollouts.protocols import WeightSink
-from rollouts.types import FloatArray, Max, Mean, Metric, Metrics, Min, Total, merge_metrics
+from rollouts.types import FloatArray, Metric, Metrics, merge_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 RANK_BUCKET_BYTES = 8 * 2**20  # of whole tensors gathered at once: rank 0 holds about three times that beside its shards
-METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in (Mean, Total, Max, Min)}
+METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Metric)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +94,28 @@ class ShardedTrainer:
         self._check_open = check_open
         self._autocast_dtype = autocast_dtype
         self._reduce_each = reduce_each_micro_batch
+        self._draws = DrawsOfSteps(ranks.device)
 
     def discard(self) -> None:
         """Throws accumulated gradients away, and what a failed step left behind. Does not communicate."""
         discard_iteration(self.model)
         self.optimizer.zero_grad(set_to_none=True)
 
+    def reset(self) -> None:
+        """As after the last step: what was begun since is thrown away, and this rank's random states are as they were. Does not communicate."""
+        self.discard()
+        self._draws.restore()
+
+    def skip_step(self) -> None:
+        """Ends a step that changes nothing. Does not communicate."""
+        self.discard()
+        self._draws.note()
+
     # --- batches
 
     def forward_backward(self, make_shares: Callable[[], Sequence[Share]] | None) -> ShareResult:
         """Adds the gradient of sum / denominator to what has accumulated. `make_shares` is rank 0's: one share for each rank."""
+        self._draws.begin()
         share = self._receive_share(make_shares)
         assert share.spec is not None
         name = share.spec.name
@@ -142,9 +155,16 @@ class ShardedTrainer:
         return decode_share(scatter_bytes(self.ranks, run_agreed(self.ranks, encode).value))
 
     def _compute_log_probs(self, portion: Portion, share: Share) -> LinearLogProbs:
+        entropy_gradient = share.spec is not None and wants_entropy_gradient(share.spec.name, share.spec.params)
+
         def compute() -> LinearLogProbs:
             return compute_micro_batch_log_probs(
-                self.model, portion.micro_batch, plan=self.plan, temperature=share.temperature, autocast_dtype=self._autocast_dtype
+                self.model,
+                portion.micro_batch,
+                plan=self.plan,
+                temperature=share.temperature,
+                autocast_dtype=self._autocast_dtype,
+                entropy_gradient=entropy_gradient,
             )
 
         return compute() if self.plan.head == "whole" else run_unsharded(self.model, compute)  # the whole model is the root's own forward
@@ -153,6 +173,7 @@ class ShardedTrainer:
         self, flat: LinearLogProbs, portion: Portion, share: Share, loss_fn: LossFn, metrics: list[Metrics]
     ) -> tuple[LossOutput, FloatArray]:
         """This rank's loss, and every rank's (sum, count) [W, 2]."""
+        reach("train.before_agreement")
 
         def work() -> LossOutput:
             self._check_open()
@@ -182,6 +203,7 @@ class ShardedTrainer:
 
     def optim_step(self, lr: float, max_grad_norm: float | None) -> float:
         """The gradient's norm over all ranks, before clipping. Where it is not finite nothing changes but that the gradient is gone."""
+        self._draws.note()
         gradients = [get_local(gradient) for gradient in collect_gradients(self.model)]
         mine = float(torch.nn.utils.get_total_norm(gradients))
         # in one order on every rank, so that all have the same bits; a replica's part counts once
@@ -238,6 +260,11 @@ class ShardedTrainer:
             run_agreed(self.ranks, stack.close)
         run_agreed(self.ranks, lambda: save_sharded_state(path, self.model, self.optimizer, position, rank=rank, ranks=world))
 
+    def capture(self, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None) -> HeldPart | None:
+        """This rank's part of what save() would write now, copied to host memory; None, on all ranks, if one has no room for it. Rank 0's
+        `position` and `tokenizer` count; generation must not use the tokenizer while it is written."""
+        return hold_together(self.model, self.optimizer, self.ranks, position, tokenizer, stream_weights=self.stream_weights)
+
     def load(self, path: Path) -> Mapping[str, float]:
         """The position that save() was given, on any number of ranks; weights, optimizer and random states are as they were. Gradients are
         discarded. Raises AgreedFailure with a CheckpointError; what does not fit is found before anything is changed."""
@@ -253,6 +280,7 @@ class ShardedTrainer:
         loaded = run_agreed(self.ranks, lambda: read_sharded_state(path, self.model, POSITION_FIELDS, rank=rank, ranks=world)).value
         run_agreed(self.ranks, load_weights)
         loaded.apply(self.optimizer, self.ranks.device)
+        self._draws.note()
         return loaded.position
 
 
@@ -271,9 +299,3 @@ def _list_values(metric: Metric) -> list[float]:
 def decode_metrics(data: bytes) -> dict[str, Metric]:
     """What encode_metrics was given."""
     return {name: METRIC_KINDS[kind](*values) for name, (kind, *values) in json.loads(data).items()}
-
-
-def check_seen(path: Path, rank: int) -> None:
-    """Raises RunDirError if this rank does not see the directory that rank 0 has made: its part of a checkpoint would lie somewhere else."""
-    if not path.is_dir():
-        raise RunDirError(f"rank {rank} on {socket.gethostname()} does not see {path}; put output.dir on a filesystem that all machines share")

@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from rollouts.backends.random_states import copy_random_states
 from rollouts.backends.sharded_state import load_sharded_state
-from rollouts.backends.state_files import CPU_RNG, CUDA_RNG
 from rollouts.errors import CheckpointError, ModelError
 from rollouts.models.load import load_hf_model
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 def collect_optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's own tensors under parameter names, and torch's random states. Nothing is copied but those."""
-    tensors: dict[str, Tensor] = {CPU_RNG: torch.get_rng_state()}
-    if model.device.type == "cuda":
-        tensors[CUDA_RNG] = torch.cuda.get_rng_state(model.device)
+    tensors = copy_random_states(model.device)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{key}/{name}"] = value.detach()

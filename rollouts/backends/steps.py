@@ -159,7 +159,7 @@ def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, flo
 def count_unit(batch: RolloutBatch, spec: LossSpec, rows: BoolArray) -> float:
     """How many of the loss's unit are in the chosen rows [B]: trained tokens, or rows that have one."""
     lengths = batch.response_lengths[rows]
-    return float((lengths > 0).sum() if spec.unit == "sequences" else lengths.sum())
+    return float((lengths > 0).sum() if spec.unit in ("sequences", "sequence_sums") else lengths.sum())
 
 
 def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray | None:
@@ -192,14 +192,14 @@ def compute_loss(flat: LinearLogProbs, portion: Portion, loss_fn: LossFn, spec: 
         return torch.zeros(shape, dtype=values.dtype, device=device).index_put(place, values)
 
     fields = {name: spread(torch.from_numpy(values).to(device)) for name, values in portion.fields.items()}
-    entropy = flat.entropy[pairs]
+    entropy = flat.entropy[pairs]  # with gradient where the loss has an entropy bonus
     inputs = LossInputs(
         log_probs=spread(flat.log_probs[pairs]), mask=spread(torch.ones_like(pairs, dtype=torch.bool)), entropy=spread(entropy), **fields
     )
     output = loss_fn(inputs, unit=spec.unit, **spec.params)
     if not output.sum.requires_grad:
         raise BackendError(f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not detached")
-    return output, entropy
+    return output, entropy.detach()
 
 
 def with_entropy(output: LossOutput, entropy: Tensor) -> Metrics:
@@ -232,9 +232,11 @@ class OptimizerSteps:
         self._total_steps = total_steps
         self._skipped_in_a_row = 0
 
-    def add_batch(self, prepared: PreparedBatch, computed_tokens: int) -> None:
-        """Counts a batch that will be computed."""
+    def add_batch(self, prepared: PreparedBatch, computed_tokens: int, *, trains: bool) -> None:
+        """Counts a batch that will be computed. Where log-probs alone are, as of a probe, only its layout counts: a resumed run asks for others."""
         self.layouts[prepared.layout] += 1
+        if not trains:
+            return
         self.counts["computed_tokens"] += computed_tokens
         self.counts["skipped_rows"] += prepared.skipped_rows
 
@@ -258,9 +260,11 @@ class OptimizerSteps:
         self._skipped_in_a_row += 1
         self.counts["skipped_steps"] += 1
         self._end_step()
-        if self._skipped_in_a_row >= self._optim.max_nonfinite_steps:
+        in_a_row = self._skipped_in_a_row
+        if in_a_row >= self._optim.max_nonfinite_steps:
+            self._skipped_in_a_row = 0  # whoever goes on all the same, goes on for as many again
             raise NonFiniteSteps(
-                f"{self._skipped_in_a_row} steps in a row were not finite, the last because {reason}; optim.max_nonfinite_steps="
+                f"{in_a_row} steps in a row were not finite, the last because {reason}; optim.max_nonfinite_steps="
                 f"{self._optim.max_nonfinite_steps}: lower optim.lr, or look at samples.jsonl for what the batch holds"
             )
         return OptimStepResult(step=self.steps, lr=lr, grad_norm=None, clipped=False, skipped=reason)
@@ -275,8 +279,7 @@ class OptimizerSteps:
         self._counts_before = dict(self.counts)
 
     def reset(self) -> None:
-        """Forgets what has accumulated since the last step, and how many steps in a row were skipped."""
-        self._skipped_in_a_row = 0
+        """Forgets what has accumulated since the last step."""
         self.counts = dict(self._counts_before)
         self.discard_pending()
 
@@ -293,7 +296,7 @@ class OptimizerSteps:
         return int(position["weight_version"])
 
     def statistics(self) -> dict[str, float]:
-        """Optimizer steps, skipped ones, tokens trained and computed (padding included), batches by layout."""
+        """Optimizer steps, skipped ones, tokens trained and, for that, computed (padding included), batches by layout."""
         layouts = {f"batches_as_{layout}": count for layout, count in self.layouts.items()}
         return {"steps": float(self.steps), **self.counts, **layouts}
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rollouts.checkpoints.load import list_checkpoints
+from rollouts.checkpoints.load import Report, list_checkpoints, report_nothing
 from rollouts.checkpoints.save import TEMPORARY_PREFIX, move_aside
 from rollouts.crash_points import reach
-from rollouts.metrics.jsonl import newest_attempts, read_rows
+from rollouts.metrics.jsonl import drop_outdated, has_place, newest_attempts, read_rows
+from rollouts.run_dir import RunDir
 
 
 def checkpoints_to_remove(steps: Iterable[int], keep_last: int, scores: Mapping[int, float] | None = None) -> list[int]:
@@ -40,10 +42,23 @@ def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float]
     return steps
 
 
-def read_scores(evaluations: Path, stage: str, metric: str) -> dict[int, float]:
-    """The metric by step, from the newest evaluation of each step of the stage. Raises RunDirError if the file is damaged."""
-    rows = newest_attempts(read_rows(evaluations))
-    return {int(row["step"]): float(row[metric]) for row in rows if row.get("stage") == stage and metric in row}
+def read_scores(run_dir: RunDir, stage: str, metric: str, report: Report = report_nothing) -> dict[int, float]:
+    """The metric by step, from the newest evaluation of each step of the stage, unless that step was trained again since.
+
+    A row whose step, attempt or metric is no finite number gives none, and `report` gets a line. Raises RunDirError if a file is damaged.
+    """
+    scored = [row for row in read_rows(run_dir.evaluations) if row.get("stage") == stage and metric in row]
+    for row in scored:
+        if not has_place(row):
+            report(f"{run_dir.evaluations}: step={row.get('step')!r}, attempt={row.get('attempt')!r} must be whole numbers; no best by this row")
+    scores: dict[int, float] = {}
+    for row in newest_attempts(drop_outdated(scored, read_rows(run_dir.metrics))):
+        value = row[metric]
+        if type(value) in (int, float) and math.isfinite(value):
+            scores[row["step"]] = float(value)
+        else:
+            report(f"{run_dir.evaluations}: {metric} of {stage} step {row['step']} is {value!r}, not a number; that checkpoint is not the best")
+    return scores
 
 
 def remove_incomplete(stage_dir: Path) -> list[Path]:

@@ -50,8 +50,12 @@ class SizedBackend(Protocol):
 class CapturingBackend(SizedBackend, Protocol):
     """A TrainingBackend that can copy its state in a moment and write it later. One that cannot is saved by save(), while training waits."""
 
-    def capture(self) -> TrainFuture[WriteModel]:
-        """What save() would write now, copied; the function writes it to a directory, while steps run."""
+    def held_bytes(self) -> int:
+        """Memory of this process that capture() takes; 0 if it looks by itself whether there is room."""
+        ...
+
+    def capture(self) -> TrainFuture[WriteModel | None]:
+        """What save() would write now, copied; the function writes it to a directory, once, while steps run. None: there is no room for it."""
         ...
 
 
@@ -71,7 +75,7 @@ def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Callable[[str], object
     if not keep.last:
         return
     try:
-        scores = read_scores(run_dir.evaluations, stage, keep.best_by) if keep.best_by else None
+        scores = read_scores(run_dir, stage, keep.best_by, lambda line: warn(f"warning: {line}")) if keep.best_by else None
         apply_retention(run_dir.stage_checkpoints(stage), keep.last, scores)
     except (OSError, RolloutsError) as error:  # the rows or the checkpoints cannot be read, or one cannot be removed: too many is no loss
         warn(f"warning: old checkpoints could not be removed and take up space: {error}")
@@ -110,8 +114,11 @@ class CheckpointWriter:
         self._failed_since_row = 0
         self._statistics = {"saved": 0.0, "failed": 0.0, "beside_training": 0.0, "held_up_s": 0.0, "write_s": 0.0}
 
-    async def save(self, step: int, state: Mapping[str, JSONValue], *, last: bool = False) -> None:
-        """Saves `step`, completed and idle, with the loop's `state`, which is read before training goes on.
+    async def save(
+        self, step: int, state: Mapping[str, JSONValue], *, last: bool = False, write_more: WriteModel | None = None
+    ) -> None:
+        """Saves `step`, completed and idle, with the loop's `state`, which is read before training goes on, and what `write_more` puts beside the
+        backend's files.
 
         Waits for the save before it, then for the copy only, or, where there is no room for one and for the `last` save of a stage, until the
         checkpoint is in place. Raises StorageError if the disk refuses the last one twice; CheckpointError for a step that is saved.
@@ -122,10 +129,10 @@ class CheckpointWriter:
         await self._idle.wait()
         write = None if last else await self._capture()
         if write is None:
-            await self._save_now(step, frozen, last=last)
+            await self._save_now(step, frozen, write_more, last=last)
         else:
             self._idle = trio.Event()
-            self._nursery.start_soon(self._save_beside, step, frozen, write, self._idle)
+            self._nursery.start_soon(self._save_beside, step, frozen, write_in_turn(write, write_more), self._idle)
         self._statistics["held_up_s"] += time.perf_counter() - started
 
     async def is_saved(self, step: int) -> bool:
@@ -168,7 +175,7 @@ class CheckpointWriter:
         if not isinstance(self._backend, CapturingBackend):
             return None
         free = self._free_memory()
-        if free is not None and free < MEMORY_MARGIN * self._backend.state_bytes():
+        if free is not None and free < MEMORY_MARGIN * self._backend.held_bytes():
             return None
         try:
             return await self._backend.capture().result()
@@ -179,13 +186,13 @@ class CheckpointWriter:
         await self._backend.reset().result()  # it takes a copy that failed for a failed step
         return None
 
-    async def _save_now(self, step: int, state: Mapping[str, JSONValue], *, last: bool) -> None:
+    async def _save_now(self, step: int, state: Mapping[str, JSONValue], write_more: WriteModel | None, *, last: bool) -> None:
         async def write(path: Path) -> None:
             await self._backend.save(path).result()
 
         for tries_left in (1, 0) if last else (0,):
             try:
-                await self._write(step, state, write)
+                await self._write(step, state, write_in_turn(write, write_more))
                 return
             except StorageError as error:
                 await self._backend.reset().result()  # it takes a save that failed for a failed step
@@ -222,6 +229,18 @@ class CheckpointWriter:
         self._statistics["failed"] += 1
         self._failed_since_row += 1
         self._warn(f"warning: checkpoint not saved: {error}" + (f"; {then}" if then else ""))
+
+
+def write_in_turn(first: WriteModel, second: WriteModel | None) -> WriteModel:
+    """What writes both into one directory."""
+    if second is None:
+        return first
+
+    async def write(path: Path) -> None:
+        await first(path)
+        await second(path)
+
+    return write
 
 
 @asynccontextmanager

@@ -174,6 +174,8 @@ model.autocast (the weights stay float32 and the arithmetic is "bfloat16", "off"
     torch_dtype dtype bf16 fp16 precision mixed_precision
 model.gradient_checkpointing:
     enable_gradient_checkpointing activation_checkpointing recompute_granularity activation_recomputation
+model.compile:
+    torch_compile use_torch_compile compile_model model.compile_config
 model.chat_template (always applied; this replaces the tokenizer's own):
     apply_chat_template
 model.chat_template:
@@ -226,6 +228,8 @@ distributed.ranks (processes on this machine; on several machines start it by to
     n_gpus_per_node gpus_per_node num_gpus_per_node actor_num_gpus_per_node trainer.n_gpus_per_node nproc_per_node num_gpus world_size
 distributed.shard_size:
     fsdp_size data_parallel_shard_degree dp_shard_size
+distributed.cpu_offload (weights, gradients and optimizer state together):
+    fsdp_cpu_offload param_offload optimizer_offload offload_params offload_optimizer
 deterministic:
     full_determinism deterministic_mode batch_invariant
 """

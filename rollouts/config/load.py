@@ -38,12 +38,12 @@ DATASETS = tuple(f"{data}.dataset" for data in STAGE_DATA)  # a name on the hub 
 FUNCTIONS = (
     *(f"{data}.function" for data in STAGE_DATA),
     *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "reward_combine", "filters")),
-    *("rl.curriculum", "eval.reward"),
+    *("rl.curriculum", "rl.advantage", "eval.reward"),
 )
 # On resume: what a run writes and how long it goes on, not what it computes.
 MAY_CHANGE = ("name", "output", "distributed", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s")
 # How fast it computes may change too, unless the run promised equal bits: these change the order of sums.
-CHANGES_BITS = ("model.threads", "engine.max_rows", "sft.micro_batch_tokens", "rl.micro_batch_tokens", "rl.share_prefix")
+CHANGES_BITS = ("model.threads", "model.compile", "engine.max_rows", "sft.micro_batch_tokens", "rl.micro_batch_tokens", "rl.share_prefix")
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from rollouts.config.spelling import nearest
 from rollouts.errors import PlugInError
 
-Role = Literal["reward", "group_reward", "reward_combine", "generate", "filter", "curriculum", "rows", "loss"]
+Role = Literal["reward", "group_reward", "reward_combine", "generate", "filter", "curriculum", "rows", "advantage", "loss"]
 
 CALLED_WITH: dict[Role, tuple[str, ...]] = {
     "reward": ("sample",),
@@ -25,8 +25,9 @@ CALLED_WITH: dict[Role, tuple[str, ...]] = {
     "generate": ("sample", "engine", "sampling"),
     "filter": ("group",),
     "curriculum": ("step", "statistics"),
+    "advantage": ("inputs",),
 }
-PLAIN: tuple[Role, ...] = ("reward_combine", "curriculum")
+PLAIN: tuple[Role, ...] = ("reward_combine", "curriculum", "advantage")
 CALLED_BY_NAME: dict[Role, tuple[str, ...]] = {"rows": ("size", "seed")}  # beside data.params
 
 

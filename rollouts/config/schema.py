@@ -39,6 +39,7 @@ class ModelConfig(Section):
     chat_template: str = ""  # a file to use instead of the tokenizer's own chat template
     template_params: dict[str, Any] = {}  # passed to the chat template, for example enable_thinking = false
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
+    compile: bool = False  # torch.compile of each layer: minutes at the start, faster steps afterwards; needs a C++ compiler
     autocast: Literal["off", "bfloat16", "auto"] = "auto"  # master weights are float32; auto: bfloat16 where the hardware multiplies it natively
     threads: NaturalInt = 0  # torch threads of a process; 0: one per core it may use, divided by the ranks on this machine
 
@@ -160,10 +161,11 @@ class RLTrainingConfig(Section):
     curriculum: str = ""  # module:function or file.py:function from (step, statistics) to the weights of the sources
     steps: PositiveInt  # training steps of the stage
     rollout: RolloutConfig
-    advantage: Literal["grpo", "centred", "rloo"] = "grpo"  # how rewards of a group become advantages
+    advantage: str = "grpo"  # a key of rollouts.advantages.ADVANTAGES, module:function or file.py:function
+    advantage_params: dict[str, float | int | bool | str] = {}  # passed to the advantage by keyword
     loss: str = "ppo_clip"  # a key of rollouts.losses.LOSSES, or module:function
     loss_params: dict[str, float | int | bool | str] = {}  # passed to the loss by keyword
-    normalise_by: Literal["tokens", "sequences", "constant"] = "tokens"  # constant: num_prompts * samples_per_prompt * max_new_tokens
+    normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = "tokens"  # constant: prompts * samples_per_prompt * max_new_tokens
     clip_low: PositiveFloat = 0.2  # the ratio is clipped below 1 - clip_low
     clip_high: PositiveFloat = 0.2  # the ratio is clipped above 1 + clip_high
     kl_coef: NaturalFloat = 0.0  # 0: no reference model is loaded
@@ -186,12 +188,12 @@ class RLTrainingConfig(Section):
                 f"max_staleness={self.max_staleness} is below sync_every - 1 = {self.sync_every - 1}: samples would always be too old; "
                 f"set max_staleness = {self.sync_every - 1} or more, or sync_every = {self.max_staleness + 1}"
             )
+        if self.kl_in == "reward" and self.kl_coef > 0 and self.advantage == "gdpo":
+            raise ValueError("advantage='gdpo' with kl_in='reward'; it reads the named rewards, which have no KL term: use kl_in='loss'")
         if self.kl_in == "reward" and self.kl_coef > 0 and self.kl_estimator != "k1":
             raise ValueError(f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; KL in the reward is k1; use kl_in='loss' for k2 and k3")
         if self.kl_in == "loss" and self.kl_coef > 0 and self.kl_estimator == "k1":
             raise ValueError("kl_estimator='k1' with kl_in='loss'; as a loss k1 has an expected gradient of 0; use 'k2' (reverse KL) or 'k3'")
-        if self.kl_in == "loss" and self.kl_coef > 0 and self.loss != "ppo_clip":
-            raise ValueError(f"kl_in='loss' with loss={self.loss!r}; only 'ppo_clip' adds the KL term itself; use kl_in='reward', or loss_params")
         return self
 
 
@@ -249,6 +251,8 @@ class DistributedConfig(Section):
     ranks: PositiveInt = 1  # processes on this machine; above 1 the program starts itself again under torchrun, unless a launcher has started it
     max_restarts: NaturalInt = 0  # with ranks: times that all of them are started again, from the newest checkpoint, after one was lost
     shard_size: NaturalInt = 0  # ranks that hold one copy of the weights between them; 0: all ranks; fewer: as many copies as there are groups
+    reduce_each_micro_batch: bool = False  # sum gradients over the ranks after every micro-batch, not once per batch: less memory, slower
+    cpu_offload: bool = False  # on GPUs: weights, gradients and optimizer state wait in host memory, and AdamW runs there; slower steps
 
 
 class RunConfig(Section):
@@ -274,6 +278,8 @@ class RunConfig(Section):
             )
         if self.output.keep_best and self.eval is None:
             raise ValueError("output.keep_best=true without [eval]: nothing says which checkpoint is best; add [eval], or leave keep_best out")
+        if self.deterministic and self.model.compile:
+            raise ValueError("model.compile=true with deterministic=true; compiled sums round in another order; leave one of the two out")
         if self.deterministic and self.model.autocast == "bfloat16":
             raise ValueError("model.autocast='bfloat16' with deterministic=true; deterministic mode computes in float32; set model.autocast='off'")
         if self.rl is not None:

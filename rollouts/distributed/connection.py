@@ -8,6 +8,7 @@
     MESSAGE  0 → rank   bytes (u64) of the message that follows in parts
     PART     0 → rank   the next bytes of the message, at most PART_BYTES: other frames pass between parts
     FAIL     rank → 0   what went wrong here (text)
+    ANSWER   rank → 0   msgpack [name, text]: what a rank has to say about something that rank 0 has named in a command
     LOST     both       msgpack [rank, phase, reason]: which rank the run has lost; to rank 0 only if that is rank 0 itself
     BYE      both       nothing more will be asked of the other side; a stream that ends without it was cut by a death
 
@@ -49,6 +50,7 @@ class Kind(enum.IntEnum):
     FAIL = 6
     LOST = 7
     BYE = 8
+    ANSWER = 9
 
 
 KINDS = frozenset(Kind)

@@ -9,7 +9,7 @@
     a connection that ends without BYE, or nothing heard for `silence_s` ──► that rank is lost
     fail(text), or an exception that leaves a context ──► the rank that says so is lost, unless a dead one explains it
     rank 0 decides, tells the others whom the run has lost, waits until they have taken note, and calls on_lost; they call theirs.
-    Whoever loses rank 0 decides alone.
+    Whoever loses rank 0 decides alone. end_others() says that rank 0 ends by force in a requested stop: nobody has failed.
 
 What ends the process is os._exit: its device thread may be inside a collective, which nothing can interrupt.
 Trio's thread must come round: one that is held up for `silence_s` (a long computation in Python, an import) looks dead to the others.
@@ -21,6 +21,8 @@ import contextlib
 import ipaddress
 import os
 import secrets
+import select
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,18 +33,19 @@ import msgspec
 import trio
 
 from rollouts.distributed.commands import Command, decode_command, encode_command
-from rollouts.distributed.hub import KEY_BYTES, ControlHub, open_hub
+from rollouts.distributed.hub import ENDED, KEY_BYTES, STOPPED, ControlHub, open_hub
 from rollouts.distributed.launch import ALONE, Launch
 from rollouts.distributed.link import ControlLink, open_link
 from rollouts.errors import ControlError, RankLost
 
 __all__ = [
     "EXIT_RANK_LOST", "RANK_SILENCE_S", "STARTUP_TIMEOUT_S", "Command", "ControlHub", "ControlLink", "decode_command", "encode_command",
-    "exit_on_lost", "open_control",
+    "end_after_rank_0", "exit_on_lost", "open_control",
 ]  # fmt: skip
 
 EXIT_RANK_LOST = 75  # EX_TEMPFAIL: start it again
 RANK_SILENCE_S = 6.0
+PATIENCE_S = 8.0  # for a rank 0 that has failed to say why, and to end before the others
 STARTUP_TIMEOUT_S = 60.0
 OUTSIDE = "192.0.2.1"  # an address that nobody has: the way to it is the default route
 
@@ -57,11 +60,29 @@ class Address(NamedTuple):
 
 def exit_on_lost(lost: RankLost) -> NoReturn:
     """Says in one line on stderr who is lost and in which phase, and ends this process at once with EXIT_RANK_LOST."""
+    _exit_saying(str(lost), EXIT_RANK_LOST)
+
+
+def end_after_rank_0(lost: RankLost) -> NoReturn:
+    """Ends this process with exit code 75, and leaves a rank 0 that has failed by an error of its own the time to end first.
+
+    A launcher ends the others as soon as one has ended, and shows the exit code of that one: it should be the one that knows why. Where rank 0 ends
+    by force because a requested stop did not, nobody has failed: the exit code is 0, so that a launcher starts nothing again.
+    """
+    if lost.reason == STOPPED:
+        _exit_saying(f"rank 0 was stopped during {lost.phase}: {STOPPED}", 0)
+    if lost.rank == 0 and lost.reason != ENDED and not lost.reason.startswith("nothing was heard"):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        select.select([], [], [], PATIENCE_S)  # trio does not run any more
+    exit_on_lost(lost)
+
+
+def _exit_saying(text: str, code: int) -> NoReturn:
     with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone, or it is closed
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError):
-        print(f"rollouts: {' '.join(str(lost).split())}; this process ends too", file=sys.stderr, flush=True)
-    os._exit(EXIT_RANK_LOST)
+        print(f"rollouts: {' '.join(text.split())}; this process ends too", file=sys.stderr, flush=True)
+    os._exit(code)
 
 
 @asynccontextmanager

@@ -1,6 +1,7 @@
 """Rank 0's end of the control channel: commands out, signs of life in, and the decision whom the run has lost.
 
     send(command) ─► a queue per rank ─► its task ─► connection         a slow rank holds up neither the caller nor another rank
+    ANSWER from a rank ─► wait_answers(name), when all have come
     connection ended · nothing heard · never connected ──► a report that is certain ──┐
     FAIL from a rank · an exception that leaves the context ──► one that may be a consequence ──┴─► decided ─► LOST to the others ─► on_lost
 
@@ -28,12 +29,14 @@ from rollouts.distributed.connection import TEXT_CHARS, Connection, Frame, Kind,
 from rollouts.errors import ControlError, RankLost
 
 RANK = struct.Struct("<I")
+ANSWER_CHARS = 8000
 KEY_BYTES = 32
 HELLO_S = 5.0  # for a stranger to show the key
 GRACE_S = 1.0  # for the death that explains a failure to be seen
 NOTICE_S = 1.0  # for the others to take note of whom the run has lost
 CLOSE_S = 10.0  # after BYE, for the ranks to leave their contexts
 ENDED = "its connection ended, as when its process is killed"
+STOPPED = "a requested stop did not end in time, so it ends by force"
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +107,8 @@ class ControlHub:
         self._tasks = trio.CancelScope(shield=True)  # around every task
         self._accepting = trio.CancelScope()
         self._connected = trio.Event()  # all are
+        self._answers: dict[str, dict[int, str]] = {}  # by name, by rank
+        self._news = trio.Event()  # set once, when an answer comes or a rank is lost; another one has then taken its place
         self._report_in, self._reports = trio.open_memory_channel[_Report](math.inf)
         self._failed = False  # the body has, and raises its own error
         self._lost: RankLost | None = None
@@ -125,9 +130,26 @@ class ControlHub:
         for peer in self._peers.values():
             peer.outbox.send_nowait(pieces)
 
+    async def wait_answers(self, name: str) -> dict[int, str]:
+        """What all other ranks have answered to what a command calls `name`, by rank, once all have. Ask once. Raises RankLost."""
+        while len(self._answers.get(name, {})) < len(self._others):
+            if self._lost is not None:
+                raise self._lost
+            await self._news.wait()
+        return self._answers.pop(name, {})
+
     def set_phase(self, text: str) -> None:
         """What rank 0 does now, for the others to say if it is lost. May be called on any thread."""
         self._phase.set(text)
+
+    async def end_others(self) -> None:
+        """Tells the other ranks that the run, which was asked to stop, ends by force: they end as after a finished run, whatever they wait for.
+
+        Returns when they have taken note, after NOTICE_S at latest; the caller, who is not in the body, then ends this process.
+        """
+        if self._peers and self._lost is None:
+            self._report(0, self._phase.text, STOPPED, certain=True)
+            await self._decided.wait()
 
     def statistics(self) -> Mapping[str, float]:
         """Other ranks (`ranks`), commands given (`commands`), the most that one rank has still to be sent (`queued`), bytes `received`."""
@@ -214,10 +236,18 @@ class ControlHub:
             peer.phase = frame.text
         elif frame.kind is Kind.FAIL:
             self._report(peer.rank, peer.phase, frame.text, certain=False)
+        elif frame.kind is Kind.ANSWER:
+            name, text = decode_answer(frame.payload)
+            self._answers.setdefault(name, {})[peer.rank] = text
+            self._tell_news()
         elif frame.kind is Kind.LOST:  # this process was stopped for a while, and has been given up
             self._report_in.send_nowait(_Report(decode_lost(frame.payload), certain=True))
         else:
             raise ControlError(f"a {frame.kind.name} frame, which rank 0 does not expect now")
+
+    def _tell_news(self) -> None:
+        self._news.set()
+        self._news = trio.Event()
 
     # --- who is lost ---
 
@@ -231,13 +261,15 @@ class ControlHub:
                 report = await self._wait_certain(other_than=report.lost.rank)
         self._lost = lost = report.lost
         self._failed = report is self._own
+        self._tell_news()
         with trio.move_on_after(NOTICE_S):
             async with trio.open_nursery() as nursery:
                 for peer in self._peers.values():
                     gone = report.certain and peer.rank == lost.rank
                     nursery.start_soon(self._notify, peer, lost, gone)
         if not self._failed:
-            on_lost(lost)
+            if lost.reason != STOPPED:
+                on_lost(lost)
             body.cancel()
         self._decided.set()
 
@@ -290,6 +322,14 @@ def describe_error(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return " ".join(f"{type(error).__name__}: {error}".split())[:TEXT_CHARS]
+
+
+def decode_answer(payload: memoryview) -> tuple[str, str]:
+    """(name, text) of an ANSWER frame. Raises ControlError."""
+    try:
+        return msgspec.msgpack.decode(payload, type=tuple[str, str])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ControlError(f"an ANSWER frame that says nothing: {error}") from error
 
 
 def encode_lost(lost: RankLost) -> bytes:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rollouts.errors import ConfigError
 
@@ -26,7 +29,9 @@ class Launch:
     local_rank: int  # among those of this node: the index of its device
     local_world_size: int  # processes of the run on this node
     master_addr: str  # name or address of the node of rank 0, where the process group meets
-    restart: int  # times that the launcher has started the run again; 0: the first time
+    restart: int  # times that the launcher has started the run again after a failure; 0: the first time, or again for another reason
+    run_id: str = ""  # of torchrun's rendezvous, the same on all machines: the user's, or a random one; "" without torchrun
+    agent: str = ""  # which process of torchrun has started this one, unlike any other ever; "" where that cannot be known
 
     @property
     def on_one_node(self) -> bool:
@@ -40,7 +45,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     Raises ConfigError naming the variable that is missing, no number or at odds with another one.
     """
     if not any(environ.get(name) for name in PLACE):
-        return Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr=ALONE, restart=_read_restart(environ))
+        return Launch(0, 1, 0, 1, ALONE, _read_restart(environ), *_read_launcher(environ))
     world_size = _read_number(environ, "WORLD_SIZE", least=1)
     alone = world_size == 1
     rule = f"WORLD_SIZE={world_size}"
@@ -51,7 +56,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     master_addr = environ.get("MASTER_ADDR", "").strip() or (ALONE if alone else "")
     if not master_addr:
         raise ConfigError(f"MASTER_ADDR is not set, but WORLD_SIZE={world_size}; start with torchrun, or export the address of the node of rank 0")
-    return Launch(rank, world_size, local_rank, local_world_size, master_addr, _read_restart(environ))
+    return Launch(rank, world_size, local_rank, local_world_size, master_addr, _read_restart(environ), *_read_launcher(environ))
 
 
 def torchrun_command(ranks: int, argv: Sequence[str], *, max_restarts: int) -> list[str]:
@@ -67,6 +72,22 @@ def torchrun_command(ranks: int, argv: Sequence[str], *, max_restarts: int) -> l
     assert argv, "torchrun needs something to run"
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *argv]
+
+
+def identify_process(pid: int, *, proc: Path = Path("/proc")) -> str:
+    """Machine, start of its system, number and start of a process: together unlike any other's. "" where the system does not tell."""
+    try:
+        boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        started = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+    return f"{socket.gethostname()}/{boot}/{pid}/{started}"
+
+
+def _read_launcher(environ: Mapping[str, str]) -> tuple[str, str]:
+    """(run id, agent). torchrun starts its processes itself, so it is this one's parent."""
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "").strip()
+    return run_id, identify_process(os.getppid()) if run_id else ""
 
 
 def _read_restart(environ: Mapping[str, str]) -> int:

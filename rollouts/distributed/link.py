@@ -3,6 +3,7 @@
     connection ─► one task ─► receive()          ends after rank 0 said BYE and all commands were taken
     LOST from rank 0 ──────────────────────┐
     rank 0's connection ended · silent ────┴─► on_lost, at once
+    answer(name, text) ─► ANSWER
     fail(text) · an exception that leaves the context ─► FAIL ─► rank 0 decides who is lost, this rank or a dead one ─► LOST, as above
 
 The tasks are shielded, as those of rank 0 are.
@@ -14,11 +15,12 @@ import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
+import msgspec
 import trio
 
 from rollouts.distributed.commands import Command, decode_command
-from rollouts.distributed.connection import Connection, Frame, Kind, Phase, send_beats, wait_silent
-from rollouts.distributed.hub import ENDED, GRACE_S, NOTICE_S, RANK, decode_lost, describe_error, encode_lost
+from rollouts.distributed.connection import TEXT_CHARS, Connection, Frame, Kind, Phase, send_beats, wait_silent
+from rollouts.distributed.hub import ANSWER_CHARS, ENDED, GRACE_S, NOTICE_S, RANK, decode_lost, describe_error, encode_lost
 from rollouts.errors import ControlError, RankLost
 
 VERDICT_S = GRACE_S + 2 * NOTICE_S  # for rank 0 to say who is lost
@@ -73,7 +75,7 @@ class ControlLink:
         self._hub_phase = "start-up"  # as it was last told
         self._taken = 0
         self._goodbye = False  # rank 0 has closed the channel
-        self._failures, self._failures_out = trio.open_memory_channel[str](math.inf)  # closed: BYE is next
+        self._out, self._frames = trio.open_memory_channel[tuple[Kind, bytes]](math.inf)  # closed: BYE is next
         self._commands_in, self._commands = trio.open_memory_channel[Command](math.inf)
         self._tasks = trio.CancelScope(shield=True)  # around every task
         self._failed = False  # the body has, and raises its own error
@@ -101,7 +103,12 @@ class ControlLink:
 
     def fail(self, text: str) -> None:
         """Reports that this rank cannot go on, so that the run ends on all ranks, naming this one unless another one's death explains it."""
-        self._failures.send_nowait(text)
+        self._out.send_nowait((Kind.FAIL, text[:TEXT_CHARS].encode(errors="replace")))
+
+    def answer(self, name: str, text: str) -> None:
+        """Tells rank 0, which waits for it by `name`, what this rank has to say, in ANSWER_CHARS at most. Returns at once."""
+        assert len(text) <= ANSWER_CHARS, len(text)
+        self._out.send_nowait((Kind.ANSWER, msgspec.msgpack.encode((name, text))))
 
     def statistics(self) -> Mapping[str, float]:
         """Commands given out (`commands`), commands that wait to be received (`queued`), bytes `received`."""
@@ -123,8 +130,8 @@ class ControlLink:
             await self._connection.close()  # by which rank 0 knows that this one has taken note
 
     async def _send(self) -> None:
-        async for text in self._failures_out:
-            await self._connection.send_text(Kind.FAIL, text)
+        async for kind, payload in self._frames:
+            await self._connection.send(kind, payload)
         await self._connection.send(Kind.BYE)
 
     async def _watch(self, body: trio.CancelScope) -> None:
@@ -188,7 +195,7 @@ class ControlLink:
     async def _leave(self) -> None:
         if not self._goodbye:
             raise ControlError(f"rank {self._rank} left the control channel before rank 0 closed it; take commands until receive() ends")
-        self._failures.close()
+        self._out.close()
         with trio.move_on_after(END_S):
             await self._finished.wait()
 

@@ -12,7 +12,9 @@ An error outside an agreed section leaves the others inside a collective: nobody
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -21,13 +23,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from rollouts.errors import BackendError, ConfigError
+from rollouts.errors import BackendError, ConfigError, ControlError, RankLost
 from rollouts.types import FloatArray
 
 T = TypeVar("T")
+TOLD_CHARS = 600  # of an error, for others to hear: JSON makes six of one at most
 
 
 class Place(Protocol):
@@ -52,6 +55,7 @@ class Ranks:
     local_world_size: int  # ranks on this machine, which share its cores
     device: torch.device
     mesh: DeviceMesh  # ("shard",), or ("replicate", "shard"): each replica divides the model among its own ranks
+    store: Store  # by which they found each other; no collective
 
     @property
     def num_shards(self) -> int:
@@ -92,14 +96,20 @@ class Agreed(NamedTuple, Generic[T]):
 # --- coming and going --------------------------------------------------------------------------------------------------------------
 
 
-def init_ranks(place: Place, *, device: str, shard_size: int = 0, timeout_s: float = 1800.0, attempt: str = "") -> Ranks:
+CONNECT_S = 300.0  # that rank 0, which comes last, waits for the others
+
+
+def init_ranks(
+    place: Place, *, device: str, shard_size: int = 0, timeout_s: float = 1800.0, connect_timeout_s: float = CONNECT_S, attempt: str = ""
+) -> Ranks:
     """Connects this process with the others of its job. Blocks until all are there; MASTER_ADDR and MASTER_PORT are the environment's.
 
     device: "cpu" (gloo) or "cuda" (NCCL, gloo for what stays on the CPU). shard_size: ranks among which one copy of the model is divided,
-    0 for all. timeout_s: how long one collective may take, the waiting for a slower rank included.
+    0 for all. timeout_s: how long one collective may take, the waiting for a slower rank included, and how long the others wait for rank 0,
+    which may have much to read before. connect_timeout_s: how long rank 0 waits for the others.
     attempt: the same on all ranks, another one each time that the launcher starts them again: torchrun keeps its store, and a rank that comes
     early would find the address of one that is dead.
-    Raises ConfigError if shard_size does not divide the ranks.
+    Raises ConfigError if shard_size does not divide the ranks, RankLost if a rank does not come.
     """
     world_size = place.world_size
     if shard_size < 0 or world_size % (shard_size or world_size):
@@ -108,10 +118,11 @@ def init_ranks(place: Place, *, device: str, shard_size: int = 0, timeout_s: flo
     if kind == "cuda":  # pragma: gpu
         torch.cuda.set_device(place.local_rank)
     timeout = dt.timedelta(seconds=timeout_s)
-    store, _, _ = next(rendezvous("env://", place.rank, world_size, timeout=timeout))
+    store = _meet_at_store(place, connect_timeout_s if place.rank == 0 else timeout_s, attempt)
+    store.set_timeout(timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
-        store=PrefixStore(f"rollouts/{attempt}", store),
+        store=store,
         rank=place.rank,
         world_size=world_size,
         timeout=timeout,
@@ -123,13 +134,55 @@ def init_ranks(place: Place, *, device: str, shard_size: int = 0, timeout_s: flo
         else init_device_mesh(kind, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
     )
     where = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
-    return Ranks(place.rank, world_size, place.local_world_size, where, mesh)
+    return Ranks(place.rank, world_size, place.local_world_size, where, mesh, store)
+
+
+def _meet_at_store(place: Place, timeout_s: float, attempt: str) -> Store:
+    """The store of this attempt, once all ranks have come to it: nobody waits long for another after that. Raises RankLost, and ControlError on
+    rank 0 if torch does not say who is missing."""
+    waiting = dt.timedelta(seconds=timeout_s)
+    where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+    try:
+        found, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=waiting))
+    except dist.DistError as error:
+        said = str(error).strip().split("\n", 1)[0]
+        if place.rank == 0:
+            raise ControlError(f"rank 0 waited {timeout_s:g} s at {where} and not all ranks came ({said}); see that all are started") from error
+        raise RankLost(0, "start-up", f"it was not to be reached at {where} within {timeout_s:g} s ({said})") from error
+    store = PrefixStore(f"rollouts/{attempt}", found)
+    came = [f"came/{rank}" for rank in range(place.world_size)]
+    store.set(came[place.rank], "1")
+    try:
+        store.wait(came, waiting)
+    except dist.DistError as error:
+        missing = next((rank for rank, key in enumerate(came) if not store.check([key])), 0)
+        raise RankLost(missing, "start-up", f"it did not come to {where} within {timeout_s:g} s") from error
+    return store
 
 
 def close_ranks() -> None:
     """Ends what init_ranks began. Not a collective: a rank that is alone may call it too."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_meetings = itertools.count()  # one number for each place where ranks met: all that go on have met at all of them
+
+
+def meet_all(ranks: Ranks, timeout_s: float) -> bool:
+    """Whether all ranks come here within `timeout_s` of this one. Not a collective: a rank that is inside one is only not here.
+
+    After False this rank must end: the next meeting would have another number here than elsewhere.
+    """
+    name = f"meeting/{next(_meetings)}"
+    if ranks.store.add(f"{name}/here", 1) == ranks.world_size:
+        ranks.store.set(f"{name}/all", "1")
+        return True
+    try:
+        ranks.store.wait([f"{name}/all"], dt.timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        return False
+    return True
 
 
 # --- numbers and bytes -------------------------------------------------------------------------------------------------------------
@@ -215,18 +268,20 @@ def run_agreed(ranks: Ranks, work: Callable[[], T], numbers: Callable[[T], Seque
     failed = np.flatnonzero(told[:, 0])
     if not len(failed):
         return Agreed(value, told[:, 1:])  # pyright: ignore[reportReturnType]  (work has returned)
-    said = all_gather_bytes(ranks, b"" if failure is None else _describe(failure))
+    said = all_gather_bytes(ranks, b"" if failure is None else describe_failure(failure))
     if failure is None:
         first = int(failed[0])
-        failure = _as_heard(first, said[first])
+        failure = hear_failure(first, said[first])
     raise AgreedFailure(failure)
 
 
-def _describe(error: BaseException) -> bytes:
-    return json.dumps([f"{type(error).__name__}: {error}", error.errno if isinstance(error, OSError) else None]).encode()
+def describe_failure(error: BaseException) -> bytes:
+    """An error for another rank to hear of."""
+    text = f"{type(error).__name__}: {error}"[:TOLD_CHARS]
+    return json.dumps([text, error.errno if isinstance(error, OSError) else None]).encode()
 
 
-def _as_heard(rank: int, said: bytes) -> Exception:
+def hear_failure(rank: int, said: bytes) -> Exception:
     """Another rank's error. That of a disk stays one, so that a save that finds no room is the same whichever rank met it."""
     text, number = json.loads(said)
     return BackendError(f"rank {rank} failed: {text}") if number is None else OSError(number, f"rank {rank} failed: {text}")

@@ -97,6 +97,29 @@ class _Carried(NamedTuple):
     returned: dict[int, PromptRow]  # in launch order
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerSnapshot:
+    """What a manager knew at a moment. It stays so while the manager goes on: groups and samples are records that nobody changes."""
+
+    next_group_index: int
+    ledger: Mapping[str, JSONValue]
+    failures: Mapping[str, int]  # samples by class
+    held: tuple[HeldGroup, ...]  # in launch order, like the next two
+    unfinished: tuple[UnfinishedGroup, ...]
+    in_flight: tuple[tuple[int, PromptRow], ...]  # by group index, prompts to return
+
+    def encode(self) -> dict[str, JSONValue]:
+        """As JSON, for load_state_dict. Takes time: every token of every held group is in it."""
+        return {
+            "next_group_index": self.next_group_index,
+            "ledger": dict(self.ledger),
+            "failures": dict(self.failures),
+            "held": [encode_held_group(group) for group in self.held],
+            "unfinished": [encode_unfinished_group(group) for group in self.unfinished],
+            "in_flight": [[index, prompt.prompt_id, prompt.epoch] for index, prompt in self.in_flight],
+        }
+
+
 class AsyncRolloutManager:
     """Turns prompts into batches. Holds groups between batches only when max_staleness ≥ 1; nothing runs between calls."""
 
@@ -211,8 +234,8 @@ class AsyncRolloutManager:
             **{f"failed/{name}": float(count) for name, count in sorted(counts.failed.items())},
         }
 
-    def state_dict(self) -> dict[str, JSONValue]:
-        """Everything an exact resume needs, as JSON.
+    def snapshot(self) -> ManagerSnapshot:
+        """Everything an exact resume needs, as it is now; costs references to groups, not their tokens.
 
         Taken while a batch is being made, it is what a cancellation at this moment would leave: prompts to return, and, where groups are
         carried over, those that have finished and what the others had when they were last stopped.
@@ -220,14 +243,18 @@ class AsyncRolloutManager:
         draw = self._current or _Draw()
         carried = self._carry(draw)
         held, unfinished = self._held | carried.held, self._unfinished | carried.unfinished
-        return {
-            "next_group_index": self._next_group_index,
-            "ledger": self._ledger.state_dict(),
-            "failures": dict(self._failures),
-            "held": [encode_held_group(held[group_index]) for group_index in sorted(held)],
-            "unfinished": [encode_unfinished_group(unfinished[group_index]) for group_index in sorted(unfinished)],
-            "in_flight": [[index, prompt.prompt_id, prompt.epoch] for index, prompt in carried.returned.items()],
-        }
+        return ManagerSnapshot(
+            next_group_index=self._next_group_index,
+            ledger=self._ledger.state_dict(),
+            failures=dict(self._failures),
+            held=tuple(held[group_index] for group_index in sorted(held)),
+            unfinished=tuple(unfinished[group_index] for group_index in sorted(unfinished)),
+            in_flight=tuple(carried.returned.items()),
+        )
+
+    def state_dict(self) -> dict[str, JSONValue]:
+        """The snapshot of this moment as JSON."""
+        return self.snapshot().encode()
 
     def load_state_dict(self, state: Mapping[str, JSONValue]) -> None:
         """Continues where `state` was taken. Load the DataBuffer's state first: prompts that were in flight are returned to it."""

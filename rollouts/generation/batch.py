@@ -27,7 +27,8 @@ def compute_batch_metrics(
     """What the groups of a batch look like and what they cost; `decided` are those that this call closed, in or out of the batch.
 
     reward/…, response_length/… and truncated/… are of the rows that train. groups/zero_std_frac and groups/reward_std are of every group
-    that was scored, filtered ones included: a filter would hide what it looks for. Spreads are the population's.
+    that was scored, filtered ones included: a filter would hide what it looks for. Spreads are the population's. groups/accepted_frac is
+    the share of the groups decided in this call that the filters kept; a group that failed or was not needed counts neither way.
     """
     metrics: dict[str, Metric] = {"groups/drawn": Total(drawn), "groups/kept": Total(len(groups))}
     for reason, count in sorted(dropped.items()):
@@ -37,6 +38,8 @@ def compute_batch_metrics(
     metrics.update(_sample_metrics([sample for group in groups for sample in group.samples]))
     filtered = [closed.group for closed in decided if not closed.decision.keep and closed.failure_class is None]
     metrics.update(_spread_metrics([*groups, *filtered]))
+    accepted = sum(closed.decision.keep for closed in decided)
+    metrics["groups/accepted_frac"] = Mean(accepted, accepted + len(filtered))
     seconds = [trajectory for closed in decided for trajectory in closed.trajectories]
     metrics["perf/generate_s/mean"] = _mean([trajectory.generate_s for trajectory in seconds])
     metrics["perf/reward_s/mean"] = _mean([trajectory.reward_s for trajectory in seconds if trajectory.reward_s is not None])

@@ -13,11 +13,12 @@ from typing import Protocol
 
 import trio
 
+from rollouts.advantages import AdvantageFn
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.crash_points import reach
 from rollouts.errors import FleetDown, NotEnoughSamples, StepInterrupted, UserFunctionError, WeightSyncError
 from rollouts.loops.hooks import LoopHooks, read_piece_s, run_hooks, save_after_cut
-from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
+from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, find_advantage, make_loss_spec
 from rollouts.loops.sft import step_metrics, train, warn_of_skipped_step
 from rollouts.loops.stopping import StopControl
 from rollouts.metrics.spans import PhaseTimer
@@ -53,6 +54,7 @@ async def run_rl_training(
     *,
     sync_weights: SyncWeights,
     reference: LogProbScorer | None = None,
+    advantage: AdvantageFn | None = None,
     completed_steps: int = 0,
     hooks: LoopHooks | None = None,
 ) -> list[dict[str, float]]:
@@ -65,8 +67,10 @@ async def run_rl_training(
     engine serves, the steps that are complete are saved before NotEnoughSamples, FleetDown or what a filter raised leaves; when no engine
     could be brought to the new weights, that step is logged and saved before WeightSyncError leaves; so it is when an evaluation fails.
     A stop that leaves no time for the step under way cuts it: the step before it is saved as it was before the batch was begun.
+    `advantage` is the function behind config.advantage; one of ADVANTAGES need not be given.
     """
     hooks = hooks or LoopHooks()
+    advantage = advantage or find_advantage(config)
     loss = make_loss_spec(config)
     history: list[dict[str, float]] = []
     for step in range(completed_steps + 1, config.steps + 1):
@@ -82,7 +86,7 @@ async def run_rl_training(
             check_staleness(lags, max_staleness=config.max_staleness)
             with timer.phase("log_probs"):
                 batch = await score(batch, backend, reference, config, hooks.stop)
-            batch, advantage_metrics = add_advantages(batch, config)
+            batch, advantage_metrics = add_advantages(batch, config, advantage)
             with timer.phase("train"):
                 results = await train(backend, batch, loss, hooks.stop, updates=config.updates_per_batch, version=step)
         except StepInterrupted as cut:

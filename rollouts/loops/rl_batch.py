@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rollouts.advantages import broadcast_advantages, compute_group_advantages, subtract_kl
+from rollouts.advantages import ADVANTAGES, AdvantageFn, AdvantageInputs, broadcast_advantages, compute_advantages, subtract_kl
 from rollouts.config.schema import RLTrainingConfig
-from rollouts.errors import ConfigError, StalenessError
+from rollouts.errors import ConfigError, StalenessError, UserFunctionError
 from rollouts.protocols import LogProbScorer, TrainingBackend
-from rollouts.types import FloatArray, LossSpec, RolloutBatch
+from rollouts.types import FloatArray, LossSpec, RolloutBatch, Sample
 
 
 def compute_lags(batch: RolloutBatch, policy_version: int) -> FloatArray:
@@ -38,11 +40,19 @@ async def add_log_probs(batch: RolloutBatch, backend: TrainingBackend, reference
     return batch
 
 
-def add_advantages(batch: RolloutBatch, config: RLTrainingConfig) -> tuple[RolloutBatch, dict[str, float]]:
-    """The batch with group-relative advantages on every trained token, and metrics of the KL taken off the rewards.
+def find_advantage(config: RLTrainingConfig) -> AdvantageFn:
+    """The entry of ADVANTAGES that config.advantage names. Raises ConfigError for another name: who runs the loop passes that function."""
+    if config.advantage not in ADVANTAGES:
+        raise ConfigError(f"rl.advantage={config.advantage!r} is not one of {', '.join(ADVANTAGES)}; pass a function of your own as advantage=")
+    return ADVANTAGES[config.advantage]
+
+
+def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: AdvantageFn | None = None) -> tuple[RolloutBatch, dict[str, float]]:
+    """The batch with an advantage on every trained token, and metrics of the KL taken off the rewards.
 
     With kl_in="reward" each row's reward becomes reward − β·Σ_t (lp_t − ref_t) before the group statistics, lp being the policy's
-    log-probs when the batch was sampled.
+    log-probs when the batch was sampled. Named rewards are those that every sample of the batch has. Raises UserFunctionError when the
+    advantage function raises or answers with no advantages.
     """
     assert batch.rewards is not None and batch.group_indices is not None and batch.rollout_log_probs is not None
     rewards, metrics = batch.rewards, {}
@@ -51,9 +61,31 @@ def add_advantages(batch: RolloutBatch, config: RLTrainingConfig) -> tuple[Rollo
         policy_log_probs = batch.old_log_probs or batch.rollout_log_probs
         rewards, kl = subtract_kl(rewards, policy_log_probs, batch.ref_log_probs, batch.loss_masks, config.kl_coef)
         metrics["kl/ref_per_sample"] = float(kl.mean())
-    advantages = compute_group_advantages(rewards, batch.group_indices, config.advantage)
+    inputs = AdvantageInputs(
+        rewards=rewards.astype(np.float64),
+        group_indices=batch.group_indices,
+        lengths=batch.response_lengths,
+        named_rewards=collect_named_rewards(batch.samples),
+        reward_weights=config.rollout.reward_weights,
+        samples=batch.samples,
+    )
+    try:
+        advantages = compute_advantages(inputs, advantage or find_advantage(config), **config.advantage_params)
+        tokens = broadcast_advantages(advantages, batch.loss_masks)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise UserFunctionError(f"rl.advantage={config.advantage!r} failed: {type(error).__name__}: {error}") from error
+    if isinstance(advantages, tuple):  # one array per row
+        advantages = np.concatenate([row[mask] for row, mask in zip(tokens, batch.loss_masks, strict=True)])
     metrics["advantage/abs_mean"] = float(np.abs(advantages).mean())
-    return dataclasses.replace(batch, advantages=broadcast_advantages(advantages, batch.loss_masks)), metrics
+    return dataclasses.replace(batch, advantages=tokens), metrics
+
+
+def collect_named_rewards(samples: Sequence[Sample]) -> dict[str, NDArray[np.float64]]:
+    """Each part of the reward that all samples have, [B]."""
+    names = [name for name in samples[0].rewards if all(name in sample.rewards for sample in samples)] if samples else []
+    return {name: np.asarray([sample.rewards[name] for sample in samples], np.float64) for name in names}
 
 
 def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
@@ -61,8 +93,10 @@ def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
     params: dict[str, float | int | bool | str] = {}
     if config.loss == "ppo_clip":
         params = {"clip_low": config.clip_low, "clip_high": config.clip_high, "importance_cap": config.importance_cap}
-        if config.kl_coef > 0 and config.kl_in == "loss":
-            params |= {"kl_coef": config.kl_coef, "kl_estimator": config.kl_estimator}
+    elif config.recompute_old and config.importance_cap != type(config).model_fields["importance_cap"].default:
+        params["importance_cap"] = config.importance_cap  # a loss that takes none refuses it by name
+    if config.kl_coef > 0 and config.kl_in == "loss":
+        params |= {"kl_coef": config.kl_coef, "kl_estimator": config.kl_estimator}
     rollout = config.rollout
     constant = float(rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens) if config.normalise_by == "constant" else None
     return LossSpec(config.loss, params | config.loss_params, unit=config.normalise_by, constant=constant)

@@ -26,6 +26,8 @@ import trio
 GRACE_S = 25.0  # from the signal to the end of the process; torchrun kills after 30
 CLOSE_S = 7.0  # of those, for what follows the checkpoint: workers and servers end, the interpreter leaves
 OVERDUE_S = 3.0  # before the deadline: who is still here then is ended without more ado
+TELL_S = 2.0  # of those, at most, for others to be told
+CONNECT_S = 4.0  # after a stop, for ranks that are being connected to be: then they end as after a finished run
 SAFETY = 1.5  # what took so long the last time may take so many times as long
 SLACK_S = 1.0  # between the last moment of a phase and the last moment to save
 PATIENCE, PATIENCE_S = 3.0, 2.0  # a step that takes so many times as long as expected, and so much more, is not the step that was expected
@@ -86,6 +88,7 @@ class StopControl:
         self._phase: _Phase | None = None  # under way
         self._measured: dict[str, float] = {}  # seconds, by phase, of the last time
         self._save_s: float | None = None
+        self._tell: Callable[[], Awaitable[None]] | None = None
 
     def is_requested(self) -> bool:
         return self._requested.is_set()
@@ -105,6 +108,26 @@ class StopControl:
         """Until a stop was requested and its time is all but over."""
         await self._requested.wait()
         await trio.sleep_until(self._deadline - OVERDUE_S)
+
+    @contextmanager
+    def telling(self, tell: Callable[[], Awaitable[None]]) -> Iterator[None]:
+        """Inside, `tell` is awaited before the process is ended by force: other ranks end too then."""
+        self._tell = tell
+        try:
+            yield
+        finally:
+            self._tell = None
+
+    async def tell_others(self) -> None:
+        """Whoever is to be told that the process is ended by force has been, or TELL_S are over."""
+        if self._tell is not None:
+            with trio.move_on_after(TELL_S):
+                await self._tell()
+
+    async def wait_unconnected(self) -> None:
+        """Until a stop was requested and CONNECT_S are over: whoever is still to be connected then is waited for no longer."""
+        await self._requested.wait()
+        await trio.sleep(CONNECT_S)
 
     # --- what a stop may cut
 
@@ -208,4 +231,16 @@ async def end_overdue(stop: StopControl, *, end_process: Callable[[], None] = ex
     """Ends the process when a stop takes longer than it may: something hangs that cannot be cancelled."""
     await stop.wait_overdue()
     stop.say(f"stopped by force: something did not end in time; {LAST_COUNTS}")
+    await stop.tell_others()
     end_process()
+
+
+async def end_unconnected(stop: StopControl, scope: trio.CancelScope, *, end_process: Callable[[], None] = exit_now) -> None:
+    """Ends the process soon after a stop was requested, unless `scope` was cancelled before: the ranks are connected.
+
+    What waits for ranks to come cannot be cancelled, and one that has died never comes: a launcher asks the others to stop because of that.
+    """
+    with scope:
+        await stop.wait_unconnected()
+        stop.say("stopped while the other ranks were awaited; nothing was trained")
+        end_process()

@@ -233,6 +233,30 @@ def _row_key(row: Row) -> tuple[object, ...]:
     return row.get("stage"), row.get("step"), row.get("name")
 
 
+def drop_outdated(evaluations: Iterable[Row], steps: Iterable[Row]) -> list[Row]:
+    """The evaluations that are of weights which were not lost since, in the order of the file. `steps`: the rows of the metrics file.
+
+    An evaluation after step N is outdated once a later attempt has trained step N of its stage, or one before it, again: that attempt had
+    begun from an older checkpoint. Rows without a step and an attempt are left out.
+    """
+    first: dict[object, dict[int, int]] = {}  # stage → attempt → the first step that it trained
+    for row in steps:
+        if has_place(row):
+            begun = first.setdefault(row.get("stage"), {})
+            begun[row["attempt"]] = min(row["step"], begun.get(row["attempt"], row["step"]))
+    return [
+        row
+        for row in evaluations
+        if has_place(row)
+        and not any(attempt > row["attempt"] and step <= row["step"] for attempt, step in first.get(row.get("stage"), {}).items())
+    ]
+
+
+def has_place(row: Row) -> bool:
+    """Whether the row says of which step and attempt it is."""
+    return type(row.get("step")) is int and type(row.get("attempt")) is int
+
+
 def next_attempt(run_dir: RunDir) -> int:
     """1 for a run that has written no row, else one more than the highest attempt in its metrics, samples and evaluations.
 

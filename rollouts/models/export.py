@@ -42,13 +42,15 @@ def write_hf_stream(
     *,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    names: FileNames | None = None,
 ) -> Iterator[WeightSink]:
     """A sink for all of the model's weights, in buckets of any size and order; when the context is left the directory is complete.
 
     Written are config, generation config, tokenizer and safetensors under the names that transformers expects: one model.safetensors, or
     several with an index where there is more than `shard_bytes` (or more than one dtype). Held is no more than one tensor beside the bucket
     (of a model whose files join several of its tensors into one: those of one such join). `model` may be sharded: of it only names, shapes,
-    config and buffers are read. `dtype`: what floating-point weights are stored as; None: as they come.
+    config and buffers are read. `names`: of the model, looked at before, where the model runs meanwhile. `dtype`: what floating-point
+    weights are stored as; None: as they come.
     The sink never raises; what failed is raised when the context is left: OSError of a disk, ModelError if a weight never came, came twice,
     or has a dtype that files do not hold. Not synced, not atomic: see rollouts.checkpoints.save.
     """
@@ -56,7 +58,7 @@ def write_hf_stream(
         write_config(model, path, dtype)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(path))
-    names = FileNames(model)
+    names = names or FileNames(model)
     writer = ShardWriter(path, names, dtype=dtype, shard_bytes=shard_bytes, on_shard=lambda _: None)
     try:
         yield writer.take
@@ -114,13 +116,14 @@ class FileNames:
         self._joins: Mapping[str, frozenset[str]] = {}  # name → the names that it waits for, itself among them
         self._held: dict[str, Tensor] = {}
         self._to_come: set[str] = set()
-        self._looked = False
+        self._buffers: list[tuple[str, Tensor]] | None = None  # None before the model was looked at; they come with the first bucket
 
     def translate(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         """The bucket as files have it, without the tensors that are to be joined with some that have not come. Raises ModelError."""
         if self._model is None:
             return [(name, torch.as_tensor(tensor)) for name, tensor in bucket]
-        extra = self._look(self._model)
+        self.look()
+        extra, self._buffers = self._buffers or [], []
         ready: dict[str, Tensor] = {}
         for name, tensor in [*bucket, *extra]:
             name = self._renamed.get(name, name)
@@ -147,11 +150,12 @@ class FileNames:
         if self._to_come:
             raise ModelError(f"{len(self._to_come)} weights never came, {min(self._to_come)!r} for one; stream all of the model's parameters")
 
-    def _look(self, model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-        """Once: which names differ. The buffers, which no stream brings."""
-        if self._looked:
-            return []
-        self._looked = True
+    def look(self) -> None:
+        """Learns, once, which names differ, and the buffers, which no stream brings. Else the first bucket does: call it where the model may run
+        in another thread then."""
+        model = self._model
+        if model is None or self._buffers is not None:
+            return
         weights, aliases = list_weights(model)
         tied = set(getattr(model, "all_tied_weights_keys", None) or ())  # the names that transformers leaves out of files
         for main in set(aliases.values()):
@@ -160,10 +164,9 @@ class FileNames:
             self._renamed |= {name: in_files for name in names if name != in_files}
         ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         parameters = {name for name, _ in model.named_parameters()}
-        buffers = [(name, weights[name]) for name in sorted(weights.keys() - parameters - ignored)]
-        self._to_come = {self._renamed.get(name, name) for name in parameters} | {name for name, _ in buffers}
+        self._buffers = [(name, weights[name]) for name in sorted(weights.keys() - parameters - ignored)]
+        self._to_come = {self._renamed.get(name, name) for name in parameters} | {name for name, _ in self._buffers}
         self._joins = find_joins(model, sorted(self._to_come))
-        return buffers
 
     def _revert(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
         from transformers.core_model_loading import revert_weight_conversion

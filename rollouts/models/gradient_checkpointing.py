@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,14 +27,11 @@ def checkpoint_layers(model: PreTrainedModel) -> int:
     if not layers:
         raise ModelError(f"{type(model).__name__} has no layers for gradient checkpointing; set model.gradient_checkpointing=false")
     for layer in layers:
-        layer.forward = _checkpointed(layer.forward)
+        layer.forward = partial(_run_twice, layer.forward)  # which a copy of the model binds to its own layer, as it would not a closure
     return len(layers)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*inputs: Any, **options: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*inputs, **options)
-        return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)  # in evaluation mode nothing is drawn
-
-    return run
+def _run_twice(forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **options)
+    return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **options)  # in evaluation mode nothing is drawn

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
+from rollouts.models.devices import find_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,10 +63,16 @@ class ForwardPlan:
 
 
 def compute_micro_batch_log_probs(
-    model: PreTrainedModel, micro_batch: MicroBatch, *, plan: ForwardPlan, temperature: float, autocast_dtype: torch.dtype | None = None
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    *,
+    plan: ForwardPlan,
+    temperature: float,
+    autocast_dtype: torch.dtype | None = None,
+    entropy_gradient: bool = False,
 ) -> LinearLogProbs:
-    """Log-probs (with gradient, if grad mode is on) and entropy of the N pairs (predictor, target), float32."""
-    device = model.device
+    """Log-probs (with gradient, if grad mode is on) and entropy (with one, if it is asked for) of the N pairs (predictor, target), float32."""
+    device = find_device(model)
     inputs: dict[str, Any] = {"input_ids": torch.from_numpy(micro_batch.input_ids).to(device), "use_cache": False}
     if not micro_batch.causal:  # else the model's own: causal, counted from 0. Padding comes last, so nobody sees it.
         inputs["position_ids"] = torch.from_numpy(micro_batch.position_ids).to(device)
@@ -78,13 +85,14 @@ def compute_micro_batch_log_probs(
     states: Tensor = output.logits if plan.head == "whole" else output.last_hidden_state
     selected = states.flatten(0, 1).index_select(0, predictors)
     if plan.head == "whole":
-        return score_logits(selected, targets, temperature)
+        return score_logits(selected, targets, temperature, entropy_gradient=entropy_gradient)
     if plan.head == "own":
-        return own_log_probs(model, type(output), selected, targets, temperature=temperature)
+        return own_log_probs(model, type(output), selected, targets, temperature=temperature, entropy_gradient=entropy_gradient)
     if autocast_dtype is not None and selected.is_cuda:  # the last norm gives float32, which an accelerator multiplies ten times slower
         selected = selected.to(autocast_dtype)  # pragma: gpu
     head: Any = model.get_output_embeddings()
-    return linear_logprobs(selected, head.weight, targets, temperature=temperature / plan.logit_scale)
+    scaled = temperature / plan.logit_scale
+    return linear_logprobs(selected, head.weight, targets, temperature=scaled, entropy_gradient=entropy_gradient)
 
 
 def widen(logits: Tensor) -> Tensor:
@@ -92,15 +100,17 @@ def widen(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def score_logits(logits: Tensor, targets: Tensor, temperature: float) -> LinearLogProbs:
+def score_logits(logits: Tensor, targets: Tensor, temperature: float, *, entropy_gradient: bool = False) -> LinearLogProbs:
     """Log-probs of targets [N] and entropy, from logits [N, V] before the temperature."""
     all_log_probs = (widen(logits) / temperature).log_softmax(-1)
-    with torch.no_grad():
+    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
         entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
     return LinearLogProbs(all_log_probs.gather(-1, targets[:, None]).squeeze(-1), entropy)
 
 
-def own_log_probs(model: PreTrainedModel, output_type: Any, hidden: Tensor, targets: Tensor, *, temperature: float) -> LinearLogProbs:
+def own_log_probs(
+    model: PreTrainedModel, output_type: Any, hidden: Tensor, targets: Tensor, *, temperature: float, entropy_gradient: bool = False
+) -> LinearLogProbs:
     """Log-probs and entropy from hidden states [N, H] by what the model itself does after its decoder: bias, scale, soft cap or else.
 
     A tile of positions at a time; their logits are computed again for the gradient. float32, whatever the decoder ran in.
@@ -109,7 +119,8 @@ def own_log_probs(model: PreTrainedModel, output_type: Any, hidden: Tensor, targ
     tile = max(OWN_TILE // max(vocab_size, 1), 1)
 
     def score(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(score_logits(compute_own_logits(model, output_type, states), wanted, temperature))  # pyright: ignore[reportReturnType]
+        logits = compute_own_logits(model, output_type, states)
+        return tuple(score_logits(logits, wanted, temperature, entropy_gradient=entropy_gradient))  # pyright: ignore[reportReturnType]
 
     parts: list[tuple[Tensor, Tensor]] = []
     for states, wanted in zip(hidden.split(tile), targets.split(tile), strict=True):

@@ -31,7 +31,7 @@ class TokenLogProbs(NamedTuple):
     """Both [B, T], float32, in nats; position t is about token t given the tokens before it, and 0 where the mask is 0."""
 
     log_probs: Tensor  # with gradient, if grad mode is on
-    entropy: Tensor  # of the whole distribution; without gradient
+    entropy: Tensor  # of the whole distribution; with gradient only if it was asked for
 
 
 def pad_rows(rows: Sequence[NDArray[Any]], *, device: torch.device | None = None) -> Tensor:
@@ -44,13 +44,19 @@ def pad_rows(rows: Sequence[NDArray[Any]], *, device: torch.device | None = None
 
 
 def compute_token_log_probs(
-    model: PreTrainedModel, input_ids: Tensor, mask: Tensor, *, temperature: float = 1.0, plan: ForwardPlan | None = None
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    plan: ForwardPlan | None = None,
+    entropy_gradient: bool = False,
 ) -> TokenLogProbs:
     """Log-probs of the masked tokens of right-padded input_ids [B, T], mask [B, T] bool, under softmax(logits / temperature).
 
     Without a plan, from the model's logits at every position: right for every causal model, and B·T·V numbers. With the plan of
     rollouts.reference.forward_plan.plan_forward, logits are computed for the positions that predict alone and never held together. The model
-    is used in the mode it is in: call model.eval() for log-probs without dropout.
+    is used in the mode it is in: call model.eval() for log-probs without dropout. entropy_gradient is for losses with an entropy_coef.
     Raises ValueError if shapes differ, or if a first token is masked in, which nothing predicts; ModelError if T is beyond the length up to
     which rotary frequencies are fixed, so that padding, or the rows before, would change the log-probs.
     """
@@ -64,7 +70,7 @@ def compute_token_log_probs(
     rows, positions = mask.nonzero(as_tuple=True)
     if len(rows) == 0:
         return TokenLogProbs(log_probs, entropy)
-    values = _score(model, input_ids, (rows, positions - 1), input_ids[rows, positions], temperature, plan)
+    values = _score(model, input_ids, (rows, positions - 1), input_ids[rows, positions], temperature, plan, entropy_gradient)
     return TokenLogProbs(
         log_probs.index_put((rows, positions), values.log_probs.float()), entropy.index_put((rows, positions), values.entropy.float())
     )
@@ -82,27 +88,40 @@ def _check_width(model: PreTrainedModel, input_ids: Tensor) -> None:
 
 
 def _score(
-    model: PreTrainedModel, input_ids: Tensor, predictors: tuple[Tensor, Tensor], targets: Tensor, temperature: float, plan: ForwardPlan | None
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    predictors: tuple[Tensor, Tensor],
+    targets: Tensor,
+    temperature: float,
+    plan: ForwardPlan | None,
+    entropy_gradient: bool,
 ) -> LinearLogProbs:
     """Log-probs and entropy [N] of targets [N]. No attention mask: padding comes last, so no token sees it."""
     if plan is None or plan.head == "whole":
-        return score_logits(model(input_ids=input_ids, **without_cache(model)).logits[predictors], targets, temperature)
+        logits = model(input_ids=input_ids, **without_cache(model)).logits[predictors]
+        return score_logits(logits, targets, temperature, entropy_gradient=entropy_gradient)
     output: Any = model.get_decoder()(input_ids=input_ids, **without_cache(model))
     hidden = output.last_hidden_state[predictors]
     if plan.head == "own":
-        return own_log_probs(model, type(output), hidden, targets, temperature=temperature)
+        return own_log_probs(model, type(output), hidden, targets, temperature=temperature, entropy_gradient=entropy_gradient)
     head: Any = model.get_output_embeddings()
-    return linear_logprobs(hidden, head.weight, targets, temperature=temperature / plan.logit_scale)
+    return linear_logprobs(hidden, head.weight, targets, temperature=temperature / plan.logit_scale, entropy_gradient=entropy_gradient)
 
 
-def make_loss_inputs(model: PreTrainedModel, batch: RolloutBatch, *, plan: ForwardPlan | None = None) -> LossInputs:
+def make_loss_inputs(
+    model: PreTrainedModel, batch: RolloutBatch, *, plan: ForwardPlan | None = None, entropy_gradient: bool = False
+) -> LossInputs:
     """What every loss of LOSSES takes, [B, T] on the model's device: the policy's log-probs with gradient and what the batch carries.
 
-    At the temperature of the batch. Fields that the batch lacks are None. Raises like compute_token_log_probs.
+    At the temperature of the batch. Fields that the batch lacks are None. entropy_gradient: a loss with an entropy_coef needs it.
+    Raises like compute_token_log_probs.
     """
     device = model.device
     mask = pad_rows(batch.loss_masks, device=device)
-    log_probs, entropy = compute_token_log_probs(model, pad_rows(batch.tokens, device=device), mask, temperature=batch.temperature, plan=plan)
+    input_ids = pad_rows(batch.tokens, device=device)
+    log_probs, entropy = compute_token_log_probs(
+        model, input_ids, mask, temperature=batch.temperature, plan=plan, entropy_gradient=entropy_gradient
+    )
 
     def pad(rows: Sequence[NDArray[np.float32]] | None) -> Tensor | None:
         return None if rows is None else pad_rows(rows, device=device)

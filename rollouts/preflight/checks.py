@@ -34,7 +34,7 @@ from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.filters import FILTERS
 from rollouts.preflight.estimate import Lengths, estimate_memory, estimate_work, read_model_size
 from rollouts.preflight.findings import Finding, reporting
-from rollouts.preflight.functions import check_reward_settings
+from rollouts.preflight.functions import check_reward_settings, load_advantage
 from rollouts.preflight.rows import Rows
 from rollouts.types import IntArray
 
@@ -180,6 +180,10 @@ def check_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path)
         check_reward_settings(rollout, needed="rl" in stages and rl is not None)
     if config.eval and not config.eval.reward and not rollout.reward:
         findings.append(Finding("error", "eval.reward", "empty, and there is no rl.rollout.reward to fall back on; name a function of one sample"))
+    if rl and "rl" in stages:
+        with reporting(findings, "rl.advantage"):
+            load_advantage(rl, base_dir=base_dir)
+            findings += [Finding("ok", "rl.advantage", rl.advantage)] if ":" in rl.advantage else []
     for key, role, name in named_functions(config):
         with reporting(findings, key):
             load_function(name, role=role, base_dir=base_dir, built_in=FILTERS if role == "filter" else None)

@@ -10,11 +10,12 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
 from rollouts.errors import ModelError
+from rollouts.models.host_memory import read_free_memory
 from rollouts.preflight.findings import Finding
 
 FLOAT_BYTES = 4
@@ -143,60 +144,6 @@ def _compare_memory(stage: str, parts: Mapping[str, int], free: int | None) -> F
     known += ": lower micro_batch_tokens or engine.max_rows, or set model.gradient_checkpointing" if too_much else ""
     text = f"about {_gib(total)} when every sample has its full length, an estimate: {listed}{known}"
     return Finding("warning" if too_much else "ok", f"{stage}: memory", text)
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupFiles:
-    """Where a version of control groups says what a group may hold and holds."""
-
-    root: str
-    limit: str
-    used: str
-    cached: str  # line of memory.stat: pages of files that the system gives back before it refuses any
-
-
-VERSION_1 = _GroupFiles("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-VERSION_2 = _GroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
-
-
-def read_free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take: of the machine, of its control group and of those around it, whichever is least; None where
-    none can be read. `root` holds proc and sys.
-    """
-    machine = _read_numbers(root / "proc/meminfo").get("MemAvailable:")
-    found = [] if machine is None else [machine * 1024]
-    for files, group in _find_groups(root):
-        limit, used = (_read_text(group / name).strip() for name in (files.limit, files.used))
-        if limit.isdecimal() and used.isdecimal():  # not "max", and not missing
-            cached = _read_numbers(group / "memory.stat").get(files.cached, 0)
-            found.append(max(0, int(limit) - max(0, int(used) - cached)))
-    return min(found, default=None)
-
-
-def _find_groups(root: Path) -> list[tuple[_GroupFiles, Path]]:
-    """The groups of this process that could limit its memory, each followed by those around it."""
-    found: list[tuple[_GroupFiles, Path]] = []
-    for line in _read_text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        files = VERSION_1 if controllers else VERSION_2
-        inner = PurePosixPath(path.strip("/"))  # in a container it may be the host's name, which is not here: the root of what is here is the last
-        found += [(files, root / files.root / place) for place in (inner, *inner.parents)]
-    return found
-
-
-def _read_numbers(path: Path) -> dict[str, int]:
-    """Of lines that are a name and a number."""
-    rows = [line.split() for line in _read_text(path).splitlines()]
-    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdecimal()}
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # another system, or a group that is gone: nothing is known from there
-        return ""
 
 
 # --- disk --------------------------------------------------------------------------------------------------------------------

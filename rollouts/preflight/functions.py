@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rollouts.advantages import ADVANTAGES, AdvantageFn, check_advantage_params
 from rollouts.config.plugins import Role, load_function
-from rollouts.config.schema import RolloutConfig, RunConfig
-from rollouts.errors import ConfigError, UserFunctionError
+from rollouts.config.schema import RLTrainingConfig, RolloutConfig, RunConfig
+from rollouts.errors import ConfigError, PlugInError, UserFunctionError
 from rollouts.filters import FILTERS
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RewardFn
 from rollouts.rewards.blocking import watch_blocking
@@ -37,6 +38,7 @@ class Functions:
     eval_reward: RewardFn | None = None
     filters: tuple[FilterFn, ...] = ()
     curriculum: Callable[..., Any] | None = None
+    advantage: AdvantageFn | None = None
 
 
 def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) -> Functions:
@@ -62,7 +64,18 @@ def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) 
         eval_reward=eval_reward,
         filters=tuple(load(name, "filter") for name in rollout.filters),
         curriculum=load(config.rl.curriculum, "curriculum") if config.rl else None,
+        advantage=load_advantage(config.rl, base_dir=base_dir) if config.rl else None,
     )
+
+
+def load_advantage(config: RLTrainingConfig, *, base_dir: Path) -> AdvantageFn:
+    """The function that rl.advantage names. Raises PlugInError if there is none, ConfigError if it does not take rl.advantage_params."""
+    try:
+        function = load_function(config.advantage, role="advantage", base_dir=base_dir, built_in=ADVANTAGES)
+    except PlugInError as error:
+        raise PlugInError(f"rl.{error}") from error
+    check_advantage_params(config.advantage, function, config.advantage_params)
+    return function
 
 
 def check_reward_settings(rollout: RolloutConfig, *, needed: bool) -> None:

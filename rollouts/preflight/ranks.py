@@ -36,6 +36,9 @@ def check_ranks(config: RunConfig, launch: Launch, *, dry_run: bool = False) -> 
             f"distributed.ranks={asked}, but the launcher has started {launch.local_world_size} on this machine; leave distributed.ranks out under "
             f"a launcher, or start it with --nproc-per-node={asked}"
         )
+    for name in ("reduce_each_micro_batch", "cpu_offload"):
+        if launch.world_size == 1 and getattr(config.distributed, name):
+            raise ConfigError(f"distributed.{name}=true, but one process trains alone; set distributed.ranks, or leave it out")
     if shard_size and launch.world_size % shard_size:
         fitting = [str(size) for size in range(1, launch.world_size + 1) if launch.world_size % size == 0]
         raise ConfigError(

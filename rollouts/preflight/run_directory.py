@@ -9,12 +9,14 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rollouts.config.load import check_same_run, load_config
 from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
-from rollouts.run_dir import RunDir
+from rollouts.run_dir import RunDir, check_links
 
 PARTIAL_CONFIG = ".tmp-config.toml"  # all that a run leaves that was killed while it wrote its first file: nothing of it is lost
 
@@ -33,6 +35,7 @@ def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, locked: b
     """Raises RunDirError if the directory is another run's, or a run is at work in it: not this one, if it is `locked` here. Only reads."""
     if run_dir.root.exists() and not run_dir.root.is_dir():
         raise RunDirError(f"output.dir={run_dir.root} is a file; name a directory")
+    check_links(run_dir)
     if not locked:
         check_unlocked(run_dir)
     used = run_dir.root.is_dir() and any(path != run_dir.lock and path.name != PARTIAL_CONFIG for path in run_dir.root.iterdir())
@@ -47,12 +50,12 @@ def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, locked: b
 # --- one run at a time -------------------------------------------------------------------------------------------------------
 
 
-def lock_run_dir(run_dir: RunDir) -> int:
+def lock_run_dir(run_dir: RunDir, launch: Mapping[str, Any] | None = None) -> int:
     """Keeps other runs off the directory, made if missing, until this process ends or closes the descriptor that is returned.
 
     The system drops the lock with the process, however that ends; started programs and forked children do not hold it on. Where several
-    ranks make one run, only the first locks. On a file system that has no locks nobody is kept off, and a warning says so. Raises RunDirError
-    naming who holds it, or OSError's reason.
+    ranks make one run, only the first locks. `launch`: what started the run, for the file to say (rollouts.preflight.restarts). On a file
+    system that has no locks nobody is kept off, and a warning says so. Raises RunDirError naming who holds it, or OSError's reason.
     """
     try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -72,14 +75,16 @@ def lock_run_dir(run_dir: RunDir) -> int:
         logging.getLogger("rollouts").warning(
             "warning: the file system of %s has no locks (%s): nothing keeps a second run off it; see that none is started there", run_dir.root, error
         )
-    _write_holder(descriptor)
+    write_holder(descriptor, launch)
     made = os.fstat(descriptor)
     _held[descriptor] = (made.st_dev, made.st_ino)
     return descriptor
 
 
-def _write_holder(descriptor: int) -> None:
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+def write_holder(descriptor: int, launch: Mapping[str, Any] | None) -> None:
+    """Who holds the lock, and what started it, in the file of the lock."""
+    holder: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    holder |= {} if launch is None else {"launch": dict(launch)}
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)

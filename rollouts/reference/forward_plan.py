@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,17 +47,22 @@ NOT_DISTANCE = re.compile(r"^sliding_window$|^max_window_layers$|pattern|^chunk_
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
 
 
-def plan_forward(model: PreTrainedModel) -> ForwardPlan:
+def take_as_found(error: Exception) -> None:
+    """A model that raises at a shortcut does not have it."""
+
+
+def plan_forward(model: PreTrainedModel, *, on_error: Callable[[Exception], None] = take_as_found) -> ForwardPlan:
     """The shortcuts that are exact for `model`, in evaluation mode. Leaves model and random state as they were; four forwards of some
     tokens, more for models that need it.
 
+    `on_error` is told what the model raised at a shortcut, and may raise it again: several ranks must not find unlike things.
     Raises ModelError if later tokens change the log-probs of earlier ones: then it is not causal.
     """
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), quiet_transformers():  # state space models say at their first forward that their kernels are not installed
-            return _plan(_Probe(model), model)
+            return _plan(_Probe(model, on_error), model)
     finally:
         model.train(was_training)
 
@@ -253,11 +258,12 @@ class _Plain:
 class _Probe:
     """A row of random tokens, and another that begins alike and stands before it in a trie; the first is compared with itself alone."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, on_error: Callable[[Exception], None]) -> None:
         rng = np.random.default_rng(0)
         vocab_size = int(model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
         start = rng.integers(0, vocab_size, SHARED)
         self.model = model
+        self._on_error = on_error
         self._vocab_size = vocab_size
         self.tokens: list[IntArray] = [np.concatenate([start, rng.integers(0, vocab_size, length - SHARED)]) for length in (LENGTH, OTHER_LENGTH)]
         self.tokens[0][SHARED], self.tokens[1][SHARED] = vocab_size - 1, vocab_size - 2  # tries are filled in the order of token ids
@@ -346,6 +352,7 @@ class _Probe:
         try:
             found = compute_micro_batch_log_probs(self.model, micro_batch, plan=plan, temperature=1.0)
         except PROBE_ERRORS as error:
+            self._on_error(error)
             return f"the model raised {type(error).__name__} ({(str(error).strip() or 'no message').splitlines()[0][:100]})"
         mine = micro_batch.rows[micro_batch.token_rows] == 0
         pairs = torch.from_numpy(micro_batch.token_pairs[mine]).to(plain.logits.device)
@@ -372,6 +379,7 @@ class _Probe:
         assert plain.hidden is not None
         try:
             logits = compute_own_logits(self.model, plain.output_type, plain.hidden)
-        except PROBE_ERRORS:
+        except PROBE_ERRORS as error:
+            self._on_error(error)
             return False
         return float((widen(logits) - plain.logits).abs().max()) <= self.tolerance(plain)

@@ -65,12 +65,13 @@ def main() -> None:
     worker_os.adopt_orphans()
     gc.collect()
     gc.freeze()  # so that a worker's collector does not copy all these pages
-    guard = Guard(socket.socket(fileno=settings["control_fd"]), _open_wake_pipe(), settings["memory_bytes"])
-    trainer = _open_trainer()
-    send_event(guard, HELLO, 0, 0)
-    while serve(guard, trainer):
-        pass
-    kill_everything(guard)
+    with socket.socket(fileno=settings["control_fd"]) as control:  # a worker leaves by os._exit and never comes back to here
+        guard = Guard(control, _open_wake_pipe(), settings["memory_bytes"])
+        trainer = _open_trainer()
+        send_event(guard, HELLO, 0, 0)
+        while serve(guard, trainer):
+            pass
+        kill_everything(guard)
 
 
 def _open_wake_pipe() -> int:

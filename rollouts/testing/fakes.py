@@ -398,7 +398,8 @@ class FakeBackend:
             self.batches.append(batch)
             self.losses.append(loss)
             tokens = float(batch.response_lengths.sum())
-            denominator = {"tokens": tokens, "sequences": float(len(batch)), "constant": loss.constant or 1.0}[loss.unit]
+            rows = float(len(batch))
+            denominator = {"tokens": tokens, "sequences": rows, "sequence_sums": rows, "constant": loss.constant or 1.0}[loss.unit]
             return ForwardBackwardResult(loss=1.0 / (1 + self._steps), denominator=denominator, metrics={"loss/tokens": Total(tokens)})
 
         return self._submit(run, has_pieces=True)

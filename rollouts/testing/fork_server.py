@@ -1,10 +1,12 @@
-"""Starts a command-line program many times, in a process of its own each time, with its imports already made.
+"""Starts a command-line program many times, in a process of its own each time, or in several that are ranks, with its imports already made.
 
     parent ── {"argv", "environ", "output", "kill_after_s", …} ──► server: has imported the program, one thread, runs nothing itself
+           ◄── {"pids"} ◄────────────────────────────────────────────┤
                                                                      └─ fork ──► main(argv), or exec of "command" ──► exit, or SIGKILL in time
-           ◄── {"status", "wall_s", "leftover"} ◄──────────────────────┘ descendants that outlive the program become the server's children
+           ◄── {"returncodes", "wall_s", "leftover", …} ◄──────────────┘ descendants that outlive the program become the server's children
 
-A model program spends most of a short run on imports; a forked one begins at once, so that it can be killed at hundreds of instants. Linux only.
+A model program spends most of a short run on imports; a forked one begins at once, so that it can be killed at hundreds of instants. To several
+processes the server is what torchrun is: when one fails, the others get SIGTERM, and SIGKILL 30 s later; nobody is started again. Linux only.
 `python -m rollouts.testing.fork_server MODULE:FUNCTION [MODULE …]` speaks one JSON object a line on its stdin and stdout.
 """
 
@@ -12,10 +14,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +32,8 @@ from typing import Any, NoReturn
 from rollouts.rewards.worker_os import adopt_orphans, die_with_parent
 
 DRAIN_S = 10.0  # for descendants of a program that has ended to end too
+END_S = 30.0  # for the others of a process that has failed, from SIGTERM to SIGKILL: what torchrun gives them
+ALONE: tuple[Mapping[str, str], ...] = ({},)
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # forking is sound only while nothing else runs
 
 
@@ -34,10 +41,16 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THRE
 class Ended:
     """How one run of the program ended."""
 
-    returncode: int  # negative: the signal that ended it
-    wall_s: float  # from its start
+    returncodes: tuple[int, ...]  # of its processes, as they were started; negative: the signal that ended one
+    wall_s: float  # from its start to the end of the last process
+    others_s: float  # from the end of the first process to that of the last
     timed_out: bool  # it was still running after limit_s, and was killed for that
     leftover: tuple[str, ...]  # command lines of descendants that were still there after DRAIN_S, and were then killed; where `drain` asked
+
+    @property
+    def returncode(self) -> int:
+        """0 if all processes ended with it, else the least other one: a signal if there was one."""
+        return min(self.returncodes, key=lambda code: (code == 0, code))
 
 
 class ForkServer:
@@ -46,39 +59,73 @@ class ForkServer:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(
+    def run(self, argv: Sequence[str], **options: Any) -> Ended:
+        """`start`, and then `wait`."""
+        self.start(argv, **options)
+        return self.wait()
+
+    def start(
         self,
         argv: Sequence[str],
         *,
         output: Path,
+        errors: Path | None = None,
         environ: Mapping[str, str] | None = None,
+        processes: Sequence[Mapping[str, str]] = ALONE,
         command: Sequence[str] | None = None,
         kill_after_s: float | None = None,
+        killed: int = 0,
+        end_others: bool = True,
         limit_s: float = 300.0,
         drain: bool = True,
-    ) -> Ended:
-        """Returns when the program has ended. It writes to the file `output`, and has `environ` on top of the server's environment.
+    ) -> list[int]:
+        """Starts the program; the ids of its processes, one for each of `processes`, in whose environment it has those variables besides.
 
-        With `command` that is executed instead, as from a shell. `kill_after_s`: SIGKILL then, if it still runs. `drain`: also waits for its
-        descendants, and tells which did not end.
+        It writes to the file `output`, and stderr to `errors` where that is given, and has `environ` on top of the server's environment. With
+        `command` that is executed instead, as from a shell. `kill_after_s`: SIGKILL then to the process number `killed`, if it still runs.
+        `end_others`: when a process fails the others are ended, as by torchrun. `drain`: `wait` also waits for descendants, and tells which did
+        not end.
         """
         request = {
             "argv": list(argv),
             "environ": dict(environ or {}),
+            "processes": [dict(one) for one in processes],
             "command": None if command is None else list(command),
             "output": str(output),
+            "errors": str(errors or output),
             "kill_after_s": kill_after_s,
+            "killed": killed,
+            "end_others": end_others,
             "limit_s": limit_s,
             "drain": drain,
         }
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
+        return self._read_reply()["pids"]
+
+    def wait(self) -> Ended:
+        """Returns when the program that was started has ended, on all its processes."""
+        fields = self._read_reply()
+        return Ended(tuple(fields["returncodes"]), fields["wall_s"], fields["others_s"], fields["timed_out"], tuple(fields["leftover"]))
+
+    def _read_reply(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
         reply = self._process.stdout.readline()
         if not reply:
             raise RuntimeError(f"the fork server ended with {self._process.wait()}; what it said is above")
-        fields = json.loads(reply)
-        return Ended(fields["returncode"], fields["wall_s"], fields["timed_out"], tuple(fields["leftover"]))
+        return json.loads(reply)
+
+
+def place_ranks(count: int) -> tuple[Mapping[str, str], ...]:
+    """For `processes`: the environment of each of so many ranks on this machine; of one, that of a lone process."""
+    if count == 1:
+        return ALONE
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    places = ({"RANK": rank, "LOCAL_RANK": rank, **common} for rank in range(count))
+    return tuple({name: str(value) for name, value in place.items()} for place in places)
 
 
 @contextmanager
@@ -104,39 +151,69 @@ def main() -> None:
     assert threading.active_count() == 1, "an import started a thread; forking is not sound"
     adopt_orphans()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the program prints by mistake is no reply
-    while line := sys.stdin.readline():
-        print(json.dumps(_answer(program, json.loads(line))), file=replies, flush=True)
+    with os.fdopen(os.dup(1), "w") as replies:
+        os.dup2(2, 1)  # what the program prints by mistake is no reply
+        while line := sys.stdin.readline():
+            request, started = json.loads(line), time.monotonic()
+            pids = _start(program, request)
+            print(json.dumps({"pids": pids}), file=replies, flush=True)
+            print(json.dumps(_watch(pids, request, started)), file=replies, flush=True)
 
 
-def _answer(program: Any, request: Mapping[str, Any]) -> dict[str, Any]:
-    server, started = os.getpid(), time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        _become(program, request, server)
-    kill_after_s, limit_s = request["kill_after_s"], request["limit_s"]
-    status = _wait(pid, started + (limit_s if kill_after_s is None else kill_after_s))
-    timed_out = status is None and kill_after_s is None
-    if status is None:
-        os.kill(pid, signal.SIGKILL)  # it is not reaped, so the id is still its own
-        _, status = os.waitpid(pid, 0)
-    wall_s = time.monotonic() - started
+def _start(program: Any, request: Mapping[str, Any]) -> list[int]:
+    server, pids = os.getpid(), []
+    for environ in request["processes"]:
+        pid = os.fork()
+        if pid == 0:
+            _become(program, request, environ, server)
+        pids.append(pid)
+    return pids
+
+
+def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> dict[str, Any]:
+    """What `Ended` has. Whatever still runs is not reaped, so its id is still its own."""
+    codes: dict[int, int] = {}
+    limit = started + request["limit_s"]
+    kill_at = math.inf if request["kill_after_s"] is None else started + request["kill_after_s"]
+    end_at = first_end = math.inf
+    while len(codes) < len(pids):
+        codes.update(_reap_all(pids))
+        now = time.monotonic()
+        running = [pid for pid in pids if pid not in codes]
+        first_end = min(first_end, now) if codes else first_end
+        if end_at == math.inf and request["end_others"] and any(codes.values()):
+            end_at = now + END_S
+            _signal(running, signal.SIGTERM)
+        if now >= min(limit, end_at):
+            _signal(running, signal.SIGKILL)
+        if now >= kill_at:
+            kill_at = math.inf
+            _signal([pid for pid in running if pid == pids[request["killed"]]], signal.SIGKILL)
+        if running:
+            signal.sigtimedwait({signal.SIGCHLD}, max(0.001, min(limit, end_at, kill_at) - now))
+    ended = time.monotonic()
     leftover = _drain() if request["drain"] else []
-    return {"returncode": os.waitstatus_to_exitcode(status), "wall_s": wall_s, "timed_out": timed_out, "leftover": leftover}
+    times = {"wall_s": ended - started, "others_s": ended - first_end, "timed_out": ended >= limit}
+    return {"returncodes": [codes[pid] for pid in pids], **times, "leftover": leftover}
 
 
-def _become(program: Any, request: Mapping[str, Any], server: int) -> NoReturn:
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+def _become(program: Any, request: Mapping[str, Any], environ: Mapping[str, str], server: int) -> NoReturn:
     """In the child: the program, and then the end."""
     code = 1
     try:
         die_with_parent(server)
-        output = os.open(request["output"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        output, errors = (os.open(request[name], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) for name in ("output", "errors"))
         null = os.open(os.devnull, os.O_RDONLY)
-        for source, target in ((null, 0), (output, 1), (output, 2)):
+        for source, target in ((null, 0), (output, 1), (errors, 2)):
             os.dup2(source, target)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        os.environ.update(request["environ"])
+        os.environ.update({**request["environ"], **environ})
+        tempfile.tempdir = None  # as the environment says now, whatever an import has asked before
         if request["command"] is not None:
             os.execvpe(request["command"][0], request["command"], os.environ)
         code = program(request["argv"])
@@ -150,20 +227,13 @@ def _become(program: Any, request: Mapping[str, Any], server: int) -> NoReturn:
         os._exit(code)
 
 
-def _wait(pid: int, deadline: float) -> int | None:
-    """The wait status of the child; None if it still runs at the deadline, which is on the monotonic clock. Reaps orphans meanwhile."""
-    while True:
-        while (found := _reap()) is not None:
-            if found[0] == pid:
-                return found[1]
-        left = deadline - time.monotonic()
-        if left <= 0 or signal.sigtimedwait({signal.SIGCHLD}, left) is None:
-            return _status_of(pid)
-
-
-def _status_of(pid: int) -> int | None:
-    done, status = os.waitpid(pid, os.WNOHANG)
-    return status if done else None
+def _reap_all(pids: Sequence[int]) -> dict[int, int]:
+    """The exit codes of those that have ended, of `pids`. Reaps orphans too."""
+    codes: dict[int, int] = {}
+    while (found := _reap()) is not None:
+        if found[0] in pids:
+            codes[found[0]] = os.waitstatus_to_exitcode(found[1])
+    return codes
 
 
 def _reap() -> tuple[int, int] | None:

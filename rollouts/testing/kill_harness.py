@@ -2,7 +2,7 @@
 
     unbroken run ─► how often each crash point is reached, how long it takes, what it leaves
     killed run   ─► attempt 1 ─ SIGKILL ─► attempt 2 --resume ─ SIGKILL ─► … ─► last attempt --resume, undisturbed ─► what it leaves
-                         at a crash point, or after a time drawn from a seed
+                         at a crash point, or after a time drawn from a seed; of several ranks one is killed, and the others end themselves
 
     with open_kill_harness(Job("sft", ("--config", "tiny.toml", "--mode", "sft"), ("sft",)), Path("work")) as harness:
         outcome = harness.kill("a", [Cut(point="checkpoint.before_rename:2"), Cut(after_s=1.5)])
@@ -10,7 +10,8 @@
 
 A violation is a sentence. The promises: every resume succeeds; no step with a complete checkpoint is computed again or lost; readers see one row
 for each step; the files of the run, all bits of its checkpoints included, are those of the unbroken run, where the job is exact; every prompt
-is accounted for; no process and no temporary file outlives the last attempt. Jobs write into directories below the given one. Linux only.
+is accounted for; the other ranks of one that is killed are gone within seconds; no process and no temporary file outlives the last attempt.
+Jobs write into directories below the given one. Linux only.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollouts.checkpoints.load import find_newest_checkpoint, load_trainer_state
@@ -31,12 +32,14 @@ from rollouts.crash_points import LIST_VARIABLE, POINTS
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from rollouts.run_dir import RunDir, parse_step
 from rollouts.testing.compare_runs import find_differences
-from rollouts.testing.fork_server import Ended, ForkServer, open_fork_server
+from rollouts.testing.fork_server import Ended, ForkServer, open_fork_server, place_ranks
 from rollouts.types import JSONValue
 
 PROGRAM = "integration_training.train:main"
 FRESH = f"import sys; from {PROGRAM.replace(':', ' import ')}; sys.exit(main())"
 IMPORTS = ("transformers.models.llama.modeling_llama", "rollouts.engines.local", "rollouts.backends.open", "rollouts.weight_sync.open")
+RANK_IMPORTS = ("rollouts.backends.ranks", "rollouts.backends.fsdp", "torch.distributed.rendezvous")
+OTHERS_S = 10.0  # for the other ranks to end after one was killed
 TAIL_CHARS = 1500  # of an attempt's output that a violation quotes
 LIMIT_S = 300.0  # for one attempt
 
@@ -50,19 +53,21 @@ class Job:
     stages: tuple[str, ...]  # as in --mode
     imports: tuple[str, ...] = ()  # modules that it loads besides IMPORTS, such as where its rows come from
     exact: bool = True  # two runs of it give the same bits, so what a killed one leaves is compared
+    ranks: int = 1  # processes that train together
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
     """When an attempt is killed: at a crash point, or after some seconds."""
 
-    point: str | None = None  # name[:nth]
+    point: str | None = None  # name[:nth[:rank]]
     after_s: float | None = None
+    rank: int = 0  # that is killed after those seconds
     optional: bool = False  # a point that need not be reached: an attempt that resumes may have less to do
     fresh: bool = False  # a process that imports everything anew, so that it can be killed while it does
 
     def __str__(self) -> str:
-        return (self.point or f"{self.after_s:.3f} s") + (" (fresh)" if self.fresh else "")
+        return (self.point or f"{self.after_s:.3f} s on rank {self.rank}") + (" (fresh)" if self.fresh else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +80,7 @@ class Attempt:
 
     @property
     def was_killed(self) -> bool:
-        return self.ended.returncode == -signal.SIGKILL and not self.ended.timed_out
+        return -signal.SIGKILL in self.ended.returncodes and not self.ended.timed_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +104,15 @@ class KillHarness:
     root: Path
     server: ForkServer
     reference: Path
-    reached: Mapping[str, int] = field(default_factory=dict)  # by crash point, how often the unbroken run reaches it
+    reached: Sequence[Mapping[str, int]] = ()  # of each rank: by crash point, how often the unbroken run reaches it
     wall_s: float = 0.0  # of the unbroken run
     usual: frozenset[str] = frozenset()  # names that libraries leave in the temporary directory of a run that nobody killed, for the next one
 
     def run_unbroken(self) -> None:
         """Makes the run that others are compared with. Raises AssertionError if it breaks a promise by itself."""
-        listed = self.root / "reached.txt"
-        ended = self._start(self.reference, None, resume=False, environ={LIST_VARIABLE: str(listed)})
-        self.reached = Counter(listed.read_text().split())
+        listed = [self.root / f"reached-{rank}.txt" for rank in range(self.job.ranks)]
+        ended = self._start(self.reference, None, resume=False, lists=listed)
+        self.reached = [Counter(path.read_text().split()) if path.exists() else Counter() for path in listed]
         self.wall_s = ended.wall_s
         self.usual = frozenset(path.name for path in self._temporary.iterdir())
         violations = self._find_violations(self.reference, [Attempt(None, ended, {})])
@@ -122,6 +127,7 @@ class KillHarness:
         for cut in [*cuts, None]:
             committed, began = read_committed(out, self.job.stages), time.time()
             attempts.append(Attempt(cut, self._start(out, cut, resume=bool(attempts)), committed))
+            violations += check_others_ended(attempts[-1])
             violations += check_rows_of_attempt(out, committed, began)
             violations += check_nothing_lost(committed, read_committed(out, self.job.stages))
             if not attempts[-1].was_killed:
@@ -138,15 +144,20 @@ class KillHarness:
         return Outcome(name, tuple(attempts), tuple(violations))
 
     def plan_points(self) -> dict[str, list[Cut]]:
-        """By name of a run, its cuts: every point that the unbroken run reaches, the first, middle and last time; the points of a resumed start,
-        after a kill in the middle; and every point in two attempts running."""
+        """By name of a run, its cuts: every point that a rank of the unbroken run reaches, the first, middle and last time; the points of a resumed
+        start, after a kill in the middle; and every point in two attempts running. Of several ranks each is killed at its points, in the middle
+        only: where in the run a rank dies is tried by the job of one rank."""
         plan: dict[str, list[Cut]] = {}
-        for point, count in self.reached.items():
-            middle = (count + 1) // 2
-            for nth in sorted({1, middle, count}):
-                plan[f"{point}-{nth}"] = [Cut(f"{point}:{nth}")]
-            plan[f"{point}-again"] = [Cut(f"{point}:{middle}"), Cut(f"{point}:1", optional=True)]
-        saved = Cut(f"checkpoint.complete:{max(1, self.reached['checkpoint.complete'] - 1)}")  # the last but one, of the last stage
+        alone = self.job.ranks == 1
+        for rank, reached in enumerate(self.reached):
+            place = "" if alone else f":{rank}"
+            for point, count in reached.items():
+                middle = (count + 1) // 2
+                for nth in sorted({1, middle, count}) if alone else [middle]:
+                    plan[f"{point}-{nth}{place}"] = [Cut(f"{point}:{nth}{place}")]
+                if alone:
+                    plan[f"{point}-again"] = [Cut(f"{point}:{middle}"), Cut(f"{point}:1", optional=True)]
+        saved = Cut(f"checkpoint.complete:{max(1, self.reached[0]['checkpoint.complete'] - 1)}")  # the last but one, of the last stage
         for point in POINTS:
             if point.startswith("resume.") and (point != "resume.state_loaded" or "rl" in self.job.stages):
                 plan[f"{point}-1"] = [saved, Cut(f"{point}:1")]
@@ -156,8 +167,9 @@ class KillHarness:
         """One to `most` random instants of the unbroken run's duration, made of the seed. `fresh`: one instant of a start that imports anew."""
         draw = random.Random(f"{self.job.name}/{seed}")
         if fresh:
+            assert self.job.ranks == 1, "a launcher that is killed leaves its ranks to themselves"
             return [Cut(after_s=draw.uniform(0, 4 * self.wall_s), fresh=True)]
-        return [Cut(after_s=draw.uniform(0, self.wall_s)) for _ in range(draw.randint(1, most))]
+        return [Cut(after_s=draw.uniform(0, self.wall_s), rank=draw.randrange(self.job.ranks)) for _ in range(draw.randint(1, most))]
 
     @property
     def _temporary(self) -> Path:
@@ -170,27 +182,32 @@ class KillHarness:
     def _output(self, out: Path) -> Path:
         return out.with_name(f"{out.name}.output")
 
-    def _start(self, out: Path, cut: Cut | None, *, resume: bool, environ: Mapping[str, str] | None = None) -> Ended:
+    def _start(self, out: Path, cut: Cut | None, *, resume: bool, lists: Sequence[Path] = ()) -> Ended:
         argv = [*self.job.arguments, "--output.dir", str(out), *(["--resume"] if resume else [])]
+        listings = [{LIST_VARIABLE: str(path)} for path in lists] or [{}] * self.job.ranks
         point = {"ROLLOUTS_CRASH_AT": cut.point} if cut is not None and cut.point is not None else {}
         return self.server.run(
             argv,
             output=self._output(out),
-            environ={**(environ or {}), **point},
+            environ={"TMPDIR": str(self._temporary), "ROLLOUTS_CACHE": str(self.root / "cache"), **point},
+            processes=[{**place, **listing} for place, listing in zip(place_ranks(self.job.ranks), listings, strict=True)],
             command=[sys.executable, "-c", FRESH, *argv] if cut is not None and cut.fresh else None,
             kill_after_s=cut.after_s if cut is not None else None,
+            killed=cut.rank if cut is not None else 0,
             limit_s=LIMIT_S,
             drain=cut is None,
         )
 
 
 @contextmanager
-def open_kill_harness(job: Job, root: Path) -> Iterator[KillHarness]:
-    """A harness for `job` that has made the unbroken run, in `root`/unbroken."""
+def open_kill_harness(job: Job, root: Path, *, server: ForkServer | None = None) -> Iterator[KillHarness]:
+    """A harness for `job` that has made the unbroken run, in `root`/unbroken. `server`: one for train.py that is there already."""
     for folder in (root / "tmp", root / "cache"):
         folder.mkdir(parents=True)
-    environ = {"TMPDIR": str(root / "tmp"), "ROLLOUTS_CACHE": str(root / "cache"), "PYTHONWARNINGS": "ignore"}
-    with open_fork_server(PROGRAM, imports=(*IMPORTS, *job.imports), environ=environ) as server:
+    with ExitStack() as stack:
+        if server is None:
+            imports = (*IMPORTS, *(RANK_IMPORTS if job.ranks > 1 else ()), *job.imports)
+            server = stack.enter_context(open_fork_server(PROGRAM, imports=imports, environ={"PYTHONWARNINGS": "ignore"}))
         harness = KillHarness(job, root, server, root / "unbroken")
         harness.run_unbroken()
         yield harness
@@ -208,6 +225,14 @@ def read_committed(out: Path, stages: Sequence[str]) -> dict[str, int]:
 def check_nothing_lost(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     """Violations of: what was complete stays complete, or something newer is."""
     return [f"{stage}: step {step} was complete, and now {after.get(stage, 0)} is" for stage, step in before.items() if after.get(stage, 0) < step]
+
+
+def check_others_ended(attempt: Attempt) -> list[str]:
+    """Violations of: when one rank is killed the others end soon, without being killed themselves."""
+    ended = attempt.ended
+    if not attempt.was_killed or (ended.others_s <= OTHERS_S and ended.returncodes.count(-signal.SIGKILL) == 1):
+        return []
+    return [f"{attempt.cut}: the ranks ended with {ended.returncodes}, the last {ended.others_s:.1f} s after the first"]
 
 
 def check_rows_of_attempt(out: Path, committed: Mapping[str, int], began_unix: float) -> list[str]:

@@ -56,6 +56,18 @@ def raising_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     raise ZeroDivisionError("the loss failed on purpose")
 
 
+def drawing_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """SFT whose tokens are weighted by numbers that torch draws."""
+    total, count = reduce_loss(-inputs.log_probs * torch.rand_like(inputs.log_probs), inputs.mask, unit)
+    return LossOutput(total, count, {})
+
+
+def drawing_and_raising_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """A loss that fails after it has drawn."""
+    drawing_loss(inputs, unit=unit)
+    raise ZeroDivisionError("the loss failed on purpose")
+
+
 # --- batches -----------------------------------------------------------------------------------------------------------------
 
 
@@ -204,13 +216,18 @@ async def check_too_many_non_finite_steps_raise(open_backend: OpenBackend) -> No
         for spec in (bad, SFT, bad):
             await backend.forward_backward(batch, spec).result()
             await backend.optim_step(STEP).result()
+        await raised_by(backend.forward_backward(batch, LossSpec(f"{HERE}:raising_loss")))
+        await backend.reset().result()  # a step that is given up is none: it does not stand between the two
         await backend.forward_backward(batch, bad).result()
         assert isinstance(await raised_by(backend.optim_step(STEP)), NonFiniteSteps)
+        await backend.reset().result()
+        await backend.forward_backward(batch, bad).result()
+        assert (await backend.optim_step(STEP).result()).skipped is not None, "after the error the count begins anew"
 
 
-async def train(backend: TrainingBackend, batch: RolloutBatch) -> None:
+async def train(backend: TrainingBackend, batch: RolloutBatch, loss: LossSpec = SFT) -> None:
     """One good step."""
-    await backend.forward_backward(batch, SFT).result()
+    await backend.forward_backward(batch, loss).result()
     result = await backend.optim_step(STEP).result()
     assert result.skipped is None
 
@@ -377,4 +394,28 @@ async def check_resume_is_exact(open_backend: OpenBackend, folder: Path) -> None
         assert_weights_equal(saved, await copy_weights(backend))
         for batch in batches[2:]:
             await train(backend, batch)
+        assert_weights_equal(wanted, await copy_weights(backend))
+
+
+async def check_a_step_that_is_given_up_draws_nothing(open_backend: OpenBackend, folder: Path) -> None:
+    """A loss that draws from torch's generator draws the same when its step is repeated: at once, and after a save and a load."""
+    batches, draws = [make_batch(seed) for seed in range(3)], LossSpec(f"{HERE}:drawing_loss")
+    failing = LossSpec(f"{HERE}:drawing_and_raising_loss")
+    async with open_backend() as backend:
+        await train(backend, batches[0])
+        await backend.save(folder / "before").result()
+        for batch in batches[1:]:
+            await train(backend, batch, draws)
+        wanted = await copy_weights(backend)
+    async with open_backend() as backend:
+        await backend.load(folder / "before").result()
+        for name, batch in (("first", batches[1]), ("second", batches[2])):
+            assert isinstance(await raised_by(backend.forward_backward(batch, failing)), ZeroDivisionError), name
+            await backend.reset().result()
+            await backend.save(folder / name).result()
+            await train(backend, batch, draws)
+        assert_weights_equal(wanted, await copy_weights(backend))
+    async with open_backend() as backend:
+        await backend.load(folder / "second").result()
+        await train(backend, batches[2], draws)
         assert_weights_equal(wanted, await copy_weights(backend))

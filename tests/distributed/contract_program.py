@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
+import resource
 import sys
 import tempfile
 import traceback
@@ -19,10 +21,16 @@ from typing import Any
 import torch
 import trio
 
+from rollouts.backends import sharded_capture
+from rollouts.checkpoints import load as checkpoints
+from rollouts.checkpoints.save import save_checkpoint
+from rollouts.checkpoints.writer import open_checkpoint_writer
 from rollouts.config.schema import OptimConfig
+from rollouts.errors import RunDirError, StorageError
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
 from rollouts.models.load import load_hf_model, resolve_model
+from rollouts.run_dir import RunDir
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, STEP, make_batch, raised_by, train
 from rollouts.types import LossSpec
@@ -55,6 +63,44 @@ def second_call_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     CALLS.append(1)
     if len(CALLS) % 2 == 0:
         raise ZeroDivisionError("the second micro-batch failed")
+    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
+    return LossOutput(total, count, {})
+
+
+def last_rank_without_disk_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """SFT; from here on the system lets no file of the last rank's process grow, as a full disk would."""
+    limit_files(0, rank=-1)
+    return plain_loss(inputs, unit=unit)
+
+
+def last_rank_with_disk_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """SFT; the last rank may write again."""
+    limit_files(resource.RLIM_INFINITY, rank=-1)
+    return plain_loss(inputs, unit=unit)
+
+
+def plain_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
+    return LossOutput(total, count, {})
+
+
+def limit_files(size: int, *, rank: int) -> None:
+    """How large a file may get that this process writes, where it is that rank."""
+    if int(os.environ["RANK"]) == rank % int(os.environ["WORLD_SIZE"]):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def scarce_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """Leaves the last rank's machine without memory for a copy, as that rank sees it from now on; every other sees plenty."""
+    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    sharded_capture.read_free_memory = lambda: 1000 if last else 1 << 40
+    total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
+    return LossOutput(total, count, {})
+
+
+def plenty_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """Gives it back."""
+    sharded_capture.read_free_memory = lambda: 1 << 40
     total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
     return LossOutput(total, count, {})
 
@@ -167,6 +213,125 @@ async def check_a_damaged_checkpoint_changes_nothing(open_backend: Any, folder: 
         await backend.reset().result()
         contract.assert_weights_equal(before, await contract.copy_weights(backend))
         await train(backend, make_batch(2))
+
+
+async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend: Any, folder: Path) -> None:
+    """All ranks fail the save alike, the one before loads, training goes on, and the next save is whole: on the last rank, then on rank 0."""
+    batch = make_batch()
+
+    async def save(backend: Any, step: int) -> None:
+        async def write(path: Path) -> None:
+            await backend.save(path).result()
+
+        await save_checkpoint(folder / f"step_{step}", write_model=write, state={}, stage="sft", step=step)
+
+    async def save_refused(backend: Any, rank: int) -> None:
+        said = ""
+        try:
+            await save(backend, 2)
+        except StorageError as error:
+            said = str(error)
+        assert f"{folder}/step_2 cannot be written (" in said and "File too large" in said, said
+        assert rank == 0 or f"rank {rank} failed" in said, said
+        assert [path.name for path in folder.iterdir()] == ["step_1"]
+        await backend.reset().result()
+
+    async with open_backend(micro_batch_tokens=16) as backend:
+        await train(backend, batch)
+        await save(backend, 1)
+        saved = await contract.copy_weights(backend)
+        await train(backend, batch, LossSpec(f"{HERE}:last_rank_without_disk_loss"))
+        await save_refused(backend, backend.ranks.world_size - 1)
+        await train(backend, batch, LossSpec(f"{HERE}:last_rank_with_disk_loss"))
+        limit_files(0, rank=0)
+        await save_refused(backend, 0)
+        limit_files(resource.RLIM_INFINITY, rank=0)
+        trained = await contract.copy_weights(backend)
+        await save(backend, 2)
+        for step, weights in ((1, saved), (2, trained)):
+            checkpoints.check_checkpoint(folder / f"step_{step}", hashes=True)
+            await backend.load(folder / f"step_{step}").result()
+            contract.assert_weights_equal(weights, await contract.copy_weights(backend))
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Every file below, by name."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+async def write_error(write: Callable[[Path], Awaitable[None]], path: Path) -> Exception | None:
+    """What writing a copy raises."""
+    try:
+        await write(path)
+    except Exception as error:
+        return error
+    return None
+
+
+async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(open_backend: Any, folder: Path) -> None:
+    """Bit for bit, whatever is trained between the copy and the writing; and CheckpointWriter saves so."""
+    async with open_backend() as backend:
+        await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()
+        await backend.optim_step(STEP).result()
+        saved, beside = folder / "saved", folder / "beside"
+        await backend.save(saved).result()
+        write = await backend.capture().result()
+        beside.mkdir()
+        steps = [backend.forward_backward(make_batch(1), SFT), backend.optim_step(STEP), backend.forward_backward(make_batch(2), SFT)]
+        await write(beside)
+        for step in steps:
+            await step.result()
+        expected, found = read_files(saved), read_files(beside)
+        assert {"model.safetensors", "config.json", "state/backend.json", "state/optimizer-1-of-2.safetensors"} <= set(found), sorted(found)
+        assert found.keys() == expected.keys() and [name for name in expected if found[name] != expected[name]] == []
+        await backend.reset().result()
+        run_dir, warnings = RunDir(folder / "run"), list[str]()
+        async with open_checkpoint_writer(backend, run_dir, "sft", warn=warnings.append, free_memory=lambda: 1) as writer:
+            await writer.save(1, {})
+            await train(backend, make_batch(3))
+            await writer.wait_written()
+            assert (writer.statistics()["beside_training"], warnings) == (1.0, []), warnings
+        await backend.load(run_dir.checkpoint("sft", 1)).result()
+
+
+async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend: Any, folder: Path) -> None:
+    """Training waits for the save then, and everything works afterwards."""
+    async with open_backend() as backend:
+        await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:scarce_memory_loss")).result()
+        await backend.optim_step(STEP).result()
+        assert await backend.capture().result() is None
+        async with open_checkpoint_writer(backend, RunDir(folder), "sft", warn=print, free_memory=lambda: 1 << 40) as writer:
+            await writer.save(1, {})
+            statistics = writer.statistics()
+        assert (statistics["saved"], statistics["beside_training"]) == (1.0, 0.0)
+        await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()
+        await backend.optim_step(STEP).result()
+        assert await backend.capture().result() is not None  # never written: the next backend opens all the same
+
+
+async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(open_backend: Any, folder: Path) -> None:
+    """Rank 0 raises the other rank's error after all have ended; steps are not disturbed, and the next copy is written."""
+    async with open_backend() as backend:
+        await train(backend, make_batch())
+        for name in ("state/optimizer-1-of-2.safetensors", "model-00001.safetensors"):  # of rank 1, of rank 0
+            path = folder / name.partition("/")[0]
+            (path / name).mkdir(parents=True)
+            write = await backend.capture().result()
+            step = backend.forward_backward(make_batch(1), SFT)
+            error = await write_error(write, path)
+            assert isinstance(error, OSError) and error.errno == errno.EISDIR, error
+            assert ("rank 1 failed" in str(error)) == name.startswith("state"), error
+            await step.result()
+            await backend.optim_step(STEP).result()
+        write = await backend.capture().result()
+        (folder / "good").mkdir()
+        await write(folder / "good")
+        weights = await contract.copy_weights(backend)
+        await train(backend, make_batch(2))
+        await backend.load(folder / "good").result()
+        contract.assert_weights_equal(weights, await contract.copy_weights(backend))
+        error = await write_error(await backend.capture().result(), folder / "nowhere")
+        assert isinstance(error, RunDirError) and "rank 0" in str(error), error
 
 
 # --- running them ------------------------------------------------------------------------------------------------------------------------

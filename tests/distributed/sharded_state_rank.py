@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,10 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rollouts.backends.same_ranks import check_same_model, check_same_plan, check_same_versions, read_versions
 from rollouts.backends.sharded_state import load_sharded_state, save_sharded_state
+from rollouts.distributed.process_group import AgreedFailure, Ranks
 from rollouts.errors import RolloutsError
 from rollouts.models.export import write_hf_stream
 from rollouts.models.load import load_hf_model
+from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.sharded import load_sharded_weights, make_meta_model, reshard
 
 IDS = torch.arange(3, 43)[None]
@@ -110,6 +115,29 @@ def check_refusals(folder: Path, mesh: DeviceMesh, names: list[str]) -> None:
     (folder / f"refusals-{dist.get_rank()}.json").write_text(json.dumps(said))
 
 
+def check_differences(folder: Path, names: list[str]) -> None:
+    """What ranks of which the last has another model directory, other versions or another plan are refused with; and equal ones are not."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ranks = Ranks(rank, world, world, torch.device("cpu"), init_device_mesh("cpu", (world,)), cast(Any, dist).HashStore())
+    other = rank == world - 1
+    plan = ForwardPlan(tries_up_to=8 * other, rows_up_to=8, reason="")
+    comparisons: dict[str, Callable[[], None]] = {
+        **{name: partial(check_same_model, ranks, folder / (name if other else "model")) for name in ["model", *names]},
+        "versions": lambda: check_same_versions(ranks, {**read_versions(), **({"transformers": "0.1"} if other else {})}),
+        "same versions": lambda: check_same_versions(ranks, read_versions()),
+        "plan": lambda: check_same_plan(ranks, plan),
+    }
+    said = {}
+    for name, compare in comparisons.items():
+        try:
+            compare()
+            said[name] = "nothing"
+        except (RolloutsError, AgreedFailure) as raised:
+            error = raised.error if isinstance(raised, AgreedFailure) else raised
+            said[name] = f"{type(error).__name__}: {error}"
+    (folder / f"differences-{rank}.json").write_text(json.dumps(said))
+
+
 def main() -> None:
     folder, plan = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
@@ -119,6 +147,8 @@ def main() -> None:
         run_job(job, folder, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
     if plan.get("refusals"):
         check_refusals(folder, init_device_mesh("cpu", (dist.get_world_size(),)), plan["refusals"])
+    if plan.get("differences"):
+        check_differences(folder, plan["differences"])
     dist.barrier()
     dist.destroy_process_group()
 

@@ -20,7 +20,7 @@ from rollouts.device_thread import open_device_thread
 from rollouts.models.load import load_hf_model
 from rollouts.models.optim import create_adamw_optimizer
 from tests.distributed.job import run_ranks
-from tests.distributed.train_program import OPTIM, Case, backend_options, find_model, make_rollouts, train
+from tests.distributed.train_program import HALF, OPTIM, Case, backend_options, find_model, make_rollouts, train
 
 pytestmark = pytest.mark.slow
 
@@ -32,8 +32,10 @@ TEN_STEPS = [
 KINDS = ("llama", "qwen3", "gemma", "mamba", "moe")
 OTHERS = [
     *(Case(f"tiny:{kind}", "float32", "grpo", 2) for kind in KINDS),
+    Case("gpt2", "float64", "entropy", 2),
     Case("gpt2", "float64", "grpo", 3, {"gradient_checkpointing": True}),
     Case("gpt2", "float64", "grpo", 3, {"reduce_each_micro_batch": True}),
+    Case("tiny:llama", "float32", "grpo", 2, {"compile_backend": "aot_eager", "gradient_checkpointing": True}),
     Case("gpt2", "float64", "grpo", 3, {"share_prefix": False, "micro_batch_tokens": 40}),
 ]
 
@@ -64,12 +66,13 @@ def sum_terms(case: Case, step: int) -> float:
     return sum(float(np.abs(row).sum()) for row in batch.advantages) / tokens
 
 
-def assert_equal(said: dict[str, Any], weights: dict[str, Tensor], number: int, cases: str) -> None:
+def assert_equal(said: dict[str, Any], weights: dict[str, Tensor], number: int, cases: str, *, first: int = 0) -> None:
+    """`first`: the steps of one process that went before."""
     alone, wanted, terms = train_alone(number, cases)
     tolerance = TOLERANCE[{"ten": TEN_STEPS, "others": OTHERS}[cases][number].dtype]
-    for step, (one, other) in enumerate(zip(said["losses"], alone["losses"], strict=True)):
+    for step, (one, other) in enumerate(zip(said["losses"], alone["losses"][first:], strict=True), first):
         assert abs(one - other) <= tolerance * terms[step], (step, one, other, terms[step])
-    assert said["norms"] == pytest.approx(alone["norms"], rel=max(tolerance, 1e-9) * 100)
+    assert said["norms"] == pytest.approx(alone["norms"][first:], rel=max(tolerance, 1e-9) * 100)
     assert said["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
     assert said["rows"] == pytest.approx(alone["rows"], rel=1e-5)
     assert set(weights) == set(wanted)
@@ -84,10 +87,17 @@ def run_cases(ranks: int, cases: list[Case], folder: Path, *, shard_size: int = 
     return [(one, load_file(f"{out}.{number}.safetensors")) for number, one in enumerate(said)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_ten_steps_on_ranks_are_those_of_one_process(ranks: int, tmp_path: Path):
-    for number, (said, weights) in enumerate(run_cases(ranks, TEN_STEPS, tmp_path)):
+def test_ten_steps_on_ranks_are_those_of_one_process_also_when_their_number_changes_after_five(tmp_path: Path):
+    """On two ranks, which save after step 5; on one and on four, where five more steps follow what two have saved."""
+    saved = [str(tmp_path / f"saved-{number}") for number in range(len(TEN_STEPS))]
+    begun = [case._replace(saves=path) for case, path in zip(TEN_STEPS, saved, strict=True)]
+    for number, (said, weights) in enumerate(run_cases(2, begun, tmp_path)):
         assert_equal(said, weights, number, "ten")
+    resumed = [case._replace(loads=path) for case, path in zip(TEN_STEPS, saved, strict=True)]
+    for ranks in (1, 4):
+        found = run_cases(ranks, [*TEN_STEPS, *resumed], tmp_path)
+        for number, (said, weights) in enumerate(found):
+            assert_equal(said, weights, number % len(TEN_STEPS), "ten", first=HALF if number >= len(TEN_STEPS) else 0)
 
 
 def test_replicas_of_shards_train_as_one_process(tmp_path: Path):

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from rollouts.models.load import load_hf_model
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH_S = 240.0
+DAMAGED = ["cut", "missing", "misshapen", "unknown"]
 
 
 def launch(ranks: int, folder: Path, **plan: Any) -> None:
@@ -77,13 +80,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launch(4, folder, jobs=[{"name": "four", "train": 2, "save": "c4"}, hybrid, {"name": "two_on_four", "load": "c2"}])
     launch(1, folder, jobs=[{"name": "two_on_one", "load": "c2", "save": "c1"}])
     back = [{"name": f"{name}_on_two", "load": name} for name in ("c1", "c4", "c2x2", "single")]
-    launch(2, folder, jobs=[*back, {"name": "again", "load": "c1"}], refusals=["cut", "missing", "misshapen", "unknown"])
+    launch(2, folder, jobs=[*back, {"name": "again", "load": "c1"}], refusals=DAMAGED, differences=DAMAGED)
     return folder
 
 
 def damage(folder: Path) -> None:
     """Copies of the model with a file that is cut, without a weight, with one of another shape, with one too many."""
-    for name in ("cut", "missing", "misshapen", "unknown"):
+    for name in DAMAGED:
         shutil.copytree(folder / "model", folder / name)
         file = folder / name / "model.safetensors"
         if name == "cut":
@@ -151,3 +154,19 @@ def test_a_model_that_does_not_fit_is_refused_alike_on_every_rank(folder: Path):
     assert "model.norm.weight (7,) for (32,)" in said[0]["misshapen"]
     assert "1 are not the model's: model.extra.weight" in said[0]["unknown"]
     assert all(text.startswith("ModelError: ") for text in said[0].values())
+
+
+def test_ranks_that_differ_are_refused_alike_naming_ranks_and_what_differs(folder: Path):
+    said = [json.loads((folder / f"differences-{rank}.json").read_text()) for rank in range(2)]
+    assert said[0] == said[1]
+    assert said[0]["model"] == said[0]["same versions"] == "nothing"
+    host = socket.gethostname()
+    size = (folder / "model/model.safetensors").stat().st_size
+    for name in DAMAGED:
+        file = folder / name / "model.safetensors"
+        assert said[0][name].startswith(f"ModelError: rank 1 on {host} has {file} with {file.stat().st_size} bytes"), said[0][name]
+        assert f"and rank 0 on {host} has {folder / 'model/model.safetensors'} with {size} bytes" in said[0][name]
+    ours = version("transformers")
+    expected = f"ConfigError: rank 1 on {host} runs transformers 0.1 and rank 0 on {host} runs transformers {ours}; install the same versions"
+    assert said[0]["versions"].startswith(expected)
+    assert f"rank 1 on {host} has found tries_up_to=8 to be exact for the model and rank 0 on {host} tries_up_to=0" in said[0]["plan"]

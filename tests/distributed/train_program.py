@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+import trio
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,7 +22,12 @@ from rollouts.models.load import resolve_model
 from rollouts.types import LossSpec, RolloutBatch
 
 OPTIM = OptimConfig(lr=1e-3, warmup_steps=3, schedule="linear", weight_decay=0.01, max_grad_norm=1.0)
-SPECS = {"sft": LossSpec("sft"), "grpo": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.01})}
+HALF = 5  # steps before a save
+SPECS = {
+    "sft": LossSpec("sft"),
+    "grpo": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.01}),
+    "entropy": LossSpec("reinforce", {"entropy_coef": 0.1, "correction": "token_tis(cap=1.5)"}, unit="sequence_sums"),
+}
 
 
 def find_model(name: str) -> Path:
@@ -57,6 +63,8 @@ class Case(NamedTuple):
     loss: Literal["sft", "grpo"]
     steps: int = 10
     options: dict[str, Any] = {}  # of the sharded backend alone; never changed
+    saves: str = ""  # the directory of a checkpoint after step HALF
+    loads: str = ""  # that of one from which it goes on
 
 
 def backend_options(case: Case) -> dict[str, Any]:
@@ -93,12 +101,16 @@ def make_rollouts(step: int) -> RolloutBatch:
 async def train(backend: Any, case: Case) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What every step said, the sum of the first rollouts' log-probs afterwards, and the weights."""
     losses, norms, metrics = [], [], {}
-    for step in range(case.steps):
+    if case.loads:
+        await backend.load(Path(case.loads)).result()
+    for step in range(HALF if case.loads else 0, case.steps):
         forward, optim = backend.forward_backward(make_rollouts(step), SPECS[case.loss]), backend.optim_step()
         result = await forward.result()
         losses.append(result.loss)
         norms.append((await optim.result()).grad_norm)
         metrics = {name: metric.value for name, metric in result.metrics.items()}
+        if case.saves and step == HALF - 1:
+            await backend.save(Path(case.saves)).result()
     rows = await backend.forward(make_rollouts(0)).result()
     found = {"losses": losses, "norms": norms, "metrics": metrics, "rows": [float(row.sum()) for row in rows]}
     return found, await backend.get_weights().result()
@@ -110,7 +122,7 @@ async def drive(hub: Any, ranks: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number, fields in enumerate(json.loads(sys.argv[1])):
         case = Case(*fields)
-        path = find_model(case.model)
+        path = await trio.to_thread.run_sync(find_model, case.model)  # to make one takes seconds, in which this rank must be heard
         options = {**backend_options(case), "autocast": "off", "threads": 1, **case.options}
         async with open_fsdp_backend(path, hub=hub, ranks=ranks, dtype=case.dtype, **options) as backend:
             said, weights = await train(backend, case)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from rollouts.testing.fork_server import ForkServer, open_fork_server, place_ranks
+from rollouts.testing.kill_harness import IMPORTS, RANK_IMPORTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = REPOSITORY / "integration_training" / "train.py"
@@ -17,41 +21,84 @@ SHORT = (
     "--sft.steps", "20", "--rl.steps", "4", "--rl.eval_every", "2", "--rl.rollout.filters", "[]",
     "--output.checkpoint_every", "4", "--output.keep_checkpoints", "0",
 )  # fmt: skip
+LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Train:
-    """Starts train.py with the tiny config, shortened, writing into a directory of this test."""
+    """Starts train.py with the tiny config, shortened, writing into a directory of this test.
+
+    `run` and `run_config` fork the process from one that has made its imports, which is what most of so short a run would spend its time on;
+    `run_fresh` starts a program as a shell does.
+    """
 
     cache: Path
+    server: ForkServer
 
     def command(self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False) -> list[str]:
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1"] if torchrun else []
-        return [sys.executable, *launcher, str(TRAIN), "--config", str(TINY), "--mode", mode, *SHORT, "--output.dir", str(out), *arguments]
+        return [sys.executable, *launcher, str(TRAIN), *self.arguments(out, *arguments, mode=mode)]
+
+    def arguments(self, out: Path, *arguments: str, mode: str = "sft+rl") -> list[str]:
+        return ["--config", str(TINY), "--mode", mode, *SHORT, "--output.dir", str(out), *arguments]
 
     def environment(self) -> dict[str, str]:
         return {**os.environ, "ROLLOUTS_CACHE": str(self.cache), "PYTHONWARNINGS": "default"}
 
-    def run(self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False) -> subprocess.CompletedProcess[str]:
-        return self._start(self.command(out, *arguments, mode=mode, torchrun=torchrun))
+    def run(self, out: Path, *arguments: str, mode: str = "sft+rl", ranks: int = 1) -> subprocess.CompletedProcess[str]:
+        return self.fork(self.arguments(out, *arguments, mode=mode), out, ranks=ranks)
 
     def run_config(self, config: Path, out: Path, *arguments: str, mode: str = "sft+rl") -> subprocess.CompletedProcess[str]:
         """The same with a config of the test's own, as it is."""
-        return self._start([sys.executable, str(TRAIN), "--config", str(config), "--mode", mode, "--output.dir", str(out), *arguments])
+        return self.fork(["--config", str(config), "--mode", mode, "--output.dir", str(out), *arguments], out)
 
-    def _start(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, capture_output=True, text=True, env=self.environment(), timeout=300, stdin=subprocess.DEVNULL, check=False)
+    def run_fresh(self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False) -> subprocess.CompletedProcess[str]:
+        command = self.command(out, *arguments, mode=mode, torchrun=torchrun)
+        return subprocess.run(
+            command, capture_output=True, text=True, env=self.environment(), timeout=LIMIT_S, stdin=subprocess.DEVNULL, check=False
+        )
+
+    def fork(
+        self, argv: list[str], out: Path, *, ranks: int = 1, environ: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """`argv` of train.py, run to its end."""
+        self.start(argv, out, ranks=ranks, environ=environ)
+        ended = self.server.wait()
+        assert not ended.timed_out, self.said(out)
+        assert not ended.leftover, ended.leftover
+        return subprocess.CompletedProcess(argv, ended.returncode, *self.said(out))
+
+    def start(self, argv: list[str], out: Path, *, ranks: int = 1, environ: Mapping[str, str] | None = None, end_others: bool = True) -> list[int]:
+        """The processes of a run, one a rank; `server.wait()` is to follow."""
+        stdout, stderr = self.outputs(out)
+        stdout.unlink(missing_ok=True)
+        stderr.unlink(missing_ok=True)
+        return self.server.start(
+            argv, output=stdout, errors=stderr, environ=environ, processes=place_ranks(ranks), end_others=end_others, limit_s=LIMIT_S
+        )
+
+    def said(self, out: Path) -> tuple[str, str]:
+        """stdout and stderr of the last run in `out`."""
+        stdout, stderr = self.outputs(out)
+        return stdout.read_text(), stderr.read_text()
+
+    def outputs(self, out: Path) -> tuple[Path, Path]:
+        return out.with_name(f"{out.name}.stdout"), out.with_name(f"{out.name}.stderr")
 
 
 @pytest.fixture(scope="session")
-def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    return Train(tmp_path_factory.mktemp("cache"))
+def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
+    cache = tmp_path_factory.mktemp("cache")
+    environ = {"ROLLOUTS_CACHE": str(cache), "PYTHONWARNINGS": "default", "PYTHONPATH": str(REPOSITORY)}
+    imports = (*IMPORTS, *RANK_IMPORTS, "reasoning_gym")
+    with open_fork_server("tests.e2e.held_train:main", imports=imports, environ=environ) as server:
+        yield Train(cache, server)
 
 
 @pytest.fixture(scope="session")
 def finished_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An sft+rl run that nobody disturbed."""
+    """An sft+rl run that nobody disturbed, in a process of its own from the start."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    result = train.run(out)
+    result = train.run_fresh(out)
     assert result.returncode == 0, result.stderr
     return out

@@ -1,11 +1,14 @@
-"""train.py that stands still in one phase of its second RL step, so that a test can stop it there. Run as `python -m tests.e2e.held_train ARGUMENTS`.
+"""train.py that stands still in one phase of its second RL step, or is stopped after a step. Run as `python -m tests.e2e.held_train ARGUMENTS`.
 
 HOLD names the phase; where it is unset, nothing is held. HOLD_METRICS is the run's metrics.jsonl, HOLD_REACHED the file that is made when the phase
 is reached. Phases that a user's function can hold are held by one: reward, loss and eval_reward below stand in the test's config.
+STOP_AFTER=stage:step requests the stop when that step's row is written: the moment is the same in every run, which that of a signal is not.
+ENCODED names a file that gets a line whenever the state of the rollout manager is made JSON.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -51,13 +54,16 @@ def eval_reward(sample: Any) -> float:
 
 
 def loss(inputs: Any, *, unit: str, **params: Any) -> Any:
-    """REINFORCE, slow where it is held: many micro-batches, each of them a piece that an interrupt has to wait for."""
+    """REINFORCE weighted by numbers that torch draws, slow where it is held: many micro-batches, each a piece that an interrupt has to wait for."""
+    import torch
+
     from rollouts.losses import LOSSES
 
     if is_held("train"):
         note_reached()
         time.sleep(PIECE_S)
-    return LOSSES["reinforce"](inputs, unit=unit, **params)
+    drawn = dataclasses.replace(inputs, advantages=inputs.advantages * torch.rand_like(inputs.advantages))
+    return LOSSES["reinforce"](drawn, unit=unit, **params)
 
 
 def hold_generate() -> None:
@@ -128,13 +134,52 @@ def hold_startup() -> None:
     rollouts.engines.local.open_local_engine = held
 
 
-def main() -> int:
+def stop_after(stage: str, step: int) -> None:
+    import integration_training.train as program
+    from rollouts.metrics.jsonl import JsonlLogger
+
+    watch: Callable[..., Any] = program.watch_signals
+    log_step: Callable[..., Any] = JsonlLogger.log_step
+    controls: list[Any] = []
+
+    async def watch_and_note(stop: Any, **options: Any) -> None:
+        controls.append(stop)
+        await watch(stop, **options)
+
+    async def log_and_stop(self: Any, *arguments: Any) -> Any:
+        await log_step(self, *arguments)
+        if arguments[:2] == (stage, step):
+            controls[0].request()
+
+    program.watch_signals = watch_and_note
+    JsonlLogger.log_step = log_and_stop
+
+
+def count_encoded(file: Path) -> None:
+    from rollouts.generation.async_rollout_manager import ManagerSnapshot
+
+    original: Callable[..., Any] = ManagerSnapshot.encode
+
+    def encode(self: Any) -> Any:
+        with file.open("a") as lines:
+            lines.write("encoded\n")
+        return original(self)
+
+    ManagerSnapshot.encode = encode
+
+
+def main(argv: list[str] | None = None) -> int:
     from integration_training.train import main as train
 
+    if "ENCODED" in os.environ:
+        count_encoded(Path(os.environ["ENCODED"]))
     hold = {"generate": hold_generate, "sync": hold_sync, "save": hold_save, "startup": hold_startup}.get(os.environ.get("HOLD", ""))
     if hold is not None:
         hold()
-    return train(sys.argv[1:])
+    if "STOP_AFTER" in os.environ:
+        stage, _, step = os.environ["STOP_AFTER"].partition(":")
+        stop_after(stage, int(step))
+    return train(argv)
 
 
 if __name__ == "__main__":

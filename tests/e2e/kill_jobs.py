@@ -17,4 +17,6 @@ RL = Job("rl", (*SMALL, "--mode", "rl", "--rl.steps", "5", "--output.checkpoint_
 BOTH = Job("sft+rl", (*SMALL, "--mode", "sft+rl", "--sft.steps", "3", "--rl.steps", "4", "--output.checkpoint_every", "2"), ("sft", "rl"), ROWS)
 COPIED = Job("rl, copied weights", (*RL.arguments, "--engine.mode", "copied"), ("rl",), ROWS)
 STALE = Job("rl, held groups", (*RL.arguments, "--rl.max_staleness", "1", "--deterministic", "false"), ("rl",), ROWS, exact=False)
-JOBS = (SFT, RL, BOTH, COPIED, STALE)
+SFT_RANKS = Job("sft, two ranks", SFT.arguments, ("sft",), ROWS, ranks=2)
+RL_RANKS = Job("rl, two ranks", RL.arguments, ("rl",), ROWS, ranks=2)
+JOBS = (SFT, RL, BOTH, COPIED, STALE, SFT_RANKS, RL_RANKS)

@@ -23,6 +23,7 @@ from tests.e2e.kill_jobs import BOTH, JOBS, RL, SFT
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 FRESH_EVERY = 10  # one instant in so many is of a process that imports everything anew
+RANK_SHARE = 10  # a job on ranks gets one instant for so many of all others
 
 
 @dataclass(slots=True)
@@ -52,7 +53,7 @@ def soak_points(harness: KillHarness, tally: Tally) -> None:
 def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int) -> None:
     """At least `kills` runs that a random instant hit. A draw after the end of its run kills nothing and does not count."""
     while tally.counts["instant kills"] < kills:
-        fresh = seed % FRESH_EVERY == FRESH_EVERY - 1
+        fresh = seed % FRESH_EVERY == FRESH_EVERY - 1 and harness.job.ranks == 1
         cuts = harness.draw_cuts(seed, fresh=fresh)
         tally.add("instant", harness.kill(f"seed-{seed}", cuts), cuts)
         seed += 1
@@ -76,6 +77,7 @@ def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float) 
         "A run is killed at a crash point (the first, middle and last time that it is reached; twice running; while it resumes), or at random",
         "instants, resumed until it is finished, and compared with the run that nobody killed: rows, weights, optimizer and loop state bit for bit,",
         "one row for each step, no committed step lost or computed again, every prompt accounted for, no process or temporary file left.",
+        "Of two ranks one is killed, at a point of its own or an instant, and the other has to end within 10 s.",
         "",
         "| job | unbroken, s | crash points | runs cut at points | kills | runs cut at instants | kills | violations |",
         "|---|---|---|---|---|---|---|---|",
@@ -91,7 +93,7 @@ def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float) 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instants", type=int, default=200, help="kills at random instants, over SFT, RL and both")
+    parser.add_argument("--instants", type=int, default=200, help="kills at random instants, over SFT, RL and both; a tenth of that on ranks")
     parser.add_argument("--seed", type=int, default=0, help="the first; they count up from there")
     parser.add_argument("--jobs", nargs="*", default=[job.name for job in JOBS], choices=[job.name for job in JOBS])
     parser.add_argument("--out", type=Path, default=RESULTS / f"soak-{dt.date.today().isoformat()}.md")
@@ -108,6 +110,8 @@ def main() -> int:
                 soak_points(harness, tally)
                 if job in shared:
                     soak_instants(harness, tally, kills=-(-options.instants // len(shared)), seed=options.seed)
+                if job.ranks > 1:
+                    soak_instants(harness, tally, kills=-(-options.instants // RANK_SHARE), seed=options.seed)
             print(f" {job.name}")
             write_report(options.out, tallies, seed=options.seed, wall_s=time.monotonic() - started)
     failures = [failure for tally in tallies for failure in tally.failures]

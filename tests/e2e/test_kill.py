@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rollouts.crash_points import POINTS
-from rollouts.testing.kill_harness import Cut, KillHarness, open_kill_harness
-from tests.e2e.kill_jobs import BOTH, RL, SFT
+from rollouts.testing.kill_harness import Cut, Job, KillHarness, open_kill_harness
+from tests.e2e.conftest import Train
+from tests.e2e.kill_jobs import BOTH, RL, RL_RANKS, SFT
 
 pytestmark = pytest.mark.slow
 ONE_OF_EACH_CLASS = (
@@ -20,8 +22,8 @@ RANDOM_INSTANTS = 20  # over SFT and RL
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillHarness]:
-    with open_kill_harness(BOTH, tmp_path_factory.mktemp("both") / "work") as harness:
+def both(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Iterator[KillHarness]:
+    with open_kill_harness(BOTH, tmp_path_factory.mktemp("both") / "work", server=train.server) as harness:
         yield harness
 
 
@@ -43,9 +45,17 @@ def test_a_run_killed_while_it_resumes_goes_on_exactly(both: KillHarness):
     assert outcome.violations == ()
 
 
+def test_a_run_on_ranks_goes_on_exactly_after_one_and_then_the_other_was_killed(train: Train, tmp_path: Path):
+    """Rank 1 before the all-gather of step 3, in which rank 0 is; resumed after step 2, rank 0 while it saves step 4, which rank 1 does too."""
+    with open_kill_harness(RL_RANKS, tmp_path / "work", server=train.server) as harness:
+        outcome = harness.kill("ranks", [Cut("train.before_agreement:3:1"), Cut("checkpoint.directory_made:1:0")])
+    assert outcome.violations == ()
+    assert [attempt.ended.returncodes for attempt in outcome.attempts] == [(75, -signal.SIGKILL), (-signal.SIGKILL, 75), (0, 0)]
+
+
 @pytest.mark.parametrize("job", [SFT, RL], ids=lambda job: job.name)
-def test_runs_killed_at_random_instants_go_on_exactly(job, tmp_path: Path):
-    with open_kill_harness(job, tmp_path / "work") as harness:
+def test_runs_killed_at_random_instants_go_on_exactly(job: Job, train: Train, tmp_path: Path):
+    with open_kill_harness(job, tmp_path / "work", server=train.server) as harness:
         kills = 0
         for seed in range(RANDOM_INSTANTS // 2):
             outcome = harness.kill(f"seed-{seed}", harness.draw_cuts(seed))

@@ -1,4 +1,4 @@
-"""What a whole run leaves, and that it can be repeated, stopped, killed and continued."""
+"""What a whole run leaves, and that it can be repeated, stopped and continued. test_kill has runs that are killed."""
 
 from __future__ import annotations
 
@@ -70,19 +70,9 @@ def test_a_checkpoint_is_a_hugging_face_model_directory(finished_run: Path, stag
 
 
 def test_two_deterministic_runs_are_the_same_bits(train: Train, finished_run: Path, tmp_path: Path):
+    """The other one was started by a shell."""
     assert train.run(tmp_path / "again").returncode == 0
     assert_same_run(finished_run, tmp_path / "again")
-
-
-@pytest.mark.parametrize(("stage", "step"), [("sft", 3), ("rl", 2)])
-async def test_a_killed_run_goes_on_exactly(train: Train, finished_run: Path, tmp_path: Path, stage: str, step: int):
-    process = start(train, tmp_path / "killed")
-    await wait_for_row(tmp_path / "killed" / "metrics.jsonl", stage, step, process)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    result = train.run(tmp_path / "killed", "--resume")
-    assert result.returncode == 0, result.stderr
-    assert_same_run(finished_run, tmp_path / "killed")
 
 
 async def test_ctrl_c_once_finishes_the_step_and_saves(train: Train, finished_run: Path, tmp_path: Path):
@@ -119,7 +109,7 @@ def test_resume_without_a_run_starts_one_and_a_finished_run_stays_finished(train
 
 
 def test_torchrun_runs_the_same_program_to_the_same_bits(train: Train, finished_run: Path, tmp_path: Path):
-    result = train.run(tmp_path / "torchrun", torchrun=True)
+    result = train.run_fresh(tmp_path / "torchrun", torchrun=True)
     assert result.returncode == 0, result.stderr
     assert_same_run(finished_run, tmp_path / "torchrun")
 

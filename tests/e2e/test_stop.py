@@ -1,4 +1,4 @@
-"""SIGTERM in each phase of a run: the process is gone in time, what is complete is on disk, nothing is left, and the run goes on exactly."""
+"""A stop on request: from every phase of a run it is gone in time, what is complete is on disk, nothing is left, and the run goes on exactly."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
-from tests.e2e.compare import assert_same_run
+from rollouts.testing.compare_runs import find_differences
+from tests.e2e.compare import assert_same_run, read_comparable
 from tests.e2e.conftest import REPOSITORY, TINY, Train
 from tests.e2e.held_train import RELEASED
 
-pytestmark = pytest.mark.slow  # two whole runs a phase
+pytestmark = pytest.mark.slow
 
 EXIT_S = 25.0  # from the signal; torchrun kills after 30
 REACH_S = 120.0
@@ -31,33 +33,152 @@ SETTINGS = (
     "--rl.loss", "tests.e2e.held_train:loss", "--output.keep_checkpoints", "0",
 )  # fmt: skip
 NEWEST = {"startup": None, "generate": 1, "reward": 1, "train": 1, "sync": 2, "save": 1, "evaluate": 2}  # RL steps on disk after the stop, at least
+ON_RANKS = ("train", "sync", "save")  # the phases in which the other ranks work
+EVERY_PHASE = "EVERY_PHASE" in os.environ  # on ranks too: make soak
 
 
-def command(out: Path, *arguments: str, torchrun: bool = False) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node=1"] if torchrun else []
-    options = ["--config", str(TINY), "--mode", "sft+rl", *SETTINGS, "--output.dir", str(out), *arguments]
-    return [sys.executable, *launcher, "-m", "tests.e2e.held_train", *options]
+def arguments(out: Path, *more: str) -> list[str]:
+    return ["--config", str(TINY), "--mode", "sft+rl", *SETTINGS, "--output.dir", str(out), *more]
 
 
-def environment(train: Train, out: Path, hold: str = "") -> dict[str, str]:
-    found = {name: value for name, value in train.environment().items() if not name.startswith("HOLD")}
-    held = {"HOLD": hold, "HOLD_METRICS": str(out / "metrics.jsonl"), "HOLD_REACHED": str(out.parent / "reached")} if hold else {}
-    return {**found, **held, "PYTHONPATH": str(REPOSITORY), "STOP_TEST": str(out)}
+def hold(out: Path, phase: str) -> dict[str, str]:
+    return {"HOLD": phase, "HOLD_METRICS": str(out / "metrics.jsonl"), "HOLD_REACHED": str(out.parent / "reached")}
 
 
-def run(train: Train, out: Path, *arguments: str) -> None:
-    done = subprocess.run(
-        command(out, *arguments), env=environment(train, out), capture_output=True, text=True, timeout=300, cwd=REPOSITORY, check=False
-    )
+def run(train: Train, out: Path, *more: str, ranks: int = 1) -> None:
+    done = train.fork(arguments(out, *more), out, ranks=ranks)
     assert done.returncode == 0, done.stderr
 
 
+async def wait_reached(out: Path, pid: int) -> None:
+    """Until the run stands in its phase. The file is another process's: there is no event to wait for."""
+    with trio.fail_after(REACH_S):
+        while not (out.parent / "reached").exists():
+            assert Path(f"/proc/{pid}").exists(), "it ended before"
+            await trio.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def unbroken(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By number of ranks, the run that nobody stopped; made when it is first asked for."""
+    return {ranks: tmp_path_factory.mktemp(f"unbroken-{ranks}") / "run" for ranks in (1, 2)}
+
+
+def make_once(train: Train, out: Path, *, ranks: int) -> Path:
+    if not out.exists():
+        run(train, out, ranks=ranks)
+    return out
+
+
+# --- in a phase --------------------------------------------------------------------------------------------------------------
+
+
+def without_sync(row: dict[str, Any]) -> dict[str, Any]:
+    """The row, without what an update of engines measured."""
+    return {name: value for name, value in row.items() if not name.startswith("weight_sync/")}
+
+
+async def stop_in(train: Train, out: Path, phase: str, *more: str, ranks: int) -> tuple[str, str]:
+    """stdout and stderr of a run that was stopped in the phase, as a launcher does it, and is gone in time with exit code 0."""
+    pids = train.start(arguments(out, *more), out, ranks=ranks, environ=hold(out, phase))
+    try:
+        await wait_reached(out, pids[0])
+    except BaseException:
+        os.kill(pids[0], signal.SIGKILL)
+        train.server.wait()
+        raise
+    began = time.monotonic()
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    (out.parent / RELEASED).touch()  # of a held save, which goes on; nothing else looks
+    ended = train.server.wait()
+    took = time.monotonic() - began
+    stdout, stderr = train.said(out)
+    assert set(ended.returncodes) == {0}, (ended, stderr)
+    assert took <= EXIT_S, (took, stderr)
+    assert ended.leftover == ()
+    assert "Traceback" not in stderr, stderr
+    print(f"{phase} on {ranks} ranks: {took:.1f} s")
+    return stdout, stderr
+
+
+@pytest.mark.parametrize(
+    ("phase", "ranks"), [(phase, ranks) for ranks in (1, 2) for phase in NEWEST if ranks == 1 or phase in ON_RANKS or EVERY_PHASE]
+)
+async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
+    train: Train, unbroken: dict[int, Path], tmp_path: Path, phase: str, ranks: int
+):
+    out = tmp_path / "run"
+    every = ("--output.checkpoint_every", "1") if phase == "save" else ()
+    stdout, stderr = await stop_in(train, out, phase, *every, ranks=ranks)
+    assert "--resume" in stdout and not (out / "summary.json").exists()
+    assert "by force" not in stderr
+    newest = find_newest_checkpoint(out / "checkpoints" / "rl")
+    assert (newest and newest.name) == (NEWEST[phase] and f"step_{NEWEST[phase]}") or phase == "save", stderr  # which goes on beside a step
+    assert newest is not None or phase == "startup"
+    if newest is not None:
+        check_checkpoint(newest, hashes=True)
+    run(train, out, "--resume", *every, ranks=ranks)
+    rows = [(row["stage"], row["step"]) for row in read_rows(out / "metrics.jsonl")]
+    assert rows == [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2), ("rl", 3), ("rl", 4)], "one row a step"
+    whole = make_once(train, unbroken[ranks], ranks=ranks)
+    differences = find_differences(whole, out, stopped=True)
+    if (phase, ranks) == ("sync", 2):  # of an engine with weights of its own; the row of a step whose sync was cut does not tell of one
+        assert differences.pop(0).startswith("metrics.jsonl, rl step 2: {\"weight_sync/")
+        left, right = ([without_sync(row) for row in read_comparable(run / "metrics.jsonl")] for run in (whole, out))
+        assert left == right
+    assert not differences
+
+
+# --- after a step ------------------------------------------------------------------------------------------------------------
+
+SIX_STEPS = {
+    "sft": ("--sft.steps", "6", "--sft.eval_every", "4"),
+    "rl": ("--rl.steps", "6", "--rl.eval_every", "4", "--rl.rollout.num_prompts", "4", "--rl.rollout.samples_per_prompt", "4"),
+}
+EVERY_OTHER = ("--output.checkpoint_every", "2", "--output.samples_per_step", "1000")
+
+
+@pytest.fixture(scope="module")
+def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By stage, its run of six steps that never stopped."""
+    found: dict[str, Path] = {}
+    for stage, steps in SIX_STEPS.items():
+        found[stage] = tmp_path_factory.mktemp(f"whole-{stage}") / "run"
+        done = train.run(found[stage], *steps, *EVERY_OTHER, mode=stage)
+        assert done.returncode == 0, done.stderr
+    return found
+
+
+@pytest.mark.parametrize("step", [pytest.param(1, id="early"), pytest.param(3, id="between-checkpoints"), pytest.param(5, id="before-the-last")])
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_a_run_stopped_after_a_step_and_resumed_is_the_run_that_never_stopped(
+    train: Train, whole: dict[str, Path], tmp_path: Path, stage: str, step: int
+):
+    """Weights, optimizer, random states, rows of metrics, samples and evaluations: bit for bit."""
+    out = tmp_path / "run"
+    argv = train.arguments(out, *SIX_STEPS[stage], *EVERY_OTHER, mode=stage)
+    stopped = train.fork(argv, out, environ={"STOP_AFTER": f"{stage}:{step}"})
+    assert stopped.returncode == 0, stopped.stderr
+    assert [row["step"] for row in read_rows(out / "metrics.jsonl")] == list(range(1, step + 1))
+    assert (newest := find_newest_checkpoint(out / "checkpoints" / stage)) and newest.name == f"step_{step}"
+    resumed = train.fork([*argv, "--resume"], out)
+    assert resumed.returncode == 0, resumed.stderr
+    rows = [(row["step"], row["attempt"]) for row in read_rows(out / "metrics.jsonl")]
+    assert rows == [(number, 1 if number <= step else 2) for number in range(1, 7)]
+    assert_same_run(whole[stage], out, stopped=True)
+
+
+# --- under a launcher --------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
-def start(train: Train, out: Path, hold: str, *arguments: str, torchrun: bool = False) -> Iterator[subprocess.Popen[str]]:
+def start_torchrun(train: Train, out: Path, phase: str, *, ranks: int) -> Iterator[subprocess.Popen[str]]:
     """A held run in a session of its own; whatever of it is left at the end is killed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     process = subprocess.Popen(
-        command(out, *arguments, torchrun=torchrun),
-        env=environment(train, out, hold),
+        [sys.executable, *launcher, "-m", "tests.e2e.held_train", *arguments(out)],
+        env={**train.environment(), **hold(out, phase), "PYTHONPATH": str(REPOSITORY), "STOP_TEST": str(out)},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -73,7 +194,7 @@ def start(train: Train, out: Path, hold: str, *arguments: str, torchrun: bool = 
 
 
 def processes_of(out: Path) -> list[int]:
-    """Living processes with this run's mark in their environment: the run's own, its workers, its guards."""
+    """Living processes with this run's mark in their environment: the launcher, its ranks, their workers, their guards."""
     mark = f"STOP_TEST={out}\0".encode()
     found: list[int] = []
     for directory in Path("/proc").iterdir():
@@ -85,68 +206,17 @@ def processes_of(out: Path) -> list[int]:
     return found
 
 
-async def wait_reached(out: Path, process: subprocess.Popen[str]) -> None:
-    """Until the run stands in its phase. The file is another process's: there is no event to wait for."""
-    with trio.fail_after(REACH_S):
-        while not (out.parent / "reached").exists():
-            assert process.poll() is None, process.communicate()
-            await trio.sleep(0.02)
-
-
-async def wait_gone(out: Path, *, within_s: float) -> float:
-    """Seconds until nothing of the run is left."""
-    began = trio.current_time()
+async def wait_gone(out: Path, *, within_s: float) -> None:
+    """Until nothing of the run is left."""
     with trio.fail_after(within_s):
         while processes_of(out):  # noqa: ASYNC110  (other processes: there is no event)
             await trio.sleep(0.05)
-    return trio.current_time() - began
 
 
-@pytest.fixture(scope="module")
-def unbroken(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("unbroken") / "run"
-    run(train, out)
-    return out
-
-
-async def stop_and_read(train: Train, out: Path, phase: str, number: int, *arguments: str) -> tuple[str, str]:
-    """stdout and stderr of a run that was stopped in the phase, and is gone in time with exit code 0."""
-    with start(train, out, phase, *arguments) as process:
-        await wait_reached(out, process)
-        began = time.monotonic()
-        process.send_signal(number)
-        (out.parent / RELEASED).touch()  # of a held save, which goes on; nothing else looks
-        stdout, stderr = process.communicate(timeout=60)
-        took = time.monotonic() - began
-        assert took <= EXIT_S, (took, stderr)
-        assert process.returncode == 0, stderr
-        await wait_gone(out, within_s=EXIT_S - took + 1)
-    assert "Traceback" not in stderr, stderr
-    return stdout, stderr
-
-
-@pytest.mark.parametrize("phase", list(NEWEST))
-async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(train: Train, unbroken: Path, tmp_path: Path, phase: str):
+async def test_sigterm_to_torchrun_ends_it_with_its_ranks_in_time(train: Train, tmp_path: Path):
     out = tmp_path / "run"
-    every = ("--output.checkpoint_every", "1") if phase == "save" else ()
-    stdout, stderr = await stop_and_read(train, out, phase, signal.SIGTERM, *every)
-    assert "--resume" in stdout and not (out / "summary.json").exists()
-    assert "by force" not in stderr
-    newest = find_newest_checkpoint(out / "checkpoints" / "rl")
-    assert (newest and newest.name) == (NEWEST[phase] and f"step_{NEWEST[phase]}") or phase == "save", stderr  # which goes on beside a step
-    assert newest is not None or phase == "startup"
-    if newest is not None:
-        check_checkpoint(newest, hashes=True)
-    run(train, out, "--resume", *every)
-    rows = [(row["stage"], row["step"]) for row in read_rows(out / "metrics.jsonl")]
-    assert rows == [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2), ("rl", 3), ("rl", 4)], "one row a step"
-    assert_same_run(unbroken, out, stopped=True)
-
-
-async def test_sigterm_to_torchrun_ends_it_with_its_rank_in_time(train: Train, tmp_path: Path):
-    out = tmp_path / "run"
-    with start(train, out, "reward", torchrun=True) as process:
-        await wait_reached(out, process)
+    with start_torchrun(train, out, "reward", ranks=2) as process:
+        await wait_reached(out, process.pid)
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)

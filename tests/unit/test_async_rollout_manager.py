@@ -28,6 +28,7 @@ from rollouts.errors import (
     WeightVersionError,
 )
 from rollouts.filters import check_reward_nonzero_std
+from rollouts.generation import staleness
 from rollouts.generation.async_rollout_manager import STOP_S, AsyncRolloutManager
 from rollouts.generation.batch import metric_segment
 from rollouts.generation.generate import compute_request_seed, make_chat_generate
@@ -687,6 +688,27 @@ async def test_unfinished_groups_survive_a_restart_with_identical_tokens(autojum
             each.engine.set_version(each.version[0])
 
 
+async def test_a_snapshot_encodes_nothing_until_a_save_wants_it_and_stays_what_it_was(autojump_clock, monkeypatch: pytest.MonkeyPatch):
+    def script(request: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(text=rest_of("abcdef", request), token_s=1.0 + 2 * (group_of(request) == 0))
+
+    encoded: list[str] = []
+    encode = staleness._encode_sample
+    monkeypatch.setattr(staleness, "_encode_sample", lambda sample: (encoded.append(sample.id), encode(sample))[1])
+    run = make_run(script, num_prompts=1, over_sampling=3.0, max_staleness=2)
+    snapshots, states = [], []
+    for _ in range(3):
+        snapshots.append(run.manager.snapshot())
+        assert encoded == []
+        states.append(run.manager.state_dict())
+        encoded.clear()
+        await next_version(run)
+        assert encoded == [], "a batch encodes nothing either"
+    assert [(len(state["held"]), len(state["unfinished"])) for state in states] == [(0, 0), (1, 1), (0, 1)]
+    assert [snapshot.encode() for snapshot in snapshots] == states, "although these groups have been trained on, or have moved on, since"
+    assert len(encoded) == (0 + 0) + (2 + 2) + (0 + 2), "two members of each group, once"
+
+
 async def test_a_sample_whose_reward_was_being_computed_is_scored_once_in_the_next_batch(autojump_clock):
     begun: list[str] = []
     scored: list[str] = []
@@ -933,6 +955,7 @@ async def test_metrics_of_a_batch_worked_by_hand():
     # rewards (0, 0) | (0, 1) | (1, 1): group 0 was filtered; lengths 3, 3 | 8 (cut), 4
     assert metrics == {
         "groups/drawn": 4, "groups/kept": 2, "groups/dropped/not_chosen": 1, "groups/dropped/surplus": 1,
+        "groups/accepted_frac": pytest.approx(2 / 3),
         "response_length/mean": 4.5, "response_length/min": 3, "response_length/max": 8, "truncated/frac": 0.25,
         "reward/mean": 0.75, "reward/std": pytest.approx(np.sqrt(3) / 4),
         "reward/part/right/mean": 0.25, "reward/part/two_words/mean": 0.5,

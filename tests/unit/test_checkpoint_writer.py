@@ -37,6 +37,9 @@ class SlowBackend:
             self.capture = None
 
     def state_bytes(self) -> int:
+        return 3000
+
+    def held_bytes(self) -> int:
         return 1000
 
     def capture(self) -> Done:
@@ -121,6 +124,28 @@ async def test_training_goes_on_while_a_checkpoint_is_written_and_it_holds_its_o
     assert backend.calls == ["capture"]
 
 
+@pytest.mark.parametrize("free", [PLENTY, 0])
+async def test_what_is_written_besides_belongs_to_the_checkpoint_and_can_fail_it(tmp_path, free):
+    backend, warnings, refuse = SlowBackend(), [], False
+    backend.go.set()
+
+    async def write_more(path: Path) -> None:
+        if refuse:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        (path / "more").write_text((path / "model").read_text() + "!")
+
+    async with open_writer(backend, tmp_path, warnings, free=free) as writer:
+        await writer.save(1, {}, write_more=write_more)
+        await writer.wait_written()
+        refuse = True
+        await writer.save(2, {}, write_more=write_more)
+    path = RunDir(tmp_path).checkpoint("rl", 1)
+    assert (path / "more").read_text() == "0!"
+    assert "more" in [record.path for record in read_manifest(path).files]
+    assert [step for step, _ in list_checkpoints(path.parent)] == [1]
+    assert "step_2 cannot be written (No space left on device)" in warnings[0]
+
+
 async def test_the_next_save_waits_for_the_one_before_and_leaving_waits_for_the_last(tmp_path):
     backend = SlowBackend()
     async with open_writer(backend, tmp_path, []) as writer, trio.open_nursery() as nursery:
@@ -156,6 +181,19 @@ async def test_without_memory_for_a_copy_training_waits(tmp_path, free, calls):
         await writer.save(1, {})
     assert backend.calls == calls
     assert read_value(tmp_path, 1) == "0"
+
+
+async def test_a_backend_that_finds_no_room_by_itself_is_saved_while_training_waits(tmp_path):
+    class FullBackend(SlowBackend):
+        def capture(self) -> Done:
+            self.calls.append("capture")
+            return Done(None)
+
+    backend, warnings = FullBackend(), []
+    async with open_writer(backend, tmp_path, warnings) as writer:
+        await writer.save(1, {})
+        assert read_value(tmp_path, 1) == "0"
+        assert (backend.calls, warnings, writer.statistics()["beside_training"]) == (["capture", "save"], [], 0.0)
 
 
 async def test_a_save_that_fails_beside_training_is_a_warning_and_a_metric_and_the_next_one_succeeds(tmp_path):
@@ -327,6 +365,7 @@ import trio
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint
 from rollouts.checkpoints.writer import Keep, open_checkpoint_writer
 from rollouts.errors import StorageError
+from rollouts.models.tokenizers import make_byte_tokenizer
 from rollouts.run_dir import RunDir
 from rollouts.testing.torch_contracts import SFT, make_batch
 from tests.unit.test_pytorch_backend import open_backend
@@ -341,7 +380,7 @@ def limit(size):
 async def main():
     run_dir, warnings = RunDir(Path(sys.argv[1])), []
     stage = run_dir.stage_checkpoints("sft")
-    async with open_backend() as backend:
+    async with open_backend(tokenizer=make_byte_tokenizer()) as backend:
         for free in (1 << 40, 0):
             async with open_checkpoint_writer(backend, run_dir, "sft", keep=Keep(), warn=warnings.append, free_memory=lambda: free) as writer:
                 step = await train(backend)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from rollouts.checkpoints.resume import choose_checkpoint
 from rollouts.checkpoints.retention import apply_retention, checkpoints_to_remove, read_scores, remove_incomplete
 from rollouts.checkpoints.save import find_os_error, save_checkpoint
 from rollouts.errors import CheckpointError, RunDirError, StorageError
-from rollouts.run_dir import RunDir, checkpoint_manifest, parse_step
+from rollouts.run_dir import RunDir, check_links, checkpoint_manifest, parse_step
 
 STATE = {"cursor": 7, "returned": ["a", "b"], "nested": {"x": 0.5, "none": None}}
 
@@ -351,13 +352,42 @@ async def test_retention_never_removes_the_newest_or_the_best(stage_dir, tmp_pat
         "".join(json.dumps({"stage": "rl", "attempt": a, "step": s, "name": "heldout", "eval/heldout/avg@1": v}) + "\n" for a, s, v in rows)
         + json.dumps({"stage": "sft", "attempt": 1, "step": 8, "name": "heldout", "eval/heldout/avg@1": 1.0}) + "\n"
     )
-    scores = read_scores(evaluations, "rl", "eval/heldout/avg@1")
+    scores = read_scores(RunDir(tmp_path), "rl", "eval/heldout/avg@1", pytest.fail)
     assert scores == {2: 0.9, 4: 0.95, 6: 0.1}
     for step in (2, 4, 6, 8):
         await save(stage_dir, step)
     assert apply_retention(stage_dir, 1, scores) == [2, 6]
     assert [step for step, _ in list_checkpoints(stage_dir)] == [4, 8]
-    assert read_scores(tmp_path / "none.jsonl", "rl", "x") == {}
+    assert read_scores(RunDir(tmp_path / "nothing"), "rl", "x") == {}
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    path.write_text("".join(json.dumps({"stage": "rl", "name": "heldout", **row}) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("value", ["0.9", None, [1], True, float("nan"), float("inf")])
+def test_a_score_that_is_no_number_is_named_and_makes_no_checkpoint_the_best(tmp_path, value):
+    write_rows(
+        RunDir(tmp_path).evaluations,
+        [{"attempt": 1, "step": 2, "score": 0.3}, {"attempt": 1, "step": 4, "score": 0.9}, {"attempt": 2, "step": 4, "score": value}],
+    )
+    said: list[str] = []
+    assert read_scores(RunDir(tmp_path), "rl", "score", said.append) == {2: 0.3}, "nor does the row of an older attempt count for it"
+    assert said == [f"{tmp_path}/evaluations.jsonl: score of rl step 4 is {value!r}, not a number; that checkpoint is not the best"]
+
+
+@pytest.mark.parametrize("place", [{"step": "4", "attempt": 1}, {"step": 4, "attempt": "1"}, {"step": 4.0, "attempt": 1}, {"attempt": 1}])
+def test_a_score_of_no_step_is_named_and_passed_over(tmp_path, place):
+    write_rows(RunDir(tmp_path).evaluations, [{"attempt": 1, "step": 2, "score": 0.3}, {**place, "score": 0.9}])
+    said: list[str] = []
+    assert read_scores(RunDir(tmp_path), "rl", "score", said.append) == {2: 0.3}
+    assert len(said) == 1 and "must be whole numbers" in said[0]
+
+
+def test_a_score_of_weights_that_were_lost_and_trained_again_does_not_count(tmp_path):
+    write_rows(RunDir(tmp_path).evaluations, [{"attempt": 1, "step": step, "score": step / 10} for step in (2, 4, 6)])
+    write_rows(RunDir(tmp_path).metrics, [{"attempt": 1, "step": step} for step in range(1, 7)] + [{"attempt": 2, "step": 4}])
+    assert read_scores(RunDir(tmp_path), "rl", "score") == {2: 0.2}, "attempt 2 went on after step 3"
 
 
 # --- reading back -------------------------------------------------------------------------------------------------------------
@@ -554,6 +584,28 @@ def test_a_link_that_leads_out_of_the_run_directory_is_refused_and_one_to_it_is_
         RunDir(tmp_path / "run").checkpoint("sft", -3)
 
 
+NAMES = ["weights", "checkpoints", "engines", "config.toml", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "summary.json"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_of_a_run_may_be_a_link_that_leads_out_of_it(tmp_path, name):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunDirError, match=rf"run/{name} leads to .*elsewhere, outside .*run; remove that link"):
+        check_links(RunDir(tmp_path / "run"))
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / "inside").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "run" / "inside")
+    check_links(RunDir(tmp_path / "run"))
+
+
+def test_snapshots_are_not_made_where_a_link_leads(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "weights").symlink_to(tmp_path)
+    with pytest.raises(RunDirError, match="run/weights leads to"):
+        RunDir(tmp_path / "run").weight_snapshot(3)
+
+
 async def test_links_in_a_checkpoint_are_refused_when_written_and_when_read(stage_dir, tmp_path):
     (tmp_path / "outside").write_bytes(bytes(range(200)))
 
@@ -580,40 +632,6 @@ def test_a_step_has_one_name(name):
 
 
 # --- a disk that refuses ------------------------------------------------------------------------------------------------------
-
-
-async def test_a_disk_that_is_full_at_any_operation_fails_the_save_and_nothing_else(stage_dir, monkeypatch):
-    older = await save(stage_dir, 1)
-    calls = 0
-    for refused in range(1, 100):
-        with monkeypatch.context() as patch:
-            calls = 0
-
-            def refuse_at(function, refused=refused):
-                def call(*args, **kwargs):
-                    nonlocal calls
-                    calls += 1
-                    if calls == refused:
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
-                    return function(*args, **kwargs)
-
-                return call
-
-            for owner, name in ((os, "fsync"), (Path, "rename"), (Path, "mkdir"), (Path, "write_text"), (Path, "write_bytes")):
-                patch.setattr(owner, name, refuse_at(getattr(owner, name)))
-            failed: StorageError | None = None
-            try:
-                await save(stage_dir, 2)
-            except StorageError as error:
-                failed = error
-        if failed is None:
-            assert calls < refused, "a refusal was swallowed"
-            break
-        assert "No space left on device at a file" in str(failed)
-        assert [entry.name for entry in stage_dir.iterdir()] == [older.name], refused
-        check_checkpoint(older, hashes=True)
-    assert refused > 15
-    check_checkpoint(stage_dir / "step_2", hashes=True)
 
 
 async def test_too_little_room_is_said_before_anything_is_written(stage_dir):

@@ -11,7 +11,7 @@ import trio.testing
 
 from rollouts.distributed.commands import Command
 from rollouts.distributed.connection import PART_BYTES, Connection, Kind, Phase, send_beats, split_pieces
-from rollouts.distributed.hub import CLOSE_S, HELLO_S, ControlHub
+from rollouts.distributed.hub import ANSWER_CHARS, CLOSE_S, HELLO_S, ControlHub
 from rollouts.errors import ControlError, RankLost
 from tests.unit.control_rig import (
     KEY,
@@ -39,6 +39,67 @@ async def test_every_rank_gets_every_command_in_order_and_all_part_in_peace(auto
     assert told == [[f"step {number}" for number in range(200)]] * 3
     assert rig.named() == {}
     assert trio.current_time() < CLOSE_S, "nobody waited for a time-out"
+
+
+async def test_rank_0_gets_the_answers_of_all_ranks_by_name_when_the_last_has_come(autojump_clock: trio.testing.MockClock):
+    rig, longest = Rig(3), "ü" * ANSWER_CHARS
+
+    async def answer(rank: int) -> None:
+        async with rig.link(rank) as link:
+            async for command in link:
+                link.set_phase(f"working on {command.name}")
+                await trio.sleep(10.0 * rank)
+                link.answer(command.name, f"{rank}" if command.name == "first" else longest)
+
+    async with trio.open_nursery() as nursery:
+        for rank in (1, 2):
+            nursery.start_soon(answer, rank)
+        async with rig.hub() as hub:
+            for name in ("first", "second"):
+                hub.send(Command(name))
+            assert await hub.wait_answers("second") == {1: longest, 2: longest}
+            assert trio.current_time() == pytest.approx(40.0)
+            assert await hub.wait_answers("first") == {1: "1", 2: "2"}, "they had come before"
+    assert rig.named() == {}
+
+
+async def test_whoever_waits_for_an_answer_hears_of_a_rank_that_is_lost(autojump_clock: trio.testing.MockClock):
+    rig, heard = Rig(2), list[int]()
+
+    async def wait(hub: ControlHub) -> None:
+        with pytest.raises(RankLost) as caught:
+            await hub.wait_answers("a thing")
+        heard.append(caught.value.rank)
+
+    async def drive_and_wait() -> None:
+        async with trio.open_nursery() as waiting, rig.hub() as hub:
+            waiting.start_soon(wait, hub)
+            await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lose_soon, rig)
+        with pytest.RaisesGroup(RankLost):
+            await drive_and_wait()
+    assert heard == [1]
+
+
+async def lose_soon(rig: Rig) -> None:
+    raw = await rig.raw(1)
+    await trio.sleep(1.0)
+    await raw.connection.close()
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x91\xa1a", b"\x92\xa1a\x01"])
+async def test_an_answer_that_is_none_ends_the_run(autojump_clock: trio.testing.MockClock, payload: bytes):
+    rig = Rig(2)
+
+    async def answer() -> None:
+        await (await rig.raw(1)).stream.send_all(frame(Kind.ANSWER, payload))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(answer)
+        with pytest.raises(RankLost, match="an ANSWER frame that says nothing"):
+            await drive(rig, lambda hub: hub.wait_answers("x"))
 
 
 async def test_commands_that_wait_are_still_received_after_rank_0_has_closed_the_channel(autojump_clock: trio.testing.MockClock):

@@ -10,7 +10,7 @@ import trio
 import trio.testing
 
 from rollouts.distributed.connection import Kind, Phase, send_beats
-from rollouts.distributed.hub import GRACE_S, NOTICE_S, ControlHub, encode_lost
+from rollouts.distributed.hub import GRACE_S, NOTICE_S, STOPPED, ControlHub, encode_lost
 from rollouts.distributed.link import ControlLink
 from rollouts.errors import ControlError, RankLost
 from tests.unit.control_rig import (
@@ -86,7 +86,7 @@ async def test_single_bytes_are_signs_of_life(autojump_clock: trio.testing.MockC
 @pytest.mark.parametrize(
     ("sent", "reason"),
     [
-        (frame(9), "it sent a frame of kind 9 with 0 bytes"),
+        (frame(10), "it sent a frame of kind 10 with 0 bytes"),
         (frame(Kind.BEAT, b"x" * (2**16 + 1)), "it sent a frame of kind 3 with 65537 bytes"),
         (frame(Kind.BYE), "it sent a BYE frame, which rank 0 does not expect now"),
         (frame(Kind.WELCOME), "it sent a WELCOME frame"),
@@ -377,3 +377,47 @@ async def test_a_rank_that_dies_after_the_goodbye_is_still_named(autojump_clock:
         with pytest.raises(RankLost, match="rank 1 was lost"):
             async with rig.hub():
                 pass
+
+
+# --- a stop that ends by force ---------------------------------------------------------------------------------------------------------
+
+
+async def end_by_force(rig: Rig, after_s: float) -> tuple[dict[int, str], float]:
+    """What the other ranks had been told when rank 0 could end, and how long that took it."""
+    found: list[tuple[dict[int, str], float]] = []
+
+    async def end(hub: ControlHub) -> None:
+        await trio.sleep(after_s)
+        began = trio.current_time()
+        await hub.end_others()
+        await hub.end_others()  # once is enough
+        found.append(({rank: str(lost[0]) for rank, lost in rig.lost.items() if lost}, trio.current_time() - began))
+
+    async with trio.open_nursery() as nursery:
+
+        async def work(hub: ControlHub) -> None:
+            hub.set_phase("save of step 4")
+            nursery.start_soon(end, hub)
+            await trio.sleep_forever()
+
+        with pytest.raises(RankLost, match=STOPPED):  # a real rank 0 has ended its process
+            await drive(rig, work)
+    return found[0]
+
+
+async def test_ranks_are_told_that_rank_0_ends_by_force_before_it_does(autojump_clock: trio.testing.MockClock):
+    rig = Rig(3)
+    async with trio.open_nursery() as nursery:
+        for rank in (1, 2):
+            nursery.start_soon(lambda rank=rank: follow_and_lose(rig, rank))
+        told, took_s = await end_by_force(rig, after_s=1.0)
+    line = f"rank 0 was lost during save of step 4: {STOPPED}"
+    assert told == {1: line, 2: line}, "rank 0 itself has lost nobody"
+    assert took_s == 0.0
+
+
+async def test_a_rank_that_takes_no_notice_holds_the_forced_end_up_for_a_second(autojump_clock: trio.testing.MockClock):
+    rig = Rig(2)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(rig.raw, 1)
+        assert await end_by_force(rig, after_s=1.0) == ({}, NOTICE_S)

@@ -103,6 +103,18 @@ async def test_rank_0_listens_where_master_addr_is_reached():
     assert await _choose_host(make_launch(0, 4, local_world_size=2, master_addr="localhost")) in ("127.0.0.1", "::1")
 
 
+def test_ranks_whose_run_was_stopped_by_force_on_request_have_not_failed():
+    script = """
+from rollouts.distributed.control import end_after_rank_0
+from rollouts.distributed.hub import STOPPED
+from rollouts.errors import RankLost
+end_after_rank_0(RankLost(0, "save of step 7", STOPPED))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    said = "rollouts: rank 0 was stopped during save of step 7: a requested stop did not end in time, so it ends by force; this process ends too\n"
+    assert (done.returncode, done.stderr) == (0, said)
+
+
 def test_a_process_that_has_lost_a_rank_says_so_in_one_line_and_exits_with_75():
     script = """
 from rollouts.distributed.control import exit_on_lost

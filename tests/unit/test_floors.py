@@ -16,7 +16,7 @@ ROOMS = {  # floor: its rooms
     1: ["errors"],
     2: ["types", "run_dir", "crash_points"],
     3: ["protocols"],
-    4: ["config", "advantages", "kl_control", "filters", "metrics", "losses", "distributed", "device_thread"],
+    4: ["config", "advantages", "kl_control", "schedules", "filters", "metrics", "losses", "distributed", "device_thread"],
     5: ["data", "models"],
     6: ["checkpoints", "engines"],
     7: ["reference", "rewards", "weight_sync"],
@@ -32,7 +32,7 @@ LOADS_TORCH = (
     "losses", "distributed", "device_thread", "models", "checkpoints", "engines.local", "reference", "rewards.reward_model", "weight_sync",
     "backends", "evaluation.policy_metrics", "testing.torch_contracts",
 )  # fmt: skip
-NEVER_TRIO = ("types", "errors", "run_dir", "crash_points", "config", "advantages", "kl_control", "filters", "losses", "data", "models")
+NEVER_TRIO = ("types", "errors", "run_dir", "crash_points", "config", "advantages", "kl_control", "schedules", "filters", "losses", "data", "models")
 TORCH = frozenset({"torch", "transformers", "accelerate", "safetensors.torch", "torchao"})  # importing one of these loads torch
 TRIO = frozenset({"trio", "trio_parallel"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -80,11 +81,12 @@ def test_counts_that_make_no_sense_are_refused(ranks: int, max_restarts: int, me
 @pytest.mark.slow
 def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_failure(tmp_path: Path):
     (tmp_path / "job.py").write_text(
-        "import os, sys\n"
+        "import dataclasses, json, os, sys\n"
         "from pathlib import Path\n"
         "from rollouts.distributed.launch import read_launch\n"
         "launch = read_launch(os.environ)\n"
-        "Path(f'rank-{launch.rank}-restart-{launch.restart}').write_text(repr((launch, sys.argv[1:])))\n"
+        "told = json.dumps([dataclasses.asdict(launch), sys.argv[1:]])\n"
+        "Path(f'rank-{launch.rank}-restart-{launch.restart}').write_text(told)\n"
         "sys.exit(75 if launch.restart == 0 and launch.rank == 1 else 0)\n"
     )
     command = torchrun_command(2, ["-m", "job", "--section.key", "a b"], max_restarts=1)
@@ -92,6 +94,9 @@ def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
+    first, arguments = json.loads((tmp_path / "rank-1-restart-0").read_text())
+    assert arguments == ["--section.key", "a b"]
+    assert first["run_id"] and first["agent"]
     for rank in (0, 1):
-        launch = Launch(rank, 2, local_rank=rank, local_world_size=2, master_addr="localhost", restart=1)
-        assert (tmp_path / f"rank-{rank}-restart-1").read_text() == repr((launch, ["--section.key", "a b"]))
+        again = {**first, "rank": rank, "local_rank": rank, "restart": 1}
+        assert json.loads((tmp_path / f"rank-{rank}-restart-1").read_text()) == [again, arguments], "the launch is the same"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 import trio
 
+from rollouts.advantages import ADVANTAGES
 from rollouts.config.schema import DataSourceConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.sft import SFTSample
-from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, RolloutsError, StalenessError, WeightSyncError
+from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, RolloutsError, StalenessError, UserFunctionError, WeightSyncError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.hooks import LoopHooks
@@ -296,6 +298,59 @@ async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
     np.testing.assert_allclose(batch.advantages[1], [0, -0.5, -0.5])
 
 
+def with_parts(batch: RolloutBatch, *parts: Mapping[str, float]) -> RolloutBatch:
+    samples = tuple(Sample(id=f"s{row}", prompt="p", reward=0.0, rewards=part) for row, part in enumerate(parts))
+    return dataclasses.replace(batch, samples=samples)
+
+
+def test_every_advantage_of_the_table_works_by_its_name():
+    parts = [{"right": right, "greedy_reward": 0.25} for right in (1.0, 0.0, 1.0)]
+    rows = with_parts(batch_of([1.0, 0.0, 0.5], [7, 7, 7], [0, 0, 0]), *parts)
+    for name in ADVANTAGES:
+        batch, metrics = add_advantages(rows, rl_config(advantage=name))
+        assert batch.advantages is not None and len(batch.advantages) == 3
+        assert metrics["advantage/abs_mean"] > 0
+    remax, _ = add_advantages(rows, rl_config(advantage="remax"))
+    assert remax.advantages is not None
+    np.testing.assert_allclose(remax.advantages[0], [0, 0.75, 0.75])
+
+
+def test_gdpo_weighs_by_the_weights_of_the_reward():
+    rows = with_parts(batch_of([0.0, 0.0], [7, 7], [0, 0]), {"right": 1.0, "style": 0.0}, {"right": 0.0, "style": 1.0, "extra": 1.0})
+    even, _ = add_advantages(rows, rl_config(advantage="gdpo"))
+    weights = RolloutConfig(num_prompts=1, samples_per_prompt=2, reward_weights={"right": 3.0, "style": 1.0})
+    tilted, _ = add_advantages(rows, rl_config(advantage="gdpo", rollout=weights))
+    assert even.advantages is not None and tilted.advantages is not None
+    np.testing.assert_array_equal(even.advantages[0], [0, 0, 0])
+    np.testing.assert_allclose(tilted.advantages[0], [0, 0.70710678, 0.70710678], rtol=1e-5)  # over the batch (1, -1)/sqrt(2)
+
+
+def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters():
+    def by_token(inputs, *, scale: float):
+        return [np.asarray([9.0, scale, 2 * scale]) * reward for reward in inputs.rewards]
+
+    config = rl_config(advantage="m:by_token", advantage_params={"scale": 0.5})
+    batch, metrics = add_advantages(batch_of([1.0, -1.0], [7, 7], [0, 0]), config, by_token)
+    assert batch.advantages is not None
+    assert [row.tolist() for row in batch.advantages] == [[0.0, 0.5, 1.0], [0.0, -0.5, -1.0]]
+    assert metrics["advantage/abs_mean"] == 0.75
+    with pytest.raises(ConfigError, match=r"rl\.advantage='m:by_token' is not one of grpo, .* pass a function of your own as advantage="):
+        add_advantages(batch_of([1.0], [7], [0]), config)
+
+
+def test_gdpo_is_refused_where_the_kl_term_would_be_lost():
+    with pytest.raises(ValueError, match="advantage='gdpo' with kl_in='reward'"):
+        rl_config(advantage="gdpo", kl_coef=0.1)
+    assert rl_config(advantage="gdpo", kl_coef=0.1, kl_in="loss", kl_estimator="k2").kl_coef == 0.1
+
+
+def test_an_advantage_that_fails_is_named():
+    with pytest.raises(UserFunctionError, match=r"rl\.advantage='gdpo' failed: ValueError: advantage 'gdpo' needs named rewards"):
+        add_advantages(batch_of([1.0, 0.0], [7, 7], [0, 0]), rl_config(advantage="gdpo"))
+    with pytest.raises(UserFunctionError, match=r"rl\.advantage='m:f' failed: ZeroDivisionError"):
+        add_advantages(batch_of([1.0], [7], [0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
+
+
 async def test_recompute_old_asks_the_trainer():
     async with open_fake_backend() as backend:
         batch = await add_log_probs(batch_of([1.0], [0], [0]), backend, None, rl_config(recompute_old=True))
@@ -315,3 +370,6 @@ def test_the_loss_is_named_with_the_numbers_of_the_config():
     assert spec.params == {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0, "kl_coef": 0.02, "kl_estimator": "k3"}
     assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
     assert make_loss_spec(rl_config(loss="cispo", loss_params={"ratio_high": 4.0})).params == {"ratio_high": 4.0}
+    assert make_loss_spec(rl_config(loss="cispo", recompute_old=True, importance_cap=3.0)).params == {"importance_cap": 3.0}
+    with_kl = make_loss_spec(rl_config(loss="gspo", kl_coef=0.02, kl_in="loss", kl_estimator="k2"))
+    assert with_kl.params == {"kl_coef": 0.02, "kl_estimator": "k2"}

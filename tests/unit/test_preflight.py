@@ -257,6 +257,7 @@ data = { kind = "python", function = "r.py:rows", size = 1 }
 steps = 1
 data = { kind = "python", function = "r.py:rows", size = 1 }
 curriculum = "r.py:curriculum"
+advantage = "r.py:advantage"
 loss = "r.py:loss"
 rollout = { reward = "r.py:score", generate = "r.py:generate", reward_combine = "r.py:combine", group_reward = "r.py:group", filters = ["r.py:keep"] }
 [eval]
@@ -267,6 +268,7 @@ FUNCTIONS_FILE = """
 def rows(size, seed):
     return [{"prompt": "p"}]
 def curriculum(step, statistics): ...
+def advantage(inputs): ...
 def loss(inputs): ...
 def score(sample): ...
 def generate(sample, engine, sampling): ...
@@ -307,6 +309,14 @@ def refuse_model(name: str) -> Path:
 def test_a_filter_that_is_misspelt_gets_the_nearest_name(house):
     (message,) = errors(look(house, RL + 'filters = ["check_reward_nonzero_sdt"]\n'))
     assert "did you mean check_reward_nonzero_std?" in message
+
+
+def test_an_advantage_that_is_misspelt_or_gets_a_wrong_parameter_is_an_error(house):
+    text = RL.replace("[rl.rollout]", 'advantage = "groo"\n[rl.rollout]')
+    (message,) = errors(look(house, text))
+    assert message.startswith("rl.advantage: rl.advantage='groo' does not name a function (did you mean grpo?); write a name of grpo, centred")
+    text = RL.replace("[rl.rollout]", 'advantage = "opo"\nadvantage_params = { k = 2 }\n[rl.rollout]')
+    assert errors(look(house, text)) == ["rl.advantage: advantage 'opo' has no parameter 'k'; it takes none"]
 
 
 def test_a_loss_that_cannot_be_used_is_an_error(house):

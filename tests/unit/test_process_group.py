@@ -12,13 +12,13 @@ from rollouts.distributed.launch import Launch
 from rollouts.distributed.process_group import (
     AgreedFailure,
     Ranks,
-    _as_heard,
-    _describe,
     all_gather_bytes,
     all_gather_floats,
     broadcast_bytes,
     close_ranks,
+    describe_failure,
     gather_bytes,
+    hear_failure,
     init_ranks,
     run_agreed,
     scatter_bytes,
@@ -64,10 +64,10 @@ def test_a_failure_is_agreed_on_as_it_is(ranks: Ranks):
 
 
 def test_others_hear_of_an_error_by_rank_and_of_a_full_disk_as_one():
-    heard = _as_heard(3, _describe(ValueError("no such row")))
+    heard = hear_failure(3, describe_failure(ValueError("no such row")))
     assert isinstance(heard, BackendError)
     assert str(heard) == "rank 3 failed: ValueError: no such row"
-    full = _as_heard(1, _describe(OSError(28, "No space left on device", "/x")))
+    full = hear_failure(1, describe_failure(OSError(28, "No space left on device", "/x")))
     assert isinstance(full, OSError)
     assert full.errno == 28
     assert "rank 1 failed" in str(full)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollouts.config.load import check_same_config, check_same_run, dump_config, load_config
-from rollouts.config.schema import DistributedConfig, EngineConfig, ModelConfig, RunConfig
+from rollouts.config.schema import DistributedConfig, EngineConfig, ModelConfig, OptimConfig, RunConfig
 from rollouts.distributed.launch import Launch
 from rollouts.errors import ConfigError
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
@@ -50,6 +50,24 @@ def test_a_dry_run_answers_alone_for_the_ranks_that_the_run_would_have():
     check_ranks(config_of(ranks=4, shard_size=2), launch_of(1), dry_run=True)
     with pytest.raises(ConfigError, match="does not divide the 4 ranks"):
         check_ranks(config_of(ranks=4, shard_size=3), launch_of(1), dry_run=True)
+
+
+@pytest.mark.parametrize("name", ["reduce_each_micro_batch", "cpu_offload"])
+def test_what_only_ranks_do_is_refused_to_a_process_that_trains_alone(name: str):
+    config = RunConfig(distributed=DistributedConfig(**{name: True}))
+    check_ranks(config, launch_of(2))
+    with pytest.raises(ConfigError, match=rf"distributed\.{name}=true, but one process trains alone"):
+        check_ranks(config, launch_of(1))
+
+
+async def test_offloading_to_host_memory_is_refused_to_ranks_on_cpus():
+    from rollouts.backends.fsdp import open_fsdp_backend
+    from tests.distributed.one_rank import NobodyElse, open_one_rank
+
+    async with open_one_rank("cpu") as ranks:
+        with pytest.raises(ConfigError, match=r"distributed\.cpu_offload=true, but the ranks train on CPUs"):
+            async with open_fsdp_backend(Path(), hub=NobodyElse(), ranks=ranks, optim=OptimConfig(), total_steps=1, cpu_offload=True):
+                pass
 
 
 @pytest.mark.parametrize("shard_size", [0, 1, 2, 3, 6])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from rollouts.data.data_buffer import PromptRow
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import NotEnoughSamples
-from rollouts.evaluation.evaluate import evaluate
+from rollouts.evaluation.evaluate import EvaluationResult, evaluate
 from rollouts.generation.generate import make_chat_generate
+from rollouts.generation.rollouts import make_samples
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.fakes import FakeTokenizer, ScriptedEngine, ScriptedReply
@@ -79,6 +82,21 @@ async def test_every_prompt_is_asked_samples_per_prompt_times_with_seeds_of_its_
     )
     assert len(result.samples) == 6
     assert len({request.sampling.seed for request in engine.requests}) == 6
+
+
+def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():
+    """Rewards of three prompts, four samples each; None is a sample that failed."""
+
+    def result(*rewards: float | None) -> dict[str, float]:
+        pending = [sample for index in range(3) for sample in make_samples(index, PromptRow(prompt_id=str(index), epoch=0, row={"prompt": "?"}), 4)]
+        samples = [replace(sample, reward=reward) for sample, reward in zip(pending, rewards, strict=True)]
+        return EvaluationResult(tuple(samples), 4, 3).metrics("m")
+
+    found = result(1.0, 0.0, 0.0, 0.0, 1.0, 1.0, None, 0.0, None, None, None, 0.0)
+    assert found["eval/m/pass@2"] == pytest.approx((1 / 2 + 1) / 2)  # 1 − C(3,2)/C(4,2) and 1 − C(1,2)/C(3,2)
+    assert found["eval/m/pass@4"] == 1.0
+    assert found["eval/m/avg@4"] == pytest.approx(3 / 8)
+    assert not any("pass@" in name for name in result(*[0.5] * 12)), "nothing passes where rewards are not 0 and 1"
 
 
 async def test_too_many_failures_are_an_error_and_not_a_mean(autojump_clock):

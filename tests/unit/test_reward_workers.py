@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -291,6 +292,18 @@ async def test_the_guard_has_one_thread():
         parents = processes()
         (guard,) = [pid for pid in descendants() if parents[pid] == os.getpid()]
         assert len(list(Path(f"/proc/{guard}/task").iterdir())) == 1
+
+
+def test_a_guard_ends_without_a_word_when_warnings_are_shown():
+    ours, theirs = socket.socketpair()
+    settings = {"control_fd": theirs.fileno(), "memory_bytes": 1 << 30, "python_path": None}
+    command = [sys.executable, "-X", "dev", "-m", "rollouts.rewards.worker_guard", json.dumps(settings)]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    theirs.close()
+    with ours:
+        assert ours.recv(1) == b"h", "it came up"
+    _, said = process.communicate(timeout=120)
+    assert (process.returncode, said) == (0, "")
 
 
 async def test_a_guard_that_is_killed_takes_its_workers_along_and_is_replaced():

@@ -15,7 +15,7 @@ from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.sft import run_sft_training
-from rollouts.loops.stopping import StopControl, choose_cut, end_overdue, estimate_rest
+from rollouts.loops.stopping import StopControl, choose_cut, end_overdue, end_unconnected, estimate_rest
 from rollouts.testing.fakes import FakeBackend, ScriptedEngine, ScriptedReply, open_fake_backend
 from rollouts.types import Sample
 from tests.unit.test_loops import DATA, MemoryLogger, make_manager, rl_config, sft_samples
@@ -133,6 +133,33 @@ async def test_what_hangs_is_ended_before_the_deadline(autojump_clock):
         began = trio.current_time()
         await trio.sleep(100)
     assert ended == [began + 22]
+
+
+async def test_other_ranks_are_told_before_the_process_is_ended_and_one_that_does_not_hear_is_not_waited_for(autojump_clock):
+    stop, events = StopControl(), list[tuple[str, float]]()
+    began = trio.current_time()
+
+    async def tell() -> None:
+        events.append(("told", trio.current_time() - began))
+        await trio.sleep_forever()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: end_overdue(stop, end_process=lambda: events.append(("ended", trio.current_time() - began))))
+        with stop.telling(tell):
+            stop.request()
+            await trio.sleep(30)
+    assert events == [("told", 22.0), ("ended", 24.0)]
+
+
+@pytest.mark.parametrize(("connected_s", "ended"), [(3.9, []), (1800.0, [4.0])])
+async def test_a_stop_while_ranks_are_connected_waits_for_them_for_some_seconds_only(autojump_clock, connected_s: float, ended: list[float]):
+    stop, connecting, found, began = StopControl(), trio.CancelScope(), list[float](), trio.current_time()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(lambda: end_unconnected(stop, connecting, end_process=lambda: found.append(trio.current_time() - began)))
+        stop.request()
+        await trio.sleep(connected_s)
+        connecting.cancel()
+    assert found == ended
 
 
 # --- the loops -----------------------------------------------------------------------------------------------------------------

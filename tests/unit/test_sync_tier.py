@@ -680,6 +680,28 @@ def test_padded_log_probs_and_gradients_are_those_of_each_row_alone(kind: str, h
         torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize(("kind", "head"), [("llama", None), ("llama", "linear"), ("gpt2", "own")])
+def test_entropy_has_a_gradient_when_it_is_asked_for(kind: str, head: Any):
+    model, batch = make_model(kind), make_batch()
+    row = torch.from_numpy(batch.tokens[0])[None]
+    log_probs = torch.log_softmax(model(input_ids=row).logits[0, [1, 3]] / 0.7, -1)  # what predicts the trained tokens 2 and 4
+    expected = -(log_probs.exp() * log_probs).sum(-1)
+    (expected * torch.tensor([2.0, -1.0])).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+
+    plan = None if head is None else ForwardPlan(tries_up_to=0, rows_up_to=64, reason="", head=head)
+    arguments = (model, pad_rows(batch.tokens), pad_rows(batch.loss_masks))
+    assert not compute_token_log_probs(*arguments, temperature=0.7, plan=plan).entropy.requires_grad
+    entropy = compute_token_log_probs(*arguments, temperature=0.7, plan=plan, entropy_gradient=True).entropy
+    torch.testing.assert_close(entropy.detach()[0, [2, 4]], expected.detach(), atol=1e-4, rtol=1e-4)
+    (entropy * torch.tensor([[0, 0, 2.0, 0, -1.0], [0, 0, 0, 0, 0]])).sum().backward()
+    mine = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for one, two in zip(mine, gradients, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-3, rtol=1e-3)
+    assert max(float(one.abs().max()) for one in mine) > 1e-2
+
+
 def test_a_batch_becomes_the_inputs_of_every_loss():
     model, batch = make_model(), make_batch()
     with torch.no_grad():
@@ -688,6 +710,7 @@ def test_a_batch_becomes_the_inputs_of_every_loss():
     batch = replace(batch, rollout_log_probs=own, advantages=broadcast_advantages([2.0, -0.5], batch.loss_masks))
     inputs = make_loss_inputs(model, batch)
     assert inputs.ref_log_probs is None and inputs.old_log_probs is None
+    assert inputs.entropy is not None and not inputs.entropy.requires_grad
     # the ratio is 1 on every token: -(2 + 2) for the first row, +(0.5 + 0.5) for the second, over 4 tokens
     for name, loss in LOSSES.items():
         total, count, _ = loss(inputs, unit="tokens")

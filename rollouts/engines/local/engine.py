@@ -323,6 +323,14 @@ class LocalEngine:
         finally:
             self._end_update()
 
+    async def copy_weights(self) -> dict[str, Tensor]:
+        """Copies in host memory of the weights that the engine has to itself, by Hugging Face name; tied ones once.
+
+        Raises EngineError for an engine that shares the trainer's.
+        """
+        model = self._updatable_model()
+        return await self._run_to_end(lambda: {name: weight.detach().to("cpu", copy=True) for name, weight in model.named_parameters()})
+
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
         """Loads a Hugging Face directory of safetensors as `version`; freezes what is active meanwhile.
 

@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rollouts.models.layers import uncompiled
+
 ForwardPath = Literal["fast", "cached", "recompute"]
 SlotsT = TypeVar("SlotsT", bound="Slots")
 
@@ -84,12 +86,13 @@ def inferring(device: torch.device, autocast_dtype: torch.dtype | None) -> Itera
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inference behaviour inside, every module's own training flag again outside."""
+    """Inference behaviour inside, with the layers as they are written; outside, every module's own training flag again, and compiled layers."""
     flags = [(module, module.training) for module in model.modules() if module.training]
     for module, _ in flags:
         module.training = False
     try:
-        yield
+        with uncompiled(model):
+            yield
     finally:
         for module, training in flags:
             module.training = training

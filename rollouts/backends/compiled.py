@@ -1,0 +1,68 @@
+"""Layers run by torch.compile, and the proof on a few tokens that they compute what the model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollouts.data.packing import make_micro_batches
+from rollouts.errors import ModelError
+from rollouts.models.layers import compile_layers
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
+from rollouts.models.quiet import quiet_transformers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LENGTHS = (9, 7)  # tokens of the probe's rows
+FLOAT_TOLERANCE = 1e-4  # nats, for float32 and wider
+HALF_TOLERANCE = 0.1  # nats; bfloat16 keeps 8 bits, and rounds where a program writes its results
+Run = Callable[[Callable[[], Tensor]], Tensor]
+
+
+def compile_and_prove(
+    model: PreTrainedModel,
+    plan: ForwardPlan,
+    autocast_dtype: torch.dtype | None,
+    *,
+    backend: str | Callable[..., Any],
+    run: Run = lambda work: work(),
+) -> None:
+    """Compiles the layers, in place, by a backend of torch.compile, and holds their log-probs of a few tokens against those from before.
+
+    run: how `work` is called that runs the model. The programs that training needs are made here, as far as a few tokens need them: seconds on
+    a CPU, minutes for a large model. Raises ModelError if the compiler fails, or its programs differ by more than rounding.
+    """
+    rng = np.random.default_rng(0)
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    layout = plan.choose_layout(max(LENGTHS))
+    rows = [rng.integers(0, vocab_size, length) for length in LENGTHS[: 1 if layout == "single" else 2]]
+    masks = [np.arange(len(row)) > 0 for row in rows]
+    (micro_batch,) = make_micro_batches(rows, masks, micro_batch_tokens=sum(LENGTHS) + 2, share_prefix=layout == "tries")
+
+    def score() -> Tensor:
+        found = compute_micro_batch_log_probs(model, micro_batch, plan=plan, temperature=1.0, autocast_dtype=autocast_dtype)
+        return found.log_probs.detach()
+
+    with quiet_transformers():
+        expected = run(score)
+        compile_layers(model, backend=backend)
+        try:
+            found = run(score)
+        except Exception as error:  # whatever a compiler raises
+            said = " ".join((str(error).strip() or "no message").splitlines()[:2])  # torch's own words, and the compiler's
+            raise ModelError(
+                f"model.compile=true, but torch.compile fails on the layers of {type(model).__name__} ({type(error).__name__}: {said}); "
+                "it needs a C++ compiler (g++), and Triton on GPUs; or set model.compile=false"
+            ) from error
+    worst = float((found - expected).abs().max())
+    allowed = HALF_TOLERANCE if (autocast_dtype or model.dtype).itemsize < 4 else FLOAT_TOLERANCE
+    if not worst <= allowed:
+        raise ModelError(
+            f"model.compile=true, but the compiled layers of {type(model).__name__} differ from the model's by {worst:.1e} nats on a probe; the "
+            f"limit is {allowed:g}; set model.compile=false"
+        )

@@ -1,0 +1,114 @@
+"""What must be the same on all ranks, compared before anything depends on it: programs, model directories, how the model is run.
+
+Every function is collective. What differs is found by all ranks alike, from what all have told all, and raised on all with the same words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from rollouts import __version__
+from rollouts.distributed.process_group import AgreedFailure, Ranks, all_gather_bytes, run_agreed
+from rollouts.errors import ConfigError, ModelError
+from rollouts.models.digests import compute_model_digests
+from rollouts.models.log_probs import ForwardPlan
+
+COMPARED = ("torch", "transformers")  # packages that compute: another version may round, or lay a model out, in another way
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Told:
+    """What a rank has told."""
+
+    rank: int
+    host: str
+    values: Mapping[str, str]  # by name
+    where: str = ""  # the directory that the values are of
+
+
+def read_versions() -> dict[str, str]:
+    """Versions of what computes on this rank, by package."""
+    return {"rollouts-rl": __version__, **{name: version(name) for name in COMPARED}}
+
+
+def check_same_versions(ranks: Ranks, versions: Mapping[str, str]) -> None:
+    """Raises ConfigError, on all ranks, naming the first package whose version differs, the ranks and both versions."""
+    found = find_difference(_tell_all(ranks, versions))
+    if found is None:
+        return
+    name, first, other, others = found
+    raise ConfigError(
+        f"{_name_ranks(others)} {_verb(others, 'run')} {name} {other.values.get(name)} and rank 0 on {first.host} runs {name} "
+        f"{first.values.get(name)}; install the same versions on all machines of the run"
+    )
+
+
+def check_same_model(ranks: Ranks, path: Path) -> None:
+    """Raises AgreedFailure with a ModelError naming the first file that differs between the ranks' own model directories.
+
+    compute_model_digests says what is compared. A file that cannot be read is an AgreedFailure too.
+    """
+    digests = run_agreed(ranks, lambda: compute_model_digests(path)).value
+    found = find_difference(_tell_all(ranks, digests, where=str(path)))
+    if found is None:
+        return
+    name, first, other, others = found
+    raise AgreedFailure(
+        ModelError(
+            f"{_name_ranks(others)} {_verb(others, 'have')} {_describe_file(other, name)} and rank 0 on {first.host} has "
+            f"{_describe_file(first, name)}; copy the model directory again, so that all machines have the same files"
+        )
+    )
+
+
+def check_same_plan(ranks: Ranks, plan: ForwardPlan) -> None:
+    """Raises AgreedFailure with a ModelError if the ranks would run the model in unlike ways: their collectives would not fit together."""
+    values = {field.name: repr(getattr(plan, field.name)) for field in dataclasses.fields(plan)}
+    found = find_difference(_tell_all(ranks, values))
+    if found is None:
+        return
+    name, first, other, others = found
+    raise AgreedFailure(
+        ModelError(
+            f"{_name_ranks(others)} {_verb(others, 'have')} found {name}={other.values[name]} to be exact for the model and rank 0 on "
+            f"{first.host} {name}={first.values[name]}; use machines with the same devices, drivers and libraries"
+        )
+    )
+
+
+def find_difference(told: Sequence[Told]) -> tuple[str, Told, Told, list[Told]] | None:
+    """(name, rank 0, the first rank that has another value, all that have) of the first name, sorted, whose values differ; None if none does."""
+    first, *rest = told
+    for name in sorted({name for one in told for name in one.values}):
+        others = [one for one in rest if one.values.get(name) != first.values.get(name)]
+        if others:
+            return name, first, others[0], others
+    return None
+
+
+def _tell_all(ranks: Ranks, values: Mapping[str, str], *, where: str = "") -> list[Told]:
+    data = json.dumps([socket.gethostname(), dict(values), where]).encode()
+    return [Told(rank, *json.loads(block)) for rank, block in enumerate(all_gather_bytes(ranks, data))]
+
+
+def _name_ranks(told: Sequence[Told]) -> str:
+    if len(told) == 1:
+        return f"rank {told[0].rank} on {told[0].host}"
+    return f"ranks {', '.join(str(one.rank) for one in told)} (the first on {told[0].host})"
+
+
+def _verb(told: Sequence[Told], verb: str) -> str:
+    return verb if len(told) > 1 else {"have": "has", "run": "runs"}[verb]
+
+
+def _describe_file(told: Told, name: str) -> str:
+    file = Path(told.where) / name
+    if name not in told.values:
+        return f"no {file}"
+    size, digest = told.values[name].split(":")
+    return f"{file} with {size} bytes and digest {digest[:12]}"

@@ -1,0 +1,101 @@
+"""FSDP on a GPU, over NCCL with one rank, is the backend of one process on the same GPU: losses, gradients, weights; make test-gpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollouts.backends.fsdp import FSDPTrainingBackend, open_fsdp_backend
+from rollouts.backends.open import open_pytorch_backend
+from rollouts.config.schema import OptimConfig
+from rollouts.models.load import resolve_model
+from rollouts.models.sharded import get_local
+from rollouts.testing.torch_contracts import make_batch
+from tests.distributed.one_rank import GRPO, NobodyElse, Trained, compute_difference, open_one_rank, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("default"),  # of CUDA's, NCCL's and the compiler's own code, which differ from machine to machine
+]
+OPTIONS: dict[str, Any] = {"optim": OptimConfig(lr=1e-4), "total_steps": 10, "micro_batch_tokens": 64}
+TOLERANCE = {"off": 1e-4, "bfloat16": 3e-2}  # of norms: sums in another order; products of 8 bits
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"autocast": "bfloat16"},
+    "checkpointing": {"gradient_checkpointing": True},
+    "compile": {"compile_backend": "inductor"},
+    "compile and checkpointing in bfloat16": {"compile_backend": "inductor", "gradient_checkpointing": True, "autocast": "bfloat16"},
+    "reduce each micro-batch": {"reduce_each_micro_batch": True},
+    "offload": {"cpu_offload": True},
+    "all": {
+        "autocast": "bfloat16", "gradient_checkpointing": True, "compile_backend": "inductor", "cpu_offload": True, "reduce_each_micro_batch": True
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return resolve_model("tiny:llama", cache_dir=tmp_path_factory.mktemp("models"))
+
+
+def assert_same(found: Trained, wanted: Trained, tolerance: float) -> None:
+    assert found.losses == pytest.approx(wanted.losses, rel=tolerance, abs=tolerance)
+    assert found.norms == pytest.approx(wanted.norms, rel=tolerance)
+    assert compute_difference(found.gradient, wanted.gradient) <= tolerance
+    assert compute_difference(found.weights, wanted.weights) <= tolerance
+
+
+async def train_alone(path: Path, **options: Any) -> Trained:
+    async with open_pytorch_backend(path, device="cuda", **OPTIONS, **{"autocast": "off", **options}) as backend:
+        return await train(backend)
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_rank_on_a_gpu_trains_as_one_process_there(case: str, path: Path):
+    options = {"autocast": "off", **CASES[case]}
+    wanted = await train_alone(path, autocast=options["autocast"])
+    async with open_one_rank("cuda") as ranks, open_fsdp_backend(path, hub=NobodyElse(), ranks=ranks, **OPTIONS, **options) as backend:
+        found = await train(backend)
+        places = {get_local(parameter).device.type for parameter in backend.model.parameters()}
+    assert_same(found, wanted, TOLERANCE[options["autocast"]])
+    assert places == {"cpu" if options.get("cpu_offload") else "cuda"}
+
+
+@pytest.mark.parametrize("autocast", ["off", "bfloat16"])
+async def test_one_process_on_a_gpu_trains_the_same_with_compiled_layers(autocast: str, path: Path):
+    found, wanted = await train_alone(path, compile_backend="inductor", autocast=autocast), await train_alone(path, autocast=autocast)
+    assert_same(found, wanted, TOLERANCE[autocast])
+
+
+@pytest.mark.parametrize("cpu_offload", [False, True])
+async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(cpu_offload: bool, path: Path, tmp_path: Path):
+    """Saved after three steps; both backends take a fourth. The moments lie where the weights do."""
+
+    async def step(backend: FSDPTrainingBackend) -> dict[str, torch.Tensor]:
+        await backend.forward_backward(make_batch(3), GRPO).result()
+        await backend.optim_step().result()
+        moments = {value.to_local().device.type for state in read_states(backend) for name, value in state.items() if name != "step"}
+        assert moments == {"cpu" if cpu_offload else "cuda"}
+        return await backend.get_weights().result()
+
+    async with open_one_rank("cuda") as ranks:
+        after: list[dict[str, torch.Tensor]] = []
+        for loads in (False, True):
+            options = {**OPTIONS, "autocast": "off", "cpu_offload": cpu_offload}
+            async with open_fsdp_backend(path, hub=NobodyElse(), ranks=ranks, **options) as backend:
+                if loads:
+                    await backend.load(tmp_path).result()
+                else:
+                    await train(backend)
+                    await backend.save(tmp_path).result()
+                after.append(await step(backend))
+    assert compute_difference(*after) <= 1e-5
+
+
+def read_states(backend: FSDPTrainingBackend) -> list[dict[str, Any]]:
+    """AdamW's, of every parameter."""
+    return list(backend._trainer.optimizer.state.values())

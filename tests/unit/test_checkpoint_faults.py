@@ -1,0 +1,268 @@
+"""A real checkpoint, written to a disk that refuses at every single call, and read from one that has lost or changed any of its bytes."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rollouts.backends.held_state import HeldState, hold_state
+from rollouts.backends.state import load_backend_state, read_model_weights
+from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint, load_trainer_state
+from rollouts.checkpoints.save import save_checkpoint
+from rollouts.errors import CheckpointError, StorageError
+from rollouts.models.tokenizers import make_byte_tokenizer
+from rollouts.run_dir import RunDir
+
+DRAWN = 8  # places of each file that are damaged
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=259, **sizes, tie_word_embeddings=True))
+
+
+@pytest.fixture(scope="module")
+def held() -> HeldState:
+    """The state of a model that has trained a step."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
+    optimizer.step()
+    return hold_state(model, optimizer, {"steps": 1.0}, make_byte_tokenizer(), copied=True)
+
+
+@pytest.fixture
+def stage_dir(tmp_path: Path) -> Path:
+    return RunDir(tmp_path).stage_checkpoints("rl")
+
+
+async def save(stage_dir: Path, step: int, held: HeldState) -> Path:
+    path = stage_dir / f"step_{step}"
+
+    async def write(folder: Path) -> None:
+        held.write(folder)
+
+    await save_checkpoint(path, write_model=write, state={"cursor": step}, stage="rl", step=step)
+    return path
+
+
+def assert_loads(checkpoint: Path, held: HeldState) -> None:
+    """Its bytes are as they were written, and a fresh model and optimizer take them."""
+    check_checkpoint(checkpoint, hashes=True)
+    model = make_model()
+    assert load_backend_state(checkpoint, model, torch.optim.AdamW(model.parameters()), ["steps"]) == {"steps": 1.0}
+    weights = read_model_weights(checkpoint, model)
+    assert {name: weights[name].tolist() for name in held.weights} == {name: weight.tolist() for name, weight in held.weights.items()}
+
+
+# --- a disk that refuses ------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """Counts what is asked of a disk, and refuses from one call on, for so many calls. Nothing is really synced: that takes long."""
+
+    def __init__(self, refuse_at: int, number: int, *, times: float = 1) -> None:
+        self.asked: list[str] = []
+        self._refused = range(refuse_at, refuse_at + int(times))
+        self._number = number
+
+    def ask(self, what: str, path: object) -> None:
+        self.asked.append(f"{what} {Path(str(path)).name}")
+        if len(self.asked) in self._refused:
+            raise OSError(self._number, os.strerror(self._number), str(path))
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """What writes, syncs, renames and makes directories asks this disk first."""
+        patch.setattr(os, "fsync", lambda descriptor: self.ask("fsync", Path(f"/proc/self/fd/{descriptor}").readlink()))
+        for name in ("rename", "replace", "mkdir"):
+            patch.setattr(os, name, self._asking(name, getattr(os, name)))
+        opened = self._opening(io.open)
+        patch.setattr(io, "open", opened)
+        patch.setattr(builtins, "open", opened)
+
+    def _asking(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *arguments: Any, **options: Any) -> Any:
+            if name != "mkdir" or not os.path.lexists(path):  # else it is refused for another reason, which os.makedirs(exist_ok=True) expects
+                self.ask(name, path)
+            return real(path, *arguments, **options)
+
+        return call
+
+    def _opening(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, mode: str = "r", buffering: int = -1, encoding: str | None = None, *rest: Any, **options: Any) -> Any:
+            if not set(mode) & set("wax+") or isinstance(path, int):
+                return real(path, mode, buffering, encoding, *rest, **options)
+            self.ask("open", path)
+            raw = RefusingFile(str(path), mode.replace("b", "").replace("t", ""), self)
+            file = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return file if "b" in mode else io.TextIOWrapper(file, encoding)
+
+        return call
+
+
+class RefusingFile(io.FileIO):
+    """A file each of whose writes asks the disk."""
+
+    def __init__(self, path: str, mode: str, disk: Disk) -> None:
+        super().__init__(path, mode)
+        self._disk = disk
+
+    def write(self, data: Any) -> int | None:
+        self._disk.ask("write", self.name)
+        return super().write(data)
+
+
+async def count_calls(stage_dir: Path, step: int, held: HeldState, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a save asks of its disk that goes through."""
+    disk = Disk(0, 0, times=0)
+    with monkeypatch.context() as patch:
+        disk.install(patch)
+        await save(stage_dir, step, held)
+    return disk.asked
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_only(
+    stage_dir: Path, held: HeldState, monkeypatch: pytest.MonkeyPatch
+):
+    older = await save(stage_dir, 1, held)
+    asked = await count_calls(stage_dir, 2, held, monkeypatch)
+    shutil.rmtree(stage_dir / "step_2")
+    for refused in range(1, len(asked) + 1):
+        for number in (errno.ENOSPC, *((errno.EIO, errno.EDQUOT) if refused % 9 == 0 else ())):
+            what = asked[refused - 1]
+            with monkeypatch.context() as patch:
+                Disk(refused, number).install(patch)
+                with pytest.raises(StorageError) as caught:
+                    await save(stage_dir, 2, held)
+            assert f"{stage_dir}/step_2 cannot be written ({os.strerror(number)} at " in str(caught.value), what
+            assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == number, what
+            assert names_in(stage_dir) == ["step_1"], what
+            assert find_newest_checkpoint(stage_dir, hashes=True) == older, what
+    for call in ("mkdir state", "open config.json", "write config.json", "open model-00001.safetensors", "write model-00001.safetensors",
+                 "rename model-00001.safetensors", "write optimizer.safetensors", "write backend.json", "write trainer.json",
+                 "fsync model.safetensors", "fsync optimizer.safetensors", "write manifest.json", "fsync manifest.json"):  # fmt: skip
+        assert call in asked, "it was refused once"
+    assert asked[-2].startswith("rename .tmp-step_2-") and asked[-1] == "fsync rl"
+    assert_loads(older, held)
+    assert_loads(await save(stage_dir, 2, held), held)
+
+
+async def test_a_disk_that_refuses_everything_from_some_call_on_leaves_the_checkpoint_before(
+    stage_dir: Path, held: HeldState, monkeypatch: pytest.MonkeyPatch
+):
+    """As a disk that has failed: what cleans up finds it refusing too."""
+    older = await save(stage_dir, 1, held)
+    calls = len(await count_calls(stage_dir, 2, held, monkeypatch))
+    for refused in [*range(1, calls, 5), calls]:
+        with monkeypatch.context() as patch:
+            Disk(refused, errno.EIO, times=1000).install(patch)
+            with pytest.raises(StorageError, match="step_3 cannot be written"):
+                await save(stage_dir, 3, held)
+        newest = find_newest_checkpoint(stage_dir, hashes=True)
+        last = refused == calls  # all of it is there, and could not be given another name: as good as one that was promised
+        assert newest == stage_dir / ("step_3" if last else "step_2")
+        assert not [name for name in names_in(stage_dir) if name.startswith(".tmp-")]
+    assert_loads(older, held)
+    assert_loads(await save(stage_dir, 4, held), held)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, check=False).returncode:
+        pytest.skip("only root may mount a file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+async def test_a_file_system_that_is_full_after_any_part_of_a_checkpoint_costs_that_checkpoint_only(small_disk: Path, held: HeldState):
+    """The system itself refuses here, and libraries that are not written in Python meet it too."""
+    stage_dir, ballast = RunDir(small_disk).stage_checkpoints("rl"), small_disk / "ballast"
+    older = await save(stage_dir, 1, held)
+    before = free_bytes(small_disk)
+    newer = await save(stage_dir, 2, held)
+    needed = before - free_bytes(small_disk)
+    shutil.rmtree(newer)
+    assert needed > 16 * 4096
+    for part in range(16):
+        ballast.write_bytes(bytes(free_bytes(small_disk) - part * needed // 16 // 4096 * 4096))
+        with pytest.raises(StorageError, match=r"step_2 cannot be written \(No space left on device") as caught:
+            await save(stage_dir, 2, held)
+        assert "MiB are free there" in str(caught.value)
+        assert names_in(stage_dir) == ["step_1"], part
+        assert find_newest_checkpoint(stage_dir, hashes=True) == older
+        ballast.unlink()
+    assert_loads(older, held)
+    assert_loads(await save(stage_dir, 2, held), held)
+
+
+def free_bytes(folder: Path) -> int:
+    return shutil.disk_usage(folder).free
+
+
+# --- a disk that loses ----------------------------------------------------------------------------------------------------------
+
+
+def damage(content: bytes, draw: random.Random) -> list[bytes]:
+    """The file with a bit flipped, cut short, or with bytes put in, at drawn places."""
+    places = [draw.randrange(len(content)) for _ in range(DRAWN)]
+    flipped = [content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :] for place in places]
+    cut = [content[: draw.randrange(len(content))] for _ in range(DRAWN // 2)]
+    place = draw.randrange(len(content))
+    return [*flipped, *cut, b"", content[:place] + b"\0" + content[place:]]
+
+
+async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_one_before_is_used(stage_dir: Path, held: HeldState):
+    older, newer = await save(stage_dir, 1, held), await save(stage_dir, 2, held)
+    files = sorted(path for path in newer.rglob("*") if path.is_file())
+    assert {"config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "backend.json", "trainer.json", "tokenizer.json"} <= {
+        file.name for file in files
+    }
+    draw = random.Random(0)
+    for file in files:
+        whole = file.read_bytes()
+        for content in damage(whole, draw):
+            if file.name == "manifest.json" and re.search(rb'"schema": [013-9],', content):
+                continue  # that would be a later version's, which is refused otherwise
+            file.write_bytes(content)
+            reports: list[str] = []
+            assert find_newest_checkpoint(stage_dir, hashes=True, report=reports.append) == older, file.name
+            assert len(reports) == 1 and str(file) in reports[0], (file.name, reports)
+        file.write_bytes(whole)
+    for file in files:
+        file.rename(file.with_name("elsewhere"))
+        reports = []
+        assert find_newest_checkpoint(stage_dir, hashes=True, report=reports.append) == older, file.name
+        assert len(reports) == 1 and file.name in reports[0], (file.name, reports)
+        file.with_name("elsewhere").rename(file)
+    assert find_newest_checkpoint(stage_dir, hashes=True) == newer
+    assert load_trainer_state(newer) == {"cursor": 2}
+
+
+async def test_a_file_of_another_checkpoint_in_its_place_is_refused_by_name(stage_dir: Path, held: HeldState):
+    older, newer = await save(stage_dir, 1, held), await save(stage_dir, 2, held)
+    file = newer / "state" / "trainer.json"
+    file.write_bytes((older / "state" / "trainer.json").read_bytes())
+    with pytest.raises(CheckpointError, match=r"trainer\.json has not the SHA-256"):
+        check_checkpoint(newer, hashes=True)
+    assert find_newest_checkpoint(stage_dir, hashes=True) == older

@@ -1,0 +1,167 @@
+"""Layers under torch.compile: the numbers of the layers as they are written, few programs, and an engine that runs none of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollouts.backends.compiled import compile_and_prove
+from rollouts.backends.open import open_pytorch_backend
+from rollouts.config.schema import OptimConfig, RunConfig
+from rollouts.device_thread import open_device_thread
+from rollouts.engines.local import open_local_engine
+from rollouts.engines.local.weights import copy_model
+from rollouts.errors import ConfigError, ModelError
+from rollouts.models.gradient_checkpointing import checkpoint_layers
+from rollouts.models.layers import compile_layers
+from rollouts.models.load import load_hf_model, resolve_model
+from rollouts.reference.forward_plan import plan_forward
+from rollouts.testing.torch_contracts import SFT, make_batch
+from rollouts.types import GenerateRequest, SamplingParams
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch hides it while it compiles, where it is no error
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # the compiler's own imports
+]
+OPTIM = OptimConfig(lr=1e-3)
+TOLERANCE = 1e-5  # of the norm: float32 sums in another order; 1e-6 was seen
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def find_model(kind: str, cache: Path) -> Path:
+    return resolve_model(f"tiny:{kind}", cache_dir=cache)
+
+
+class Counting:
+    """A compiler that runs the program as it is; how many it was given."""
+
+    def __init__(self) -> None:
+        self.programs = 0
+
+    def __call__(self, program: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        self.programs += 1
+        return program.forward
+
+
+def refuse(program: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """A compiler that fails."""
+    raise OSError("no compiler here")
+
+
+def add_a_little(program: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """A compiler whose programs are wrong."""
+    return lambda *arguments: [output * 1.01 for output in program.forward(*arguments)]
+
+
+async def train(path: Path, **options: Any) -> tuple[list[float | None], list[float | None], dict[str, Tensor]]:
+    """Losses and gradient norms of three batches, and the gradient of a fourth."""
+    losses, norms = [], []
+    async with open_pytorch_backend(path, optim=OPTIM, total_steps=9, threads=1, autocast="off", micro_batch_tokens=64, **options) as backend:
+        for step in range(4):
+            result = await backend.forward_backward(make_batch(step, groups=1 + step % 3), SFT)
+            losses.append(result.loss)
+            if step < 3:
+                norms.append((await backend.optim_step()).grad_norm)
+        gradients = {name: parameter.grad.clone() for name, parameter in backend.model.named_parameters() if parameter.grad is not None}
+    return losses, norms, gradients
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=TOLERANCE)
+    assert found[1] == pytest.approx(wanted[1], rel=TOLERANCE)
+    assert found[2].keys() == wanted[2].keys()
+    for name, gradient in wanted[2].items():
+        assert float((found[2][name] - gradient).norm()) <= TOLERANCE * (float(gradient.norm()) + 1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "checkpointing"), [("llama", False), ("gemma", True)])
+async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(kind: str, checkpointing: bool, cache: Path):
+    path = find_model(kind, cache)
+    assert_same(await train(path, compile_backend="aot_eager", gradient_checkpointing=checkpointing), await train(path))
+
+
+def test_batches_of_changing_lengths_need_no_more_programs(cache: Path):
+    model, counting = load_hf_model(find_model("gemma", cache)), Counting()
+    assert compile_layers(model, backend=counting) == model.config.num_hidden_layers
+    for rows, length in [(1, 7), (2, 9)]:
+        model(input_ids=torch.ones((rows, length), dtype=torch.int64), use_cache=False).logits.sum().backward()
+    made = counting.programs
+    assert 2 <= made <= 4  # one sequence and several, each for layers with a window and without
+    for rows, length in [(1, 33), (3, 12), (4, 50), (1, 90), (5, 8), (2, 2)]:
+        model(input_ids=torch.ones((rows, length), dtype=torch.int64), use_cache=False).logits.sum().backward()
+    assert counting.programs == made
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+async def test_the_embedded_engine_shares_a_compiled_model_without_its_programs(kind: str, cache: Path):
+    """By the fast path and by the model's own cache: the tokens are those of the model as it is written."""
+    plain, compiled = (load_hf_model(find_model(kind, cache)) for _ in range(2))
+    compile_layers(compiled, backend=refuse)
+    prompt = torch.arange(5, 12).numpy()
+    found = []
+    async with open_device_thread(name="trainer", torch_threads=1) as thread:
+        for model in (plain, compiled):
+            async with open_local_engine(model, device_thread=thread, mode="shared", trainer_version=lambda: 0, max_rows=2) as engine:
+                assert engine.path == ("fast" if kind == "llama" else "cached")
+                request = GenerateRequest(request_id="a", prompt_ids=prompt, sampling=SamplingParams(max_new_tokens=6, temperature=0.0))
+                found.append(await engine.generate(request))
+    assert found[0].token_ids.tolist() == found[1].token_ids.tolist()
+    assert found[0].log_probs == pytest.approx(found[1].log_probs, abs=1e-6)
+    with pytest.raises(Exception, match="no compiler here"):  # the model is compiled still
+        compiled(input_ids=torch.ones((1, 7), dtype=torch.int64), use_cache=False)
+
+
+def test_a_compiler_that_fails_and_one_that_is_wrong_are_named(cache: Path):
+    for backend, message in ((refuse, r"torch\.compile fails .*no compiler here"), (add_a_little, "differ from the model's")):
+        model = load_hf_model(find_model("llama", cache))
+        with pytest.raises(ModelError, match=message):
+            compile_and_prove(model, plan_forward(model), None, backend=backend)
+    with pytest.raises(ModelError, match="no layers that repeat"):
+        compile_layers(torch.nn.Linear(1, 1), backend=refuse)  # pyright: ignore[reportArgumentType]
+
+
+def test_deterministic_mode_compiles_nothing(cache: Path):
+    with pytest.raises(ValueError, match=r"model\.compile=true with deterministic=true"):
+        RunConfig.model_validate({"deterministic": True, "model": {"compile": True}})
+    model = load_hf_model(find_model("llama", cache))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(ConfigError, match=r"model\.compile=true with deterministic=true"):
+            compile_layers(model, backend=refuse)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_copy_of_a_model_with_gradient_checkpointing_runs_its_own_layers(cache: Path):
+    model = load_hf_model(find_model("llama", cache))
+    checkpoint_layers(model)
+    copy, ids = copy_model(model, None), torch.arange(3, 12)[None]
+    with torch.no_grad():
+        before = copy(input_ids=ids, use_cache=False).logits
+        for parameter in model.model.layers.parameters():
+            parameter.zero_()
+        assert torch.equal(copy(input_ids=ids, use_cache=False).logits, before)
+        assert not torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+
+
+@pytest.mark.compiler
+async def test_the_compiler_of_torch_gives_the_losses_and_gradients_of_plain_layers(cache: Path):
+    """Inductor, with the C++ compiler of this machine, on two kinds of batch: one program each."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        pytest.skip(f"torch.compile needs a C++ compiler ({error})")
+    path = find_model("llama", cache)
+    assert_same(await train(path, compile_backend="inductor"), await train(path))

@@ -1,0 +1,81 @@
+"""A checkpoint that is saved between two weight updates has the weights of the engine too, and a resumed run begins with them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from rollouts.engines.local.engine import LocalEngine, open_local_engine
+from rollouts.errors import CheckpointError, EngineError
+from rollouts.testing.fakes import ScriptedEngine
+from rollouts.testing.torch_contracts import assert_weights_equal, copy_weights, make_batch, train, weights_differ
+from rollouts.weight_sync.engine_weights import ENGINE_FILE, hold_engine_weights, read_engine_weights, sync_as_saved
+from rollouts.weight_sync.probe import Probe, make_probe_prompt
+from rollouts.weight_sync.sync import WeightSync
+from tests.unit.test_pytorch_backend import open_backend
+
+
+@asynccontextmanager
+async def open_both(mode: Literal["shared", "copied"] = "copied") -> AsyncIterator[tuple[Any, LocalEngine]]:
+    async with open_backend() as backend:
+        opened = open_local_engine(backend.model, device_thread=backend.device_thread, mode=mode, trainer_version=lambda: backend.weight_version)
+        async with opened as engine:
+            yield backend, engine
+
+
+def make_sync() -> WeightSync:
+    return WeightSync(Probe(make_probe_prompt(64), 1e-3))
+
+
+async def train_to(backend: Any, version: int, *, seed: int) -> None:
+    await train(backend, make_batch(seed))
+    await backend.set_weight_version(version).result()
+
+
+async def test_an_engine_that_is_behind_is_saved_and_restored_bit_for_bit_with_its_version(tmp_path: Path):
+    async with open_both() as (backend, engine):
+        await train_to(backend, 1, seed=1)
+        await make_sync()(backend, [engine], 1)
+        served = await copy_weights(backend)
+        await train_to(backend, 2, seed=2)
+        write = await hold_engine_weights(engine, 2)
+        assert write is not None
+        await train_to(backend, 3, seed=3)
+        await make_sync()(backend, [engine], 3)
+        await write(tmp_path)  # a copy: the engine has moved on
+    found = read_engine_weights(tmp_path)
+    assert found is not None and found[1] == 1
+    assert_weights_equal(served, found[0])
+    async with open_both() as (backend, engine):
+        await train_to(backend, 2, seed=7)
+        assert await sync_as_saved(backend, engine, make_sync(), tmp_path, 2), "the trainer's weights are to be restored"
+        assert await engine.weight_version() == 1
+        assert_weights_equal(served, await engine.copy_weights())
+
+
+async def test_an_engine_that_has_the_trainers_weights_is_not_saved_and_is_updated_at_a_resume(tmp_path: Path):
+    async with open_both() as (backend, engine):
+        assert await hold_engine_weights(engine, 0) is None
+        await train_to(backend, 1, seed=1)
+        assert not await sync_as_saved(backend, engine, make_sync(), tmp_path, 1), "the trainer has its own weights still"
+        assert await engine.weight_version() == 1
+        assert_weights_equal(await copy_weights(backend), await engine.copy_weights())
+        await train_to(backend, 2, seed=2)
+        assert weights_differ(await copy_weights(backend), await engine.copy_weights())
+    async with open_both("shared") as (backend, engine):
+        assert await hold_engine_weights(engine, 5) is None
+        with pytest.raises(EngineError, match="shares the trainer's weights"):
+            await engine.copy_weights()
+    assert await hold_engine_weights(ScriptedEngine(), 5) is None, "a server keeps its own"
+
+
+def test_a_file_of_engine_weights_that_cannot_be_read_is_named(tmp_path: Path):
+    assert read_engine_weights(tmp_path) is None
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / ENGINE_FILE).write_bytes(b"12345678")
+    with pytest.raises(CheckpointError, match=r"state/engine\.safetensors cannot be read"):
+        read_engine_weights(tmp_path)

@@ -1,0 +1,109 @@
+"""Who resumes without being told to: processes that one launcher starts again, and never a run that a user starts anew."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollouts.distributed.launch import Launch, identify_process, read_launch
+from rollouts.errors import RunDirError
+from rollouts.preflight.restarts import choose_resume, confirm_launch, describe_launch, find_restart, read_agents
+from rollouts.preflight.run_directory import lock_run_dir, write_holder
+from rollouts.run_dir import RunDir
+
+ALONE = Launch(0, 1, 0, 1, "localhost", restart=0, run_id="job", agent="a")
+SPREAD = Launch(0, 4, 0, 2, "node-a", restart=0, run_id="job", agent="a")  # on two machines
+
+
+def use(run_dir: RunDir, launch: Launch, *, others: Iterable[str] = ()) -> None:
+    """A run of this launch has the directory, and its process ends."""
+    restart, _ = choose_resume(run_dir, launch, asked=False)
+    lock = lock_run_dir(run_dir, describe_launch(run_dir, launch, restart))
+    try:
+        write_holder(lock, confirm_launch(run_dir, launch, restart, [launch.agent, *others]))
+    finally:
+        os.close(lock)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def test_what_the_same_agent_starts_is_a_restart_whatever_the_count_says(run_dir):
+    use(run_dir, ALONE)
+    assert find_restart(run_dir, ALONE) == "yes"
+    use(run_dir, SPREAD, others=["b"])
+    assert find_restart(run_dir, replace(SPREAD, agent="b")) == "yes", "rank 0 is on another machine than before"
+
+
+@pytest.mark.parametrize("run_id", ["job", "none", ""])
+def test_two_runs_of_one_machine_with_the_same_id_are_two(run_dir, run_id):
+    use(run_dir, replace(ALONE, run_id=run_id))
+    assert choose_resume(run_dir, replace(ALONE, run_id=run_id, agent="later"), asked=False) == ("no", False)
+
+
+def test_a_start_that_was_refused_is_refused_when_the_launcher_tries_again(run_dir):
+    use(run_dir, ALONE)
+    assert find_restart(run_dir, replace(ALONE, agent="later", restart=1)) == "no"
+
+
+def test_without_agents_the_launchers_count_tells(run_dir):
+    assert find_restart(run_dir, replace(ALONE, restart=1)) == "yes", "it failed before it had the directory"
+    use(run_dir, replace(ALONE, agent=""))
+    assert [find_restart(run_dir, replace(ALONE, agent="", restart=count)) for count in (0, 1)] == ["no", "yes"]
+
+
+def test_a_new_machine_with_rank_0_resumes_if_a_machine_of_before_is_there(run_dir):
+    use(run_dir, SPREAD, others=["b"])
+    newcomer = replace(SPREAD, agent="new")
+    assert find_restart(run_dir, newcomer) == "if another rank says so"
+    use(run_dir, newcomer, others=["b"])
+    assert read_agents(run_dir) == ("job", {"a", "b", "new"}), "the machine that left may come back"
+
+
+@pytest.mark.parametrize("others", [[], ["x"]])
+def test_a_launch_of_the_same_id_on_several_machines_is_refused_again_and_again(run_dir, others):
+    use(run_dir, SPREAD, others=["b"])
+    for count in range(2):
+        second = replace(SPREAD, agent="c", restart=count)
+        with pytest.raises(RunDirError, match=r"not empty, and another launch has used it last; go on with --resume"):
+            use(run_dir, second, others=others)
+        assert read_agents(run_dir) == ("job", {"a", "b"})
+
+
+def test_launches_on_several_machines_without_an_id_of_their_own_are_two(run_dir):
+    use(run_dir, replace(SPREAD, run_id="none"), others=["b"])
+    assert find_restart(run_dir, replace(SPREAD, run_id="none", agent="c")) == "no"
+
+
+def test_a_run_that_is_told_to_resume_asks_nobody(run_dir):
+    use(run_dir, SPREAD)
+    assert choose_resume(run_dir, replace(SPREAD, agent="c"), asked=True) == ("yes", True)
+    assert choose_resume(run_dir, replace(ALONE, agent="d"), asked=True) == ("no", True)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"launch": {"run_id": "job"}}', '{"launch": {"run_id": "job", "agents": 3}}'])
+def test_a_lock_that_does_not_say_is_nobodys(run_dir, text):
+    run_dir.root.mkdir()
+    run_dir.lock.write_text(text)
+    assert read_agents(run_dir) == ("", frozenset())
+
+
+def test_two_processes_are_told_apart_and_one_is_itself():
+    script = "import os; from rollouts.distributed.launch import read_launch; print(read_launch(os.environ).agent)"
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job"}
+    told = [subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    assert told[0] == told[1] == identify_process(os.getpid()) + "\n", "both are children of this one"
+    assert identify_process(os.getppid()) != identify_process(os.getpid()) != ""
+    assert read_launch({}).agent == "", "a shell starts many runs"
+
+
+def test_a_system_that_does_not_tell_gives_no_agent(tmp_path):
+    assert identify_process(1, proc=tmp_path) == ""

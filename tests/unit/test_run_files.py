@@ -1,0 +1,74 @@
+"""What train.py writes whole and reads back: settings and summary survive a power cut, and evaluations are of the weights that there are."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from integration_training.train import evaluated, write_atomically
+from rollouts.errors import StorageError
+from rollouts.run_dir import RunDir
+
+
+def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def record_fsync(descriptor: int) -> None:
+        calls.append(f"fsync {Path(f'/proc/self/fd/{descriptor}').readlink().name}")
+        fsync(descriptor)
+
+    def record_replace(self: Path, target: Path) -> Path:
+        calls.append(f"{self.name} becomes {target.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(Path, "replace", record_replace)
+    write_atomically(tmp_path / "config.toml", "a = 1\n")
+    assert calls == ["fsync .tmp-config.toml", ".tmp-config.toml becomes config.toml", f"fsync {tmp_path.name}"]
+    assert (tmp_path / "config.toml").read_text() == "a = 1\n"
+
+
+def test_a_file_that_cannot_be_synced_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_atomically(tmp_path / "config.toml", "a = 1\n")
+
+    def refuse(_descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StorageError, match=r"config\.toml cannot be written .*Input/output error"):
+        write_atomically(tmp_path / "config.toml", "a = 2\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["config.toml"]
+    assert (tmp_path / "config.toml").read_text() == "a = 1\n"
+
+
+@pytest.mark.parametrize(
+    ("attempt", "trained", "counts"),
+    [
+        (1, [(1, 1), (1, 2), (1, 3), (1, 4)], True),
+        (1, [(1, 4), (2, 5)], True),  # attempt 2 went on after it
+        (1, [(1, 4), (2, 3), (2, 4)], False),  # step 4 was lost and trained again
+        (1, [(1, 4), (2, 3)], False),  # its row was lost with the power; that of the step before says the same
+        (2, [(1, 4), (2, 3), (2, 4)], True),
+        (3, [(1, 4), (2, 3), (2, 4)], True),  # evaluated at the start of the attempt after
+    ],
+)
+def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
+    tmp_path: Path, attempt: int, trained: list[tuple[int, int]], counts: bool
+):
+    run_dir = RunDir(tmp_path)
+    run: Any = SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=["a prompt"]))
+    assert not evaluated(run, "rl", 4)
+    other_stage = {"stage": "sft", "attempt": 9, "step": 1}
+    rows = [other_stage, *({"stage": "rl", "attempt": attempt, "step": step} for attempt, step in trained)]
+    run_dir.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_dir.evaluations.write_text(json.dumps({"stage": "rl", "attempt": attempt, "step": 4, "name": "heldout"}) + "\n")
+    assert evaluated(run, "rl", 4) == counts
+    assert not evaluated(run, "rl", 3)
+    assert evaluated(SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=[])), "rl", 3), "there is nothing to evaluate on"  # type: ignore[arg-type]
