@@ -41,16 +41,12 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THRE
 class Ended:
     """How one run of the program ended."""
 
-    returncodes: tuple[int, ...]  # of its processes, as they were started; negative: the signal that ended one
+    returncode: int  # of the process that failed first, 0 if none did; negative: the signal that ended it
+    returncodes: tuple[int, ...]  # of its processes, as they were started
     wall_s: float  # from its start to the end of the last process
     others_s: float  # from the end of the first process to that of the last
     timed_out: bool  # it was still running after limit_s, and was killed for that
     leftover: tuple[str, ...]  # command lines of descendants that were still there after DRAIN_S, and were then killed; where `drain` asked
-
-    @property
-    def returncode(self) -> int:
-        """0 if all processes ended with it, else the least other one: a signal if there was one."""
-        return min(self.returncodes, key=lambda code: (code == 0, code))
 
 
 class ForkServer:
@@ -107,7 +103,7 @@ class ForkServer:
     def wait(self) -> Ended:
         """Returns when the program that was started has ended, on all its processes."""
         fields = self._read_reply()
-        return Ended(tuple(fields["returncodes"]), fields["wall_s"], fields["others_s"], fields["timed_out"], tuple(fields["leftover"]))
+        return Ended(**{**fields, "returncodes": tuple(fields["returncodes"]), "leftover": tuple(fields["leftover"])})
 
     def _read_reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -193,8 +189,9 @@ def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> d
             signal.sigtimedwait({signal.SIGCHLD}, max(0.001, min(limit, end_at, kill_at) - now))
     ended = time.monotonic()
     leftover = _drain() if request["drain"] else []
+    failed = [code for code in codes.values() if code]  # in the order in which they ended
     times = {"wall_s": ended - started, "others_s": ended - first_end, "timed_out": ended >= limit}
-    return {"returncodes": [codes[pid] for pid in pids], **times, "leftover": leftover}
+    return {"returncode": (failed or [0])[0], "returncodes": [codes[pid] for pid in pids], **times, "leftover": leftover}
 
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:

@@ -73,6 +73,7 @@ class Train:
         stdout, stderr = self.outputs(out)
         stdout.unlink(missing_ok=True)
         stderr.unlink(missing_ok=True)
+        environ = {"ROLLOUTS_CACHE": str(self.cache), **(environ or {})}  # not the server's: tests find what a run has left by it
         return self.server.start(
             argv, output=stdout, errors=stderr, environ=environ, processes=place_ranks(ranks), end_others=end_others, limit_s=LIMIT_S
         )
@@ -89,7 +90,7 @@ class Train:
 @pytest.fixture(scope="session")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Train]:
     cache = tmp_path_factory.mktemp("cache")
-    environ = {"ROLLOUTS_CACHE": str(cache), "PYTHONWARNINGS": "default", "PYTHONPATH": str(REPOSITORY)}
+    environ = {"PYTHONWARNINGS": "default", "PYTHONPATH": str(REPOSITORY)}
     imports = (*IMPORTS, *RANK_IMPORTS, "reasoning_gym")
     with open_fork_server("tests.e2e.held_train:main", imports=imports, environ=environ) as server:
         yield Train(cache, server)

@@ -152,7 +152,7 @@ def stop_after(stage: str, step: int) -> None:
             controls[0].request()
 
     program.watch_signals = watch_and_note
-    JsonlLogger.log_step = log_and_stop
+    JsonlLogger.log_step = log_and_stop  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def count_encoded(file: Path) -> None:
