@@ -143,19 +143,19 @@ class KillHarness:
             self._output(out).unlink(missing_ok=True)
         return Outcome(name, tuple(attempts), tuple(violations))
 
-    def plan_points(self) -> dict[str, list[Cut]]:
+    def plan_points(self, *, once: bool = False) -> dict[str, list[Cut]]:
         """By name of a run, its cuts: every point that a rank of the unbroken run reaches, the first, middle and last time; the points of a resumed
         start, after a kill in the middle; and every point in two attempts running. Of several ranks each is killed at its points, in the middle
-        only: where in the run a rank dies is tried by the job of one rank."""
+        only: where in the run a rank dies is tried by the job of one rank. once: so it is with one rank too."""
         plan: dict[str, list[Cut]] = {}
-        alone = self.job.ranks == 1
+        thorough = self.job.ranks == 1 and not once
         for rank, reached in enumerate(self.reached):
-            place = "" if alone else f":{rank}"
+            place = "" if self.job.ranks == 1 else f":{rank}"
             for point, count in reached.items():
                 middle = (count + 1) // 2
-                for nth in sorted({1, middle, count}) if alone else [middle]:
+                for nth in sorted({1, middle, count}) if thorough else [middle]:
                     plan[f"{point}-{nth}{place}"] = [Cut(f"{point}:{nth}{place}")]
-                if alone:
+                if thorough:
                     plan[f"{point}-again"] = [Cut(f"{point}:{middle}"), Cut(f"{point}:1", optional=True)]
         saved = Cut(f"checkpoint.complete:{max(1, self.reached[0]['checkpoint.complete'] - 1)}")  # the last but one, of the last stage
         for point in POINTS:

@@ -22,6 +22,8 @@ from rollouts.testing.kill_harness import Cut, KillHarness, Outcome, open_kill_h
 from tests.e2e.kill_jobs import BOTH, JOBS, RL, SFT
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+THOROUGH = "the first, middle and last time that it is reached; twice running"
+ONCE = "in the middle of the times that it is reached"
 FRESH_EVERY = 10  # one instant in so many is of a process that imports everything anew
 RANK_SHARE = 10  # a job on ranks gets one instant for so many of all others
 
@@ -44,10 +46,11 @@ class Tally:
         print("x" if outcome.violations else ".", end="", flush=True)
 
 
-def soak_points(harness: KillHarness, tally: Tally) -> None:
-    for name, cuts in harness.plan_points().items():
+def soak_points(harness: KillHarness, tally: Tally, *, once: bool) -> None:
+    plan = harness.plan_points(once=once)
+    for name, cuts in plan.items():
         tally.add("point", harness.kill(name, cuts), cuts)
-    tally.counts["points"] = len({cut.point.partition(":")[0] for cuts in harness.plan_points().values() for cut in cuts if cut.point})
+    tally.counts["points"] = len({cut.point.partition(":")[0] for cuts in plan.values() for cut in cuts if cut.point})
 
 
 def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int) -> None:
@@ -65,7 +68,7 @@ def describe_machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
-def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float) -> None:
+def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, once: bool) -> None:
     """One row a job, then every violation."""
     kills = sum(tally.counts["point kills"] + tally.counts["instant kills"] for tally in tallies)
     failures = [failure for tally in tallies for failure in tally.failures]
@@ -74,7 +77,7 @@ def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float) 
         "",
         f"{describe_machine()}. `make soak`, seed {seed}, {wall_s / 60:.0f} minutes: {kills} SIGKILLs, {len(failures)} violations.",
         "",
-        "A run is killed at a crash point (the first, middle and last time that it is reached; twice running; while it resumes), or at random",
+        f"A run is killed at a crash point ({ONCE if once else THOROUGH}; while it resumes), or at random",
         "instants, resumed until it is finished, and compared with the run that nobody killed: rows, weights, optimizer and loop state bit for bit,",
         "one row for each step, no committed step lost or computed again, every prompt accounted for, no process or temporary file left.",
         "Of two ranks one is killed, at a point of its own or an instant, and the other has to end within 10 s.",
@@ -96,6 +99,7 @@ def main() -> int:
     parser.add_argument("--instants", type=int, default=200, help="kills at random instants, over SFT, RL and both; a tenth of that on ranks")
     parser.add_argument("--seed", type=int, default=0, help="the first; they count up from there")
     parser.add_argument("--jobs", nargs="*", default=[job.name for job in JOBS], choices=[job.name for job in JOBS])
+    parser.add_argument("--once", action="store_true", help="kill at each point in the middle of the run only: a quarter of the time")
     parser.add_argument("--out", type=Path, default=RESULTS / f"soak-{dt.date.today().isoformat()}.md")
     options = parser.parse_args()
     jobs = [job for job in JOBS if job.name in options.jobs]
@@ -107,13 +111,13 @@ def main() -> int:
             tallies.append(tally)
             with open_kill_harness(job, Path(folder) / f"job-{number}") as harness:
                 tally.wall_s = harness.wall_s
-                soak_points(harness, tally)
+                soak_points(harness, tally, once=options.once)
                 if job in shared:
                     soak_instants(harness, tally, kills=-(-options.instants // len(shared)), seed=options.seed)
                 if job.ranks > 1:
                     soak_instants(harness, tally, kills=-(-options.instants // RANK_SHARE), seed=options.seed)
             print(f" {job.name}")
-            write_report(options.out, tallies, seed=options.seed, wall_s=time.monotonic() - started)
+            write_report(options.out, tallies, seed=options.seed, wall_s=time.monotonic() - started, once=options.once)
     failures = [failure for tally in tallies for failure in tally.failures]
     print("\n".join([*failures, f"{options.out} has the result"]))
     return 1 if failures else 0
