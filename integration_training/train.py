@@ -119,11 +119,19 @@ def make_template_options(config: RunConfig) -> TemplateOptions:
 
 
 def check_loss(config: RLTrainingConfig) -> None:
-    """Raises ConfigError if there is no such loss, or it takes no such parameters."""
+    """Raises ConfigError if there is no such loss, or it cannot be called with these parameters on what a batch will hold."""
     from rollouts.loops.rl_batch import make_loss_spec
-    from rollouts.losses import check_loss_params
+    from rollouts.losses import try_loss
 
-    check_loss_params(config.loss, make_loss_spec(config).params)
+    spec = make_loss_spec(config)
+    try_loss(spec.name, spec.params, unit=spec.unit, recompute_old=config.recompute_old, reference=config.kl_coef > 0)
+
+
+def choose_run_device(config: RunConfig, launch: Launch) -> Literal["cpu", "cuda"]:
+    """Where this process computes. Raises ConfigError where that is not to be had."""
+    from rollouts.models.devices import choose_device
+
+    return choose_device(config.model.device, deterministic=config.deterministic, local_ranks=launch.local_world_size)
 
 
 def write_config(run_dir: RunDir, config: RunConfig) -> None:
@@ -167,6 +175,7 @@ class Run:
     base_model: Path  # the directory that the first stage starts from; started servers load it before they get the trainer's weights
     logger: MetricsLogger
     stop: StopControl  # requested by the first SIGINT or SIGTERM
+    device: str  # where this process computes: cpu, cuda, or cuda:N where it is one of several
     ranks: OpenRanks | None = None  # the processes that train together, of which this is rank 0; None: this one is alone
 
 
@@ -184,11 +193,10 @@ class Stage:
 async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[Stage]:
     """A backend with the weights at `model_path` and a fresh optimizer, and what generates with them: for RL as the config says."""
     from rollouts.backends.open import choose_autocast_dtype
-    from rollouts.models.devices import find_device
 
     async with open_backend(run, stage, model_path) as backend:
         served = stage == "rl" and run.config.engine.kind != "local"
-        dtype = choose_autocast_dtype(choose_autocast(run.config), find_device(backend.model).type)
+        dtype = choose_autocast_dtype(choose_autocast(run.config), run.device)
         open_engine = open_servers(run, backend, dtype) if served else open_embedded(run, stage, backend, dtype, model_path)
         async with open_engine as (engine, sync_weights), open_checkpoints(run, stage, backend) as checkpoints:
             yield Stage(backend, engine, sync_weights, checkpoints)
@@ -213,7 +221,7 @@ def open_backend(run: Run, stage: str, model_path: Path) -> AbstractAsyncContext
         "seed": config.seed,
     }
     if run.ranks is None:
-        return open_pytorch_backend(model_path, **options)
+        return open_pytorch_backend(model_path, device=run.device, **options)
     from rollouts.backends.fsdp import open_fsdp_backend
 
     options |= {"reduce_each_micro_batch": config.distributed.reduce_each_micro_batch, "cpu_offload": config.distributed.cpu_offload}
@@ -265,7 +273,6 @@ async def open_embedded(
 ) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
     """An engine in this process, in the trainer's precision. Where the trainer is several ranks, it has the model at `model_path` to itself."""
     from rollouts.engines.local import open_local_engine
-    from rollouts.models.devices import find_device
     from rollouts.models.load import load_hf_model
     from rollouts.weight_sync.open import choose_tolerance
     from rollouts.weight_sync.probe import Probe, make_probe_prompt
@@ -277,7 +284,7 @@ async def open_embedded(
     mode = (config.engine.mode if stage == "rl" else "shared") if alone else "given"
 
     def load_copy() -> PreTrainedModel:
-        return load_hf_model(model_path).to(find_device(backend.model))  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+        return load_hf_model(model_path).to(run.device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
 
     model = backend.model if alone else await backend.device_thread.submit(load_copy)
     async with open_local_engine(
@@ -315,6 +322,7 @@ async def open_servers(
         run.base_model,
         vocab_size=int(backend.model.config.get_text_config().vocab_size),
         trainer_exact=autocast_dtype is None,
+        device=run.device,
         log_dir=run.run_dir.engine_logs,
         snapshot_dir=run.run_dir.weights,
         seed=run.config.seed,
@@ -359,18 +367,19 @@ async def run_stage(run: Run, stage: str, newest: Path | None, start: Path, befo
         if newest is not None:
             await restore(opened.backend, newest)
         if stage == "rl":
-            await sync_at_start(opened, newest)
+            await sync_at_start(opened, newest, trains=completed_steps(newest) < stage_config(run.config, stage).steps)
         if newest is None:
             await evaluate_once(run, opened.engine, *before)
         return await finish_stage(run, stage, opened, newest, start, last=last)
 
 
-async def sync_at_start(opened: Stage, newest: Path | None) -> None:
-    """Brings the engine to the trainer's weights, or to older ones if `newest` was saved between two updates of it."""
+async def sync_at_start(opened: Stage, newest: Path | None, *, trains: bool) -> None:
+    """Brings the engine to the trainer's weights, or to older ones if `newest` was saved between two updates of it and training goes on: what is
+    complete is only evaluated."""
     from rollouts.weight_sync.engine_weights import sync_as_saved
 
-    if newest is None:
-        await opened.sync_weights(opened.backend, [opened.engine], 0)
+    if newest is None or not trains:
+        await opened.sync_weights(opened.backend, [opened.engine], completed_steps(newest))
     elif await sync_as_saved(opened.backend, opened.engine, opened.sync_weights, newest, completed_steps(newest)):
         await opened.backend.load(newest).result()
 
@@ -526,14 +535,15 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
 
 @asynccontextmanager
 async def open_reference(run: Run, backend: Backend, start: Path) -> AsyncIterator[LogProbScorer | None]:
-    """The frozen model that RL started from, on the backend's thread; None when no KL term needs it."""
+    """The frozen model that RL started from, on the backend's thread and device; None when no KL term needs it."""
     from rollouts.reference.score import open_frozen_reference
 
     config = run.config.rl
     if config is None or config.kl_coef == 0:
         yield None
         return
-    async with open_frozen_reference(start, device_thread=backend.device_thread, micro_batch_tokens=config.micro_batch_tokens) as reference:
+    options: dict[str, Any] = {"micro_batch_tokens": config.micro_batch_tokens, "device": run.device}
+    async with open_frozen_reference(start, device_thread=backend.device_thread, **options) as reference:
         yield reference
 
 
@@ -608,6 +618,7 @@ async def evaluate_now(run: Run, engine: InferenceEngine, stage: str, step: int)
 def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, Any]:
     """What summary.json holds, read back from the files that the run left. `wall_s` is of the attempt that finished."""
     from rollouts.metrics.jsonl import newest_attempts, read_rows
+    from rollouts.models.devices import describe_device
 
     evaluations = newest_attempts(read_rows(run.run_dir.evaluations)) if run.run_dir.evaluations.exists() else []
     accuracy: dict[str, float | None] = {"base": None, "sft": None, "rl": None}
@@ -622,6 +633,7 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
         "reward": {"first": rewards[0] if rewards else None, "last": rewards[-1] if rewards else None},
         "wall_s": round(wall_s, 1),
         "peak_rss_gib": round(read_peak_rss_gib(), 3),
+        "device": describe_device(run.device),
         "seed": run.config.seed,
         "versions": {"rollouts-rl": __version__, **{name: version(name) for name in ("torch", "transformers", "trio", "numpy")}},
     }
@@ -656,12 +668,14 @@ def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
     console.print(f"look at it with: python -m rollouts inspect {run.run_dir.root}", highlight=False, soft_wrap=True)
 
 
-def print_findings(command: Command, config: RunConfig, console: Console) -> int:
+def print_findings(command: Command, config: RunConfig, launch: Launch, console: Console) -> int:
     """The exit code of --dry-run: 0 when nothing would stop the run."""
+    from rollouts.models.devices import look_at_device
     from rollouts.models.load import load_tokenizer, resolve_model
     from rollouts.preflight.checks import check_run
     from rollouts.preflight.findings import print_findings as show
 
+    local_ranks = max(config.distributed.ranks, launch.local_world_size)  # a process that stays alone answers for all
     findings = check_run(
         config,
         command.stages,
@@ -669,6 +683,7 @@ def print_findings(command: Command, config: RunConfig, console: Console) -> int
         open_tokenizer=lambda path: load_tokenizer(path, chat_template=chat_template_path(config)),
         base_dir=Path.cwd(),
         check_loss=check_loss,
+        look_at_device=lambda: look_at_device(config.model.device, deterministic=config.deterministic, local_ranks=local_ranks),
     )
     return show(findings, console)
 
@@ -688,7 +703,8 @@ async def run_rank(command: Command, config: RunConfig, launch: Launch) -> int:
     arm_crash_points(os.environ, rank=launch.rank)
     if "rl" in command.stages and config.rl:
         check_loss(config.rl)
-    async with open_ranks(launch, shard_size=config.distributed.shard_size) as opened:
+    choose_device = partial(choose_run_device, config, launch)
+    async with open_ranks(launch, shard_size=config.distributed.shard_size, choose_device=choose_device) as opened:
         await serve_rank(opened, config, find_model=lambda name: resolve_model(name, seed=config.seed))
     return 0
 
@@ -704,7 +720,8 @@ async def open_other_ranks(launch: Launch, config: RunConfig, model_path: Path, 
     async with trio.open_nursery() as nursery:
         connecting = trio.CancelScope()
         nursery.start_soon(end_unconnected, stop, connecting)
-        async with open_ranks(launch, shard_size=config.distributed.shard_size) as opened:
+        choose_device = partial(choose_run_device, config, launch)
+        async with open_ranks(launch, shard_size=config.distributed.shard_size, choose_device=choose_device) as opened:
             connecting.cancel()
             tell_config(opened, config, model_path)
             with stop.telling(opened.hub.end_others):
@@ -729,12 +746,13 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     restart, resume = choose_resume(run_dir, launch, asked=command.resume)
     check_run_dir(run_dir, config, resume=resume)
     if command.dry_run:
-        return print_findings(command, config, console)
+        return print_findings(command, config, launch, console)
     rows = load_all_rows(config, command.stages)
     named = load_functions(config, command.stages, base_dir=Path.cwd())
     if "rl" in command.stages and config.rl:
         check_loss(config.rl)
         check_engine_config(config.engine)
+    device = choose_run_device(config, launch)
     for note in rows.notes():
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed), abandon_on_cancel=True)
@@ -742,9 +760,10 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     stop_ids = stop_token_ids(tokenizer, model_path)
     conversations = prepare_rows(config, command.stages, rows, tokenizer, context_length=read_context_length(model_path))
     reach("start.checked")
-    lock = lock_run_dir(run_dir, describe_launch(run_dir, launch, restart))
+    lock = lock_run_dir(run_dir)
     held.callback(os.close, lock)
     check_run_dir(run_dir, config, resume=resume, locked=True)  # again: a run may have begun and ended since
+    write_holder(lock, describe_launch(run_dir, launch, restart))
     write_config(run_dir, config)
     reach("start.directory_made")
 
@@ -769,8 +788,10 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
                 with stop.startup():  # inside: the other ranks end as after a finished run
                     run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
                     reach("start.opened")
-                    template = make_template_options(config)
-                    run = Run(config, run_dir, rows, conversations, functions, tokenizer, template, stop_ids, model_path, logger, stop, ranks)
+                    template, place = make_template_options(config), device if ranks is None else str(ranks.ranks.device)
+                    run = Run(
+                        config, run_dir, rows, conversations, functions, tokenizer, template, stop_ids, model_path, logger, stop, place, ranks
+                    )
                     finished = await run_stages(run, command.stages, model_path)
         nursery.cancel_scope.cancel()
     if not finished:

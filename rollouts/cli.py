@@ -228,7 +228,8 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     stages = arguments.mode.split("+") if arguments.mode else [stage for stage in ("sft", "rl") if getattr(config, stage) is not None]
     if not stages:
         raise ConfigError(f"{arguments.config}: neither [sft] nor [rl]: there is nothing to train; add one of the tables")
-    from rollouts.models.load import load_tokenizer, resolve_model  # loads torch, seconds: after what can be wrong without it
+    from rollouts.models.devices import look_at_device  # loads torch, seconds: after what can be wrong without it
+    from rollouts.models.load import load_tokenizer, resolve_model
 
     template = Path(config.model.chat_template) if config.model.chat_template else None
     run = look_at_run(
@@ -238,6 +239,9 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         open_tokenizer=lambda path: load_tokenizer(path, chat_template=template),
         base_dir=Path.cwd(),
         check_loss=check_loss,
+        look_at_device=lambda: look_at_device(
+            config.model.device, deterministic=config.deterministic, local_ranks=config.distributed.ranks
+        ),
     )
     findings = [*check_output(config), *run.findings]
     if arguments.call:
@@ -261,8 +265,9 @@ def check_output(config: RunConfig) -> list[Finding]:
 
 
 def check_loss(config: RLTrainingConfig) -> None:
-    """Raises ConfigError or PlugInError if there is no such loss, or it takes no such parameters."""
+    """Raises ConfigError or PlugInError if there is no such loss, or it cannot be called with these parameters on what a batch will hold."""
     from rollouts.loops.rl_batch import make_loss_spec
-    from rollouts.losses import check_loss_params
+    from rollouts.losses import try_loss
 
-    check_loss_params(config.loss, make_loss_spec(config).params)
+    spec = make_loss_spec(config)
+    try_loss(spec.name, spec.params, unit=spec.unit, recompute_old=config.recompute_old, reference=config.kl_coef > 0)

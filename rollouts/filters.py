@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -15,14 +16,15 @@ from rollouts.types import FilterDecision, SampleGroup
 
 GroupFilter = Callable[..., FilterDecision]
 KEEP = FilterDecision(keep=True)
+ROUNDING = 1e-6  # by which a sum of parts that should be 0 or 1 may miss it
 
 
 def check_reward_nonzero_std(group: SampleGroup, *, min_std: float = 1e-6) -> FilterDecision:
     """Drops a group whose rewards are all alike ("zero_variance"): group-relative advantages would all be 0.
 
-    The standard deviation is the population's, over the whole group. A group of one sample has none and is dropped.
+    The standard deviation is the population's, over the whole group. A group of one trajectory has none and is dropped.
     """
-    rewards = group.rewards.astype(np.float64)
+    rewards = _rewards_of(group)
     std = float(rewards.std())
     if std > min_std:
         return KEEP
@@ -33,19 +35,27 @@ def check_reward_nonzero_std(group: SampleGroup, *, min_std: float = 1e-6) -> Fi
 
 def check_min_reward(group: SampleGroup, *, min_reward: float = 0.0) -> FilterDecision:
     """Drops a group whose mean reward is below `min_reward` ("low_reward")."""
-    mean = float(group.rewards.astype(np.float64).mean())
+    rewards = _rewards_of(group)
+    mean = float(rewards.mean())
     if mean >= min_reward:
         return KEEP
-    return FilterDecision(False, "low_reward", f"mean reward {mean:.4g} of {len(group.samples)} samples is below {min_reward:.4g}")
+    return FilterDecision(False, "low_reward", f"mean reward {mean:.4g} of {len(rewards)} samples is below {min_reward:.4g}")
 
 
 def check_mixed_accuracy(group: SampleGroup, *, part: str = "", low: float = 0.0, high: float = 1.0) -> FilterDecision:
     """Drops a group that is always or never right ("too_easy", "too_hard"): keeps low < accuracy < high, dynamic sampling of DAPO (2503.14476).
 
     Accuracy is the mean of a part of the reward, or of the reward itself with part "". Named, because a shaped reward (a length penalty)
-    still varies in a group where every answer is right. Raises ValueError if a sample lacks the part.
+    still varies in a group where every answer is right. Raises ValueError if a sample lacks the part, or has a value outside 0 to 1: of
+    rewards of 1 and -1 the mean is no accuracy.
     """
-    values = group.rewards.astype(np.float64) if not part else _part_of(group, part, "check_mixed_accuracy")
+    values = _part_of(group, part, "check_mixed_accuracy") if part else _rewards_of(group)
+    outside = values[(values < -ROUNDING) | (values > 1 + ROUNDING)]
+    if len(outside):
+        raise ValueError(
+            f"check_mixed_accuracy: {part or 'the reward'} of a sample of group {group.group_index} is {outside[0]:.4g}; an accuracy is a mean of "
+            "values from 0 to 1: name such a part of the reward with part=, or use check_reward_nonzero_std"
+        )
     accuracy = float(values.mean())
     if low < accuracy < high:
         return KEEP
@@ -66,10 +76,15 @@ def check_consensus(group: SampleGroup, *, min_ratio: float = 0.0) -> FilterDeci
 
 
 def _part_of(group: SampleGroup, part: str, name: str) -> NDArray[np.float64]:
-    """[G] that part of each sample's reward."""
-    if any(part not in sample.rewards for sample in group.samples):
+    """That part of the reward of each trajectory."""
+    if any(part not in sample.rewards for sample in group.ends):
         raise ValueError(f"{name} needs the part {part!r} of the reward, which a sample of group {group.group_index} has not; report it there")
-    return np.asarray([sample.rewards[part] for sample in group.samples], np.float64)
+    return np.asarray([sample.rewards[part] for sample in group.ends], np.float64)
+
+
+def _rewards_of(group: SampleGroup) -> NDArray[np.float64]:
+    """One reward per trajectory: its segments share it, and none may count more for having more of them."""
+    return replace(group, samples=group.ends).rewards.astype(np.float64)
 
 
 def check_response_diversity(group: SampleGroup, *, min_unique_fraction: float = 0.25) -> FilterDecision:

@@ -105,9 +105,14 @@ def checkpoint_manifest(checkpoint: Path) -> Path:
 
 
 def check_inside(root: Path, path: Path) -> None:
-    """Raises RunDirError when `path`, with .. and symbolic links followed, lies outside `root`, with its own followed. Need not exist."""
-    if not path.resolve().is_relative_to(root.resolve()):
-        raise RunDirError(f"{path} leads to {path.resolve()}, outside {root}; remove that link, or point output.dir itself at the other disk")
+    """Raises RunDirError when `path`, with .. and symbolic links followed, lies outside `root`, with its own followed, or links lead in a circle.
+    Need not exist."""
+    try:
+        end, inside = path.resolve(), root.resolve()
+    except (OSError, RuntimeError) as error:  # pathlib: RuntimeError for links that lead in a circle
+        raise RunDirError(f"{path} cannot be followed ({error}); remove the symbolic link that leads nowhere, or name another output.dir") from error
+    if not end.is_relative_to(inside):
+        raise RunDirError(f"{path} leads to {end}, outside {root}; remove that link, or point output.dir itself at the other disk")
 
 
 def parse_step(name: str) -> int | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -270,6 +271,25 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
+SEGMENT_ID = re.compile(r"(.+)\.\d+")  # of a trajectory's second segment and those after it: the id of its first, a dot, a number
+
+
+def number_trajectories(samples: Sequence[Sample]) -> IntArray:
+    """[B] rows that are segments of one trajectory have one number, from 0 in the order in which trajectories appear.
+
+    A sample `x.1`, `x.2`, … belongs to the sample `x` of its group; where there is no such sample it is a trajectory by itself.
+    """
+    present = {(sample.group_index, sample.id) for sample in samples}
+    numbers: dict[tuple[int | None, str], int] = {}
+    rows: list[int] = []
+    for sample in samples:
+        match = SEGMENT_ID.fullmatch(sample.id)
+        first = (sample.group_index, match[1] if match else sample.id)
+        key = first if first in present else (sample.group_index, sample.id)
+        rows.append(numbers.setdefault(key, len(numbers)))
+    return np.asarray(rows, np.int64)
+
+
 def _finite(name: str, value: object) -> float:
     if isinstance(value, bool | int | float | np.integer | np.floating | np.bool_):
         number = float(value)
@@ -284,11 +304,16 @@ class SampleGroup:
 
     group_index: int  # unique in the run
     prompt_id: str  # id of the dataset row
-    samples: tuple[Sample, ...]  # G of them, fewer when some failed
+    samples: tuple[Sample, ...]  # G of them, fewer when some failed; more where trajectories have several segments
+
+    @property
+    def ends(self) -> tuple[Sample, ...]:
+        """One sample per trajectory: the last of its segments. All samples, where none has several."""
+        return tuple(dict(zip(number_trajectories(self.samples).tolist(), self.samples, strict=True)).values())
 
     @property
     def rewards(self) -> FloatArray:
-        """Rewards [G] of a scored group. Raises ValueError if a sample has none."""
+        """Rewards of a scored group, one per sample; segments share theirs, and `ends` counts it once. Raises ValueError if a sample has none."""
         values = [sample.reward for sample in self.samples]
         if any(value is None for value in values):
             raise ValueError(f"group {self.group_index} has samples without a reward")

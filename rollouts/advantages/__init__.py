@@ -35,7 +35,7 @@ from rollouts.advantages.group import (
     use_raw_rewards,
     whiten_over_tokens,
 )
-from rollouts.advantages.inputs import AdvantageFn, AdvantageInputs
+from rollouts.advantages.inputs import AdvantageFn, AdvantageInputs, merge_segments
 from rollouts.advantages.kl_rewards import compute_token_rewards, subtract_kl
 from rollouts.advantages.roles import RoleAdvantages, compute_role_advantages
 from rollouts.errors import ConfigError
@@ -57,6 +57,7 @@ __all__ = [
     "compute_length_adaptive_lambda",
     "compute_role_advantages",
     "compute_token_rewards",
+    "merge_segments",
     "subtract_kl",
     "whiten_advantages",
     "whiten_over_tokens",
@@ -84,17 +85,19 @@ def compute_group_advantages(
     *,
     lengths: ArrayLike | None = None,
     named_rewards: Mapping[str, ArrayLike] | None = None,
+    trajectories: ArrayLike | None = None,
     **params: Any,
 ) -> FloatArray:
     """One advantage per row [B] by a name of ADVANTAGES; rows of equal `group_indices` [B] are compared, in any order of the rows.
 
-    lengths [B] (tokens that train) and named_rewards are needed by some kinds; params are the kind's own. Computed in float64.
+    lengths [B] (tokens that train) and named_rewards are needed by some kinds; params are the kind's own. Rows of equal `trajectories` [B] are
+    segments of one, which counts once. Computed in float64.
     Raises ValueError on an unknown kind, on lengths that differ, and naming the row whose reward is not finite.
     """
     if kind not in ADVANTAGES:
         raise ValueError(f"kind={kind!r} is not known; advantages are {', '.join(ADVANTAGES)}")
     inputs: Any = {"rewards": rewards, "group_indices": group_indices, "lengths": lengths, "named_rewards": named_rewards or {}}
-    advantages = compute_advantages(AdvantageInputs(**inputs), ADVANTAGES[kind], **params)
+    advantages = compute_advantages(AdvantageInputs(**inputs | {"trajectories": trajectories}), ADVANTAGES[kind], **params)
     assert isinstance(advantages, np.ndarray), kind
     return advantages
 

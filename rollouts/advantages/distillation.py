@@ -26,7 +26,8 @@ def compute_distillation_advantages(
 
     log_probs: of the policy that sampled (the rollouts'). With `reinforce` or `importance_sampling` the expected gradient is that of
     −coef·KL(student || teacher) token by token, without the terms of later tokens (a discount of 0). Add them to task advantages to mix the two.
-    clip: |A_t| is held below it; None: not at all. A teacher's -inf is then −clip; without a clip it is refused.
+    clip: |A_t| is held below it; None: not at all. A teacher's -inf is then −clip; without a clip it is refused. A student's log-prob of a token
+    that it sampled must be finite in any case.
     Papers: 2306.13649; Thinking Machines 2025, "On-Policy Distillation".
     Raises ValueError unless coef > 0 and clip > 0, on lengths that differ, and naming the row and token that is not finite.
     """
@@ -38,6 +39,8 @@ def compute_distillation_advantages(
     for row, (teacher, student, mask) in enumerate(zip(teacher_log_probs, log_probs, loss_masks, strict=True)):
         if not len(teacher) == len(student) == len(mask):
             raise ValueError(f"row {row} has {len(teacher)} teacher log-probs, {len(student)} log-probs and {len(mask)} mask values")
+        if len(lost := np.flatnonzero(mask & ~np.isfinite(student))):
+            raise ValueError(f"row {row}, token {lost[0]}: the student's log-prob is {student[lost[0]]}; it must be finite, for it sampled the token")
         values = np.zeros(len(mask), np.float64)
         values[mask] = coef * (np.float64(teacher[mask]) - np.float64(student[mask]))
         if clip is not None:

@@ -2,22 +2,40 @@
 
 Every function takes AdvantageInputs and returns one number per row [B], in float64. A group of one row, or of equal rewards, has nothing to
 compare: its rows get exactly 0 before anything is whitened. Of a function that works on whole batches this holds for a batch without spread.
+
+What is compared are trajectories: one of several segments counts once, with its one reward and the sum of their lengths, and its segments get the
+same advantage. "Row" below means such a trajectory.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollouts.advantages.inputs import AdvantageInputs, Floats, need_lengths
+from rollouts.advantages.inputs import AdvantageInputs, Floats, merge_segments, need_lengths
 
 STD_EPSILON = 1e-6  # of 2402.03300; keeps a nearly constant group from dividing by nothing
 VARIANCE_EPSILON = 1e-8  # inside the root when a batch is whitened
+P = ParamSpec("P")
 
 
+def per_trajectory(function: Callable[Concatenate[AdvantageInputs, P], Floats]) -> Callable[Concatenate[AdvantageInputs, P], Floats]:
+    """The function applied to one row per trajectory, its answers spread over the rows [B] of the segments."""
+
+    @functools.wraps(function)
+    def of_rows(inputs: AdvantageInputs, /, *args: P.args, **kwargs: P.kwargs) -> Floats:
+        merged, places = merge_segments(inputs)
+        return function(merged, *args, **kwargs)[places]
+
+    return of_rows
+
+
+@per_trajectory
 def compute_grpo_advantages(inputs: AdvantageInputs, *, std_epsilon: float = STD_EPSILON, leave_one_out: bool = False) -> Floats:
     """(r − mean) / (std + std_epsilon) over the group, std with G − 1 in its denominator. Paper: GRPO, 2402.03300.
 
@@ -29,16 +47,19 @@ def compute_grpo_advantages(inputs: AdvantageInputs, *, std_epsilon: float = STD
     return _over_groups(inputs, lambda rewards: (rewards - rewards.mean()) / (rewards.std(ddof=1) + std_epsilon))
 
 
+@per_trajectory
 def compute_centred_advantages(inputs: AdvantageInputs) -> Floats:
     """r − mean of the group: no division, so hard and easy prompts keep their scale. Paper: Dr. GRPO, 2503.20783."""
     return _over_groups(inputs, lambda rewards: rewards - rewards.mean())
 
 
+@per_trajectory
 def compute_rloo_advantages(inputs: AdvantageInputs) -> Floats:
     """r − mean of the others of the group. Paper: RLOO, 2402.14740."""
     return _over_groups(inputs, lambda rewards: (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1)))
 
 
+@per_trajectory
 def compute_maxrl_advantages(inputs: AdvantageInputs) -> Floats:
     """(r − mean) / mean of the group: for rewards of 0 and 1, hard prompts weigh by 1/p. Paper: MaxRL, 2602.02710.
 
@@ -47,6 +68,7 @@ def compute_maxrl_advantages(inputs: AdvantageInputs) -> Floats:
     return _over_groups(inputs, lambda rewards: (rewards - rewards.mean()) / rewards.mean() if rewards.mean() > 0 else np.zeros_like(rewards))
 
 
+@per_trajectory
 def compute_opo_advantages(inputs: AdvantageInputs) -> Floats:
     """r − Σ(length·r)/Σlength of the group: the baseline of least variance when a row's gradient grows with its length. Paper: OPO, 2505.23585.
 
@@ -61,6 +83,7 @@ def compute_opo_advantages(inputs: AdvantageInputs) -> Floats:
     return advantages
 
 
+@per_trajectory
 def compute_pass_at_k_advantages(
     inputs: AdvantageInputs, *, k: int = 0, divide_by_std: bool = False, std_epsilon: float = STD_EPSILON
 ) -> Floats:
@@ -88,6 +111,7 @@ def compute_pass_at_k_advantages(
     return _over_groups(inputs, of_group)
 
 
+@per_trajectory
 def compute_reinforce_pp_advantages(inputs: AdvantageInputs, *, ddof: int = 1) -> Floats:
     """r whitened over all trained tokens of the batch: no group is needed. Paper: REINFORCE++, 2501.03262.
 
@@ -96,6 +120,7 @@ def compute_reinforce_pp_advantages(inputs: AdvantageInputs, *, ddof: int = 1) -
     return whiten_over_tokens(inputs.rewards, need_lengths(inputs, "reinforce_pp"), ddof=ddof)
 
 
+@per_trajectory
 def compute_reinforce_pp_baseline_advantages(inputs: AdvantageInputs, *, ddof: int = 1) -> Floats:
     """r − mean of the group, then whitened over all trained tokens of the batch. Paper: REINFORCE++ with baseline, 2501.03262.
 
@@ -105,6 +130,7 @@ def compute_reinforce_pp_baseline_advantages(inputs: AdvantageInputs, *, ddof: i
     return whiten_over_tokens(compute_centred_advantages(inputs), need_lengths(inputs, "reinforce_pp_baseline"), ddof=ddof)
 
 
+@per_trajectory
 def compute_gdpo_advantages(inputs: AdvantageInputs, *, std_epsilon: float = STD_EPSILON) -> Floats:
     """Each named reward standardised over its group, their weighted sum, standardised over the batch. Paper: GDPO, 2601.05242.
 
@@ -126,7 +152,8 @@ def compute_gdpo_advantages(inputs: AdvantageInputs, *, std_epsilon: float = STD
 def compute_remax_advantages(inputs: AdvantageInputs, *, baseline: str = "greedy_reward") -> Floats:
     """r − the reward of the greedy answer to the same prompt, which the reward function reports as the part `baseline`. Paper: ReMax, 2310.10505.
 
-    No group is needed; equal rewards do not give 0. Raises ValueError when a row has no such part.
+    The parts of a mapping are added up, the baseline too, and then r holds it: answer with RewardResult(reward, parts), or give the part the
+    weight 0 in reward_weights. No group is needed; equal rewards do not give 0. Raises ValueError when a row has no such part.
     """
     if baseline not in inputs.named_rewards:
         known = ", ".join(inputs.named_rewards) or "none"

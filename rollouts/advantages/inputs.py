@@ -23,7 +23,8 @@ class AdvantageInputs:
     """What is known of a batch when advantages are computed. Lists are accepted for arrays.
 
     Failed samples must have left the batch: a zero in their place would move the mean of every other row. Raises ValueError on lengths that
-    differ, and naming the row whose reward is not finite: one bad row would spoil its whole group.
+    differ, naming the row whose reward is not finite (one bad row would spoil its whole group), and naming the row whose group, reward or
+    named reward is another than that of its trajectory.
     """
 
     rewards: Floats  # [B]; less the KL term where that goes into the reward
@@ -32,6 +33,7 @@ class AdvantageInputs:
     named_rewards: Mapping[str, Floats] = field(default_factory=dict)  # parts of the reward that every row has, each [B]
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # of the named rewards; empty: 1 each
     samples: tuple[Sample, ...] = ()  # [B] the records behind the rows, or empty; for functions that need more than the above
+    trajectories: NDArray[np.int64] | None = None  # [B] segments of one trajectory share a number, and their reward; None: each row is one
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -52,11 +54,52 @@ class AdvantageInputs:
                 raise ValueError(f"named_rewards[{name!r}] has shape {values.shape}; one per row, {rewards.shape}")
             check_finite(values, f"named_rewards[{name!r}]")
         put(self, "named_rewards", named)
+        if self.trajectories is not None:
+            self._check_trajectories(np.asarray(self.trajectories, np.int64))
         if self.samples and len(self.samples) != len(rewards):
             raise ValueError(f"there are {len(self.samples)} samples for {len(rewards)} rows")
         for name, weight in self.reward_weights.items():
             if not math.isfinite(weight):
                 raise ValueError(f"reward_weights[{name!r}] is {weight}; a weight is a finite number")
+
+    def _check_trajectories(self, trajectories: NDArray[np.int64]) -> None:
+        if trajectories.shape != self.rewards.shape:
+            raise ValueError(f"trajectories have shape {trajectories.shape}; one per row, {self.rewards.shape}")
+        object.__setattr__(self, "trajectories", trajectories)
+        _, first, places = np.unique(trajectories, return_index=True, return_inverse=True)
+        columns = {"group_indices": self.group_indices, "rewards": self.rewards}
+        for name, values in (columns | {f"named_rewards[{key!r}]": part for key, part in self.named_rewards.items()}).items():
+            shared = values[first][places]
+            bad = np.flatnonzero(values != shared)
+            if len(bad):
+                row = bad[0]
+                raise ValueError(f"{name}[{row}] is {values[row]}, and {shared[row]} in another segment of its trajectory; segments share it")
+
+
+def merge_segments(inputs: AdvantageInputs) -> tuple[AdvantageInputs, NDArray[np.intp]]:
+    """The inputs with one row per trajectory, and for each of the B rows [B] which of those it belongs to: `of_trajectories[places]` is one per row.
+
+    A trajectory has its one reward, the sum of its segments' lengths, and the sample of its last segment. Inputs without `trajectories` stay as
+    they are.
+    """
+    if inputs.trajectories is None:
+        return inputs, np.arange(len(inputs.rewards))
+    numbers, places = np.unique(inputs.trajectories, return_inverse=True)
+    last = np.zeros(len(numbers), np.intp)
+    last[places] = np.arange(len(places))  # of equal places the last one stays
+    lengths = None
+    if inputs.lengths is not None:
+        lengths = np.zeros(len(numbers), np.int64)
+        np.add.at(lengths, places, inputs.lengths)
+    merged = AdvantageInputs(
+        rewards=inputs.rewards[last],
+        group_indices=inputs.group_indices[last],
+        lengths=lengths,
+        named_rewards={name: values[last] for name, values in inputs.named_rewards.items()},
+        reward_weights=inputs.reward_weights,
+        samples=tuple(inputs.samples[row] for row in last) if inputs.samples else (),
+    )
+    return merged, places
 
 
 def need_lengths(inputs: AdvantageInputs, kind: str) -> NDArray[np.int64]:

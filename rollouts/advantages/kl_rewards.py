@@ -1,4 +1,4 @@
-"""The KL term inside the reward: once per sample, or on every token. k1, detached: numbers in, numbers out."""
+"""The KL term inside the reward: once per trajectory, or on every token. k1, detached: numbers in, numbers out."""
 
 from __future__ import annotations
 
@@ -17,8 +17,12 @@ def subtract_kl(
     ref_log_probs: Sequence[FloatArray],
     loss_masks: Sequence[BoolArray],
     beta: float,
+    *,
+    trajectories: ArrayLike | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """(rewards − beta·kl [B], kl [B]) with kl = Σ over the row's trained tokens of log_prob − ref_log_prob: k1, nats per sample.
+    """(rewards − beta·kl [B], kl [B]) with kl = Σ over the trained tokens of the row's trajectory of log_prob − ref_log_prob: k1, nats.
+
+    Rows of equal `trajectories` [B] are segments of one, and each gets the KL of all; None: every row is one by itself.
 
     InstructGPT (2203.02155) puts −beta·(lp_t − ref_t) into the reward of token t. Here a sample has one advantage for all its tokens, so
     the sum goes into its one reward, before the group statistics: the same objective, reward − beta·KL(policy || reference) of the
@@ -27,6 +31,12 @@ def subtract_kl(
     """
     values = _one_per_row(rewards, len(log_probs))
     kl = np.asarray([row.sum() for row in _token_kl(log_probs, ref_log_probs, loss_masks)], np.float64)
+    if trajectories is not None:
+        numbers = np.asarray(trajectories, np.int64)
+        if numbers.shape != kl.shape:
+            raise ValueError(f"trajectories have shape {numbers.shape} for {len(kl)} rows; there must be one per row")
+        _, places = np.unique(numbers, return_inverse=True)
+        kl = np.bincount(places, weights=kl, minlength=0)[places]
     result = values - beta * kl
     check_finite(result, "rewards")
     return result.astype(np.float32), kl.astype(np.float32)

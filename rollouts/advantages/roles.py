@@ -21,7 +21,7 @@ class RoleAdvantages(NamedTuple):
 
 
 def compute_role_advantages(rewards: ArrayLike, roles: Sequence[str], baselines: Mapping[str, float], *, decay: float = 0.95) -> RoleAdvantages:
-    """A = r − b[role], and then b[role] ← decay·b[role] + (1 − decay)·r, row by row in the order given.
+    """A = r − b[role], and then b[role] ← decay·b[role] + (1 − decay)·r, row by row in the order given: A is taken before r moves b.
 
     Roles of an unfair game (who moves first) have different means; one baseline for all would reward the role. An unknown role starts at 0.
     The same rewards in another order give other advantages, so keep the order fixed. Paper: SPIRAL's role-conditioned advantage

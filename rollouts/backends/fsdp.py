@@ -6,7 +6,9 @@
                              └─ ShardedTrainer.method ◄─ collectives ─► ShardedTrainer.method
 
 A command goes out when rank 0's job begins, not when it is submitted: the others never wait inside a collective for rank 0's earlier work,
-and a job that is dropped was never heard of. Versions, schedule, counts and whether a step failed are kept by rank 0 alone.
+and a job that is dropped was never heard of. What writes a checkpoint is no job: a rank does it when it hears of it, beside whatever its device
+thread is in, so that rank 0, which waits for it, never waits for a collective that it has left itself. Versions, schedule, counts and whether
+a step failed are kept by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
 from torch import Tensor
@@ -35,6 +37,7 @@ from rollouts.crash_points import reach
 from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread, open_device_thread
 from rollouts.distributed.commands import Command
+from rollouts.distributed.hub import describe_error
 from rollouts.distributed.process_group import AgreedFailure, Ranks, describe_failure, hear_failure
 from rollouts.errors import BackendError, ConfigError
 from rollouts.protocols import WeightSink
@@ -68,6 +71,9 @@ class CommandReceiver(Protocol):
 
     def set_phase(self, text: str) -> None: ...
     def answer(self, name: str, text: str) -> None: ...
+    def fail(self, text: str) -> None:
+        """Tells rank 0 that this rank cannot go on, before it has ended."""
+        ...
 
 
 # --- rank 0 ----------------------------------------------------------------------------------------------------------------------------
@@ -103,7 +109,9 @@ async def open_fsdp_backend(
     """
     assert ranks.rank == 0, f"rank {ranks.rank} takes commands: use serve_fsdp_rank"
     if cpu_offload and ranks.device.type == "cpu":
-        raise ConfigError("distributed.cpu_offload=true, but the ranks train on CPUs: all they have is in host memory; leave it out")
+        raise ConfigError(
+            "distributed.cpu_offload=true, but the ranks train on CPUs: all they have is in host memory; leave it out, or set model.device='cuda'"
+        )
     options = ShardedOptions(
         model_path=str(model_path),
         optim=optim.model_dump(),
@@ -398,29 +406,49 @@ async def serve_backend(link: CommandReceiver, ranks: Ranks, options: ShardedOpt
         link.set_phase(OPENING)
         trainer = await device_thread.submit(lambda: ignore_agreed(lambda: open_trainer(options, ranks, device_thread.check_open)))
         link.set_phase(WAITING)
-        held: object = None  # what the last command has left to be written
-        async with trio.open_nursery() as writing:
-            while (command := await receive(link)) is not None and command.name != "close_backend":
+        jobs_in, jobs = trio.open_memory_channel[Job](math.inf)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(take_commands, link, jobs_in, nursery)
+            async for command, held in jobs:
                 assert trainer is not None, f"{command.name} for a backend that did not open"
                 assert command.name != "open_backend", "ranks have one backend at a time: leave the first before another is opened"
-                if command.name == "write_held":
-                    assert isinstance(held, HeldPart), held
-                    writing.start_soon(write_held, link, held, Path(command.fields["path"]), command.fields["name"])
-                    held = None
-                    continue
                 link.set_phase(command.fields["phase"])
-                if command.name == "capture":
-                    held = None  # of one that was never written, before there is another
-                found = await device_thread.submit(lambda trainer=trainer, command=command: follow(trainer, command))
-                held = found if command.name == "capture" else held
+                try:
+                    found = await device_thread.submit(lambda trainer=trainer, command=command: follow(trainer, command))
+                except Exception as error:  # the nursery waits for what is being written; the others, for this rank, need not
+                    link.fail(describe_error(error))
+                    raise
+                if isinstance(found, HeldPart):
+                    held.send_nowait(found)
+                del found  # memory that is free once it is written
                 link.set_phase(WAITING)
 
 
-async def write_held(link: CommandReceiver, held: HeldPart, path: Path, name: str) -> None:
-    """Writes this rank's part of a checkpoint, while steps run, and tells rank 0 how that went: nothing, or what has failed."""
+class Job(NamedTuple):
+    """A command for the device thread."""
+
+    command: Command
+    held: trio.MemorySendChannel[HeldPart]  # takes what a capture leaves to be written
+
+
+async def take_commands(link: CommandReceiver, jobs: trio.MemorySendChannel[Job], writing: trio.Nursery) -> None:
+    """Hands on what the device thread is to do, and starts in `writing` what only writes, until rank 0 closes the backend."""
+    held_in, held = trio.open_memory_channel[HeldPart](1)
+    async with jobs:
+        while (command := await receive(link)) is not None and command.name != "close_backend":
+            if command.name == "write_held":
+                writing.start_soon(write_held, link, held, Path(command.fields["path"]), command.fields["name"])
+                continue
+            if command.name == "capture":
+                held_in, held = trio.open_memory_channel[HeldPart](1)  # of one that was never written nothing is kept
+            jobs.send_nowait(Job(command, held_in))
+
+
+async def write_held(link: CommandReceiver, held: trio.MemoryReceiveChannel[HeldPart], path: Path, name: str) -> None:
+    """Writes this rank's part of a checkpoint, once it is captured, while steps run; tells rank 0 how that went: nothing, or what has failed."""
     said = ""
     try:
-        await trio.to_thread.run_sync(held.write, path)
+        await trio.to_thread.run_sync((await held.receive()).write, path)
     except Exception as error:  # rank 0 raises it
         said = describe_failure(error).decode()
     link.answer(name, said)

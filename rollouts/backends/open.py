@@ -14,6 +14,7 @@ from rollouts.backends.compiled import compile_and_prove
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import open_device_thread
+from rollouts.models.devices import use_device
 from rollouts.models.gradient_checkpointing import checkpoint_layers
 from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import ForwardPlan
@@ -44,7 +45,8 @@ async def open_pytorch_backend(
 ) -> AsyncIterator[PyTorchTrainingBackend]:
     """A backend with float32 master weights from `model_path` and a fresh AdamW; `total_steps` is where its schedule ends.
 
-    threads: torch's, 0 for one per core this process may use. deterministic: only algorithms that give the same bits every time.
+    device: "cpu", "cuda" (the thread's first) or "cuda:N". threads: torch's, 0 for one per core this process may use. deterministic: only
+    algorithms that give the same bits every time.
     skip_zero_advantage: see PyTorchTrainingBackend. gradient_checkpointing: layers keep their input only and are computed again for the
     gradient: the same gradients for less memory and about a third more time. compile_backend: of torch.compile, which then runs the
     layers ("inductor"), after it took its time to make their programs; log-probs and gradients are the same to rounding. seed: of torch's own
@@ -56,6 +58,7 @@ async def open_pytorch_backend(
 
         def load() -> tuple[PreTrainedModel, torch.optim.AdamW, ForwardPlan]:
             torch.use_deterministic_algorithms(deterministic)
+            use_device(device)
             loaded = load_hf_model(model_path).to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
             if gradient_checkpointing:
                 checkpoint_layers(loaded)
@@ -84,7 +87,7 @@ async def open_pytorch_backend(
 def choose_autocast_dtype(autocast: Literal["off", "bfloat16", "auto"], device: str) -> torch.dtype | None:
     """bfloat16 or None for float32. auto: bfloat16 on a GPU that has it and on a CPU that multiplies it natively; elsewhere it is slower."""
     if autocast == "auto":
-        native = torch.cuda.is_bf16_supported() if torch.device(device).type == "cuda" else cpu_multiplies_bfloat16()
+        native = torch.cuda.is_bf16_supported(including_emulation=False) if torch.device(device).type == "cuda" else cpu_multiplies_bfloat16()
         return torch.bfloat16 if native else None
     return torch.bfloat16 if autocast == "bfloat16" else None
 

@@ -16,6 +16,7 @@ from rollouts.backends.sharded_model import compile_sharded, plan_sharded_forwar
 from rollouts.backends.sharded_trainer import ShardedTrainer
 from rollouts.config.schema import OptimConfig
 from rollouts.distributed.process_group import Ranks, run_agreed
+from rollouts.models.devices import use_device
 from rollouts.models.gradient_checkpointing import checkpoint_layers
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
@@ -44,8 +45,7 @@ class ShardedOptions:
 def open_trainer(options: ShardedOptions, ranks: Ranks, check_open: Callable[[], None]) -> ShardedTrainer:
     """This rank's part of a model with a fresh optimizer; no rank holds the whole. Collective. Raises AgreedFailure."""
     torch.use_deterministic_algorithms(options.deterministic)
-    if ranks.device.type == "cuda":  # pragma: gpu
-        torch.cuda.set_device(ranks.device)  # of this thread
+    use_device(ranks.device)
     path = Path(options.model_path)
 
     def load() -> PreTrainedModel:

@@ -19,18 +19,26 @@ from pathlib import Path
 import trio
 
 from rollouts.backends.fsdp import ShardedOptions, receive, serve_backend
-from rollouts.backends.same_ranks import check_same_versions, read_versions
+from rollouts.backends.same_ranks import check_same_device, check_same_versions, read_versions, tell_device
 from rollouts.config.load import check_same_config, dump_config
 from rollouts.config.schema import RunConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.distributed.commands import Command
 from rollouts.distributed.control import ControlHub, ControlLink, end_after_rank_0, exit_on_lost, open_control
 from rollouts.distributed.launch import Launch
-from rollouts.distributed.process_group import Ranks, all_gather_bytes, broadcast_bytes, close_ranks, init_ranks
+from rollouts.distributed.process_group import Ranks, all_gather_bytes, broadcast_bytes, close_ranks, init_ranks, meet_ranks
 from rollouts.errors import ConfigError, RunDirError
 
 FindModel = Callable[[str], Path]
 """The directory of a model by its name in the config. Blocks. Raises ModelError."""
+
+ChooseDevice = Callable[[], str]
+"""Where this rank would compute, "cpu" or "cuda". Raises ConfigError."""
+
+
+def choose_cpu() -> str:
+    """The device of ranks that compute on CPUs."""
+    return "cpu"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,18 +63,18 @@ class OpenRanks:
 
 
 @asynccontextmanager
-async def open_ranks(launch: Launch, *, shard_size: int = 0, device: str = "cpu") -> AsyncIterator[OpenRanks]:
+async def open_ranks(launch: Launch, *, shard_size: int = 0, choose_device: ChooseDevice = choose_cpu) -> AsyncIterator[OpenRanks]:
     """This process connected with all others of the run, once they are there.
 
     Leaving ends the run for the others too: as complete on rank 0 without an exception, else as a failure. A rank that is lost ends this process
     with exit code 75. Raises ConfigError for a shard_size that does not divide the ranks, and on all of them where they run unlike versions of what
-    computes. Ranks that do not drive ignore SIGINT and SIGTERM from the moment when they are connected, and end at once by either before.
+    computes, have chosen unlike devices, or one could choose none. Ranks that do not drive ignore SIGINT and SIGTERM from the moment when they are
+    connected, and end at once by either before.
     """
     if launch.rank:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for the thread that waits for the others
     async with open_device_thread(name="ranks", torch_threads=1) as thread:
-        attempt = str(launch.restart) if launch.on_one_node else ""  # each machine's torchrun counts for itself
-        ranks, agents = await thread.submit(lambda: connect(launch, device=device, shard_size=shard_size, attempt=attempt))
+        ranks, agents = await thread.submit(lambda: connect(launch, choose_device=choose_device, shard_size=shard_size))
 
         async def share(data: bytes | None) -> bytes:
             return await thread.submit(lambda: broadcast_bytes(ranks, data))
@@ -79,10 +87,11 @@ async def open_ranks(launch: Launch, *, shard_size: int = 0, device: str = "cpu"
         await thread.submit(close_ranks)
 
 
-def connect(launch: Launch, *, device: str, shard_size: int, attempt: str) -> tuple[Ranks, tuple[str, ...]]:
-    """The process group of the run, of ranks with the same programs; and what has started each. Blocks until all are there; raises as init_ranks,
-    and ConfigError."""
-    ranks = init_ranks(launch, device=device, shard_size=shard_size, attempt=attempt)
+def connect(launch: Launch, *, choose_device: ChooseDevice, shard_size: int) -> tuple[Ranks, tuple[str, ...]]:
+    """The process group of the run, of ranks with the same programs on alike devices; and what has started each. Blocks until all are there;
+    raises as init_ranks, and ConfigError."""
+    meeting = meet_ranks(launch, word=tell_device(choose_device))
+    ranks = init_ranks(launch, device=check_same_device(meeting.words), shard_size=shard_size, meeting=meeting)
     try:
         check_same_versions(ranks, read_versions())
     except ConfigError:

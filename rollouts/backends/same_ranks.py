@@ -1,6 +1,7 @@
-"""What must be the same on all ranks, compared before anything depends on it: programs, model directories, how the model is run.
+"""What must be the same on all ranks, compared before anything depends on it: devices, programs, model directories, how the model is run.
 
-Every function is collective. What differs is found by all ranks alike, from what all have told all, and raised on all with the same words.
+Every check but that of devices is collective. What differs is found by all ranks alike, from what all have told all, and raised on all with
+the same words.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from rollouts.models.log_probs import ForwardPlan
 COMPARED = ("torch", "transformers")  # packages that compute: another version may round, or lay a model out, in another way
 
 
+DEVICE, CANNOT = "model.device", "error"  # what a rank says of its device
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Told:
     """What a rank has told."""
@@ -29,6 +33,35 @@ class Told:
     host: str
     values: Mapping[str, str]  # by name
     where: str = ""  # the directory that the values are of
+
+
+def tell_device(choose_device: Callable[[], str]) -> bytes:
+    """What a rank says when it meets the others: where it would compute, or the ConfigError for which it cannot."""
+    try:
+        said = {DEVICE: choose_device()}
+    except ConfigError as error:
+        said = {CANNOT: str(error)}
+    return json.dumps([socket.gethostname(), said]).encode()
+
+
+def check_same_device(words: Sequence[bytes]) -> str:
+    """The kind of device on which all ranks compute, by what each has said in tell_device. Not a collective: no process group is there yet, for
+    what one is made of depends on this.
+
+    Raises ConfigError, the same on all ranks: naming the first rank that cannot compute and why, or those whose choice is not rank 0's.
+    """
+    told = [Told(rank, *json.loads(word)) for rank, word in enumerate(words)]
+    for one in told:
+        if CANNOT in one.values:
+            raise ConfigError(f"{_name_ranks([one])}: {one.values[CANNOT]}")
+    found = find_difference(told)
+    if found is None:
+        return told[0].values[DEVICE]
+    name, first, other, others = found
+    raise ConfigError(
+        f"{name} comes to {other.values[name]!r} on {_name_ranks(others)} and to {first.values[name]!r} on rank 0 on {first.host}; use machines "
+        "that are alike, or set model.device='cpu' for all"
+    )
 
 
 def read_versions() -> dict[str, str]:

@@ -41,7 +41,10 @@ FUNCTIONS = (
     *("rl.curriculum", "rl.advantage", "eval.reward"),
 )
 # On resume: what a run writes and how long it goes on, not what it computes.
-MAY_CHANGE = ("name", "output", "distributed", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s")
+MAY_CHANGE = (
+    *("name", "output", "distributed", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s"),
+    "model.device",  # a run that promised equal bits has only one
+)
 # How fast it computes may change too, unless the run promised equal bits: these change the order of sums.
 CHANGES_BITS = ("model.threads", "model.compile", "engine.max_rows", "sft.micro_batch_tokens", "rl.micro_batch_tokens", "rl.share_prefix")
 

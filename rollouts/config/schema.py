@@ -41,6 +41,7 @@ class ModelConfig(Section):
     gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
     compile: bool = False  # torch.compile of each layer: minutes at the start, faster steps afterwards; needs a C++ compiler
     autocast: Literal["off", "bfloat16", "auto"] = "auto"  # master weights are float32; auto: bfloat16 where the hardware multiplies it natively
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # of all that computes with torch; auto: a GPU where torch has one, but never if deterministic
     threads: NaturalInt = 0  # torch threads of a process; 0: one per core it may use, divided by the ranks on this machine
 
 
@@ -154,6 +155,9 @@ class RolloutConfig(Section):
     reward_memory_gib: PositiveFloat = 4.0  # memory of one such process; above it the sample has failed
 
 
+CLIPPED_BY_SETTINGS = ("ppo_clip", "clip_cov")  # losses whose clip is rl.clip_low and rl.clip_high
+
+
 class RLTrainingConfig(Section):
     """Reinforcement learning."""
 
@@ -166,8 +170,8 @@ class RLTrainingConfig(Section):
     loss: str = "ppo_clip"  # a key of rollouts.losses.LOSSES, or module:function
     loss_params: dict[str, float | int | bool | str] = {}  # passed to the loss by keyword
     normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = "tokens"  # constant: prompts * samples_per_prompt * max_new_tokens
-    clip_low: PositiveFloat = 0.2  # the ratio is clipped below 1 - clip_low
-    clip_high: PositiveFloat = 0.2  # the ratio is clipped above 1 + clip_high
+    clip_low: PositiveFloat = 0.2  # the ratio is clipped below 1 - clip_low; of ppo_clip and clip_cov
+    clip_high: PositiveFloat = 0.2  # the ratio is clipped above 1 + clip_high; of ppo_clip and clip_cov
     kl_coef: NaturalFloat = 0.0  # 0: no reference model is loaded
     kl_in: Literal["reward", "loss"] = "reward"  # where the KL term goes
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k2 and k3 only with kl_in = "loss"
@@ -188,13 +192,33 @@ class RLTrainingConfig(Section):
                 f"max_staleness={self.max_staleness} is below sync_every - 1 = {self.sync_every - 1}: samples would always be too old; "
                 f"set max_staleness = {self.sync_every - 1} or more, or sync_every = {self.max_staleness + 1}"
             )
+        for name in ("clip_low", "clip_high"):  # the default written out is let through: a resolved config has every setting
+            value = getattr(self, name)
+            if self.loss not in CLIPPED_BY_SETTINGS and value != type(self).model_fields[name].default:
+                raise ValueError(
+                    f"{name}={value} with loss={self.loss!r}; it is read by {' and '.join(CLIPPED_BY_SETTINGS)} only: leave it out, and give "
+                    f"other losses what they take in loss_params"
+                )
         if self.kl_in == "reward" and self.kl_coef > 0 and self.advantage == "gdpo":
             raise ValueError("advantage='gdpo' with kl_in='reward'; it reads the named rewards, which have no KL term: use kl_in='loss'")
         if self.kl_in == "reward" and self.kl_coef > 0 and self.kl_estimator != "k1":
             raise ValueError(f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; KL in the reward is k1; use kl_in='loss' for k2 and k3")
-        if self.kl_in == "loss" and self.kl_coef > 0 and self.kl_estimator == "k1":
-            raise ValueError("kl_estimator='k1' with kl_in='loss'; as a loss k1 has an expected gradient of 0; use 'k2' (reverse KL) or 'k3'")
+        if self.kl_in == "loss" and self.kl_coef > 0 and self.kl_estimator == "k1" and self.loss_params.get("kl_importance") is not True:
+            raise ValueError(
+                "kl_estimator='k1' with kl_in='loss'; as a loss k1 has an expected gradient of 0; use 'k2' (reverse KL) or 'k3', "
+                "or set kl_importance = true in loss_params"
+            )
+        self._check_cap()
         return self
+
+    def _check_cap(self) -> None:
+        """The default written out is let through: a resolved config has every setting."""
+        given = self.importance_cap != type(self).model_fields["importance_cap"].default or "importance_cap" in self.loss_params
+        if given and self.loss_params.get("correction"):
+            raise ValueError(
+                f"importance_cap={self.loss_params.get('importance_cap', self.importance_cap)} with correction={self.loss_params['correction']!r}; "
+                "a correction takes the place of the capped weight: leave importance_cap out, or write the cap into it, as token_tis(cap=3)"
+            )
 
 
 class EngineConfig(Section):
@@ -278,6 +302,10 @@ class RunConfig(Section):
             )
         if self.output.keep_best and self.eval is None:
             raise ValueError("output.keep_best=true without [eval]: nothing says which checkpoint is best; add [eval], or leave keep_best out")
+        if self.deterministic and self.model.device == "cuda":
+            raise ValueError(
+                "model.device='cuda' with deterministic=true; equal bits are shown on CPUs only; set model.device='cpu', or deterministic=false"
+            )
         if self.deterministic and self.model.compile:
             raise ValueError("model.compile=true with deterministic=true; compiled sums round in another order; leave one of the two out")
         if self.deterministic and self.model.autocast == "bfloat16":

@@ -78,16 +78,37 @@ def identify_process(pid: int, *, proc: Path = Path("/proc")) -> str:
     """Machine, start of its system, number and start of a process: together unlike any other's. "" where the system does not tell."""
     try:
         boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        started = (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
+        started = _read_stat(pid, proc)[19]
     except (OSError, IndexError):
         return ""
     return f"{socket.gethostname()}/{boot}/{pid}/{started}"
 
 
+def find_agent(run_id: str, parent: int, *, proc: Path = Path("/proc")) -> str:
+    """identify_process of torchrun: the first that torchrun has not told the run id, from `parent` upwards, for it may have been told to start a
+    script or a profiler that starts this program. "" where the system does not tell."""
+    try:
+        while _read_run_id(proc / str(parent) / "environ") == run_id:
+            parent = int(_read_stat(parent, proc)[1])
+    except (OSError, IndexError, ValueError):
+        return ""
+    return identify_process(parent, proc=proc)
+
+
+def _read_run_id(environ: Path) -> str:
+    found = [pair.partition(b"=")[2] for pair in environ.read_bytes().split(b"\0") if pair.startswith(b"TORCHELASTIC_RUN_ID=")]
+    return os.fsdecode(found[0]).strip() if found else ""
+
+
+def _read_stat(pid: int, proc: Path) -> list[str]:
+    """Fields of /proc/PID/stat from the state of the process on; its name, before them, may hold anything."""
+    return (proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+
+
 def _read_launcher(environ: Mapping[str, str]) -> tuple[str, str]:
-    """(run id, agent). torchrun starts its processes itself, so it is this one's parent."""
+    """(run id, agent)."""
     run_id = environ.get("TORCHELASTIC_RUN_ID", "").strip()
-    return run_id, identify_process(os.getppid()) if run_id else ""
+    return run_id, find_agent(run_id, os.getppid()) if run_id else ""
 
 
 def _read_restart(environ: Mapping[str, str]) -> int:

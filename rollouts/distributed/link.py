@@ -102,7 +102,11 @@ class ControlLink:
         self._phase.set(text)
 
     def fail(self, text: str) -> None:
-        """Reports that this rank cannot go on, so that the run ends on all ranks, naming this one unless another one's death explains it."""
+        """Reports that this rank cannot go on, so that the run ends on all ranks, naming this one unless another one's death explains it.
+
+        Returns at once. The body is to raise why, as soon as it can: being named by rank 0 ends this rank no more.
+        """
+        self._failed = True
         self._out.send_nowait((Kind.FAIL, text[:TEXT_CHARS].encode(errors="replace")))
 
     def answer(self, name: str, text: str) -> None:
@@ -201,7 +205,6 @@ class ControlLink:
 
     async def _give_up(self, reason: str) -> None:
         """Tells rank 0 that this rank cannot go on, and waits until it has decided who is lost."""
-        self._failed = True
         self.fail(reason)
         with trio.move_on_after(VERDICT_S, shield=True):
             await self._finished.wait()

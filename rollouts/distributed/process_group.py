@@ -15,6 +15,8 @@ import datetime as dt
 import itertools
 import json
 import os
+import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -78,6 +80,13 @@ class Ranks:
         return self.mesh["shard"].get_group()
 
 
+class Meeting(NamedTuple):
+    """Ranks that have found each other and are in no process group yet."""
+
+    store: Store
+    words: tuple[bytes, ...]  # what each rank has told the others on coming, by rank
+
+
 class AgreedFailure(Exception):
     """Every rank raises this in the same place, so all are still in step. `error` is what this rank has to say."""
 
@@ -97,18 +106,45 @@ class Agreed(NamedTuple, Generic[T]):
 
 
 CONNECT_S = 300.0  # that rank 0, which comes last, waits for the others
+COLLECTIVE_S = 1800.0  # that one collective may take
+LOOK_S = 0.2  # between two looks of rank 0 at who has come
+
+
+def meet_ranks(
+    place: Place, *, word: bytes = b"", timeout_s: float = COLLECTIVE_S, connect_timeout_s: float = CONNECT_S
+) -> Meeting:
+    """All processes of the job, each of which has told the others a `word`. Blocks until all are there; MASTER_ADDR and MASTER_PORT are the
+    environment's.
+
+    timeout_s: how long the others wait for rank 0, which may have much to read before. connect_timeout_s: how long rank 0 waits for the others.
+    A launcher that starts the ranks again may keep the store, and what dead ones have left in it; no two processes are known to share a count of
+    such starts. So each shows a key that nobody had before, rank 0 answers every key that it finds, and all go on under rank 0's own.
+    Raises RankLost if a rank does not come, and ControlError on rank 0 if torch does not say who is missing.
+    """
+    patience_s = connect_timeout_s if place.rank == 0 else timeout_s
+    store = _open_own_part(place, _open_store(place, patience_s), patience_s)
+    came = _meet_in_store(store, place, "came", word, patience_s)
+    words = tuple(store.get(key) for key in came)
+    if place.rank == 0:  # which may have the store: whoever leaves for what he has read, leaves after all have
+        _meet_in_store(store, place, "heard", b"", patience_s)
+    else:
+        store.set(f"heard/{place.rank}", "")
+    return Meeting(store, words)
 
 
 def init_ranks(
-    place: Place, *, device: str, shard_size: int = 0, timeout_s: float = 1800.0, connect_timeout_s: float = CONNECT_S, attempt: str = ""
+    place: Place,
+    *,
+    device: str,
+    shard_size: int = 0,
+    timeout_s: float = COLLECTIVE_S,
+    connect_timeout_s: float = CONNECT_S,
+    meeting: Meeting | None = None,
 ) -> Ranks:
-    """Connects this process with the others of its job. Blocks until all are there; MASTER_ADDR and MASTER_PORT are the environment's.
+    """Connects this process with the others of its job, which have met in `meeting`, or else meet here: see meet_ranks.
 
-    device: "cpu" (gloo) or "cuda" (NCCL, gloo for what stays on the CPU). shard_size: ranks among which one copy of the model is divided,
-    0 for all. timeout_s: how long one collective may take, the waiting for a slower rank included, and how long the others wait for rank 0,
-    which may have much to read before. connect_timeout_s: how long rank 0 waits for the others.
-    attempt: the same on all ranks, another one each time that the launcher starts them again: torchrun keeps its store, and a rank that comes
-    early would find the address of one that is dead.
+    device: "cpu" (gloo) or "cuda" (NCCL, gloo for what stays on the CPU), the same on all ranks. shard_size: ranks among which one copy of the
+    model is divided, 0 for all. timeout_s: how long one collective may take too, the waiting for a slower rank included.
     Raises ConfigError if shard_size does not divide the ranks, RankLost if a rank does not come.
     """
     world_size = place.world_size
@@ -118,7 +154,7 @@ def init_ranks(
     if kind == "cuda":  # pragma: gpu
         torch.cuda.set_device(place.local_rank)
     timeout = dt.timedelta(seconds=timeout_s)
-    store = _meet_at_store(place, connect_timeout_s if place.rank == 0 else timeout_s, attempt)
+    store = (meeting or meet_ranks(place, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s)).store
     store.set_timeout(timeout)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo",
@@ -137,11 +173,13 @@ def init_ranks(
     return Ranks(place.rank, world_size, place.local_world_size, where, mesh, store)
 
 
-def _meet_at_store(place: Place, timeout_s: float, attempt: str) -> Store:
-    """The store of this attempt, once all ranks have come to it: nobody waits long for another after that. Raises RankLost, and ControlError on
-    rank 0 if torch does not say who is missing."""
-    waiting = dt.timedelta(seconds=timeout_s)
-    where = f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+def _where() -> str:
+    return f"{os.environ.get('MASTER_ADDR')} port {os.environ.get('MASTER_PORT')}"
+
+
+def _open_store(place: Place, timeout_s: float) -> Store:
+    """The store of the job, which may have been that of others. Raises RankLost, and ControlError on rank 0 if torch does not say who is missing."""
+    waiting, where = dt.timedelta(seconds=timeout_s), _where()
     try:
         found, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=waiting))
     except dist.DistError as error:
@@ -149,15 +187,53 @@ def _meet_at_store(place: Place, timeout_s: float, attempt: str) -> Store:
         if place.rank == 0:
             raise ControlError(f"rank 0 waited {timeout_s:g} s at {where} and not all ranks came ({said}); see that all are started") from error
         raise RankLost(0, "start-up", f"it was not to be reached at {where} within {timeout_s:g} s ({said})") from error
-    store = PrefixStore(f"rollouts/{attempt}", found)
-    came = [f"came/{rank}" for rank in range(place.world_size)]
-    store.set(came[place.rank], "1")
+    return PrefixStore("rollouts", found)
+
+
+def _open_own_part(place: Place, store: Store, timeout_s: float) -> Store:
+    """The part of the store that these processes, and none before them, use. On rank 0 once each of the others knows of it. Raises RankLost."""
+    own = secrets.token_hex(16)
+    store.set(f"shown/{place.rank}", own)
+    if place.rank:
+        _wait_for(store, [f"answer/{own}"], timeout_s, missing=lambda: 0)
+        part = PrefixStore(store.get(f"answer/{own}").decode(), store)
+        part.set(f"seen/{place.rank}", "")
+        return part
+    part = PrefixStore(own, store)
+    answered: dict[int, bytes] = {}
+    until = time.monotonic() + timeout_s
+    while missing := [rank for rank in range(1, place.world_size) if not part.check([f"seen/{rank}"])]:
+        if time.monotonic() > until:
+            raise _never_came(missing[0], timeout_s)
+        for rank in missing:
+            if store.check([f"shown/{rank}"]) and (shown := store.get(f"shown/{rank}")) != answered.get(rank):
+                answered[rank] = shown  # perhaps of a dead one, whose place another takes yet
+                store.set(f"answer/{shown.decode()}", own)
+        try:
+            part.wait([f"seen/{rank}" for rank in missing], dt.timedelta(seconds=LOOK_S))
+        except dist.DistStoreError:
+            continue
+    return part
+
+
+def _meet_in_store(store: Store, place: Place, name: str, word: bytes, timeout_s: float) -> list[str]:
+    """The keys under which each rank has left its word, once all have: nobody waits long for another after that. Raises RankLost."""
+    keys = [f"{name}/{rank}" for rank in range(place.world_size)]
+    store.set(keys[place.rank], word)  # pyright: ignore[reportArgumentType]  (bytes are taken as they are)
+    _wait_for(store, keys, timeout_s, missing=lambda: next((rank for rank, key in enumerate(keys) if not store.check([key])), 0))
+    return keys
+
+
+def _wait_for(store: Store, keys: list[str], timeout_s: float, *, missing: Callable[[], int]) -> None:
+    """Returns once all keys are there. Raises RankLost of the `missing` rank."""
     try:
-        store.wait(came, waiting)
+        store.wait(keys, dt.timedelta(seconds=timeout_s))
     except dist.DistError as error:
-        missing = next((rank for rank, key in enumerate(came) if not store.check([key])), 0)
-        raise RankLost(missing, "start-up", f"it did not come to {where} within {timeout_s:g} s") from error
-    return store
+        raise _never_came(missing(), timeout_s) from error
+
+
+def _never_came(rank: int, timeout_s: float) -> RankLost:
+    return RankLost(rank, "start-up", f"it did not come to {_where()} within {timeout_s:g} s")
 
 
 def close_ranks() -> None:

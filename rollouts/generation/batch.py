@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -27,8 +28,9 @@ def compute_batch_metrics(
     """What the groups of a batch look like and what they cost; `decided` are those that this call closed, in or out of the batch.
 
     reward/…, response_length/… and truncated/… are of the rows that train. groups/zero_std_frac and groups/reward_std are of every group
-    that was scored, filtered ones included: a filter would hide what it looks for. Spreads are the population's. groups/accepted_frac is
-    the share of the groups decided in this call that the filters kept; a group that failed or was not needed counts neither way.
+    that was scored, filtered ones included: a filter would hide what it looks for. Spreads are the population's; those of groups count a
+    trajectory of several segments once. groups/accepted_frac is the share of the groups decided in this call that the filters kept; a group
+    that failed or was not needed counts neither way.
     """
     metrics: dict[str, Metric] = {"groups/drawn": Total(drawn), "groups/kept": Total(len(groups))}
     for reason, count in sorted(dropped.items()):
@@ -69,7 +71,7 @@ def _sample_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
 
 
 def _spread_metrics(groups: Sequence[SampleGroup]) -> dict[str, Metric]:
-    rewards = [group.rewards.astype(np.float64) for group in groups]
+    rewards = [replace(group, samples=group.ends).rewards.astype(np.float64) for group in groups]
     alike = [values.min() == values.max() for values in rewards]  # rounding can leave equal rewards a tiny deviation
     return {"groups/zero_std_frac": _mean(alike), "groups/reward_std/mean": _mean([values.std() for values in rewards])}
 

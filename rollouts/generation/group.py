@@ -240,7 +240,7 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
         reward = segments[-1].reward
         if reward is None:
             raise ConfigError(f"sample {segments[-1].id} has no reward: pass reward or group_reward, or let the generate function set it")
-        segments = tuple(replace(segment, reward=reward) for segment in segments)
+        segments = tuple(replace(segment, reward=reward, rewards=segments[-1].rewards) for segment in segments)
     return replace(member, segments=segments, scored=True)
 
 

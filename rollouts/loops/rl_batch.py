@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn, AdvantageInputs, broadcast_advantages, compute_advantages, subtract_kl
-from rollouts.config.schema import RLTrainingConfig
+from rollouts.config.schema import CLIPPED_BY_SETTINGS, RLTrainingConfig
 from rollouts.errors import ConfigError, StalenessError, UserFunctionError
 from rollouts.protocols import LogProbScorer, TrainingBackend
-from rollouts.types import FloatArray, LossSpec, RolloutBatch, Sample
+from rollouts.types import FloatArray, LossSpec, RolloutBatch, Sample, number_trajectories
 
 
 def compute_lags(batch: RolloutBatch, policy_version: int) -> FloatArray:
@@ -50,17 +50,18 @@ def find_advantage(config: RLTrainingConfig) -> AdvantageFn:
 def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: AdvantageFn | None = None) -> tuple[RolloutBatch, dict[str, float]]:
     """The batch with an advantage on every trained token, and metrics of the KL taken off the rewards.
 
-    With kl_in="reward" each row's reward becomes reward − β·Σ_t (lp_t − ref_t) before the group statistics, lp being the policy's
-    log-probs when the batch was sampled. Named rewards are those that every sample of the batch has. Raises UserFunctionError when the
-    advantage function raises or answers with no advantages.
+    With kl_in="reward" each row's reward becomes reward − β·Σ_t (lp_t − ref_t) before the group statistics, over the tokens of the row's
+    trajectory, lp being the policy's log-probs when the batch was sampled. A trajectory of several segments counts once in them. Named rewards
+    are those that every sample of the batch has. Raises UserFunctionError when the advantage function raises or answers with no advantages.
     """
     assert batch.rewards is not None and batch.group_indices is not None and batch.rollout_log_probs is not None
+    trajectories = number_trajectories(batch.samples) if batch.samples else np.arange(len(batch))
     rewards, metrics = batch.rewards, {}
     if config.kl_coef > 0 and config.kl_in == "reward":
         assert batch.ref_log_probs is not None
         policy_log_probs = batch.old_log_probs or batch.rollout_log_probs
-        rewards, kl = subtract_kl(rewards, policy_log_probs, batch.ref_log_probs, batch.loss_masks, config.kl_coef)
-        metrics["kl/ref_per_sample"] = float(kl.mean())
+        rewards, kl = subtract_kl(rewards, policy_log_probs, batch.ref_log_probs, batch.loss_masks, config.kl_coef, trajectories=trajectories)
+        metrics["kl/ref_per_sample"] = float(kl[np.unique(trajectories, return_index=True)[1]].mean())
     inputs = AdvantageInputs(
         rewards=rewards.astype(np.float64),
         group_indices=batch.group_indices,
@@ -68,6 +69,7 @@ def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: Adv
         named_rewards=collect_named_rewards(batch.samples),
         reward_weights=config.rollout.reward_weights,
         samples=batch.samples,
+        trajectories=trajectories,
     )
     try:
         advantages = compute_advantages(inputs, advantage or find_advantage(config), **config.advantage_params)
@@ -91,8 +93,10 @@ def collect_named_rewards(samples: Sequence[Sample]) -> dict[str, NDArray[np.flo
 def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
     """The loss that `config` names, with its numbers. `loss_params` come last and win."""
     params: dict[str, float | int | bool | str] = {}
+    if config.loss in CLIPPED_BY_SETTINGS:
+        params = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     if config.loss == "ppo_clip":
-        params = {"clip_low": config.clip_low, "clip_high": config.clip_high, "importance_cap": config.importance_cap}
+        params["importance_cap"] = config.importance_cap
     elif config.recompute_old and config.importance_cap != type(config).model_fields["importance_cap"].default:
         params["importance_cap"] = config.importance_cap  # a loss that takes none refuses it by name
     if config.kl_coef > 0 and config.kl_in == "loss":

@@ -7,7 +7,9 @@ import inspect
 from collections.abc import Mapping
 from typing import cast, get_args, get_type_hints
 
-from rollouts.errors import ConfigError
+import torch
+
+from rollouts.errors import ConfigError, RolloutsError
 from rollouts.losses.corrections import CORRECTIONS, parse_correction
 from rollouts.losses.inputs import LossFn, LossInputs, LossOutput
 from rollouts.losses.kl import KL_ESTIMATORS
@@ -27,6 +29,7 @@ from rollouts.losses.rl_losses import (
     sapo_loss,
 )
 from rollouts.losses.sft import sft_loss
+from rollouts.types import LossUnit
 
 __all__ = [
     "CORRECTIONS",
@@ -37,6 +40,7 @@ __all__ = [
     "LossOutput",
     "check_loss_params",
     "resolve_loss",
+    "try_loss",
     "wants_entropy_gradient",
 ]
 
@@ -85,6 +89,34 @@ def check_loss_params(name: str, params: Mapping[str, object]) -> None:
     correction = params.get("correction")
     if name in LOSSES and correction:
         parse_correction(str(correction))
+
+
+def try_loss(name: str, params: Mapping[str, object], *, unit: LossUnit = "tokens", recompute_old: bool = False, reference: bool = False) -> None:
+    """Raises ConfigError if a loss cannot be called as a run will call it: its parameters, their numbers, and what a batch will hold for them.
+
+    It is called once, on one token of log-prob 0, with old log-probs if recompute_old and the reference's if reference. A function of the user
+    is not called: only what `check_loss_params` sees of it is looked at. Raises what that raises.
+    """
+    check_loss_params(name, params)
+    if name not in LOSSES:
+        return
+    zeros = torch.zeros(1, 1)
+    inputs = LossInputs(
+        log_probs=zeros.clone().requires_grad_(),
+        mask=torch.ones(1, 1, dtype=torch.bool),
+        entropy=zeros.clone().requires_grad_(wants_entropy_gradient(name, params)),
+        advantages=zeros + 1.0,
+        old_log_probs=zeros if recompute_old else None,
+        rollout_log_probs=zeros,
+        ref_log_probs=zeros if reference else None,
+    )
+    try:
+        LOSSES[name](inputs, unit=unit, **params)
+    except RolloutsError:
+        raise
+    except Exception as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in params.items())
+        raise ConfigError(f"loss {name!r} fails with {given}: {type(error).__name__}: {error}; look for a value of the wrong kind") from error
 
 
 def wants_entropy_gradient(name: str, params: Mapping[str, object]) -> bool:

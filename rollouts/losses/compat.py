@@ -75,7 +75,11 @@ PRESETS: dict[str, AlgorithmPreset] = {
         advantage="centred",
         loss="dppo",
         loss_params={"tv_low": 0.2, "tv_high": 0.2, "mu_penalty_coef": 1e-3},
-        differs=("tokens with an advantage of 0 that lost more than dppo_mask_low of probability count as masked there; their term is 0 anyway",),
+        differs=(
+            "rows with an advantage of 0 are dropped there from the finished batch by default, none drawn in their place, and leave the denominator",
+            "here they stay and their tokens count in it, so a step with such rows is smaller",
+            "tokens with an advantage of 0 that lost more than dppo_mask_low of probability count as masked in the metrics there",
+        ),
     ),
     "nemo_rl": AlgorithmPreset(
         library="NeMo-RL, examples/configs at commit 00294d9baabcf4c4a7bf4aee138e41914c6cb94c",
@@ -130,10 +134,11 @@ PRESETS: dict[str, AlgorithmPreset] = {
         clip_low=0.2,
         clip_high=0.28,
         recompute_old=True,
-        filters=("check_mixed_accuracy",),
+        filters=("check_reward_nonzero_std",),
         differs=(
             "overlong shaping is a part of the reward here: make_soft_overlong_punishment(max_tokens=20480, buffer_tokens=4096)",
-            "with it the filter must read the part that says what is right: make_filter('check_mixed_accuracy', part=...)",
+            "the paper drops groups of accuracy 0 or 1; of a reward of two values (1 and -1 there) those are the groups without spread",
+            "with overlong shaping the filter must read a part that is 1 where right, else 0: make_filter('check_mixed_accuracy', part=...)",
             "the paper takes 16 optimizer steps on the batch, each on a part of it",
         ),
     ),

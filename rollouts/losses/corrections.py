@@ -15,7 +15,8 @@ Without old_log_probs a loss takes its ratio against mu itself; a weight would c
 `dro` have no ratio: for them q is the policy itself.
 
 Several are multiplied: "token_tis(cap=2) * veto(floor=1e-4)" is what the parameter `correction` of a loss takes, or a function.
-Log-ratios are held within ±20, as everywhere. Means are over the row's trained tokens; a row without any is kept.
+Log-ratios are held within ±20, as everywhere. Means are over the row's trained tokens; a row without any is kept. A NaN in what is compared gives
+weights of NaN, of the whole row where the row is judged.
 """
 
 from __future__ import annotations
@@ -84,14 +85,14 @@ def token_mask(inputs: LossInputs, *, low: float = 0.5, high: float = 2.0) -> Te
     """1 where low <= w <= high, else 0."""
     _check_band("token_mask", low, high)
     weights = torch.exp(_compute_log_weights(inputs, "token_mask"))
-    return _keep(~((weights < low) | (weights > high)), inputs)
+    return _keep(~((weights < low) | (weights > high)), weights, inputs)
 
 
 def geometric_mask(inputs: LossInputs, *, low: float = 0.99, high: float = 1.01) -> Tensor:
     """1 on rows with low <= exp(mean of log w) <= high, else 0. Source: richardli.xyz/rl-collapse."""
     _check_band("geometric_mask", low, high)
     mean = torch.exp(compute_row_mean(_compute_log_weights(inputs, "geometric_mask"), inputs.mask))
-    return _keep(~((mean < low) | (mean > high)), inputs)
+    return _keep(~((mean < low) | (mean > high)), mean, inputs)
 
 
 def veto(inputs: LossInputs, *, floor: float = 1e-4) -> Tensor:
@@ -99,14 +100,15 @@ def veto(inputs: LossInputs, *, floor: float = 1e-4) -> Tensor:
     if not 0 < floor < 1:
         raise ConfigError(f"floor={floor} of veto must lie between 0 and 1; 1e-4 is usual")
     log_weights = _compute_log_weights(inputs, "veto")
-    return _keep(~((log_weights < math.log(floor)) & inputs.mask).any(-1, keepdim=True), inputs)
+    spoilt = ((log_weights < math.log(floor)) & inputs.mask).any(-1, keepdim=True)
+    return _keep(~spoilt, compute_row_mean(log_weights, inputs.mask), inputs)
 
 
 def sequence_k1_mask(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
     """1 on rows with |mean of −log w| <= limit nats, else 0: −log w estimates KL(engine || trainer), of either sign."""
     _check_limit("sequence_k1_mask", limit)
     mean = compute_row_mean(_compute_log_weights(inputs, "sequence_k1_mask"), inputs.mask)
-    return _keep(~(mean.abs() > limit), inputs)
+    return _keep(~(mean.abs() > limit), mean, inputs)
 
 
 def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
@@ -114,7 +116,7 @@ def sequence_k3_mask(inputs: LossInputs, *, limit: float = 0.1) -> Tensor:
     _check_limit("sequence_k3_mask", limit)
     log_weights = _compute_log_weights(inputs, "sequence_k3_mask")
     mean = compute_row_mean(torch.exp(log_weights) - 1.0 - log_weights, inputs.mask)
-    return _keep(~(mean > limit), inputs)
+    return _keep(~(mean > limit), mean, inputs)
 
 
 def opsm(inputs: LossInputs, *, delta: float = 0.1) -> Tensor:
@@ -124,8 +126,8 @@ def opsm(inputs: LossInputs, *, delta: float = 0.1) -> Tensor:
     """
     _check_limit("opsm", delta)
     gap = compute_log_ratio(need_rollout_log_probs(inputs, "opsm"), inputs.log_probs.detach())
-    far = compute_row_mean(gap, inputs.mask) > delta
-    return _keep(~(far & (need_advantages(inputs, "opsm") < 0)), inputs)
+    mean = compute_row_mean(gap, inputs.mask)
+    return _keep(~((mean > delta) & (need_advantages(inputs, "opsm") < 0)), mean, inputs)
 
 
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {
@@ -261,8 +263,9 @@ def _spread(values: Tensor, inputs: LossInputs) -> Tensor:
     return values.to(inputs.log_probs.dtype).expand_as(inputs.log_probs)
 
 
-def _keep(kept: Tensor, inputs: LossInputs) -> Tensor:
-    return _spread(kept, inputs)
+def _keep(kept: Tensor, statistic: Tensor, inputs: LossInputs) -> Tensor:
+    """kept as 1 and 0, NaN where the statistic that decides is NaN: a comparison with NaN is false and would keep what nobody measured."""
+    return torch.where(statistic.isnan(), _spread(statistic, inputs), _spread(kept, inputs))
 
 
 def _check_band(name: str, low: float, high: float) -> None:

@@ -107,9 +107,10 @@ def compute_exact_kl(
 ) -> Tensor:
     """[N] Σ_v p_v·(log p_v − log q_v) over the vocabulary of softmax(logits / temperature), both logits [N, V]: exact, no sample needed.
 
-    A token that the policy cannot give, logit −inf, adds nothing; one that only the policy can give makes it inf. `weigh(log p, log q)`
-    gives weights [N, V] without gradient for the terms of the sum: 1 where the reference's probability is among its k largest, 0
-    elsewhere, truncates it. Gradients go to both logits. Memory: a few times the logits; cut N into pieces.
+    A token that the policy cannot give, logit −inf, adds nothing; one that only the policy can give makes it inf, however small its
+    probability. `weigh(log p, log q)` gives weights [N, V] without gradient for the terms of the sum, and a term of weight 0 adds nothing
+    whatever it holds: 1 where the reference's probability is among its k largest, 0 elsewhere, truncates it. Gradients go to both logits.
+    Memory: a few times the logits; cut N into pieces.
     """
     log_p, log_q = ((logits / temperature).log_softmax(-1) for logits in (policy_logits, ref_logits))
     return sum_kl_terms(log_p, log_q, weigh=weigh)
@@ -117,11 +118,15 @@ def compute_exact_kl(
 
 def sum_kl_terms(log_p: Tensor, log_q: Tensor, *, weigh: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
     """[N] Σ_v w_v·p_v·(log p_v − log q_v) of log-probs [N, V], with the rules and the weights of `compute_exact_kl`."""
-    possible = log_p > -torch.inf
+    weights = None if weigh is None else weigh(log_p.detach(), log_q.detach()).detach()
+    counted = log_p != -torch.inf
+    if weights is not None:
+        counted = counted & (weights != 0)
     zeros = torch.zeros_like(log_p)
-    # both factors are replaced where p = 0: their product there is 0 · inf, and so would be its gradient
-    terms = torch.where(possible, log_p, zeros).exp() * (torch.where(possible, log_p, zeros) - torch.where(possible, log_q, zeros))
-    terms = torch.where(possible, terms, zeros)
-    if weigh is not None:
-        terms = terms * weigh(log_p.detach(), log_q.detach()).detach()
-    return terms.sum(-1)
+    # both factors are replaced where a term does not count: their product there may be 0 · inf, and so would be its gradient
+    held_p, held_q = torch.where(counted, log_p, zeros), torch.where(counted, log_q, zeros)
+    probabilities = held_p.exp()
+    # a p that is too small for its type is not 0, and only 0 takes the term away
+    probabilities = torch.where(held_q == -torch.inf, probabilities.clamp(min=torch.finfo(log_p.dtype).tiny), probabilities)
+    terms = torch.where(counted, probabilities * (held_p - held_q), zeros)
+    return (terms if weights is None else torch.where(counted, terms * weights, zeros)).sum(-1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rollouts.errors import ConfigError
 from rollouts.losses.inputs import LossOutput
-from rollouts.losses.preference_pairs import check_one_per_pair
+from rollouts.losses.preference_pairs import check_one_per_pair, spoil_losses
 from rollouts.losses.reductions import collect_token_metrics
 from rollouts.types import Mean
 
@@ -30,7 +30,8 @@ def kto_loss(
 
     desirable [B] is boolean. z₀ = reference_point, without gradient, is one number for the whole batch (`compute_kto_reference_point`), so
     that micro-batches add up; 0 gives TRL's `apo_zero_unpaired`. The sum is over rows, the count is B. A batch of one kind only trains on
-    that kind: the metrics of the other are absent. Paper: 2402.01306, eq. 7 and 8.
+    that kind: the metrics of the other are absent. A log-prob that is not finite makes the loss and the gradient of its row NaN, a z₀ that is not
+    finite the loss of all rows. Paper: 2402.01306, eq. 7 and 8.
 
     Metrics: rewards/chosen and rewards/rejected (mean βΔ of the good and of the bad), logps/chosen, logps/rejected, kto/reference_point. The
     margin is the difference of the two rewards, taken after merging.
@@ -49,6 +50,7 @@ def kto_loss(
     log_ratios = log_probs - ref_log_probs.detach()
     weights = torch.where(good, log_ratios.new_tensor(desirable_weight), log_ratios.new_tensor(undesirable_weight))
     losses = weights * torch.sigmoid(beta * torch.where(good, point - log_ratios, log_ratios - point))
+    losses = spoil_losses(losses, log_ratios, point.expand_as(losses))
     values = {"rewards": beta * log_ratios.detach(), "logps": log_probs.detach()}
     metrics = collect_token_metrics({f"{name}/chosen": value for name, value in values.items()}, {}, good)
     metrics |= collect_token_metrics({f"{name}/rejected": value for name, value in values.items()}, {}, ~good)

@@ -6,7 +6,7 @@
 
 Every loss returns the sum over pairs, with the number of pairs as its count: divide by the count of the whole batch. A pair's loss depends on
 no other pair, so any split into micro-batches that keeps pairs whole gives the same sum and gradient. No pair at all gives (0 with a zero
-gradient, 0). A log-prob of -inf gives an infinite loss or a NaN, which is not hidden.
+gradient, 0). A log-prob that is not finite, of policy or reference, makes the loss of its pair and the gradient to its row NaN: the step is skipped.
 
 Metrics (means over pairs, without gradient):
     rewards/chosen, rewards/rejected     β·Δ_c, β·Δ_r; β·π/|y| for `simpo` and `orpo`, β·π for `cpo`, which have no reference
@@ -29,7 +29,7 @@ from torch.nn.functional import logsigmoid
 
 from rollouts.errors import ConfigError
 from rollouts.losses.inputs import LossOutput
-from rollouts.losses.preference_pairs import LinearisedLoss, PairLogProbs, check_one_per_pair, linearise_row_loss, ones_like_mask
+from rollouts.losses.preference_pairs import LinearisedLoss, PairLogProbs, check_one_per_pair, linearise_row_loss, ones_like_mask, spoil_losses
 from rollouts.losses.reductions import collect_token_metrics
 
 HIGHEST_MEAN_LOG_PROB = -1e-6  # odds are those of a probability of at most 1 − 1e-6: at 1 they would be infinite
@@ -271,7 +271,7 @@ TRL_LOSS_TYPES: dict[str, str] = {
     "apo_down": "apo_down",
     "simpo": "simpo",  # of its CPOTrainer
 }
-"""`loss_type` of TRL 1.16's DPOTrainer -> our name. Its aot, aot_unpaired, bco_pair and discopop have no counterpart here."""
+"""`loss_type` of TRL 1.16's DPOTrainer -> our name. Its aot, aot_unpaired, bco_pair, discopop and sft have no counterpart here."""
 
 
 def resolve_preference_loss(name: str | PreferenceLoss) -> PreferenceLoss:
@@ -329,6 +329,7 @@ def _finish(
     losses: Tensor, chosen_rewards: Tensor, rejected_rewards: Tensor, chosen: Tensor, rejected: Tensor, more: dict[str, Tensor] | None = None
 ) -> LossOutput:
     margins = (chosen_rewards - rejected_rewards).detach()
+    losses = spoil_losses(losses, chosen_rewards, rejected_rewards)
     means = {
         "rewards/chosen": chosen_rewards.detach(),
         "rewards/rejected": rejected_rewards.detach(),

@@ -92,6 +92,18 @@ def check_one_per_pair(loss_name: str, **values: Tensor) -> None:
         raise ValueError(f"{loss_name}: {', '.join(f'{name} {shape}' for name, shape in shapes.items())}; all must be [P], a value a pair")
 
 
+def spoil_losses(losses: Tensor, *values: Tensor) -> Tensor:
+    """losses [P] with NaN, and NaN in the gradient of each of values [P], where one of these is not finite.
+
+    For losses that make a harmless number of a log-prob of -inf, as a sigmoid and a hinge do.
+    """
+    for value in values:
+        broken, zeros = ~value.isfinite(), torch.zeros_like(value)
+        # a sum: the hinge keeps even a NaN from passing back through it
+        losses = losses + torch.where(broken, torch.full_like(zeros, torch.nan), zeros).detach() * torch.where(broken, value, zeros)
+    return losses
+
+
 def ones_like_mask(values: Tensor) -> Tensor:
     """A mask that keeps every one of `values`, for `collect_token_metrics`."""
     return torch.ones_like(values, dtype=torch.bool)

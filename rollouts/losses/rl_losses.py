@@ -6,14 +6,13 @@
 What all losses can add (KL, entropy bonus, correction, ...) and the metrics that they share are in rollouts.losses.terms: `**terms`.
 Metrics of the ratio (means and maxima over trained tokens):
     ratio/mean, ratio/max                exp(lp − old)
-    clip_ratio, clip_ratio/low|high      share of tokens on which the clip took the gradient away; low: A < 0, high: A > 0
+    clip_ratio, clip_ratio/low|high      share of tokens on which the clip took the gradient away; low: A < 0, high: A > 0 (cispo: see there)
 A sampled token that the policy cannot give, lp = −inf, has a finite ratio (e^−20) and no gradient from it; losses in lp itself are infinite
 there, and the step is skipped.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Unpack
 
 import torch
@@ -65,14 +64,14 @@ def importance_sampling_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", *
     inputs = clear_masked(inputs)
     advantages = need_advantages(inputs, "importance_sampling")
     ratio = compute_token_ratio(inputs.log_probs, need_rollout_log_probs(inputs, "importance_sampling"))
-    return finish_loss(inputs, -advantages * ratio, unit, _mean(ratio), _largest(ratio), corrected=_against_engine(inputs), **terms)
+    return finish_loss(inputs, -advantages * ratio, unit, _mean(ratio), _largest(ratio), ratio="mu", **terms)
 
 
 def reinforce_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", **terms: Unpack[Terms]) -> LossOutput:
     """−A·lp: the on-policy policy gradient. Of an older policy or another engine only a `correction` takes account, with w = exp(lp − mu)."""
     inputs = clear_masked(inputs)
     token_losses = -need_advantages(inputs, "reinforce") * inputs.log_probs
-    return finish_loss(inputs, token_losses, unit, {}, {}, corrected=_as_it_is(inputs), **terms)
+    return finish_loss(inputs, token_losses, unit, {}, {}, ratio="none", **terms)
 
 
 def cispo_loss(
@@ -80,7 +79,7 @@ def cispo_loss(
 ) -> LossOutput:
     """−clip(r, ratio_low, ratio_high)·A·lp with the clipped ratio detached: no token loses its gradient. The bounds are absolute.
 
-    `clip_ratio/low|high` count the tokens whose weight was clipped, of either sign of A. Papers: 2506.13585; 2510.13786.
+    `clip_ratio` and its parts count the tokens whose weight was clipped, which keep a gradient, of either sign of A. Papers: 2506.13585; 2510.13786.
     """
     if not 0 <= ratio_low < ratio_high:
         raise ConfigError(f"ratio_low={ratio_low}, ratio_high={ratio_high}; the rule is 0 <= ratio_low < ratio_high, for example 0 and 5")
@@ -127,7 +126,7 @@ def dppo_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", tv_low: float = 
     moved = inputs.log_probs.detach().exp() - mu.exp()
     low, high = (advantages < 0) & (moved < -tv_low), (advantages > 0) & (moved > tv_high)
     token_losses = torch.where(low | high, torch.zeros_like(ratio), -advantages * ratio)
-    return finish_loss(inputs, token_losses, unit, _share(low, high) | _mean(ratio), _largest(ratio), corrected=_against_engine(inputs), **terms)
+    return finish_loss(inputs, token_losses, unit, _share(low, high) | _mean(ratio), _largest(ratio), ratio="mu", **terms)
 
 
 def dro_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", beta: float = 0.05, **terms: Unpack[Terms]) -> LossOutput:
@@ -137,7 +136,7 @@ def dro_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", beta: float = 0.0
     inputs = clear_masked(inputs)
     gap = inputs.log_probs - need_rollout_log_probs(inputs, "dro")
     token_losses = -need_advantages(inputs, "dro") * inputs.log_probs + 0.5 * beta * gap.square()
-    return finish_loss(inputs, token_losses, unit, {}, {}, corrected=_as_it_is(inputs), **terms)
+    return finish_loss(inputs, token_losses, unit, {}, {}, ratio="none", **terms)
 
 
 # --- one ratio per sequence ---------------------------------------------------------------------------------------------------
@@ -322,16 +321,6 @@ def _largest(ratio: Tensor) -> TokenValues:
 
 def _with_cap(terms: RatioTerms) -> RatioTerms:
     return {"importance_cap": DEFAULT_CAP, **terms}
-
-
-def _against_engine(inputs: LossInputs) -> LossInputs:
-    """For a loss whose ratio is against mu whatever the batch has: no weight may count the gap again."""
-    return replace(inputs, old_log_probs=None)
-
-
-def _as_it_is(inputs: LossInputs) -> LossInputs:
-    """For a loss without a ratio: what a weight compares with the engine is the policy itself."""
-    return replace(inputs, old_log_probs=inputs.log_probs.detach())
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:

@@ -22,7 +22,8 @@ Metrics (means over trained tokens, unless said otherwise; absent where the batc
 
 from __future__ import annotations
 
-from typing import TypedDict
+from dataclasses import replace
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ from rollouts.losses.reductions import collect_token_metrics, reduce_loss, selec
 from rollouts.types import EffectiveShare, LossUnit, Mean, Metric
 
 TokenValues = dict[str, Tensor]
+RatioAgainst = Literal["old", "mu", "none"]
+"""What the policy term has a ratio against: old, that is mu without old ones; mu whatever the batch has; no ratio."""
 
 
 class Terms(TypedDict, total=False):
@@ -44,7 +47,7 @@ class Terms(TypedDict, total=False):
     correction: str | Correction  # weights of rollouts.losses.corrections, "token_tis(cap=2) * veto(floor=1e-4)" or a function; "": none
     kl_coef: float  # of KL(policy || reference) in the loss; 0 turns it off
     kl_estimator: str | KlEstimator  # "k2" (default), "k3", module:function or a function; "k1" only with kl_importance
-    kl_importance: bool  # multiply the estimate by exp(lp − old), with gradient: unbiased off policy
+    kl_importance: bool  # multiply the estimate by exp(lp − what the loss's ratio is against, or mu), with gradient: unbiased off policy
     entropy_coef: float  # of the entropy bonus; not 0: LossInputs.entropy must have a gradient. Negative: a penalty
     entropy_fraction: float  # share of each row's tokens, those of highest entropy, that get the bonus; 1: all
     policy_entropy_fraction: float  # the same for the policy term: "forking tokens", 2506.01939; 1: all
@@ -64,7 +67,7 @@ def finish_loss(
     means: TokenValues,
     largest: TokenValues,
     *,
-    corrected: LossInputs | None = None,
+    ratio: RatioAgainst = "old",
     importance_cap: float | None = None,
     correction: str | Correction = "",
     kl_coef: float = 0.0,
@@ -77,23 +80,28 @@ def finish_loss(
 ) -> LossOutput:
     """The output of a loss from its policy term [B, T], of inputs that went through clear_masked. See Terms for the keywords.
 
-    corrected: the inputs as the correction sees them, if they are others. importance_cap None: no weight unless a correction is named.
+    ratio: decides what a correction compares with mu (see _find_corrected) and from whom kl_importance takes the KL term to be sampled. Without
+    a ratio a correction's weight is exp(lp − mu) itself, which kl_importance has in the KL term already: it only drops tokens of that term.
+    importance_cap None: no weight unless a correction is named.
     Raises ConfigError naming a parameter that breaks its rule, or what the batch lacks for it.
     """
-    _check_terms(kl_coef, entropy_fraction, policy_entropy_fraction, mu_penalty_coef)
+    _check_terms(kl_coef, kl_importance, entropy_fraction, policy_entropy_fraction, mu_penalty_coef)
     means, largest = dict(means), dict(largest)
     if policy_entropy_fraction < 1:
         chosen = select_top_fraction(_need_entropy(inputs, "policy_entropy_fraction", policy_entropy_fraction), inputs.mask, policy_entropy_fraction)
         token_losses = torch.where(chosen, token_losses, torch.zeros_like(token_losses))
+    kl_terms = None
     if kl_coef > 0:
         if inputs.ref_log_probs is None:
             raise ConfigError(f"kl_coef={kl_coef} needs ref_log_probs and the batch has none; score it with a reference, or set kl_coef=0")
-        sampler = choose_old_log_probs(inputs, "kl_importance") if kl_importance else None
-        token_losses = token_losses + kl_coef * compute_kl_penalty(inputs.log_probs, inputs.ref_log_probs, kl_estimator, sampler_log_probs=sampler)
-    weights = _find_weights(inputs if corrected is None else corrected, correction, importance_cap)
+        sampler = _choose_sampler(inputs, ratio) if kl_importance else None
+        kl_terms = kl_coef * compute_kl_penalty(inputs.log_probs, inputs.ref_log_probs, kl_estimator, sampler_log_probs=sampler)
+    weights = _find_weights(_find_corrected(inputs, ratio), correction, importance_cap)
     if weights is not None:
-        # a product with 0 would keep what is not finite, and a dropped token is dropped whatever it holds
-        token_losses = torch.where(weights == 0, torch.zeros_like(token_losses), token_losses * weights)
+        token_losses = _weigh(token_losses, weights)
+        if kl_terms is not None:
+            weighted_already = kl_importance and ratio == "none"
+            kl_terms = torch.where(weights == 0, torch.zeros_like(kl_terms), kl_terms) if weighted_already else _weigh(kl_terms, weights)
         means["importance_weight/mean"] = weights
         means["importance_weight/mean_square"] = weights.square()
         largest["importance_weight/max"] = weights
@@ -101,6 +109,8 @@ def finish_loss(
             means["importance_weight/dropped"] = weights == 0
         elif importance_cap is not None:
             means["importance_weight/capped"] = weights >= importance_cap
+    if kl_terms is not None:
+        token_losses = token_losses + kl_terms
     if entropy_coef != 0:
         entropy = _need_entropy(inputs, "entropy_coef", entropy_coef)
         if inputs.log_probs.requires_grad and not entropy.requires_grad:
@@ -115,6 +125,27 @@ def finish_loss(
     _add_shared_metrics(inputs, means, largest)
     total, count = reduce_loss(token_losses, inputs.mask, unit)
     return LossOutput(total, count, _add_sample_sizes(collect_token_metrics(means, largest, inputs.mask)))
+
+
+def _choose_sampler(inputs: LossInputs, ratio: RatioAgainst) -> Tensor:
+    """[B, T] log-probs of what the KL term's tokens are drawn from once the weight, if any, is multiplied on."""
+    if ratio != "old" and inputs.rollout_log_probs is not None:
+        return inputs.rollout_log_probs
+    return choose_old_log_probs(inputs, "kl_importance")
+
+
+def _find_corrected(inputs: LossInputs, ratio: RatioAgainst) -> LossInputs:
+    """The inputs as a correction sees them: it compares their old_log_probs with mu."""
+    if ratio == "mu":  # no weight may count the gap again
+        return replace(inputs, old_log_probs=None)
+    if ratio == "none":  # what a weight compares with the engine is the policy itself
+        return replace(inputs, old_log_probs=inputs.log_probs.detach())
+    return inputs
+
+
+def _weigh(token_losses: Tensor, weights: Tensor) -> Tensor:
+    # a product with 0 would keep what is not finite, and a dropped token is dropped whatever it holds
+    return torch.where(weights == 0, torch.zeros_like(token_losses), token_losses * weights)
 
 
 def _find_weights(inputs: LossInputs, correction: str | Correction, importance_cap: float | None) -> Tensor | None:
@@ -137,7 +168,9 @@ def _need_entropy(inputs: LossInputs, parameter: str, value: float) -> Tensor:
     return inputs.entropy
 
 
-def _check_terms(kl_coef: float, entropy_fraction: float, policy_entropy_fraction: float, mu_penalty_coef: float) -> None:
+def _check_terms(kl_coef: float, kl_importance: object, entropy_fraction: float, policy_entropy_fraction: float, mu_penalty_coef: float) -> None:
+    if not isinstance(kl_importance, bool):  # the text "false" would count as true
+        raise ConfigError(f"kl_importance={kl_importance!r} must be true or false, without quotation marks")
     for name, value in (("kl_coef", kl_coef), ("mu_penalty_coef", mu_penalty_coef)):
         if not value >= 0:
             raise ConfigError(f"{name}={value} must not be negative; 0 turns the term off")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollouts.config.plugins import Role, load_function
 from rollouts.config.schema import DataSourceConfig, RLTrainingConfig, RolloutConfig, RunConfig, SFTTrainingConfig
@@ -38,6 +38,9 @@ from rollouts.preflight.functions import check_reward_settings, load_advantage
 from rollouts.preflight.rows import Rows
 from rollouts.types import IntArray
 
+if TYPE_CHECKING:
+    from rollouts.models.devices import DeviceMemory
+
 __all__ = ["CheckedRun", "check_functions", "check_lengths", "check_run", "collect_rows", "look_at_run", "prepare_rows"]
 
 LOOKED_AT = 20_000  # rows that are tokenized: seconds; of more, the longest half of them and others evenly spaced
@@ -61,9 +64,18 @@ def check_run(
     open_tokenizer: Callable[[Path], ChatTokenizer],
     base_dir: Path,
     check_loss: Callable[[RLTrainingConfig], None] | None = None,
+    look_at_device: Callable[[], DeviceMemory] | None = None,
 ) -> list[Finding]:
     """The findings of `look_at_run`."""
-    run = look_at_run(config, stages, find_model=find_model, open_tokenizer=open_tokenizer, base_dir=base_dir, check_loss=check_loss)
+    run = look_at_run(
+        config,
+        stages,
+        find_model=find_model,
+        open_tokenizer=open_tokenizer,
+        base_dir=base_dir,
+        check_loss=check_loss,
+        look_at_device=look_at_device,
+    )
     return run.findings
 
 
@@ -75,11 +87,13 @@ def look_at_run(
     open_tokenizer: Callable[[Path], ChatTokenizer],
     base_dir: Path,
     check_loss: Callable[[RLTrainingConfig], None] | None = None,
+    look_at_device: Callable[[], DeviceMemory] | None = None,
 ) -> CheckedRun:
     """Everything that can be known about a run without weights: rows, functions, model directory, chat template, lengths, memory, work.
 
     `find_model` answers model.name with a directory, `open_tokenizer` opens the tokenizer in it; both raise ModelError when they cannot.
-    `check_loss` raises ConfigError or PlugInError for a loss that cannot be used (it is asked for because losses load torch).
+    `check_loss` raises ConfigError or PlugInError for a loss that cannot be used, `look_at_device` says where the run would compute and raises
+    ConfigError where model.device is not to be had (both are asked for because they load torch); None: on the CPU.
     Raises: never for what files and users do; those become findings of level "error".
     """
     missing = [stage for stage in stages if getattr(config, stage) is None]
@@ -94,6 +108,11 @@ def look_at_run(
     if "rl" in stages:
         with reporting(findings, "engine"):
             check_engine_config(config.engine)
+    device: DeviceMemory | None = None
+    with reporting(findings, "model.device"):
+        if look_at_device is not None:
+            device = look_at_device()
+            findings.append(Finding("ok", "model.device", "on the CPU" if device.kind == "cpu" else "on a GPU"))
     with reporting(findings, "model.chat_template"):
         if config.model.chat_template and not Path(config.model.chat_template).is_file():
             raise ModelError(f"there is no file {config.model.chat_template}; name a Jinja file, or leave it out to use the tokenizer's own")
@@ -102,7 +121,7 @@ def look_at_run(
         tokenizer = open_tokenizer(model_dir)
         findings.append(Finding("ok", "model.name", str(model_dir)))
         lengths = check_lengths(config, present, rows, tokenizer, context_length=read_context_length(model_dir), findings=findings)
-        findings += estimate_memory(config, present, lengths, read_model_size(model_dir))
+        findings += estimate_memory(config, present, lengths, read_model_size(model_dir), device=device)
     findings += estimate_work(config, present, {name: len(found) for name, found in rows.items()})
     return CheckedRun(findings, rows)
 

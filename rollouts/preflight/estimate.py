@@ -11,12 +11,15 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
 from rollouts.errors import ModelError
 from rollouts.models.host_memory import read_free_memory
 from rollouts.preflight.findings import Finding
+
+if TYPE_CHECKING:
+    from rollouts.models.devices import DeviceMemory
 
 FLOAT_BYTES = 4
 LARGEST_HEAD_BYTES = 100 << 20  # of a safetensors file's list of tensors, by its format
@@ -73,23 +76,47 @@ def count_parameters(path: Path) -> int:
 # --- memory ------------------------------------------------------------------------------------------------------------------
 
 
-def estimate_memory(config: RunConfig, stages: Sequence[str], lengths: Lengths, size: ModelSize | None) -> list[Finding]:
-    """A finding per stage about its peak against what this machine has free, and one about checkpoints against the disk."""
+def estimate_memory(
+    config: RunConfig, stages: Sequence[str], lengths: Lengths, size: ModelSize | None, *, device: DeviceMemory | None = None
+) -> list[Finding]:
+    """A finding per stage about its peak against what is free, and one about checkpoints against the disk.
+
+    On a GPU it is the peak of rank 0's, which has the embedded engine and the reference too; with distributed.cpu_offload another finding says
+    what this machine holds. `device`: where the run computes; None: on the CPU.
+    """
     if size is None:
         return [Finding("ok", "memory", "not estimated: config.json or the weight files do not say how large the model is")]
-    free = read_free_memory()
-    findings = [_compare_memory(stage, _memory_parts(config, stage, lengths, size), free) for stage in stages]
+    findings: list[Finding] = []
+    for stage in stages:
+        if device is None or device.kind == "cpu":
+            parts = _trained_parts(size) | _other_parts(config, stage, lengths, size)
+            findings.append(_compare_memory(f"{stage}: memory", parts, read_free_memory()))
+        else:
+            findings += _estimate_gpu(config, stage, lengths, size, device.free_bytes)
     return [*findings, estimate_disk(config, stages, size)]
 
 
-def _memory_parts(config: RunConfig, stage: str, lengths: Lengths, size: ModelSize) -> dict[str, int]:
-    """Bytes by what holds them, each with its formula."""
+def _estimate_gpu(config: RunConfig, stage: str, lengths: Lengths, size: ModelSize, free: int | None) -> list[Finding]:
+    ranks = config.distributed.ranks
+    shards = config.distributed.shard_size or ranks
+    subject, others = f"{stage}: memory of a GPU", _other_parts(config, stage, lengths, size)
+    if not config.distributed.cpu_offload:
+        return [_compare_memory(subject, _trained_parts(size, f" / {shards} ranks" if shards > 1 else "", shards) | others, free)]
+    copies = ranks // shards
+    held = {f"{copies} x {what}" if copies > 1 else what: copies * count for what, count in _trained_parts(size).items()}
+    return [_compare_memory(subject, others, free), _compare_memory(f"{stage}: host memory", held, read_free_memory())]
+
+
+def _trained_parts(size: ModelSize, share: str = "", shards: int = 1) -> dict[str, int]:
+    """Bytes of what AdamW trains with, divided among `shards` ranks; `share` says so."""
+    weights = FLOAT_BYTES * size.parameters // shards
+    return {f"weights 4 x {size.parameters / 1e6:.4g}M{share}": weights, "gradients as much": weights, "AdamW twice that": 2 * weights}
+
+
+def _other_parts(config: RunConfig, stage: str, lengths: Lengths, size: ModelSize) -> dict[str, int]:
+    """Bytes by what else holds them, each with its formula."""
     weights = FLOAT_BYTES * size.parameters
-    parts = {
-        f"weights 4 x {size.parameters / 1e6:.4g}M": weights,
-        "gradients as much": weights,
-        "AdamW twice that": 2 * weights,
-    }
+    parts: dict[str, int] = {}
     section = getattr(config, stage)
     served = stage == "rl" and config.engine.kind != "local"  # servers have memory of their own
     rows = 0 if served else min(config.engine.max_rows, _rows_at_once(config, stage))
@@ -98,7 +125,7 @@ def _memory_parts(config: RunConfig, stage: str, lengths: Lengths, size: ModelSi
         length = lengths.prompt + sampled
         cached = 2 * FLOAT_BYTES * rows * length * size.layers * size.key_value
         parts[f"keys and values 8 x {rows} rows x {length} tokens x {size.layers} layers x {size.key_value}"] = cached
-    if stage == "rl" and config.engine.kind == "local" and config.engine.mode == "copied":
+    if stage == "rl" and config.engine.kind == "local" and (config.engine.mode == "copied" or config.distributed.ranks > 1):
         parts["the engine's own weights"] = weights
     if stage == "rl" and config.rl and config.rl.kl_coef > 0:
         parts["the reference's weights"] = weights
@@ -136,14 +163,14 @@ def _tokens_of_step(section: SFTTrainingConfig | RLTrainingConfig, lengths: Leng
     return prompts * lengths.prompt + rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens
 
 
-def _compare_memory(stage: str, parts: Mapping[str, int], free: int | None) -> Finding:
+def _compare_memory(subject: str, parts: Mapping[str, int], free: int | None) -> Finding:
     total = sum(parts.values())
     listed = ", ".join(f"{_gib(count)} {what}" for what, count in parts.items())
     too_much = free is not None and total > free
     known = "" if free is None else f"; {_gib(free)} are free"
     known += ": lower micro_batch_tokens or engine.max_rows, or set model.gradient_checkpointing" if too_much else ""
     text = f"about {_gib(total)} when every sample has its full length, an estimate: {listed}{known}"
-    return Finding("warning" if too_much else "ok", f"{stage}: memory", text)
+    return Finding("warning" if too_much else "ok", subject, text)
 
 
 # --- disk --------------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,12 @@ The run id alone proves nothing: it is the user's to choose, "none" by default, 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from typing import Any, Literal
 
 from rollouts.distributed.launch import Launch
 from rollouts.errors import RunDirError
+from rollouts.preflight.run_directory import read_holder
 from rollouts.run_dir import RunDir
 
 Restart = Literal["yes", "no", "if another rank says so"]
@@ -25,9 +25,9 @@ NO_IDS = frozenset({"", "none"})  # what torchrun calls a run that was given no 
 def read_agents(run_dir: RunDir) -> tuple[str, frozenset[str]]:
     """(run id, agents) of the run that used the directory last; ("", none) where the file does not say."""
     try:
-        launch: Any = json.loads(run_dir.lock.read_text(encoding="utf-8"))["launch"]
+        launch = read_holder(run_dir)["launch"]
         return str(launch["run_id"]), frozenset(str(agent) for agent in launch["agents"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return "", frozenset()
 
 
@@ -54,8 +54,8 @@ def choose_resume(run_dir: RunDir, launch: Launch, *, asked: bool) -> tuple[Rest
 
 
 def describe_launch(run_dir: RunDir, launch: Launch, restart: Restart) -> dict[str, Any]:
-    """What run.lock says of this launch when the directory is locked, before other ranks are heard: of one that is not proven to be a restart, and
-    may be refused, nothing new."""
+    """What run.lock says of this launch once the directory is locked and checked, before other ranks are heard: of one that is not proven to be a
+    restart, and may be refused, nothing new."""
     agents = set(read_agents(run_dir)[1]) if restart != "no" else set()
     if restart != "if another rank says so" and launch.agent:
         agents.add(launch.agent)

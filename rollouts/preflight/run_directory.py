@@ -50,12 +50,13 @@ def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, locked: b
 # --- one run at a time -------------------------------------------------------------------------------------------------------
 
 
-def lock_run_dir(run_dir: RunDir, launch: Mapping[str, Any] | None = None) -> int:
+def lock_run_dir(run_dir: RunDir) -> int:
     """Keeps other runs off the directory, made if missing, until this process ends or closes the descriptor that is returned.
 
     The system drops the lock with the process, however that ends; started programs and forked children do not hold it on. Where several
-    ranks make one run, only the first locks. `launch`: what started the run, for the file to say (rollouts.preflight.restarts). On a file
-    system that has no locks nobody is kept off, and a warning says so. Raises RunDirError naming who holds it, or OSError's reason.
+    ranks make one run, only the first locks. What the file says of the launch that used the directory last stays until write_holder says
+    another: this one may yet be refused. On a file system that has no locks nobody is kept off, and a warning says so. Raises RunDirError naming
+    who holds it, or OSError's reason.
     """
     try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
@@ -75,21 +76,30 @@ def lock_run_dir(run_dir: RunDir, launch: Mapping[str, Any] | None = None) -> in
         logging.getLogger("rollouts").warning(
             "warning: the file system of %s has no locks (%s): nothing keeps a second run off it; see that none is started there", run_dir.root, error
         )
-    write_holder(descriptor, launch)
+    write_holder(descriptor, read_holder(run_dir).get("launch"))
     made = os.fstat(descriptor)
     _held[descriptor] = (made.st_dev, made.st_ino)
     return descriptor
 
 
 def write_holder(descriptor: int, launch: Mapping[str, Any] | None) -> None:
-    """Who holds the lock, and what started it, in the file of the lock."""
+    """Who holds the lock, and what started it (rollouts.preflight.restarts), in the file of the lock."""
     holder: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-    holder |= {} if launch is None else {"launch": dict(launch)}
+    holder |= {} if launch is None else {"launch": launch}
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
     except OSError:  # a full disk, say: the lock holds without it, and who is refused is told less
         pass
+
+
+def read_holder(run_dir: RunDir) -> Mapping[str, Any]:
+    """What the file of the lock says; nothing where it cannot be read."""
+    try:
+        holder: Any = json.loads(run_dir.lock.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return holder if isinstance(holder, dict) else {}
 
 
 def _drop_in_child() -> None:
@@ -126,8 +136,8 @@ def check_unlocked(run_dir: RunDir) -> None:
 def describe_holder(run_dir: RunDir) -> str:
     """Who holds the lock, as far as the file says."""
     try:
-        holder = json.loads(run_dir.lock.read_text(encoding="utf-8"))
+        holder = read_holder(run_dir)
         who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
-    except (OSError, ValueError, KeyError, TypeError):
+    except KeyError:
         who = f"a process that {run_dir.lock} does not name"
     return f"output.dir={run_dir.root} is in use by {who}; wait for it or stop it, or name another directory with --output.dir DIR"

@@ -50,7 +50,7 @@ class FrozenReference:
 async def open_frozen_reference(
     model_path: Path, *, device_thread: DeviceThread, micro_batch_tokens: int = 8192, device: str = "cpu"
 ) -> AsyncIterator[FrozenReference]:
-    """The model at `model_path` in float32, without gradients, on a device thread that somebody else owns. Raises ModelError."""
+    """The model at `model_path` in float32 on `device`, without gradients, on a device thread that somebody else owns. Raises ModelError."""
 
     def load() -> tuple[PreTrainedModel, ForwardPlan]:
         loaded = load_hf_model(model_path).to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)

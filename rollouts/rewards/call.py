@@ -51,7 +51,7 @@ async def call_generate(
 
 
 def _name_segment(segment: Sample, sample: Sample, index: int) -> Sample:
-    name = sample.id if index == 0 else f"{sample.id}.{index}"
+    name = sample.id if index == 0 else f"{sample.id}.{index}"  # number_trajectories reads it
     if segment.id == name and segment.group_index == sample.group_index:
         return segment
     return replace(segment, id=name, group_index=sample.group_index)

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 import trio
@@ -14,6 +15,7 @@ import trio
 from rollouts.config.schema import EngineConfig
 from rollouts.engines.fleet import Fleet
 from rollouts.engines.open import open_server_fleet
+from rollouts.engines.processes import split_flags
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.weight_sync.broadcast import open_sglang_broadcast, open_vllm_broadcast
 from rollouts.weight_sync.probe import Probe, make_probe_prompt
@@ -38,6 +40,7 @@ async def open_synced_fleet(
     *,
     vocab_size: int,
     trainer_exact: bool,
+    device: str,
     log_dir: Path,
     snapshot_dir: Path,
     seed: int,
@@ -46,13 +49,14 @@ async def open_synced_fleet(
     """A fleet of servers that holds the trainer's weights, and the function that brings it to a version.
 
     An engine that comes back during the run is brought to the published version by itself. `trainer_exact`: the trainer computes in float32.
+    `device`: where it computes.
     Raises what open_server_fleet raises, WeightSyncError for a transport that this machine cannot run.
     """
     dtype = find_served_dtype(config, model_path)
     probe = Probe(make_probe_prompt(vocab_size), choose_tolerance(exact=trainer_exact and dtype == "float32"))
     async with (
         open_server_fleet(config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn) as fleet,
-        open_transport(config, dtype) as transport,
+        open_transport(config, dtype, device) as transport,
         trio.open_nursery() as nursery,
     ):
         sync = WeightSync(
@@ -82,8 +86,8 @@ def make_metric_name(name: str) -> str:
 
 
 @asynccontextmanager
-async def open_transport(config: EngineConfig, dtype: str | None) -> AsyncIterator[Transport | None]:
-    """How weights reach the servers without a disk; None: by snapshots."""
+async def open_transport(config: EngineConfig, dtype: str | None, device: str) -> AsyncIterator[Transport | None]:
+    """How weights reach the servers from a trainer on `device` without a disk; None: by snapshots."""
     sent_as = None if dtype is None else getattr(torch, dtype)
     if config.transport == "disk":
         yield None
@@ -91,8 +95,14 @@ async def open_transport(config: EngineConfig, dtype: str | None) -> AsyncIterat
         async with open_vllm_broadcast(dtype=sent_as) as transport:
             yield transport
     else:
-        async with open_sglang_broadcast(backend="nccl" if torch.cuda.is_available() else "gloo", dtype=sent_as) as transport:
+        async with open_sglang_broadcast(backend=choose_wire(config, device), dtype=sent_as) as transport:
             yield transport
+
+
+def choose_wire(config: EngineConfig, device: str) -> Literal["gloo", "nccl"]:
+    """What carries weights to SGLang servers: NCCL from a GPU, unless the run starts them for a CPU; gloo takes tensors of either side."""
+    served_by_cpu = (dict(split_flags(config.args)).get("--device") or "").startswith("cpu")
+    return "nccl" if torch.device(device).type == "cuda" and not served_by_cpu else "gloo"
 
 
 def find_served_dtype(config: EngineConfig, model_path: Path) -> str | None:

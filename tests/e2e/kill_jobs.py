@@ -16,7 +16,7 @@ SFT = Job("sft", (*SMALL, "--mode", "sft", "--sft.steps", "5", "--output.checkpo
 RL = Job("rl", (*SMALL, "--mode", "rl", "--rl.steps", "5", "--output.checkpoint_every", "2"), ("rl",), ROWS)
 BOTH = Job("sft+rl", (*SMALL, "--mode", "sft+rl", "--sft.steps", "3", "--rl.steps", "4", "--output.checkpoint_every", "2"), ("sft", "rl"), ROWS)
 COPIED = Job("rl, copied weights", (*RL.arguments, "--engine.mode", "copied"), ("rl",), ROWS)
-STALE = Job("rl, held groups", (*RL.arguments, "--rl.max_staleness", "1", "--deterministic", "false"), ("rl",), ROWS, exact=False)
+STALE = Job("rl, held groups", (*COPIED.arguments, "--rl.max_staleness", "1", "--deterministic", "false"), ("rl",), ROWS, exact=False)
 SFT_RANKS = Job("sft, two ranks", SFT.arguments, ("sft",), ROWS, ranks=2)
 RL_RANKS = Job("rl, two ranks", RL.arguments, ("rl",), ROWS, ranks=2)
 JOBS = (SFT, RL, BOTH, COPIED, STALE, SFT_RANKS, RL_RANKS)

@@ -18,10 +18,13 @@ from rollouts.advantages import (
     compute_advantages,
     compute_group_advantages,
     compute_role_advantages,
+    merge_segments,
     whiten_over_tokens,
 )
 from rollouts.errors import ConfigError
-from rollouts.types import Sample
+from rollouts.rewards.check import check_reward
+from rollouts.rewards.combine import apply_weights
+from rollouts.types import RewardResult, Sample
 
 REWARDS = [1.0, 0.0, 0.0, 0.5]
 LENGTHS = [2, 3, 4, 1]
@@ -238,6 +241,66 @@ def test_unknown_kinds_and_wrong_lengths_are_refused():
 @pytest.mark.parametrize("kind", [*GROUP_RELATIVE, "reinforce_pp", "reinforce_pp_baseline", "raw"])
 def test_an_empty_batch_gives_no_advantages(kind):
     assert compute_group_advantages([], [], kind, lengths=[]).shape == (0,)
+
+
+# --- trajectories of several segments -----------------------------------------------------------------------------------------
+
+SEGMENTED = {  # rewards [1, 1, 0] where rows 0 and 1 are one trajectory: the numbers of the rewards [1, 0]
+    "grpo": [0.5 / (0.7071067811865476 + 1e-6)] * 2 + [-0.5 / (0.7071067811865476 + 1e-6)],
+    "centred": [0.5, 0.5, -0.5],
+    "rloo": [1.0, 1.0, -1.0],
+    "maxrl": [1.0, 1.0, -1.0],
+    "opo": [4 / 9, 4 / 9, -5 / 9],  # lengths 2 + 3 and 4: baseline 5/9
+    "pass_at_k": [1.0, 1.0, 0.0],
+    # over tokens [1]·5 + [0]·4: mean 5/9, variance (5·(4/9)² + 4·(5/9)²)/8 = 5/18
+    "reinforce_pp": [0.8432740, 0.8432740, -1.0540926],
+    "reinforce_pp_baseline": [0.8432740, 0.8432740, -1.0540926],
+    "gdpo": [0.7071058, 0.7071058, -0.7071058],
+    "remax": [0.75, 0.75, -0.25],
+    "raw": [1.0, 1.0, 0.0],
+}
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_a_trajectory_counts_once_however_many_segments_it_has(kind):
+    parts = {"right": [1.0, 1.0, 0.0]} if kind == "gdpo" else {"greedy_reward": [0.25] * 3}
+    rows: dict = {"lengths": [2, 3, 4], "named_rewards": parts}
+    found = compute_group_advantages([1.0, 1.0, 0.0], [7, 7, 7], kind, trajectories=[5, 5, 2], **rows)
+    np.testing.assert_allclose(found, SEGMENTED[kind], rtol=2e-6)
+
+
+def test_segments_are_found_in_any_order_of_the_rows_and_of_the_groups():
+    found = compute_group_advantages([0.0, 1.0, 3.0, 1.0, 5.0], [1, 0, 1, 0, 0], "centred", trajectories=[3, 9, 4, 9, 8])
+    assert found.tolist() == [-1.5, -2.0, 1.5, -2.0, 2.0]
+    assert compute_group_advantages([1.0, 1.0], [0, 0], "pass_at_k", trajectories=[1, 1]).tolist() == [0.0, 0.0], "one trajectory alone"
+
+
+def test_segments_are_merged_into_one_row_for_a_function_of_ones_own():
+    samples = tuple(Sample(id=name, prompt="q") for name in ("a", "b", "a.1"))
+    inputs = inputs_of([1.0, 0.0, 1.0], lengths=np.asarray([2, 3, 4]), trajectories=np.asarray([1, 0, 1]), samples=samples)
+    merged, places = merge_segments(inputs)
+    assert (merged.rewards.tolist(), places.tolist(), merged.trajectories) == ([0.0, 1.0], [1, 0, 1], None)
+    assert merged.lengths is not None and merged.lengths.tolist() == [3, 6]
+    assert [sample.id for sample in merged.samples] == ["b", "a.1"], "the last segment stands for its trajectory"
+
+
+def test_segments_that_do_not_share_what_a_trajectory_has_once_are_named():
+    with pytest.raises(ValueError, match=r"rewards\[2\] is 0\.0, and 1\.0 in another segment of its trajectory"):
+        inputs_of([1.0, 5.0, 0.0], trajectories=np.asarray([0, 1, 0]))
+    with pytest.raises(ValueError, match=r"named_rewards\['a'\]\[1\] is 3\.0, and 2\.0 in another"):
+        inputs_of([1.0, 1.0], trajectories=np.asarray([0, 0]), named_rewards={"a": [2.0, 3.0]})
+    with pytest.raises(ValueError, match=r"group_indices\[1\] is 8, and 7 in another"):
+        compute_group_advantages([1.0, 1.0], [7, 8], trajectories=[0, 0])
+    with pytest.raises(ValueError, match=r"trajectories have shape \(1,\); one per row, \(2,\)"):
+        compute_group_advantages([1.0, 1.0], [7, 7], trajectories=[0])
+
+
+def test_the_baseline_of_remax_is_no_part_of_a_reward_that_is_given_beside_its_parts():
+    answers = [check_reward(RewardResult(1.0, {"greedy_reward": 0.25}), "f"), check_reward({"right": 1.0, "greedy_reward": 0.25}, "f")]
+    answers.append(apply_weights(answers[1], {"right": 1.0, "greedy_reward": 0.0}))
+    rewards, baselines = [answer.reward for answer in answers], [answer.parts["greedy_reward"] for answer in answers]
+    found = compute_group_advantages(rewards, [0, 0, 0], "remax", named_rewards={"greedy_reward": baselines})
+    assert found.tolist() == [0.75, 1.0, 0.75], "the parts of a mapping are added up, the baseline too"
 
 
 # --- functions of one's own ---------------------------------------------------------------------------------------------------

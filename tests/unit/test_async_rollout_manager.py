@@ -36,7 +36,17 @@ from rollouts.generation.group import MAX_STARTS
 from rollouts.generation.ledger import Ledger, LedgerCounts
 from rollouts.generation.pacing import Pace
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply
-from rollouts.types import FilterDecision, GenerateRequest, RewardResult, Sample, SampleGroup, SamplingParams, Status, metric_values
+from rollouts.types import (
+    FilterDecision,
+    GenerateRequest,
+    RewardResult,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+    Status,
+    metric_values,
+    number_trajectories,
+)
 
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(FAKE_END,))
 chat_generate: Any = make_chat_generate(FakeTokenizer())
@@ -265,6 +275,21 @@ async def test_segments_of_a_trajectory_share_the_reward_of_the_last():
     batch = await make_run(num_prompts=1, generate=generate, reward=reward).manager.generate_batch()
     assert [sample.id for sample in batch.samples] == ["g00000000-s000", "g00000000-s000.1", "g00000000-s001", "g00000000-s001.1"]
     assert [sample.reward for sample in batch.samples] == [0.0, 0.0, 1.0, 1.0]
+
+
+async def test_segments_count_once_in_the_statistics_of_their_group():
+    async def generate(sample: Sample, engine, sampling) -> list[Sample]:
+        done = await chat_generate(sample, engine, sampling)
+        reward = float(member_of(sample.id))
+        return [done, done, done, dataclasses.replace(done, reward=reward, rewards={"right": reward})] if reward else [
+            dataclasses.replace(done, reward=reward, rewards={"right": reward})
+        ]
+
+    run = make_run(num_prompts=1, generate=generate, reward=None)
+    batch = await run.manager.generate_batch()
+    assert [dict(sample.rewards) for sample in batch.samples] == [{"right": 0.0}] + [{"right": 1.0}] * 4, "parts are shared as the reward is"
+    assert number_trajectories(batch.samples).tolist() == [0, 1, 1, 1, 1]
+    assert metric_values(run.manager.batch_metrics())["groups/reward_std/mean"] == 0.5, "of 0 and 1, not of 0, 1, 1, 1, 1"
 
 
 # --- samples that fail ---

@@ -597,6 +597,10 @@ def test_nothing_of_a_run_may_be_a_link_that_leads_out_of_it(tmp_path, name):
     (tmp_path / "run" / "inside").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "run" / "inside")
     check_links(RunDir(tmp_path / "run"))
+    (tmp_path / "run" / name).unlink()
+    (tmp_path / "run" / name).symlink_to(name)
+    with pytest.raises(RunDirError, match=rf"run/{name} cannot be followed \(.*remove the symbolic link"):
+        check_links(RunDir(tmp_path / "run"))
 
 
 def test_snapshots_are_not_made_where_a_link_leads(tmp_path):

@@ -19,6 +19,7 @@ from rollouts.filters import FILTERS
 from rollouts.loops.rl_batch import make_loss_spec
 from rollouts.losses import LOSSES, LossInputs, check_loss_params
 from rollouts.losses.compat import PRESETS, to_rl_settings
+from rollouts.types import Sample, SampleGroup
 
 FAR = -0.5 - math.log(4)
 GRPO = [1.305579692400, -0.783347815440, -0.783347815440, 0.261115938480]
@@ -94,6 +95,16 @@ def test_the_losses_of_clip_presets_follow_from_the_fixture_by_hand():
     assert LOSS_THERE["dapo"] == pytest.approx(plain - 0.16 / 6, rel=1e-8)
     weighted = (1.491824698 * (-1.2 - 0.670320046 - 1.2) + math.exp(0.1) * (1.349858808 + 0.8) + 4.0) / 6
     assert LOSS_THERE["trl"] == pytest.approx(weighted, rel=1e-8)
+
+
+@pytest.mark.parametrize(("rewards", "kept"), [([1, 1, -1, -1], True), ([1, 0, 0, 0], True), ([-1, -1], False), ([1, 1], False)])
+def test_dapo_keeps_the_groups_that_are_neither_always_nor_never_right(rewards, kept):
+    samples = tuple(Sample(id=f"s{row}", prompt="q", reward=reward) for row, reward in enumerate(rewards))
+    assert [FILTERS[name](SampleGroup(0, "row", samples)).keep for name in PRESETS["dapo"].filters] == [kept]
+
+
+def test_prime_rl_says_that_rows_without_an_advantage_leave_its_denominator():
+    assert any("dropped there" in sentence and "denominator" in sentence for sentence in PRESETS["prime_rl"].differs)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -245,6 +245,7 @@ def test_rules_between_settings_name_both(write):
         (RL.replace('"jsonl", path = "train.jsonl"', '"reasoning_gym", size = 3'), "rl.data: dataset is missing"),
         (RL.replace('"jsonl", path = "train.jsonl"', '"reasoning_gym", dataset = "chain_sum"'), "rl.data: size is missing"),
         (RL.replace("steps = 4", 'steps = 4\nkl_coef = 0.1\nkl_estimator = "k3"'), "rl: kl_estimator='k3' with kl_in='reward'"),
+        (RL.replace("steps = 4", 'steps = 4\nkl_coef = 0.1\nkl_in = "loss"'), "rl: kl_estimator='k1' with kl_in='loss'"),
         (RL.replace("steps = 4", "steps = 4\nmax_staleness = 1"), "engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1"),
     ],
 )
@@ -483,6 +484,14 @@ def test_the_training_digest_knows_files_by_name_and_not_by_place(write, tmp_pat
 def test_a_resumed_run_may_write_elsewhere_and_go_on_longer(write):
     saved = load_config(write(RL))
     check_same_run(saved, load_config(write(RL), ["--rl.steps", "9", "--output.checkpoint_every", "2", "--name", "other"]))
+
+
+@pytest.mark.parametrize("deterministic", ["", "deterministic = true\n"])
+def test_a_resumed_run_may_go_on_on_another_device(write, deterministic):
+    """In deterministic mode there is one only, however it is named."""
+    saved, now = load_config(write(deterministic + RL)), load_config(write(deterministic + RL), ["--model.device", "cpu"])
+    check_same_run(saved, now)
+    assert training_digest(saved) == training_digest(now)
 
 
 def test_a_resumed_run_may_compute_faster_unless_it_promised_equal_bits(write):

@@ -284,6 +284,31 @@ async def test_a_rank_that_leaves_before_rank_0_has_closed_is_a_failure(autojump
                 await trio.sleep_forever()
 
 
+async def test_a_rank_that_says_that_it_fails_before_its_body_has_ended_raises_its_own_error(autojump_clock: trio.testing.MockClock):
+    """What it still writes may take long; the others end meanwhile."""
+    rig = Rig(3)
+
+    async def write(link: ControlLink) -> None:
+        link.fail("OutOfMemoryError: 3 GiB")
+        with trio.CancelScope(shield=True):
+            await trio.sleep(1000.0)
+        raise MemoryError("3 GiB")
+
+    async def fail() -> None:
+        with pytest.raises(MemoryError, match="3 GiB"):
+            await take_part(rig, 1, write)
+        assert trio.current_time() >= 1000.0
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(fail)
+        nursery.start_soon(follow_and_lose, rig, 2)
+        with pytest.raises(RankLost, match="rank 1 was lost during start-up: OutOfMemoryError: 3 GiB"):
+            async with rig.hub():
+                await trio.sleep_forever()
+        assert trio.current_time() < 10.0
+    assert rig.named() == {0: [1], 2: [1]}
+
+
 async def test_rank_0_whose_body_fails_raises_its_own_error_and_is_named_by_the_others(autojump_clock: trio.testing.MockClock):
     rig = Rig(3)
 

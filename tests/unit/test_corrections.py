@@ -103,6 +103,16 @@ def test_a_nan_is_never_hidden_by_a_mask_and_what_is_infinite_stays_finite(name)
     assert all(map(math.isfinite, weights(name, far)))
 
 
+@pytest.mark.parametrize("name", CORRECTIONS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_nan_of_the_engine_alone_is_not_hidden(name, advantage):
+    """The ratio is against old, so mu counts in the correction only."""
+    inputs = make_inputs(advantage, rollout_log_probs=row(NAN, *MU[1:]))
+    assert ppo_clip_loss(inputs, correction=name).sum.isnan()
+    outside = replace(inputs, mask=torch.tensor([[False, True, True]]))
+    assert ppo_clip_loss(outside, correction=name).sum.isfinite()
+
+
 # --- in a loss ----------------------------------------------------------------------------------------------------------------
 
 

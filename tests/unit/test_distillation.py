@@ -263,6 +263,8 @@ def test_nothing_outside_the_mask_is_read_and_a_clip_holds_impossible_tokens():
     mask = np.array([False, True, False])
     (found,) = compute_distillation_advantages([array(NAN, -INF, INF)], [array(INF, -1.0, NAN)], [mask], clip=5.0)
     assert found.tolist() == [0.0, -5.0, 0.0]
+    with pytest.raises(ValueError, match="row 0, token 1: the student's log-prob is -inf; it must be finite"):  # it would be +5
+        compute_distillation_advantages([array(NAN, -1.0, INF)], [array(INF, -INF, NAN)], [mask], clip=5.0)
     with pytest.raises(ValueError, match="row 0, token 1: the advantage is -inf"):
         compute_distillation_advantages([array(NAN, -INF, INF)], [array(INF, -1.0, NAN)], [mask])
 

@@ -66,6 +66,24 @@ def test_groups_that_are_always_or_never_right_are_dropped_by_name():
     assert check_mixed_accuracy(make_group([0, 0, 0, 1]), low=0.25).reason == "too_hard"
 
 
+def test_a_trajectory_of_several_segments_counts_once():
+    group = make_group([1, 1, 1, 0])
+    names = ("s0", "s0.1", "s0.2", "s1")
+    group = replace(group, samples=tuple(replace(s, id=name, rewards={"r": s.reward or 0}) for s, name in zip(group.samples, names, strict=True)))
+    assert check_mixed_accuracy(group, high=0.75) == KEPT, "one of two is right, not three of four"
+    assert check_mixed_accuracy(group, part="r", high=0.75) == KEPT
+    assert check_reward_nonzero_std(group, min_std=0.49) == KEPT
+    assert check_min_reward(group, min_reward=0.6).detail == "mean reward 0.5 of 2 samples is below 0.6"
+    assert [sample.id for sample in group.ends] == ["s0.2", "s1"]
+
+
+@pytest.mark.parametrize("rewards", [[1, 1, -1, -1], [0, 1.1]])
+def test_rewards_whose_mean_is_no_accuracy_are_refused(rewards: list[float]):
+    with pytest.raises(ValueError, match=rf"the reward of a sample of group 0 is {min(rewards) or max(rewards)}; an accuracy is a mean"):
+        check_mixed_accuracy(make_group(rewards))
+    assert check_mixed_accuracy(make_group([0, 1.0000001])) == KEPT, "a sum of parts may miss 1 by its rounding"
+
+
 def test_accuracy_is_read_from_its_part_when_the_reward_is_shaped():
     group = make_group([1.0, 0.6])  # both right, one of them too long
     parts = ({"right": 1.0, "overlong": 0.0}, {"right": 1.0, "overlong": -0.4})

@@ -130,6 +130,18 @@ def test_weights_of_a_missing_kind_are_refused():
         compute_kto_weights(0, 5)
 
 
+@pytest.mark.parametrize("good", [True, False])
+def test_a_response_without_probability_is_not_hidden(good: bool):
+    for values, ref in ((-math.inf, -11.0), (-10.0, -math.inf)):
+        log_probs = tensor(values, -12.0).requires_grad_()
+        found = run(log_probs, tensor(ref, -11.5), [good, good])
+        assert found.sum.isnan()
+        found.sum.backward()
+        assert log_probs.grad is not None
+        assert log_probs.grad.isfinite().tolist() == [False, True]
+    assert run(tensor(-10.0), tensor(-11.0), [good], reference_point=math.inf).sum.isnan()
+
+
 def test_what_is_not_finite_is_not_hidden():
     assert math.isnan(float(run(tensor(float("nan")), tensor(-1.0), [True]).sum))
 

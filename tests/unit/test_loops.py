@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import trio
 
+from integration_training import train
 from rollouts.advantages import ADVANTAGES
+from rollouts.cli import check_loss
 from rollouts.config.schema import DataSourceConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.sft import SFTSample
@@ -20,6 +22,7 @@ from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import run_rl_training
 from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
 from rollouts.loops.sft import run_sft_training
+from rollouts.losses import LOSSES
 from rollouts.testing.fakes import FakeTokenizer, ScriptedEngine, ScriptedReply, open_fake_backend
 from rollouts.types import GenerateRequest, RolloutBatch, Sample, SamplingParams
 
@@ -298,6 +301,26 @@ async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
     np.testing.assert_allclose(batch.advantages[1], [0, -0.5, -0.5])
 
 
+def segmented(batch: RolloutBatch, *ids: str) -> RolloutBatch:
+    return dataclasses.replace(batch, samples=tuple(Sample(id=id_, prompt="p", reward=0.0, group_index=7) for id_ in ids))
+
+
+def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
+    rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
+    batch, _ = add_advantages(rows, rl_config(advantage="rloo"))
+    assert batch.advantages is not None
+    assert [row.tolist() for row in batch.advantages] == [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0]]
+
+
+def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
+    reference = tuple(np.asarray([0.0, -1.0 - kl, -2.0], np.float32) for kl in (1.0, 2.0, 5.0))  # KL of each row in nats
+    rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
+    batch, metrics = add_advantages(dataclasses.replace(rows, ref_log_probs=reference), rl_config(advantage="raw", kl_coef=0.1))
+    assert batch.advantages is not None
+    np.testing.assert_allclose([row[1] for row in batch.advantages], [0.7, 0.7, -0.5], rtol=1e-6)  # 1 − .1·(1 + 2), 0 − .1·5
+    assert metrics["kl/ref_per_sample"] == pytest.approx(4.0), "the mean of 3 and 5: over trajectories"
+
+
 def with_parts(batch: RolloutBatch, *parts: Mapping[str, float]) -> RolloutBatch:
     samples = tuple(Sample(id=f"s{row}", prompt="p", reward=0.0, rewards=part) for row, part in enumerate(parts))
     return dataclasses.replace(batch, samples=samples)
@@ -351,6 +374,53 @@ def test_an_advantage_that_fails_is_named():
         add_advantages(batch_of([1.0], [7], [0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
 
 
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "cispo", "m:f"])
+def test_a_clip_that_the_loss_does_not_read_is_refused(loss: str):
+    with pytest.raises(ValueError, match=rf"clip_high=0\.28 with loss='{loss}'; it is read by ppo_clip and clip_cov only: .* in loss_params"):
+        rl_config(loss=loss, clip_high=0.28)
+    with pytest.raises(ValueError, match=r"clip_low=0\.1 with loss="):
+        rl_config(loss=loss, clip_low=0.1)
+    rl_config(loss=loss, clip_low=0.2, clip_high=0.2)  # as a resolved config has them
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss_params": {"correction": "token_tis"}}, "there are no old log-probs: the ratio is against the engine already"),
+        ({"loss_params": {"kl_coef": 0.1}}, r"kl_coef=0\.1 needs ref_log_probs and the batch has none"),
+        ({"loss_params": {"kl_coef": 0.1, "kl_estimator": "k9"}, "kl_coef": 0.1}, "kl_estimator='k9' is not known"),
+        ({"loss_params": {"clip_low": -1.0}}, r"clip_low=-1\.0 must be above 0"),
+        ({"loss_params": {"entropy_fraction": 7}}, "entropy_fraction=7 must be above 0 and at most 1"),
+        ({"loss_params": {"dual_clip": 0.5}}, r"dual_clip=0\.5 must be above 1"),
+        ({"loss_params": {"kl_importance": "false"}}, "kl_importance='false' must be true or false"),
+        ({"loss": "gspo", "loss_params": {"clip_low": "wide"}}, "loss 'gspo' fails with clip_low='wide': TypeError"),
+    ],
+)
+def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes, message):
+    config = rl_config(**changes)
+    for check in (check_loss, train.check_loss):
+        with pytest.raises(ConfigError, match=message):
+            check(config)
+
+
+def test_a_loss_that_will_find_what_it_needs_is_not_refused():
+    check_loss(rl_config(recompute_old=True, loss_params={"correction": "token_tis * veto", "entropy_coef": 0.01, "policy_entropy_fraction": 0.2}))
+    check_loss(rl_config(kl_coef=0.1, kl_in="loss", kl_estimator="k1", loss_params={"kl_importance": True}, normalise_by="constant"))
+    for name in LOSSES:
+        check_loss(rl_config(loss=name))
+
+
+def test_a_cap_beside_a_correction_is_refused():
+    """The correction takes the place of the capped weight, so the cap would be dropped."""
+    message = "with correction='icepop'; a correction takes the place of the capped weight"
+    with pytest.raises(ValueError, match=rf"importance_cap=3\.0 {message}"):
+        rl_config(recompute_old=True, importance_cap=3.0, loss_params={"correction": "icepop"})
+    with pytest.raises(ValueError, match=rf"importance_cap=4\.0 {message}"):
+        rl_config(recompute_old=True, loss_params={"correction": "icepop", "importance_cap": 4.0})
+    resolved = rl_config(recompute_old=True, loss_params={"correction": "icepop"}).model_dump()
+    assert RLTrainingConfig.model_validate(resolved).importance_cap == 2.0
+
+
 async def test_recompute_old_asks_the_trainer():
     async with open_fake_backend() as backend:
         batch = await add_log_probs(batch_of([1.0], [0], [0]), backend, None, rl_config(recompute_old=True))
@@ -371,5 +441,8 @@ def test_the_loss_is_named_with_the_numbers_of_the_config():
     assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
     assert make_loss_spec(rl_config(loss="cispo", loss_params={"ratio_high": 4.0})).params == {"ratio_high": 4.0}
     assert make_loss_spec(rl_config(loss="cispo", recompute_old=True, importance_cap=3.0)).params == {"importance_cap": 3.0}
+    assert make_loss_spec(rl_config(loss="clip_cov", clip_high=0.28)).params == {"clip_low": 0.2, "clip_high": 0.28}
+    with_importance = rl_config(loss_params={"kl_importance": True}, kl_coef=0.1, kl_in="loss", kl_estimator="k1")
+    assert make_loss_spec(with_importance).params.items() >= {"kl_estimator": "k1", "kl_importance": True}.items()
     with_kl = make_loss_spec(rl_config(loss="gspo", kl_coef=0.02, kl_in="loss", kl_estimator="k2"))
     assert with_kl.params == {"kl_coef": 0.02, "kl_estimator": "k2"}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollouts.errors import ConfigError, PlugInError
 from rollouts.losses import KL_ESTIMATORS, LOSSES, LossInputs, LossOutput, check_loss_params, wants_entropy_gradient
+from rollouts.losses.distillation import compute_divergence
 from rollouts.losses.kl import compute_exact_kl, compute_kl_penalty, kl_k2, make_truncated_kl, make_weighted_kl
 from rollouts.losses.rl_losses import ppo_clip_loss, reinforce_loss
 from rollouts.losses.value_loss import value_loss
@@ -20,6 +21,7 @@ from rollouts.types import EffectiveShare, ExplainedVariance, merge_metrics, met
 OLD, LP, MU, REF = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3], [-1.1, -0.6, -1.5]
 NAN, INFINITY = float("nan"), float("inf")
 P, Q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+KL_FROM_MU = 0.276154  # Σ exp(lp − mu)·(lp − ref) = .4·e^.5 − .3·e^−.5 − .1·e^.7
 RL_LOSSES = [name for name in LOSSES if name != "sft"]
 
 
@@ -61,13 +63,31 @@ def test_kl_importance_reaches_every_loss():
     for name in RL_LOSSES:
         inputs = make_inputs(0.0, ref_log_probs=ref, rollout_log_probs=row(*MU))
         found = LOSSES[name](inputs, unit="tokens", kl_coef=0.5, kl_estimator="k1", kl_importance=True, **({"beta": 0.0} if name == "dro" else {}))
-        # with A = 0 the KL term is all there is: ratio · (lp − ref), weighted by min(w, 2) where the loss is
-        ratio = [math.exp(lp - old) for lp, old in zip(LP, OLD, strict=True)]
-        weights = [math.exp(o - m) for o, m in zip(OLD, MU, strict=True)]
-        if name in ("reinforce", "dro", "importance_sampling", "dppo"):
-            weights = [1.0] * 3
-        expected = [0.5 * w * r * (lp - q) for w, r, lp, q in zip(weights, ratio, LP, REF, strict=True)]
-        assert float(found.sum.detach()) == pytest.approx(sum(expected)), name
+        # with A = 0 the KL term is all there is: (lp − ref)·exp(lp − mu), where the ratio is against old by way of the weight exp(old − mu)
+        assert float(found.sum.detach()) == pytest.approx(0.5 * KL_FROM_MU), name
+
+
+@pytest.mark.parametrize("old", [None, row(*OLD)])
+@pytest.mark.parametrize("name", ["reinforce", "dro"])
+def test_a_weight_does_not_count_the_gap_again_in_a_kl_term_with_importance(name, old):
+    """The weight of a loss without a ratio is exp(lp − mu), and the KL term has that factor already."""
+    inputs = make_inputs(0.0, old_log_probs=old, ref_log_probs=row(*REF), rollout_log_probs=row(*MU))
+    params: dict[str, Any] = {"kl_coef": 1.0, "kl_estimator": "k1", "kl_importance": True} | ({"beta": 0.0} if name == "dro" else {})
+    found = LOSSES[name](inputs, unit="tokens", correction="token_tis(cap=100)", **params)
+    assert float(found.sum.detach()) == pytest.approx(KL_FROM_MU)
+    slopes = [math.exp(lp - mu) * (1 + lp - q) for lp, mu, q in zip(LP, MU, REF, strict=True)]
+    assert grad_of(found, inputs.log_probs) == pytest.approx(slopes)
+    # exp(lp − mu) = 1.65, .61, 2.01: a dropped token has no KL term either
+    found = LOSSES[name](inputs, unit="tokens", correction="token_mask(low=0.5, high=1.8)", **params)
+    assert float(found.sum.detach()) == pytest.approx(KL_FROM_MU + 0.1 * math.exp(0.7))
+    # without kl_importance the weight is the only factor: lp − ref = .4, −.3, −.1
+    found = LOSSES[name](inputs, unit="tokens", correction="token_tis(cap=100)", **params | {"kl_importance": False, "kl_estimator": "k2"})
+    assert float(found.sum.detach()) == pytest.approx(0.08 * math.exp(0.5) + 0.045 * math.exp(-0.5) + 0.005 * math.exp(0.7))
+
+
+def test_kl_importance_is_true_or_false():
+    with pytest.raises(ConfigError, match="kl_importance='false' must be true or false"):
+        reinforce_loss(make_inputs(), kl_importance="false")  # type: ignore[arg-type]
 
 
 def test_a_kl_estimator_may_be_a_function():
@@ -115,6 +135,33 @@ def test_tokens_that_a_model_cannot_give():
     assert compute_exact_kl(row(0.0, 0.0), row(0.0, -INFINITY)).tolist() == [INFINITY]
     assert compute_exact_kl(row(0.0, -INFINITY), row(0.0, -INFINITY)).tolist() == [0.0]
     assert compute_exact_kl(torch.zeros(0, 5), torch.zeros(0, 5)).shape == (0,)
+
+
+def test_a_term_of_weight_zero_adds_nothing_even_where_it_is_infinite():
+    policy, ref = row(1.0, 0.5, 0.0).requires_grad_(), row(1.0, 1.0, -INFINITY)
+    found = compute_exact_kl(policy, ref, weigh=lambda policy, ref: (ref > -INFINITY).to(ref.dtype))
+    total = math.e + math.exp(0.5) + 1.0
+    first, second = math.e / total, math.exp(0.5) / total
+    gaps = math.log(first / 0.5), math.log(second / 0.5)
+    assert found.tolist() == pytest.approx([first * gaps[0] + second * gaps[1]])  # -.1431
+    found.sum().backward()
+    slopes = first * (1 + gaps[0]), second * (1 + gaps[1])  # of p·(log p − log q) by log p
+    assert policy.grad is not None
+    shares = first, second, 1 / total
+    assert policy.grad[0].tolist() == pytest.approx([slope - p * sum(slopes) for slope, p in zip((*slopes, 0.0), shares, strict=True)])
+
+
+@pytest.mark.parametrize("logit", [-50.0, -200.0])
+def test_a_token_that_only_the_policy_can_give_makes_the_kl_infinite_however_rare_it_is(logit):
+    policy, ref = torch.tensor([[10.0, 9.0, logit]]), torch.tensor([[10.0, 9.0, -INFINITY]])  # float32: e^-210 is 0 there
+    assert compute_exact_kl(policy, ref).tolist() == [INFINITY]
+    assert compute_divergence(policy, ref, beta=1.0).tolist() == [INFINITY]
+    assert compute_divergence(ref, policy, beta=0.0).tolist() == [INFINITY]
+
+
+def test_a_nan_among_the_logits_is_not_taken_for_a_token_without_probability():
+    assert compute_exact_kl(row(0.0, NAN), row(0.0, 0.0)).isnan().all()
+    assert compute_exact_kl(row(0.0, 0.0), row(NAN, 0.0)).isnan().all()
 
 
 # --- entropy ------------------------------------------------------------------------------------------------------------------

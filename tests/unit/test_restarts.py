@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.distributed.launch import Launch, identify_process, read_launch
+from rollouts.config.schema import RunConfig
+from rollouts.distributed.launch import Launch, find_agent, identify_process, read_launch
 from rollouts.errors import RunDirError
 from rollouts.preflight.restarts import choose_resume, confirm_launch, describe_launch, find_restart, read_agents
-from rollouts.preflight.run_directory import lock_run_dir, write_holder
+from rollouts.preflight.run_directory import check_run_dir, lock_run_dir, write_holder
 from rollouts.run_dir import RunDir
 
 ALONE = Launch(0, 1, 0, 1, "localhost", restart=0, run_id="job", agent="a")
@@ -24,8 +25,9 @@ SPREAD = Launch(0, 4, 0, 2, "node-a", restart=0, run_id="job", agent="a")  # on 
 def use(run_dir: RunDir, launch: Launch, *, others: Iterable[str] = ()) -> None:
     """A run of this launch has the directory, and its process ends."""
     restart, _ = choose_resume(run_dir, launch, asked=False)
-    lock = lock_run_dir(run_dir, describe_launch(run_dir, launch, restart))
+    lock = lock_run_dir(run_dir)
     try:
+        write_holder(lock, describe_launch(run_dir, launch, restart))
         write_holder(lock, confirm_launch(run_dir, launch, restart, [launch.agent, *others]))
     finally:
         os.close(lock)
@@ -52,6 +54,19 @@ def test_two_runs_of_one_machine_with_the_same_id_are_two(run_dir, run_id):
 def test_a_start_that_was_refused_is_refused_when_the_launcher_tries_again(run_dir):
     use(run_dir, ALONE)
     assert find_restart(run_dir, replace(ALONE, agent="later", restart=1)) == "no"
+
+
+def test_a_start_that_is_refused_once_it_has_locked_leaves_the_run_to_its_own_agent(run_dir):
+    later = replace(ALONE, agent="later")
+    assert choose_resume(run_dir, later, asked=False) == ("no", False), "both look before either has locked"
+    use(run_dir, ALONE)
+    run_dir.config.touch()
+    lock = lock_run_dir(run_dir)
+    with pytest.raises(RunDirError, match="is not empty"):
+        check_run_dir(run_dir, RunConfig(), resume=False, locked=True)
+    os.close(lock)
+    assert find_restart(run_dir, replace(ALONE, restart=1)) == "yes"
+    assert find_restart(run_dir, replace(later, restart=1)) == "no"
 
 
 def test_without_agents_the_launchers_count_tells(run_dir):
@@ -99,10 +114,34 @@ def test_a_lock_that_does_not_say_is_nobodys(run_dir, text):
 def test_two_processes_are_told_apart_and_one_is_itself():
     script = "import os; from rollouts.distributed.launch import read_launch; print(read_launch(os.environ).agent)"
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job"}
-    told = [subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout for _ in range(2)]
+    program = [sys.executable, "-c", script]
+    wrapped = ["sh", "-c", '"$@"; exit $?', "wrapper", *program]
+    told = [subprocess.run(argv, env=environment, capture_output=True, text=True, check=True).stdout for argv in (program, wrapped)]
     assert told[0] == told[1] == identify_process(os.getpid()) + "\n", "both are children of this one"
     assert identify_process(os.getppid()) != identify_process(os.getpid()) != ""
     assert read_launch({}).agent == "", "a shell starts many runs"
+
+
+def make_process(proc: Path, pid: int, parent: int, run_id: str) -> None:
+    (proc / str(pid)).mkdir()
+    (proc / str(pid) / "stat").write_text(f"{pid} (a (b) c) S {parent} {' '.join('0' * 17)} {pid}00 0")
+    (proc / str(pid) / "environ").write_bytes(b"A=1\0" + (b"TORCHELASTIC_RUN_ID=" + run_id.encode() + b"\0" if run_id else b""))
+
+
+def test_a_wrapper_between_the_launcher_and_the_program_is_not_the_launcher(tmp_path):
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text("boot\n")
+    make_process(tmp_path, 5, 1, "")  # torchrun; inside a job of another one it would be the other's process
+    make_process(tmp_path, 6, 5, "job")
+    make_process(tmp_path, 7, 6, "job")
+    make_process(tmp_path, 9, 1, "outer")
+    agent = identify_process(5, proc=tmp_path)
+    assert agent.endswith("/boot/5/500")
+    assert [find_agent("job", parent, proc=tmp_path) for parent in (5, 6, 7)] == [agent] * 3
+    assert find_agent("job", 9, proc=tmp_path) == identify_process(9, proc=tmp_path)
+    assert find_agent("job", 8, proc=tmp_path) == "", "it has ended, and nothing tells who started it"
+    (tmp_path / "6/environ").unlink()
+    assert find_agent("job", 7, proc=tmp_path) == "", "one that may not be looked at could be the launcher or not"
 
 
 def test_a_system_that_does_not_tell_gives_no_agent(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from integration_training.train import evaluated, write_atomically
+from integration_training.train import evaluated, sync_at_start, write_atomically
 from rollouts.errors import StorageError
 from rollouts.run_dir import RunDir
 
@@ -72,3 +72,21 @@ def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
     assert evaluated(run, "rl", 4) == counts
     assert not evaluated(run, "rl", 3)
     assert evaluated(SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=[])), "rl", 3), "there is nothing to evaluate on"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("newest", "trains", "served"), [("step_5", False, "trainer's 5"), ("step_5", True, "saved 5"), (None, True, "trainer's 0")])
+async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(newest, trains, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A run that was cut between two updates may be resumed with the steps it has: they are evaluated."""
+    synced: list[str] = []
+
+    async def sync_weights(backend: Any, engines: Any, version: int) -> None:
+        synced.append(f"trainer's {version}")
+
+    async def sync_as_saved(backend: Any, engine: Any, sync_weights: Any, checkpoint: Path, version: int) -> bool:
+        synced.append(f"saved {version}")
+        return False
+
+    monkeypatch.setattr("rollouts.weight_sync.engine_weights.sync_as_saved", sync_as_saved)
+    opened: Any = SimpleNamespace(backend=None, engine=None, sync_weights=sync_weights)
+    await sync_at_start(opened, tmp_path / newest if newest else None, trains=trains)
+    assert synced == [served]
