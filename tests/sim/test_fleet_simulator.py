@@ -13,7 +13,7 @@ from rollouts.testing.fleet_schedule import draw_fleet_schedule
 from rollouts.testing.fleet_simulator import BrokenInvariant, run_fleet_simulation
 from tests.sim.planted_bugs import PLANTED_BUGS, PlantedBug
 
-FIRST_SEEDS, SEEDS = 60, 560  # in every run of the tests, and with the slow ones
+FIRST_SEEDS, SEEDS = 20, 520  # in every run of the tests, and with the slow ones
 FIRST_BLOCK, BLOCK = 20, 25  # seeds of one test
 MOST_SEEDS_FOR_A_BUG = 200
 FAULTS = {kind.__name__ for kind in (*get_args(RequestFault), *get_args(UpdateFault))}

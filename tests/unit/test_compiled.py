@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,15 @@ TOLERANCE = 1e-5  # of the norm: float32 sums in another order; 1e-6 was seen
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(autouse=True)
+def _algorithms() -> Iterator[None]:
+    """As torch starts: a backend of an earlier test may have left this process deterministic, which compiles nothing."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def find_model(kind: str, cache: Path) -> Path:

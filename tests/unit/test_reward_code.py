@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -43,7 +44,19 @@ def leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
     yield directory
     assert list(directory.iterdir()) == []
     assert len(list(Path("/dev/fd").iterdir())) == descriptors
+    for pid in code_processes():
+        wait_for_end(int(pid))
     assert code_processes() == []
+
+
+def wait_for_end(pid: int) -> None:
+    """Until a process that is killed already has ended, which takes the system a moment under load; at most five seconds."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    select.select([descriptor], [], [], 5.0)
+    os.close(descriptor)
 
 
 def code_processes() -> list[str]:
