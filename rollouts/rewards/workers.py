@@ -14,7 +14,8 @@ A worker that answers, but whose call changed its process (working directory, si
 A slot is a task that keeps one worker alive: it asks for it, offers it to calls, and when it is dropped lets the next slot begin.
 Only if the guard itself dies (a function killed it) do all calls fail that run at that moment; a new guard is started.
 
-On Linux nothing escapes: orphans, sessions of their own and ignored signals included. Elsewhere there is no subreaper and no parent-death
+On Linux nothing escapes: orphans, sessions of their own and ignored signals included; but where a function kills the guard, what has left its
+worker and is not swept yet goes on without one. Elsewhere there is no subreaper and no parent-death
 signal: a process that left its worker's process group is not found, and a guard that is killed leaves its workers to end at their next request.
 Limits are for mistakes: a function that means harm has the trainer's user and could kill the trainer.
 """

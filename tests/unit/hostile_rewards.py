@@ -124,9 +124,15 @@ def daemon(sample):
 
 
 def forks_for_ever(sample):
-    """Always another process: each forks the next and ends, in a session of its own, whose number is left in the file of the sample."""
+    """Always another process: each forks the next and ends, in a session of its own, whose number is left in the file of the sample.
+
+    Twenty seconds of it: whatever kills the guard before it has swept lets such a chain go on, and it takes a core.
+    """
     note = sample.metadata.get("path", os.devnull)
-    chain = "import os, sys\nos.setsid()\nopen(sys.argv[1], 'w').write(str(os.getpid()))\nwhile True:\n    if os.fork():\n        os._exit(0)"
+    chain = (
+        "import os, sys, time\nos.setsid()\nopen(sys.argv[1], 'w').write(str(os.getpid()))\nend = time.monotonic() + 20\n"
+        "while time.monotonic() < end:\n    if os.fork():\n        os._exit(0)"
+    )
     subprocess.run([sys.executable, "-c", chain, note], check=True)
     return 1.0
 
