@@ -65,7 +65,7 @@ def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int) 
 def describe_machine() -> str:
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), platform.processor())
-    return f"{model}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{model}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, once: bool) -> None:
