@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from .conftest import RunningServer
-from .runs import SHORT, STEPS, assert_proven, find_processes, make_command, make_environment, read_rows, train, use_byte_reward
+from .runs import SHORT, assert_proven, find_processes, make_command, make_environment, read_rows, train, use_byte_reward
 
 pytestmark = pytest.mark.engines
 PATIENCE_S = 900.0
@@ -41,17 +41,6 @@ def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_seco
     for row in samples:  # steps 1 and 2 are sampled at version 0, 3 and 4 at 2, ...
         served = (row["step"] - 1) // 2 * 2
         assert (row["weight_version_min"], row["weight_version_max"]) == (served, served)
-
-
-def test_two_ranks_train_one_model_and_prove_its_weights_on_a_server(vllm_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path):
-    """The program starts torchrun with two ranks; rank 0 alone talks to the server."""
-    train(
-        tmp_path, "demo_vllm.toml", *SHORT, *use_byte_reward(tmp_path), "--model.name", str(snapshots[0]), "--engine.urls",
-        json.dumps([vllm_server.url]), "--engine.api_key_env", "VLLM_KEY", "--distributed.ranks", "2", VLLM_KEY=vllm_server.api_key,
-    )  # fmt: skip
-    assert_proven(tmp_path / "run")
-    state = tmp_path / "run" / "checkpoints" / "rl" / f"step_{STEPS}" / "state"
-    assert [path.name for path in sorted(state.glob("optimizer*"))] == ["optimizer-0-of-2.safetensors", "optimizer-1-of-2.safetensors"]
 
 
 @pytest.fixture
