@@ -17,6 +17,7 @@ import torch
 import trio
 from transformers import AutoModelForCausalLM
 
+import integration_training.stages
 import integration_training.train
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.compare import assert_same_run, weights_digest
@@ -129,7 +130,7 @@ def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(tmp_path: Path, 
     # with its moments it is three times the weights, for as long as RL trains
     models: list[weakref.ref[object]] = []
     alive: list[int] = []
-    open_stage = integration_training.train.open_stage
+    open_stage = integration_training.stages.open_stage
 
     @asynccontextmanager
     async def open_watched(*arguments: Any) -> AsyncIterator[Any]:
@@ -138,7 +139,7 @@ def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(tmp_path: Path, 
             models.append(weakref.ref(opened.backend.model))
             yield opened
 
-    monkeypatch.setattr(integration_training.train, "open_stage", open_watched)
+    monkeypatch.setattr(integration_training.stages, "open_stage", open_watched)
     monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path / "cache"))
     arguments = ["--config", str(TINY), "--mode", "sft+rl", *SHORT, "--sft.steps", "2", "--rl.steps", "1", "--output.dir", str(tmp_path / "run")]
     assert integration_training.train.main(arguments) == 0

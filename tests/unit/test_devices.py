@@ -14,7 +14,7 @@ import torch
 import torch.distributed
 import trio
 
-from integration_training import train
+from integration_training import opening, train
 from rollouts.backends.open import choose_autocast_dtype
 from rollouts.backends.ranks import connect
 from rollouts.backends.same_ranks import check_same_device, tell_device
@@ -238,7 +238,7 @@ def test_ranks_train_on_the_device_on_which_they_have_met(monkeypatch: pytest.Mo
     monkeypatch.setattr("rollouts.backends.fsdp.open_fsdp_backend", lambda path, **options: opened.update(options))
     config = RunConfig.model_validate({"sft": {"steps": 1, "data": {"kind": "jsonl", "path": "x"}}, "distributed": {"cpu_offload": True}})
     ranks = SimpleNamespace(hub=None, ranks=SimpleNamespace(device=torch.device("cuda:0")))
-    train.open_backend(cast(Any, SimpleNamespace(config=config, ranks=ranks, tokenizer=None, device="cuda:0")), "sft", Path())
+    opening.open_backend(cast(Any, SimpleNamespace(config=config, ranks=ranks, tokenizer=None, device="cuda:0")), "sft", Path())
     assert opened["ranks"] is ranks.ranks
     assert opened["cpu_offload"] is True
     assert "device" not in opened

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from integration_training.train import evaluated, sync_at_start, write_atomically
+from integration_training.reports import evaluated, write_atomically
+from integration_training.stages import sync_at_start
 from rollouts.errors import StorageError
 from rollouts.run_dir import RunDir
 

@@ -1,0 +1,234 @@
+"""What a stage of a run has open: a backend, what generates, what saves.
+
+    Run      what every stage reads: config, rows, functions, tokenizer, the record
+    Stage    what is open while one runs; `open_stage` opens it from a model directory
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollouts.config.load import training_digest
+from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
+from rollouts.data.chat import TemplateOptions
+from rollouts.data.sft import SFTMixture
+from rollouts.errors import ConfigError
+from rollouts.loops.rl import SyncWeights
+from rollouts.loops.stopping import StopControl
+from rollouts.preflight.estimate import read_free_memory
+from rollouts.preflight.functions import Functions
+from rollouts.preflight.rows import Rows
+from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
+from rollouts.run_dir import RunDir
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+    from rollouts.backends.fsdp import FSDPTrainingBackend
+    from rollouts.backends.pytorch import PyTorchTrainingBackend
+    from rollouts.backends.ranks import OpenRanks
+    from rollouts.checkpoints.writer import CheckpointWriter, Keep
+
+    Backend = PyTorchTrainingBackend | FSDPTrainingBackend
+
+HELD_OUT = "heldout"
+
+
+def stage_config(config: RunConfig, stage: str) -> SFTTrainingConfig | RLTrainingConfig:
+    """The table of a stage. Raises ConfigError if the config has none."""
+    section = config.sft if stage == "sft" else config.rl
+    if section is None:
+        raise ConfigError(f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another mode")
+    return section
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What every stage reads."""
+
+    config: RunConfig
+    run_dir: RunDir
+    rows: Rows
+    conversations: SFTMixture | None  # tokenized, where there is an SFT stage
+    functions: Functions
+    tokenizer: Any
+    template: TemplateOptions
+    stop_ids: tuple[int, ...]
+    base_model: Path  # the directory that the first stage starts from; started servers load it before they get the trainer's weights
+    logger: MetricsLogger
+    stop: StopControl  # requested by the first SIGINT or SIGTERM
+    device: str  # where this process computes: cpu, cuda, or cuda:N where it is one of several
+    ranks: OpenRanks | None = None  # the processes that train together, of which this is rank 0; None: this one is alone
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is open while a stage runs."""
+
+    backend: Backend
+    engine: InferenceEngine  # answers requests: the embedded engine, or a fleet
+    sync_weights: SyncWeights  # brings every engine to the backend's version
+    checkpoints: CheckpointWriter
+
+
+@asynccontextmanager
+async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[Stage]:
+    """A backend with the weights at `model_path` and a fresh optimizer, and what generates with them: for RL as the config says."""
+    from rollouts.backends.open import choose_autocast_dtype
+
+    async with open_backend(run, stage, model_path) as backend:
+        served = stage == "rl" and run.config.engine.kind != "local"
+        dtype = choose_autocast_dtype(choose_autocast(run.config), run.device)
+        open_engine = open_servers(run, backend, dtype) if served else open_embedded(run, stage, backend, dtype, model_path)
+        async with open_engine as (engine, sync_weights), open_checkpoints(run, stage, backend) as checkpoints:
+            yield Stage(backend, engine, sync_weights, checkpoints)
+
+
+def open_backend(run: Run, stage: str, model_path: Path) -> AbstractAsyncContextManager[Backend]:
+    """What trains: this process alone, or all ranks."""
+    from rollouts.backends.open import open_pytorch_backend
+
+    config, section = run.config, stage_config(run.config, stage)
+    options: dict[str, Any] = {
+        "optim": section.optim,
+        "total_steps": section.steps * (config.rl.updates_per_batch if config.rl and stage == "rl" else 1),
+        "tokenizer": run.tokenizer,
+        "autocast": choose_autocast(config),
+        "threads": config.model.threads,
+        "deterministic": config.deterministic,
+        "micro_batch_tokens": section.micro_batch_tokens,
+        "share_prefix": config.rl.share_prefix if config.rl and stage == "rl" else False,
+        "gradient_checkpointing": config.model.gradient_checkpointing,
+        "compile_backend": "inductor" if config.model.compile else None,
+        "seed": config.seed,
+    }
+    if run.ranks is None:
+        return open_pytorch_backend(model_path, device=run.device, **options)
+    from rollouts.backends.fsdp import open_fsdp_backend
+
+    options |= {"reduce_each_micro_batch": config.distributed.reduce_each_micro_batch, "cpu_offload": config.distributed.cpu_offload}
+    return open_fsdp_backend(model_path, hub=run.ranks.hub, ranks=run.ranks.ranks, **options)
+
+
+def choose_autocast(config: RunConfig) -> Literal["off", "bfloat16", "auto"]:
+    """In which precision the trainer multiplies; equal bits are promised for float32 only."""
+    return "off" if config.deterministic else config.model.autocast
+
+
+def open_checkpoints(run: Run, stage: str, backend: Backend) -> AbstractAsyncContextManager[CheckpointWriter]:
+    """What saves the stage, and keeps what the config says."""
+    from rollouts.checkpoints.writer import open_checkpoint_writer
+
+    return open_checkpoint_writer(
+        backend,
+        run.run_dir,
+        stage,
+        config_hash=training_digest(run.config),
+        keep=choose_keep(run.config),
+        warn=warn,
+        free_memory=read_free_memory,
+    )
+
+
+def choose_keep(config: RunConfig) -> Keep:
+    """Which checkpoints of a stage stay."""
+    from rollouts.checkpoints.writer import Keep
+
+    best_by = f"eval/{HELD_OUT}/avg@{config.eval.samples_per_prompt}" if config.output.keep_best and config.eval else None
+    return Keep(config.output.keep_checkpoints, best_by)
+
+
+def say(text: str) -> None:
+    """A line on stderr. That nobody reads it, or that the disk under it is full, ends no run."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """A line for the user, which the log has too."""
+    logging.getLogger("rollouts").warning("%s", text)
+
+
+@asynccontextmanager
+async def open_embedded(
+    run: Run, stage: str, backend: Backend, autocast_dtype: torch.dtype | None, model_path: Path
+) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
+    """An engine in this process, in the trainer's precision. Where the trainer is several ranks, it has the model at `model_path` to itself."""
+    from rollouts.engines.local import open_local_engine
+    from rollouts.models.load import load_hf_model
+    from rollouts.weight_sync.open import choose_tolerance
+    from rollouts.weight_sync.probe import Probe, make_probe_prompt
+    from rollouts.weight_sync.sync import WeightSync
+
+    config, alone = run.config, run.ranks is None
+    if not alone and stage == "rl" and config.engine.mode == "shared":
+        say("engine.mode='shared', but several ranks share the weights: the engine has a copy on rank 0")
+    mode = (config.engine.mode if stage == "rl" else "shared") if alone else "given"
+
+    def load_copy() -> PreTrainedModel:
+        return load_hf_model(model_path).to(run.device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+
+    model = backend.model if alone else await backend.device_thread.submit(load_copy)
+    async with open_local_engine(
+        model,
+        device_thread=backend.device_thread,
+        mode=mode,
+        trainer_version=lambda: backend.weight_version,
+        max_rows=config.engine.max_rows,
+        deterministic=config.deterministic,
+        seed=config.seed,
+        autocast_dtype=autocast_dtype,
+    ) as engine:
+        if engine.path != "fast":
+            say(engine.describe())
+        probe = Probe(make_probe_prompt(engine.features.vocab_size), choose_tolerance(exact=autocast_dtype is None))
+        sync = WeightSync(probe, snapshot_dir=run.run_dir.weights)
+
+        async def sync_afresh(backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+            # SFT never names a new version, and a WeightSync loads what was proven once no second time
+            return await WeightSync(probe, snapshot_dir=run.run_dir.weights)(backend, engines, version)
+
+        yield engine, sync if stage == "rl" else sync_afresh
+
+
+@asynccontextmanager
+async def open_servers(
+    run: Run, backend: Backend, autocast_dtype: torch.dtype | None
+) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
+    """A fleet of inference servers, each of them kept at the trainer's version, and brought there again when it comes back."""
+    from rollouts.weight_sync.open import open_synced_fleet
+
+    async with open_synced_fleet(
+        run.config.engine,
+        backend,
+        run.base_model,
+        vocab_size=int(backend.model.config.get_text_config().vocab_size),
+        trainer_exact=autocast_dtype is None,
+        device=run.device,
+        log_dir=run.run_dir.engine_logs,
+        snapshot_dir=run.run_dir.weights,
+        seed=run.config.seed,
+        warn=say,
+    ) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def open_reference(run: Run, backend: Backend, start: Path) -> AsyncIterator[LogProbScorer | None]:
+    """The frozen model that RL started from, on the backend's thread and device; None when no KL term needs it."""
+    from rollouts.reference.score import open_frozen_reference
+
+    config = run.config.rl
+    if config is None or config.kl_coef == 0:
+        yield None
+        return
+    options: dict[str, Any] = {"micro_batch_tokens": config.micro_batch_tokens, "device": run.device}
+    async with open_frozen_reference(start, device_thread=backend.device_thread, **options) as reference:
+        yield reference
