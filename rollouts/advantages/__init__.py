@@ -1,6 +1,6 @@
 """Advantages by name. numpy only. A function takes AdvantageInputs and plain numbers, and answers with one number per row [B].
 
-Axes: B rows, T_i tokens of row i. With a critic see `compute_gae`; in self-play `compute_role_advantages`.
+Axes: B rows, T_i tokens of row i. With a critic the answer is a GAEResult; in self-play `compute_role_advantages`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rollouts.advantages.gae import (
     compute_discounted_returns,
     compute_explained_variance,
     compute_gae,
+    compute_gae_advantages,
     compute_length_adaptive_lambda,
     whiten_advantages,
 )
@@ -75,6 +76,7 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "gdpo": compute_gdpo_advantages,
     "remax": compute_remax_advantages,
     "raw": use_raw_rewards,
+    "gae": compute_gae_advantages,
 }
 
 
@@ -102,13 +104,22 @@ def compute_group_advantages(
     return advantages
 
 
-def compute_advantages(inputs: AdvantageInputs, function: AdvantageFn, **params: Any) -> FloatArray | tuple[FloatArray, ...]:
-    """What the function answers, checked: float32 [B], or one float32 array per row when it answers with arrays per token.
+def compute_advantages(inputs: AdvantageInputs, function: AdvantageFn, **params: Any) -> FloatArray | tuple[FloatArray, ...] | GAEResult:
+    """What the function answers, checked: float32 [B], or one float32 array per row when it answers with arrays per token; a GAEResult with both.
 
     Raises ValueError, naming the function, unless it is an array, list or tuple of one finite number, or one array of them, per row.
     """
     answer = function(inputs, **params)
     name, rows = getattr(function, "__name__", "the advantage function"), len(inputs.rewards)
+    if not isinstance(answer, GAEResult):
+        return _check_answer(answer, name, rows)
+    advantages, returns = _check_answer(answer.advantages, name, rows), _check_answer(answer.returns, f"{name} for its returns", rows)
+    if isinstance(advantages, np.ndarray) or isinstance(returns, np.ndarray):
+        raise ValueError(f"{name} answered with a GAEResult of numbers; advantages and returns of a critic are one array [T] per row")
+    return GAEResult(advantages, returns)
+
+
+def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | tuple[FloatArray, ...]:
     if not isinstance(answer, np.ndarray | list | tuple) or (isinstance(answer, np.ndarray) and answer.ndim == 0):
         raise ValueError(f"{name} answered with {type(answer).__name__}; it must be a numpy array or a list, one advantage per row")
     if len(answer) != rows:

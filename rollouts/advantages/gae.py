@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rollouts.advantages.group import whiten_over_tokens
-from rollouts.advantages.inputs import Floats
+from rollouts.advantages.inputs import AdvantageInputs, Floats
+from rollouts.errors import ConfigError
 from rollouts.types import BoolArray, FloatArray
 
 
@@ -54,6 +55,31 @@ def compute_gae(
     advantages = _sweep(kept_rewards, kept_values, lengths, bootstrap, gamma, lams)
     for_critic = advantages if critic_lam is None else _sweep(kept_rewards, kept_values, lengths, bootstrap, gamma, np.full(len(lams), critic_lam))
     return GAEResult(_scatter(advantages, loss_masks), _scatter(for_critic + kept_values, loss_masks))
+
+
+def compute_gae_advantages(
+    inputs: AdvantageInputs,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    critic_lam: float | None = None,
+    alpha: float | None = None,
+    whiten: bool = True,
+) -> GAEResult:
+    """`compute_gae` over the batch: what a run with a critic takes as its advantages, and the returns that its critic is trained on.
+
+    alpha: lam is that of `compute_length_adaptive_lambda` for each row, and `lam` must be left out. whiten: `whiten_advantages` over the batch's
+    tokens; returns stay as they are. A trajectory's segments are episodes of their own, each of which ends with its reward.
+    Raises ConfigError without a critic's values, and for alpha beside lam; else what `compute_gae` raises.
+    """
+    if len(inputs.values) != len(inputs.rewards):
+        raise ConfigError("advantage 'gae' needs a critic's values, and there are none; add [rl.critic], or choose another advantage")
+    if alpha is not None and lam != 0.95:
+        raise ConfigError(f"advantage 'gae' has lam={lam} and alpha={alpha}, which gives each row a lambda of its own; leave one of them out")
+    lengths = [int(np.count_nonzero(mask)) for mask in inputs.loss_masks]
+    lams = lam if alpha is None else compute_length_adaptive_lambda(lengths, alpha=alpha)
+    result = compute_gae(inputs.token_rewards, inputs.values, inputs.loss_masks, gamma=gamma, lam=lams, critic_lam=critic_lam)
+    return result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks)) if whiten else result
 
 
 def compute_length_adaptive_lambda(lengths: ArrayLike, *, alpha: float = 0.05) -> Floats:

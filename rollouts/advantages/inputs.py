@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollouts.types import Sample
+from rollouts.types import BoolArray, FloatArray, Sample
 
 Floats = NDArray[np.float64]
 
@@ -34,6 +34,9 @@ class AdvantageInputs:
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # of the named rewards; empty: 1 each
     samples: tuple[Sample, ...] = ()  # [B] the records behind the rows, or empty; for functions that need more than the above
     trajectories: NDArray[np.int64] | None = None  # [B] segments of one trajectory share a number, and their reward; None: each row is one
+    values: tuple[FloatArray, ...] = ()  # [T_i] per row: the critic's, before each token; empty where there is no critic
+    token_rewards: tuple[FloatArray, ...] = ()  # [T_i] per row, beside `values`: the KL term of each token, and the reward on the last trained one
+    loss_masks: tuple[BoolArray, ...] = ()  # [T_i] per row, beside `values`: the tokens that train
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -58,6 +61,13 @@ class AdvantageInputs:
             self._check_trajectories(np.asarray(self.trajectories, np.int64))
         if self.samples and len(self.samples) != len(rewards):
             raise ValueError(f"there are {len(self.samples)} samples for {len(rewards)} rows")
+        if not len(self.values) == len(self.token_rewards) == len(self.loss_masks):
+            raise ValueError(
+                f"there are {len(self.values)} rows of values, {len(self.token_rewards)} of token_rewards and {len(self.loss_masks)} of loss_masks; "
+                "they come together, or not at all"
+            )
+        if self.values and len(self.values) != len(rewards):
+            raise ValueError(f"there are {len(self.values)} rows of values for {len(rewards)} rows")
         for name, weight in self.reward_weights.items():
             if not math.isfinite(weight):
                 raise ValueError(f"reward_weights[{name!r}] is {weight}; a weight is a finite number")

@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 
 from rollouts.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    GAEResult,
+    compute_advantages,
     compute_discounted_returns,
     compute_explained_variance,
     compute_gae,
@@ -14,6 +18,7 @@ from rollouts.advantages import (
     subtract_kl,
     whiten_advantages,
 )
+from rollouts.errors import ConfigError
 from rollouts.types import FloatArray
 
 ALL = np.array([True, True, True])
@@ -182,3 +187,64 @@ def test_kl_refuses_rows_that_do_not_fit_and_log_probs_that_are_not_finite(funct
         function([1.0], [f32([np.nan, 0.0])], [row], [mask], 0.1)
     with pytest.raises(ValueError, match=r"rewards\[0\] is nan"):
         function([NAN], [row], [row], [mask], 0.1)
+
+
+# --- by name, as a run with a critic asks ------------------------------------------------------------------------------------------
+
+
+def with_critic(rewards: list[list[float]], values: list[list[float]], masks: list[np.ndarray]) -> AdvantageInputs:
+    return AdvantageInputs(
+        rewards=np.asarray([row[-1] for row in rewards]),
+        group_indices=np.arange(len(rewards)),
+        token_rewards=tuple(f32(row) for row in rewards),
+        values=tuple(f32(row) for row in values),
+        loss_masks=tuple(masks),
+    )
+
+
+def ask(inputs: AdvantageInputs, **params: object) -> GAEResult:
+    answer = compute_advantages(inputs, ADVANTAGES["gae"], **params)
+    assert isinstance(answer, GAEResult)
+    return answer
+
+
+def test_gae_by_its_name_gives_advantages_and_returns():
+    inputs = with_critic([[0.0, 0.0, 1.0]], [[0.5, 0.6, 0.7]], [ALL])
+    plain = ask(inputs, gamma=0.99, lam=0.95, whiten=False)
+    np.testing.assert_allclose(plain.advantages[0], [0.446828575, 0.37515, 0.3], rtol=1e-6)
+    np.testing.assert_allclose(plain.returns[0], [0.946828575, 0.97515, 1.0], rtol=1e-6)
+    whitened = ask(inputs, gamma=0.99, lam=0.95)
+    # mean .3739929, deviation .0734213 with n − 1
+    np.testing.assert_allclose(whitened.advantages[0], [0.9920258, 0.0157603, -1.0077861], rtol=2e-5)
+    np.testing.assert_array_equal(whitened.returns[0], plain.returns[0])
+    vapo = ask(inputs, gamma=1.0, lam=0.5, critic_lam=1.0, whiten=False)
+    np.testing.assert_allclose(vapo.returns[0], [1.0, 1.0, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(vapo.advantages[0], [0.1 + 0.5 * 0.1 + 0.25 * 0.3, 0.1 + 0.5 * 0.3, 0.3], rtol=1e-6)
+
+
+def test_gae_by_its_name_takes_a_lambda_for_each_row():
+    # alpha = 1: a row of 2 tokens has lambda 1/2, one of 1 token 0
+    inputs = with_critic([[0.0, 1.0], [0.0, 2.0]], [[0.5, 0.5], [0.0, 0.5]], [np.array([True, True]), np.array([False, True])])
+    found = ask(inputs, alpha=1.0, whiten=False)
+    np.testing.assert_allclose(found.advantages[0], [0.25, 0.5])
+    np.testing.assert_allclose(found.advantages[1], [0.0, 1.5])
+    with pytest.raises(ConfigError, match=r"lam=0\.9 and alpha=1\.0"):
+        ask(inputs, alpha=1.0, lam=0.9)
+
+
+def test_gae_by_its_name_needs_a_critic():
+    with pytest.raises(ConfigError, match="needs a critic's values"):
+        compute_advantages(AdvantageInputs(rewards=np.asarray([1.0]), group_indices=np.asarray([0])), ADVANTAGES["gae"])
+    with pytest.raises(ValueError, match="they come together"):
+        AdvantageInputs(rewards=np.asarray([1.0]), group_indices=np.asarray([0]), values=(f32([0.5]),))
+
+
+def test_a_function_of_ones_own_may_answer_as_gae_does_and_is_checked():
+    inputs = with_critic([[0.0, 1.0]], [[0.5, 0.5]], [np.array([True, True])])
+    found = compute_advantages(inputs, lambda given: GAEResult(given.values, given.token_rewards))
+    assert isinstance(found, GAEResult)
+    assert [row.tolist() for row in (*found.advantages, *found.returns)] == [[0.5, 0.5], [0.0, 1.0]]
+    with pytest.raises(ValueError, match="for its returns answered for row 0"):
+        compute_advantages(inputs, lambda given: GAEResult(given.values, (f32([NAN, 1.0]),)))
+    with pytest.raises(ValueError, match="GAEResult of numbers"):
+        compute_advantages(inputs, lambda given: GAEResult(given.values, (1.0,)))  # pyright: ignore[reportArgumentType]
