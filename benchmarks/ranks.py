@@ -1,13 +1,14 @@
-"""Memory of each rank while a sharded model is loaded, trained and exported, on 1, 2 and 4 ranks (gloo, CPU).
+"""Memory of each rank while a sharded model is loaded, trained, saved and copied for a later save, on 1, 2 and 4 ranks (gloo, CPU).
 
     python -m benchmarks.ranks [--quick] [--ranks 1 2 4] [--bar 1.15]
 
 A random Llama whose weights dominate (353 MB in float32; --quick: 53 MB), tied, two steps of SFT with AdamW on one short row a rank.
-Phases: load (meta device, own slices of the files), train (forward, backward, AdamW), export (Hugging Face directory and optimizer state),
-resume (the same read back). Measured is VmHWM of /proc/self/status, reset before each phase by writing 5 to /proc/self/clear_refs: the peak
-of what is resident, libraries and pages of mapped files included. "own" is the peak less what was resident after the same phases with a model
-of 0.4 MB, which loads every library: what sharding is about. max/min is over the ranks of one run, of own. The last line is JSON; the exit
-code says whether all max/min are below the bar and own memory falls with the number of ranks.
+Phases: load (meta device, own slices of the files), train (forward, backward, AdamW), export (Hugging Face directory and optimizer state, while
+training waits), capture (the same copied to memory, and written from there), resume (read back). Measured is VmHWM of /proc/self/status, reset
+before each phase by writing 5 to /proc/self/clear_refs: the peak of what is resident, libraries and pages of mapped files included. "own" is
+the peak less what was resident after the same phases with a model of 0.4 MB, which loads every library: what sharding is about. max/min is over
+the ranks of one run, of own. The last line is JSON; the exit code says whether all max/min are below the bar and own memory falls with the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
-PHASES = {"open_trainer": "load", "forward_backward": "train", "optim_step": "train", "save": "export", "load": "resume"}
+PHASES = {"open_trainer": "load", "forward_backward": "train", "optim_step": "train", "save": "export", "capture": "capture", "load": "resume"}
 SIZES = {False: (768, 2048, 12, 4096), True: (512, 1408, 4, 1024)}  # hidden, feed-forward, layers, tokens
 SMALL = (64, 128, 1, 256)
 MB = 1e6
@@ -69,6 +70,7 @@ def run_rank(model: str, folder: Path) -> None:
 
     from rollouts.backends import fsdp
     from rollouts.backends.ranks import open_ranks
+    from rollouts.backends.sharded_capture import HeldPart
     from rollouts.backends.sharded_trainer import ShardedTrainer
     from rollouts.distributed.launch import read_launch
 
@@ -80,6 +82,7 @@ def run_rank(model: str, folder: Path) -> None:
             for name, phase in PHASES.items():
                 if hasattr(ShardedTrainer, name):
                     setattr(ShardedTrainer, name, peaks.measure(phase, getattr(ShardedTrainer, name)))
+            setattr(HeldPart, "write", peaks.measure(PHASES["capture"], HeldPart.write))  # noqa: B010
             if launch.rank == 0:
                 for name in ("small", "large"):
                     await drive(connected, Path(model) / name, folder / name)
@@ -108,6 +111,10 @@ async def drive(connected: Any, model: Path, folder: Path) -> None:
             await backend.forward_backward(batch, LossSpec("sft")).result()
             await backend.optim_step().result()
         await backend.save(folder / "checkpoint").result()
+        write = await backend.capture().result()
+        assert write is not None, "no memory for a copy"
+        (folder / "beside").mkdir()
+        await write(folder / "beside")
         await backend.load(folder / "checkpoint").result()
 
 

@@ -320,6 +320,18 @@ class SampleGroup:
         return np.asarray(values, np.float32)
 
 
+TOKEN_LEVEL = (  # fields of RolloutBatch beside `tokens` that have one array [T_i] per row
+    "loss_masks",
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "returns",
+    "old_values",
+    "weight_versions",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
     """What one training step consumes: B ragged rows. Every token-level field is one array [T_i] per row. SFT leaves rewards None."""
@@ -332,6 +344,8 @@ class RolloutBatch:
     old_log_probs: tuple[FloatArray, ...] | None = None  # nats; trainer's recompute, when rl.recompute_old
     ref_log_probs: tuple[FloatArray, ...] | None = None  # nats; frozen reference
     advantages: tuple[FloatArray, ...] | None = None
+    returns: tuple[FloatArray, ...] | None = None  # what a critic's values are to become, in the reward's unit
+    old_values: tuple[FloatArray, ...] | None = None  # the critic's own, before the first update on the batch
     group_indices: IntArray | None = None  # [B]
     weight_versions: tuple[IntArray, ...] | None = None
     temperature: float = 1.0  # that the rollouts were sampled at; the trainer divides its logits by it
@@ -339,7 +353,7 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
-        for name in ("loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "weight_versions"):
+        for name in TOKEN_LEVEL:
             value = getattr(self, name)
             if value is None:
                 continue

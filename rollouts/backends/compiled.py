@@ -12,8 +12,9 @@ from torch import Tensor
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
 from rollouts.models.layers import compile_layers
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
+from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs, compute_micro_batch_states, widen
 from rollouts.models.quiet import quiet_transformers
+from rollouts.models.scalar_head import make_probing_directions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,7 +45,13 @@ def compile_and_prove(
     masks = [np.arange(len(row)) > 0 for row in rows]
     (micro_batch,) = make_micro_batches(rows, masks, micro_batch_tokens=sum(LENGTHS) + 2, share_prefix=layout == "tries")
 
+    directions: list[Tensor] = []  # of a scalar head, which may be 0: what is compared are hidden states in these
+
     def score() -> Tensor:
+        if plan.head == "scalar":
+            states = compute_micro_batch_states(model, micro_batch, plan=plan, autocast_dtype=autocast_dtype)[0].detach()
+            directions.extend([] if directions else [make_probing_directions(states)])
+            return widen(states) @ widen(directions[0]).T
         found = compute_micro_batch_log_probs(model, micro_batch, plan=plan, temperature=1.0, autocast_dtype=autocast_dtype)
         return found.log_probs.detach()
 

@@ -17,16 +17,16 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import trio
 from torch import Tensor
 
-from rollouts.backends.open import choose_autocast_dtype
+from rollouts.backends.held_checkpoint import HeldCheckpoint, write_held
+from rollouts.backends.open import check_head, choose_autocast_dtype
 from rollouts.backends.open_sharded import ShardedOptions, count_threads, open_trainer
 from rollouts.backends.sharded_capture import HeldPart
 from rollouts.backends.sharded_trainer import ShardedTrainer
@@ -38,8 +38,10 @@ from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread, open_device_thread
 from rollouts.distributed.commands import Command
 from rollouts.distributed.hub import describe_error
-from rollouts.distributed.process_group import AgreedFailure, Ranks, describe_failure, hear_failure
+from rollouts.distributed.process_group import AgreedFailure, Ranks
 from rollouts.errors import BackendError, ConfigError
+from rollouts.models.load import ModelHead
+from rollouts.models.scalar_head import set_padding_token
 from rollouts.protocols import WeightSink
 from rollouts.reference.forward_plan import log_plan
 from rollouts.types import FloatArray, ForwardBackwardResult, LossSpec, OptimParams, OptimStepResult, RolloutBatch
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+FIRST, BESIDE = 0, 1  # numbers of the backends that are open on the ranks: a policy or whatever trains, a critic beside it
 WAITING = "waiting for rank 0"
 OPENING = "opening the model"
 
@@ -100,14 +103,18 @@ async def open_fsdp_backend(
     reduce_each_micro_batch: bool = False,
     cpu_offload: bool = False,
     dtype: Literal["float32", "float64"] = "float32",
+    head: ModelHead = "tokens",
+    device_thread: DeviceThread | None = None,
 ) -> AsyncIterator[FSDPTrainingBackend]:
     """A backend whose model, gradients and optimizer are spread over `ranks`; on rank 0, while the others are in serve_fsdp_rank.
 
     Settings as of open_pytorch_backend. micro_batch_tokens: of one rank. reduce_each_micro_batch: see ShardedTrainer. cpu_offload: weights,
-    gradients and moments wait in host memory, where AdamW runs; GPUs hold what a micro-batch needs. Raises ModelError, and ConfigError for
-    settings that do not go together.
+    gradients and moments wait in host memory, where AdamW runs; GPUs hold what a micro-batch needs. device_thread: that of a backend which is open
+    on these ranks and stays open for longer; a second one then trains beside it, a critic beside a policy, and no third. Raises ModelError, and
+    ConfigError for settings that do not go together.
     """
     assert ranks.rank == 0, f"rank {ranks.rank} takes commands: use serve_fsdp_rank"
+    check_head(head, skip_zero_advantage=skip_zero_advantage)
     if cpu_offload and ranks.device.type == "cpu":
         raise ConfigError(
             "distributed.cpu_offload=true, but the ranks train on CPUs: all they have is in host memory; leave it out, or set model.device='cuda'"
@@ -124,12 +131,22 @@ async def open_fsdp_backend(
         reduce_each_micro_batch=reduce_each_micro_batch,
         seed=seed,
         dtype=dtype,
+        head=head,
     )
-    hub.send(Command("open_backend", dataclasses.asdict(options)))
+    token, number = trio.lowlevel.current_trio_token(), FIRST if device_thread is None else BESIDE
+    own = open_device_thread(name="trainer", torch_threads=count_threads(threads, ranks)) if device_thread is None else None
+
+    def open_together(check_open: Callable[[], None]) -> ShardedTrainer:
+        trio.from_thread.run_sync(hub.send, Command("open_backend", {"options": dataclasses.asdict(options), "backend": number}), trio_token=token)
+        return unwrap_agreed(lambda: open_trainer(options, ranks, check_open))
+
     hub.set_phase(OPENING)
     try:
-        async with open_device_thread(name="trainer", torch_threads=count_threads(threads, ranks)) as device_thread:
-            trainer = await device_thread.submit(lambda: unwrap_agreed(lambda: open_trainer(options, ranks, device_thread.check_open)))
+        async with own or nullcontext(device_thread) as thread:
+            assert thread is not None
+            trainer = await thread.submit(lambda: open_together(thread.check_open))
+            if head == "scalar":
+                set_padding_token(trainer.model, tokenizer)
             log_plan(trainer.model, trainer.plan)
             packing = PackingOptions(
                 micro_batch_tokens=micro_batch_tokens,
@@ -138,10 +155,10 @@ async def open_fsdp_backend(
                 skip_zero_advantage=skip_zero_advantage,
             )
             yield FSDPTrainingBackend(
-                trainer, hub, device_thread, optim=optim, total_steps=total_steps, packing=packing, tokenizer=tokenizer
+                trainer, hub, thread, optim=optim, total_steps=total_steps, packing=packing, tokenizer=tokenizer, number=number
             )
     finally:
-        hub.send(Command("close_backend"))
+        hub.send(Command("close_backend", {"backend": number}))
 
 
 def unwrap_agreed(work: Callable[[], T]) -> T:
@@ -166,7 +183,9 @@ class FSDPTrainingBackend:
         total_steps: int,
         packing: PackingOptions,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        number: int = FIRST,
     ) -> None:
+        self._number = number
         self.model = trainer.model
         self.ranks = trainer.ranks
         self.device_thread = device_thread
@@ -210,8 +229,9 @@ class FSDPTrainingBackend:
         """`work()`, while the other ranks do what the command `name` says. On the device thread."""
         if self._out_of_step is not None:
             raise BackendError(f"the ranks are out of step since {self._out_of_step!r}; start them all again") from self._out_of_step
-        phase = f"{name} of step {self._steps.steps + 1}"
-        trio.from_thread.run_sync(self._hub.send, Command(name, {"phase": phase, **fields}), trio_token=self._token)
+        phase = f"{name} of step {self._steps.steps + 1}{'' if self._number == FIRST else ' of the critic'}"
+        command = Command(name, {"phase": phase, "backend": self._number, **fields})
+        trio.from_thread.run_sync(self._hub.send, command, trio_token=self._token)
         self._hub.set_phase(phase)
         try:
             return work()
@@ -234,7 +254,7 @@ class FSDPTrainingBackend:
         return self._queue.submit(lambda: self._optim_step(params))
 
     def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
-        """Log-probs [T_i] of every row's trained tokens at batch.temperature; 0.0 elsewhere."""
+        """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values before them. 0.0 elsewhere."""
         return self._queue.submit(lambda: self._forward(batch))
 
     def _make_shares(self, batch: RolloutBatch, spec: LossSpec | None, dealt: list[PreparedBatch | list[list[MicroBatch]]]) -> list[Share]:
@@ -321,8 +341,8 @@ class FSDPTrainingBackend:
         return self._queue.submit(lambda: self._together("load_weights", lambda: self._trainer.load_weights(weights)))
 
     def save(self, path: Path) -> DeviceFuture[None]:
-        """Writes the model directory and, in `state/`, everything an exact resume needs; all ranks write. Not atomic: see
-        rollouts.checkpoints.save."""
+        """Writes the model directory and, in `state/`, everything an exact resume needs; each rank writes about as much, and none holds the
+        whole. Not atomic: see rollouts.checkpoints.save."""
 
         def work() -> None:
             position = self._steps.position(self._queue.version)
@@ -330,36 +350,22 @@ class FSDPTrainingBackend:
 
         return self._queue.submit(work)
 
-    def capture(self) -> DeviceFuture[Callable[[Path], Awaitable[None]] | None]:
-        """What save() would write now, copied to the host memory of each rank; None if one has no room for its part.
+    def capture(self) -> DeviceFuture[HeldCheckpoint | None]:
+        """What save() would write now, in equal parts in the host memory of the ranks; None if one has no room for its part.
 
-        The result writes it to a directory that all ranks see, once, each rank its own files in a thread of its own, while steps run. It raises
-        what any rank has met, after all have ended: OSError of a disk, RunDirError, else BackendError.
+        The result writes it to a directory that all ranks see, once, each rank its own files in a thread of its own, while steps run; where
+        nothing is written, drop() it.
         """
-        name = f"checkpoint {next(self._captures)}"
+        name = f"checkpoint {next(self._captures)}{'' if self._number == FIRST else ' of the critic'}"
 
-        def work() -> Callable[[Path], Awaitable[None]] | None:
+        def work() -> HeldCheckpoint | None:
             if self._tokenizer_copy is None and self._tokenizer is not None:
                 self._tokenizer_copy = copy.deepcopy(self._tokenizer)  # generation uses the other while this one is written
             position = self._steps.position(self._queue.version)
             held = self._together("capture", lambda: self._trainer.capture(position, self._tokenizer_copy))
-            return None if held is None else partial(self._write_held, name, held)
+            return None if held is None else HeldCheckpoint(self._hub, name, held, backend=self._number)
 
         return self._queue.submit(work)
-
-    async def _write_held(self, name: str, held: HeldPart, path: Path) -> None:
-        self._hub.send(Command("write_held", {"name": name, "path": str(path)}))
-        failure: Exception | None = None
-        try:
-            await trio.to_thread.run_sync(held.write, path)
-        except Exception as error:  # raised when nobody writes there any more: the directory is removed then
-            failure = error
-        answers = await self._hub.wait_answers(name)
-        for rank, said in sorted(answers.items()):
-            if said and failure is None:
-                failure = hear_failure(rank, said.encode())
-        if failure is not None:
-            raise failure
 
     def held_bytes(self) -> int:
         """0: capture() looks by itself whether the machines of all ranks have room."""
@@ -389,7 +395,7 @@ async def serve_fsdp_rank(link: CommandReceiver, ranks: Ranks) -> None:
     """
     while (command := await receive(link)) is not None:
         assert command.name == "open_backend", command.name
-        await serve_backend(link, ranks, ShardedOptions(**command.fields))
+        await serve_backend(link, ranks, ShardedOptions(**command.fields["options"]))
 
 
 async def receive(link: CommandReceiver) -> Command | None:
@@ -400,20 +406,32 @@ async def receive(link: CommandReceiver) -> Command | None:
         return None
 
 
-async def serve_backend(link: CommandReceiver, ranks: Ranks, options: ShardedOptions) -> None:
-    """This rank's part in one backend, until rank 0 closes it."""
+FindPath = Callable[[str], Path]
+"""A model directory of rank 0's as this machine has it. Blocks."""
+
+
+async def serve_backend(link: CommandReceiver, ranks: Ranks, options: ShardedOptions, *, find_path: FindPath = Path) -> None:
+    """This rank's part in one backend, and in one that is opened beside it, until rank 0 closes the first."""
     async with open_device_thread(name="trainer", torch_threads=count_threads(options.threads, ranks)) as device_thread:
-        link.set_phase(OPENING)
-        trainer = await device_thread.submit(lambda: ignore_agreed(lambda: open_trainer(options, ranks, device_thread.check_open)))
-        link.set_phase(WAITING)
+        trainers = {FIRST: await open_part(link, ranks, options, device_thread)}
         jobs_in, jobs = trio.open_memory_channel[Job](math.inf)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(take_commands, link, jobs_in, nursery)
             async for command, held in jobs:
-                assert trainer is not None, f"{command.name} for a backend that did not open"
-                assert command.name != "open_backend", "ranks have one backend at a time: leave the first before another is opened"
-                link.set_phase(command.fields["phase"])
+                number = command.fields["backend"]
+                if command.name == "close_backend":
+                    del trainers[number]
+                    continue
                 try:
+                    if command.name == "open_backend":
+                        assert number not in trainers, f"backend {number} is open: leave it before another is opened"
+                        more = ShardedOptions(**command.fields["options"])
+                        path = await trio.to_thread.run_sync(find_path, more.model_path)
+                        trainers[number] = await open_part(link, ranks, dataclasses.replace(more, model_path=str(path)), device_thread)
+                        continue
+                    trainer = trainers[number]
+                    assert trainer is not None, f"{command.name} for a backend that did not open"
+                    link.set_phase(command.fields["phase"])
                     found = await device_thread.submit(lambda trainer=trainer, command=command: follow(trainer, command))
                 except Exception as error:  # the nursery waits for what is being written; the others, for this rank, need not
                     link.fail(describe_error(error))
@@ -424,6 +442,14 @@ async def serve_backend(link: CommandReceiver, ranks: Ranks, options: ShardedOpt
                 link.set_phase(WAITING)
 
 
+async def open_part(link: CommandReceiver, ranks: Ranks, options: ShardedOptions, device_thread: DeviceThread) -> ShardedTrainer | None:
+    """This rank's part of a model; None where all ranks have failed alike."""
+    link.set_phase(OPENING)
+    trainer = await device_thread.submit(lambda: ignore_agreed(lambda: open_trainer(options, ranks, device_thread.check_open)))
+    link.set_phase(WAITING)
+    return trainer
+
+
 class Job(NamedTuple):
     """A command for the device thread."""
 
@@ -432,26 +458,24 @@ class Job(NamedTuple):
 
 
 async def take_commands(link: CommandReceiver, jobs: trio.MemorySendChannel[Job], writing: trio.Nursery) -> None:
-    """Hands on what the device thread is to do, and starts in `writing` what only writes, until rank 0 closes the backend."""
-    held_in, held = trio.open_memory_channel[HeldPart](1)
+    """Hands on what the device thread is to do, and starts in `writing` what only writes, until rank 0 closes the first backend."""
+    held_in, held = {}, {}  # of each backend: where its last capture goes
+    for number in (FIRST, BESIDE):
+        held_in[number], held[number] = trio.open_memory_channel[HeldPart](1)
     async with jobs:
-        while (command := await receive(link)) is not None and command.name != "close_backend":
+        while (command := await receive(link)) is not None:
+            number = command.fields["backend"]
+            if command.name == "close_backend" and number == FIRST:
+                return
             if command.name == "write_held":
-                writing.start_soon(write_held, link, held, Path(command.fields["path"]), command.fields["name"])
+                writing.start_soon(write_held, link, held[number], Path(command.fields["path"]), command.fields["name"])
+                continue
+            if command.name == "drop_held":
+                writing.start_soon(held[number].receive)  # once it is captured; nobody keeps what comes
                 continue
             if command.name == "capture":
-                held_in, held = trio.open_memory_channel[HeldPart](1)  # of one that was never written nothing is kept
-            jobs.send_nowait(Job(command, held_in))
-
-
-async def write_held(link: CommandReceiver, held: trio.MemoryReceiveChannel[HeldPart], path: Path, name: str) -> None:
-    """Writes this rank's part of a checkpoint, once it is captured, while steps run; tells rank 0 how that went: nothing, or what has failed."""
-    said = ""
-    try:
-        await trio.to_thread.run_sync((await held.receive()).write, path)
-    except Exception as error:  # rank 0 raises it
-        said = describe_failure(error).decode()
-    link.answer(name, said)
+                held_in[number], held[number] = trio.open_memory_channel[HeldPart](1)  # of one that was never written nothing is kept
+            jobs.send_nowait(Job(command, held_in[number]))
 
 
 def ignore_agreed(work: Callable[[], T]) -> T | None:

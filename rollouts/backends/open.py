@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,12 +13,14 @@ import torch
 from rollouts.backends.compiled import compile_and_prove
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.config.schema import OptimConfig
-from rollouts.device_thread import open_device_thread
+from rollouts.device_thread import DeviceThread, open_device_thread
+from rollouts.errors import ConfigError
 from rollouts.models.devices import use_device
 from rollouts.models.gradient_checkpointing import checkpoint_layers
-from rollouts.models.load import load_hf_model
+from rollouts.models.load import ModelHead, load_hf_model
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.optim import create_adamw_optimizer
+from rollouts.models.scalar_head import load_scalar_model, set_padding_token
 from rollouts.reference.forward_plan import plan_forward
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ async def open_pytorch_backend(
     gradient_checkpointing: bool = False,
     compile_backend: str | None = None,
     seed: int = 0,
+    head: ModelHead = "tokens",
+    device_thread: DeviceThread | None = None,
 ) -> AsyncIterator[PyTorchTrainingBackend]:
     """A backend with float32 master weights from `model_path` and a fresh AdamW; `total_steps` is where its schedule ends.
 
@@ -51,28 +55,38 @@ async def open_pytorch_backend(
     gradient: the same gradients for less memory and about a third more time. compile_backend: of torch.compile, which then runs the
     layers ("inductor"), after it took its time to make their programs; log-probs and gradients are the same to rounding. seed: of torch's own
     generator, from which only a user's loss may draw: the model is in evaluation mode, so dropout is off. Which layout of a batch is exact
-    for it is found out here, with a few tokens. Raises ModelError if the directory cannot be trained.
+    for it is found out here, with a few tokens. head: "scalar" makes a critic or a reward model of it, with one number for each position; of a
+    causal model's directory the head is new, and 0. device_thread: another backend's, which stays open for longer; `threads` and `seed` are then
+    that one's. Raises ModelError if the directory cannot be trained, ConfigError for settings that do not
+    go together.
     """
+    check_head(head, skip_zero_advantage=skip_zero_advantage)
     autocast_dtype = choose_autocast_dtype(autocast, device)
-    async with open_device_thread(name="trainer", torch_threads=threads or len(os.sched_getaffinity(0))) as device_thread:
+    own = open_device_thread(name="trainer", torch_threads=threads or len(os.sched_getaffinity(0))) if device_thread is None else None
+    async with own or nullcontext(device_thread) as thread:
+        assert thread is not None
 
         def load() -> tuple[PreTrainedModel, torch.optim.AdamW, ForwardPlan]:
             torch.use_deterministic_algorithms(deterministic)
             use_device(device)
-            loaded = load_hf_model(model_path).to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+            made = load_scalar_model(model_path) if head == "scalar" else load_hf_model(model_path)
+            loaded = made.to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
+            if head == "scalar":
+                set_padding_token(loaded, tokenizer)
             if gradient_checkpointing:
                 checkpoint_layers(loaded)
             parts = loaded, create_adamw_optimizer(loaded, optim), plan_forward(loaded)
             if compile_backend is not None:
                 compile_and_prove(loaded, parts[2], autocast_dtype, backend=compile_backend)
-            torch.manual_seed(seed)  # loading draws, more or less of it, from one release of transformers to the next
+            if own is not None:
+                torch.manual_seed(seed)  # loading draws, more or less of it, from one release of transformers to the next
             return parts
 
-        model, optimizer, plan = await device_thread.submit(load)
+        model, optimizer, plan = await thread.submit(load)
         yield PyTorchTrainingBackend(
             model,
             optimizer,
-            device_thread,
+            thread,
             optim=optim,
             total_steps=total_steps,
             plan=plan,
@@ -82,6 +96,12 @@ async def open_pytorch_backend(
             share_prefix=share_prefix,
             skip_zero_advantage=skip_zero_advantage,
         )
+
+
+def check_head(head: ModelHead, *, skip_zero_advantage: bool) -> None:
+    """Raises ConfigError if a setting is not for this head."""
+    if head == "scalar" and skip_zero_advantage:
+        raise ConfigError("skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too; leave it out")
 
 
 def choose_autocast_dtype(autocast: Literal["off", "bfloat16", "auto"], device: str) -> torch.dtype | None:

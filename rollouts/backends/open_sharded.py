@@ -18,6 +18,7 @@ from rollouts.config.schema import OptimConfig
 from rollouts.distributed.process_group import Ranks, run_agreed
 from rollouts.models.devices import use_device
 from rollouts.models.gradient_checkpointing import checkpoint_layers
+from rollouts.models.load import ModelHead
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
 
@@ -40,6 +41,7 @@ class ShardedOptions:
     reduce_each_micro_batch: bool = False
     seed: int = 0  # of torch's own generators, one for each rank
     dtype: Literal["float32", "float64"] = "float32"  # of the master weights; float64 shows what is rounding
+    head: ModelHead = "tokens"
 
 
 def open_trainer(options: ShardedOptions, ranks: Ranks, check_open: Callable[[], None]) -> ShardedTrainer:
@@ -49,11 +51,12 @@ def open_trainer(options: ShardedOptions, ranks: Ranks, check_open: Callable[[],
     path = Path(options.model_path)
 
     def load() -> PreTrainedModel:
-        model = make_meta_model(path, dtype=getattr(torch, options.dtype))
+        model = make_meta_model(path, dtype=getattr(torch, options.dtype), head=options.head)
         if options.gradient_checkpointing:
             checkpoint_layers(model)
         shard_model(model, ranks, cpu_offload=options.cpu_offload)
-        load_sharded_weights(model, path, device="cpu" if options.cpu_offload else ranks.device, buffer_device=ranks.device)
+        device = "cpu" if options.cpu_offload else ranks.device
+        load_sharded_weights(model, path, device=device, buffer_device=ranks.device, new_head=True)
         return model
 
     check_same_model(ranks, path)

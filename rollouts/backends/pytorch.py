@@ -44,8 +44,7 @@ from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.losses import resolve_loss, wants_entropy_gradient
-from rollouts.losses.logprobs import LinearLogProbs
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
+from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.protocols import WeightSink
 from rollouts.reference.forward_plan import log_plan, plan_forward
 from rollouts.types import FloatArray, ForwardBackwardResult, LossSpec, Metrics, OptimParams, OptimStepResult, RolloutBatch, merge_metrics
@@ -60,7 +59,8 @@ class PyTorchTrainingBackend:
     `skip_zero_advantage` leaves rows out whose advantages are all 0. That is exact only if the loss has no term but the advantage's (no KL,
     no entropy). The denominator counts them all the same; metrics are then means over the rows that ran. `plan` says which shortcuts are
     exact for the model; None finds that out with the first batch. The model is put in evaluation mode: dropout would make its log-probs
-    another policy's.
+    another policy's. A model with a scalar head (rollouts.models.scalar_head) trains alike: where others have the log-prob of a token, it has
+    its value at the position before.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class PyTorchTrainingBackend:
         return self._queue.submit(lambda: self._optim_step(params))
 
     def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
-        """Log-probs [T_i] of every row's trained tokens at batch.temperature; 0.0 elsewhere."""
+        """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values before them. 0.0 elsewhere."""
         return self._queue.submit(lambda: self._forward(batch))
 
     def _find_plan(self) -> ForwardPlan:
@@ -162,7 +162,7 @@ class PyTorchTrainingBackend:
         metrics: list[Metrics] = []
         for micro_batch in micro_batches:
             self.device_thread.check_open()
-            flat = self._compute_log_probs(micro_batch, batch, entropy_gradient=entropy_gradient)
+            flat = self._compute_outputs(micro_batch, batch, entropy_gradient=entropy_gradient)
             output, entropy = compute_loss(flat, make_portion(micro_batch, batch), loss_fn, spec)
             total += float(output.sum.detach())
             count += float(output.count)
@@ -178,8 +178,8 @@ class PyTorchTrainingBackend:
         reach("train.after_forward_backward")
         return ForwardBackwardResult(loss=total / denominator, denominator=denominator, metrics=merge_metrics(metrics))
 
-    def _compute_log_probs(self, micro_batch: MicroBatch, batch: RolloutBatch, *, entropy_gradient: bool = False) -> LinearLogProbs:
-        return compute_micro_batch_log_probs(
+    def _compute_outputs(self, micro_batch: MicroBatch, batch: RolloutBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
+        return compute_micro_batch_outputs(
             self.model,
             micro_batch,
             plan=self._find_plan(),
@@ -211,10 +211,10 @@ class PyTorchTrainingBackend:
     def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         _, micro_batches = self._pack(batch, None)
         with torch.no_grad():
-            flats: list[LinearLogProbs] = []
+            flats: list[TokenOutputs] = []
             for part in micro_batches:
                 self.device_thread.check_open()
-                flats.append(self._compute_log_probs(part, batch))
+                flats.append(self._compute_outputs(part, batch))
         return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
 
     # --- weights

@@ -116,11 +116,16 @@ async def serve_rank(opened: OpenRanks, config: RunConfig, *, find_model: FindMo
     if begin is None:  # rank 0 had nothing to do
         return
     check_same_config(config, begin.fields["config"], whose="rank 0")
+    base_model: str = begin.fields["model_path"]
+
+    def find_path(wanted: str) -> Path:
+        return find_directory(wanted, base_model, config.model.name, find_model)
+
     while (command := await receive(opened.link)) is not None:
-        options = ShardedOptions(**command.fields)
+        options = ShardedOptions(**command.fields["options"])
         opened.link.set_phase("finding the model")
-        path = await trio.to_thread.run_sync(find_directory, options.model_path, begin.fields["model_path"], config.model.name, find_model)
-        await serve_backend(opened.link, opened.ranks, replace(options, model_path=str(path)))
+        path = await trio.to_thread.run_sync(find_path, options.model_path)
+        await serve_backend(opened.link, opened.ranks, replace(options, model_path=str(path)), find_path=find_path)
 
 
 def find_directory(wanted: str, base_model: str, name: str, find_model: FindModel) -> Path:

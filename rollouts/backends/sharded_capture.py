@@ -1,10 +1,11 @@
 """A checkpoint of several ranks that is written beside training: each rank copies its part to host memory, and writes it later.
 
-    all ranks, on their device threads:   room on every machine? ──► weights, gathered to rank 0 ──► each rank's moments and random states
+    all ranks, on their device threads:   room on every machine? ──► each rank's part of the weights, whole ──► its moments and random states
                                              └─ no: None on all, and the caller saves while training waits
-    each rank, in a thread, later:        HeldPart.write(path): rank 0 the model directory, each its own file of state/; nothing is collective
+    each rank, in a thread, later:        HeldPart.write(path): its files of the weights and of state/, on rank 0 the config too; not collective
+    rank 0, once all have written:        rollouts.models.parts.name_parts
 
-Rank 0 needs memory for the whole weights (a third of the state), every other one for its own part of the moments.
+So a rank of W needs memory for a W-th of the state, weights and moments alike.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollouts.backends.sharded_state import HeldShard, hold_sharded_state
+from rollouts.backends.sharded_weights import gather_parts
 from rollouts.checkpoints.writer import MEMORY_MARGIN, is_allocation_failure
 from rollouts.distributed.process_group import Ranks, run_agreed
 from rollouts.errors import RunDirError
-from rollouts.models.export import FileNames, write_hf_stream
+from rollouts.models.export import FileNames, write_description
 from rollouts.models.host_memory import read_free_memory
+from rollouts.models.parts import Deal, deal_weights, write_part
 from rollouts.models.sharded import get_local
-from rollouts.protocols import WeightSink
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,37 +41,35 @@ Buckets = list[list[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldModel:
-    """The whole weights, on rank 0, in the buckets in which they were gathered: files then have them in the order of a save at once."""
-
-    model: PreTrainedModel  # of which config and conversions are read when this is written, which training leaves alone
-    names: FileNames  # of its files, looked at before training went on: its parameters take turns while it runs
-    buckets: Sequence[Sequence[tuple[str, Tensor]]]
-    tokenizer: PreTrainedTokenizerBase | None
-
-    def write(self, path: Path) -> None:
-        """Writes the model directory, once. Blocks; raises OSError."""
-        with write_hf_stream(self.model, path, self.tokenizer, names=self.names) as sink:
-            for bucket in self.buckets:
-                sink(bucket)
-
-
-@dataclass(frozen=True, slots=True)
 class HeldPart:
     """What one rank has to write of a checkpoint."""
 
     shard: HeldShard
-    model: HeldModel | None  # on rank 0
+    weights: Sequence[Sequence[tuple[str, Tensor]]]  # its part, in the buckets in which it came: files then have it in the order of a save at once
+    names: FileNames  # of the part's files, looked at before training went on: the model's parameters take turns while it runs
+    model: PreTrainedModel  # of which config and conversions are read when this is written, which training leaves alone
+    tokenizer: PreTrainedTokenizerBase | None  # on rank 0
 
-    def write(self, path: Path) -> None:
-        """Writes this rank's files of the checkpoint `path`, which rank 0 has made and all see; once, on any thread. Blocks.
+    def write(self, path: Path) -> int:
+        """Writes this rank's files of the checkpoint `path`, which rank 0 has made and all see; once, on any thread. How many of them hold weights,
+        and wait for their names. Blocks.
 
         Raises OSError, and RunDirError on a rank that does not see `path`.
         """
-        check_seen(path, self.shard.layout.rank)
-        if self.model is not None:
-            self.model.write(path)
+        rank = self.shard.layout.rank
+        check_seen(path, rank)
+        if rank == 0:
+            write_description(self.model, path, self.tokenizer)
+        with write_part(path, self.names, rank) as writer:
+            for bucket in self.weights:
+                writer.take(bucket)
         self.shard.write(path)
+        return len(writer.shards)
+
+    def nbytes(self) -> int:
+        """Host memory that is held for the weights and the training state."""
+        tensors = [*(tensor for bucket in self.weights for _, tensor in bucket), *self.shard.tensors.values()]
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 def hold_together(
@@ -78,17 +78,14 @@ def hold_together(
     ranks: Ranks,
     position: Mapping[str, float],
     tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    stream_weights: Callable[[WeightSink | None], None],
 ) -> HeldPart | None:
     """This rank's part of the state as it is now; None, on all ranks, if one of them has no room for it. Collective, on the device thread.
 
-    `stream_weights`: hands rank 0's sink every weight. `position` and `tokenizer` are rank 0's.
+    `position` and `tokenizer` are rank 0's.
     """
-    weights = [parameter for _, parameter in model.named_parameters()]
-    needed = 2 * sum(get_local(weight).nbytes for weight in weights)
-    needed += sum(weight.numel() * weight.element_size() for weight in weights) if ranks.rank == 0 else 0
-    told = run_agreed(ranks, read_room, lambda room: (float(room.machine), room.free, float(needed)), count=3).numbers
+    plan, told = run_agreed(
+        ranks, lambda: plan_capture(model, ranks), lambda plan: (float(plan.room.machine), plan.room.free, float(plan.needed)), count=3
+    )
     if not has_room(told):
         return None
     buckets: Buckets = []
@@ -101,16 +98,12 @@ def hold_together(
     def hold() -> HeldShard | None:
         return attempt(short, lambda: hold_sharded_state(model, optimizer, position, rank=ranks.rank, ranks=ranks.world_size, copied=True))
 
-    stream_weights(keep if ranks.rank == 0 else None)
+    gather_parts(ranks, plan.deal.parameters, keep)
     shard, lacking = run_agreed(ranks, hold, lambda _: [float(bool(short))], count=1)
     if lacking.any():
         return None
     assert shard is not None
-    if ranks.rank:
-        return HeldPart(shard, None)
-    names = FileNames(model)
-    names.look()
-    return HeldPart(shard, HeldModel(model, names, buckets, tokenizer))
+    return HeldPart(shard, buckets, plan.deal.names, model, tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +118,22 @@ def read_room() -> Room:
     """This rank's."""
     free = read_free_memory()
     return Room(zlib.crc32(socket.gethostname().encode()), UNKNOWN if free is None else float(free))
+
+
+@dataclass(frozen=True, slots=True)
+class CapturePlan:
+    """What a rank is to hold, and whether it can."""
+
+    deal: Deal
+    room: Room
+    needed: int  # bytes, of this rank
+
+
+def plan_capture(model: PreTrainedModel, ranks: Ranks) -> CapturePlan:
+    """This rank's plan: its part of the weights, and its rows of two moments where no other replica has them. No communication."""
+    deal = deal_weights(model, ranks.rank, ranks.world_size)
+    moments = 2 * sum(get_local(weight).nbytes for weight in model.parameters()) if ranks.first_replica else 0
+    return CapturePlan(deal, read_room(), deal.nbytes + moments)
 
 
 def has_room(told: NDArray[np.floating[Any]]) -> bool:

@@ -27,7 +27,7 @@ from rollouts.backends.random_states import DrawsOfSteps
 from rollouts.backends.sharded_capture import HeldPart, check_seen, hold_together
 from rollouts.backends.sharded_model import discard_iteration, run_unsharded
 from rollouts.backends.sharded_state import read_sharded_state, save_sharded_state
-from rollouts.backends.sharded_weights import gather_bucket, scatter_weight
+from rollouts.backends.sharded_weights import RANK_BUCKET_BYTES, gather_bucket, gather_parts, scatter_weight
 from rollouts.backends.shares import Portion, Share, decode_share, encode_share
 from rollouts.backends.steps import (
     POSITION_FIELDS,
@@ -43,9 +43,10 @@ from rollouts.crash_points import reach
 from rollouts.distributed.process_group import AgreedFailure, Ranks, all_gather_floats, gather_bytes, run_agreed, scatter_bytes
 from rollouts.errors import CheckpointError, ModelError, RolloutsError
 from rollouts.losses import LossFn, LossOutput, resolve_loss, wants_entropy_gradient
-from rollouts.losses.logprobs import LinearLogProbs
-from rollouts.models.export import write_hf_stream
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs
+from rollouts.models.export import write_description
+from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
+from rollouts.models.parts import Deal, deal_weights, name_parts, write_part
+from rollouts.models.shard_writer import ShardWriter
 from rollouts.models.sharded import get_local, load_sharded_weights, reshard
 from rollouts.protocols import WeightSink
 from rollouts.types import FloatArray, Metric, Metrics, merge_metrics
@@ -53,7 +54,6 @@ from rollouts.types import FloatArray, Metric, Metrics, merge_metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-RANK_BUCKET_BYTES = 8 * 2**20  # of whole tensors gathered at once: rank 0 holds about three times that beside its shards
 METRIC_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Metric)}
 
 
@@ -124,7 +124,7 @@ class ShardedTrainer:
         metrics: list[Metrics] = []
         for number, portion in enumerate(share.portions):
             cast(FSDPModule, self.model).set_requires_gradient_sync(self._reduce_each or number == len(share.portions) - 1)
-            flat = self._compute_log_probs(portion, share)
+            flat = self._compute_outputs(portion, share)
             output, gathered = self._agree_on_loss(flat, portion, share, loss_fn, metrics)
             total += float(gathered[:, 0].sum())
             count += float(gathered[:, 1].sum())
@@ -137,13 +137,14 @@ class ShardedTrainer:
         return ShareResult(total, self._gather_metrics(metrics))
 
     def forward(self, make_shares: Callable[[], Sequence[Share]] | None) -> list[FloatArray] | None:
-        """On rank 0, of each rank: log-probs [sum of N] of its portions' pairs, in their order. `make_shares` as above, without a loss."""
+        """On rank 0, of each rank: log-probs (of a scalar head: values) [sum of N] of its portions' pairs, in their order. `make_shares` as above,
+        without a loss."""
         share = self._receive_share(make_shares)
         found: list[FloatArray] = []
         with torch.no_grad():
             for portion in share.portions:
                 run_agreed(self.ranks, self._check_open)
-                found.append(self._compute_log_probs(portion, share).log_probs.float().cpu().numpy())
+                found.append(self._compute_outputs(portion, share).log_probs.float().cpu().numpy())
         reshard(self.model)
         blocks = gather_bytes(self.ranks, np.concatenate([np.zeros(0, np.float32), *found]).tobytes())
         return None if blocks is None else [np.frombuffer(block, np.float32) for block in blocks]
@@ -154,11 +155,11 @@ class ShardedTrainer:
 
         return decode_share(scatter_bytes(self.ranks, run_agreed(self.ranks, encode).value))
 
-    def _compute_log_probs(self, portion: Portion, share: Share) -> LinearLogProbs:
+    def _compute_outputs(self, portion: Portion, share: Share) -> TokenOutputs:
         entropy_gradient = share.spec is not None and wants_entropy_gradient(share.spec.name, share.spec.params)
 
-        def compute() -> LinearLogProbs:
-            return compute_micro_batch_log_probs(
+        def compute() -> TokenOutputs:
+            return compute_micro_batch_outputs(
                 self.model,
                 portion.micro_batch,
                 plan=self.plan,
@@ -170,7 +171,7 @@ class ShardedTrainer:
         return compute() if self.plan.head == "whole" else run_unsharded(self.model, compute)  # the whole model is the root's own forward
 
     def _agree_on_loss(
-        self, flat: LinearLogProbs, portion: Portion, share: Share, loss_fn: LossFn, metrics: list[Metrics]
+        self, flat: TokenOutputs, portion: Portion, share: Share, loss_fn: LossFn, metrics: list[Metrics]
     ) -> tuple[LossOutput, FloatArray]:
         """This rank's loss, and every rank's (sum, count) [W, 2]."""
         reach("train.before_agreement")
@@ -241,29 +242,39 @@ class ShardedTrainer:
     # --- checkpoints
 
     def save(self, path: Path, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Writes the model directory, on rank 0, and in `state/` each rank's own part. All ranks must see `path`; rank 0's `position` counts.
+        """Writes the model directory and its `state/`, each rank its own part. All ranks must see `path`; rank 0's `position` and `tokenizer` count.
 
         Raises AgreedFailure with an OSError if a disk refuses a write on any rank, with a RunDirError if a rank does not see `path`.
         """
         rank, world = self.ranks.rank, self.ranks.world_size
+
+        def describe() -> None:
+            if rank == 0:
+                path.mkdir(parents=True, exist_ok=True)
+                write_description(self.model, path, tokenizer)
+
+        def name(counts: Sequence[float]) -> None:
+            if rank == 0:
+                name_parts(path, [int(count) for count in counts])
+
+        run_agreed(self.ranks, describe)
         with ExitStack() as stack:
 
-            def begin() -> WeightSink | None:
-                if rank != 0:
-                    return None
-                path.mkdir(parents=True, exist_ok=True)
-                return stack.enter_context(write_hf_stream(self.model, path, tokenizer))
+            def begin() -> tuple[Deal, ShardWriter]:
+                check_seen(path, rank)
+                deal = deal_weights(self.model, rank, world)
+                return deal, stack.enter_context(write_part(path, deal.names, rank))
 
-            sink = run_agreed(self.ranks, begin).value
-            run_agreed(self.ranks, lambda: check_seen(path, rank))
-            self.stream_weights(sink)
-            run_agreed(self.ranks, stack.close)
+            deal, writer = run_agreed(self.ranks, begin).value
+            gather_parts(self.ranks, deal.parameters, writer.take)
+            counts = run_agreed(self.ranks, stack.close, lambda _: [float(len(writer.shards))], count=1).numbers
+        run_agreed(self.ranks, lambda: name(counts[:, 0].tolist()))
         run_agreed(self.ranks, lambda: save_sharded_state(path, self.model, self.optimizer, position, rank=rank, ranks=world))
 
     def capture(self, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None) -> HeldPart | None:
         """This rank's part of what save() would write now, copied to host memory; None, on all ranks, if one has no room for it. Rank 0's
         `position` and `tokenizer` count; generation must not use the tokenizer while it is written."""
-        return hold_together(self.model, self.optimizer, self.ranks, position, tokenizer, stream_weights=self.stream_weights)
+        return hold_together(self.model, self.optimizer, self.ranks, position, tokenizer)
 
     def load(self, path: Path) -> Mapping[str, float]:
         """The position that save() was given, on any number of ranks; weights, optimizer and random states are as they were. Gradients are

@@ -1,16 +1,19 @@
-"""Whole weights from shards and shards from whole weights: rank 0 has the whole ones, a bucket at a time, and no other rank ever has."""
+"""Whole weights from shards and shards from whole weights, a bucket at a time: rank 0 gets or gives all of them, or each rank gets its own part."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from rollouts.backends.steps import split_buckets
 from rollouts.distributed.process_group import Ranks
 from rollouts.models.sharded import get_local
+
+RANK_BUCKET_BYTES = 8 * 2**20  # of whole tensors gathered at once: the rank that gets them holds about three times that beside its shards
 
 
 def rows_of_shard(parameter: Tensor, num_shards: int) -> int:
@@ -25,12 +28,12 @@ def _check_layout(parameter: Tensor) -> DTensor:
     return parameter
 
 
-def gather_bucket(ranks: Ranks, bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]] | None:
-    """On rank 0 the whole tensors of a bucket of one dtype, by one collective; None on the others.
+def gather_bucket(ranks: Ranks, bucket: Sequence[tuple[str, Tensor]], *, to: int = 0) -> list[tuple[str, Tensor]] | None:
+    """On rank `to` the whole tensors of a bucket of one dtype, by one collective; None on the others.
 
-    Every shard is padded to the first one's rows. Ranks of other replicas have nothing to give.
+    Every shard is padded to the first one's rows. The ranks of other replicas than that of `to` have nothing to give.
     """
-    if not ranks.first_replica:
+    if ranks.rank // ranks.num_shards != to // ranks.num_shards:  # the mesh numbers a replica's ranks one after the other
         return None
     pieces: list[Tensor] = []
     for _, parameter in bucket:
@@ -39,8 +42,8 @@ def gather_bucket(ranks: Ranks, bucket: Sequence[tuple[str, Tensor]]) -> list[tu
         padded[: len(local)] = local
         pieces.append(padded.flatten())
     mine = torch.cat(pieces)
-    blocks = list(mine.new_empty((ranks.num_shards, len(mine))).unbind(0)) if ranks.rank == 0 else None
-    dist.gather(mine, blocks, dst=0, group=ranks.shard_group)
+    blocks = list(mine.new_empty((ranks.num_shards, len(mine))).unbind(0)) if ranks.rank == to else None
+    dist.gather(mine, blocks, dst=to, group=ranks.shard_group)
     if blocks is None:
         return None
     whole: list[tuple[str, Tensor]] = []
@@ -50,6 +53,23 @@ def gather_bucket(ranks: Ranks, bucket: Sequence[tuple[str, Tensor]]) -> list[tu
         whole.append((name, rows[: parameter.numel()].view(parameter.shape)))
         at += len(piece)
     return whole
+
+
+def gather_parts(
+    ranks: Ranks, parts: Sequence[Sequence[tuple[str, Tensor]]], take: Callable[[list[tuple[str, Tensor]]], None]
+) -> None:
+    """Hands `take` on each rank the whole tensors of its own part of `parts` [W], bucket by bucket. Collective; `take` must not raise.
+
+    In turns: a bucket for every rank is gathered, then all take theirs at the same time.
+    """
+    buckets = [split_buckets(part, RANK_BUCKET_BYTES) for part in parts]
+    for turn in range(max(len(mine) for mine in buckets)):
+        own: list[tuple[str, Tensor]] | None = None
+        for rank, theirs in enumerate(buckets):
+            if turn < len(theirs):
+                own = gather_bucket(ranks, theirs[turn], to=rank) or own
+        if own is not None:
+            take(own)
 
 
 def scatter_weight(ranks: Ranks, parameter: Tensor, weight: Tensor | None) -> None:

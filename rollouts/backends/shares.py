@@ -17,7 +17,7 @@ from rollouts.data.packing import MicroBatch
 from rollouts.distributed.commands import Command, decode_command, encode_command
 from rollouts.types import FloatArray, LossSpec, RolloutBatch
 
-TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "returns", "old_values")
 MICRO_BATCH_ARRAYS = ("rows", "input_ids", "position_ids", "subtree_end", "predictors", "targets", "token_rows", "token_positions", "token_pairs")
 TRIES_PER_ROUND = 2  # divisions tried that have up to so many rounds more than the first
 

@@ -15,6 +15,7 @@ from rollouts.backends.random_states import copy_random_states
 from rollouts.backends.sharded_state import load_sharded_state
 from rollouts.errors import CheckpointError, ModelError
 from rollouts.models.load import load_hf_model
+from rollouts.models.scalar_head import has_scalar_head, load_scalar_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,7 +54,9 @@ def read_model_weights(checkpoint: Path, model: PreTrainedModel) -> dict[str, Te
     if set(weights) <= own or not any(name not in weights for name, _ in model.named_parameters()):
         return weights
     try:
-        return dict(load_hf_model(checkpoint, dtype=model.dtype).named_parameters())
+        scalar = has_scalar_head(model)
+        loaded = load_scalar_model(checkpoint, dtype=model.dtype, new_head=False) if scalar else load_hf_model(checkpoint, dtype=model.dtype)
+        return dict(loaded.named_parameters())
     except ModelError as error:
         raise CheckpointError(f"{checkpoint} cannot be loaded ({error}); resume from another checkpoint") from error
 

@@ -3,13 +3,13 @@
     StepQueue        jobs in order on the device thread; after one that failed, EarlierStepFailed until reset()
     OptimizerSteps   where the optimizer stands, and whether what has accumulated may be used
     prepare_batch    denominator, expected count and packing of a batch
-    compute_loss     from log-probs of a micro-batch to the loss's sum
+    compute_loss     from log-probs (of a scalar head: values) of a micro-batch to the loss's sum
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,8 +24,7 @@ from rollouts.data.packing import MicroBatch, make_micro_batches
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
 from rollouts.losses import LossFn, LossInputs, LossOutput
-from rollouts.losses.logprobs import LinearLogProbs
-from rollouts.models.log_probs import ForwardPlan, Layout
+from rollouts.models.log_probs import ForwardPlan, Layout, TokenOutputs
 from rollouts.models.optim import compute_lr
 from rollouts.types import BoolArray, LossSpec, Mean, Metrics, OptimParams, OptimStepResult, RolloutBatch
 
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+TensorT = TypeVar("TensorT", bound=Tensor)
 BUCKET_BYTES = 256 * 2**20
 CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grads_with_norm_ adds to the norm
 COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
@@ -181,8 +181,9 @@ def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:
 # --- losses ----------------------------------------------------------------------------------------------------------------------------
 
 
-def compute_loss(flat: LinearLogProbs, portion: Portion, loss_fn: LossFn, spec: LossSpec) -> tuple[LossOutput, Tensor]:
-    """The loss of one micro-batch, and the entropy [M] of its trained tokens. Raises BackendError if the sum has no gradient."""
+def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: LossSpec) -> tuple[LossOutput, Tensor | None]:
+    """The loss of one micro-batch, and the entropy [M] of its trained tokens, where the model has one. Raises BackendError if the sum has no
+    gradient."""
     micro_batch, device = portion.micro_batch, flat.log_probs.device
     pairs = torch.from_numpy(micro_batch.token_pairs).to(device)
     place = torch.from_numpy(micro_batch.token_rows).to(device), torch.from_numpy(micro_batch.token_positions).to(device)
@@ -192,18 +193,23 @@ def compute_loss(flat: LinearLogProbs, portion: Portion, loss_fn: LossFn, spec: 
         return torch.zeros(shape, dtype=values.dtype, device=device).index_put(place, values)
 
     fields = {name: spread(torch.from_numpy(values).to(device)) for name, values in portion.fields.items()}
-    entropy = flat.entropy[pairs]  # with gradient where the loss has an entropy bonus
+    entropy = None if flat.entropy is None else flat.entropy[pairs]  # with gradient where the loss has an entropy bonus
     inputs = LossInputs(
-        log_probs=spread(flat.log_probs[pairs]), mask=spread(torch.ones_like(pairs, dtype=torch.bool)), entropy=spread(entropy), **fields
+        log_probs=spread(flat.log_probs[pairs]),
+        mask=spread(torch.ones_like(pairs, dtype=torch.bool)),
+        entropy=None if entropy is None else spread(entropy),
+        **fields,
     )
     output = loss_fn(inputs, unit=spec.unit, **spec.params)
     if not output.sum.requires_grad:
         raise BackendError(f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not detached")
-    return output, entropy.detach()
+    return output, None if entropy is None else entropy.detach()
 
 
-def with_entropy(output: LossOutput, entropy: Tensor) -> Metrics:
-    """The loss's own metrics and the mean entropy of its trained tokens."""
+def with_entropy(output: LossOutput, entropy: Tensor | None) -> Metrics:
+    """The loss's own metrics and the mean entropy of its trained tokens, where there is one."""
+    if entropy is None:
+        return output.metrics
     return {"entropy/mean": Mean(float(entropy.sum()), float(len(entropy))), **output.metrics}
 
 
@@ -327,9 +333,14 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float | N
 
 def find_buckets(model: torch.nn.Module, bucket_bytes: int) -> list[list[tuple[str, torch.nn.Parameter]]]:
     """Parameters in buckets of at most `bucket_bytes` (a larger one alone), each bucket of one dtype. Tied ones come once."""
-    buckets: list[list[tuple[str, torch.nn.Parameter]]] = []
+    return split_buckets(model.named_parameters(), bucket_bytes)
+
+
+def split_buckets(parameters: Iterable[tuple[str, TensorT]], bucket_bytes: int) -> list[list[tuple[str, TensorT]]]:
+    """As find_buckets, of these in their order."""
+    buckets: list[list[tuple[str, TensorT]]] = []
     size = 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters:
         if not buckets or size + parameter.nbytes > bucket_bytes or buckets[-1][0][1].dtype != parameter.dtype:
             buckets.append([])
             size = 0

@@ -27,7 +27,7 @@ from rollouts.checkpoints.load import is_complete
 from rollouts.checkpoints.retention import apply_retention, read_scores
 from rollouts.checkpoints.save import WriteModel, format_bytes, save_checkpoint
 from rollouts.errors import RolloutsError, StorageError
-from rollouts.protocols import TrainFuture, TrainingBackend
+from rollouts.protocols import TrainFuture
 from rollouts.run_dir import RunDir
 from rollouts.types import JSONValue, check_json, encode_json
 
@@ -35,6 +35,13 @@ MEMORY_MARGIN = 1.25  # times the state's size must be free before it is copied:
 GUESSED_BYTES_PER_S = 100e6  # of a slow disk, hashing included; only until a save was measured
 NO_MEMORY = re.compile(r"(cannot|can't|could not) allocate memory|out of memory", re.IGNORECASE)  # what torch's RuntimeError says
 DISK_MARGIN_BYTES = 1 << 20  # of a checkpoint besides tensors, and room for the rows that are written meanwhile
+
+
+class SavingBackend(Protocol):
+    """What a writer needs of a TrainingBackend, or of several that are saved together."""
+
+    def save(self, path: Path) -> TrainFuture[None]: ...
+    def reset(self) -> TrainFuture[None]: ...
 
 
 @runtime_checkable
@@ -56,6 +63,15 @@ class CapturingBackend(SizedBackend, Protocol):
 
     def capture(self) -> TrainFuture[WriteModel | None]:
         """What save() would write now, copied; the function writes it to a directory, once, while steps run. None: there is no room for it."""
+        ...
+
+
+@runtime_checkable
+class HeldElsewhere(Protocol):
+    """What capture() returns where not this process alone holds the copy."""
+
+    def drop(self) -> None:
+        """Frees what other processes hold, if it was not written. Returns at once."""
         ...
 
 
@@ -92,7 +108,7 @@ class CheckpointWriter:
     def __init__(
         self,
         nursery: trio.Nursery,
-        backend: TrainingBackend,
+        backend: SavingBackend,
         run_dir: RunDir,
         stage: str,
         *,
@@ -132,7 +148,7 @@ class CheckpointWriter:
             await self._save_now(step, frozen, write_more, last=last)
         else:
             self._idle = trio.Event()
-            self._nursery.start_soon(self._save_beside, step, frozen, write_in_turn(write, write_more), self._idle)
+            self._nursery.start_soon(self._save_beside, step, frozen, write, write_more, self._idle)
         self._statistics["held_up_s"] += time.perf_counter() - started
 
     async def is_saved(self, step: int) -> bool:
@@ -200,15 +216,19 @@ class CheckpointWriter:
                 if last and not tries_left:
                     raise
 
-    async def _save_beside(self, step: int, state: Mapping[str, JSONValue], write: WriteModel, done: trio.Event) -> None:
+    async def _save_beside(
+        self, step: int, state: Mapping[str, JSONValue], write: WriteModel, write_more: WriteModel | None, done: trio.Event
+    ) -> None:
         with trio.CancelScope(shield=True):  # it ends by itself: threads that write files
             try:
-                await self._write(step, state, write)
+                await self._write(step, state, write_in_turn(write, write_more))
                 self._statistics["beside_training"] += 1
             except StorageError as error:
                 self._note_failure(error, "training goes on and the next checkpoint is saved as usual")
             finally:
                 done.set()
+                if isinstance(write, HeldElsewhere):
+                    write.drop()
 
     async def _write(self, step: int, state: Mapping[str, JSONValue], write: WriteModel) -> None:
         started = time.perf_counter()
@@ -245,7 +265,7 @@ def write_in_turn(first: WriteModel, second: WriteModel | None) -> WriteModel:
 
 @asynccontextmanager
 async def open_checkpoint_writer(
-    backend: TrainingBackend,
+    backend: SavingBackend,
     run_dir: RunDir,
     stage: str,
     *,

@@ -13,6 +13,7 @@ from rollouts.errors import ConfigError, RolloutsError
 from rollouts.losses.corrections import CORRECTIONS, parse_correction
 from rollouts.losses.inputs import LossFn, LossInputs, LossOutput
 from rollouts.losses.kl import KL_ESTIMATORS
+from rollouts.losses.linear import linear_loss
 from rollouts.losses.plug_ins import import_function
 from rollouts.losses.rl_losses import (
     cispo_loss,
@@ -29,6 +30,7 @@ from rollouts.losses.rl_losses import (
     sapo_loss,
 )
 from rollouts.losses.sft import sft_loss
+from rollouts.losses.value_loss import critic_loss
 from rollouts.types import LossUnit
 
 __all__ = [
@@ -58,6 +60,8 @@ LOSSES: dict[str, LossFn] = {
     "dro": dro_loss,
     "clip_cov": clip_cov_loss,
     "kl_cov": kl_cov_loss,
+    "value": critic_loss,
+    "linear": linear_loss,
 }
 
 
@@ -109,6 +113,8 @@ def try_loss(name: str, params: Mapping[str, object], *, unit: LossUnit = "token
         old_log_probs=zeros if recompute_old else None,
         rollout_log_probs=zeros,
         ref_log_probs=zeros if reference else None,
+        returns=zeros,
+        old_values=zeros,
     )
     try:
         LOSSES[name](inputs, unit=unit, **params)

@@ -17,13 +17,15 @@ from rollouts.types import Metric
 class LossInputs:
     """Per-token values of one micro-batch, all [B, T]. What lies outside the mask is garbage, NaN included."""
 
-    log_probs: Tensor  # [B, T] nats, with gradient: the policy's log-prob of each token
+    log_probs: Tensor  # [B, T] with gradient: the policy's log-prob of each token, nats; of a model with a scalar head: its value before the token
     mask: Tensor  # [B, T] bool: True where the token trains
-    entropy: Tensor | None = None  # [B, T] nats, of the policy's distribution; with gradient only for a loss with an entropy_coef
+    entropy: Tensor | None = None  # [B, T] nats, of the policy's distribution; with gradient only for a loss with an entropy_coef. None: no policy
     advantages: Tensor | None = None  # [B, T]
     old_log_probs: Tensor | None = None  # [B, T] nats: the trainer's own, recomputed before the first update on the batch
     rollout_log_probs: Tensor | None = None  # [B, T] nats: mu, of the distribution that the engine sampled from
     ref_log_probs: Tensor | None = None  # [B, T] nats: the frozen reference's
+    returns: Tensor | None = None  # [B, T] in the reward's unit: what the values are to become
+    old_values: Tensor | None = None  # [B, T] the critic's own, before the first update on the batch
 
 
 class LossOutput(NamedTuple):
@@ -61,6 +63,8 @@ def clear_masked(inputs: LossInputs) -> LossInputs:
         old_log_probs=constant("old_log_probs", inputs.old_log_probs),
         rollout_log_probs=constant("rollout_log_probs", inputs.rollout_log_probs),
         ref_log_probs=constant("ref_log_probs", inputs.ref_log_probs),
+        returns=constant("returns", inputs.returns),
+        old_values=constant("old_values", inputs.old_values),
     )
 
 

@@ -1,4 +1,4 @@
-"""The loss of a critic."""
+"""The loss of a critic, from values and from what a backend gives a loss."""
 
 from __future__ import annotations
 
@@ -6,9 +6,20 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError
-from rollouts.losses.inputs import LossOutput
+from rollouts.losses.inputs import LossInputs, LossOutput
 from rollouts.losses.reductions import collect_token_metrics, reduce_loss
 from rollouts.types import ExplainedVariance, LossUnit, Mean, Metric
+
+
+def critic_loss(inputs: LossInputs, *, unit: LossUnit = "tokens", clip: float | None = None) -> LossOutput:
+    """value_loss of a backend with a scalar head, whose values are inputs.log_probs; the loss "value". Returns, and old_values with a clip, are
+    the batch's.
+
+    Raises ConfigError if the batch has no returns, and what value_loss raises.
+    """
+    if inputs.returns is None:
+        raise ConfigError("loss 'value' needs returns and the batch has none; fill RolloutBatch.returns, as compute_gae makes them")
+    return value_loss(inputs.log_probs, inputs.returns, inputs.mask, old_values=inputs.old_values, clip=clip, unit=unit)
 
 
 def value_loss(
@@ -18,7 +29,7 @@ def value_loss(
 
     values with gradient, the rest without. A value beyond the clip whose clipped error is the larger has exactly no gradient. What lies outside
     the mask counts for nothing, NaN included; an empty mask gives 0 with a zero gradient. Paper: 1707.06347, and the clip of its code.
-    Metrics: value/mean, return/mean, value_clip_ratio (share of tokens without gradient), value/explained_variance.
+    Metrics: value/mean, return/mean, value/clip_ratio (share of tokens without gradient), value/explained_variance.
     Raises ConfigError on a clip that is not positive or has no old_values, ValueError on shapes that differ.
     """
     if clip is not None and not clip > 0:
@@ -35,7 +46,7 @@ def value_loss(
     if old_values is not None and clip is not None:
         old = torch.where(mask, old_values.detach(), torch.zeros_like(old_values))
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
-        means["value_clip_ratio"] = ((values - old).abs() > clip) & (clipped > squares)
+        means["value/clip_ratio"] = ((values - old).abs() > clip) & (clipped > squares)
         squares = torch.maximum(squares, clipped)
     total, count = reduce_loss(0.5 * squares, mask, unit)
     error = returns - values.detach()

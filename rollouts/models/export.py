@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,41 +55,73 @@ def write_hf_stream(
     The sink never raises; what failed is raised when the context is left: OSError of a disk, ModelError if a weight never came, came twice,
     or has a dtype that files do not hold. Not synced, not atomic: see rollouts.checkpoints.save.
     """
-    with quiet_transformers():
-        write_config(model, path, dtype)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(path))
-    names = names or FileNames(model)
-    writer = ShardWriter(path, names, dtype=dtype, shard_bytes=shard_bytes, on_shard=lambda _: None)
-    try:
+    write_description(model, path, tokenizer, dtype)
+    with write_shards(path, names or FileNames(model), dtype=dtype, shard_bytes=shard_bytes) as writer:
         yield writer.take
+    name_shards(path, writer.shards)
+
+
+@contextmanager
+def write_shards(
+    path: Path,
+    names: FileNames,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    prefix: str = "model",
+    on_shard: Callable[[Path], object] = lambda _: None,
+) -> Iterator[ShardWriter]:
+    """A writer of all weights that `names` expects; when the context is left its `shards` are complete and want their names (name_shards).
+
+    `prefix`: of their temporary names. `on_shard`: called with each complete file. Raises as write_hf_stream.
+    """
+    writer = ShardWriter(path, names, dtype=dtype, shard_bytes=shard_bytes, on_shard=on_shard, prefix=prefix)
+    try:
+        yield writer
         writer.close()
     finally:
         writer.stop()
     if writer.failure is not None:
         raise writer.failure
     names.check_complete()
-    name_shards(path, writer.shards)
 
 
 def name_shards(path: Path, shards: Sequence[tuple[str, Sequence[str]]], *, always_index: bool = False) -> dict[str, str]:
     """Gives complete shards (file, names of its tensors) their final names and, if they are several, an index. New names by old ones.
 
-    Raises ModelError if there are none.
+    What an earlier model of another number of files had instead is removed: a reader would take it. Raises ModelError if there are no shards, or
+    if two tensors have one name.
     """
     if not shards:
         raise ModelError(f"{path} would hold no weights: none were streamed")
+    all_names = [name for _, names in shards for name in names]
+    if twice := sorted(name for name, count in Counter(all_names).items() if count > 1):
+        raise ModelError(f"{path} would hold {twice[0]!r} twice (and {len(twice) - 1} more): its parts were not written together")
     renamed: dict[str, str] = {}
     weight_map: dict[str, str] = {}
     for number, (file, names) in enumerate(shards, start=1):
         renamed[file] = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         (path / file).rename(path / renamed[file])
         weight_map |= dict.fromkeys(names, renamed[file])
-    if len(shards) > 1 or always_index:
+    if len(shards) > 1:
+        (path / "model.safetensors").unlink(missing_ok=True)
+    if len(shards) == 1 and not always_index:
+        (path / WEIGHT_INDEX).unlink(missing_ok=True)
+    else:
         total = sum((path / file).stat().st_size for file in renamed.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (path / WEIGHT_INDEX).write_text(json.dumps(index, indent=1) + "\n", "utf-8")
     return renamed
+
+
+def write_description(
+    model: PreTrainedModel, path: Path, tokenizer: PreTrainedTokenizerBase | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """All of a model directory but its weights: config, generation config and tokenizer."""
+    with quiet_transformers():
+        write_config(model, path, dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(path))
 
 
 def write_config(model: PreTrainedModel, path: Path, dtype: torch.dtype | None = None) -> None:
@@ -112,6 +145,7 @@ class FileNames:
 
     def __init__(self, model: PreTrainedModel | None) -> None:
         self._model = model
+        self._names: list[str] = []  # of parameters and of buffers that files hold, as the model has them
         self._renamed: dict[str, str] = {}  # parameters that have another of their tied names in files
         self._joins: Mapping[str, frozenset[str]] = {}  # name → the names that it waits for, itself among them
         self._held: dict[str, Tensor] = {}
@@ -140,7 +174,9 @@ class FileNames:
         return self._revert(self._model, ready) if ready else []
 
     def rest(self) -> list[tuple[str, Tensor]]:
-        """Nothing, once everything has come. Raises ModelError naming weights that never came but were waited for."""
+        """Buffers that no bucket took along; else nothing, once everything has come. Raises ModelError naming weights that others waited for."""
+        if self._buffers and self._to_come <= {name for name, _ in self._buffers}:
+            return self.translate([])
         if self._held:
             self.check_complete()
         return []
@@ -167,6 +203,24 @@ class FileNames:
         self._buffers = [(name, weights[name]) for name in sorted(weights.keys() - parameters - ignored)]
         self._to_come = {self._renamed.get(name, name) for name in parameters} | {name for name, _ in self._buffers}
         self._joins = find_joins(model, sorted(self._to_come))
+        self._names = [name for name in weights if self._renamed.get(name, name) in self._to_come]
+
+    def find_units(self) -> list[tuple[str, ...]]:
+        """Names of the model's parameters, and of its buffers that files hold, in its order; in one tuple those that must come to one writer, because
+        files join them."""
+        self.look()
+        units: dict[frozenset[str], list[str]] = {}
+        for name in self._names:
+            in_files = self._renamed.get(name, name)
+            units.setdefault(self._joins.get(in_files, frozenset((in_files,))), []).append(name)
+        return [tuple(unit) for unit in units.values()]
+
+    def expect_only(self, names: Collection[str]) -> None:
+        """Of the weights only these units are to come, and of the buffers only these are added. Before the first bucket."""
+        self.look()
+        kept = {self._renamed.get(name, name) for name in names}
+        self._to_come &= kept
+        self._buffers = [(name, buffer) for name, buffer in self._buffers or [] if name in kept]
 
     def _revert(self, model: PreTrainedModel, tensors: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
         from transformers.core_model_loading import revert_weight_conversion

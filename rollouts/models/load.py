@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,13 +19,16 @@ from rollouts.models.tokenizers import check_chat_template_compiles, check_token
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+ModelHead = Literal["tokens", "scalar"]
+"""What a model says at each position: log-probs of the next token, or one number. See rollouts.models.scalar_head."""
+
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 OTHER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering")  # ends of names of what is not a causal model
 HUB_IGNORED = ["original/*", "consolidated*"]  # the same weights in the format of their authors
 
 
-def resolve_model(name: str, *, cache_dir: Path | None = None, seed: int = 0) -> Path:
-    """The directory of a model that is ready to load.
+def resolve_model(name: str, *, cache_dir: Path | None = None, seed: int = 0, head: ModelHead = "tokens") -> Path:
+    """The directory of a model that is ready to load, with load_hf_model or, for head="scalar", with load_scalar_model.
 
     "bundled:NAME": converted once from an installed package. "tiny:KIND": random, made from `seed` (see rollouts.models.tiny). A directory:
     checked. A *.gguf file: converted once. "org/model:file.gguf": such a file on the Hugging Face hub. Anything else is a name on the hub,
@@ -35,25 +38,32 @@ def resolve_model(name: str, *, cache_dir: Path | None = None, seed: int = 0) ->
     kind, _, rest = name.partition(":")
     cache = choose_model_cache(cache_dir)
     if kind == "bundled":
-        return _checked(make_bundled_model(rest, cache))
+        return _checked(make_bundled_model(rest, cache), head)
     if kind == "tiny":
-        return _checked(make_tiny(rest, seed, cache))
+        return _checked(make_tiny(rest, seed, cache), head)
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return _checked(path)
+        return _checked(path, head)
     if name.endswith(".gguf"):
-        return _checked(make_gguf_model(path if path.is_file() else _download_gguf(name), cache))
+        return _checked(make_gguf_model(path if path.is_file() else _download_gguf(name), cache), head)
     if not name or path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(
             f"model.name={name!r} is not a directory; give a directory, a .gguf file, a hub name like 'org/model', 'bundled:…' or 'tiny:byte'"
         )
-    return _checked(_download(name))
+    return _checked(_download(name, head), head)
 
 
-def _checked(path: Path) -> Path:
+def _checked(path: Path, head: ModelHead) -> Path:
     check_model_directory(path)
-    find_causal_class(path)
+    _check_class(path, head)
     return path
+
+
+def _check_class(path: Path, head: ModelHead) -> None:
+    if head == "scalar":
+        find_scalar_class(path)
+    else:
+        find_causal_class(path)
 
 
 def find_causal_class(path: Path) -> str:
@@ -61,14 +71,61 @@ def find_causal_class(path: Path) -> str:
 
     Raises ModelError, with the way out, for what cannot be trained: another kind of model, code in the directory, packed weights.
     """
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config, model_type, written = _read_class(path)
+    found = _find_causal_class(path, config, model_type, written)
+    if found not in written and _has_other_head(config, written):
+        raise ModelError(f"{_describe(path, model_type, written)} was not trained to predict the next token; use a model named …ForCausalLM")
+    return found
 
+
+def find_scalar_class(path: Path) -> str:
+    """Name of transformers' class for the model in a directory with one number as its head, by its config.json alone.
+
+    The directory holds a causal language model or such a model itself. Raises ModelError as find_causal_class does, and for other heads.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    config, model_type, written = _read_class(path)
+    causal = _find_causal_class(path, config, model_type, written)
+    what = _describe(path, model_type, written)
+    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
+    if found is None:
+        raise ModelError(f"{what} cannot have a scalar head: transformers has no …ForSequenceClassification for it; use a Llama, Qwen or Gemma")
+    if not {found, causal} & set(written) and _has_other_head(config, written):
+        raise ModelError(f"{what} has neither the head of a causal language model nor a scalar one; use a model named {causal} or {found}")
+    labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)  # 2 where nothing is written, as for transformers
+    if found in written and labels != 1:
+        raise ModelError(f"{what} has {labels} labels, and a scalar head has one; use a reward model with num_labels=1, or the model named {causal}")
+    return found
+
+
+def has_own_scalar_head(path: Path) -> bool:
+    """Whether the files in a directory that find_scalar_class accepts hold the scalar head; else it is a causal model's, and the head is new."""
+    return find_scalar_class(path) in _read_class(path)[2]
+
+
+def _read_class(path: Path) -> tuple[dict[str, Any], str, list[str]]:
+    """config.json, its model_type and its architectures."""
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
-        model_type, written = str(config.get("model_type")), list(config.get("architectures") or [])
+        return config, str(config.get("model_type")), [str(name) for name in config.get("architectures") or []]
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ModelError(f"{path / 'config.json'} cannot be read ({error}); copy the model directory again") from error
-    what = f"the model in {path} (model_type={model_type!r}, architectures={written})"
+
+
+def _has_other_head(config: dict[str, Any], written: list[str]) -> bool:
+    return bool(written) and bool(config.get("is_encoder_decoder") or all(name.endswith(OTHER_HEADS) for name in written))
+
+
+def _describe(path: Path, model_type: str, written: list[str]) -> str:
+    return f"the model in {path} (model_type={model_type!r}, architectures={written})"
+
+
+def _find_causal_class(path: Path, config: dict[str, Any], model_type: str, written: list[str]) -> str:
+    """transformers' causal class of a type that can be trained, whatever head the directory has."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    what = _describe(path, model_type, written)
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     if found is None and config.get("auto_map"):
         raise ModelError(f"{what} needs code from its directory (auto_map), which is never run; use a model that transformers itself implements")
@@ -76,8 +133,6 @@ def find_causal_class(path: Path) -> str:
         raise ModelError(f"{what} is not a causal language model that transformers has; use a decoder-only model, one named …ForCausalLM")
     if found.endswith("ForConditionalGeneration"):
         raise ModelError(f"{what} reads images or sound as well; use its text-only model, one named …ForCausalLM")
-    if written and found not in written and (config.get("is_encoder_decoder") or all(name.endswith(OTHER_HEADS) for name in written)):
-        raise ModelError(f"{what} was not trained to predict the next token; use a model named …ForCausalLM")
     quantization = config.get("quantization_config")
     if quantization:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
@@ -85,12 +140,12 @@ def find_causal_class(path: Path) -> str:
     return found
 
 
-def _download(name: str) -> Path:
+def _download(name: str, head: ModelHead) -> Path:
     from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
         with quiet_transformers():
-            find_causal_class(Path(hf_hub_download(name, "config.json")).parent)  # gigabytes of a model that cannot be used are not asked for
+            _check_class(Path(hf_hub_download(name, "config.json")).parent, head)  # gigabytes of a model that cannot be used are not asked for
             return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except (OSError, ValueError) as error:
         raise ModelError(

@@ -1,4 +1,5 @@
-"""Log-probs of the trained tokens of a micro-batch under a Hugging Face model: one forward pass, logits only where they are needed.
+"""Log-probs of the trained tokens of a micro-batch under a Hugging Face model, or its values before them: one forward pass, logits only where
+they are needed.
 
 How a model may be run without changing its numbers is in a ForwardPlan, which rollouts.reference.forward_plan proves on the model itself.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
 from rollouts.models.devices import find_device
+from rollouts.models.scalar_head import get_scalar_weight, project_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from rollouts.data.packing import MicroBatch
 
 Layout = Literal["tries", "rows", "single"]
-Head = Literal["linear", "own", "whole"]
+Head = Literal["linear", "own", "whole", "scalar"]
 MaskForm = Literal["one", "windowed", "by_kind"]
 OWN_TILE = 16 * 2**20  # logits that a model's own head computes at a time: 64 MiB
 NO_LIMIT = 2**62
@@ -37,7 +39,8 @@ class ForwardPlan:
     Layouts. tries: rows that begin alike share nodes under a 4D mask (see rollouts.data.packing). rows: right-padded, one sequence a row,
     plain causal forward. single: one row at a time, without padding.
     Heads. linear: logits = scale · hidden @ weight.T, computed in tiles. own: everything the model does after its decoder, on the
-    positions that predict. whole: the logits of a forward pass of the whole model, at every position.
+    positions that predict. whole: the logits of a forward pass of the whole model, at every position. scalar: no logits but one number,
+    hidden · head (see rollouts.models.scalar_head).
     """
 
     tries_up_to: int  # tokens of the longest row that tries are exact for; 0 never
@@ -62,6 +65,32 @@ class ForwardPlan:
         return "rows" if longest <= self.rows_up_to else "single"
 
 
+class TokenOutputs(NamedTuple):
+    """What a model says of the N pairs (predictor, target) of a micro-batch, all [N], float32 (float64 of a model in float64)."""
+
+    log_probs: Tensor  # with gradient, if grad mode is on: nats; of a scalar head its value at the predictor
+    entropy: Tensor | None  # nats, of the distribution at the predictor; None of a scalar head
+
+
+def compute_micro_batch_outputs(
+    model: PreTrainedModel,
+    micro_batch: MicroBatch,
+    *,
+    plan: ForwardPlan,
+    temperature: float,
+    autocast_dtype: torch.dtype | None = None,
+    entropy_gradient: bool = False,
+) -> TokenOutputs:
+    """What compute_micro_batch_log_probs gives, or the values of a model with a scalar head, which the temperature does not concern."""
+    if plan.head != "scalar":
+        found = compute_micro_batch_log_probs(
+            model, micro_batch, plan=plan, temperature=temperature, autocast_dtype=autocast_dtype, entropy_gradient=entropy_gradient
+        )
+        return TokenOutputs(*found)
+    states, _ = compute_micro_batch_states(model, micro_batch, plan=plan, autocast_dtype=autocast_dtype)
+    return TokenOutputs(project_states(states, get_scalar_weight(model)[0]), None)
+
+
 def compute_micro_batch_log_probs(
     model: PreTrainedModel,
     micro_batch: MicroBatch,
@@ -72,27 +101,35 @@ def compute_micro_batch_log_probs(
     entropy_gradient: bool = False,
 ) -> LinearLogProbs:
     """Log-probs (with gradient, if grad mode is on) and entropy (with one, if it is asked for) of the N pairs (predictor, target), float32."""
+    assert plan.head != "scalar", "a model with a scalar head has no log-probs"
+    selected, output_type = compute_micro_batch_states(model, micro_batch, plan=plan, autocast_dtype=autocast_dtype)
+    targets = torch.from_numpy(micro_batch.targets).to(selected.device)
+    if plan.head == "whole":
+        return score_logits(selected, targets, temperature, entropy_gradient=entropy_gradient)
+    if plan.head == "own":
+        return own_log_probs(model, output_type, selected, targets, temperature=temperature, entropy_gradient=entropy_gradient)
+    if autocast_dtype is not None and selected.is_cuda:  # the last norm gives float32, which an accelerator multiplies ten times slower
+        selected = selected.to(autocast_dtype)  # pragma: gpu
+    head: Any = model.get_output_embeddings()
+    scaled = temperature / plan.logit_scale
+    return linear_logprobs(selected, head.weight, targets, temperature=scaled, entropy_gradient=entropy_gradient)
+
+
+def compute_micro_batch_states(
+    model: PreTrainedModel, micro_batch: MicroBatch, *, plan: ForwardPlan, autocast_dtype: torch.dtype | None = None
+) -> tuple[Tensor, type[Any]]:
+    """The decoder's hidden states [N, H] at the predictors, logits [N, V] for the whole head; and the type of what the decoder answers."""
     device = find_device(model)
     inputs: dict[str, Any] = {"input_ids": torch.from_numpy(micro_batch.input_ids).to(device), "use_cache": False}
     if not micro_batch.causal:  # else the model's own: causal, counted from 0. Padding comes last, so nobody sees it.
         inputs["position_ids"] = torch.from_numpy(micro_batch.position_ids).to(device)
         subtree_end = torch.from_numpy(micro_batch.subtree_end).to(device)
         inputs["attention_mask"] = make_model_masks(subtree_end, inputs["position_ids"], plan=plan, dtype=autocast_dtype or model.dtype)
-    predictors, targets = (torch.from_numpy(value).to(device) for value in (micro_batch.predictors, micro_batch.targets))
     run: Any = model if plan.head == "whole" else model.get_decoder()
     with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
         output = run(**inputs)
     states: Tensor = output.logits if plan.head == "whole" else output.last_hidden_state
-    selected = states.flatten(0, 1).index_select(0, predictors)
-    if plan.head == "whole":
-        return score_logits(selected, targets, temperature, entropy_gradient=entropy_gradient)
-    if plan.head == "own":
-        return own_log_probs(model, type(output), selected, targets, temperature=temperature, entropy_gradient=entropy_gradient)
-    if autocast_dtype is not None and selected.is_cuda:  # the last norm gives float32, which an accelerator multiplies ten times slower
-        selected = selected.to(autocast_dtype)  # pragma: gpu
-    head: Any = model.get_output_embeddings()
-    scaled = temperature / plan.logit_scale
-    return linear_logprobs(selected, head.weight, targets, temperature=scaled, entropy_gradient=entropy_gradient)
+    return states.flatten(0, 1).index_select(0, torch.from_numpy(micro_batch.predictors).to(device)), type(output)
 
 
 def widen(logits: Tensor) -> Tensor:

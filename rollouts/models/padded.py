@@ -134,4 +134,6 @@ def make_loss_inputs(
         old_log_probs=pad(batch.old_log_probs),
         rollout_log_probs=pad(batch.rollout_log_probs),
         ref_log_probs=pad(batch.ref_log_probs),
+        returns=pad(batch.returns),
+        old_values=pad(batch.old_values),
     )

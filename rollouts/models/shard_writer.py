@@ -36,6 +36,11 @@ class Names(Protocol):
         ...
 
 
+def name_shard(prefix: str, number: int) -> str:
+    """What a writer calls its files, counted from 1, before it is known how many there are."""
+    return f"{prefix}-{number:05d}.safetensors"
+
+
 class GrowingFile:
     """A safetensors file that tensors of one dtype are appended to. Open only while something is written: one that is given up leaks nothing."""
 
@@ -57,7 +62,7 @@ class GrowingFile:
         """Writes one tensor. Raises OSError."""
         self._entries += self._describe(name, tensor)
         content = read_bytes(tensor)
-        with self.path.open("ab") as file:
+        with self.path.open("ab" if self.names else "wb") as file:
             if not self.names:
                 file.write(bytes(LENGTH_BYTES + self._header_bytes))
             for start in range(0, len(content), CHUNK_BYTES):
@@ -86,10 +91,21 @@ class ShardWriter:
 
     `on_shard` is called with each file that is complete. What fails is kept in `failure` and later buckets are let through unread: an error in
     a sink would fail the backend and every step after, and with several ranks it would leave the others inside a collective.
+    `prefix`: of the names of files, which are {prefix}-00001.safetensors and so on.
     """
 
-    def __init__(self, folder: Path, names: Names, *, dtype: torch.dtype | None, shard_bytes: int, on_shard: Callable[[Path], object]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        names: Names,
+        *,
+        dtype: torch.dtype | None,
+        shard_bytes: int,
+        on_shard: Callable[[Path], object],
+        prefix: str = "model",
+    ) -> None:
         self._folder = folder
+        self._prefix = prefix
         self._names = names
         self._dtype = dtype
         self._shard_bytes = shard_bytes
@@ -130,7 +146,7 @@ class ShardWriter:
                 self._finish(dtype)
             if dtype not in self._open:
                 self._begun += 1
-                self._open[dtype] = GrowingFile(self._folder / f"model-{self._begun:05d}.safetensors", self._shard_bytes)
+                self._open[dtype] = GrowingFile(self._folder / name_shard(self._prefix, self._begun), self._shard_bytes)
             self._open[dtype].append(name, own)
 
     def _finish(self, dtype: torch.dtype) -> None:

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollouts.errors import ModelError
 from rollouts.models.directories import check_model_directory
-from rollouts.models.load import choose_attention, find_causal_class
+from rollouts.models.load import ModelHead, choose_attention, find_causal_class, find_scalar_class, has_own_scalar_head
 from rollouts.models.quiet import quiet_transformers
+from rollouts.models.scalar_head import HEAD_WEIGHT, check_scalar_head, has_scalar_head
 from rollouts.models.weight_files import CONVERSIONS, FileTensor, WeightGroup, convert_group, list_weights, plan_weights
 
 if TYPE_CHECKING:
@@ -29,28 +30,33 @@ if TYPE_CHECKING:
 INITIALIZED = "_is_hf_initialized"  # transformers leaves tensors and modules that have it alone
 
 
-def make_meta_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def make_meta_model(path: Path, *, dtype: torch.dtype = torch.float32, head: ModelHead = "tokens") -> PreTrainedModel:
     """The causal language model of a directory without its weights: parameters on the meta device, buffers that no file holds as they must be.
 
     Evaluation mode, attention as load_hf_model chooses it. Shard it, then load_sharded_weights. `Module.to_empty` would lose the buffers:
-    load_sharded_weights gives the parameters their memory. Raises ModelError as load_hf_model does.
+    load_sharded_weights gives the parameters their memory. head: "scalar" makes a model as load_scalar_model does. Raises ModelError as those do.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     check_model_directory(path)
-    attention = choose_attention(find_causal_class(path))
+    scalar = head == "scalar"
+    attention = choose_attention(find_scalar_class(path) if scalar else find_causal_class(path))
+    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
+    labels = {"num_labels": 1} if scalar and not has_own_scalar_head(path) else {}
     try:
         with quiet_transformers():
-            config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False, **labels)
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+                model = auto.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
             if model.can_generate() and (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
             _compute_buffers(model)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
         first_line = str(error).strip().split("\n", 1)[0]
         raise ModelError(f"the model in {path} cannot be made ({type(error).__name__}: {first_line})") from error
+    if scalar:
+        check_scalar_head(model, path)
     setattr(model, CONVERSIONS, get_model_conversion_mapping(model))  # before sharding gives the classes other names, which it looks them up by
     return model.eval()
 
@@ -104,17 +110,24 @@ def get_local(tensor: Tensor) -> Tensor:
 
 
 def load_sharded_weights(
-    model: PreTrainedModel, path: Path, *, device: torch.device | str = "cpu", buffer_device: torch.device | str | None = None
+    model: PreTrainedModel,
+    path: Path,
+    *,
+    device: torch.device | str = "cpu",
+    buffer_device: torch.device | str | None = None,
+    new_head: bool = False,
 ) -> None:
     """Fills a model, sharded or not, with the weights in a directory; this rank reads its own slices.
 
     A model on the meta device gets memory on `device`, for buffers on `buffer_device` where that is another (parameters offloaded to the CPU);
-    parameters that have memory stay the same objects. What the model then computes is bit for bit what one from load_hf_model does.
+    parameters that have memory stay the same objects. What the model then computes is bit for bit what one from load_hf_model does. new_head: a
+    scalar head becomes 0 where the directory is a causal model's, as in load_scalar_model.
     Raises ModelError, the same on every rank and before anything is changed, naming weights that are missing, unknown, misshapen or laid out
     in a way that is not known; a disk that fails later may raise on one rank only. Call it on every rank; it does not communicate.
     """
     reshard(model)
-    plan = plan_weights(model, path)
+    new = (HEAD_WEIGHT,) if new_head and has_scalar_head(model) and not has_own_scalar_head(path) else ()
+    plan = plan_weights(model, path, new=new)
     weights, aliases = list_weights(model)
     for weight in weights.values():
         compute_local_slices(weight)
@@ -122,6 +135,8 @@ def load_sharded_weights(
         _materialize(model, torch.device(device), torch.device(buffer_device or device))
         weights, aliases = list_weights(model)
     with torch.no_grad():
+        for name in new:
+            get_local(weights[name]).zero_()
         for group in plan.groups:
             targets = _read_group(model, group, weights[aliases.get(group.target, group.target)])
             for name, (tensor, cut) in targets.items():

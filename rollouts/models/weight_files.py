@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,8 +70,8 @@ def list_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, s
     return weights, aliases
 
 
-def plan_weights(model: PreTrainedModel, path: Path) -> WeightPlan:
-    """Where each of the model's weights lies in the directory.
+def plan_weights(model: PreTrainedModel, path: Path, *, new: Collection[str] = ()) -> WeightPlan:
+    """Where each of the model's weights lies in the directory. `new`: a head that its files do not have; what they have in its place is left.
 
     The model may be sharded or on the meta device. Rotary frequencies, and what transformers itself passes over for this model, may be in
     the files. Raises ModelError naming the weights that are missing, unknown or of another shape.
@@ -80,6 +80,7 @@ def plan_weights(model: PreTrainedModel, path: Path) -> WeightPlan:
     weights, aliases = list_weights(model)
     conversions = _get_conversions(model)
     unknown: list[str] = []
+    prefix = f"{model.base_model_prefix}."
     groups = _group(model, _read_headers(path), conversions, {**dict.fromkeys(weights, True), **dict.fromkeys(aliases, True)}, unknown)
     shapes: dict[str, tuple[int, ...]] = {}
     tied: dict[str, list[WeightGroup]] = {}
@@ -88,8 +89,8 @@ def plan_weights(model: PreTrainedModel, path: Path) -> WeightPlan:
             main = aliases.get(name, name)
             shapes[main] = shape
             tied.setdefault(main, []).append(group)
-    unknown += sorted(set(shapes) - set(weights))
-    missing = [name for name in weights if name not in shapes and not _matches(model._keys_to_ignore_on_load_missing, name)]
+    unknown = [name for name in unknown if not new or name.startswith(prefix)] + sorted(set(shapes) - set(weights))
+    missing = [name for name in weights if name not in shapes and name not in new and not _matches(model._keys_to_ignore_on_load_missing, name)]
     wrong = [f"{name} {shapes[name]} for {tuple(w.shape)}" for name, w in weights.items() if name in shapes and shapes[name] != tuple(w.shape)]
     for what, found in (("are missing", missing), ("are not the model's", unknown), ("have another shape", wrong)):
         if found:

@@ -3,6 +3,8 @@
     plain forward of a row by itself ─────────────────────────────► the log-probs that count
     the same row beside another, as a padded row and in a trie ───► equal to float rounding? then that layout is taken
 
+A model with a scalar head is proved by its hidden states, projected on random directions: its own head may be 0, and would agree with anything.
+
 A probe of a few tokens cannot see what happens beyond them, so the config has a word too: a window is made smaller for the probe, and what
 the probe cannot bring about (chunks, compression, positions that change with the length, experts with a capacity) bounds or forbids.
 """
@@ -13,21 +15,38 @@ import dataclasses
 import inspect
 import logging
 import math
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollouts.data.packing import make_micro_batches
+from rollouts.data.packing import MicroBatch, make_micro_batches
 from rollouts.errors import ModelError
-from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
-from rollouts.models.limits import CONTEXT_NAMES, find_rotary_limit
-from rollouts.models.log_probs import NO_LIMIT, ForwardPlan, MaskForm, compute_micro_batch_log_probs, compute_own_logits, score_logits, widen
+from rollouts.losses.logprobs import linear_logprobs
+from rollouts.models.log_probs import (
+    NO_LIMIT,
+    ForwardPlan,
+    compute_micro_batch_log_probs,
+    compute_micro_batch_states,
+    compute_own_logits,
+    score_logits,
+    widen,
+)
 from rollouts.models.quiet import quiet_transformers
+from rollouts.models.scalar_head import HEAD, has_scalar_head, make_probing_directions
+from rollouts.reference.plan_limits import (
+    PROBE_WINDOW,
+    apply_length_limit,
+    find_distances,
+    find_window,
+    forbids_padding,
+    forbids_tries,
+    longest_probe,
+    refuse_above,
+    smaller_window,
+)
 from rollouts.types import BoolArray, IntArray
 
 if TYPE_CHECKING:
@@ -36,13 +55,9 @@ if TYPE_CHECKING:
 SHARED, LENGTH, OTHER_LENGTH = 3, 6, 8  # tokens of the probe: the rows' common beginning, the row that is compared, the one beside it
 CAUSAL_LENGTH, CAUSAL_TRIES, COMPARED = 32, 3, 64  # tokens of the row whose halves are told apart, rows that must agree, positions compared
 LONGEST_DISTANCE = 4096  # tokens; beyond it a probe would take too long to open with
-PROBE_WINDOW = 2  # of layers with a window, while they are probed: shorter than the rows
 # In nats, for each of the largest logit's size above 1. Rounding was seen up to 3e-6; a wrong mask moves even a random model by 1e-3.
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 3e-5}
 HALF_TOLERANCE = 0.03
-# settings of attention that looks further than a probe; the exceptions are about which layers, not about how far
-DISTANCE = re.compile(r"window|chunk|local|index_topk|stride|compress|(?<!decoder_)sparse|block_size")
-NOT_DISTANCE = re.compile(r"^sliding_window$|^max_window_layers$|pattern|^chunk_size_feed_forward$|^use_|rope|theta|experts")
 # what raises when a model is handed masks or positions that it does not know
 PROBE_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError)
 
@@ -87,19 +102,19 @@ def log_plan(model: PreTrainedModel, plan: ForwardPlan) -> None:
 def _plan(probe: _Probe, model: PreTrainedModel) -> ForwardPlan:
     plain = probe.run_plain()
     causal = _prove_causal(probe, plain, model)
-    plan = ForwardPlan(tries_up_to=0, rows_up_to=0, reason="")
+    plan = ForwardPlan(tries_up_to=0, rows_up_to=0, reason="", head="scalar" if probe.scalar else "linear")
     difference = probe.find_difference(plain, plan, share_prefix=False)
-    if difference:  # the head or the padding
+    if difference and not probe.scalar:  # the head or the padding
         plan = _choose_head(plain, probe, model)
         difference = probe.find_difference(plain, plan, share_prefix=False)
-    rows_reason = _forbids_padding(model) or (f"padded rows are not exact: {difference}" if difference else "")
+    rows_reason = forbids_padding(model) or (f"padded rows are not exact: {difference}" if difference else "")
     rows_up_to = 0 if rows_reason else NO_LIMIT
-    tries_reason = rows_reason or _forbids_tries(model)
+    tries_reason = rows_reason or forbids_tries(model)
     tries = dataclasses.replace(plan, reason=tries_reason) if tries_reason else _prove_tries(probe, plain, plan, model)
     proved = dataclasses.replace(tries, rows_up_to=rows_up_to, reason="; ".join(filter(None, (tries.reason, causal.unproved))))
     if causal.up_to < NO_LIMIT:
-        proved = _refuse_above(proved, causal.up_to, causal.refusal)
-    return _apply_length_limit(proved, model)
+        proved = refuse_above(proved, causal.up_to, causal.refusal)
+    return apply_length_limit(proved, model)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -114,7 +129,7 @@ def _prove_causal(probe: _Probe, plain: _Plain, model: PreTrainedModel) -> _Caus
 
     Raises ModelError if even a short row looks ahead.
     """
-    longest, distances = _longest_probe(model), _find_distances(model)
+    longest, distances = longest_probe(model), find_distances(model)
     tried = min(CAUSAL_LENGTH, longest, max(min((tokens for tokens, _ in distances), default=CAUSAL_LENGTH), SHARED))
     if not probe.begins_alike(plain, tried) and probe.looks_ahead(tried):
         raise ModelError(f"{type(model).__name__} is not causal: what follows a token changes its log-probs; use a decoder-only model")
@@ -144,11 +159,11 @@ def _choose_head(plain: _Plain, probe: _Probe, model: PreTrainedModel) -> Forwar
 
 def _prove_tries(probe: _Probe, plain: _Plain, plan: ForwardPlan, model: PreTrainedModel) -> ForwardPlan:
     """`plan` with the masks and the limit for which tries are exact; its reason says why they are not."""
-    window, forms = _find_window(model)
+    window, forms = find_window(model)
     if window is None:
         reason = probe.find_difference(plain, plan, share_prefix=True)
         return dataclasses.replace(plan, tries_up_to=0 if reason else NO_LIMIT, reason=reason and f"tries are not exact: {reason}")
-    with _smaller_window(model):
+    with smaller_window(model):
         narrow = probe.run_plain()
         if not torch.equal(narrow.logits, plain.logits) or window <= PROBE_WINDOW:  # else the window is not where the config says
             for form in forms:
@@ -161,87 +176,6 @@ def _prove_tries(probe: _Probe, plain: _Plain, plan: ForwardPlan, model: PreTrai
     return dataclasses.replace(plan, tries_up_to=window, reason=reason)
 
 
-# --- what the config says --------------------------------------------------------------------------------------------------------------
-
-
-def _find_window(model: PreTrainedModel) -> tuple[int | None, list[MaskForm]]:
-    """Tokens that layers with a window see, and the forms in which their masks may be handed over; None without such layers."""
-    config: Any = model.config.get_text_config()
-    window, kinds = getattr(config, "sliding_window", None), set(getattr(config, "layer_types", None) or ())
-    if not window or getattr(config, "use_sliding_window", True) is False or (kinds and "sliding_attention" not in kinds):
-        return None, ["one"]
-    return int(window), ["by_kind"] if len(kinds) > 1 else ["by_kind", "windowed"]
-
-
-def _forbids_tries(model: PreTrainedModel) -> str:
-    """Why tries cannot be proved by a few tokens, or ""."""
-    config: Any = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        return f"tries need attention in every layer, and this model has {', '.join(sorted(map(str, kinds)))}"
-    far = _find_distances(model)
-    return f"{far[0][1]}={far[0][0]} reaches beyond what a probe can see" if far else ""
-
-
-def _is_distance(key: str, value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0 and bool(DISTANCE.search(key)) and not NOT_DISTANCE.search(key)
-
-
-def _forbids_padding(model: PreTrainedModel) -> str:
-    """Why rows must not share a forward pass, or "": experts with a capacity drop tokens by what else is in the batch."""
-    settings = model.config.get_text_config().to_dict()
-    capacity = sorted(key for key, value in settings.items() if "capacity" in key and value)
-    return f"{capacity[0]}={settings[capacity[0]]}: experts drop tokens by what else is in the batch" if capacity else ""
-
-
-def _apply_length_limit(plan: ForwardPlan, model: PreTrainedModel) -> ForwardPlan:
-    """`plan` within the length up to which rotary frequencies are fixed. Beyond it a longrope row is exact by itself; a dynamic one keeps
-    the frequencies of the longest row that ever ran, and so has no log-probs of its own."""
-    limit = find_rotary_limit(model.config)
-    if limit is None:
-        return plan
-    setting = f"(config.{limit.field}={limit.tokens})"
-    if limit.kind != "longrope":
-        refusal = f"rope_type={limit.kind!r} changes the frequencies of every position, in later rows too, with the longest row so far {setting}"
-        return _refuse_above(plan, limit.tokens, refusal)
-    reason = f"positions of type {limit.kind} change with the longest row of a batch {setting}"
-    return dataclasses.replace(
-        plan,
-        tries_up_to=min(plan.tries_up_to, limit.tokens),
-        rows_up_to=min(plan.rows_up_to, limit.tokens),
-        reason="; ".join(filter(None, (plan.reason, reason))),
-    )
-
-
-def _refuse_above(plan: ForwardPlan, tokens: int, refusal: str) -> ForwardPlan:
-    return plan if plan.refused_above <= tokens else dataclasses.replace(plan, refused_above=tokens, refusal=refusal)
-
-
-def _find_distances(model: PreTrainedModel) -> list[tuple[int, str]]:
-    """Settings that reach further than a probe of a few tokens and that no mask of ours follows, nearest first: tokens, name."""
-    settings = model.config.get_text_config().to_dict()
-    return sorted((int(value), key) for key, value in settings.items() if _is_distance(key, value))
-
-
-def _longest_probe(model: PreTrainedModel) -> int:
-    """Tokens that a probe may have without leaving the model's positions, or the length up to which their frequencies are fixed."""
-    config: Any = model.config.get_text_config()
-    rotary = find_rotary_limit(config)
-    stated = [value for name in CONTEXT_NAMES if isinstance(value := getattr(config, name, None), int) and value > 0]
-    return min([NO_LIMIT, *stated, *([rotary.tokens] if rotary else [])])
-
-
-@contextmanager
-def _smaller_window(model: PreTrainedModel) -> Iterator[None]:
-    config: Any = model.config.get_text_config()
-    window = config.sliding_window
-    config.sliding_window = PROBE_WINDOW
-    try:
-        yield
-    finally:
-        config.sliding_window = window
-
-
 # --- the probe -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -249,10 +183,10 @@ def _smaller_window(model: PreTrainedModel) -> Iterator[None]:
 class _Plain:
     """A row by itself: the forward pass that everything else must equal."""
 
-    logits: Tensor  # [T, V] float32
+    logits: Tensor  # [T, V] float32; of a scalar head hidden states in the probing directions, which take their place
     hidden: Tensor | None  # [T, H] what the decoder gave; None if the model has no decoder of its own
     output_type: Any  # of the decoder
-    scores: LinearLogProbs  # [T - 1] of the tokens 1, 2, …
+    scores: Sequence[Tensor]  # each [T - 1], of the tokens 1, 2, …: log-probs and entropies; of a scalar head one for each direction
 
 
 class _Probe:
@@ -263,6 +197,8 @@ class _Probe:
         vocab_size = int(model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
         start = rng.integers(0, vocab_size, SHARED)
         self.model = model
+        self.scalar = has_scalar_head(model)
+        self._directions: Tensor | None = None  # [V, H] of a scalar head; made by the first plain forward
         self._on_error = on_error
         self._vocab_size = vocab_size
         self.tokens: list[IntArray] = [np.concatenate([start, rng.integers(0, vocab_size, length - SHARED)]) for length in (LENGTH, OTHER_LENGTH)]
@@ -271,6 +207,9 @@ class _Probe:
 
     def run_plain(self, row: int = 0) -> _Plain:
         ids = torch.from_numpy(self.tokens[row]).to(self.model.device)
+        if self.scalar:
+            logits = self._project_plain(ids)
+            return _Plain(logits, None, None, logits[:-1].unbind(-1))
         seen: list[Any] = []
         decoder: Any = self.model.get_decoder()
         hook = decoder.register_forward_hook(lambda module, inputs, output: seen.append(output)) if decoder is not self.model else None
@@ -282,6 +221,32 @@ class _Probe:
         hidden = getattr(seen[0], "last_hidden_state", None) if len(seen) == 1 else None
         scores = score_logits(logits[:-1], ids[1:], 1.0)
         return _Plain(logits, None if hidden is None else hidden[0], type(seen[0]) if seen else None, scores)
+
+    def _project_plain(self, ids: Tensor) -> Tensor:
+        """[T, D] of what a forward pass of the whole model hands its head. Raises ModelError if that is not what the decoder gives."""
+        seen: list[Tensor] = []
+        hook = self.model.get_submodule(HEAD).register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+        try:
+            self.model(input_ids=ids[None], use_cache=False)
+        finally:
+            hook.remove()
+        states = self._run_decoder(ids)
+        if len(seen) == 1 and seen[0].shape == (1, *states.shape):
+            found = self._project(seen[0][0])
+            if float((self._project(states) - found).abs().max()) <= self._rounding(found):
+                return found
+        raise ModelError(f"{type(self.model).__name__} puts its head on something else than its decoder's hidden states; use a Llama, Qwen or Gemma")
+
+    def _run_decoder(self, ids: Tensor) -> Tensor:
+        """Hidden states [T, H] of one row."""
+        decoder: Any = self.model.get_decoder()
+        return decoder(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+
+    def _project(self, states: Tensor) -> Tensor:
+        """[T, D] float32."""
+        if self._directions is None:
+            self._directions = make_probing_directions(states)
+        return widen(states) @ widen(self._directions).T
 
     def tolerance(self, plain: _Plain) -> float:
         return self._rounding(plain.logits)
@@ -337,6 +302,8 @@ class _Probe:
 
     def _logits_at(self, row: IntArray, places: Tensor) -> Tensor:
         """[P, V] float32; of a long row no others are computed, if the model can leave them out."""
+        if self.scalar:
+            return self._project(self._run_decoder(torch.from_numpy(row).to(self.model.device))[places.to(self.model.device)])
         inputs: dict[str, Any] = {"input_ids": torch.from_numpy(row).to(self.model.device)[None], "use_cache": False}
         if len(row) > CAUSAL_LENGTH and "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             logits = self.model(**inputs, logits_to_keep=places.to(self.model.device)).logits[0]
@@ -350,14 +317,21 @@ class _Probe:
         assert micro_batch.causal != share_prefix
         allowed = self.tolerance(plain)
         try:
-            found = compute_micro_batch_log_probs(self.model, micro_batch, plan=plan, temperature=1.0)
+            found = self._score(micro_batch, plan)
         except PROBE_ERRORS as error:
             self._on_error(error)
             return f"the model raised {type(error).__name__} ({(str(error).strip() or 'no message').splitlines()[0][:100]})"
         mine = micro_batch.rows[micro_batch.token_rows] == 0
         pairs = torch.from_numpy(micro_batch.token_pairs[mine]).to(plain.logits.device)
         worst = max(float((ours[pairs] - theirs).abs().max()) for ours, theirs in zip(found, plain.scores, strict=True))
-        return "" if worst <= allowed else f"log-probs differ from a plain forward's by {worst:.1e} nats (rounding: {allowed:.1e})"
+        what, measure = ("hidden states", "of their size") if self.scalar else ("log-probs", "nats")
+        return "" if worst <= allowed else f"{what} differ from a plain forward's by {worst:.1e} {measure} (rounding: {allowed:.1e})"
+
+    def _score(self, micro_batch: MicroBatch, plan: ForwardPlan) -> Sequence[Tensor]:
+        """As _Plain.scores, but of the micro-batch's pairs."""
+        if not self.scalar:
+            return compute_micro_batch_log_probs(self.model, micro_batch, plan=plan, temperature=1.0)
+        return self._project(compute_micro_batch_states(self.model, micro_batch, plan=plan)[0]).unbind(-1)
 
     # --- heads
 

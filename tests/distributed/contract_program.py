@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import inspect
 import os
 import resource
+import shutil
 import sys
 import tempfile
 import traceback
@@ -103,6 +105,14 @@ def plenty_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     sharded_capture.read_free_memory = lambda: 1 << 40
     total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
     return LossOutput(total, count, {})
+
+
+def no_copies_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
+    """SFT; fails on a rank that holds its part of a checkpoint."""
+    gc.collect()
+    held = sum(type(found) is sharded_capture.HeldPart for found in gc.get_objects())
+    assert not held, f"{held} parts of checkpoints in memory"
+    return plain_loss(inputs, unit=unit)
 
 
 # --- checks of ranks ---------------------------------------------------------------------------------------------------------------------
@@ -282,7 +292,8 @@ async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(open_ba
         for step in steps:
             await step.result()
         expected, found = read_files(saved), read_files(beside)
-        assert {"model.safetensors", "config.json", "state/backend.json", "state/optimizer-1-of-2.safetensors"} <= set(found), sorted(found)
+        weights = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)} | {"model.safetensors.index.json"}
+        assert {*weights, "config.json", "state/backend.json", "state/optimizer-1-of-2.safetensors"} <= set(found), sorted(found)
         assert found.keys() == expected.keys() and [name for name in expected if found[name] != expected[name]] == []
         await backend.reset().result()
         run_dir, warnings = RunDir(folder / "run"), list[str]()
@@ -313,14 +324,15 @@ async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
     """Rank 0 raises the other rank's error after all have ended; steps are not disturbed, and the next copy is written."""
     async with open_backend() as backend:
         await train(backend, make_batch())
-        for name in ("state/optimizer-1-of-2.safetensors", "model-00001.safetensors"):  # of rank 1, of rank 0
-            path = folder / name.partition("/")[0]
+        refused = {"state/optimizer-1-of-2.safetensors": 1, "model-of-rank-0-00001.safetensors": 0, "model-of-rank-1-00001.safetensors": 1}
+        for name, rank in refused.items():
+            path = folder / name.replace("/", "-")
             (path / name).mkdir(parents=True)
             write = await backend.capture().result()
             step = backend.forward_backward(make_batch(1), SFT)
             error = await write_error(write, path)
             assert isinstance(error, OSError) and error.errno == errno.EISDIR, error
-            assert ("rank 1 failed" in str(error)) == name.startswith("state"), error
+            assert ("rank 1 failed" in str(error)) == bool(rank), error
             await step.result()
             await backend.optim_step(STEP).result()
         write = await backend.capture().result()
@@ -332,6 +344,28 @@ async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
         contract.assert_weights_equal(weights, await contract.copy_weights(backend))
         error = await write_error(await backend.capture().result(), folder / "nowhere")
         assert isinstance(error, RunDirError) and "rank 0" in str(error), error
+
+
+async def check_a_copy_that_finds_the_disk_full_before_it_is_written_leaves_no_memory_on_any_rank(open_backend: Any, folder: Path) -> None:
+    """The next step finds none, on any rank, and the next copy is written."""
+    run_dir, warnings, usage = RunDir(folder), list[str](), shutil.disk_usage
+    folder.mkdir()
+    async with open_backend() as backend:
+        await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()
+        await backend.optim_step(STEP).result()
+        async with open_checkpoint_writer(backend, run_dir, "sft", warn=warnings.append, free_memory=lambda: 1) as writer:
+            shutil.disk_usage = lambda path: usage(path)._replace(free=0)
+            try:
+                await writer.save(1, {})
+                await writer.wait_written()
+            finally:
+                shutil.disk_usage = usage
+            assert writer.statistics()["failed"] == 1 and "cannot be written" in warnings[-1], warnings
+            await train(backend, make_batch(1), LossSpec(f"{HERE}:no_copies_loss"))
+            await writer.save(2, {})
+            await writer.wait_written()
+            await train(backend, make_batch(2), LossSpec(f"{HERE}:no_copies_loss"))
+        assert [step for step, _ in checkpoints.list_checkpoints(run_dir.stage_checkpoints("sft"))] == [2]
 
 
 # --- running them ------------------------------------------------------------------------------------------------------------------------

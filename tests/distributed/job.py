@@ -20,14 +20,19 @@ PROCESS_TIMEOUT_S = 240
 
 def run_ranks(ranks: int, module: str, *arguments: str, out: Path) -> Any:
     """What rank 0 of `module`, run by torchrun with `ranks` processes, wrote to `out`."""
+    start_ranks(ranks, module, *arguments, str(out))
+    return json.loads(out.read_text())
+
+
+def start_ranks(ranks: int, module: str, *arguments: str) -> None:
+    """Returns when `module`, run by torchrun with `ranks` processes, has ended well."""
     from rollouts.distributed.launch import torchrun_command
 
-    command = torchrun_command(ranks, ["-m", module, *arguments, str(out)], max_restarts=0)
+    command = torchrun_command(ranks, ["-m", module, *arguments], max_restarts=0)
     environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S, check=False)
     assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    return json.loads(out.read_text())
 
 
 async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0) -> Any:

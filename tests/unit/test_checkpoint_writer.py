@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -215,6 +216,32 @@ async def test_a_save_that_fails_beside_training_is_a_warning_and_a_metric_and_t
     assert "reset" not in backend.calls, "the backend had no part in it"
     assert writer.statistics()["saved"] == 2
     assert writer.statistics()["failed"] == 1
+
+
+class HeldElsewhere:
+    """A copy of which other processes have a part."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    async def __call__(self, path: Path) -> None:
+        self.calls.append("write")
+
+    def drop(self) -> None:
+        self.calls.append("drop")
+
+
+async def test_a_copy_that_others_hold_is_dropped_when_the_disk_is_full_before_anything_is_written(tmp_path, monkeypatch):
+    backend, warnings = SlowBackend(), []
+    backend.capture = lambda: Done(HeldElsewhere(backend.calls))
+    async with open_writer(backend, tmp_path, warnings) as writer:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 0))
+        await writer.save(1, {})
+        await writer.wait_written()
+        assert (backend.calls, len(warnings)) == (["drop"], 1)
+        monkeypatch.undo()
+        await writer.save(2, {})
+    assert backend.calls == ["drop", "write", "drop"], "the copy knows by itself that it was written"
 
 
 async def test_a_save_that_fails_while_training_waits_leaves_the_backend_usable(tmp_path):

@@ -22,7 +22,7 @@ OLD, LP, MU, REF = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3], [
 NAN, INFINITY = float("nan"), float("inf")
 P, Q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
 KL_FROM_MU = 0.276154  # Σ exp(lp − mu)·(lp − ref) = .4·e^.5 − .3·e^−.5 − .1·e^.7
-RL_LOSSES = [name for name in LOSSES if name != "sft"]
+RL_LOSSES = [name for name in LOSSES if name not in ("sft", "value", "linear")]
 
 
 def row(*values: float) -> Tensor:
@@ -271,10 +271,10 @@ def test_value_loss_by_hand():
     assert (float(plain.sum.detach()) / plain.count, float(clipped.sum.detach()) / clipped.count) == (pytest.approx(0.0125), pytest.approx(0.045))
     assert grad_of(plain, values) == pytest.approx([-0.1, 0.2])
     assert grad_of(clipped, values) == [0.0, 0.0]  # .7 and .3 are farther from the returns than .9 and .2
-    assert metric_values(clipped.metrics)["value_clip_ratio"] == 1.0
+    assert metric_values(clipped.metrics)["value/clip_ratio"] == 1.0
     inside = value_loss(values, returns, mask, old_values=row(0.8, 0.9), clip=0.2)
     assert grad_of(inside, values) == pytest.approx([-0.1, 0.0])  # the first is within .2 of .8; the second is held at .7
-    assert "value_clip_ratio" not in plain.metrics
+    assert "value/clip_ratio" not in plain.metrics
 
 
 def test_explained_variance_of_the_critic_merges():

@@ -26,7 +26,7 @@ from rollouts.losses.sft import sft_loss
 from rollouts.types import merge_metrics, metric_values
 
 OLD, LP, MU, REF = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3], [-1.1, -0.6, -1.5]
-RL_LOSSES = [name for name in LOSSES if name != "sft"]
+RL_LOSSES = [name for name in LOSSES if name not in ("sft", "value", "linear")]
 WHOLE_BATCH = {  # the choice of tokens by covariance does not depend on the micro-batch
     "clip_cov": {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0},
     "kl_cov": {"cov_fraction": 1.0, "cov_low": 0.1, "log_prob_mean": 0.0, "advantage_mean": 0.0},
@@ -482,7 +482,7 @@ def test_losses_resolve_by_key_and_by_module_and_name_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'ppo_clip'"):
         resolve_loss("ppo-clip")
     with pytest.raises(ConfigError, match="did you mean 'sft'"):
-        resolve_loss("zzz")
+        resolve_loss("sftt")
 
 
 @pytest.mark.parametrize("name", ["no_such_module:f", "rollouts.losses.sft:no_such", ":f", "rollouts.losses.ratios:MAX_LOG_RATIO"])

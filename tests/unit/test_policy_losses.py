@@ -38,7 +38,7 @@ OLD, LP, MU = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3]
 RATIO = [math.exp(lp - old) for lp, old in zip(LP, OLD, strict=True)]
 AGAINST_MU = [math.exp(lp - mu) for lp, mu in zip(LP, MU, strict=True)]
 INFINITY = float("inf")
-RL_LOSSES = [name for name in LOSSES if name != "sft"]
+RL_LOSSES = [name for name in LOSSES if name not in ("sft", "value", "linear")]
 IN_LOG_PROBS = ("reinforce", "dro", "cispo")  # not finite where lp is not
 
 

@@ -707,9 +707,10 @@ def test_a_batch_becomes_the_inputs_of_every_loss():
     with torch.no_grad():
         log_probs = make_loss_inputs(model, batch).log_probs.numpy()
     own = tuple(row[: len(tokens)] for row, tokens in zip(log_probs, batch.tokens, strict=True))
-    batch = replace(batch, rollout_log_probs=own, advantages=broadcast_advantages([2.0, -0.5], batch.loss_masks))
+    advantages = broadcast_advantages([2.0, -0.5], batch.loss_masks)
+    batch = replace(batch, rollout_log_probs=own, advantages=advantages, returns=advantages)
     inputs = make_loss_inputs(model, batch)
-    assert inputs.ref_log_probs is None and inputs.old_log_probs is None
+    assert inputs.ref_log_probs is None and inputs.old_log_probs is None and inputs.old_values is None
     assert inputs.entropy is not None and not inputs.entropy.requires_grad
     # the ratio is 1 on every token: -(2 + 2) for the first row, +(0.5 + 0.5) for the second, over 4 tokens
     for name, loss in LOSSES.items():

@@ -1,0 +1,81 @@
+"""One rank of test_sharded_parts: a save, and a copy that is written later, of a model after one step; what each rank held and wrote.
+
+    torchrun … -m tests.distributed.parts_rank SHARD_SIZE FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from rollouts.backends import sharded_weights
+from rollouts.backends.open_sharded import ShardedOptions, open_trainer
+from rollouts.backends.sharded_capture import plan_capture
+from rollouts.backends.sharded_trainer import ShardedTrainer
+from rollouts.config.schema import OptimConfig
+from rollouts.distributed.launch import read_launch
+from rollouts.distributed.process_group import Ranks, all_gather_floats, close_ranks, init_ranks
+from rollouts.models.parts import name_parts
+from rollouts.models.sharded import get_local
+
+sharded_weights.RANK_BUCKET_BYTES = 40_000  # several turns, and weights that are larger
+
+
+def step(trainer: ShardedTrainer) -> None:
+    """AdamW with a gradient that every rank makes of its own rows."""
+    torch.manual_seed(0)
+    for _, parameter in trainer.model.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer.optim_step(1e-2, None)
+
+
+def capture(trainer: ShardedTrainer, ranks: Ranks, path: Path) -> dict[str, Any]:
+    """Copies, changes the weights, and only then writes."""
+    plan = plan_capture(trainer.model, ranks)
+    held = trainer.capture({"steps": 1.0}, None)
+    assert held is not None
+    for parameter in trainer.model.parameters():
+        get_local(parameter).add_(1.0)
+    if ranks.rank == 0:
+        path.mkdir()
+    all_gather_floats(ranks, [0.0])
+    count = held.write(path)
+    counts = [int(count) for count in all_gather_floats(ranks, [float(count)])[:, 0]]
+    if ranks.rank == 0:
+        name_parts(path, counts)
+    random_states = sum(tensor.nbytes for name, tensor in held.shard.tensors.items() if not name.startswith("exp_avg"))
+    weights = [tensor for bucket in held.weights for _, tensor in bucket]
+    return {
+        "held": held.nbytes() - random_states,
+        "weights": sum(tensor.nbytes for tensor in weights),
+        "storage": sum(tensor.untyped_storage().nbytes() for tensor in weights),
+        "planned": plan.needed,
+        "dealt": [name for name, _ in plan.deal.parameters[ranks.rank]],
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[-1])
+    ranks = init_ranks(read_launch(os.environ), device="cpu", shard_size=int(sys.argv[1]), timeout_s=120)
+    trainer = open_trainer(ShardedOptions(model_path=str(folder / "model"), optim=OptimConfig().model_dump()), ranks, lambda: None)
+    step(trainer)
+    trainer.save(folder / "saved", {"steps": 1.0}, None)
+    weights: dict[str, torch.Tensor] = {}
+    trainer.stream_weights(lambda bucket: weights.update({name: torch.as_tensor(tensor).clone() for name, tensor in bucket}))
+    if ranks.rank == 0:
+        save_file(weights, folder / "weights.safetensors")
+    found = capture(trainer, ranks, folder / "beside")
+    (folder / f"found-{ranks.rank}.json").write_text(json.dumps(found))
+    all_gather_floats(ranks, [0.0])
+    close_ranks()
+
+
+if __name__ == "__main__":
+    main()
