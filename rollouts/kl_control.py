@@ -87,8 +87,8 @@ KL_CONTROLS: dict[str, Callable[..., KLControl]] = {
 def exceeds_kl_limit(kl: float, *, limit: float) -> bool:
     """Whether the updates on a batch should end here: the policy is farther from where it was before them than `limit` allows.
 
-    kl is the measured `approx_kl/mean` of the batch so far, KL(old || policy) in nats per token, over the minibatches of the last pass; asked
-    between minibatches, and True once is the end for this batch: a hard stop, which bounds an update where a clip only bounds its gradients.
+    kl is the `approx_kl/mean` that an update's forward pass measured on its rows, KL(old || policy) in nats per token: what the updates before it
+    have done. Asked after every update; True once is the end for this batch: a hard stop, which bounds the step where a clip only bounds gradients.
     A KL that is not finite exceeds every limit. Source: early stopping of PPO in OpenAI's Spinning Up, where the limit is 1.5 times the wanted KL.
     Raises ValueError on a limit that is not positive.
     """

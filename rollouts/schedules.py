@@ -24,7 +24,8 @@ def choose_at_step(schedule: Mapping[int, T], step: int) -> T:
 
 def interpolate_linear(step: int, *, first: float, last: float, begin: int, end: int) -> float:
     """`first` up to step `begin`, `last` from step `end` on, a straight line between. Raises ValueError unless 1 <= begin < end."""
-    return first + (last - first) * _progress(step, begin, end)
+    progress = _progress(step, begin, end)
+    return first * (1.0 - progress) + last * progress  # exact at both ends
 
 
 def interpolate_cosine(step: int, *, first: float, last: float, begin: int, end: int) -> float:

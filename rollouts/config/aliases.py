@@ -36,7 +36,7 @@ rl.rollout.num_prompts sft.batch_size (there samples of an optimizer step; here 
     global_batch_size
 rl.rollout.num_prompts (there samples of an optimizer step; here a step trains num_prompts * samples_per_prompt samples):
     train_global_batch_size policy.train_global_batch_size
-rl.updates_per_batch (a step is one optimizer step on the whole batch here; this repeats it):
+rl.minibatches (there the size of a part, here the number of parts that each pass divides a batch into):
     ppo_mini_batch_size policy_mini_batch_size
 rl.rollout.num_prompts sft.batch_size (there it counts samples, here prompts; how many fit in memory at once is micro_batch_tokens):
     per_device_train_batch_size
@@ -138,7 +138,15 @@ rl.loss:
 rl.normalise_by:
     loss_agg_mode loss_reduction token_level_loss normalize_by
 rl.updates_per_batch:
-    num_iterations ppo_epochs num_updates_per_batch update_epochs_per_batch ppo_n_minibatches
+    num_iterations ppo_epochs num_updates_per_batch update_epochs_per_batch
+rl.minibatches:
+    ppo_n_minibatches num_mini_batches n_minibatches
+rl.kl_stop (nats per token, asked after every update):
+    target_kl kl_target_early_stop
+rl.kl_control:
+    kl_controller kl_ctrl.type algorithm.kl_ctrl.type kl_controller_type
+rl.kl_control_params (proportional takes target and horizon):
+    kl_horizon kl_target kl_ctrl.horizon kl_ctrl.target_kl
 rl.max_staleness (counted in trainer steps; the default of 0 is strictly on-policy):
     max_off_policy_steps max_head_offpolicyness max_async_level async_level staleness_threshold max_staleness_steps
     max_trajectory_age_steps max_policy_age max_lag async_steps
@@ -204,6 +212,12 @@ rl.data.weight:
     sampling_ratio
 sft.train_on:
     assistant_only_loss completion_only_loss
+preference.reference (all rows are scored once unless it is "live" or "none"):
+    precompute_ref_log_probs precompute_ref_logps
+preference.reference (write reference = "none"):
+    reference_free
+reward_model.centring:
+    center_rewards_coefficient
 engine.kind:
     inference_backend rollout.name
 engine.mode:

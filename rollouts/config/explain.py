@@ -20,7 +20,7 @@ Written by `python -m rollouts explain --markdown`; change the comments in `roll
 Settings stand in a TOML file, and each can be given on the command line as `--section.key value`, which wins. Paths in a file are relative
 to the file, paths on the command line to the working directory. TOML has no null: the word `"none"` switches off a setting that allows it.
 """
-LIST_NOTE = "One table, or several `[[{key}]]`, which are a mixture; a flag names one of several by its number: `--{key}.0.NAME VALUE`."
+LIST_NOTE = "One table, or several `[[{key}]]`{what}; a flag names one of several by its number: `--{key}.0.NAME VALUE`."
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def explain_markdown() -> str:
     parts = [MARKDOWN_HEAD, _markdown_table([key for key in config_keys().values() if not key.table and not key.is_table])]
     for table in (key for key in config_keys().values() if key.is_table):
         inside = [key for key in config_keys().values() if key.table == table.key and not key.is_table]
-        notes = [f"{table.meaning}{_table_note(table)}", *([LIST_NOTE.format(key=table.key)] if table.is_list else [])]
+        notes = [f"{table.meaning}{_table_note(table)}", *([_list_note(table)] if table.is_list else [])]
         parts.append(f"\n## `{_header(table)}`\n\n" + "\n\n".join(notes) + "\n")
         if inside:
             parts.append(_markdown_table(inside))
@@ -120,6 +120,10 @@ def values_of(key: ConfigKey, values: Mapping[str, SetValue]) -> dict[str, SetVa
 
 def _header(key: ConfigKey) -> str:
     return f"[[{key.key}]]" if key.is_list else f"[{key.key}]"
+
+
+def _list_note(table: ConfigKey) -> str:
+    return LIST_NOTE.format(key=table.key, what=", which are a mixture" if table.name == "data" else "")
 
 
 def _table_note(key: ConfigKey) -> str:
@@ -218,8 +222,9 @@ def _continue(keys: Sequence[str], rest: str) -> list[str]:
 
 
 def _nearest_in_tree(keys: Sequence[str], table: str) -> list[str]:
-    """Those of the keys that are nearest to a table: below it first, then those that share most of its path; at most three."""
-    rank = {key: (key.startswith(f"{table}."), _shared_parts(key, table)) for key in keys}
+    """Those of the keys that are nearest to a table: below it first, there the least deep; else those that share most of its path; at most three."""
+    below = {key: key.startswith(f"{table}.") for key in keys}
+    rank = {key: (below[key], _shared_parts(key, table), -key.count(".") if below[key] else 0) for key in keys}
     best = max(rank.values(), default=None)
     return [key for key in keys if rank[key] == best][:3]
 

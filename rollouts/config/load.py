@@ -32,21 +32,25 @@ NONE = "none"  # TOML has no null: the word switches off a nullable setting that
 NUL = "\0"
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095  # what Linux and macOS take at most
 SHOWN = 60  # characters of a path that is too long
-STAGE_DATA = ("sft.data", "rl.data", "eval.data")
+STAGE_DATA = ("sft.data", "rl.data", "preference.data", "reward_model.data", "eval.data")
 PATHS = (*(f"{data}.path" for data in STAGE_DATA), "model.chat_template")
 DATASETS = tuple(f"{data}.dataset" for data in STAGE_DATA)  # a name on the hub or of reasoning-gym, or a path
 FUNCTIONS = (
     *(f"{data}.function" for data in STAGE_DATA),
     *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "reward_combine", "filters")),
-    *("rl.curriculum", "rl.advantage", "eval.reward"),
+    *("rl.curriculum", "rl.advantage", "rl.changes.advantage", "eval.reward"),
 )
 # On resume: what a run writes and how long it goes on, not what it computes.
 MAY_CHANGE = (
     *("name", "output", "distributed", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s"),
+    *("preference.steps", "preference.eval_every", "reward_model.steps", "reward_model.eval_every"),
     "model.device",  # a run that promised equal bits has only one
 )
 # How fast it computes may change too, unless the run promised equal bits: these change the order of sums.
-CHANGES_BITS = ("model.threads", "model.compile", "engine.max_rows", "sft.micro_batch_tokens", "rl.micro_batch_tokens", "rl.share_prefix")
+CHANGES_BITS = (
+    *("model.threads", "model.compile", "engine.max_rows", "rl.share_prefix"),
+    *(f"{stage}.micro_batch_tokens" for stage in ("sft", "rl", "preference", "reward_model")),
+)
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from rollouts.config.changes import list_tables
 
 
 class Section(BaseModel):
@@ -88,7 +90,7 @@ class DataSourceConfig(Section):
 
 
 def _as_list(sources: Any) -> Any:
-    return [sources] if isinstance(sources, dict | DataSourceConfig) else sources
+    return [sources] if isinstance(sources, dict | Section) else sources
 
 
 Sources = Annotated[list[DataSourceConfig], BeforeValidator(_as_list), Field(min_length=1)]
@@ -145,6 +147,7 @@ class RolloutConfig(Section):
     generate: str = ""  # module:function or file.py:function; empty: one chat turn
     reward: str = ""  # module:function or file.py:function, of one sample
     group_reward: str = ""  # module:function or file.py:function, of all samples of a group; instead of reward
+    reward_model: str = ""  # added to reward, or instead of it: "stage" (this run's reward_model stage), a directory or a hub name
     reward_weights: dict[str, float] = {}  # weight of each named part of the reward; empty: the reward is what the function says
     reward_combine: str = ""  # module:function or file.py:function from the named parts to the reward; instead of reward_weights
     filters: list[str] = []  # group filters, run in order; names of rollouts.filters, module:function or file.py:function
@@ -158,6 +161,36 @@ class RolloutConfig(Section):
 CLIPPED_BY_SETTINGS = ("ppo_clip", "clip_cov")  # losses whose clip is rl.clip_low and rl.clip_high
 
 
+class AlgorithmChange(Section):
+    """Settings of [rl] from a step on; the others stay as they were before it. Another loss or advantage begins with its defaults."""
+
+    from_step: Annotated[int, Field(ge=2)]  # the first step that has them
+    advantage: str | None = None  # as in [rl], with advantage_params
+    advantage_params: dict[str, float | int | bool | str] | None = None  # passed to the advantage by keyword, all of them
+    loss: str | None = None  # as in [rl], with loss_params, clip_low and clip_high
+    loss_params: dict[str, float | int | bool | str] | None = None  # passed to the loss by keyword, all of them
+    normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] | None = None  # as in [rl]
+    clip_low: PositiveFloat | None = None  # as in [rl]
+    clip_high: PositiveFloat | None = None  # as in [rl]
+    kl_coef: NaturalFloat | None = None  # with a kl_control that is not fixed: where it goes on from
+    kl_ramp_steps: PositiveInt | None = None  # over so many steps kl_coef moves here in a straight line; None: at once
+    kl_in: Literal["reward", "loss"] | None = None  # as in [rl]
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None  # as in [rl]
+    recompute_old: bool | None = None  # as in [rl]
+    importance_cap: PositiveFloat | None = None  # as in [rl]
+
+
+Changes = Annotated[list[AlgorithmChange], BeforeValidator(_as_list)]
+
+
+class CriticConfig(Section):
+    """A critic: a model with one value per token, trained beside the policy. It makes RL PPO, with advantage "gae"."""
+
+    model: str = ""  # empty: the model that RL starts from, with a head of 0; "stage": this run's reward model; a directory or a hub name
+    clip: NaturalFloat = 0.2  # updates of a step that move a value further than this gain nothing by it, in the reward's unit; 0: no clip
+    optim: OptimConfig = OptimConfig()
+
+
 class RLTrainingConfig(Section):
     """Reinforcement learning."""
 
@@ -165,6 +198,7 @@ class RLTrainingConfig(Section):
     curriculum: str = ""  # module:function or file.py:function from (step, statistics) to the weights of the sources
     steps: PositiveInt  # training steps of the stage
     rollout: RolloutConfig
+    critic: CriticConfig | None = None  # with it the advantage is "gae", unless another that gives returns is named
     advantage: str = "grpo"  # a key of rollouts.advantages.ADVANTAGES, module:function or file.py:function
     advantage_params: dict[str, float | int | bool | str] = {}  # passed to the advantage by keyword
     loss: str = "ppo_clip"  # a key of rollouts.losses.LOSSES, or module:function
@@ -172,18 +206,23 @@ class RLTrainingConfig(Section):
     normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = "tokens"  # constant: prompts * samples_per_prompt * max_new_tokens
     clip_low: PositiveFloat = 0.2  # the ratio is clipped below 1 - clip_low; of ppo_clip and clip_cov
     clip_high: PositiveFloat = 0.2  # the ratio is clipped above 1 + clip_high; of ppo_clip and clip_cov
-    kl_coef: NaturalFloat = 0.0  # 0: no reference model is loaded
+    kl_coef: NaturalFloat = 0.0  # 0, here and in changes: no reference model is loaded
     kl_in: Literal["reward", "loss"] = "reward"  # where the KL term goes
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k2 and k3 only with kl_in = "loss"
+    kl_control: Literal["fixed", "proportional", "two_sided"] = "fixed"  # how kl_coef follows the measured KL, from step to step
+    kl_control_params: dict[str, float | int] = {}  # proportional: target, horizon, limit; two_sided: target, tolerance, factor, lowest, highest
+    kl_stop: NaturalFloat = 0.0  # no more updates on a batch once approx_kl/mean is above, in nats per token; 0: never
     recompute_old: bool = False  # old log-probs from a forward pass instead of the engine's, with truncated importance weights
     importance_cap: PositiveFloat = 2.0  # C of min(exp(old - mu), C); used with recompute_old
-    updates_per_batch: PositiveInt = 1  # optimizer steps on one batch, each on all of it
+    updates_per_batch: PositiveInt = 1  # times that each batch is trained on: optimizer steps, or passes of `minibatches` of them
+    minibatches: PositiveInt = 1  # parts that each pass divides the groups of a batch into anew, one optimizer step each
     sync_every: PositiveInt = 1  # steps between weight updates of the engines
     max_staleness: NaturalInt = 0  # steps a trained token may lag behind the trainer
     optim: OptimConfig = OptimConfig()
     micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
     share_prefix: bool = True  # compute a group's prompt once where that is exact
     eval_every: NaturalInt = 0  # steps; 0: only before and after
+    changes: Changes = []  # of the algorithm, each from its step on
 
     @model_validator(mode="after")
     def _consistent(self) -> RLTrainingConfig:
@@ -209,7 +248,55 @@ class RLTrainingConfig(Section):
                 "or set kl_importance = true in loss_params"
             )
         self._check_cap()
+        self._check_critic()
+        self._check_updates()
+        self._check_changes()
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_gae(cls, settings: Any) -> Any:
+        if isinstance(settings, dict) and settings.get("critic") is not None:
+            return {"advantage": "gae", **settings}
+        return settings
+
+    def _check_critic(self) -> None:
+        if self.critic is None and self.advantage == "gae":
+            raise ValueError("advantage='gae' without a critic, whose values it needs; add [rl.critic], or choose another advantage")
+        if self.critic is not None and self.advantage != "gae" and ":" not in self.advantage:
+            raise ValueError(f"advantage={self.advantage!r} with [rl.critic]; it has no use for a critic: leave one of them out, or set 'gae'")
+
+    def _check_updates(self) -> None:
+        if self.minibatches > self.rollout.num_prompts:
+            raise ValueError(
+                f"minibatches={self.minibatches} with rollout.num_prompts={self.rollout.num_prompts}; a group stays together, so there are "
+                f"at most as many parts as prompts: set minibatches to {self.rollout.num_prompts} or less"
+            )
+        if self.kl_stop and self.updates_per_batch * self.minibatches == 1:
+            raise ValueError(f"kl_stop={self.kl_stop} with one update a batch, after which nothing is left out; set updates_per_batch or minibatches")
+        if self.kl_control == "fixed" and self.kl_control_params:
+            raise ValueError(f"kl_control_params={self.kl_control_params} with kl_control='fixed', which takes none; set kl_control too")
+        if self.kl_control != "fixed" and not self.kl_coef:
+            raise ValueError(f"kl_coef=0 with kl_control={self.kl_control!r}, which multiplies it and would leave it at 0; begin above 0")
+
+    def _check_changes(self) -> None:
+        """Each piece is checked as a whole [rl]."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        last = 0
+        for change, table in zip(self.changes, list_tables(self, self.changes)[1:], strict=True):
+            where = f"changes with from_step={change.from_step}"
+            if change.from_step <= last:
+                raise ValueError(f"{where} comes after from_step={last}; write the changes in the order of their steps, one a step")
+            if all(value is None for name, value in change if name != "from_step"):
+                raise ValueError(f"{where} changes nothing; name a setting, or leave it out")
+            if change.kl_ramp_steps and (change.kl_coef is None or self.kl_control != "fixed"):
+                raise ValueError(f"{where} has kl_ramp_steps; it needs kl_coef beside it and kl_control='fixed', not {self.kl_control!r}")
+            last = change.from_step
+            try:
+                type(self).model_validate({**fields, **table, "changes": []})
+            except ValidationError as error:
+                causes = [str(detail.get("ctx", {}).get("error", detail["msg"])) for detail in error.errors(include_url=False)]
+                raise ValueError(f"{where}: {'; '.join(causes)}") from None
 
     def _check_cap(self) -> None:
         """The default written out is let through: a resolved config has every setting."""
@@ -219,6 +306,58 @@ class RLTrainingConfig(Section):
                 f"importance_cap={self.loss_params.get('importance_cap', self.importance_cap)} with correction={self.loss_params['correction']!r}; "
                 "a correction takes the place of the capped weight: leave importance_cap out, or write the cap into it, as token_tis(cap=3)"
             )
+
+
+PREFERENCE_LR = 1e-6  # a tenth of OptimConfig's
+REFERENCE_FREE = ("simpo", "cpo", "orpo")  # preference losses that compare with no reference model
+
+
+class PreferenceTrainingConfig(Section):
+    """Training on preferences without a reward model: DPO and its family on pairs of responses, KTO on responses marked good or bad."""
+
+    data: Sources
+    steps: PositiveInt  # training steps of the stage
+    batch_size: PositiveInt = 16  # pairs per step; of loss = "kto" responses per step
+    max_length: PositiveInt = 1024  # tokens of a prompt and one response; a longer response is cut
+    loss: str = "dpo"  # a key of rollouts.losses.preference_losses.PREFERENCE_LOSSES, "kto", or module:function
+    loss_params: dict[str, float | int | bool | str] = {}  # passed to the loss by keyword, for example beta; "kto" sets weights left out by counts
+    reference: Literal["precomputed", "live", "none"] = "precomputed"  # scores all rows once, or every batch; "none" for simpo, cpo and orpo
+    held_out: NaturalInt = 0  # pairs (of "kto" responses) off the end of the data that are evaluated and do not train
+    optim: OptimConfig = OptimConfig(lr=PREFERENCE_LR)
+    micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
+    eval_every: NaturalInt = 0  # steps; 0: only before and after
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_own_lr(cls, settings: Any) -> Any:
+        if isinstance(settings, dict) and isinstance(settings.get("optim"), dict):
+            return {**settings, "optim": {"lr": PREFERENCE_LR, **settings["optim"]}}
+        return settings
+
+    @model_validator(mode="after")
+    def _consistent(self) -> PreferenceTrainingConfig:
+        if self.loss in REFERENCE_FREE and self.reference != "none":
+            raise ValueError(f"reference={self.reference!r} with loss={self.loss!r}, which compares with no reference model; set reference = 'none'")
+        if self.loss not in REFERENCE_FREE and ":" not in self.loss and self.reference == "none":
+            raise ValueError(
+                f"reference='none' with loss={self.loss!r}, which compares with a reference model; set reference = 'precomputed' or 'live', or use "
+                f"one of {', '.join(REFERENCE_FREE)}"
+            )
+        return self
+
+
+class RewardModelTrainingConfig(Section):
+    """Training of a reward model on pairs of responses: one score per response, the higher the better."""
+
+    data: Sources
+    steps: PositiveInt  # training steps of the stage
+    batch_size: PositiveInt = 16  # pairs per step
+    max_length: PositiveInt = 1024  # tokens of a prompt and one response; a longer response is cut
+    centring: NaturalFloat = 0.01  # weight of (score of chosen + score of rejected)², which holds the scores near 0
+    held_out: NaturalInt = 0  # pairs off the end of the data that are evaluated and do not train
+    optim: OptimConfig = OptimConfig()
+    micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
+    eval_every: NaturalInt = 0  # steps; 0: only before and after
 
 
 class EngineConfig(Section):
@@ -260,7 +399,7 @@ class EngineConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of both training stages."""
+    """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of every training stage."""
 
     data: Sources
     reward: str = ""  # empty: rl.rollout.reward
@@ -291,6 +430,8 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     sft: SFTTrainingConfig | None = None
     rl: RLTrainingConfig | None = None
+    preference: PreferenceTrainingConfig | None = None
+    reward_model: RewardModelTrainingConfig | None = None
     eval: EvalConfig | None = None
 
     @model_validator(mode="after")

@@ -7,8 +7,11 @@ DataBuffer ──► rollout_manager.generate_batch() ──► advantages ─�
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Protocol
 
 import trio
@@ -16,10 +19,23 @@ import trio
 from rollouts.advantages import AdvantageFn
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.crash_points import reach
-from rollouts.errors import FleetDown, NotEnoughSamples, StepInterrupted, UserFunctionError, WeightSyncError
+from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, StepInterrupted, UserFunctionError, WeightSyncError
+from rollouts.loops.algorithm import (
+    Algorithm,
+    LoopState,
+    choose_algorithm,
+    count_updates,
+    describe_algorithm,
+    ends_updates,
+    find_advantages,
+    make_kl_control,
+    start_loop_state,
+    update_loop_state,
+)
 from rollouts.loops.hooks import LoopHooks, read_piece_s, run_hooks, save_after_cut
-from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, find_advantage, make_loss_spec
-from rollouts.loops.sft import step_metrics, train, warn_of_skipped_step
+from rollouts.loops.ppo import add_values, critic_metrics, train_critic
+from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, find_trajectories, plan_updates
+from rollouts.loops.sft import UpdateResult, merge_forwards, step_metrics, train_on, warn_of_skipped_step
 from rollouts.loops.stopping import StopControl
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
@@ -54,27 +70,43 @@ async def run_rl_training(
     *,
     sync_weights: SyncWeights,
     reference: LogProbScorer | None = None,
-    advantage: AdvantageFn | None = None,
+    advantages: Mapping[str, AdvantageFn] | None = None,
+    seed: int = 0,
+    state: LoopState | None = None,
+    critic: TrainingBackend | None = None,
     completed_steps: int = 0,
     hooks: LoopHooks | None = None,
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
     Consumes prompts through `rollout_manager`; produces weights inside `backend` and pushes them to the engines every `sync_every`
-    steps. Generation and training alternate: the loop waits for a whole batch, then for the step, then for the engines. Each of
-    `updates_per_batch` optimizer steps uses the whole batch; together they advance the weight version once. A step whose loss or
-    gradient is not finite changes nothing and still consumes its batch. When the manager's budget of failures or attempts is spent, or no
-    engine serves, the steps that are complete are saved before NotEnoughSamples, FleetDown or what a filter raised leaves; when no engine
-    could be brought to the new weights, that step is logged and saved before WeightSyncError leaves; so it is when an evaluation fails.
+    steps. Generation and training alternate: the loop waits for a whole batch, then for the step, then for the engines. What a step does is
+    `choose_algorithm`'s to say. Each of `updates_per_batch` passes uses the whole batch, in `minibatches` optimizer steps; together they advance
+    the weight version once, also when kl_stop left some of them out. A step whose loss or gradient is not finite changes nothing and still
+    consumes its batch. When the manager's budget of failures or attempts is spent, or no engine serves, the steps
+    that are complete are saved before NotEnoughSamples, FleetDown or what a filter raised leaves; when no engine could be brought to the new
+    weights, that step is logged and saved before WeightSyncError leaves; so it is when an evaluation fails.
     A stop that leaves no time for the step under way cuts it: the step before it is saved as it was before the batch was begun.
-    `advantage` is the function behind config.advantage; one of ADVANTAGES need not be given.
+    `advantages` has the functions that config.advantage and config.changes name; one of ADVANTAGES need not be given.
+    `seed` decides how batches fall into minibatches. `state` changes in place when the updates of a step are done, so that at every save it is
+    what the next step begins with; a resumed run is given the one that was saved with its weights. `critic`: the backend, with a scalar head, of
+    config.critic; it values each batch and trains on the same parts of it as the policy, before that. Who saves must save both.
+    Raises ConfigError, before anything else, for what is missing or does not fit.
     """
     hooks = hooks or LoopHooks()
-    advantage = advantage or find_advantage(config)
-    loss = make_loss_spec(config)
+    functions = find_advantages(config, advantages or {})
+    control = make_kl_control(config)
+    if state is None and completed_steps and config.kl_control != "fixed":
+        raise ConfigError(f"rl.kl_control={config.kl_control!r} after {completed_steps} steps needs the coefficient it had come to; pass state=")
+    state = state or start_loop_state(config)
+    ends_after = partial(ends_updates, config) if config.kl_stop else None
+    if (critic is None) != (config.critic is None):
+        raise ConfigError(f"rl.critic is {'set' if config.critic else 'not set'}, and critic= is {'missing' if config.critic else 'given'}")
     history: list[dict[str, float]] = []
     for step in range(completed_steps + 1, config.steps + 1):
         timer = PhaseTimer()
+        algorithm = choose_algorithm(config, step, state)
+        say_change(config, algorithm, step, first=step == completed_steps + 1)
         hooks.before_batch(step)
         saved = step - 1 == completed_steps or hooks.saves_after(step - 1)
         try:
@@ -85,15 +117,23 @@ async def run_rl_training(
             lags = compute_lags(batch, step - 1)
             check_staleness(lags, max_staleness=config.max_staleness)
             with timer.phase("log_probs"):
-                batch = await score(batch, backend, reference, config, hooks.stop)
-            batch, advantage_metrics = add_advantages(batch, config, advantage)
+                batch = await score(batch, backend, reference, algorithm.settings, hooks.stop)
+                batch = batch if critic is None else await add_values(batch, critic, hooks.stop)
+            batch, advantage_metrics = add_advantages(batch, algorithm.settings, functions[algorithm.settings.advantage])
             with timer.phase("train"):
-                results = await train(backend, batch, loss, hooks.stop, updates=config.updates_per_batch, version=step)
+                updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
+                critic_results = await train_critic(critic, config.critic, updates, hooks.stop) if critic and config.critic else []
+                with counting_updates(critic_results):
+                    results = await train_on(backend, updates, hooks.stop, version=step, ends_after=ends_after)
         except StepInterrupted as cut:
+            if critic is not None:
+                critic.reset()
             await save_after_cut(hooks, backend, cut, step - 1, saved=saved)
             break
         for _, optim in results:
             warn_of_skipped_step("rl", step, optim)
+        kl, num_samples = advantage_metrics.get("kl/ref_per_sample", math.nan), int(find_trajectories(batch).max()) + 1
+        update_loop_state(state, algorithm, control, kl=kl, num_samples=num_samples)
         sync_metrics: Mapping[str, float] = {}
         unsynced: WeightSyncError | FleetDown | None = None  # raised when the step is in the record
         if step % config.sync_every == 0 or step == config.steps:  # the last one, so that what is evaluated at the end is the end
@@ -105,8 +145,9 @@ async def run_rl_training(
         metrics = {
             **metric_values(rollout_manager.batch_metrics()),
             **advantage_metrics,
-            **step_metrics(*results[-1]),
-            "optim/skipped_steps": float(sum(optim.skipped is not None for _, optim in results)),
+            **algorithm_metrics(config, algorithm, batch),
+            **update_metrics(config, results),
+            **(critic_metrics(critic_results, minibatches=config.minibatches) if critic_results else {}),
             "off_policy/mean": float(lags.mean()),
             "off_policy/max": float(lags.max()),
             **{f"data/{name}": value for name, value in data_buffer.statistics().items()},
@@ -124,6 +165,17 @@ async def run_rl_training(
         if ends:
             break
     return history
+
+
+@contextmanager
+def counting_updates(done: Sequence[UpdateResult]) -> Iterator[None]:
+    """A step that is cut in the block has these updates behind it too: weights that nobody may save as those of the step before."""
+    try:
+        yield
+    except StepInterrupted as cut:
+        if not done:
+            raise
+        raise StepInterrupted(str(cut), updates_done=cut.updates_done + len(done)) from cut
 
 
 @asynccontextmanager
@@ -162,6 +214,26 @@ async def score(
         return await add_log_probs(batch, backend, reference, config)
     backend.interrupt()
     raise StepInterrupted("the step was cut while its batch was scored")
+
+
+def say_change(config: RLTrainingConfig, algorithm: Algorithm, step: int, *, first: bool) -> None:
+    """Names the algorithm in the log, where it may change: in the first step of a run, and in that of each change."""
+    if config.changes and (first or any(change.from_step == step for change in config.changes)):
+        logging.getLogger("rollouts").warning("rl from step %d on: %s", step, describe_algorithm(algorithm))
+
+
+def algorithm_metrics(config: RLTrainingConfig, algorithm: Algorithm, batch: RolloutBatch) -> dict[str, float]:
+    """The KL coefficient of the step where the reference was asked, and which change holds where there are any."""
+    coefficient = {"kl/coef": algorithm.settings.kl_coef} if batch.ref_log_probs is not None else {}
+    return coefficient | ({"algorithm/change": float(algorithm.change)} if config.changes else {})
+
+
+def update_metrics(config: RLTrainingConfig, results: Sequence[UpdateResult]) -> dict[str, float]:
+    """What the backend said about the last pass over the batch, and how many updates there were, where there may be several."""
+    last_pass = results[(len(results) - 1) // config.minibatches * config.minibatches :]
+    metrics = step_metrics(merge_forwards([forward for forward, _ in last_pass]), results[-1][1])
+    metrics["optim/skipped_steps"] = float(sum(optim.skipped is not None for _, optim in results))
+    return metrics | ({"optim/updates": float(len(results))} if count_updates(config) > 1 else {})
 
 
 def throughput(batch: RolloutBatch, timer: PhaseTimer) -> dict[str, float]:

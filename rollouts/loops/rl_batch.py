@@ -1,4 +1,4 @@
-"""What the RL loop does to a batch between generation and training: log-probs, advantages, the loss by name."""
+"""What the RL loop does to a batch between generation and training: log-probs, advantages, the loss by name, minibatches."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollouts.advantages import ADVANTAGES, AdvantageFn, AdvantageInputs, broadcast_advantages, compute_advantages, subtract_kl
+from rollouts.advantages import (
+    ADVANTAGES,
+    AdvantageFn,
+    AdvantageInputs,
+    GAEResult,
+    broadcast_advantages,
+    compute_advantages,
+    compute_token_rewards,
+    subtract_kl,
+)
 from rollouts.config.schema import CLIPPED_BY_SETTINGS, RLTrainingConfig
 from rollouts.errors import ConfigError, StalenessError, UserFunctionError
 from rollouts.protocols import LogProbScorer, TrainingBackend
-from rollouts.types import FloatArray, LossSpec, RolloutBatch, Sample, number_trajectories
+from rollouts.types import FloatArray, IntArray, LossSpec, RolloutBatch, Sample, number_trajectories
+
+Update = tuple[RolloutBatch, LossSpec]  # what one optimizer step is made of
+MINIBATCH_STREAM = 0x6D696E69  # keeps the draws apart from others with the same seed
 
 
 def compute_lags(batch: RolloutBatch, policy_version: int) -> FloatArray:
@@ -30,8 +42,8 @@ def check_staleness(lags: FloatArray, *, max_staleness: int) -> None:
 
 
 async def add_log_probs(batch: RolloutBatch, backend: TrainingBackend, reference: LogProbScorer | None, config: RLTrainingConfig) -> RolloutBatch:
-    """The batch with the reference's log-probs when a KL term needs them, and the trainer's own when config.recompute_old."""
-    if config.kl_coef > 0:
+    """The batch with the reference's log-probs when a KL term or controller needs them, and the trainer's own when config.recompute_old."""
+    if config.kl_coef > 0 or config.kl_control != "fixed":
         if reference is None:
             raise ConfigError(f"rl.kl_coef={config.kl_coef} needs a reference model; pass reference=, or set rl.kl_coef=0")
         batch = dataclasses.replace(batch, ref_log_probs=await reference.score(batch))
@@ -48,20 +60,21 @@ def find_advantage(config: RLTrainingConfig) -> AdvantageFn:
 
 
 def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: AdvantageFn | None = None) -> tuple[RolloutBatch, dict[str, float]]:
-    """The batch with an advantage on every trained token, and metrics of the KL taken off the rewards.
+    """The batch with an advantage on every trained token, and metrics: of the KL too, where there are log-probs of the reference.
 
     With kl_in="reward" each row's reward becomes reward − β·Σ_t (lp_t − ref_t) before the group statistics, over the tokens of the row's
     trajectory, lp being the policy's log-probs when the batch was sampled. A trajectory of several segments counts once in them. Named rewards
-    are those that every sample of the batch has. Raises UserFunctionError when the advantage function raises or answers with no advantages.
+    are those that every sample of the batch has. With a critic's values in the batch, the function sees them and the rewards by token, the KL term on
+    each, and answers with returns too, which the batch then has.
+    Raises UserFunctionError when the advantage function raises or answers with no advantages, or with no returns for a critic.
     """
     assert batch.rewards is not None and batch.group_indices is not None and batch.rollout_log_probs is not None
-    trajectories = number_trajectories(batch.samples) if batch.samples else np.arange(len(batch))
-    rewards, metrics = batch.rewards, {}
+    trajectories = find_trajectories(batch)
+    rewards, metrics = batch.rewards, measure_kl(batch, trajectories)
     if config.kl_coef > 0 and config.kl_in == "reward":
         assert batch.ref_log_probs is not None
         policy_log_probs = batch.old_log_probs or batch.rollout_log_probs
-        rewards, kl = subtract_kl(rewards, policy_log_probs, batch.ref_log_probs, batch.loss_masks, config.kl_coef, trajectories=trajectories)
-        metrics["kl/ref_per_sample"] = float(kl[np.unique(trajectories, return_index=True)[1]].mean())
+        rewards, _ = subtract_kl(rewards, policy_log_probs, batch.ref_log_probs, batch.loss_masks, config.kl_coef, trajectories=trajectories)
     inputs = AdvantageInputs(
         rewards=rewards.astype(np.float64),
         group_indices=batch.group_indices,
@@ -70,9 +83,17 @@ def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: Adv
         reward_weights=config.rollout.reward_weights,
         samples=batch.samples,
         trajectories=trajectories,
+        values=batch.old_values or (),
+        token_rewards=make_token_rewards(batch, config) if batch.old_values is not None else (),
+        loss_masks=batch.loss_masks if batch.old_values is not None else (),
     )
+    returns: tuple[FloatArray, ...] | None = None
     try:
         advantages = compute_advantages(inputs, advantage or find_advantage(config), **config.advantage_params)
+        if isinstance(advantages, GAEResult):
+            advantages, returns = advantages
+        elif batch.old_values is not None:
+            raise ValueError("it gives no returns, which the critic is trained on: answer with a GAEResult")
         tokens = broadcast_advantages(advantages, batch.loss_masks)
     except ConfigError:
         raise
@@ -81,7 +102,35 @@ def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: Adv
     if isinstance(advantages, tuple):  # one array per row
         advantages = np.concatenate([row[mask] for row, mask in zip(tokens, batch.loss_masks, strict=True)])
     metrics["advantage/abs_mean"] = float(np.abs(advantages).mean())
-    return dataclasses.replace(batch, advantages=tokens), metrics
+    return dataclasses.replace(batch, advantages=tokens, returns=returns), metrics
+
+
+def make_token_rewards(batch: RolloutBatch, config: RLTrainingConfig) -> tuple[FloatArray, ...]:
+    """[T_i] per row: the row's reward on its last trained token, and with kl_in="reward" −β·(lp − ref) on every trained one."""
+    assert batch.rewards is not None
+    log_probs, beta = batch.old_log_probs or batch.rollout_log_probs, config.kl_coef if config.kl_in == "reward" else 0.0
+    assert log_probs is not None
+    return compute_token_rewards(batch.rewards, log_probs, batch.ref_log_probs or log_probs, batch.loss_masks, beta)
+
+
+def find_trajectories(batch: RolloutBatch) -> IntArray:
+    """[B] rows that are segments of one trajectory have one number; without samples every row is a trajectory."""
+    return number_trajectories(batch.samples) if batch.samples else np.arange(len(batch))
+
+
+def measure_kl(batch: RolloutBatch, trajectories: IntArray) -> dict[str, float]:
+    """kl/ref_per_sample: Σ over the trained tokens of a trajectory of lp − ref (k1, nats), mean over trajectories, of KL(policy || reference).
+
+    lp is the policy's when the batch was sampled, or recomputed. Nothing without the reference's log-probs, and where the mean is not finite.
+    """
+    log_probs = batch.old_log_probs or batch.rollout_log_probs
+    if batch.ref_log_probs is None or log_probs is None or not len(batch):
+        return {}
+    rows = zip(log_probs, batch.ref_log_probs, batch.loss_masks, strict=True)
+    with np.errstate(invalid="ignore"):
+        kl = sum(float((policy[mask].astype(np.float64) - reference[mask].astype(np.float64)).sum()) for policy, reference, mask in rows)
+    mean = kl / len(np.unique(trajectories))
+    return {"kl/ref_per_sample": mean} if np.isfinite(mean) else {}
 
 
 def collect_named_rewards(samples: Sequence[Sample]) -> dict[str, NDArray[np.float64]]:
@@ -104,3 +153,39 @@ def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
     rollout = config.rollout
     constant = float(rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens) if config.normalise_by == "constant" else None
     return LossSpec(config.loss, params | config.loss_params, unit=config.normalise_by, constant=constant)
+
+
+# --- updates -------------------------------------------------------------------------------------------------------------------
+
+
+def plan_updates(batch: RolloutBatch, loss: LossSpec, config: RLTrainingConfig, *, seed: int, step: int) -> list[Update]:
+    """What each optimizer step on the batch is made of, in order: updates_per_batch passes of `minibatches` parts; one part is the batch itself.
+
+    Each pass divides the groups anew, in an order that is a pure function of (seed, step, pass); the parts differ by one group at most. Rows keep
+    their order inside a part, and advantages are those of the whole batch. A part has a denominator of its own: of unit "constant", its
+    share of the batch's by groups.
+    """
+    if config.minibatches == 1:
+        return [(batch, loss)] * config.updates_per_batch
+    assert batch.group_indices is not None
+    groups = np.unique(batch.group_indices)
+    updates: list[Update] = []
+    for epoch in range(config.updates_per_batch):
+        order = np.random.default_rng([MINIBATCH_STREAM, seed, step, epoch]).permutation(groups)
+        for part in np.array_split(order, min(config.minibatches, len(groups))):
+            share = None if loss.constant is None else loss.constant * (len(part) / len(groups))
+            rows = np.flatnonzero(np.isin(batch.group_indices, part))
+            updates.append((select_rows(batch, rows), dataclasses.replace(loss, constant=share)))
+    return updates
+
+
+def select_rows(batch: RolloutBatch, rows: IntArray) -> RolloutBatch:
+    """The batch of those rows, in that order."""
+    chosen: dict[str, object] = {}
+    for field in dataclasses.fields(batch):
+        value = getattr(batch, field.name)
+        if isinstance(value, np.ndarray):
+            chosen[field.name] = value[rows]
+        elif isinstance(value, tuple) and value:
+            chosen[field.name] = tuple(value[row] for row in rows)
+    return dataclasses.replace(batch, **chosen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rollouts.config.schema import SFTTrainingConfig
 from rollouts.data.sft import SFTMixture, SFTSample, make_sft_batch, make_sft_mixture, select_sft_samples
@@ -11,8 +11,10 @@ from rollouts.errors import StepInterrupted
 from rollouts.loops.hooks import LoopHooks, read_piece_s, run_hooks, save_after_cut
 from rollouts.loops.stopping import StopControl
 from rollouts.metrics.spans import PhaseTimer
-from rollouts.protocols import MetricsLogger, TrainingBackend
-from rollouts.types import ForwardBackwardResult, LossSpec, OptimStepResult, RolloutBatch, metric_values
+from rollouts.protocols import MetricsLogger, TrainFuture, TrainingBackend
+from rollouts.types import ForwardBackwardResult, LossSpec, OptimStepResult, RolloutBatch, merge_metrics, metric_values
+
+UpdateResult = tuple[ForwardBackwardResult, OptimStepResult]  # of one optimizer step
 
 
 async def run_sft_training(
@@ -56,23 +58,53 @@ async def run_sft_training(
 
 async def train(
     backend: TrainingBackend, batch: RolloutBatch, loss: LossSpec, stop: StopControl, *, updates: int = 1, version: int | None = None
-) -> list[tuple[ForwardBackwardResult, OptimStepResult]]:
-    """What each of `updates` optimizer steps on the batch gave, after which the backend has weight version `version`, if given.
+) -> list[UpdateResult]:
+    """What each of `updates` optimizer steps on the batch gave; see `train_on`."""
+    return await train_on(backend, [(batch, loss)] * updates, stop, version=version)
 
+
+async def train_on(
+    backend: TrainingBackend,
+    updates: Sequence[tuple[RolloutBatch, LossSpec]],
+    stop: StopControl,
+    *,
+    version: int | None = None,
+    ends_after: Callable[[ForwardBackwardResult], bool] | None = None,
+) -> list[UpdateResult]:
+    """What each optimizer step gave, after which the backend has weight version `version`, if given.
+
+    All are submitted at once; with `ends_after` one by one, and none after one of which it is True.
     Raises StepInterrupted when a stop cuts it: the backend ends at its next micro-batch. One that had no more to compute is a step all the same.
     """
-    futures = [(backend.forward_backward(batch, loss), backend.optim_step()) for _ in range(updates)]
-    version_set = backend.set_weight_version(version) if version is not None else None
-    results: list[tuple[ForwardBackwardResult, OptimStepResult]] = []
+    futures: list[tuple[TrainFuture[ForwardBackwardResult], TrainFuture[OptimStepResult]]] = []
+    results: list[UpdateResult] = []
+    version_set: TrainFuture[None] | None = None
+    ahead = len(updates) if ends_after is None else 1
+
+    def has_ended() -> bool:
+        return len(results) == len(updates) or (ends_after is not None and len(results) > 0 and ends_after(results[-1][0]))
+
+    def submit_next() -> None:
+        """Updates, and behind the last of them the version."""
+        nonlocal version_set
+        if not has_ended():
+            futures.extend((backend.forward_backward(batch, loss), backend.optim_step()) for batch, loss in updates[len(futures) :][:ahead])
+        if version is not None and version_set is None and (len(futures) == len(updates) or has_ended()):
+            version_set = backend.set_weight_version(version)
 
     async def collect_results() -> None:
+        """Of what is submitted, and of the version once it is due."""
         for forward, optim in futures[len(results) :]:
             results.append((await forward.result(), await optim.result()))
+        if has_ended():
+            submit_next()
         if version_set is not None:
             await version_set.result()
 
     with stop.phase("train", piece_s=lambda: read_piece_s(backend)) as scope:
-        await collect_results()
+        while not has_ended():
+            submit_next()
+            await collect_results()
     if scope.cancelled_caught:
         backend.interrupt()
         try:
@@ -82,6 +114,8 @@ async def train(
             raise StepInterrupted(str(cut), updates_done=len(results)) from cut
         if scope.cancelled_caught:
             raise StepInterrupted("the micro-batch under way did not end in time", updates_done=len(results))
+        if not has_ended():
+            raise StepInterrupted("the step was cut between two of its updates", updates_done=len(results))
     return results
 
 
@@ -89,6 +123,23 @@ def warn_of_skipped_step(stage: str, step: int, optim: OptimStepResult) -> None:
     """Says by name why a step changed nothing; the metrics only count it."""
     if optim.skipped is not None:
         logging.getLogger("rollouts").warning("%s step %d changed nothing: %s", stage, step, optim.skipped)
+
+
+def merge_forwards(forwards: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
+    """What one forward_backward on all of the parts would have said: Σ loss·denominator / Σ denominator, and the metrics merged.
+
+    A part that was skipped counts for nothing; where all were, so is the result. A single part is the result, to the bit.
+    """
+    if len(forwards) == 1:
+        return forwards[0]
+    counted = [(forward.loss, forward.denominator) for forward in forwards if forward.loss is not None]
+    denominator = sum(weight for _, weight in counted)
+    return ForwardBackwardResult(
+        loss=sum(loss * weight for loss, weight in counted) / denominator if counted else None,
+        denominator=denominator,
+        metrics=merge_metrics([forward.metrics for forward in forwards]),
+        skipped=None if counted else forwards[-1].skipped,
+    )
 
 
 def step_metrics(forward: ForwardBackwardResult, optim: OptimStepResult) -> dict[str, float]:

@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rollouts.config.plugins import Role, load_function
 from rollouts.config.schema import RLTrainingConfig, RolloutConfig, RunConfig
 from rollouts.errors import ConfigError, PlugInError, UserFunctionError
 from rollouts.filters import FILTERS
+from rollouts.loops.algorithm import check_algorithms
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, RewardFn
 from rollouts.rewards.blocking import watch_blocking
 from rollouts.rewards.call import call_combine, call_reward
@@ -33,12 +34,12 @@ class Functions:
     """What the config names; None where it names nothing."""
 
     generate: GenerateFn | None = None  # None: one chat turn
-    reward: RewardFn | None = None
+    reward: RewardFn | None = None  # weighed by rl.rollout.reward_weights, unless a reward model is to be added first
     group_reward: GroupRewardFn | None = None
     eval_reward: RewardFn | None = None
     filters: tuple[FilterFn, ...] = ()
     curriculum: Callable[..., Any] | None = None
-    advantage: AdvantageFn | None = None
+    advantages: Mapping[str, AdvantageFn] = field(default_factory=dict)  # by the names in rl.advantage and rl.changes
 
 
 def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) -> Functions:
@@ -52,7 +53,8 @@ def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) 
 
     rollout = config.rl.rollout if config.rl else RolloutConfig()
     check_reward_settings(rollout, needed="rl" in stages)
-    reward = weigh(load(rollout.reward, "reward"), rollout, load(rollout.reward_combine, "reward_combine"))
+    rule, combine = load(rollout.reward, "reward"), load(rollout.reward_combine, "reward_combine")
+    reward = rule if rollout.reward_model else weigh(rule, rollout, combine)
     group_reward = load(rollout.group_reward, "group_reward")
     eval_reward = load(config.eval.reward, "reward") if config.eval and config.eval.reward else reward
     if config.eval and eval_reward is None:
@@ -64,8 +66,15 @@ def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) 
         eval_reward=eval_reward,
         filters=tuple(load(name, "filter") for name in rollout.filters),
         curriculum=load(config.rl.curriculum, "curriculum") if config.rl else None,
-        advantage=load_advantage(config.rl, base_dir=base_dir) if config.rl else None,
+        advantages=load_advantages(config.rl, base_dir=base_dir) if config.rl else {},
     )
+
+
+def load_advantages(config: RLTrainingConfig, *, base_dir: Path) -> dict[str, AdvantageFn]:
+    """The functions that rl.advantage and rl.changes name, by name. Raises as load_advantage; the message names the change."""
+    found: dict[str, AdvantageFn] = {}
+    check_algorithms(config, lambda settings: found.update({settings.advantage: load_advantage(settings, base_dir=base_dir)}))
+    return found
 
 
 def load_advantage(config: RLTrainingConfig, *, base_dir: Path) -> AdvantageFn:
@@ -80,8 +89,15 @@ def load_advantage(config: RLTrainingConfig, *, base_dir: Path) -> AdvantageFn:
 
 def check_reward_settings(rollout: RolloutConfig, *, needed: bool) -> None:
     """Raises ConfigError unless the settings name one way to score; none is enough unless one is `needed`."""
-    if needed and not rollout.reward and not rollout.group_reward:
-        raise ConfigError("rl.rollout.reward is empty; name a function as module:function or file.py:function (or rl.rollout.group_reward)")
+    if needed and not rollout.reward and not rollout.group_reward and not rollout.reward_model:
+        raise ConfigError(
+            "rl.rollout.reward is empty; name a function as module:function or file.py:function (or rl.rollout.group_reward or reward_model)"
+        )
+    if rollout.reward_model and (rollout.group_reward or rollout.reward_combine):
+        raise ConfigError(
+            "rl.rollout.reward_model scores samples one by one and is added to rl.rollout.reward; leave group_reward and reward_combine out, weigh "
+            "the parts with reward_weights"
+        )
     if rollout.reward and rollout.group_reward:
         raise ConfigError("rl.rollout.reward and rl.rollout.group_reward are both given; score samples one by one or by group: keep one")
     if rollout.reward_weights and rollout.reward_combine:
@@ -113,7 +129,8 @@ async def open_functions(
         ) as workers:
             reward, eval_reward = functions.reward, functions.eval_reward
             if rollout.reward in in_workers:
-                reward = weigh(workers.reward(rollout.reward, base_dir, combine=rollout.reward_combine), rollout, None)
+                reward = workers.reward(rollout.reward, base_dir, combine=rollout.reward_combine)
+                reward = reward if rollout.reward_model else weigh(reward, rollout, None)
                 eval_reward = eval_reward if eval_name else reward
             if eval_name in in_workers:
                 eval_reward = workers.reward(eval_name, base_dir)

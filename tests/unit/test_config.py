@@ -201,7 +201,7 @@ def test_an_unknown_key_gives_the_nearest_and_the_valid_ones(write):
     (problem,) = problems_of(write(RL + "temperture = 1.0\n"))
     assert problem == (
         "unknown key rl.rollout.temperture; did you mean temperature? Valid here: temperature, generate, reward, filters, num_prompts, "
-        "group_reward, max_attempts, reward_workers and 8 more: python -m rollouts explain rl.rollout"
+        "group_reward, reward_model, max_attempts and 9 more: python -m rollouts explain rl.rollout"
     )
 
 
@@ -270,7 +270,7 @@ def test_a_combination_that_cannot_work_is_refused(write, text, rule):
         ("rl.temperture", "rl.rollout.temperature"),
         ("rl.rolout.num_prompts", "rl.rollout.num_prompts"),
         ("eval.data.pth", "path"),
-        ("stepps", "sft.steps or rl.steps"),
+        ("stepps", "sft.steps, rl.steps or preference.steps"),
         ("rl.optim.temperature", "rl.rollout.temperature"),
         ("eval.rollout.temperature", "rl.rollout.temperature"),
     ],

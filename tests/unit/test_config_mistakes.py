@@ -30,9 +30,14 @@ GOOD: dict[str, Any] = {
     "output": {},
     "engine": {},
     "sft": {"data": {"kind": "jsonl", "path": "sft.jsonl"}, "steps": 1, "optim": {}},
-    "rl": {"data": {"kind": "jsonl", "path": "rl.jsonl"}, "steps": 1, "rollout": {"reward": "r.py:f"}, "optim": {}},
+    "rl": {
+        "data": {"kind": "jsonl", "path": "rl.jsonl"}, "steps": 1, "rollout": {"reward": "r.py:f"}, "optim": {},
+        "changes": {"from_step": 2, "loss": "gspo"},
+    },
+    "preference": {"data": {"kind": "jsonl", "path": "pairs.jsonl"}, "steps": 1, "optim": {}},
+    "reward_model": {"data": {"kind": "jsonl", "path": "pairs.jsonl"}, "steps": 1, "optim": {}},
     "eval": {"data": {"kind": "jsonl", "path": "eval.jsonl"}},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+"""A run whose algorithm changes on the way, under a KL controller, stopped and resumed: bit for bit the run that was not stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollouts.backends.open import open_pytorch_backend
+from rollouts.config.schema import DataSourceConfig, OptimConfig, RLTrainingConfig, RolloutConfig
+from rollouts.data.data_buffer import DataBuffer
+from rollouts.engines.local import open_local_engine
+from rollouts.errors import ConfigError
+from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.generate import make_chat_generate
+from rollouts.loops.algorithm import LoopState, count_updates, decode_loop_state, encode_loop_state, start_loop_state
+from rollouts.loops.hooks import LoopHooks
+from rollouts.loops.rl import run_rl_training
+from rollouts.models.tiny import make_tiny
+from rollouts.reference.score import open_frozen_reference
+from rollouts.testing.fakes import FakeTokenizer, open_fake_backend
+from rollouts.types import Sample, SamplingParams
+
+CONFIG = RLTrainingConfig(
+    data=[DataSourceConfig(kind="jsonl", path="unused.jsonl")],
+    steps=6,
+    rollout=RolloutConfig(num_prompts=3, samples_per_prompt=3, max_new_tokens=6),
+    optim=OptimConfig(lr=1e-2, schedule="cosine"),
+    kl_coef=0.1,
+    kl_control="proportional",
+    kl_control_params={"target": 0.05, "horizon": 50},
+    updates_per_batch=2,
+    minibatches=2,
+    changes=[{"from_step": 4, "loss": "gspo", "normalise_by": "sequences", "advantage": "centred"}],  # pyright: ignore[reportArgumentType]
+)
+
+
+class Rows:
+    """A MetricsLogger that keeps the rows, without what a clock measured."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.samples: list[tuple[str, str]] = []
+
+    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append({name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))})
+
+    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
+        self.samples += [(sample.id, sample.response) for sample in samples]
+
+    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
+        raise AssertionError("nothing is evaluated here")
+
+
+async def reward_low_bytes(sample: Sample) -> float:
+    return float((sample.tokens[sample.loss_mask] < 128).mean())
+
+
+async def run(
+    model: Path, folder: Path, *, config: RLTrainingConfig = CONFIG, resume_from: int = 0, stop_after: int = 0
+) -> tuple[Rows, dict[str, np.ndarray], LoopState]:
+    """The rows of the steps that ran, the weights after them, and the state of the loop. Reads and writes step_N in `folder`."""
+    rows = Rows()
+    buffer = DataBuffer([{"prompt": f"prompt {number}"} for number in range(7)], seed=5)
+    options: dict[str, Any] = {"threads": 1, "autocast": "off", "deterministic": True}
+    async with (
+        open_pytorch_backend(model, optim=config.optim, total_steps=config.steps * count_updates(config), **options) as backend,
+        open_frozen_reference(model, device_thread=backend.device_thread) as reference,
+        open_local_engine(
+            backend.model, device_thread=backend.device_thread, mode="shared", trainer_version=lambda: backend.weight_version, deterministic=True
+        ) as engine,
+    ):
+        manager = AsyncRolloutManager(
+            buffer,
+            engine,
+            generate=make_chat_generate(FakeTokenizer()),
+            config=config.rollout,
+            reward=reward_low_bytes,
+            filters=(),
+            sampling=SamplingParams(max_new_tokens=6, stop_token_ids=(257,)),
+            seed=5,
+            policy_version=lambda: backend.weight_version,
+            max_staleness=0,
+        )
+        state = start_loop_state(config)
+        if resume_from:
+            saved = json.loads((folder / f"step_{resume_from}.json").read_text())
+            await backend.load(folder / f"step_{resume_from}").result()
+            buffer.load_state_dict(saved["buffer"])
+            manager.load_state_dict(saved["manager"])
+            state = decode_loop_state(saved["loop"])
+
+        async def save(step: int) -> None:
+            await backend.save(folder / f"step_{step}").result()
+            parts = {"buffer": buffer.state_dict(), "manager": manager.snapshot().encode(), "loop": encode_loop_state(state)}
+            (folder / f"step_{step}.json").write_text(json.dumps(parts))
+
+        async def sync(backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, float]:
+            return {}
+
+        hooks = LoopHooks(save_checkpoint=save, stop_requested=lambda: len(rows.steps) == stop_after)
+        arguments: dict[str, Any] = {"reference": reference, "seed": 5, "state": state, "completed_steps": resume_from, "hooks": hooks}
+        await run_rl_training(backend, buffer, manager, [engine], config, rows, sync_weights=sync, **arguments)
+        weights = {name: value.float().numpy() for name, value in (await backend.get_weights().result()).items()}
+    return rows, weights, state
+
+
+async def test_a_run_stopped_beside_a_change_of_algorithm_goes_on_as_the_run_that_was_not_stopped(tmp_path: Path):
+    model = make_tiny("byte", 1, tmp_path)
+    folders = {stop_after: tmp_path / f"stopped_{stop_after}" for stop_after in (0, 3, 4)}
+    for folder in folders.values():
+        folder.mkdir()
+    whole, weights, state = await run(model, folders[0])
+    coefficients = [row["kl/coef"] for row in whole.steps]
+    assert len(set(coefficients)) == 6, "the controller moved it in every step"
+    assert [row["algorithm/change"] for row in whole.steps] == [0, 0, 0, 1, 1, 1]
+    assert [row["optim/updates"] for row in whole.steps] == [4] * 6
+    for stop_after in (3, 4):
+        first, _, at_stop = await run(model, folders[stop_after], stop_after=stop_after)
+        assert at_stop.kl_coef == coefficients[stop_after]
+        rest, resumed_weights, resumed_state = await run(model, folders[stop_after], resume_from=stop_after)
+        assert [len(rows.steps) for rows in (first, rest)] == [stop_after, 6 - stop_after]
+        assert first.steps + rest.steps == whole.steps
+        assert first.samples + rest.samples == whole.samples
+        assert {name: value.tobytes() for name, value in resumed_weights.items()} == {name: value.tobytes() for name, value in weights.items()}
+        assert resumed_state == state
+
+
+async def test_the_change_has_an_effect(tmp_path: Path):
+    """Otherwise the test above would show nothing: without the change the first three steps are the same, and the fourth is not."""
+    model = make_tiny("byte", 1, tmp_path)
+    changed, _, _ = await run(model, tmp_path)
+    same, _, _ = await run(model, tmp_path, config=CONFIG.model_copy(update={"changes": []}))
+    plain = [{name: value for name, value in row.items() if name != "algorithm/change"} for row in changed.steps]
+    assert plain[:3] == same.steps[:3]
+    assert plain[3]["loss/total"] != same.steps[3]["loss/total"]
+
+
+async def test_the_hard_stop_reads_what_a_loss_measures(tmp_path: Path):
+    """The first part is measured at the weights that sampled it, the second after a step of 1e-2: far beyond the limit, so nothing follows it."""
+    config = CONFIG.model_copy(update={"kl_stop": 1e-6, "steps": 2})
+    stopped, _, _ = await run(make_tiny("byte", 1, tmp_path), tmp_path, config=config)
+    assert [row["optim/updates"] for row in stopped.steps] == [2, 2]
+    assert all(row["approx_kl/mean"] > 1e-6 for row in stopped.steps)
+
+
+async def test_a_resumed_run_under_a_controller_must_be_given_its_coefficient(tmp_path: Path):
+    unused: Any = None
+    async with open_fake_backend() as backend:
+        with pytest.raises(ConfigError, match=r"rl\.kl_control='proportional' after 3 steps needs the coefficient it had come to; pass state="):
+            await run_rl_training(backend, unused, unused, [], CONFIG, Rows(), sync_weights=unused, completed_steps=3)
