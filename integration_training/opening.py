@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollouts.config.load import training_digest
-from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
+from rollouts.config.modes import stage_config
+from rollouts.config.schema import OptimConfig, RunConfig
 from rollouts.data.chat import TemplateOptions
 from rollouts.data.sft import SFTMixture
-from rollouts.errors import ConfigError
+from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.loops.rl import SyncWeights
 from rollouts.loops.stopping import StopControl
 from rollouts.preflight.estimate import read_free_memory
-from rollouts.preflight.functions import Functions
+from rollouts.preflight.functions import Functions, weigh
+from rollouts.preflight.preferences import PreparedLabels, PreparedPairs
 from rollouts.preflight.rows import Rows
-from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
+from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, RewardFn, TrainingBackend
 from rollouts.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -32,21 +34,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from rollouts.backends.fsdp import FSDPTrainingBackend
+    from rollouts.backends.policy_and_critic import PolicyAndCritic
     from rollouts.backends.pytorch import PyTorchTrainingBackend
     from rollouts.backends.ranks import OpenRanks
     from rollouts.checkpoints.writer import CheckpointWriter, Keep
 
     Backend = PyTorchTrainingBackend | FSDPTrainingBackend
+    Saved = Backend | PolicyAndCritic
 
 HELD_OUT = "heldout"
-
-
-def stage_config(config: RunConfig, stage: str) -> SFTTrainingConfig | RLTrainingConfig:
-    """The table of a stage. Raises ConfigError if the config has none."""
-    section = config.sft if stage == "sft" else config.rl
-    if section is None:
-        raise ConfigError(f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another mode")
-    return section
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +53,7 @@ class Run:
     run_dir: RunDir
     rows: Rows
     conversations: SFTMixture | None  # tokenized, where there is an SFT stage
+    preferences: Mapping[str, PreparedPairs | PreparedLabels]  # of the stages that train on them
     functions: Functions
     tokenizer: Any
     template: TemplateOptions
@@ -73,6 +70,8 @@ class Stage:
     """What is open while a stage runs."""
 
     backend: Backend
+    critic: Backend | None  # trains beside it, where [rl.critic] asks for one
+    saved: Saved  # both, or the backend alone: what checkpoints hold
     engine: InferenceEngine  # answers requests: the embedded engine, or a fleet
     sync_weights: SyncWeights  # brings every engine to the backend's version
     checkpoints: CheckpointWriter
@@ -83,31 +82,36 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[St
     """A backend with the weights at `model_path` and a fresh optimizer, and what generates with them: for RL as the config says."""
     from rollouts.backends.open import choose_autocast_dtype
 
-    async with open_backend(run, stage, model_path) as backend:
+    async with open_backend(run, stage, model_path) as backend, open_critic(run, stage, backend, model_path) as critic:
+        saved = backend if critic is None else pair_backends(backend, critic)
         served = stage == "rl" and run.config.engine.kind != "local"
         dtype = choose_autocast_dtype(choose_autocast(run.config), run.device)
         open_engine = open_servers(run, backend, dtype) if served else open_embedded(run, stage, backend, dtype, model_path)
-        async with open_engine as (engine, sync_weights), open_checkpoints(run, stage, backend) as checkpoints:
-            yield Stage(backend, engine, sync_weights, checkpoints)
+        async with open_engine as (engine, sync_weights), open_checkpoints(run, stage, saved) as checkpoints:
+            yield Stage(backend, critic, saved, engine, sync_weights, checkpoints)
 
 
-def open_backend(run: Run, stage: str, model_path: Path) -> AbstractAsyncContextManager[Backend]:
-    """What trains: this process alone, or all ranks."""
+def open_backend(
+    run: Run, stage: str, model_path: Path, *, optim: OptimConfig | None = None, **more: Any
+) -> AbstractAsyncContextManager[Backend]:
+    """What trains: this process alone, or all ranks. `optim` in place of the stage's; `more` options."""
     from rollouts.backends.open import open_pytorch_backend
 
     config, section = run.config, stage_config(run.config, stage)
     options: dict[str, Any] = {
-        "optim": section.optim,
-        "total_steps": section.steps * (config.rl.updates_per_batch if config.rl and stage == "rl" else 1),
+        "optim": optim or section.optim,
+        "total_steps": section.steps * (count_updates(config.rl) if config.rl and stage == "rl" else 1),
         "tokenizer": run.tokenizer,
         "autocast": choose_autocast(config),
         "threads": config.model.threads,
         "deterministic": config.deterministic,
         "micro_batch_tokens": section.micro_batch_tokens,
-        "share_prefix": config.rl.share_prefix if config.rl and stage == "rl" else False,
+        "share_prefix": config.rl.share_prefix if config.rl and stage == "rl" else stage != "sft",  # pairs share their prompt
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "compile_backend": "inductor" if config.model.compile else None,
         "seed": config.seed,
+        "head": "scalar" if stage == "reward_model" else "tokens",
+        **more,
     }
     if run.ranks is None:
         return open_pytorch_backend(model_path, device=run.device, **options)
@@ -117,12 +121,38 @@ def open_backend(run: Run, stage: str, model_path: Path) -> AbstractAsyncContext
     return open_fsdp_backend(model_path, hub=run.ranks.hub, ranks=run.ranks.ranks, **options)
 
 
+@asynccontextmanager
+async def open_critic(run: Run, stage: str, policy: Backend, model_path: Path) -> AsyncIterator[Backend | None]:
+    """The critic beside the policy that was opened at `model_path`, on its device thread: that of the checkpoint, or a new one; None without
+    [rl.critic]."""
+    config = run.config.rl.critic if run.config.rl and stage == "rl" else None
+    if config is None:
+        yield None
+        return
+    from rollouts.backends.policy_and_critic import CRITIC
+    from rollouts.preflight.reward_models import find_critic_start
+
+    if model_path.parent == run.run_dir.stage_checkpoints(stage):  # only this stage's own: a model of another run may have brought its critic
+        path = model_path / CRITIC
+    else:
+        path = find_critic_start(run.config, run.run_dir, config.model) if config.model else model_path
+    async with open_backend(run, stage, path, optim=config.optim, head="scalar", device_thread=policy.device_thread) as critic:
+        yield critic
+
+
+def pair_backends(policy: Backend, critic: Backend) -> Saved:
+    """Both as one thing to save."""
+    from rollouts.backends.policy_and_critic import PolicyAndCritic
+
+    return PolicyAndCritic(policy, critic)
+
+
 def choose_autocast(config: RunConfig) -> Literal["off", "bfloat16", "auto"]:
     """In which precision the trainer multiplies; equal bits are promised for float32 only."""
     return "off" if config.deterministic else config.model.autocast
 
 
-def open_checkpoints(run: Run, stage: str, backend: Backend) -> AbstractAsyncContextManager[CheckpointWriter]:
+def open_checkpoints(run: Run, stage: str, backend: Saved) -> AbstractAsyncContextManager[CheckpointWriter]:
     """What saves the stage, and keeps what the config says."""
     from rollouts.checkpoints.writer import open_checkpoint_writer
 
@@ -223,12 +253,39 @@ async def open_servers(
 @asynccontextmanager
 async def open_reference(run: Run, backend: Backend, start: Path) -> AsyncIterator[LogProbScorer | None]:
     """The frozen model that RL started from, on the backend's thread and device; None when no KL term needs it."""
-    from rollouts.reference.score import open_frozen_reference
-
     config = run.config.rl
-    if config is None or config.kl_coef == 0:
+    if config is None or not needs_reference(config):
         yield None
         return
-    options: dict[str, Any] = {"micro_batch_tokens": config.micro_batch_tokens, "device": run.device}
-    async with open_frozen_reference(start, device_thread=backend.device_thread, **options) as reference:
+    async with open_frozen(run, backend, start, config.micro_batch_tokens) as reference:
         yield reference
+
+
+def open_frozen(run: Run, backend: Backend, path: Path, micro_batch_tokens: int) -> AbstractAsyncContextManager[LogProbScorer]:
+    """A frozen model in this process, on the backend's thread and device."""
+    from rollouts.reference.score import open_frozen_reference
+
+    return open_frozen_reference(path, device_thread=backend.device_thread, micro_batch_tokens=micro_batch_tokens, device=run.device)
+
+
+@asynccontextmanager
+async def open_reward(run: Run, backend: Backend) -> AsyncIterator[RewardFn | None]:
+    """What scores the samples of RL: the user's function, a reward model, or both together. Raises ConfigError for a model with other tokens."""
+    from rollouts.rewards.reward_model import add_model_reward, open_model_reward
+
+    config = run.config.rl
+    if config is None or not config.rollout.reward_model:
+        yield run.functions.reward
+        return
+    from rollouts.preflight.reward_models import REWARD, check_tokens, find_reward_model
+    from rollouts.reference.score import open_frozen_reference
+
+    path = find_reward_model(run.config, run.run_dir, REWARD, config.rollout.reward_model)
+    check_tokens(path, REWARD, run.tokenizer)
+    options: dict[str, Any] = {"micro_batch_tokens": config.micro_batch_tokens, "device": run.device}
+    async with (
+        open_frozen_reference(path, device_thread=backend.device_thread, head="scalar", **options) as scorer,
+        open_model_reward(scorer) as model_reward,
+    ):
+        both = add_model_reward(model_reward, run.functions.reward, timeout_s=config.rollout.reward_timeout_s)
+        yield weigh(both, config.rollout, None)

@@ -11,24 +11,33 @@ from typing import Any
 
 from rich.console import Console
 
-from integration_training.opening import HELD_OUT, Run, Stage, stage_config
+from integration_training.opening import HELD_OUT, Run, Stage
 from rollouts import __version__
+from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
 from rollouts.errors import StorageError
 from rollouts.models.directories import fsync_path
 from rollouts.protocols import InferenceEngine
 from rollouts.types import SamplingParams
 
+PAIRS = "pairs"  # the evaluation of held-out preferences
+
 
 def evaluated(run: Run, stage: str, step: int) -> bool:
-    """Whether evaluations.jsonl has the row already, of these weights: not of ones that were lost, after which an older checkpoint was taken and
-    the step trained again. True when there is nothing to evaluate on."""
+    """Whether evaluations.jsonl has the row of the held-out prompts already; see has_evaluation. True for a reward model, which generates nothing."""
+    return stage == "reward_model" or has_evaluation(run, stage, step, HELD_OUT)
+
+
+def has_evaluation(run: Run, stage: str, step: int, name: str) -> bool:
+    """Whether evaluations.jsonl has the row of this name already, of these weights: not of ones that were lost, after which an older checkpoint was
+    taken and the step trained again. True when there is nothing to evaluate on."""
     from rollouts.metrics.jsonl import drop_outdated, read_rows
 
-    if not run.rows.held_out:
+    held_out = run.preferences[stage].held_out if name == PAIRS and stage in run.preferences else run.rows.held_out if name == HELD_OUT else ()
+    if not held_out:
         return True
     rows = drop_outdated(read_rows(run.run_dir.evaluations), read_rows(run.run_dir.metrics))
-    return any(row["stage"] == stage and row["step"] == step for row in rows)
+    return any(row["stage"] == stage and row["step"] == step and row.get("name", HELD_OUT) == name for row in rows)
 
 
 async def evaluate_once(run: Run, engine: InferenceEngine, stage: str, step: int) -> None:
@@ -73,14 +82,15 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
 
     evaluations = newest_attempts(read_rows(run.run_dir.evaluations)) if run.run_dir.evaluations.exists() else []
     accuracy: dict[str, float | None] = {"base": None, "sft": None, "rl": None}
-    for row in evaluations:
-        key = f"eval/{HELD_OUT}/avg@{run.config.eval.samples_per_prompt}" if run.config.eval else ""
-        accuracy[row["stage"]] = row[key]
+    key = f"eval/{HELD_OUT}/avg@{run.config.eval.samples_per_prompt}" if run.config.eval else ""
+    accuracy |= {row["stage"]: row[key] for row in evaluations if row.get("name") == HELD_OUT}
+    pairs = {row["stage"]: row[f"eval/{PAIRS}/accuracy"] for row in evaluations if f"eval/{PAIRS}/accuracy" in row}
     rewards = [row["reward/mean"] for row in newest_attempts(read_rows(run.run_dir.metrics)) if row["stage"] == "rl" and "reward/mean" in row]
     summary = {
         "mode": "+".join(stages),
         "steps": sum(stage_config(run.config, stage).steps for stage in stages),
         "accuracy": accuracy,
+        **({"pair_accuracy": pairs} if pairs else {}),
         "reward": {"first": rewards[0] if rewards else None, "last": rewards[-1] if rewards else None},
         "wall_s": round(wall_s, 1),
         "peak_rss_gib": round(read_peak_rss_gib(), 3),
@@ -105,10 +115,13 @@ def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
     from rollouts.metrics.jsonl import read_rows
 
     console.print()
-    for name, label in (("base", "base model"), ("sft", "after SFT"), ("rl", "after RL")):
-        accuracy = summary["accuracy"][name]
+    for name, label in (("base", "base model"), ("sft", "after SFT"), ("preference", "after preferences"), ("rl", "after RL")):
+        accuracy = summary["accuracy"].get(name)
         if accuracy is not None:
             console.print(f"held-out accuracy, {label:<11}{100 * accuracy:5.1f} %   ({len(run.rows.held_out)} problems)", highlight=False)
+    for stage, accuracy in summary.get("pair_accuracy", {}).items():
+        pairs = f"   ({len(run.preferences[stage].held_out)} pairs)" if stage in run.preferences else ""  # of an attempt with another --mode
+        console.print(f"held-out pairs ranked right, {stage} {100 * accuracy:5.1f} %{pairs}", highlight=False)
     last_stage = f"eval-{summary['mode'].split('+')[-1]}"
     transcripts = [row for row in read_rows(run.run_dir.samples) if row["stage"] == last_stage][:3] if run.run_dir.samples.exists() else []
     for row in transcripts:

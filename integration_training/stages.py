@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import trio
 
-from integration_training.opening import Run, Stage, choose_keep, open_reference, open_stage, say, stage_config, warn
-from integration_training.reports import evaluate_now, evaluate_once, evaluated, sync_for_evaluation
+from integration_training.opening import Run, Stage, choose_keep, open_reference, open_reward, open_stage, say, warn
+from integration_training.preferences import evaluate_pairs_once, run_reward_model, train_preference
+from integration_training.reports import PAIRS, evaluate_now, evaluate_once, evaluated, has_evaluation, sync_for_evaluation
+from integration_training.saving import completed_steps, restore, save_step
 from rollouts.config.load import training_digest
-from rollouts.config.schema import RLTrainingConfig
+from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
 from rollouts.errors import ConfigError
 from rollouts.loops.hooks import LoopHooks
-from rollouts.run_dir import parse_step
+from rollouts.protocols import LogProbScorer, RewardFn
 from rollouts.types import Sample, SamplingParams
 
 if TYPE_CHECKING:
-    from integration_training.opening import Backend
+    pass
 
 
 async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
@@ -39,16 +41,19 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
         completed = completed_steps(newest)
         if completed > total:
             raise ConfigError(f"{stage}.steps={total} but {newest} has {completed} steps; set {stage}.steps={completed} or more")
-        last = stage == stages[-1]
-        if completed < total or (last and not evaluated(run, stage, total)):
-            completed = await run_stage(run, stage, newest, model_path, before, last=last)
+        last = set(stages[stages.index(stage) + 1 :]) <= {"reward_model"}  # no later stage evaluates its weights before it begins
+        if completed < total or (last and not evaluated(run, stage, total)) or not has_evaluation(run, stage, total, PAIRS):
+            run_one = run_reward_model if stage == "reward_model" else run_stage
+            completed = await run_one(run, stage, newest, model_path, before, last=last)
             gc.collect()  # a backend and its queue know each other: model and moments would stay until a collection came by itself
         if run.stop.is_requested():
             completed = completed_steps(find_newest_checkpoint(stage_dir))  # a step that no time was left to save is none
-        if completed < total or (run.stop.is_requested() and not (last and evaluated(run, stage, total))):
+        done = last and evaluated(run, stage, total) and has_evaluation(run, stage, total, PAIRS) and stage == stages[-1]
+        if completed < total or (run.stop.is_requested() and not done):
             return False
-        model_path = run.run_dir.checkpoint(stage, total)
-        before = (stage, total)
+        if stage != "reward_model":  # which the next stage does not start from
+            model_path = run.run_dir.checkpoint(stage, total)
+            before = (stage, total)
         reach("stage.complete")
     return True
 
@@ -58,7 +63,7 @@ async def run_stage(run: Run, stage: str, newest: Path | None, start: Path, befo
     async with open_stage(run, stage, newest or start) as opened:
         reach("stage.opened")
         if newest is not None:
-            await restore(opened.backend, newest)
+            await restore(opened.saved, newest)
         if stage == "rl":
             await sync_at_start(opened, newest, trains=completed_steps(newest) < stage_config(run.config, stage).steps)
         if newest is None:
@@ -77,23 +82,21 @@ async def sync_at_start(opened: Stage, newest: Path | None, *, trains: bool) -> 
         await opened.backend.load(newest).result()
 
 
-def completed_steps(checkpoint: Path | None) -> int:
-    """The steps that a checkpoint holds; 0 for none."""
-    return (parse_step(checkpoint.name) or 0) if checkpoint else 0
-
-
 async def finish_stage(run: Run, stage: str, opened: Stage, newest: Path | None, start: Path, *, last: bool) -> int:
-    """How many steps of the stage are complete. The `last` stage is evaluated when it is; every other one, where the next begins."""
+    """How many steps of the stage are complete. The `last` stage that generates is evaluated when it is; every other one, where the next begins."""
     total, completed = stage_config(run.config, stage).steps, completed_steps(newest)
     if run.stop.is_requested():
         return completed
     if completed == total:
-        await evaluate_once(run, opened.engine, stage, total)
+        if stage == "preference":
+            await evaluate_pairs_once(run, opened, start)
+        if last:
+            await evaluate_once(run, opened.engine, stage, total)
         return completed
-    train = train_sft if stage == "sft" else train_rl
+    train = {"sft": train_sft, "preference": train_preference, "rl": train_rl}[stage]
     completed = await train(run, opened, newest, start)
     if completed == total and last and not run.stop.is_requested():
-        if stage == "sft":
+        if stage != "rl":
             await sync_for_evaluation(opened)
         with run.stop.phase("evaluate"):
             await evaluate_now(run, opened.engine, stage, total)
@@ -145,11 +148,18 @@ async def train_sft(run: Run, opened: Stage, newest: Path | None, start: Path) -
 
 async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at `start`, which stays the reference."""
+    async with open_reward(run, opened.backend) as reward, open_reference(run, opened.backend, start) as reference:
+        return await train_rl_with(run, opened, newest, reward, reference)
+
+
+async def train_rl_with(run: Run, opened: Stage, newest: Path | None, reward: RewardFn | None, reference: LogProbScorer | None) -> int:
+    """How many steps are complete, with what scores samples and the reference open."""
     from rollouts.checkpoints.load import load_trainer_state
     from rollouts.data.curriculum import call_curriculum, decode_statistics, encode_statistics, start_statistics, update_statistics
     from rollouts.data.data_buffer import DataBuffer
     from rollouts.generation.async_rollout_manager import AsyncRolloutManager
     from rollouts.generation.generate import make_chat_generate
+    from rollouts.loops.algorithm import decode_loop_state, encode_loop_state, start_loop_state
     from rollouts.loops.rl import run_rl_training
 
     config, backend, engine = run.config.rl, opened.backend, opened.engine
@@ -160,7 +170,7 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
         engine,
         generate=run.functions.generate or make_chat_generate(run.tokenizer, options=run.template),
         config=config.rollout,
-        reward=run.functions.reward,
+        reward=reward,
         group_reward=run.functions.group_reward,
         filters=run.functions.filters,
         sampling=SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature, stop_token_ids=run.stop_ids),
@@ -169,17 +179,18 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
         max_staleness=config.max_staleness,
     )
     completed = completed_steps(newest)
-    statistics = start_statistics(buffer.weights)
+    statistics, loop_state = start_statistics(buffer.weights), start_loop_state(config)
     if newest is not None:
         state = load_trainer_state(newest)
         buffer.load_state_dict(state["data_buffer"])
         manager.load_state_dict(state["rollout_manager"])
         reach("resume.state_loaded")
         statistics = decode_statistics(state["curriculum"]) if "curriculum" in state else statistics  # checkpoints before there were curricula
+        loop_state = decode_loop_state(state["loop"]) if "loop" in state else loop_state  # or controllers
 
     def hold_state() -> Callable[[], dict[str, Any]]:
-        drawn, rollouts, learned = buffer.state_dict(), manager.snapshot(), statistics
-        return lambda: {"data_buffer": drawn, "rollout_manager": rollouts.encode(), "curriculum": encode_statistics(learned)}
+        drawn, rollouts, learned, loop = buffer.state_dict(), manager.snapshot(), statistics, encode_loop_state(loop_state)
+        return lambda: {"data_buffer": drawn, "rollout_manager": rollouts.encode(), "curriculum": encode_statistics(learned), "loop": loop}
 
     before_batch = hold_state()  # of a run that is cut inside a step; encoded only if it is
 
@@ -208,38 +219,21 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
     every, take_metrics = run.config.output.checkpoint_every, opened.checkpoints.take_metrics
     is_saved = opened.checkpoints.is_saved
     hooks = LoopHooks(evaluate_step, save, run.stop.is_requested, every, begin_batch, learn, run.stop, save_before_batch, take_metrics, is_saved)
-    async with open_reference(run, backend, start) as reference:
-        with run.stop.training():
-            history = await run_rl_training(
-                backend,
-                buffer,
-                manager,
-                [engine],
-                config,
-                run.logger,
-                sync_weights=opened.sync_weights,
-                reference=reference,
-                advantage=run.functions.advantage,
-                completed_steps=completed,
-                hooks=hooks,
-            )
+    with run.stop.training():
+        history = await run_rl_training(
+            backend,
+            buffer,
+            manager,
+            [engine],
+            config,
+            run.logger,
+            sync_weights=opened.sync_weights,
+            reference=reference,
+            advantages=run.functions.advantages,
+            seed=run.config.seed,
+            state=loop_state,
+            critic=opened.critic,
+            completed_steps=completed,
+            hooks=hooks,
+        )
     return completed + len(history)
-
-
-async def restore(backend: Backend, checkpoint: Path) -> None:
-    """Puts the weights and the optimizer of `checkpoint`, which was read through, into `backend`. Raises CheckpointError if it is another model's."""
-    reach("resume.verified")
-    await backend.load(checkpoint).result()
-    reach("resume.restored")
-
-
-async def save_step(run: Run, opened: Stage, stage: str, step: int, state: dict[str, Any]) -> float:
-    """Saves step `step` of `stage`: the last one before this returns, others while training goes on. Returns the seconds that a save takes."""
-    from rollouts.weight_sync.engine_weights import hold_engine_weights
-
-    section = stage_config(run.config, stage)
-    last = step == section.steps or run.stop.is_requested()
-    between = isinstance(section, RLTrainingConfig) and step % section.sync_every != 0  # two updates of the engine
-    engine_weights = await hold_engine_weights(opened.engine, step) if between else None
-    await opened.checkpoints.save(step, state, last=last, write_more=engine_weights)
-    return opened.checkpoints.expected_save_s()

@@ -1,11 +1,13 @@
-"""Trains a language model by supervised fine-tuning, by reinforcement learning, or by one after the other.
+"""Trains a language model in stages: supervised fine-tuning, preferences (the DPO family, KTO), a reward model, reinforcement learning.
 
-    python   integration_training/train.py --config FILE --mode sft|rl|sft+rl [--section.key value …] [--dry-run] [--resume]
+    python   integration_training/train.py --config FILE --mode sft+rl [--section.key value …] [--dry-run] [--resume]
     python   integration_training/train.py … --distributed.ranks N                                   N processes that train one model
     torchrun --nproc-per-node=N integration_training/train.py …                                      the same, under a launcher
 
+--mode joins stages by +: sft, preference (or dpo), reward_model, rl (or ppo, which is RL with a critic).
 This is the one place where all parts meet: here the command line and the start; what a stage has open is in opening.py, the stages are in
-stages.py, evaluations and the summary in reports.py. Nothing that loads torch is imported before the config is known to be good.
+stages.py and preferences.py, evaluations and the summary in reports.py. Nothing that loads torch is imported before the config is known to be
+good.
 Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run failed; 2 a setting, file or plug-in is wrong; 75 another rank was
 lost; 130 interrupted before training began.
 """
@@ -26,11 +28,12 @@ from typing import TYPE_CHECKING, Literal
 import trio
 from rich.console import Console
 
-from integration_training.opening import Run, say, stage_config
+from integration_training.opening import Run, say
 from integration_training.reports import print_report, write_atomically, write_summary
 from integration_training.stages import run_stages
 from rollouts.config.load import dump_config, load_config
-from rollouts.config.schema import RLTrainingConfig, RunConfig
+from rollouts.config.modes import STAGES, check_mode, parse_mode, stage_config
+from rollouts.config.schema import RunConfig
 from rollouts.crash_points import arm_crash_points, reach
 from rollouts.data.chat import TemplateOptions
 from rollouts.distributed.launch import Launch, read_launch
@@ -49,14 +52,18 @@ from rollouts.errors import (
 from rollouts.loops.stopping import StopControl, end_overdue, end_unconnected, exit_now, watch_signals
 from rollouts.preflight.checks import prepare_rows, read_context_length
 from rollouts.preflight.functions import load_functions, open_functions
+from rollouts.preflight.preferences import PREFERENCE_STAGES, PreparedLabels, PreparedPairs, prepare_preferences
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
+from rollouts.preflight.reward_models import check_reward_models
 from rollouts.preflight.restarts import choose_resume, confirm_launch, describe_launch
-from rollouts.preflight.rows import load_all_rows
+from rollouts.preflight.rows import Rows, load_all_rows
 from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir, write_holder
 from rollouts.protocols import MetricsLogger
 from rollouts.run_dir import RunDir
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rollouts.backends.ranks import OpenRanks
     from rollouts.metrics.progress import Progress
 
@@ -68,6 +75,7 @@ class Command:
     """The command line."""
 
     config_path: Path
+    mode: str
     stages: tuple[str, ...]
     dry_run: bool
     resume: bool
@@ -75,14 +83,14 @@ class Command:
 
 
 def parse_command_line(argv: Sequence[str]) -> Command:
-    """Exits with 2 and a usage line when the command line is wrong."""
-    parser = argparse.ArgumentParser(description="Train by SFT, by RL, or both.", epilog="any setting: --section.key value", allow_abbrev=False)
+    """Exits with 2 and a usage line when the command line is wrong. Raises ConfigError for a mode that is none."""
+    parser = argparse.ArgumentParser(description="Train a language model in stages.", epilog="any setting: --section.key value", allow_abbrev=False)
     parser.add_argument("--config", required=True, type=Path, help="a TOML file; `python -m rollouts explain` lists the settings")
-    parser.add_argument("--mode", required=True, choices=("sft", "rl", "sft+rl"))
+    parser.add_argument("--mode", required=True, help=f"stages joined by +, for example sft+rl: {', '.join(STAGES)}")
     parser.add_argument("--dry-run", action="store_true", help="check config, files, rows and functions; train nothing")
     parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint, or start if there is none")
     known, overrides = parser.parse_known_args(argv)
-    return Command(known.config, tuple(known.mode.split("+")), known.dry_run, known.resume, tuple(overrides))
+    return Command(known.config, known.mode, parse_mode(known.mode), known.dry_run, known.resume, tuple(overrides))
 
 
 # --- before any model loads --------------------------------------------------------------------------------------------------
@@ -93,13 +101,24 @@ def make_template_options(config: RunConfig) -> TemplateOptions:
     return TemplateOptions(params=config.model.template_params, thinking=config.sft.thinking if config.sft else "keep")
 
 
-def check_loss(config: RLTrainingConfig) -> None:
-    """Raises ConfigError if there is no such loss, or it cannot be called with these parameters on what a batch will hold."""
-    from rollouts.loops.rl_batch import make_loss_spec
-    from rollouts.losses import try_loss
+def check_losses(config: RunConfig, stages: Sequence[str]) -> None:
+    """Raises ConfigError if a stage names a loss that is none, or that cannot be called with these parameters on what a batch will hold."""
+    from rollouts.cli import check_loss
 
-    spec = make_loss_spec(config)
-    try_loss(spec.name, spec.params, unit=spec.unit, recompute_old=config.recompute_old, reference=config.kl_coef > 0)
+    for stage, section in (("preference", config.preference), ("rl", config.rl)):
+        if stage in stages and section:
+            check_loss(section)
+
+
+def prepare_all_preferences(
+    config: RunConfig, stages: Sequence[str], rows: Rows, tokenizer: PreTrainedTokenizerBase, *, context_length: int | None
+) -> dict[str, PreparedPairs | PreparedLabels]:
+    """The rows of each stage that trains on preferences, tokenized. Raises as prepare_preferences."""
+    return {
+        stage: prepare_preferences(config, stage, rows.training[stage], tokenizer, context_length=context_length)
+        for stage in stages
+        if stage in PREFERENCE_STAGES
+    }
 
 
 def choose_run_device(config: RunConfig, launch: Launch) -> Literal["cpu", "cuda"]:
@@ -121,8 +140,9 @@ def write_config(run_dir: RunDir, config: RunConfig) -> None:
 # --- the run -----------------------------------------------------------------------------------------------------------------
 
 
-def print_findings(command: Command, config: RunConfig, launch: Launch, console: Console) -> int:
+def print_findings(command: Command, config: RunConfig, launch: Launch, run_dir: RunDir, console: Console) -> int:
     """The exit code of --dry-run: 0 when nothing would stop the run."""
+    from rollouts.cli import check_loss
     from rollouts.models.devices import look_at_device
     from rollouts.models.load import load_tokenizer, resolve_model
     from rollouts.preflight.checks import check_run
@@ -136,6 +156,7 @@ def print_findings(command: Command, config: RunConfig, launch: Launch, console:
         open_tokenizer=lambda path: load_tokenizer(path, chat_template=chat_template_path(config)),
         base_dir=Path.cwd(),
         check_loss=check_loss,
+        check_models=lambda tokenizer: check_reward_models(config, command.stages, run_dir, tokenizer),
         look_at_device=lambda: look_at_device(config.model.device, deterministic=config.deterministic, local_ranks=local_ranks),
     )
     return show(findings, console)
@@ -154,8 +175,7 @@ async def run_rank(command: Command, config: RunConfig, launch: Launch) -> int:
     from rollouts.models.load import resolve_model
 
     arm_crash_points(os.environ, rank=launch.rank)
-    if "rl" in command.stages and config.rl:
-        check_loss(config.rl)
+    check_losses(config, command.stages)
     choose_device = partial(choose_run_device, config, launch)
     async with open_ranks(launch, shard_size=config.distributed.shard_size, choose_device=choose_device) as opened:
         await serve_rank(opened, config, find_model=lambda name: resolve_model(name, seed=config.seed))
@@ -213,18 +233,20 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     restart, resume = choose_resume(run_dir, launch, asked=command.resume)
     check_run_dir(run_dir, config, resume=resume)
     if command.dry_run:
-        return print_findings(command, config, launch, console)
+        return print_findings(command, config, launch, run_dir, console)
     rows = load_all_rows(config, command.stages)
     named = load_functions(config, command.stages, base_dir=Path.cwd())
+    check_losses(config, command.stages)
     if "rl" in command.stages and config.rl:
-        check_loss(config.rl)
         check_engine_config(config.engine)
     device = choose_run_device(config, launch) if launch.world_size == 1 else ""  # ranks choose when they meet, and hear of a refusal
     for note in rows.notes():
         console.print(note, highlight=False, markup=False, soft_wrap=True)
     model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed), abandon_on_cancel=True)
     tokenizer = load_tokenizer(model_path, chat_template=chat_template_path(config))
+    check_reward_models(config, command.stages, run_dir, tokenizer)
     stop_ids = stop_token_ids(tokenizer, model_path)
+    preferences = prepare_all_preferences(config, command.stages, rows, tokenizer, context_length=read_context_length(model_path))
     conversations = prepare_rows(config, command.stages, rows, tokenizer, context_length=read_context_length(model_path))
     reach("start.checked")
     lock = lock_run_dir(run_dir)
@@ -256,9 +278,8 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
                     run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
                     reach("start.opened")
                     template, place = make_template_options(config), str(ranks.ranks.device) if ranks else device
-                    run = Run(
-                        config, run_dir, rows, conversations, functions, tokenizer, template, stop_ids, model_path, logger, stop, place, ranks
-                    )
+                    data = rows, conversations, preferences
+                    run = Run(config, run_dir, *data, functions, tokenizer, template, stop_ids, model_path, logger, stop, place, ranks)
                     finished = await run_stages(run, command.stages, model_path)
         nursery.cancel_scope.cancel()
     if not finished:
@@ -274,10 +295,11 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code. A known error is one message, without a traceback."""
-    command = parse_command_line(sys.argv[1:] if argv is None else argv)
     errors: list[RolloutsError] = []
     try:
+        command = parse_command_line(sys.argv[1:] if argv is None else argv)
         config = load_config(command.config_path, command.overrides)
+        check_mode(config, command.mode)
         relaunch = None if command.dry_run else choose_relaunch(config, os.environ, [__file__, *(sys.argv[1:] if argv is None else argv)])
         if relaunch is not None:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun would set, with a warning; torch's own threads are model.threads

@@ -18,7 +18,7 @@ from rollouts import __version__
 from rollouts.errors import ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
 
 if TYPE_CHECKING:
-    from rollouts.config.schema import RLTrainingConfig, RunConfig
+    from rollouts.config.schema import PreferenceTrainingConfig, RLTrainingConfig, RunConfig
     from rollouts.preflight.findings import Finding
 
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError)
@@ -71,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
         "check", help="what would stop a run, and what it will need, before it starts", epilog=SETTINGS_HELP, allow_abbrev=False
     )
     check.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
-    check.add_argument("--mode", choices=("sft", "rl", "sft+rl"), help="the stages to check (default: those the config has)")
+    check.add_argument("--mode", metavar="STAGES", help="the stages to check, joined by + (default: those the config has)")
     check.add_argument("--call", action="store_true", help="also call the reward, filters and curriculum once, on a made-up sample")
     check.set_defaults(run=run_check, takes_settings=True)
 
@@ -220,14 +220,19 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rich.console import Console
 
     from rollouts.config.load import load_config
+    from rollouts.config.modes import STAGES, check_mode, list_stages, parse_mode
     from rollouts.preflight.checks import look_at_run
     from rollouts.preflight.findings import print_findings
+    from rollouts.preflight.reward_models import check_reward_models
+    from rollouts.preflight.run_directory import choose_run_dir
     from rollouts.preflight.trial import call_functions
 
     config = load_config(arguments.config, overrides)
-    stages = arguments.mode.split("+") if arguments.mode else [stage for stage in ("sft", "rl") if getattr(config, stage) is not None]
+    stages = parse_mode(arguments.mode) if arguments.mode else list_stages(config)
     if not stages:
-        raise ConfigError(f"{arguments.config}: neither [sft] nor [rl]: there is nothing to train; add one of the tables")
+        tables = ", ".join(f"[{stage}]" for stage in STAGES)
+        raise ConfigError(f"{arguments.config}: none of {tables}: there is nothing to train; add one of the tables")
+    check_mode(config, arguments.mode or "+".join(stages))
     from rollouts.models.devices import look_at_device  # loads torch, seconds: after what can be wrong without it
     from rollouts.models.load import load_tokenizer, resolve_model
 
@@ -239,6 +244,7 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         open_tokenizer=lambda path: load_tokenizer(path, chat_template=template),
         base_dir=Path.cwd(),
         check_loss=check_loss,
+        check_models=lambda tokenizer: check_reward_models(config, stages, choose_run_dir(config), tokenizer),
         look_at_device=lambda: look_at_device(
             config.model.device, deterministic=config.deterministic, local_ranks=config.distributed.ranks
         ),
@@ -264,10 +270,21 @@ def check_output(config: RunConfig) -> list[Finding]:
     return findings
 
 
-def check_loss(config: RLTrainingConfig) -> None:
+def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> None:
     """Raises ConfigError or PlugInError if there is no such loss, or it cannot be called with these parameters on what a batch will hold."""
+    from rollouts.config import schema
+
+    if isinstance(config, schema.PreferenceTrainingConfig):
+        from rollouts.losses.row_losses import check_preference_loss
+
+        check_preference_loss(config.loss, config.loss_params, reference=config.reference != "none")
+        return
+    from rollouts.loops.algorithm import check_algorithms, needs_reference
     from rollouts.loops.rl_batch import make_loss_spec
     from rollouts.losses import try_loss
 
-    spec = make_loss_spec(config)
-    try_loss(spec.name, spec.params, unit=spec.unit, recompute_old=config.recompute_old, reference=config.kl_coef > 0)
+    def check(settings: RLTrainingConfig) -> None:
+        spec = make_loss_spec(settings)
+        try_loss(spec.name, spec.params, unit=spec.unit, recompute_old=settings.recompute_old, reference=needs_reference(settings))
+
+    check_algorithms(config, check)

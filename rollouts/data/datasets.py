@@ -15,6 +15,7 @@ from rollouts.data.held_out import exclude_from_mixture, exclude_prompts, prompt
 from rollouts.data.made_rows import make_python_rows, make_reasoning_gym_rows
 from rollouts.data.messages import check_messages
 from rollouts.data.mixture import Mixture, check_names
+from rollouts.data.preference_rows import split_labelled, split_pair
 from rollouts.data.rows import (
     BadRow,
     Row,
@@ -43,6 +44,7 @@ READERS: Mapping[SourceKind, Reader] = {
     "reasoning_gym": make_reasoning_gym_rows,
     "python": make_python_rows,
 }
+RESHAPES: Mapping[RowUse, Callable[[Row], Row]] = {"pair": split_pair, "labelled": split_labelled}
 
 
 def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> SourceRows:
@@ -59,7 +61,7 @@ def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> 
         try:
             if found.problem is not None:
                 raise found.problem
-            row = parse_row(found.value, source.columns, source.system_prompt)
+            row = parse_row(found.value, source.columns, source.system_prompt, RESHAPES.get(use))
             check_use(row, use)
             rows.append(row)
         except RowProblem as problem:

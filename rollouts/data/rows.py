@@ -12,7 +12,7 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -30,8 +30,9 @@ MAX_DEPTH = 64  # lists and objects inside each other
 SHOWN = 5  # malformed rows that an error lists
 
 
-RowUse = Literal["any", "prompt", "conversation"]  # prompt: RL and evaluation generate from it; conversation: SFT trains on it
-USE_OF_STAGE: Mapping[str, RowUse] = {"sft": "conversation", "rl": "prompt", "eval": "prompt"}
+RowUse = Literal["any", "prompt", "conversation", "pair", "labelled"]
+"""prompt: RL and evaluation generate from it; conversation: SFT trains on it; pair, labelled: see rollouts.data.preference_rows."""
+USE_OF_STAGE: Mapping[str, RowUse] = {"sft": "conversation", "rl": "prompt", "eval": "prompt", "preference": "pair", "reward_model": "pair"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +108,19 @@ def check_asked(row: Mapping[str, Any]) -> None:
         hint = f"; did you mean {close}?" if close else ""
         raise RowProblem("prompt", f"neither `prompt` nor `messages`; the row has {', '.join(row) or 'no fields'}{hint}")
     if "prompt" in row:
-        _check_prompt(row["prompt"])
+        check_prompt(row["prompt"])
     if "messages" in row:
-        _check_chat(row["messages"], "messages")
+        check_chat(row["messages"], "messages")
     if "tools" in row:
-        _check_chat(row["tools"], "tools")
+        check_chat(row["tools"], "tools")
 
 
-def _check_prompt(prompt: object) -> None:
+def check_prompt(prompt: object) -> None:
+    """Raises RowProblem unless it is text or chat messages that ask something."""
     if prompt is None:
         raise RowProblem("prompt", "prompt is null; it must be text or chat messages")
     if not isinstance(prompt, str):
-        _check_chat(prompt, "prompt")
+        check_chat(prompt, "prompt")
         _check_questions(as_messages(cast(Any, prompt)))
     elif not prompt.strip():
         raise RowProblem("prompt", "prompt is empty; it must be text or chat messages")
@@ -131,7 +133,8 @@ def _check_questions(messages: Sequence[ChatMessage]) -> None:
             raise RowProblem(field, f"{field} is empty; a user's turn asks something")
 
 
-def _check_chat(value: object, field: str) -> None:
+def check_chat(value: object, field: str) -> None:
+    """Raises RowProblem, naming the place, unless `value` is a list of chat messages, or of tools where `field` says so."""
     check = parse_tools if field == "tools" else check_messages
     try:
         check(value, where=field)
@@ -150,13 +153,14 @@ def require_prompts(rows: Iterable[Mapping[str, Any] | None], *, name: str) -> N
 # --- values ------------------------------------------------------------------------------------------------------------------
 
 
-def parse_row(value: object, columns: Mapping[str, str], system_prompt: str | None) -> Row:
-    """What a source gave as a row: columns renamed, values as JSON, the system prompt in place. Raises RowProblem."""
+def parse_row(value: object, columns: Mapping[str, str], system_prompt: str | None, reshape: Callable[[Row], Row] | None = None) -> Row:
+    """What a source gave as a row: columns renamed, values as JSON, put into another shape, the system prompt in place. Raises RowProblem."""
     if not isinstance(value, Mapping):
         kind = "null" if value is None else f"of type {type(value).__name__}"
         raise RowProblem("", f"the row is {kind}; it must be an object with `prompt` or `messages`")
     row = {key: to_json(inner, str(key)) for key, inner in take_columns(value, columns).items()}
     check_keys(row, "the row")
+    row = row if reshape is None else reshape(row)
     check_asked(row)
     if len(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()) > MAX_ROW_BYTES:
         raise RowProblem("", f"the row has more than {MAX_ROW_BYTES} bytes as JSON; shorten it or leave it out")

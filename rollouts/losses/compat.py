@@ -1,13 +1,14 @@
 """What other libraries compute by default, as settings of ours: plain records, nothing is imported from them.
 
 Defaults move: each record names the version that was read and the file in it. What cannot be said in our settings stands in `differs`.
-Compare a curve with theirs only after reading it. `to_rl_settings` gives the keys of an [rl] table.
+Compare a curve with theirs only after reading it. `to_rl_settings` gives the keys of an [rl] table. PRESETS has a library's default, TRL_GRPO each
+loss type of TRL.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from rollouts.types import LossUnit
@@ -26,7 +27,7 @@ class AlgorithmPreset:
     advantage_params: Mapping[str, Number] = field(default_factory=dict)
     loss: str  # a key of LOSSES
     loss_params: Mapping[str, Number] = field(default_factory=dict)  # beside the clip
-    clip_low: float | None = None  # the ratio is clipped below 1 − clip_low; None: the loss has no clip
+    clip_low: float | None = None  # the ratio is clipped below 1 − clip_low; None: the loss has no clip, or has it among its loss_params
     clip_high: float | None = None
     unit: LossUnit = "tokens"  # what the denominator counts
     constant: float | None = None  # the denominator where unit is "constant"
@@ -38,22 +39,57 @@ class AlgorithmPreset:
     differs: tuple[str, ...] = ()  # what the library does otherwise, a sentence each
 
 
-PRESETS: dict[str, AlgorithmPreset] = {
-    "trl": AlgorithmPreset(
+def _read_trl(settings: str, *differs: str, loss: str = "ppo_clip", unit: LossUnit = "tokens", **loss_params: Number) -> AlgorithmPreset:
+    """GRPO of TRL with its defaults beside `settings`."""
+    clip = 0.2 if loss == "ppo_clip" else None
+    return AlgorithmPreset(
         library="TRL 1.16.0",
-        source="trl/trainer/grpo_config.py, grpo_trainer.py: loss_type='dapo', scale_rewards='group', beta=0, sequence_mask with clip_max=3",
+        source=f"trl/trainer/grpo_config.py, grpo_trainer.py: {settings}, scale_rewards='group', beta=0, sequence_mask with clip_max=3",
         advantage="grpo",
         advantage_params={"std_epsilon": 1e-4},
-        loss="ppo_clip",
-        loss_params={"correction": "sequence_tis(cap=3)"},
-        clip_low=0.2,
-        clip_high=0.2,
+        loss=loss,
+        loss_params={"correction": "sequence_tis(cap=3)", "kl_importance": True, **loss_params},
+        clip_low=clip,
+        clip_high=clip,
+        unit=unit,
         recompute_old=True,
+        kl_in="loss",
+        kl_estimator="k3",
         differs=(
             "a row whose sequence weight is above 3 is dropped there and counts with weight 3 here",
+            "with a kl_coef, their beta: the weight for vLLM multiplies the KL term here, not there",
             "without vLLM there is no weight; several optimizer steps on one batch (steps_per_generation) see parts of it there, all of it here",
+            *differs,
         ),
+    )
+
+
+_EMPTY_ROWS = "a row without a trained token (mask_truncated_completions) counts in the mean over rows there, not here"
+_SEQUENCE_KL = "with a kl_coef: the KL term is multiplied by the row's ratio there, by the token's here"
+_BY_SEQUENCE = "importance_sampling_level='sequence'"
+
+TRL_GRPO: dict[str, AlgorithmPreset] = {
+    "dapo": _read_trl("loss_type='dapo'"),
+    "grpo": _read_trl("loss_type='grpo'", _EMPTY_ROWS, unit="sequences"),
+    "bnpo": _read_trl("loss_type='bnpo'", "a mean of the micro-batches' means there, the mean over the whole batch here"),
+    "dr_grpo": replace(
+        _read_trl("loss_type='dr_grpo'", "scale_rewards must be set to 'none' there, as the paper has it and this record", unit="constant"),
+        advantage="centred",
+        advantage_params={},
     ),
+    "cispo": _read_trl(
+        "loss_type='cispo', epsilon_high=5 as its help says", "without epsilon_high no ratio counts more than 0.2 there", loss="cispo", ratio_high=5.0
+    ),
+    "sapo": _read_trl("loss_type='sapo'", _EMPTY_ROWS, loss="sapo", unit="sequences", tau_positive=1.0, tau_negative=1.05),
+    "luspo": _read_trl(
+        f"loss_type='luspo', {_BY_SEQUENCE}", _EMPTY_ROWS, _SEQUENCE_KL, loss="gspo", unit="sequence_sums", clip_low=0.2, clip_high=0.2
+    ),
+    "gspo": _read_trl(f"loss_type='grpo', {_BY_SEQUENCE}", _EMPTY_ROWS, _SEQUENCE_KL, loss="gspo", unit="sequences", clip_low=0.2, clip_high=0.2),
+}
+"""GRPO of TRL by its loss_type, and "gspo", which has none of its own there. "vespo" is missing: none of our losses is that."""
+
+PRESETS: dict[str, AlgorithmPreset] = {
+    "trl": TRL_GRPO["dapo"],
     "verl": AlgorithmPreset(
         library="verl 0.9.1",
         source="verl/trainer/config/{ppo_trainer,actor/actor}.yaml and verl/trainer/ppo/core_algos.py with algorithm.adv_estimator=grpo",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-
 import torch
 from torch import Tensor
 
@@ -62,29 +60,15 @@ def kto_loss(
 def compute_kto_reference_point(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """z₀ = max(0, mean of log_probs − ref_log_probs) over the whole batch [B], a scalar without gradient: an estimate of KL(policy || reference).
 
-    The paper takes it from mismatched pairs: log-probs of `mismatch_completions`, each prompt with another prompt's response, under both
-    models. Given the batch's own responses it is biased upwards where training has already raised them, and costs no further pass.
-    It is of the whole batch: with several micro-batches or ranks average the differences over all before calling. Raises ValueError if there is
-    no row, for there is no mean.
+    The paper takes it from mismatched pairs: log-probs of each prompt with another prompt's response, under both models (whose response:
+    rollouts.data.preference.mismatch_completions). Given the batch's own responses it is biased upwards where training has already raised them,
+    and costs no further pass. It is of the whole batch: with several micro-batches or ranks average the differences over all before calling.
+    Raises ValueError if there is no row, for there is no mean.
     """
     check_one_per_pair("kto", log_probs=log_probs, ref_log_probs=ref_log_probs)
     if len(log_probs) == 0:
         raise ValueError("kto: no row to estimate the reference point from; give reference_point=0.0 to go without")
     return (log_probs - ref_log_probs).detach().mean().clamp(min=0)
-
-
-def mismatch_completions(prompt_ids: Sequence[Hashable]) -> list[int]:
-    """For each row the next row, cyclically, whose prompt is another one: its completion after this prompt makes a mismatched pair.
-
-    Raises ValueError if all prompts are the same: every completion then matches.
-    """
-    count = len(prompt_ids)
-    if len(set(prompt_ids)) < 2:
-        raise ValueError(f"{count} rows have {len(set(prompt_ids))} different prompt; mismatched pairs need at least two: draw larger batches")
-    following = [0] * (2 * count)
-    for row in range(2 * count - 2, -1, -1):
-        following[row] = row + 1 if prompt_ids[row % count] != prompt_ids[(row + 1) % count] else following[row + 1]
-    return [index % count for index in following[:count]]
 
 
 def compute_kto_weights(num_desirable: int, num_undesirable: int) -> tuple[float, float]:

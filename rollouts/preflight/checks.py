@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollouts.config.plugins import Role, load_function
-from rollouts.config.schema import DataSourceConfig, RLTrainingConfig, RolloutConfig, RunConfig, SFTTrainingConfig
+from rollouts.config.schema import (
+    DataSourceConfig,
+    PreferenceTrainingConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    RunConfig,
+    SFTTrainingConfig,
+)
 from rollouts.data.chat import ChatTokenizer, TemplateOptions, compute_loss_mask, render_prompt, tokenize_conversation, tokenize_prompt
 from rollouts.data.datasets import (
     Mixture,
@@ -27,15 +34,17 @@ from rollouts.data.datasets import (
 )
 from rollouts.data.messages import parse_tools
 from rollouts.data.mixture import check_names
-from rollouts.data.rows import USE_OF_STAGE, RowUse
+from rollouts.data.rows import RowUse
 from rollouts.data.sft import SFTMixture, prepare_sft_mixture, prepare_sft_rows
 from rollouts.engines.open import check_engine_config
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.filters import FILTERS
+from rollouts.loops.algorithm import list_algorithms
 from rollouts.preflight.estimate import Lengths, estimate_memory, estimate_work, read_model_size
 from rollouts.preflight.findings import Finding, reporting
 from rollouts.preflight.functions import check_reward_settings, load_advantage
-from rollouts.preflight.rows import Rows
+from rollouts.preflight.preferences import PREFERENCE_STAGES, check_preferences
+from rollouts.preflight.rows import Rows, choose_use
 from rollouts.types import IntArray
 
 if TYPE_CHECKING:
@@ -43,6 +52,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckedRun", "check_functions", "check_lengths", "check_run", "collect_rows", "look_at_run", "prepare_rows"]
 
+LossSection = PreferenceTrainingConfig | RLTrainingConfig  # the table of a stage that names its loss
 LOOKED_AT = 20_000  # rows that are tokenized: seconds; of more, the longest half of them and others evenly spaced
 SHOWN_BAD_ROWS = 20
 SHOWN_CHARACTERS = 600  # of a conversation whose trained parts are shown
@@ -53,7 +63,7 @@ class CheckedRun:
     """What was found, and the rows that were read on the way."""
 
     findings: list[Finding]
-    rows: Mapping[str, Sequence[Row]]  # of "eval", "sft" and "rl", as far as they could be read
+    rows: Mapping[str, Sequence[Row]]  # of "eval" and the stages, as far as they could be read
 
 
 def check_run(
@@ -63,7 +73,8 @@ def check_run(
     find_model: Callable[[str], Path],
     open_tokenizer: Callable[[Path], ChatTokenizer],
     base_dir: Path,
-    check_loss: Callable[[RLTrainingConfig], None] | None = None,
+    check_loss: Callable[[LossSection], None] | None = None,
+    check_models: Callable[[Any], object] | None = None,
     look_at_device: Callable[[], DeviceMemory] | None = None,
 ) -> list[Finding]:
     """The findings of `look_at_run`."""
@@ -74,6 +85,7 @@ def check_run(
         open_tokenizer=open_tokenizer,
         base_dir=base_dir,
         check_loss=check_loss,
+        check_models=check_models,
         look_at_device=look_at_device,
     )
     return run.findings
@@ -86,14 +98,16 @@ def look_at_run(
     find_model: Callable[[str], Path],
     open_tokenizer: Callable[[Path], ChatTokenizer],
     base_dir: Path,
-    check_loss: Callable[[RLTrainingConfig], None] | None = None,
+    check_loss: Callable[[LossSection], None] | None = None,
+    check_models: Callable[[Any], object] | None = None,
     look_at_device: Callable[[], DeviceMemory] | None = None,
 ) -> CheckedRun:
     """Everything that can be known about a run without weights: rows, functions, model directory, chat template, lengths, memory, work.
 
     `find_model` answers model.name with a directory, `open_tokenizer` opens the tokenizer in it; both raise ModelError when they cannot.
-    `check_loss` raises ConfigError or PlugInError for a loss that cannot be used, `look_at_device` says where the run would compute and raises
-    ConfigError where model.device is not to be had (both are asked for because they load torch); None: on the CPU.
+    `check_loss` raises ConfigError or PlugInError for a stage whose loss cannot be used; `check_models`, given the tokenizer, raises ConfigError or
+    ModelError for a reward model or a critic that RL cannot have; `look_at_device` says where the run would compute and raises ConfigError where
+    model.device is not to be had, None: on the CPU. They are asked for because they load torch.
     Raises: never for what files and users do; those become findings of level "error".
     """
     missing = [stage for stage in stages if getattr(config, stage) is None]
@@ -102,9 +116,10 @@ def look_at_run(
     present = [stage for stage in stages if stage not in missing]
     rows = collect_rows(config, present, findings)
     findings += check_functions(config, stages, base_dir=base_dir)
-    if check_loss and config.rl and "rl" in stages:
-        with reporting(findings, "rl.loss"):
-            check_loss(config.rl)
+    for stage, section in (("preference", config.preference), ("rl", config.rl)):
+        if check_loss and section and stage in stages:
+            with reporting(findings, f"{stage}.loss"):
+                check_loss(section)
     if "rl" in stages:
         with reporting(findings, "engine"):
             check_engine_config(config.engine)
@@ -120,6 +135,9 @@ def look_at_run(
         model_dir = find_model(config.model.name)
         tokenizer = open_tokenizer(model_dir)
         findings.append(Finding("ok", "model.name", str(model_dir)))
+        if check_models is not None:
+            with reporting(findings, "rl"):
+                check_models(tokenizer)
         lengths = check_lengths(config, present, rows, tokenizer, context_length=read_context_length(model_dir), findings=findings)
         findings += estimate_memory(config, present, lengths, read_model_size(model_dir), device=device)
     findings += estimate_work(config, present, {name: len(found) for name, found in rows.items()})
@@ -134,7 +152,7 @@ def collect_rows(config: RunConfig, stages: Sequence[str], findings: list[Findin
     rows: dict[str, list[Row]] = {}
     for stage in (*(["eval"] if config.eval else []), *stages):
         with reporting(findings, f"{stage}.data"):
-            sources = _read_sources(getattr(config, stage).data, f"{stage}.data", USE_OF_STAGE[stage], findings)
+            sources = _read_sources(getattr(config, stage).data, f"{stage}.data", choose_use(config, stage), findings)
             found = [row for source in sources for row in source.rows if row is not None]
             if not found and any(finding.level == "error" and finding.subject.startswith(f"{stage}.data") for finding in findings):
                 continue  # that there is no row follows from what was said
@@ -200,13 +218,26 @@ def check_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path)
     if config.eval and not config.eval.reward and not rollout.reward:
         findings.append(Finding("error", "eval.reward", "empty, and there is no rl.rollout.reward to fall back on; name a function of one sample"))
     if rl and "rl" in stages:
-        with reporting(findings, "rl.advantage"):
-            load_advantage(rl, base_dir=base_dir)
-            findings += [Finding("ok", "rl.advantage", rl.advantage)] if ":" in rl.advantage else []
+        findings += check_advantages(rl, base_dir=base_dir)
     for key, role, name in named_functions(config):
         with reporting(findings, key):
             load_function(name, role=role, base_dir=base_dir, built_in=FILTERS if role == "filter" else None)
             findings.append(Finding("ok", key, name))
+    return findings
+
+
+def check_advantages(rl: RLTrainingConfig, *, base_dir: Path) -> list[Finding]:
+    """One finding per advantage that [rl] or a change of it names and that is the user's or wrong."""
+    findings: list[Finding] = []
+    seen: list[tuple[str, object]] = []
+    for index, settings in enumerate(list_algorithms(rl)):
+        if (settings.advantage, settings.advantage_params) in seen:
+            continue
+        seen.append((settings.advantage, settings.advantage_params))
+        key = "rl.changes.advantage" if index else "rl.advantage"
+        with reporting(findings, key):
+            load_advantage(settings, base_dir=base_dir)
+            findings += [Finding("ok", key, settings.advantage)] if ":" in settings.advantage else []
     return findings
 
 
@@ -224,7 +255,7 @@ def named_functions(config: RunConfig) -> list[tuple[str, Role, str]]:
         found.append(("rl.loss", "loss", config.rl.loss if ":" in config.rl.loss else ""))
     if config.eval:
         found.append(("eval.reward", "reward", config.eval.reward))
-    for stage in ("sft", "rl", "eval"):
+    for stage in ("sft", "rl", *PREFERENCE_STAGES, "eval"):
         section = getattr(config, stage)
         found.extend((f"{stage}.data.function", "rows", source.function) for source in (section.data if section else ()))
     return [(key, role, name) for key, role, name in found if name]
@@ -272,6 +303,12 @@ def check_lengths(
         with reporting(findings, "sft.data"):
             options = replace(options, thinking=config.sft.thinking)
             longest_conversation = _check_conversations(config.sft, rows["sft"], tokenizer, context_length, options, findings)
+    for stage in PREFERENCE_STAGES:
+        if stage in stages and rows.get(stage):
+            with reporting(findings, f"{stage}.data"):
+                looked_at = [rows[stage][index] for index in _choose_rows([len(str(row)) for row in rows[stage]])]
+                longest = check_preferences(config, stage, looked_at, tokenizer, context_length=context_length, findings=findings)
+                longest_conversation = max(longest_conversation, longest)
     return Lengths(longest_prompt, longest_conversation)
 
 

@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollouts.config.schema import RLTrainingConfig, RunConfig, SFTTrainingConfig
+from rollouts.config.schema import PreferenceTrainingConfig, RewardModelTrainingConfig, RLTrainingConfig, RunConfig, SFTTrainingConfig
 from rollouts.errors import ModelError
+from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.models.host_memory import read_free_memory
 from rollouts.preflight.findings import Finding
 
 if TYPE_CHECKING:
     from rollouts.models.devices import DeviceMemory
 
+TrainingSection = SFTTrainingConfig | RLTrainingConfig | PreferenceTrainingConfig | RewardModelTrainingConfig
 FLOAT_BYTES = 4
 LARGEST_HEAD_BYTES = 100 << 20  # of a safetensors file's list of tensors, by its format
 
@@ -127,7 +129,13 @@ def _other_parts(config: RunConfig, stage: str, lengths: Lengths, size: ModelSiz
         parts[f"keys and values 8 x {rows} rows x {length} tokens x {size.layers} layers x {size.key_value}"] = cached
     if stage == "rl" and config.engine.kind == "local" and (config.engine.mode == "copied" or config.distributed.ranks > 1):
         parts["the engine's own weights"] = weights
-    if stage == "rl" and config.rl and config.rl.kl_coef > 0:
+    if stage == "rl" and config.rl and needs_reference(config.rl):
+        parts["the reference's weights"] = weights
+    if stage == "rl" and config.rl:
+        shards = config.distributed.shard_size or max(config.distributed.ranks, 1)
+        parts |= {"a critic of the same size": sum(_trained_parts(size, shards=shards).values())} if config.rl.critic else {}
+        parts |= {"a reward model of the same size": weights} if config.rl.rollout.reward_model else {}
+    if stage == "preference" and config.preference and config.preference.reference != "none":
         parts["the reference's weights"] = weights
     per_token = _activation_bytes(size, checkpointing=config.model.gradient_checkpointing)
     tokens = min(section.micro_batch_tokens, _tokens_of_step(section, lengths))
@@ -155,9 +163,10 @@ def _sampled_tokens(config: RunConfig, stage: str) -> int:
     return max(in_training, config.eval.max_new_tokens if config.eval else 0)
 
 
-def _tokens_of_step(section: SFTTrainingConfig | RLTrainingConfig, lengths: Lengths) -> int:
-    if isinstance(section, SFTTrainingConfig):
-        return section.batch_size * (lengths.conversation or section.max_length)
+def _tokens_of_step(section: TrainingSection, lengths: Lengths) -> int:
+    if not isinstance(section, RLTrainingConfig):
+        rows = section.batch_size * (1 if isinstance(section, SFTTrainingConfig) else 2)  # of a pair both; of a KTO row the mismatched one too
+        return rows * (lengths.conversation or section.max_length)
     rollout = section.rollout
     prompts = rollout.num_prompts * (1 if section.share_prefix else rollout.samples_per_prompt)
     return prompts * lengths.prompt + rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens
@@ -179,14 +188,16 @@ def _compare_memory(subject: str, parts: Mapping[str, int], free: int | None) ->
 def estimate_disk(config: RunConfig, stages: Sequence[str], size: ModelSize) -> Finding:
     """Checkpoints that stay, and the room for them."""
     one = 3 * FLOAT_BYTES * size.parameters
+    sizes = {stage: 2 * one if stage == "rl" and config.rl and config.rl.critic else one for stage in stages}  # a policy's holds its critic
     every, keep = config.output.checkpoint_every, config.output.keep_checkpoints
     written = {stage: math.ceil(getattr(config, stage).steps / every) if every else 1 for stage in stages}
-    kept = sum(min(count, keep) if keep else count for count in written.values())
-    needed = one * (kept + 1)  # the next one is written before the oldest goes
+    kept = {stage: min(count, keep) if keep else count for stage, count in written.items()}
+    needed = sum(sizes[stage] * count for stage, count in kept.items()) + max(sizes.values(), default=one)  # the next is written before one goes
     root = Path(config.output.dir or f"runs/{config.name}").absolute()
     free = shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free
-    each = f"{_gib(one)} each (weights and AdamW's moments)"
-    text = f"{sum(written.values())} written, {kept} kept, {each}, {_gib(needed)} at most; {_gib(free)} are free on disk"
+    beside = ", twice that with a critic" if one not in sizes.values() or len(set(sizes.values())) > 1 else ""
+    each = f"{_gib(one)} each (weights and AdamW's moments{beside})"
+    text = f"{sum(written.values())} written, {sum(kept.values())} kept, {each}, {_gib(needed)} at most; {_gib(free)} are free on disk"
     advice = "; set output.keep_checkpoints, or name another --output.dir" if needed > free else ""
     return Finding("warning" if needed > free else "ok", "checkpoints", text + advice)
 
@@ -201,6 +212,10 @@ def estimate_work(config: RunConfig, stages: Sequence[str], row_counts: Mapping[
         findings.append(Finding("ok", "sft: work", _describe_sft(config.sft, row_counts.get("sft", 0))))
     if config.rl and "rl" in stages:
         findings.append(Finding("ok", "rl: work", _describe_rl(config.rl, row_counts.get("rl", 0))))
+    if config.preference and "preference" in stages:
+        findings.append(Finding("ok", "preference: work", _describe_pairs(config.preference, row_counts.get("preference", 0))))
+    if config.reward_model and "reward_model" in stages:
+        findings.append(Finding("ok", "reward_model: work", _describe_pairs(config.reward_model, row_counts.get("reward_model", 0))))
     if config.eval and stages:
         findings.append(Finding("ok", "eval: work", _describe_evaluations(config, stages, row_counts.get("eval", 0))))
     return findings
@@ -215,6 +230,15 @@ def _describe_sft(sft: SFTTrainingConfig, rows: int) -> str:
     )
 
 
+def _describe_pairs(section: PreferenceTrainingConfig | RewardModelTrainingConfig, rows: int) -> str:
+    epochs = f", {section.steps * section.batch_size / rows:.3g} times through the rows" if rows else ""
+    tokens = 2 * section.batch_size * section.max_length
+    return (
+        f"{section.steps} optimizer steps of {section.batch_size} samples of two rows{epochs}; at most {tokens} tokens a step, each computed without "
+        "gradient first and then with it"
+    )
+
+
 def _describe_rl(rl: RLTrainingConfig, rows: int) -> str:
     rollout = rl.rollout
     samples = rollout.num_prompts * rollout.samples_per_prompt
@@ -222,7 +246,7 @@ def _describe_rl(rl: RLTrainingConfig, rows: int) -> str:
     tokens = samples * rollout.max_new_tokens
     epochs = f", {rl.steps * rollout.num_prompts / rows:.3g} times through the rows or more" if rows else ""
     extra = f" ({launched} launched)" if launched > samples else ""
-    in_all = f"{rl.steps * rl.updates_per_batch} optimizer steps and {rl.steps // rl.sync_every} updates of the engine in all"
+    in_all = f"{rl.steps * count_updates(rl)} optimizer steps and {rl.steps // rl.sync_every} updates of the engine in all"
     return (
         f"{rl.steps} steps of {rollout.num_prompts} prompts x {rollout.samples_per_prompt} samples = {samples}{extra}{epochs}; "
         f"at most {tokens} tokens sampled, {math.ceil(tokens / rl.micro_batch_tokens)} or more micro-batches at that length a step; {in_all}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollouts.config.schema import RunConfig
+from rollouts.config.schema import PreferenceTrainingConfig, RewardModelTrainingConfig, RLTrainingConfig, RunConfig, SFTTrainingConfig
 from rollouts.data.datasets import exclude_from_mixture, load_sources, unique_prompts
 from rollouts.data.mixture import Mixture
-from rollouts.data.rows import USE_OF_STAGE, BadRow, Row
+from rollouts.data.rows import USE_OF_STAGE, BadRow, Row, RowUse
 from rollouts.errors import ConfigError
 
 
@@ -45,13 +45,27 @@ def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
     bad = {"eval.data": _bad_rows(evaluation)} if evaluation else {}
     for stage in stages:
         name = f"{stage}.data"
-        section = config.sft if stage == "sft" else config.rl
+        section = read_section(config, stage)
         if section is None:
             raise ConfigError(f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another mode")
-        loaded = load_sources(section.data, name=name, use=USE_OF_STAGE[stage])
+        loaded = load_sources(section.data, name=name, use=choose_use(config, stage))
         bad[name] = _bad_rows(loaded)
         training[stage], left_out[stage] = exclude_from_mixture(loaded, held_out, name=name)
     return Rows(training, tuple(held_out), left_out, bad)
+
+
+def read_section(
+    config: RunConfig, stage: str
+) -> SFTTrainingConfig | RLTrainingConfig | PreferenceTrainingConfig | RewardModelTrainingConfig | None:
+    """The settings of a training stage; None if the config has none."""
+    sections = {"sft": config.sft, "rl": config.rl, "preference": config.preference, "reward_model": config.reward_model}
+    return sections[stage]
+
+
+def choose_use(config: RunConfig, stage: str) -> RowUse:
+    """What the rows of "eval" or a training stage must be: of preferences pairs, but labelled responses for KTO."""
+    is_kto = stage == "preference" and config.preference is not None and config.preference.loss == "kto"
+    return "labelled" if is_kto else USE_OF_STAGE[stage]
 
 
 def _bad_rows(mixture: Mixture) -> tuple[BadRow, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.checkpoints.load import list_checkpoints
+from rollouts.config.modes import STAGES
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from rollouts.run_dir import RunDir, checkpoint_manifest
 
@@ -21,12 +22,10 @@ def comparable(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_comparable(path: Path) -> list[dict[str, Any]]:
-    """The newest attempt's rows, in file order within a step."""
-    rows = read_rows(path)
-    newest = {(row["stage"], row["step"]): row["attempt"] for row in newest_attempts(rows)}
+    """The rows of the newest attempt at each step, or at each evaluation of a step, in file order where they are of the same one."""
     return sorted(
-        (comparable(row) for row in rows if row["attempt"] == newest[row["stage"], row["step"]]),
-        key=lambda row: (row["stage"], row["step"], str(row.get("id", ""))),
+        (comparable(row) for row in newest_attempts(read_rows(path))),
+        key=lambda row: (row["stage"], row["step"], str(row.get("name", "")), str(row.get("id", ""))),
     )
 
 
@@ -36,12 +35,13 @@ def weights_digest(checkpoint: Path) -> str:
 
 
 def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of every file of a checkpoint but its manifest, by relative path: weights, optimizer, random state, positions, the loop's state."""
+    """SHA-256 of every file of a checkpoint but its manifest, by relative path: weights, optimizer, random state, positions, the loop's state, and
+    all of a critic's."""
     paths = [path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint_manifest(checkpoint)]
     return {path.relative_to(checkpoint).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
 
 
-def find_differences(left: Path, right: Path, *, stages: tuple[str, ...] = ("sft", "rl"), stopped: bool = False) -> list[str]:
+def find_differences(left: Path, right: Path, *, stages: tuple[str, ...] = STAGES, stopped: bool = False) -> list[str]:
     """One line for each row file and each checkpoint in which the two run directories differ; empty if they are the same run.
 
     `stopped`: the right one was stopped on request, and may have the checkpoints of those moments besides.

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rollouts.data.preference import mismatch_completions
 from rollouts.errors import ConfigError
-from rollouts.losses.kto_loss import compute_kto_reference_point, compute_kto_weights, kto_loss, mismatch_completions
+from rollouts.losses.kto_loss import compute_kto_reference_point, compute_kto_weights, kto_loss
 from rollouts.losses.preference_pairs import linearise_row_loss
 from rollouts.types import merge_metrics, metric_values
 

@@ -259,7 +259,14 @@ data = { kind = "python", function = "r.py:rows", size = 1 }
 curriculum = "r.py:curriculum"
 advantage = "r.py:advantage"
 loss = "r.py:loss"
+changes = { from_step = 2, advantage = "r.py:advantage" }
 rollout = { reward = "r.py:score", generate = "r.py:generate", reward_combine = "r.py:combine", group_reward = "r.py:group", filters = ["r.py:keep"] }
+[preference]
+steps = 1
+data = { kind = "python", function = "r.py:rows", size = 1 }
+[reward_model]
+steps = 1
+data = { kind = "python", function = "r.py:rows", size = 1 }
 [eval]
 data = { kind = "python", function = "r.py:rows", size = 1 }
 reward = "r.py:score"

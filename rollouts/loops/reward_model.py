@@ -1,0 +1,79 @@
+"""Training of a reward model: pairs → a score per response → the Bradley-Terry loss of the whole batch → one step.
+
+The backend's model has a scalar head. A response's score is read at the last token that trains, its end of turn, as where RL samples end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollouts.config.schema import RewardModelTrainingConfig
+from rollouts.data.preference import PairSample, PreferenceMixture, select_preference_samples
+from rollouts.data.scores import make_score_batch, read_scores
+from rollouts.loops.hooks import LoopHooks
+from rollouts.loops.linearised import AsyncRowLoss, LinearisedStep, run_linearised_steps
+from rollouts.protocols import MetricsLogger, TrainingBackend
+from rollouts.types import RolloutBatch
+
+Measure = Callable[[NDArray[np.float64]], Awaitable[Mapping[str, float]]]
+"""rollouts.losses.row_losses.measure_calibration, run where torch may run."""
+
+
+async def run_reward_model_training(
+    backend: TrainingBackend,
+    data: PreferenceMixture[PairSample],
+    config: RewardModelTrainingConfig,
+    metrics_logger: MetricsLogger,
+    *,
+    loss: AsyncRowLoss,
+    seed: int = 0,
+    completed_steps: int = 0,
+    hooks: LoopHooks | None = None,
+) -> list[dict[str, float]]:
+    """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
+
+    Consumes tokenized pairs with their margins; produces weights inside `backend`, which has a scalar head. `loss` is
+    make_score_loss(config.centring) on the backend's thread. The pairs of a step are a pure function of (seed, step). As in
+    run_preference_training a pass without gradient comes first, so micro-batches and ranks do not matter.
+    """
+
+    async def prepare(step: int) -> LinearisedStep:
+        samples = select_preference_samples(data, config.batch_size, step - 1, seed)
+        rows = make_pair_score_batch(samples)
+        margins = np.asarray([sample.margin for sample in samples], np.float64)
+        return LinearisedStep(rows, await loss(await score_pairs(backend, rows), margins=margins))
+
+    return await run_linearised_steps(
+        backend,
+        prepare,
+        metrics_logger,
+        stage="reward_model",
+        steps=config.steps,
+        eval_every=config.eval_every,
+        completed_steps=completed_steps,
+        hooks=hooks or LoopHooks(),
+    )
+
+
+async def evaluate_reward_model(
+    backend: TrainingBackend, held_out: Sequence[PairSample], *, measure: Measure, name: str = "pairs"
+) -> dict[str, float]:
+    """`eval/{name}/accuracy`, `/ece`, `/brier` and `/nll` of held-out pairs under the backend's weights (see compute_pair_calibration); empty
+    without a pair. Raises ModelError if a score is not finite."""
+    if not held_out:
+        return {}
+    scores = await score_pairs(backend, make_pair_score_batch(held_out))
+    return {f"eval/{name}/{key}": value for key, value in (await measure(scores)).items()}
+
+
+def make_pair_score_batch(samples: Sequence[PairSample]) -> RolloutBatch:
+    """[2P] rows to score, chosen and rejected in turn."""
+    return make_score_batch([row.token_ids for sample in samples for row in sample.rows])
+
+
+async def score_pairs(backend: TrainingBackend, rows: RolloutBatch) -> NDArray[np.float64]:
+    """[B] the score of each row of a batch that make_score_batch made."""
+    return read_scores(await backend.forward(rows).result(), rows).astype(np.float64)

@@ -1,0 +1,343 @@
+"""Preference rows: one shape for every usual one, both responses after the same prompt, nothing lost without a count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollouts.config.load import load_config
+from rollouts.config.schema import DataSourceConfig, PreferenceTrainingConfig, RewardModelTrainingConfig, RunConfig
+from rollouts.data.datasets import load_sources
+from rollouts.data.mixture import Mixture, make_mixture
+from rollouts.data.preference import (
+    LabelledSample,
+    PairSample,
+    make_preference_batch,
+    mismatch_completions,
+    prepare_labelled_mixture,
+    prepare_pair_mixture,
+    prompt_of,
+    select_preference_samples,
+    split_held_out,
+)
+from rollouts.data.preference_rows import split_labelled, split_pair
+from rollouts.data.rows import RowProblem, SourceRows
+from rollouts.data.sft import prepare_sft_rows
+from rollouts.errors import ConfigError, DataError
+from rollouts.preflight.checks import check_run
+from rollouts.preflight.preferences import PreparedLabels, check_preferences, describe_counts, prepare_preferences
+from rollouts.preflight.rows import load_all_rows
+from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
+
+ASK, GOOD, BAD = {"role": "user", "content": "q"}, {"role": "assistant", "content": "ab"}, {"role": "assistant", "content": "c"}
+SPLIT = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
+# In ChatML with one token per byte a one-letter question takes 9 tokens and the assistant's header 11: the answer begins at 20.
+PAIR = {"prompt": "q", "chosen": "ab", "rejected": "c"}  # 20 + a, b, end = 23 tokens; 20 + c, end = 22
+
+
+def pairs(*rows, max_length=99):
+    return prepare_pair_mixture(make_mixture([None if row is None else split_pair(row) for row in rows]), byte_tokenizer(), max_length=max_length)
+
+
+def labels(*rows, max_length=99):
+    return prepare_labelled_mixture(make_mixture([split_labelled(row) for row in rows]), byte_tokenizer(), max_length=max_length)
+
+
+def text_of(row):
+    return byte_tokenizer().decode(row.token_ids)
+
+
+# --- shapes ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "q", "chosen": "ab", "rejected": "c"},
+        {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": [ASK], "chosen": "ab", "rejected": [BAD]},
+        {"prompt": [ASK], "chosen": GOOD, "rejected": BAD},
+        {"chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": "q", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+        {"prompt": None, "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+    ],
+)
+def test_every_usual_shape_of_a_pair_means_the_same(row):
+    assert split_pair(row) == SPLIT
+
+
+def test_a_pair_keeps_its_other_fields_and_a_margin_that_is_a_number():
+    assert split_pair({**PAIR, "margin": 2, "id": 7}) == {**SPLIT, "margin": 2, "id": 7}
+    assert split_pair({**PAIR, "margin": None}) == SPLIT
+
+
+def test_turns_before_the_response_are_part_of_the_prompt():
+    call, answer = {"role": "assistant", "content": "hm"}, {"role": "user", "content": "well?"}
+    row = split_pair({"prompt": "q", "chosen": [call, answer, GOOD], "rejected": [call, answer, BAD]})
+    assert row["prompt"] == [ASK, call, answer] and row["chosen"] == [GOOD]
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "said"),
+    [
+        ({"prompt": "q", "chosen": "a"}, "rejected", "no `rejected`; a pair has a prompt, a chosen and a rejected response"),
+        ({"prompt": "q", "chosen": "a", "rejectd": "b"}, "rejected", 'is it rejectd? Then set columns.rejected = "rejectd"'),
+        ({"chosen": "a", "rejected": "b"}, "prompt", "then chosen must be a whole conversation as chat messages"),
+        ({"prompt": "q", "chosen": " ", "rejected": "b"}, "chosen", "chosen is empty"),
+        ({"prompt": " ", "chosen": "a", "rejected": "b"}, "prompt", "prompt is empty"),
+        ({"prompt": "q", "chosen": 3, "rejected": "b"}, "chosen", "chosen is of type int"),
+        ({"chosen": [ASK], "rejected": [ASK, BAD]}, "chosen", "chosen ends with a turn of the role user"),
+        ({"chosen": [ASK, {**GOOD, "content": ""}], "rejected": [ASK, BAD]}, "chosen[1].content", "the last turn of chosen says nothing"),
+        ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "r"}, BAD]}, "rejected", "differ in message 0 already"),
+        ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]}, "rejected", "differ in message 1 already"),
+        ({"prompt": "other", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "chosen", "begins with a user's turn, but not with the row's prompt"),
+        ({**PAIR, "margin": "big"}, "margin", "margin is 'big'; it must be a number"),
+        ({**PAIR, "margin": True}, "margin", "margin is True"),
+    ],
+)
+def test_a_malformed_pair_says_what_is_wrong_with_it(row, field, said):
+    with pytest.raises(RowProblem) as caught:
+        split_pair(row)
+    assert said in str(caught.value)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "q", "completion": "a"}, "no `label`; a KTO row has a prompt, a completion and a label"),
+        ({"prompt": "q", "completion": "a", "label": 1}, "label is 1; it must be true for a good completion"),
+        ({"prompt": "q", "completion": "", "label": True}, "completion is empty"),
+        ({"completion": "a", "label": True}, "then completion must be a whole conversation"),
+    ],
+)
+def test_a_malformed_labelled_row_says_what_is_wrong_with_it(row, said):
+    with pytest.raises(RowProblem, match=said.replace("`", "`")):
+        split_labelled(row)
+    assert split_labelled({"completion": [ASK, GOOD], "label": False}) == {"prompt": [ASK], "completion": [GOOD], "label": False}
+
+
+def test_rows_are_read_by_their_columns_with_a_system_prompt_and_malformed_ones_are_holes(tmp_path):
+    rows = [{"question": "q", "best": "ab", "worst": "c"}, {"question": "q", "best": "ab"}, {"question": "r", "best": "x", "worst": "y"}]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    columns = {"prompt": "question", "chosen": "best", "rejected": "worst"}
+    source = DataSourceConfig(
+        kind="jsonl", path=str(tmp_path / "pairs.jsonl"), columns=columns, system_prompt="be brief", max_bad_fraction=0.5
+    )
+    (loaded,) = load_sources([source], name="preference.data", use="pair").sources
+    assert loaded.rows == ({**SPLIT, "prompt": [{"role": "system", "content": "be brief"}, ASK]}, None, loaded.rows[2])
+    assert "there is no worst" in str(loaded.bad[0])
+    with pytest.raises(DataError, match="1 of 3 rows is malformed"):
+        load_sources([source.model_copy(update={"max_bad_fraction": 0.1})], name="preference.data", use="pair")
+
+
+# --- tokens ------------------------------------------------------------------------------------------------------------------
+
+
+def test_both_responses_follow_the_same_prompt_and_rows_end_with_the_end_of_turn():
+    (sample,) = pairs(PAIR).samples
+    assert [text_of(row) for row in sample.rows] == [
+        f"<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n{answer}<|im_end|>" for answer in ("ab", "c")
+    ]
+    assert [np.flatnonzero(row.loss_mask).tolist() for row in sample.rows] == [[20, 21, 22], [20, 21]]
+    assert len(prompt_of(sample)) == 20 * 8
+
+
+def test_the_response_trains_as_the_last_turn_of_an_sft_row_does():
+    conversation = [ASK, GOOD, ASK, BAD]
+    row = {"chosen": conversation, "rejected": [*conversation[:-1], GOOD]}
+    for tokenizer in (byte_tokenizer(), family_tokenizer("qwen3"), family_tokenizer("llama3_1"), family_tokenizer("gemma")):
+        (sample,) = prepare_pair_mixture(make_mixture([split_pair(row)]), tokenizer, max_length=999).samples
+        (whole,) = prepare_sft_rows([{"messages": conversation}], tokenizer, max_length=999, train_on="last").samples
+        end = int(np.flatnonzero(whole.loss_mask)[-1]) + 1
+        assert sample.chosen.token_ids.tolist() == whole.token_ids[:end].tolist()
+        assert sample.chosen.loss_mask.tolist() == whole.loss_mask[:end].tolist()
+
+
+def test_margins_are_kept_and_are_0_where_there_is_none():
+    assert [sample.margin for sample in pairs({**PAIR, "margin": 2}, PAIR).samples] == [2.0, 0.0]
+
+
+def test_a_pair_falls_as_a_whole_and_by_reason():
+    late = {**PAIR, "prompt": "q" * 30}
+    data = pairs(PAIR, late, {**PAIR, "rejected": "ab"}, {**PAIR, "chosen": "xyz1", "rejected": "xyz2"}, max_length=23)
+    assert [sample.row_id for sample in data.samples] == [0]
+    assert data.dropped == {"no_trained_tokens": 1, "same_response": 2}  # xyz1 and xyz2 are one and the same within 23 tokens
+
+
+def test_a_cut_response_is_counted_and_trains_up_to_the_cut():
+    data = pairs({**PAIR, "chosen": "abcdef"}, PAIR, max_length=23)
+    assert data.truncated == 1
+    assert np.flatnonzero(data.samples[0].chosen.loss_mask).tolist() == [20, 21, 22]
+    assert text_of(data.samples[0].chosen).endswith("abc")
+
+
+def test_nothing_left_is_an_error_that_counts_the_reasons():
+    with pytest.raises(DataError, match=r"preference\.data: none of 2 rows can train \(no_trained_tokens: 2\); raise preference\.max_length=20"):
+        pairs(PAIR, PAIR, max_length=20)
+
+
+def test_a_mismatched_row_is_the_prompt_with_the_next_completion_of_another_prompt():
+    data = labels(
+        {"prompt": "q", "completion": "ab", "label": True},
+        {"prompt": "q", "completion": "c", "label": False},
+        {"prompt": "rr", "completion": "def", "label": True},
+    )
+    assert [text_of(sample.other) for sample in data.samples] == [
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\ndef<|im_end|>",
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\ndef<|im_end|>",
+        "<|im_start|>user\nrr<|im_end|>\n<|im_start|>assistant\nab<|im_end|>",
+    ]
+    assert [np.flatnonzero(sample.other.loss_mask).tolist() for sample in data.samples] == [[20, 21, 22, 23], [20, 21, 22, 23], [21, 22, 23]]
+    assert [sample.desirable for sample in data.samples] == [True, False, True]
+
+
+def test_a_mismatched_row_is_cut_at_max_length_too():
+    data = labels({"prompt": "q" * 5, "completion": "a", "label": True}, {"prompt": "r", "completion": "bcde", "label": True}, max_length=25)
+    assert [len(sample.other.token_ids) for sample in data.samples] == [25, 22]
+    assert data.samples[0].other.loss_mask.sum() == 1
+
+
+def test_kto_needs_two_prompts():
+    with pytest.raises(DataError, match=r"preference\.data: 2 rows have 1 different prompt; .* use rows of several prompts"):
+        labels({"prompt": "q", "completion": "a", "label": True}, {"prompt": "q", "completion": "b", "label": False})
+    assert mismatch_completions([b"x", b"y"]) == [1, 0]
+
+
+# --- held out, drawn, batched ------------------------------------------------------------------------------------------------
+
+
+def numbered(count, *, prompts=None):
+    return [{**PAIR, "prompt": str(prompts[index] if prompts else index)} for index in range(count)]
+
+
+def test_held_out_pairs_come_off_the_end_and_their_prompts_do_not_train():
+    training, held_out = split_held_out(pairs(*numbered(6, prompts=[5, 1, 2, 3, 4, 5])), 2)
+    assert [sample.row_id for sample in held_out] == [4, 5]
+    assert [sample.row_id for sample in training.samples] == [1, 2, 3]
+    assert training.dropped == {"held_out_prompt": 1}
+    assert training.sources[0].size == 3
+
+
+def test_every_source_gives_its_share_of_what_is_held_out():
+    rows = [split_pair(row) for row in numbered(9)]
+    sources = (SourceRows("a", 1.0, tuple(rows[:6])), SourceRows("b", 1.0, (*rows[6:8], None, rows[8])))
+    data = prepare_pair_mixture(Mixture(sources), byte_tokenizer(), max_length=99)
+    training, held_out = split_held_out(data, 3)
+    assert [(sample.row_id, len(prompt_of(sample))) for sample in held_out] == [(4, 160), (5, 160), (3, 160)]
+    assert [source.size for source in training.sources] == [4, 3]
+    assert training.sources[1].holes == {2}
+    assert len(training.samples) + len(held_out) == 9
+
+
+def test_something_must_be_left_to_train_on():
+    with pytest.raises(DataError, match=r"preference\.held_out=3 of 3 samples, and all others with the same prompts: none is left"):
+        split_held_out(pairs(*numbered(3)), 3)
+    assert split_held_out(pairs(*numbered(3)), 0)[1] == ()
+
+
+def test_holes_keep_their_place_and_are_never_drawn_and_an_epoch_has_every_pair_once():
+    rows = numbered(7)
+    data = pairs(*rows[:3], None, *rows[3:])
+    drawn = [sample.row_id for step in range(7) for sample in select_preference_samples(data, 2, step, 5)]
+    assert sorted(drawn[:7]) == sorted(drawn[7:]) == [0, 1, 2, 4, 5, 6, 7]
+    assert [sample.row_id for sample in select_preference_samples(data, 2, 3, 5)] == drawn[6:8]
+
+
+def test_a_batch_has_chosen_and_rejected_in_turn():
+    samples = pairs(*numbered(2)).samples
+    batch = make_preference_batch(samples)
+    assert [row.tolist() for row in batch.tokens] == [row.token_ids.tolist() for sample in samples for row in sample.rows]
+    assert batch.response_lengths.tolist() == [3, 2, 3, 2]
+    assert len(make_preference_batch(samples, rows_per_sample=1)) == 2
+    assert isinstance(samples[0], PairSample)
+
+
+# --- before a run ------------------------------------------------------------------------------------------------------------
+
+DATA = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
+
+
+def run_config(**section):
+    return RunConfig(preference=PreferenceTrainingConfig.model_validate({"data": DATA, "steps": 1, "max_length": 99, **section}))
+
+
+def test_a_stage_prepares_what_its_loss_trains_on():
+    rows = make_mixture([split_pair(row) for row in numbered(3)])
+    prepared = prepare_preferences(run_config(held_out=1), "preference", rows, byte_tokenizer(), context_length=99)
+    assert (len(prepared.training.samples), len(prepared.held_out)) == (2, 1)
+    labelled = make_mixture([split_labelled({"prompt": text, "completion": "a", "label": True}) for text in "xyz"])
+    kto = prepare_preferences(run_config(loss="kto"), "preference", labelled, byte_tokenizer(), context_length=None)
+    assert isinstance(kto, PreparedLabels) and isinstance(kto.training.samples[0], LabelledSample)
+    with pytest.raises(ConfigError, match=r"preference\.max_length: a row has 23 tokens, more than the context of 22; lower it"):
+        prepare_preferences(run_config(), "preference", rows, byte_tokenizer(), context_length=22)
+    with pytest.raises(ConfigError, match=r"no \[reward_model\] table"):
+        prepare_preferences(run_config(), "reward_model", rows, byte_tokenizer(), context_length=22)
+
+
+def test_a_check_says_what_trains_and_what_does_not():
+    config = RunConfig(reward_model=RewardModelTrainingConfig(data=DATA, steps=1, max_length=23))
+    rows = [split_pair(row) for row in ({**PAIR, "chosen": "abcdef"}, PAIR, {**PAIR, "prompt": "q" * 30})]
+    findings = []
+    longest = check_preferences(config, "reward_model", rows, byte_tokenizer(), context_length=None, findings=findings)
+    assert longest == 23
+    assert [(finding.level, finding.subject, finding.message) for finding in findings] == [
+        ("ok", "reward_model.data", "chosen of the first sample trains 3 of 23 tokens: 'abc'"),
+        ("ok", "reward_model.data", "rejected of the first sample trains 2 of 22 tokens: 'c<|im_end|>'"),
+        ("ok", "reward_model.data", "of 3 rows that were looked at 2 train and 0 are held out; the longest has 23 tokens of max_length=23"),
+        ("warning", "reward_model.data", "1 responses are cut at max_length=23"),
+        ("warning", "reward_model.data", "1 samples left out: no trained tokens"),
+    ]
+    prepared = prepare_preferences(config, "reward_model", make_mixture(rows), byte_tokenizer(), context_length=None)
+    assert describe_counts("reward_model", prepared, 23)[0] == "reward_model.data: 1 responses are cut at max_length=23"
+
+
+def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 40}', encoding="utf-8")
+    for name, rows in {
+        "pairs": [{**PAIR, "prompt": text} for text in ("a", "b", "held")],
+        "labels": [{"prompt": text, "completion": "x", "label": text < "b"} for text in ("a", "b", "held")],
+        "eval": [{"prompt": "held"}],
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "run.toml").write_text(
+        """
+        [preference]
+        steps = 1
+        loss = "kto"
+        max_length = 40
+        data = { kind = "jsonl", path = "labels.jsonl" }
+        [reward_model]
+        steps = 1
+        max_length = 40
+        data = { kind = "jsonl", path = "pairs.jsonl" }
+        [eval]
+        max_new_tokens = 10
+        data = { kind = "jsonl", path = "eval.jsonl" }
+        """,
+        encoding="utf-8",
+    )
+    config = load_config(tmp_path / "run.toml", ["--model.name", str(tmp_path / "model")])
+    stages = ("preference", "reward_model")
+    loaded = load_all_rows(config, stages)
+    assert {stage: len(loaded.training[stage].sources[0].rows) for stage in stages} == {"preference": 2, "reward_model": 2}
+    assert dict(loaded.left_out) == {"preference": 1, "reward_model": 1}
+    findings = check_run(config, stages, find_model=Path, open_tokenizer=lambda path: byte_tokenizer(), base_dir=tmp_path)
+    said = [f"{finding.subject}: {finding.message}" for finding in findings]
+    assert [text for text in said if "looked at" in text or "desirable" in text] == [
+        "preference.data: of 2 rows that were looked at 2 train and 0 are held out; the longest has 22 tokens of max_length=40",
+        "preference.data: 1 responses are desirable and 1 undesirable",
+        "reward_model.data: of 2 rows that were looked at 2 train and 0 are held out; the longest has 23 tokens of max_length=40",
+    ]
+    assert next(text for text in said if "work" in text).startswith("preference: work: 1 optimizer steps of 16 samples of two rows")
+    assert {finding.level for finding in findings if finding.subject.startswith(stages)} == {"ok"}
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n', encoding="utf-8")
+    findings = check_run(config, ("reward_model",), find_model=Path, open_tokenizer=lambda path: byte_tokenizer(), base_dir=tmp_path)
+    assert any("no `rejected`" in finding.message for finding in findings if finding.level == "error")
+    with pytest.raises(ConfigError, match=r"no \[sft\] table"):
+        load_all_rows(config, ("sft",))

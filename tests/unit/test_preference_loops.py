@@ -1,0 +1,495 @@
+"""DPO and its family, KTO: a step is the one that plain autograd takes, however the batch is divided; losses, metrics, resume, stops."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import trio
+from pydantic import ValidationError
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.config.schema import DataSourceConfig, OptimConfig, PreferenceTrainingConfig
+from rollouts.data.preference import (
+    LabelledSample,
+    PairSample,
+    count_labels,
+    make_preference_batch,
+    make_preference_mixture,
+    select_preference_samples,
+)
+from rollouts.data.scores import spread_scores
+from rollouts.data.sft import SFTSample
+from rollouts.device_thread import open_device_thread
+from rollouts.errors import ConfigError, PlugInError
+from rollouts.loops.linearised import on_thread
+from rollouts.loops.preference import evaluate_preferences, linearise_samples, run_preference_training, score_mixture
+from rollouts.losses.inputs import LossOutput
+from rollouts.losses.row_losses import check_preference_loss, make_kto_loss, make_pair_loss, make_preference_loss
+from rollouts.models.optim import create_adamw_optimizer
+from rollouts.testing.fakes import open_fake_backend
+from rollouts.types import LossSpec
+from tests.unit.test_loops import Diary, MemoryLogger
+from tests.unit.test_pytorch_backend import make_model
+from tests.unit.test_stopping import StoppedRun, request_at
+
+torch.set_num_threads(1)
+OPTIM = OptimConfig(lr=1e-3, max_grad_norm=None)
+DATA = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
+BETA = 0.3
+
+
+def make_row(rng: np.random.Generator, prompt: Sequence[int], row_id: int) -> SFTSample:
+    response = rng.integers(3, 60, rng.integers(1, 9))
+    tokens = np.concatenate([np.asarray(prompt, np.int64), response])
+    return SFTSample(tokens, np.arange(len(tokens)) >= len(prompt), row_id)
+
+
+def make_pairs(count: int, seed: int = 0) -> list[PairSample]:
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(3, 60, rng.integers(2, 7)).tolist() for _ in range(count)]
+    return [PairSample(make_row(rng, prompt, row), make_row(rng, prompt, row), row, margin=float(row)) for row, prompt in enumerate(prompts)]
+
+
+def make_labelled(count: int, seed: int = 0) -> list[LabelledSample]:
+    return [LabelledSample(pair.chosen, pair.rejected, index % 3 != 0, index) for index, pair in enumerate(make_pairs(count, seed))]
+
+
+def config_of(**changes: Any) -> PreferenceTrainingConfig:
+    return PreferenceTrainingConfig.model_validate({"data": DATA, "steps": 3, "batch_size": 4, "loss_params": {"beta": BETA}, **changes})
+
+
+@asynccontextmanager
+async def open_backend(model: Any = None, *, optim: OptimConfig = OPTIM, **options: Any) -> AsyncIterator[Any]:
+    model = make_model() if model is None else model
+    async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
+        yield PyTorchTrainingBackend(model, create_adamw_optimizer(model, optim), device_thread, optim=optim, total_steps=10, **options)
+
+
+class PlainReference:
+    """A LogProbScorer that runs another model row by row."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.scored = 0  # rows
+
+    async def score(self, batch: Any) -> tuple[Any, ...]:
+        self.scored += len(batch)
+        found = []
+        for tokens, mask in zip(batch.tokens, batch.loss_masks, strict=True):
+            log_probs = np.zeros(len(tokens), np.float32)
+            log_probs[1:] = token_log_probs(self.model, tokens).detach().float().numpy()
+            found.append(np.where(mask, log_probs, 0.0).astype(np.float32))
+        return tuple(found)
+
+
+def token_log_probs(model: Any, tokens: Any) -> Tensor:
+    """[T - 1] of tokens 1, 2, …: the plain forward pass."""
+    ids = torch.from_numpy(np.asarray(tokens))
+    return model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+def response_log_prob(model: Any, row: SFTSample) -> Tensor:
+    return token_log_probs(model, row.token_ids)[torch.from_numpy(row.loss_mask[1:])].sum()
+
+
+def reference_model(dtype: torch.dtype = torch.float32) -> Any:
+    return make_model(seed=1).to(dtype)
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
+    assert set(one) == set(other)
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], atol=tolerance, rtol=0.0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def plain_pair_loss(model: Any, reference: Any, sample: PairSample, loss: str) -> Tensor:
+    """What the papers write, of one pair."""
+    good, bad = (response_log_prob(model, row) for row in sample.rows)
+    len_good, len_bad = (int(row.loss_mask.sum()) for row in sample.rows)
+    if loss == "simpo":
+        return -logsigmoid(BETA * good / len_good - BETA * bad / len_bad - 1.0)
+    if loss == "orpo":
+        mean_good, mean_bad = good / len_good, bad / len_bad
+        odds = mean_good - torch.log(1 - mean_good.exp()) - mean_bad + torch.log(1 - mean_bad.exp())
+        return -mean_good - BETA * logsigmoid(odds)
+    with torch.no_grad():
+        ref_good, ref_bad = (response_log_prob(reference, row) for row in sample.rows)
+    gap = (good - ref_good) - (bad - ref_bad)
+    return {"dpo": -logsigmoid(BETA * gap), "ipo": (gap - 1 / (2 * BETA)) ** 2}[loss]
+
+
+def plain_kto_loss(model: Any, reference: Any, samples: Sequence[LabelledSample], weights: tuple[float, float]) -> Tensor:
+    """The mean over the batch, its reference point from the mismatched rows."""
+    with torch.no_grad():
+        gaps = [response_log_prob(model, sample.other) - response_log_prob(reference, sample.other) for sample in samples]
+        point = torch.stack(gaps).mean().clamp(min=0)
+    total: Any = 0.0
+    for sample in samples:
+        with torch.no_grad():
+            ref = response_log_prob(reference, sample.completion)
+        gap = response_log_prob(model, sample.completion) - ref
+        sign, weight = (1, weights[0]) if sample.desirable else (-1, weights[1])
+        total = total + weight * (1 - torch.sigmoid(sign * BETA * (gap - point)))
+    return total / len(samples)
+
+
+def train_plainly(model: Any, loss_of: Any, steps: int) -> list[float]:
+    """AdamW of torch, on the loss of each step (from 0)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, step)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+async def train_pairs(config: PreferenceTrainingConfig, samples: Any, *, model: Any = None, reference: Any = None, logger: Any = None, **loop: Any):
+    """(weights, metrics) after the loop on a fresh backend."""
+    options = {"micro_batch_tokens": config.micro_batch_tokens}
+    async with open_backend(model, **options) as backend:
+        good, bad = count_labels(samples) if config.loss == "kto" else (0, 0)
+        made = make_preference_loss(config.loss, config.loss_params, num_desirable=good, num_undesirable=bad)
+        history = await run_preference_training(
+            backend,
+            make_preference_mixture(samples),
+            config,
+            logger or MemoryLogger(),
+            loss=on_thread(backend.device_thread.submit, made),
+            reference=reference,
+            **loop,
+        )
+        return weights_of(backend.model), history
+
+
+# --- a step is the plain one -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo"])
+async def test_three_steps_are_those_of_plain_autograd(loss):
+    samples, config = make_pairs(6), config_of(loss=loss, reference="none" if loss in ("simpo", "orpo") else "precomputed")
+    reference, plain = reference_model(), make_model()
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        drawn = select_preference_samples(make_preference_mixture(samples), 4, step, 7)
+        return torch.stack([plain_pair_loss(model, reference, sample, loss) for sample in drawn]).mean()
+
+    losses = train_plainly(plain, loss_of, 3)
+    scorer = None if config.reference == "none" else PlainReference(reference)
+    trained, history = await train_pairs(config, samples, reference=scorer, seed=7)
+    np.testing.assert_allclose([row["loss/total"] for row in history], losses, rtol=2e-5)
+    assert_close(trained, weights_of(plain), 2e-5)  # AdamW divides by the gradient's size: rounding of small ones is seen
+    moved = max(float((trained[name] - before).abs().max()) for name, before in weights_of(make_model()).items())
+    assert moved > 1e-3, "something was trained"
+
+
+async def test_the_gradient_is_exact_in_float64():
+    samples = make_pairs(5)
+    reference, plain = reference_model(torch.float64), make_model().double()
+    scorer = PlainReference(reference)
+    torch.stack([plain_pair_loss(plain, reference, sample, "dpo") for sample in samples]).mean().backward()
+    loss = make_pair_loss("dpo", {"beta": BETA})
+    async with open_backend(make_model().double()) as backend:
+        _, found = await linearise_samples(
+            backend, samples, config_of(reference="live"), loss=on_thread(backend.device_thread.submit, loss), reference=scorer
+        )
+        rows = make_preference_batch(samples)
+        batch = dataclasses.replace(rows, advantages=spread_scores(found.advantages, rows))
+        await backend.forward_backward(batch, LossSpec("linear", unit="constant", constant=found.total)).result()
+        for (name, ours), (_, theirs) in zip(backend.model.named_parameters(), plain.named_parameters(), strict=True):
+            assert ours.grad is not None and theirs.grad is not None
+            # float32 between the passes: log-probs and slopes are arrays of that type
+            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-7, rtol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        await backend.reset().result()
+
+
+async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_balanced_weights():
+    samples, config = make_labelled(9), config_of(loss="kto", batch_size=5)
+    reference, plain = reference_model(), make_model()
+    # 6 desirable, 3 undesirable: 2 times as many, so the undesirable weigh 2 / (4/3) = 1.5
+
+    def loss_of(model: Any, step: int) -> Tensor:
+        return plain_kto_loss(model, reference, select_preference_samples(make_preference_mixture(samples), 5, step, 0), (1.0, 1.5))
+
+    losses = train_plainly(plain, loss_of, 3)
+    trained, history = await train_pairs(config, samples, reference=PlainReference(reference))
+    np.testing.assert_allclose([row["loss/total"] for row in history], losses, rtol=2e-5)
+    assert_close(trained, weights_of(plain), 2e-5)
+    assert history[0]["kto/undesirable_weight"] == 1.5
+    row = history[0]
+    assert row["rewards/margins"] == pytest.approx(row["rewards/chosen"] - row["rewards/rejected"])
+    assert row["kto/desirable/frac"] in (0.2, 0.4, 0.6, 0.8)
+
+
+async def test_kto_with_a_reference_point_of_its_own_scores_no_mismatched_rows():
+    samples = make_labelled(6)
+    config = config_of(loss="kto", steps=1, batch_size=6, loss_params={"beta": BETA, "reference_point": 0.0, "undesirable_weight": 2.0})
+    scorer = PlainReference(reference_model())
+    _, history = await train_pairs(config, samples, reference=scorer)
+    assert scorer.scored == 6
+    assert history[0]["kto/reference_point"] == 0.0
+    assert (history[0]["kto/desirable_weight"], history[0]["kto/undesirable_weight"]) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(("loss", "samples"), [("dpo", make_pairs(6)), ("kto", make_labelled(6))])
+async def test_micro_batches_change_nothing_but_rounding(loss, samples):
+    scorer = PlainReference(reference_model())
+    found = [await train_pairs(config_of(loss=loss, micro_batch_tokens=tokens), samples, reference=scorer) for tokens in (1, 8192)]
+    assert_close(found[0][0], found[1][0], 1e-5)
+    for one, other in zip(found[0][1], found[1][1], strict=True):
+        for name in ("loss/total", "rewards/chosen", "logps/rejected"):
+            assert one[name] == pytest.approx(other[name], abs=1e-5)
+
+
+async def test_a_precomputed_reference_is_asked_once_per_row_and_gives_what_a_live_one_gives():
+    samples, once, live = make_pairs(6), PlainReference(reference_model()), PlainReference(reference_model())
+    one = await train_pairs(config_of(steps=5), samples, reference=once)
+    other = await train_pairs(config_of(steps=5, reference="live"), samples, reference=live)
+    assert (once.scored, live.scored) == (12, 5 * 8)
+    assert_close(one[0], other[0], 0.0)
+    config, scorer = config_of(steps=5), PlainReference(reference_model())
+    scored = await score_mixture(make_preference_mixture(samples), config, scorer)
+    assert_close((await train_pairs(config, list(scored.samples)))[0], one[0], 0.0)  # the reference may be gone by then
+
+
+async def test_a_run_that_goes_on_is_the_unbroken_one(tmp_path):
+    samples, config = make_pairs(6), config_of(steps=5)
+    whole, history = await train_pairs(config, samples, reference=PlainReference(reference_model()), seed=3)
+    loss = make_pair_loss("dpo", config.loss_params)
+    data = make_preference_mixture(samples)
+    async with open_backend() as backend:
+        await run_preference_training(
+            backend, data, config.model_copy(update={"steps": 2}), MemoryLogger(), loss=on_thread(backend.device_thread.submit, loss),
+            reference=PlainReference(reference_model()), seed=3,
+        )  # fmt: skip
+        await backend.save(tmp_path / "two").result()
+    async with open_backend(make_model(seed=4)) as backend:
+        await backend.load(tmp_path / "two").result()
+        rest = await run_preference_training(
+            backend, data, config, MemoryLogger(), loss=on_thread(backend.device_thread.submit, loss),
+            reference=PlainReference(reference_model()), seed=3, completed_steps=2,
+        )  # fmt: skip
+        assert_close(weights_of(backend.model), whole, 0.0)
+    assert [row["loss/total"] for row in rest] == [row["loss/total"] for row in history[2:]]
+
+
+# --- what is logged, saved, evaluated ----------------------------------------------------------------------------------------
+
+
+async def test_metrics_are_the_true_losss_and_begin_at_log_2_where_policy_and_reference_agree():
+    logger, diary = MemoryLogger(), Diary(checkpoint_every=2)
+    config = config_of(eval_every=1, batch_size=6)  # all pairs in every step
+    _, history = await train_pairs(config, make_pairs(6), reference=PlainReference(make_model()), logger=logger, hooks=diary.hooks)
+    assert [(stage, step, version) for stage, step, version, _ in logger.steps] == [("preference", step, step - 1) for step in (1, 2, 3)]
+    first = history[0]
+    assert first["loss/total"] == pytest.approx(np.log(2.0), abs=1e-6)
+    assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+    assert {"rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"} <= set(first)
+    assert {"optim/lr", "optim/grad_norm", "entropy/mean", "time/log_probs", "time/train", "perf/trained_tokens_per_s"} <= set(first)
+    assert history[2]["loss/total"] < history[1]["loss/total"] < first["loss/total"]
+    assert history[2]["rewards/margins"] > history[1]["rewards/margins"] > 0
+    assert diary.entries == [("evaluate", 1), ("save", 2), ("evaluate", 2), ("save", 3)]
+
+
+async def test_a_step_that_is_not_finite_changes_nothing_and_has_no_loss():
+    class BrokenReference(PlainReference):
+        async def score(self, batch: Any) -> tuple[Any, ...]:
+            return tuple(np.where(mask, np.float32(np.inf), np.float32(0)) for mask in batch.loss_masks)
+
+    trained, history = await train_pairs(config_of(steps=1, reference="live"), make_pairs(4), reference=BrokenReference(None))
+    assert history[0]["optim/skipped_steps"] == 1.0
+    assert "loss/total" not in history[0] and "rewards/chosen" not in history[0]
+    assert_close(trained, weights_of(make_model()), 0.0)
+
+
+async def test_a_stop_request_saves_and_ends_after_the_step():
+    diary = Diary(stop_after=2)
+    _, history = await train_pairs(config_of(steps=9), make_pairs(4), reference=PlainReference(reference_model()), hooks=diary.hooks)
+    assert len(history) == 2 and diary.entries == [("save", 2)]
+
+
+async def test_held_out_pairs_give_accuracy_loss_and_perplexities():
+    samples, model, reference = make_pairs(5, seed=9), make_model(), reference_model()
+    async with open_backend(model) as backend:
+        loss = on_thread(backend.device_thread.submit, make_pair_loss("dpo", {"beta": BETA}))
+        found = await evaluate_preferences(backend, samples, config_of(), loss=loss, reference=PlainReference(reference))
+        assert await evaluate_preferences(backend, [], config_of(), loss=loss) == {}
+    with torch.no_grad():
+        losses = [float(plain_pair_loss(model, reference, sample, "dpo")) for sample in samples]
+        sums = [[float(response_log_prob(model, row)) for row in sample.rows] for sample in samples]
+    assert found["eval/pairs/loss"] == pytest.approx(np.mean(losses), abs=1e-5)
+    assert found["eval/pairs/accuracy"] == np.mean([value < np.log(2.0) for value in losses])
+    for kind, place in (("chosen", 0), ("rejected", 1)):
+        tokens = sum(int(sample.rows[place].loss_mask.sum()) for sample in samples)
+        assert found[f"eval/pairs/perplexity/{kind}"] == pytest.approx(np.exp(-sum(pair[place] for pair in sums) / tokens), rel=1e-5)
+
+
+async def test_a_held_out_pair_without_a_finite_loss_leaves_no_number_behind():
+    class BrokenReference(PlainReference):
+        async def score(self, batch: Any) -> tuple[Any, ...]:
+            return tuple(np.where(mask, np.float32(-np.inf), np.float32(0)) for mask in batch.loss_masks)
+
+    async with open_backend() as backend:
+        loss = on_thread(backend.device_thread.submit, make_pair_loss("dpo", {}))
+        found = await evaluate_preferences(backend, make_pairs(2), config_of(), loss=loss, reference=BrokenReference(None))
+    assert "eval/pairs/loss" not in found and "eval/pairs/rewards/chosen" not in found
+    assert found["eval/pairs/perplexity/chosen"] > 1.0
+
+
+async def test_held_out_labelled_responses_are_measured_by_their_label():
+    samples, model = make_labelled(5, seed=9), make_model()
+    async with open_backend(model) as backend:
+        loss = on_thread(backend.device_thread.submit, make_kto_loss({"beta": BETA, "desirable_weight": 1.0}, num_desirable=0, num_undesirable=0))
+        config = config_of(loss="kto")
+        found = await evaluate_preferences(backend, samples, config, loss=loss, reference=PlainReference(reference_model()), name="rows")
+    with torch.no_grad():
+        good = [sample.completion for sample in samples if sample.desirable]
+        nll = -sum(float(response_log_prob(model, row)) for row in good) / sum(int(row.loss_mask.sum()) for row in good)
+        plain = float(plain_kto_loss(model, reference_model(), samples, (1.0, 1.0)))
+    assert found["eval/rows/perplexity/chosen"] == pytest.approx(np.exp(nll), rel=1e-5)
+    assert found["eval/rows/loss"] == pytest.approx(plain, abs=1e-6)
+    assert "eval/rows/accuracy" not in found
+
+
+# --- settings ----------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_loss_with_a_reference_needs_one():
+    with pytest.raises(ConfigError, match=r"preference\.reference='precomputed' needs a reference model"):
+        await train_pairs(config_of(), make_pairs(4))
+    with pytest.raises(ConfigError, match=r"preference\.reference='live' needs a reference model"):
+        await train_pairs(config_of(reference="live"), make_pairs(4))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"loss": "simpo"}, "reference='precomputed' with loss='simpo', which compares with no reference model; set reference = 'none'"),
+        ({"loss": "dpo", "reference": "none"}, "set reference = 'precomputed' or 'live', or use one of simpo, cpo, orpo"),
+        ({"loss": "kto", "reference": "none"}, "reference='none' with loss='kto'"),
+        ({"steps": 0}, "greater than or equal to 1"),
+        ({"reference": "both"}, "'precomputed', 'live' or 'none'"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, said):
+    with pytest.raises(ValidationError) as caught:
+        config_of(**settings)
+    assert said in str(caught.value)
+
+
+def test_preferences_have_a_learning_rate_of_their_own():
+    assert config_of().optim.lr == config_of(optim={"warmup_steps": 5}).optim.lr == 1e-6
+    assert config_of(optim={"lr": 3e-6}).optim.lr == 3e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "reference", "said"),
+    [
+        ("sigmoid", {}, True, "preference loss 'sigmoid' is not known; did you mean 'dpo'?"),
+        ("apo_zero_unpaired", {}, True, "is 'kto' with loss_params = { reference_point = 0 }"),
+        ("dop", {}, True, "did you mean 'dpo'?"),
+        ("dpo", {"betta": 0.1}, True, "preference loss 'dpo' has no parameter 'betta'; it takes beta, label_smoothing"),
+        ("dpo", {"beta": -1.0}, True, "dpo: beta=-1.0 must be above 0"),
+        ("kto", {"betta": 1.0}, True, "unexpected keyword argument 'betta'"),
+        ("kto", {"beta": "x"}, True, "are not what the loss takes"),
+        ("kto", {}, False, "compares with a reference model"),
+        ("orpo", {}, True, "compares with no reference model"),
+        (f"{__name__}:own_loss", {}, True, "compares with no reference model"),
+    ],
+)
+def test_a_loss_that_cannot_be_used_is_found_before_a_run(name, params, reference, said):
+    with pytest.raises(ConfigError) as caught:
+        check_preference_loss(name, params, reference=reference)
+    assert said in str(caught.value)
+
+
+def own_loss(chosen: Tensor, rejected: Tensor, *, weight: float = 1.0) -> Any:
+    return LossOutput(weight * (rejected - chosen).sum(), float(len(chosen)), {})
+
+
+async def test_a_function_of_the_user_is_a_loss():
+    name = f"{__name__}:own_loss"
+    check_preference_loss(name, {"weight": 2.0}, reference=False)
+    with pytest.raises(PlugInError, match="cannot be imported"):
+        check_preference_loss("no.such:loss", {}, reference=False)
+    found = make_pair_loss(name, {"weight": 2.0})(np.asarray([-1.0, -3.0, -2.0, -2.5]), ref_log_probs=None, lengths=np.ones(4))
+    assert (found.loss, found.total, found.advantages.tolist()) == (-2.5, 2.0, [2.0, -2.0, 2.0, -2.0])
+    check_preference_loss("dpo", {"beta": 0.1}, reference=True)
+    check_preference_loss("kto", {"beta": 0.1, "reference_point": 0}, reference=True)
+
+
+def test_kto_of_one_kind_alone_needs_weights():
+    with pytest.raises(ConfigError, match=r"3 desirable and 0 undesirable rows; .* set loss_params\.desirable_weight"):
+        make_kto_loss({}, num_desirable=3, num_undesirable=0)
+    assert make_kto_loss({"desirable_weight": 1.0}, num_desirable=3, num_undesirable=0) is not None
+
+
+def test_slopes_of_a_pair_are_dpos_by_hand():
+    # Δ = (−10 + 11) − (−12 + 11.5) = 1.5, β = .1: loss −log σ(.15) = .620957, slope of π_c −.1·σ(−.15) = −.0462570
+    found = make_pair_loss("dpo", {"beta": 0.1})(np.asarray([-10.0, -12.0]), ref_log_probs=np.asarray([-11.0, -11.5]), lengths=np.asarray([5, 4]))
+    assert found.loss == pytest.approx(0.620957, abs=1e-6)
+    np.testing.assert_allclose(found.advantages, [0.0462570, -0.0462570], atol=1e-7)
+
+
+# --- stops, on fakes in virtual time -----------------------------------------------------------------------------------------
+
+
+async def run_stopped(run: StoppedRun, *, reference_s: float = 0.0, **changes: Any) -> list[dict[str, float]]:
+    """A pass without gradient, one with it and the optimizer's step take 30 s each; micro-batches 3 s."""
+    history: list[list[dict[str, float]]] = []
+    sums = make_pair_loss("dpo", {})
+
+    class SlowReference:
+        async def score(self, batch: Any) -> tuple[Any, ...]:
+            await trio.sleep(reference_s)
+            return tuple(np.zeros(len(row), np.float32) for row in batch.tokens)
+
+    async def loss(*args: Any, **kwargs: Any) -> Any:
+        return sums(*args, **kwargs)
+
+    async with open_fake_backend(step_s=30.0, micro_batch_s=3.0) as backend, trio.open_nursery() as nursery:
+        hooks = run.hooks(backend)
+        run.began = trio.current_time()
+        nursery.start_soon(request_at, run.stop, run.began + run.at_s)
+        config = config_of(steps=9, loss_params={}, **changes)
+        with run.stop.training():
+            data = make_preference_mixture(make_pairs(6))
+            history.append(
+                await run_preference_training(backend, data, config, MemoryLogger(), loss=loss, reference=SlowReference(), hooks=hooks)
+            )
+        nursery.cancel_scope.cancel()
+    return history[0]
+
+
+@pytest.mark.parametrize("at_s", [100.0, 130.0])  # in the second step's pass without gradient, and in the one with it
+async def test_a_step_that_does_not_fit_is_cut_in_either_pass_and_the_one_before_is_saved(autojump_clock, at_s):
+    run = StoppedRun(at_s=at_s)
+    assert len(await run_stopped(run)) == 1
+    assert run.saved == [("before", 1, 1, at_s + 3)], "3 s after the signal"
+
+
+async def test_a_first_step_that_is_cut_leaves_nothing_to_save(autojump_clock):
+    run = StoppedRun(at_s=10.0)
+    assert await run_stopped(run) == []
+    assert run.saved == []
+
+
+@pytest.mark.parametrize("reference", ["precomputed", "live"])
+async def test_a_reference_that_hangs_does_not_hold_the_stop(autojump_clock, reference):
+    run = StoppedRun(at_s=50.0)
+    assert await run_stopped(run, reference_s=1000.0, reference=reference) == []
+    assert run.saved == []

@@ -1,0 +1,170 @@
+"""A reward model's step is the one that plain autograd takes on transformers' own classification model; its measures are those of its scores."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForSequenceClassification
+
+from rollouts.backends.pytorch import PyTorchTrainingBackend
+from rollouts.config.schema import DataSourceConfig, OptimConfig, RewardModelTrainingConfig
+from rollouts.data.preference import PairSample, make_preference_mixture, select_preference_samples
+from rollouts.device_thread import open_device_thread
+from rollouts.errors import ModelError
+from rollouts.loops.linearised import on_thread
+from rollouts.loops.reward_model import evaluate_reward_model, run_reward_model_training
+from rollouts.losses.row_losses import make_score_loss, measure_calibration
+from rollouts.models.export import save_hf_model
+from rollouts.models.load import load_tokenizer, resolve_model
+from rollouts.models.optim import create_adamw_optimizer
+from rollouts.models.scalar_head import get_scalar_weight, load_scalar_model, set_padding_token
+from tests.unit.test_loops import Diary, MemoryLogger
+from tests.unit.test_preference_loops import assert_close, make_pairs, weights_of
+
+torch.set_num_threads(1)
+OPTIM = OptimConfig(lr=1e-3, max_grad_norm=None)
+CENTRING = 0.05
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small reward model with a random head."""
+    cache = tmp_path_factory.mktemp("models")
+    causal = resolve_model("tiny:llama", cache_dir=cache)
+    model = load_scalar_model(causal)
+    set_padding_token(model, load_tokenizer(causal))
+    with torch.no_grad():
+        get_scalar_weight(model).copy_(torch.randn((1, 64), generator=torch.Generator().manual_seed(1)) * 0.1)
+    save_hf_model(model, cache / "scalar", load_tokenizer(causal))
+    return cache / "scalar"
+
+
+def config_of(**changes: Any) -> RewardModelTrainingConfig:
+    data = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
+    return RewardModelTrainingConfig.model_validate({"data": data, "steps": 3, "batch_size": 4, "centring": CENTRING, **changes})
+
+
+@asynccontextmanager
+async def open_backend(path: Path, **options: Any) -> AsyncIterator[Any]:
+    model = load_scalar_model(path)
+    async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
+        yield PyTorchTrainingBackend(model, create_adamw_optimizer(model, OPTIM), device_thread, optim=OPTIM, total_steps=10, **options)
+
+
+async def train(backend: Any, samples: Sequence[PairSample], config: RewardModelTrainingConfig, logger: Any = None, **loop: Any):
+    loss = on_thread(backend.device_thread.submit, make_score_loss(config.centring))
+    return await run_reward_model_training(backend, make_preference_mixture(samples), config, logger or MemoryLogger(), loss=loss, **loop)
+
+
+def score(model: Any, tokens: Any) -> Tensor:
+    """What transformers says of the whole sequence."""
+    return model(input_ids=torch.from_numpy(np.asarray(tokens))[None]).logits[0, 0]
+
+
+def plain_loss(model: Any, samples: Sequence[PairSample]) -> Tensor:
+    losses = []
+    for sample in samples:
+        good, bad = (score(model, row.token_ids) for row in sample.rows)
+        losses.append(-logsigmoid(good - bad - sample.margin) + CENTRING * (good + bad) ** 2)
+    return torch.stack(losses).mean()
+
+
+async def test_three_steps_are_those_of_plain_autograd_with_margins_and_centring(model_path):
+    samples = make_pairs(6)  # their margins are 0, 1, 2, …
+    plain = AutoModelForSequenceClassification.from_pretrained(model_path).eval()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=0.0)
+    losses = []
+    for step in range(3):
+        loss = plain_loss(plain, select_preference_samples(make_preference_mixture(samples), 4, step, 7))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    async with open_backend(model_path) as backend:
+        before = weights_of(backend.model)
+        history = await train(backend, samples, config_of(), seed=7)
+        trained = weights_of(backend.model)
+    np.testing.assert_allclose([row["loss/total"] for row in history], losses, rtol=2e-5)
+    assert_close(trained, weights_of(plain), 3e-5)
+    assert float((trained["score.weight"] - before["score.weight"]).abs().max()) > 1e-3
+
+
+async def test_micro_batches_change_nothing_but_rounding(model_path):
+    samples, found = make_pairs(6), []
+    for tokens in (1, 8192):
+        async with open_backend(model_path, micro_batch_tokens=tokens) as backend:
+            history = await train(backend, samples, config_of())
+            found.append((weights_of(backend.model), history))
+    assert_close(found[0][0], found[1][0], 1e-5)
+    assert [row["loss/total"] for row in found[0][1]] == pytest.approx([row["loss/total"] for row in found[1][1]], abs=1e-6)
+
+
+async def test_a_run_that_goes_on_is_the_unbroken_one(model_path, tmp_path):
+    samples, config = make_pairs(6), config_of(steps=4)
+    async with open_backend(model_path) as backend:
+        history = await train(backend, samples, config, seed=3)
+        whole = weights_of(backend.model)
+    async with open_backend(model_path) as backend:
+        await train(backend, samples, config_of(steps=2), seed=3)
+        await backend.save(tmp_path / "two").result()
+    async with open_backend(model_path) as backend:
+        await backend.load(tmp_path / "two").result()
+        rest = await train(backend, samples, config, seed=3, completed_steps=2)
+        assert_close(weights_of(backend.model), whole, 0.0)
+    assert [row["loss/total"] for row in rest] == [row["loss/total"] for row in history[2:]]
+
+
+async def test_metrics_are_of_the_scores_and_steps_are_logged_and_saved(model_path):
+    logger, diary, samples = MemoryLogger(), Diary(checkpoint_every=1), make_pairs(4)
+    async with open_backend(model_path) as backend:
+        with torch.no_grad():
+            scores = [[float(score(backend.model, row.token_ids)) for row in sample.rows] for sample in samples]
+        history = await train(backend, samples, config_of(steps=2, eval_every=1), logger, hooks=diary.hooks)
+    first = history[0]
+    gaps = [good - bad for good, bad in scores]
+    assert first["rewards/margins"] == pytest.approx(np.mean(gaps), abs=1e-5)
+    assert first["rewards/accuracies"] == np.mean([gap > 0 for gap in gaps])
+    assert first["rewards/max"] == pytest.approx(np.max(scores), abs=1e-5)
+    assert [(stage, step) for stage, step, _, _ in logger.steps] == [("reward_model", 1), ("reward_model", 2)]
+    assert diary.entries == [("save", 1), ("evaluate", 1), ("save", 2)]
+
+
+async def test_a_reward_model_learns_which_token_is_good(model_path):
+    rng = np.random.default_rng(0)
+    pairs = make_pairs(24, seed=2)
+    for pair in pairs:  # token 7 ends every chosen response, token 9 every other
+        pair.chosen.token_ids[-1], pair.rejected.token_ids[-1] = 7, 9
+    order = [int(index) for index in rng.permutation(24)]
+    training, held_out = [pairs[index] for index in order[:16]], [pairs[index] for index in order[16:]]
+    async with open_backend(model_path) as backend:
+        measure = on_thread(backend.device_thread.submit, measure_calibration)
+        before = await evaluate_reward_model(backend, held_out, measure=measure)
+        await train(backend, training, config_of(steps=25, batch_size=8, centring=0.01))
+        after = await evaluate_reward_model(backend, held_out, measure=measure)
+        assert await evaluate_reward_model(backend, [], measure=measure) == {}
+    assert set(before) == {"eval/pairs/accuracy", "eval/pairs/ece", "eval/pairs/brier", "eval/pairs/nll"}
+    assert after["eval/pairs/accuracy"] == 1.0
+    assert after["eval/pairs/nll"] < 0.5 * before["eval/pairs/nll"]
+
+
+def test_calibration_by_hand():
+    # gaps ln 3 and −ln 3: p = 3/4 and 1/4; both bets have confidence 3/4, one is right: accuracy 1/2, error 1/4, Brier (1/16 + 9/16) / 2
+    found = measure_calibration(np.asarray([np.log(3.0), 0.0, 0.0, np.log(3.0)]))
+    assert found == pytest.approx({"accuracy": 0.5, "ece": 0.25, "brier": 0.3125, "nll": -(np.log(0.75) + np.log(0.25)) / 2})
+    with pytest.raises(ModelError, match="the scores of the reward model cannot be measured: the scores of pair 0 differ by nan"):
+        measure_calibration(np.asarray([np.nan, 0.0]))
+
+
+def test_slopes_of_scores_by_hand():
+    # s_c = 1.2, s_r = .4, m = .5, centring .01: logit .3, loss .554355 + .0256; slope of s_c −σ(−.3) + .02·1.6 = −.393557
+    found = make_score_loss(0.01)(np.asarray([1.2, 0.4]), margins=np.asarray([0.5]))
+    assert found.loss == pytest.approx(0.554355 + 0.0256, abs=1e-6)
+    np.testing.assert_allclose(found.advantages, [0.4255575 - 0.032, -0.4255575 - 0.032], atol=1e-6)
