@@ -78,7 +78,7 @@ class EngineProcess:
         self._env = env
         self._key_file = secret_dir / f"{name}.yaml"
         self._start_s, self._stop_s = start_s, stop_s
-        self._life: _Life | None = None
+        self._life: GuardedProcess | None = None
         self._turn = trio.Lock()  # one start or restart at a time
 
     @property
@@ -152,13 +152,14 @@ class EngineProcess:
         self.starts += 1
         if self._command.kind == "sglang":
             write_private(self._key_file, f'api-key: "{self.api_key}"\n')
+        headline = f"start {self.starts} of {self.name}"
         try:
-            life = self._life = await _open_life(arguments, env, self.log_path, headline=f"start {self.starts} of {self.name}", grace_s=self._stop_s)
+            life = self._life = await start_guarded(arguments, env, self.log_path, headline=headline, grace_s=self._stop_s)
             await self._wait_ready(life)
         finally:
             self._key_file.unlink(missing_ok=True)
 
-    async def _wait_ready(self, life: _Life) -> None:
+    async def _wait_ready(self, life: GuardedProcess) -> None:
         ready = foreign = False
         with trio.move_on_after(self._start_s):
             async with trio.open_nursery() as nursery:
@@ -188,7 +189,7 @@ class EngineProcess:
         what = f"{self._describe(life)} before it was ready" if life.has_ended else f"{self.name} was not ready after start_s={self._start_s:g}"
         raise EngineSetupError(f"{what}; what it said last is the reason, or set engine.python and engine.args otherwise\n{tail}")
 
-    def _describe(self, life: _Life) -> str:
+    def _describe(self, life: GuardedProcess) -> str:
         if "failed" in life.said:
             return f"{self.name} did not start: {life.said['failed']}"
         code = life.said.get("ended")
@@ -198,7 +199,7 @@ class EngineProcess:
             return f"{self.name} (pid {life.pid}) was killed by {describe_signal(-code)}"
         return f"{self.name} (pid {life.pid}) ended with exit code {code}"
 
-    def _read_tail(self, life: _Life) -> str:
+    def _read_tail(self, life: GuardedProcess) -> str:
         """The last lines of this life's log and where it is, without the key."""
         lines = read_tail(self.log_path, start=life.log_start).replace(self.api_key or "<key>", "<key>")
         return f"last lines of {self.log_path}:\n{lines}"
@@ -209,7 +210,7 @@ class _PortTaken(EngineSetupError):
 
 
 @dataclass(slots=True, eq=False)
-class _Life:
+class GuardedProcess:
     """One start of a server, through the pipes of its guard."""
 
     guard: trio.Process
@@ -257,8 +258,8 @@ class _Life:
             await trio.aclose_forcefully(self.guard.stdout)
 
 
-async def _open_life(arguments: Sequence[str], env: Mapping[str, str], log_path: Path, *, headline: str, grace_s: float) -> _Life:
-    """The guard started and the server on its way, writing to the log after a dated line."""
+async def start_guarded(arguments: Sequence[str], env: Mapping[str, str], log_path: Path, *, headline: str, grace_s: float) -> GuardedProcess:
+    """The guard started and the server on its way, writing to the log after a dated line. Any program may be guarded so; its stdin is empty."""
     settings = {"command": list(arguments), "parent_pid": os.getpid(), "grace_s": grace_s, "inner": False}
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
@@ -273,7 +274,7 @@ async def _open_life(arguments: Sequence[str], env: Mapping[str, str], log_path:
             env=env,
             start_new_session=True,
         )
-        return _Life(guard, start)
+        return GuardedProcess(guard, start)
     finally:
         os.close(log)
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from rollouts.data.preference import mismatch_completions
 from rollouts.losses.distillation import gkd_loss
 from rollouts.losses.inputs import LossInputs, LossOutput
-from rollouts.losses.kto_loss import compute_kto_reference_point, kto_loss, mismatch_completions
+from rollouts.losses.kto_loss import compute_kto_reference_point, kto_loss
 from rollouts.losses.preference_losses import TRL_LOSS_TYPES, compute_preference_loss
 from rollouts.losses.preference_pairs import compute_pair_log_probs, compute_row_log_probs
 from rollouts.losses.reward_model_losses import bradley_terry_loss

@@ -1,0 +1,1 @@
+"""Training runs that show that each algorithm learns: python -m benchmarks.curves."""

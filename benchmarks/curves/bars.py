@@ -1,0 +1,130 @@
+"""Jobs, the bars that their runs must clear, and the arithmetic of a verdict.
+
+    rises   mean of the last quarter of steps - mean of the first >= `errors` standard errors of that difference
+    near    |mean of the last third of steps - target| <= tolerance
+    beyond  mean of the last third of steps > target + tolerance
+    ends    mean of the last quarter of steps, or the last evaluation, >= least
+    gains   last value > first, `falls`: last < first; means of quarters, or single evaluations
+
+Metrics that begin with eval/ are read from evaluations.jsonl, of all stages; the others from the rows of one stage of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from rollouts.inspect.read import RunRecord, series
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a metric of a run must do."""
+
+    metric: str
+    kind: Literal["rises", "near", "beyond", "ends", "gains", "falls"]
+    stage: str = "rl"  # whose steps are read
+    errors: float = 3.0  # of rises: standard errors
+    target: float = math.nan  # of near and beyond, in the metric's unit, as the next two
+    tolerance: float = math.nan
+    least: float = math.nan  # of ends
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run of train.py, once for each seed."""
+
+    name: str
+    group: str  # jobs of a group share a picture and a table
+    about: str  # one sentence for the report
+    config: str  # a file of benchmarks/curves
+    mode: str
+    bars: tuple[Bar, ...] = ()
+    flags: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = (0,)
+    start: str = ""  # a job with one seed, whose last checkpoint this one starts from; empty: the model that the config names
+    always: bool = True  # False: only when named
+
+    def names(self) -> list[str]:
+        """One name per seed."""
+        return [f"{self.name}-{seed}" for seed in self.seeds] if len(self.seeds) > 1 else [self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a bar asked for and what was measured."""
+
+    bar: str
+    first: float  # mean of the first quarter, or the first evaluation
+    last: float  # mean of the part that the bar looks at, or the last evaluation
+    errors: float  # (last - first) in standard errors; NaN where the bar does not ask
+    met: bool
+
+
+# --- arithmetic --------------------------------------------------------------------------------------------------------------
+
+
+def compute_mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error, s/√n with n − 1 in s, as if the values were independent. Raises ValueError for fewer than two."""
+    if len(values) < 2:
+        raise ValueError(f"{len(values)} values have no standard error; a run needs at least 8 steps")
+    return float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
+
+
+def compute_rise(values: Sequence[float]) -> tuple[float, float, float]:
+    """Means of the first and the last quarter, and their difference in standard errors √(e₁² + e₂²); ±inf where both quarters are constant."""
+    quarter = len(values) // 4
+    first, first_error = compute_mean_and_error(values[:quarter])
+    last, last_error = compute_mean_and_error(values[-quarter:])
+    error = math.hypot(first_error, last_error)
+    return first, last, (last - first) / error if error else math.copysign(math.inf, last - first) if last != first else 0.0
+
+
+def judge(bar: Bar, values: Sequence[float]) -> Verdict:
+    """The verdict on the values of the bar's metric, in the order of steps. Raises ValueError if there are too few of them, or one is not finite."""
+    if not np.isfinite(values).all():
+        raise ValueError(f"{bar.metric} is not finite in {int((~np.isfinite(values)).sum())} of {len(values)} steps")
+    if bar.metric.startswith("eval/"):
+        if len(values) < 2:
+            raise ValueError(f"{bar.metric} was evaluated {len(values)} times; a change needs two")
+        first, last, errors = values[0], values[-1], math.nan
+    else:
+        first, last, errors = compute_rise(values)
+    third = float(np.mean(values[-(len(values) // 3) :]))
+    match bar.kind:
+        case "rises":
+            return Verdict(f"`{bar.metric}` rises by {bar.errors:g} standard errors", first, last, errors, errors >= bar.errors)
+        case "near":
+            met = abs(third - bar.target) <= bar.tolerance
+            return Verdict(f"`{bar.metric}` within {bar.tolerance:g} of {bar.target:g}, last third", first, third, math.nan, met)
+        case "beyond":
+            met = third > bar.target + bar.tolerance
+            return Verdict(f"`{bar.metric}` above {bar.target + bar.tolerance:g}, last third", first, third, math.nan, met)
+        case "ends":
+            return Verdict(f"`{bar.metric}` at least {bar.least:g} at the end", first, last, math.nan, last >= bar.least)
+        case "gains":
+            return Verdict(f"`{bar.metric}` is higher at the end", first, last, math.nan, last > first)
+        case "falls":
+            return Verdict(f"`{bar.metric}` is lower at the end", first, last, math.nan, last < first)
+
+
+def read_values(record: RunRecord, bar: Bar) -> tuple[list[int], list[float]]:
+    """Steps and values of the bar's metric; of an evaluation those of all stages, before training first."""
+    rows = record.evaluations if bar.metric.startswith("eval/") else record.stage_rows(bar.stage)
+    return series(rows, bar.metric)
+
+
+def load_jobs(path: Path) -> dict[str, Job]:
+    """The jobs of a TOML file, by name."""
+    tables = tomllib.loads(path.read_text(encoding="utf-8"))["jobs"]
+    jobs = [
+        Job(**{**table, "bars": tuple(Bar(**bar) for bar in table.get("bars", ())), **{k: tuple(table[k]) for k in ("flags", "seeds") if k in table}})
+        for table in tables
+    ]
+    return {job.name: job for job in jobs}

@@ -1,0 +1,269 @@
+"""Weights of a frozen model in 8 or 4 bits, and what that does to a KL estimate: measured, not assumed.
+
+    8bit   every matrix: blocks of 64 along a row, signed, one float32 scale each                        8.5 bits a weight, 0.27 of float32
+    4bit   matrices between the embeddings: blocks of 32, unsigned, a float32 scale and a zero point     5.25 bits a weight, 0.16 of float32
+           embedding and head (one matrix in many small models): as in 8bit, for they decide the logits
+
+Codes are computed by torchao; the model keeps them instead of the matrix, which is made again, in float32, each time that a layer runs. So a
+forward pass computes in float32, needs one layer's matrix at a time beside the codes, and runs on a CPU and on a GPU alike. Vectors (norms,
+biases), short rows (convolutions, states of a state space model) and routers of mixtures stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from rollouts.errors import ConfigError, DataError, ModelError
+from rollouts.models.directories import WEIGHT_INDEX, check_model_directory, read_shard_names
+from rollouts.protocols import LogProbScorer
+from rollouts.types import FloatArray, RolloutBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Bits = Literal[8, 4]
+BLOCK = {8: 64, 4: 32}  # weights of a row that share a scale
+LEAST_BLOCK = 8  # below it the scales cost more than the codes save
+PACKED = "_packed_"  # before a weight's name: the module that holds its codes
+BUFFER_BYTES = 64 * 1024  # allowed for what a model makes itself: rotary frequencies, mostly
+PROBE_ROWS, PROBE_TOKENS = 8, 32
+ENDS = ("embed", "wte", "lm_head", "output.weight")  # parts of the names of embeddings and heads
+ROUTERS = (".gate.weight", ".router.weight")
+
+
+# --- codes -----------------------------------------------------------------------------------------------------------------------------
+
+
+class PackedWeight(nn.Module):
+    """One weight [..., columns] as integer codes; unpack() gives it back in float32. Its buffers move with the model it is part of."""
+
+    codes: Tensor  # [N, block] int8, or [N, block / 2] uint8, the first of two in the low half
+    scale: Tensor  # [N, 1] float32
+    zero: Tensor | None  # [N, 1] uint8, of 4 bits
+
+    def __init__(self, weight: Tensor, bits: Bits) -> None:
+        """Raises ConfigError if torchao is not installed; ModelError for a weight that is not finite."""
+        super().__init__()
+        quantise = load_torchao()
+        self.shape = weight.shape
+        self.bits = bits
+        self.block = choose_block(weight.shape[-1], bits)
+        rows = weight.detach().float().reshape(-1, self.block)
+        if not bool(torch.isfinite(rows).all()):
+            raise ModelError("a weight of the reference model is not finite; copy the model directory again")
+        codes, scale, zero = quantise(rows, bits)
+        self.register_buffer("codes", codes if bits == 8 else codes[:, 0::2] | codes[:, 1::2] << 4)
+        self.register_buffer("scale", scale[:, None])
+        self.register_buffer("zero", zero[:, None].to(torch.uint8) if bits == 4 else None)
+
+    def unpack(self) -> Tensor:
+        """The whole weight, float32: (code − zero) · scale."""
+        return self._unpack(self.codes, self.scale, self.zero).view(self.shape)
+
+    def unpack_rows(self, index: Tensor) -> Tensor:
+        """[*index.shape, columns] the rows of a matrix, without making the others."""
+        blocks = self.shape[-1] // self.block
+        parts = [None if part is None else part.view(self.shape[0], blocks, -1)[index.flatten()].flatten(0, 1) for part in self._parts()]
+        codes, scale, zero = parts
+        assert codes is not None and scale is not None
+        return self._unpack(codes, scale, zero).view(*index.shape, self.shape[-1])
+
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.codes, self.scale, self.zero
+
+    def _unpack(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
+        if zero is None:
+            return codes.float().mul_(scale)
+        wide = codes.new_empty((len(codes), self.block), dtype=torch.float32)
+        wide[:, 0::2] = codes & 15
+        wide[:, 1::2] = codes >> 4
+        return wide.sub_(zero).mul_(scale)
+
+
+Quantise = Callable[[Tensor, Bits], tuple[Tensor, Tensor, Tensor]]
+
+
+def load_torchao() -> Quantise:
+    """Blocks [N, block] in float32 → codes [N, block], scales [N], zero points [N], by torchao. Raises ConfigError naming the extra."""
+    try:
+        with _quiet_logs():
+            from torchao.quantization import MappingType, choose_qparams_affine, quantize_affine  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(
+            f"a reference in 8bit or 4bit needs torchao ({error}); install rollouts-rl[reference-quant], or choose the dtype bfloat16 or float32"
+        ) from error
+
+    def quantise(blocks: Tensor, bits: Bits) -> tuple[Tensor, Tensor, Tensor]:
+        size = (1, blocks.shape[-1])
+        kind, dtype, low, high = (
+            (MappingType.SYMMETRIC, torch.int8, -127, 127) if bits == 8 else (MappingType.ASYMMETRIC, torch.uint8, 0, 15)
+        )
+        smallest = torch.finfo(torch.float32).tiny  # a block of zeros has a scale all the same
+        scale, zero = choose_qparams_affine(blocks, kind, size, dtype, low, high, eps=smallest, scale_dtype=torch.float32)
+        codes = quantize_affine(blocks, size, scale, zero, dtype, low, high)
+        return codes, scale.reshape(-1), zero.reshape(-1)
+
+    return quantise
+
+
+@contextmanager
+def _quiet_logs() -> Iterator[None]:
+    """Importing torchao logs warnings of kernels that it does without and of what it registers. Process-wide, for as long as the import takes."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def choose_block(columns: int, bits: Bits) -> int:
+    """Weights of a row that share a scale: 64 or 32, or the largest of their divisors that divides the row, or the whole row."""
+    block = math.gcd(columns, BLOCK[bits])
+    return block if block >= LEAST_BLOCK else columns
+
+
+# --- models ----------------------------------------------------------------------------------------------------------------------------
+
+
+def quantize_model(model: PreTrainedModel, bits: Bits) -> None:
+    """Replaces the model's matrices by codes, in place; it has no gradients afterwards and cannot be saved. A tied weight stays tied.
+
+    Raises ConfigError if torchao is not installed, ModelError for weights that are not finite.
+    """
+    model.requires_grad_(False)
+    ends = {id(getattr(module, "weight", None)) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    done: dict[int, PackedWeight] = {}
+    kept: list[Tensor] = []  # an id stays its own while the tensor lives
+    for module in list(model.modules()):
+        for name, weight in list(module._parameters.items()):
+            if weight is None or not (id(weight) in done or is_quantised(module, weight)):
+                continue
+            if id(weight) not in done:
+                done[id(weight)] = PackedWeight(weight, 8 if id(weight) in ends or weight.shape[-1] % 2 else bits)
+                weight.data = weight.data.new_empty(0)  # of both modules that have it; its memory goes now, not at the end
+                kept.append(weight)
+            _replace(module, name, done[id(weight)])
+
+
+def is_quantised(module: nn.Module, weight: Tensor) -> bool:
+    """Whether a parameter is stored in codes: matrices of linear layers and embeddings, and the stacked ones of a mixture's experts."""
+    return (weight.ndim >= 3 or (weight.ndim == 2 and isinstance(module, nn.Linear | nn.Embedding))) and weight.shape[-1] >= BLOCK[4]
+
+
+def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
+    """`module.name` makes the weight anew whenever it is read."""
+    del module._parameters[name]
+    module.add_module(PACKED + name, packed)
+    changes: dict[str, Any] = {name: property(lambda self: getattr(self, PACKED + name).unpack())}
+    if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
+        changes["forward"] = lambda self, ids: getattr(self, PACKED + name).unpack_rows(ids)
+    module.__class__ = type(type(module).__name__, (type(module),), changes)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def count_weight_bytes(model: nn.Module) -> int:
+    """Bytes of parameters and buffers in memory; what several modules share counts once."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+class WeightBytes(NamedTuple):
+    """Bytes of a model's weights, told from its files."""
+
+    held: int  # in the dtype that was asked for, at most
+    exact: int  # in float32
+
+
+def count_bytes_by_headers(path: Path, dtype: str) -> WeightBytes:
+    """What the model in a directory will take at most, by the headers of its safetensors files alone. `dtype`: a ReferenceDtype.
+
+    In 8bit and 4bit a mixture's router is counted as exact and an embedding or head, told by its name, as 8 bits. Raises ModelError.
+    """
+    check_model_directory(path)
+    held, exact = BUFFER_BYTES, BUFFER_BYTES
+    for file_name in read_shard_names(path) if (path / WEIGHT_INDEX).is_file() else ["model.safetensors"]:
+        try:
+            with safe_open(path / file_name, framework="pt") as file:
+                shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path / file_name} cannot be read ({error}); copy the model directory again") from error
+        for name, shape in shapes.items():
+            count = math.prod(shape)
+            exact += 4 * count
+            held += math.ceil(count * _count_bits(name, shape, dtype) / 8)
+    return WeightBytes(held, exact)
+
+
+def _count_bits(name: str, shape: tuple[int, ...], dtype: str) -> float:
+    """Bits a weight, its share of scales and zero points included."""
+    if dtype in ("float32", "bfloat16"):
+        return {"float32": 32, "bfloat16": 16}[dtype]
+    if len(shape) < 2 or shape[-1] < BLOCK[4] or name.endswith(ROUTERS):
+        return 32
+    if dtype == "8bit" or shape[-1] % 2 or any(part in name for part in ENDS):
+        return 8 + 32 / choose_block(shape[-1], 8)
+    return 4 + 40 / choose_block(shape[-1], 4)
+
+
+# --- the error -------------------------------------------------------------------------------------------------------------------------
+
+
+def compare_log_probs(approximate: tuple[FloatArray, ...], exact: tuple[FloatArray, ...], batch: RolloutBatch) -> dict[str, float]:
+    """How far log-probs are from the exact ones on the trained tokens of a batch, in nats.
+
+    reference/log_prob_error/mean and /max: of |exact − approximate|, per token. reference/kl_bias: mean(exact − approximate), which is what the
+    k1 estimate mean(policy − reference) of KL(policy || reference) is too large by. On tokens that the exact model sampled it estimates
+    KL(exact || approximate). Raises DataError for a batch that trains no token.
+    """
+    pairs = zip(exact, approximate, batch.loss_masks, strict=True)
+    parts = [one[mask].astype(np.float64) - other[mask].astype(np.float64) for one, other, mask in pairs]
+    differences = np.concatenate([np.zeros(0), *parts])
+    if not len(differences):
+        raise DataError("the probe batch of a quantised reference trains no token; give one with a loss mask that is not 0 everywhere")
+    sizes = np.abs(differences)
+    return {
+        "reference/kl_bias": float(differences.mean()),
+        "reference/log_prob_error/mean": float(sizes.mean()),
+        "reference/log_prob_error/max": float(sizes.max()),
+    }
+
+
+async def measure_kl_bias(scorer: LogProbScorer, exact_scorer: LogProbScorer, batch: RolloutBatch) -> dict[str, float]:
+    """What compare_log_probs says of `scorer` beside `exact_scorer` on the same tokens. Raises what they raise, and DataError."""
+    return compare_log_probs(await scorer.score(batch), await exact_scorer.score(batch), batch)
+
+
+def describe_kl_bias(metrics: Mapping[str, float], dtype: str) -> str:
+    """One line for the log."""
+    return (
+        f"the reference's {dtype} weights change log-probs by {metrics['reference/log_prob_error/mean']:.3g} nats a token on average and by at most "
+        f"{metrics['reference/log_prob_error/max']:.3g}; a k1 KL against it is {metrics['reference/kl_bias']:+.3g} nats a token off"
+    )
+
+
+def sample_probe(model: PreTrainedModel, *, rows: int = PROBE_ROWS, tokens: int = PROBE_TOKENS, seed: int = 0) -> RolloutBatch:
+    """Rows of `tokens` tokens that the model itself samples at temperature 1 after its start token: what a policy near it would say.
+
+    Deterministic for one model and machine. Leaves torch's random state as it was.
+    """
+    config: Any = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None) or tokens + 1
+    start = config.bos_token_id if isinstance(config.bos_token_id, int) else 0
+    device = next(tensor for tensor in (*model.parameters(), *model.buffers())).device
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.full((rows, 1), start, dtype=torch.int64)
+    with torch.no_grad():
+        for _ in range(min(tokens, int(limit) - 1)):
+            logits = model(input_ids=ids.to(device), use_cache=False).logits[:, -1].double().cpu()
+            ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], dim=1)
+    found = tuple(ids.numpy())
+    return RolloutBatch(tokens=found, loss_masks=tuple(np.arange(len(row)) > 0 for row in found))

@@ -1,0 +1,354 @@
+"""The cache of reference models: never above its budget, one load a model, nobody waits for ever, whatever is cancelled or fails."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from rollouts.device_thread import open_device_thread
+from rollouts.errors import BackendClosed, ConfigError, ModelError
+from rollouts.models.load import load_hf_model
+from rollouts.models.tiny import make_tiny
+from rollouts.reference.cache import ModelSize, ReferenceCache, open_model_cache, open_reference_cache
+from rollouts.reference.forward_plan import plan_forward
+from rollouts.reference.quantize import count_bytes_by_headers, count_weight_bytes
+from rollouts.reference.score import score_batch
+from rollouts.testing.torch_contracts import make_batch
+
+BATCH = make_batch()
+
+
+class Memory:
+    """Loads models that only have a size, and keeps its own account of what is in memory."""
+
+    def __init__(self, sizes: dict[str, ModelSize], budget: int, *, steps: int = 2) -> None:
+        self.sizes, self.budget, self.steps = sizes, budget, steps
+        self.live: Counter[str] = Counter()  # bytes by name
+        self.loads: Counter[str] = Counter()
+        self.fails: set[str] = set()
+        self.most = 0
+
+    def _set(self, name: str, size: int) -> None:
+        assert size == 0 or name not in self.live or self.live[name] >= size, f"{name} is loaded twice"
+        self.live[name] = size
+        if not size:
+            del self.live[name]
+        self.most = max(self.most, sum(self.live.values()))
+        assert self.most <= self.budget, dict(self.live)
+
+    async def measure(self, name: str) -> ModelSize:
+        await trio.lowlevel.checkpoint()
+        return self.sizes[name]
+
+    async def load(self, name: str) -> str:
+        self.loads[name] += 1
+        self._set(name, self.sizes[name].loading)
+        try:
+            for _ in range(self.steps):
+                await trio.lowlevel.checkpoint()
+            if name in self.fails:
+                raise ModelError(f"{name} cannot be loaded")
+        except BaseException:
+            self._set(name, 0)
+            raise
+        self._set(name, self.sizes[name].held)
+        return name
+
+    async def unload(self, name: str) -> None:
+        await trio.lowlevel.checkpoint()
+        self._set(name, 0)
+
+    def open(self):
+        return open_model_cache(budget_bytes=self.budget, measure=self.measure, load=self.load, unload=self.unload)
+
+
+def same(*names: str, size: int = 4) -> dict[str, ModelSize]:
+    return {name: ModelSize(size, size) for name in names}
+
+
+async def test_a_model_is_loaded_once_however_many_ask():
+    memory = Memory(same("a"), 4, steps=50)
+    async with memory.open() as cache, trio.open_nursery() as nursery:
+
+        async def use() -> None:
+            async with cache.lease("a") as (model,):
+                assert model == "a"
+                await trio.lowlevel.checkpoint()
+
+        for _ in range(100):
+            nursery.start_soon(use)
+    assert memory.loads == {"a": 1}
+    assert not memory.live, "closing gives everything up"
+
+
+async def test_the_least_recently_used_goes_and_one_in_use_never_does():
+    memory = Memory(same("a", "b", "c"), 8)
+    async with memory.open() as cache:
+        for name in ("a", "b", "a"):
+            async with cache.lease(name):
+                pass
+        async with cache.lease("c"):
+            assert set(memory.live) == {"a", "c"}, "b was used longest ago"
+            async with cache.lease("b"):
+                assert set(memory.live) == {"b", "c"}, "c is in use, so a had to go"
+        assert cache.statistics() == {
+            "models": 2, "bytes": 8, "peak_bytes": 8, "loads": 4, "hits": 1, "evictions": 2, "failures": 0,
+        }  # fmt: skip
+
+
+async def test_who_does_not_fit_waits_for_a_lease_to_end():
+    memory = Memory(same("a", "b"), 4)
+    order: list[str] = []
+    async with memory.open() as cache, trio.open_nursery() as nursery:
+
+        async def use_b() -> None:
+            async with cache.lease("b"):
+                order.append("b")
+
+        async with cache.lease("a"):
+            nursery.start_soon(use_b)
+            await trio.testing.wait_all_tasks_blocked()
+            assert memory.loads["b"] == 0
+            order.append("a ends")
+    assert order == ["a ends", "b"]
+
+
+async def test_several_at_once_get_room_together_and_never_wait_for_each_other():
+    """Each pair fits alone; had each task taken its first model and waited for its second, none would ever go on."""
+    memory = Memory(same("a", "b", "c", "d"), 8)
+    done: list[tuple[str, ...]] = []
+    with trio.fail_after(20):
+        async with memory.open() as cache, trio.open_nursery() as nursery:
+
+            async def use(*names: str) -> None:
+                for _ in range(20):
+                    async with cache.lease(*names) as models:
+                        assert models == names
+                        await trio.lowlevel.checkpoint()
+                done.append(names)
+
+            for names in (("a", "b"), ("c", "d"), ("d", "a"), ("b", "c"), ("a",)):
+                nursery.start_soon(use, *names)
+    assert len(done) == 5
+
+
+@pytest.mark.parametrize(
+    ("sizes", "names"),
+    [({"a": ModelSize(9, 9)}, ["a"]), ({"a": ModelSize(2, 9)}, ["a"]), (same("a", "b", size=5), ["a", "b"])],
+    ids=["too big", "too big while it loads", "too big together"],
+)
+async def test_what_can_never_fit_is_refused_and_nothing_is_given_up_for_it(sizes: dict[str, ModelSize], names: list[str]):
+    memory = Memory({**sizes, **same("small")}, 8)
+    async with memory.open() as cache:
+        async with cache.lease("small"):
+            pass
+        with pytest.raises(ConfigError, match="budget_bytes is 8"):
+            async with cache.lease(*names):
+                pass
+        assert set(memory.live) == {"small"}
+
+
+async def test_a_failed_load_is_told_to_all_who_waited_and_may_be_asked_again():
+    memory = Memory(same("a"), 4, steps=10)
+    memory.fails.add("a")
+    errors: list[ModelError] = []
+    async with memory.open() as cache:
+        async with trio.open_nursery() as nursery:
+
+            async def use() -> None:
+                try:
+                    async with cache.lease("a"):
+                        pass
+                except ModelError as error:
+                    errors.append(error)
+
+            nursery.start_soon(use)
+            await trio.lowlevel.checkpoint()
+            while not memory.loads:
+                await trio.lowlevel.checkpoint()
+            for _ in range(4):
+                nursery.start_soon(use)
+        assert len(errors) == 5
+        assert memory.loads == {"a": 1}
+        memory.fails.clear()
+        async with cache.lease("a"):
+            pass
+        assert cache.statistics()["bytes"] == 4
+
+
+async def test_when_the_task_that_loads_is_cancelled_another_takes_over():
+    memory = Memory(same("a"), 4, steps=10)
+    served: list[str] = []
+    async with memory.open() as cache, trio.open_nursery() as nursery:
+        first = trio.CancelScope()
+
+        async def load_and_be_cancelled() -> None:
+            with first:
+                async with cache.lease("a"):
+                    served.append("first")
+
+        async def wait() -> None:
+            async with cache.lease("a"):
+                served.append("second")
+
+        nursery.start_soon(load_and_be_cancelled)
+        while not memory.loads:
+            await trio.lowlevel.checkpoint()
+        nursery.start_soon(wait)
+        await trio.lowlevel.checkpoint()
+        first.cancel()
+    assert served == ["second"]
+    assert memory.loads == {"a": 2}
+
+
+async def test_a_cancelled_waiter_lets_the_next_one_have_its_turn():
+    memory = Memory(same("a", "b", "big", size=4) | {"big": ModelSize(8, 8)}, 8)
+    async with memory.open() as cache, trio.open_nursery() as nursery:
+        waiting = trio.CancelScope()
+        done = trio.Event()
+
+        async def want_big() -> None:
+            with waiting:
+                async with cache.lease("big"):
+                    raise AssertionError("a was never given back")
+
+        async def want_b() -> None:
+            async with cache.lease("b"):
+                done.set()
+
+        async with cache.lease("a"):
+            nursery.start_soon(want_big)
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.start_soon(want_b)
+            await trio.testing.wait_all_tasks_blocked()
+            assert not done.is_set(), "big was first"
+            waiting.cancel()
+            with trio.fail_after(5):
+                await done.wait()
+
+
+async def test_nothing_is_leased_after_the_end():
+    memory = Memory(same("a"), 4)
+    async with memory.open() as cache:
+        pass
+    with pytest.raises(BackendClosed):
+        async with cache.lease("a"):
+            pass
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_thousands_of_random_leases(seed: int):
+    """Random models, holds, failures and cancellations. `Memory` checks the budget at every change; the end is reached within the deadline."""
+    rng = random.Random(seed)
+    sizes = {}
+    for index in range(12):
+        held = rng.randint(1, 6)
+        sizes[f"model{index}"] = ModelSize(held, held + rng.choice([0, 0, 1, 3]))
+    memory = Memory(sizes, 12, steps=3)
+    served = Counter[str]()
+    using = Counter[str]()
+
+    async def use(cache: ReferenceCache[str], task: int) -> None:
+        own = random.Random(f"{seed} {task}")
+        for _ in range(60):
+            names = own.sample(sorted(sizes), own.choice([1, 1, 1, 2]))
+            with trio.CancelScope() as scope:
+                if own.random() < 0.2:
+                    nursery.start_soon(cancel_later, scope, own.randint(0, 30))
+                try:
+                    async with cache.lease(*names) as models:
+                        assert models == tuple(names)
+                        for name in names:
+                            using[name] += 1
+                        try:
+                            for _ in range(own.randint(0, 8)):
+                                await trio.lowlevel.checkpoint()
+                                assert all(memory.live[name] == sizes[name].held for name in names), "given up while in use"
+                        finally:
+                            for name in names:
+                                using[name] -= 1
+                        served.update(names)
+                except ModelError:
+                    memory.fails.clear()
+                except ConfigError:
+                    served["refused"] += 1
+            if own.random() < 0.02:
+                memory.fails.add(own.choice(sorted(sizes)))
+
+    async def cancel_later(scope: trio.CancelScope, steps: int) -> None:
+        for _ in range(steps):
+            await trio.lowlevel.checkpoint()
+        scope.cancel()
+
+    with trio.fail_after(60):
+        async with memory.open() as cache:
+            async with trio.open_nursery() as nursery:
+                for task in range(40):
+                    nursery.start_soon(use, cache, task)
+            counts = cache.statistics()
+            assert counts["bytes"] == sum(memory.live.values())
+    assert counts["loads"] == memory.loads.total()
+    assert counts["peak_bytes"] == memory.most <= memory.budget
+    assert served.total() > 1500
+    assert all(served[name] > 0 for name in sizes)
+    assert not memory.live
+    assert not +using
+
+
+# --- real models -------------------------------------------------------------------------------------------------------------------------
+
+
+async def test_real_models_score_as_they_do_alone_within_the_budget(tmp_path: Path):
+    paths = {kind: make_tiny(kind, 0, tmp_path) for kind in ("llama", "qwen3", "gemma")}
+    sizes = {kind: count_bytes_by_headers(path, "float32").held for kind, path in paths.items()}
+    budget = sum(sorted(sizes.values())[1:])
+    found = {}
+    async with (
+        open_device_thread(name="cache", torch_threads=1) as thread,
+        open_reference_cache(budget_bytes=budget, device_thread=thread) as cache,
+    ):
+
+        async def score(kind: str) -> None:
+            async with cache.lease(str(paths[kind])) as (reference,):
+                found[kind] = await reference.score(BATCH)
+
+        async with trio.open_nursery() as nursery:
+            for kind in [*paths, *paths]:
+                nursery.start_soon(score, kind)
+        assert cache.statistics()["peak_bytes"] <= budget
+        async with cache.lease(str(paths["llama"])) as (reference,):
+            pass
+        await reference.release()
+        with pytest.raises(BackendClosed, match="lease"):
+            await reference.score(BATCH)
+    for kind, path in paths.items():
+        model = load_hf_model(path)
+        expected = score_batch(model, BATCH, plan=plan_forward(model), micro_batch_tokens=8192)
+        assert all(np.array_equal(one, two) for one, two in zip(found[kind], expected, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["byte", "llama", "qwen3", "gemma", "mamba", "moe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_headers_say_how_large_a_model_will_be(kind: str, dtype: str, tmp_path: Path):
+    import torch
+
+    path = make_tiny(kind, 0, tmp_path)
+    size = count_weight_bytes(load_hf_model(path, dtype=getattr(torch, dtype)))
+    assert size <= count_bytes_by_headers(path, dtype).held <= size + 64 * 1024
+
+
+async def test_a_model_that_is_not_there_is_a_model_error(tmp_path: Path):
+    async with (
+        open_device_thread(name="cache", torch_threads=1) as thread,
+        open_reference_cache(budget_bytes=1 << 30, device_thread=thread) as cache,
+    ):
+        with pytest.raises(ModelError):
+            async with cache.lease(str(tmp_path / "nowhere")):
+                pass
+        assert cache.statistics()["bytes"] == 0

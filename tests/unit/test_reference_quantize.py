@@ -1,0 +1,235 @@
+"""Quantised references: how much smaller they are, that a weight stays itself to half a step, and that the error is measured and told."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rollouts.device_thread import open_device_thread
+from rollouts.errors import ConfigError, DataError, ModelError
+from rollouts.models.export import save_hf_model
+from rollouts.models.load import load_hf_model
+from rollouts.models.tiny import make_tiny
+from rollouts.reference.open import open_reference
+from rollouts.reference.quantize import (
+    PackedWeight,
+    choose_block,
+    compare_log_probs,
+    count_bytes_by_headers,
+    count_weight_bytes,
+    load_torchao,
+    measure_kl_bias,
+    quantize_model,
+    sample_probe,
+)
+from rollouts.reference.score import open_frozen_reference
+from rollouts.testing.torch_contracts import make_batch
+from rollouts.types import RolloutBatch
+
+BATCH = make_batch()
+
+
+@pytest.fixture
+def torchao() -> None:
+    pytest.importorskip("torchao", reason="needs rollouts-rl[reference-quant]")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in which linear layers dominate: 256 wide, of which the tied embedding is 6 %."""
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = LlamaConfig(vocab_size=259, **sizes, tie_word_embeddings=True, initializer_range=0.08, bos_token_id=257)
+    save_hf_model(LlamaForCausalLM(config), folder)
+    return folder
+
+
+# --- one weight --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(6, 128), (3, 5, 64), (4, 40), (7, 36), (5, 33)])
+def test_8_bit_weights_are_themselves_to_half_a_step(shape: tuple[int, ...], torchao: None):
+    """A step is the largest of a block of at most 64 along the row, divided by 127."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    packed = PackedWeight(weight, 8)
+    block = packed.block
+    assert shape[-1] % block == 0 and block <= 64
+    steps = weight.reshape(-1, block).abs().amax(-1, keepdim=True) / 127
+    error = (packed.unpack() - weight).reshape(-1, block).abs()
+    assert packed.unpack().shape == shape
+    assert bool((error <= 0.5001 * steps).all())
+    assert float(error.max()) > 0
+
+
+@pytest.mark.parametrize("shape", [(6, 128), (3, 5, 64), (4, 40), (8, 36)])
+def test_4_bit_weights_are_themselves_to_a_step(shape: tuple[int, ...], torchao: None):
+    """A step is the range of a block of at most 32, zero included, divided by 15; the zero point is a whole number of steps, so that the ends of
+    the range may be cut by half of one."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 0.3
+    packed = PackedWeight(weight, 4)
+    rows = weight.reshape(-1, packed.block)
+    steps = (rows.amax(-1, keepdim=True).clamp(min=0) - rows.amin(-1, keepdim=True).clamp(max=0)) / 15
+    error = (packed.unpack().reshape(rows.shape) - rows).abs()
+    assert bool((error <= 1.0001 * steps).all())
+    assert float((error > 0.5001 * steps).float().mean()) < 0.1
+    assert packed.codes.nbytes * 2 == weight.numel()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_torchaos_own(bits, torchao: None):
+    from torchao.quantization import MappingType, choose_qparams_affine, dequantize_affine, quantize_affine  # pyright: ignore[reportMissingImports]
+
+    weight = torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
+    kind, dtype, low, high, block = (
+        (MappingType.SYMMETRIC, torch.int8, -127, 127, (1, 64)) if bits == 8 else (MappingType.ASYMMETRIC, torch.uint8, 0, 15, (1, 32))
+    )
+    scale, zero = choose_qparams_affine(weight, kind, block, dtype, low, high)
+    codes = quantize_affine(weight, block, scale, zero, dtype, low, high)
+    expected = dequantize_affine(codes, block, scale, zero, dtype, low, high, output_dtype=torch.float32)
+    assert torch.equal(PackedWeight(weight, bits).unpack(), expected)
+
+
+def test_rows_of_an_embedding_are_unpacked_alone(torchao: None):
+    weight = torch.randn(10, 96, generator=torch.Generator().manual_seed(0))
+    index = torch.tensor([[3, 9], [0, 3]])
+    for bits in (8, 4):
+        packed = PackedWeight(weight, bits)
+        assert torch.equal(packed.unpack_rows(index), packed.unpack()[index])
+
+
+def test_zeros_stay_zeros_and_what_is_not_finite_is_refused(torchao: None):
+    for bits in (8, 4):
+        assert not PackedWeight(torch.zeros(2, 64), bits).unpack().any()
+        with pytest.raises(ModelError, match="not finite"):
+            PackedWeight(torch.tensor([[math.nan] * 64]), bits)
+
+
+def test_blocks_divide_the_row():
+    assert [choose_block(columns, 8) for columns in (576, 64, 96, 40, 36, 7)] == [64, 64, 32, 8, 36, 7]
+    assert [choose_block(columns, 4) for columns in (576, 48, 100)] == [32, 16, 100]
+
+
+# --- a model -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("8bit", 0.35), ("4bit", 0.25)])
+async def test_a_quantised_reference_is_small_and_its_error_is_told(dtype, limit: float, path: Path, torchao: None):
+    said: list[str] = []
+    async with (
+        open_device_thread(name="reference", torch_threads=1) as thread,
+        open_frozen_reference(path, device_thread=thread) as exact,
+        open_reference(path, dtype=dtype, device_thread=thread, say=said.append) as reference,
+    ):
+        size = count_weight_bytes(reference._model)  # pyright: ignore[reportAttributeAccessIssue]
+        whole = count_weight_bytes(load_hf_model(path))
+        probe = sample_probe(load_hf_model(path))
+        scores, right = await reference.score(probe), await exact.score(probe)
+        again = await measure_kl_bias(reference, exact, probe)
+        metrics = dict(reference.metrics)
+    assert size <= limit * whole
+    assert size <= count_bytes_by_headers(path, dtype).held <= size + 2 * 64 * 1024
+    differences = np.concatenate([one[mask].astype(np.float64) - two[mask] for one, two, mask in zip(right, scores, probe.loss_masks, strict=True)])
+    assert metrics["reference/kl_bias"] == pytest.approx(differences.mean(), abs=1e-5)
+    assert metrics["reference/log_prob_error/max"] == pytest.approx(np.abs(differences).max(), abs=1e-5)
+    assert metrics["reference/log_prob_error/mean"] == pytest.approx(np.abs(differences).mean(), abs=1e-5)
+    assert again == pytest.approx(metrics, abs=1e-5)
+    assert 1e-4 < metrics["reference/log_prob_error/mean"] < (0.05 if dtype == "8bit" else 0.5)
+    assert len(said) == 1
+    assert dtype in said[0]
+
+
+@pytest.mark.slow
+async def test_a_child_process_tells_the_error_on_the_probe_that_it_was_given(path: Path, tmp_path: Path, torchao: None):
+    found: list[Any] = []
+    async with open_device_thread(name="reference", torch_threads=1) as thread:
+        for where in ("trainer", "process"):
+            said: list[str] = []
+            options: dict[str, Any] = {"dtype": "4bit", "probe": BATCH, "say": said.append, "log_dir": tmp_path, "torch_threads": 1}
+            async with open_reference(path, where=where, device_thread=thread, **options) as reference:
+                found.append((dict(reference.metrics), await reference.score(BATCH), said))
+    (metrics, scores, said), (other_metrics, other_scores, other_said) = found
+    assert metrics == pytest.approx(other_metrics, abs=1e-5)
+    assert len(said) == len(other_said) == 1
+    for one, two in zip(scores, other_scores, strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-4)
+
+
+async def test_an_exact_reference_has_nothing_to_tell(path: Path):
+    said: list[str] = []
+    async with open_device_thread(name="reference", torch_threads=1) as thread:
+        for dtype in ("float32", "bfloat16"):
+            async with open_reference(path, dtype=dtype, device_thread=thread, say=said.append) as reference:
+                assert not reference.metrics
+    assert not said
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "mamba", "moe"])
+def test_every_architecture_runs_and_tied_weights_are_stored_once(kind: str, tmp_path: Path, torchao: None):
+    model = load_hf_model(make_tiny(kind, 0, tmp_path))
+    batch = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        before = model(input_ids=batch).logits.log_softmax(-1)
+        bytes_before = count_weight_bytes(model)
+        quantize_model(model, 8)
+        after = model(input_ids=batch).logits.log_softmax(-1)
+    assert 0 < float((after - before).abs().max()) < 0.5
+    assert count_weight_bytes(model) < 0.35 * bytes_before
+    embedding, head = (getattr(module, "_packed_weight", None) for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+    assert embedding is not None
+    assert (embedding is head) == bool(model.config.get_text_config().tie_word_embeddings)
+
+
+def test_the_embedding_keeps_8_bits_in_a_4_bit_model(path: Path, torchao: None):
+    model = load_hf_model(path)
+    quantize_model(model, 4)
+    packed = {name: module.bits for name, module in model.named_modules() if isinstance(module, PackedWeight)}
+    assert packed.pop("model.embed_tokens._packed_weight") == 8
+    assert set(packed.values()) == {4}
+    assert len(packed) == 14
+
+
+# --- the error ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_known_values_of_the_bias():
+    """Tokens of the mask differ by 0.5 and −0.1: the bias is their mean, 0.2."""
+    batch = RolloutBatch(tokens=(np.arange(3), np.arange(2)), loss_masks=(np.asarray([False, True, False]), np.asarray([False, True])))
+    exact = (np.asarray([0, -1.0, 0], np.float32), np.asarray([0, -2.0], np.float32))
+    rough = (np.asarray([9, -1.5, 9], np.float32), np.asarray([9, -1.9], np.float32))
+    found = compare_log_probs(rough, exact, batch)
+    assert found == pytest.approx({"reference/kl_bias": 0.2, "reference/log_prob_error/mean": 0.3, "reference/log_prob_error/max": 0.5}, abs=1e-6)
+    with pytest.raises(DataError, match="trains no token"):
+        compare_log_probs(rough, exact, RolloutBatch(tokens=batch.tokens, loss_masks=(np.zeros(3, bool), np.zeros(2, bool))))
+
+
+def test_a_probe_is_what_the_model_samples_and_moves_no_random_state(path: Path):
+    model = load_hf_model(path)
+    state = torch.get_rng_state()
+    probe, again = sample_probe(model, rows=400, tokens=2), sample_probe(model, rows=400, tokens=2)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(np.array_equal(one, two) for one, two in zip(probe.tokens, again.tokens, strict=True))
+    assert all(row[0] == 257 and mask.tolist() == [False, True, True] for row, mask in zip(probe.tokens, probe.loss_masks, strict=True))
+    with torch.no_grad():
+        probs = model(input_ids=torch.tensor([[257]])).logits[0, -1].softmax(-1)
+    likeliest = int(probs.argmax())
+    share, expected = np.mean([row[1] == likeliest for row in probe.tokens]), float(probs[likeliest])
+    assert abs(share - expected) < 4 * math.sqrt(expected * (1 - expected) / 400)
+
+
+async def test_without_the_library_the_error_names_the_extra(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ConfigError, match=r"rollouts-rl\[reference-quant\]"):
+        load_torchao()
+    async with open_device_thread(name="reference", torch_threads=1) as thread:
+        with pytest.raises(ConfigError, match=r"rollouts-rl\[reference-quant\]"):
+            async with open_reference(path, dtype="8bit", device_thread=thread):
+                pass
