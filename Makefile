@@ -7,6 +7,7 @@
 #               benchmarks/results/soak-DATE.md; and stops runs in every phase on two ranks
 # make check    lint and types
 # make bench    every benchmark
+# make curves   trains with every algorithm, shows that each learns, and writes docs/curves.md; CURVES="grpo dpo" runs only these
 #
 # Each installs what it needs into .venv, once, and again when pyproject.toml or constraints.txt change.
 
@@ -15,12 +16,13 @@ RUN ?= runs/demo
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
+CURVES ?=
 
 BIN := .venv/bin
 PINS := -c constraints.txt
 LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-slow test-gpu test-engines soak check bench install-demo install-dev install-engines
+.PHONY: demo test test-slow test-gpu test-engines soak check bench curves install-demo install-dev install-engines
 .DELETE_ON_ERROR:
 
 # Compiled once here, also where Python is told to write no bytecode: imports then take seconds instead of tens of them in every process, and
@@ -87,3 +89,6 @@ check: install-dev
 
 bench: install-dev
 	@for file in benchmarks/*.py; do [ ! -e "$$file" ] || { echo "== $$file"; $(BIN)/python "$$file" || exit 1; }; done
+
+curves: install-dev
+	$(BIN)/python -m benchmarks.curves $(CURVES)

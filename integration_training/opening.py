@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from rollouts.config.modes import stage_config
 from rollouts.config.schema import OptimConfig, RunConfig
 from rollouts.data.chat import TemplateOptions
 from rollouts.data.sft import SFTMixture
+from rollouts.errors import ConfigError
 from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.loops.rl import SyncWeights
 from rollouts.loops.stopping import StopControl
@@ -251,21 +253,54 @@ async def open_servers(
 
 
 @asynccontextmanager
-async def open_reference(run: Run, backend: Backend, start: Path) -> AsyncIterator[LogProbScorer | None]:
-    """The frozen model that RL started from, on the backend's thread and device; None when no KL term needs it."""
+async def open_reference(run: Run, backend: Backend, start: Path, newest: Path | None) -> AsyncIterator[LogProbScorer | None]:
+    """The model that RL started from, or what has become of it by the checkpoint `newest`; None when no KL term needs it."""
     config = run.config.rl
     if config is None or not needs_reference(config):
         yield None
         return
-    async with open_frozen(run, backend, start, config.micro_batch_tokens) as reference:
+    completed: Callable[[], int] = lambda: backend.weight_version  # noqa: E731
+    async with open_scorer(run, backend, start, newest, config.micro_batch_tokens, completed) as reference:
         yield reference
 
 
-def open_frozen(run: Run, backend: Backend, path: Path, micro_batch_tokens: int) -> AbstractAsyncContextManager[LogProbScorer]:
-    """A frozen model in this process, on the backend's thread and device."""
-    from rollouts.reference.score import open_frozen_reference
+@asynccontextmanager
+async def open_scorer(
+    run: Run, backend: Backend, start: Path, newest: Path | None, micro_batch_tokens: int, completed_steps: Callable[[], int]
+) -> AsyncIterator[LogProbScorer]:
+    """The reference of [reference]: the model at `start`, frozen, or following the policy, from where it was at the checkpoint `newest`."""
+    config = run.config.reference
+    common: dict[str, Any] = {"device_thread": backend.device_thread, "micro_batch_tokens": micro_batch_tokens, "device": run.device}
+    if config.update == "none":
+        from rollouts.reference.open import open_reference
 
-    return open_frozen_reference(path, device_thread=backend.device_thread, micro_batch_tokens=micro_batch_tokens, device=run.device)
+        elsewhere: dict[str, Any] = {
+            "log_dir": run.run_dir.engine_logs,
+            "server": config.server,
+            "server_model": config.server_model,
+            "api_key": read_key(config.api_key_env),
+            "vocab_size": int(backend.model.config.get_text_config().vocab_size),
+        }
+        async with open_reference(start, dtype=config.dtype, where=config.where, say=say, **common, **elsewhere) as frozen:
+            yield frozen
+        return
+    import torch
+
+    from rollouts.reference.moving import REFERENCE, FollowingReference, make_rule, open_moving_reference
+
+    saved = newest / REFERENCE if newest is not None and (newest / REFERENCE).is_dir() else start
+    rule = make_rule(config.update, every=config.every, ema_decay=config.ema_decay, policy_weight=config.policy_weight)
+    async with open_moving_reference(saved, rule=rule, dtype=getattr(torch, config.dtype), **common) as moving:
+        yield FollowingReference(moving, backend, completed_steps)
+
+
+def read_key(name: str) -> str | None:
+    """The key in the environment variable `name`; None where no name is given. Raises ConfigError if it is not set."""
+    if not name:
+        return None
+    if name not in os.environ:
+        raise ConfigError(f"reference.api_key_env={name!r}, but there is no such environment variable; export it, or leave api_key_env out")
+    return os.environ[name]
 
 
 @asynccontextmanager

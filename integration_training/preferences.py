@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from integration_training.opening import Run, Stage, open_backend, open_checkpoints, open_frozen, say
+from integration_training.opening import Run, Stage, open_backend, open_checkpoints, open_scorer, say
 from integration_training.reports import PAIRS, evaluate_now, evaluate_once, has_evaluation, sync_for_evaluation
 from integration_training.saving import completed_steps, restore, save_step
 from rollouts.crash_points import reach
@@ -90,10 +90,12 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
     async with AsyncExitStack() as stack:
         reference: LogProbScorer | None = None
         if config.reference == "live":
-            reference = await stack.enter_async_context(open_frozen(run, backend, start, config.micro_batch_tokens))
+            completed_now: Callable[[], int] = lambda: int(backend.statistics()["steps"])  # noqa: E731
+            scorer = open_scorer(run, backend, start, newest, config.micro_batch_tokens, completed_now)
+            reference = await stack.enter_async_context(scorer)
         if config.reference == "precomputed":
             try:
-                async with open_frozen(run, backend, start, config.micro_batch_tokens) as scorer:  # gone before training begins
+                async with open_scorer(run, backend, start, newest, config.micro_batch_tokens, lambda: 0) as scorer:  # gone before training begins
                     scored = partial(score_mixture, training, config, scorer)
                     training = await finish_or_interrupt(backend, run.stop, "reference", scored)
                     held_out = await finish_or_interrupt(backend, run.stop, "reference", partial(score_samples, held_out, config, scorer))
@@ -104,7 +106,7 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
             return await evaluate_preferences(backend, held_out, config, loss=loss, reference=reference, name=PAIRS)
 
         async def save(step: int) -> None:
-            await run.stop.save(lambda: save_step(run, opened, stage, step, {}), what=f"step {step} of {stage}")
+            await run.stop.save(lambda: save_step(run, opened, stage, step, {}, reference=reference), what=f"step {step} of {stage}")
 
         async def evaluate_step(step: int) -> None:
             await log_pairs(run, stage, step, backend.weight_version, measure)
@@ -144,7 +146,9 @@ async def evaluate_pairs_once(run: Run, opened: Stage, start: Path) -> None:
     prepared: Any = run.preferences["preference"]
     async with AsyncExitStack() as stack:
         needed = config.reference != "none"
-        reference = await stack.enter_async_context(open_frozen(run, backend, start, config.micro_batch_tokens)) if needed else None
+        newest = run.run_dir.checkpoint("preference", config.steps)
+        scorer = open_scorer(run, backend, start, newest, config.micro_batch_tokens, lambda: config.steps)
+        reference = await stack.enter_async_context(scorer) if needed else None
         loss = make_loss(run, backend, prepared)
         measure = partial(evaluate_preferences, backend, prepared.held_out, config, loss=loss, reference=reference, name=PAIRS)
         await log_pairs_once(run, "preference", config.steps, backend.weight_version, measure)

@@ -81,15 +81,15 @@ def write_summary(run: Run, stages: Sequence[str], wall_s: float) -> dict[str, A
     from rollouts.models.devices import describe_device
 
     evaluations = newest_attempts(read_rows(run.run_dir.evaluations)) if run.run_dir.evaluations.exists() else []
-    accuracy: dict[str, float | None] = {"base": None, "sft": None, "rl": None}
     key = f"eval/{HELD_OUT}/avg@{run.config.eval.samples_per_prompt}" if run.config.eval else ""
-    accuracy |= {row["stage"]: row[key] for row in evaluations if row.get("name") == HELD_OUT}
+    measured: dict[str, float] = {row["stage"]: row[key] for row in evaluations if row.get("name") == HELD_OUT}
+    order = [stage for stage in ("base", "sft", "preference", "rl") if stage in measured or stage != "preference"]
     pairs = {row["stage"]: row[f"eval/{PAIRS}/accuracy"] for row in evaluations if f"eval/{PAIRS}/accuracy" in row}
     rewards = [row["reward/mean"] for row in newest_attempts(read_rows(run.run_dir.metrics)) if row["stage"] == "rl" and "reward/mean" in row]
     summary = {
         "mode": "+".join(stages),
         "steps": sum(stage_config(run.config, stage).steps for stage in stages),
-        "accuracy": accuracy,
+        "accuracy": {stage: measured.get(stage) for stage in order},
         **({"pair_accuracy": pairs} if pairs else {}),
         "reward": {"first": rewards[0] if rewards else None, "last": rewards[-1] if rewards else None},
         "wall_s": round(wall_s, 1),
@@ -115,10 +115,11 @@ def print_report(run: Run, summary: dict[str, Any], console: Console) -> None:
     from rollouts.metrics.jsonl import read_rows
 
     console.print()
-    for name, label in (("base", "base model"), ("sft", "after SFT"), ("preference", "after preferences"), ("rl", "after RL")):
-        accuracy = summary["accuracy"].get(name)
-        if accuracy is not None:
-            console.print(f"held-out accuracy, {label:<11}{100 * accuracy:5.1f} %   ({len(run.rows.held_out)} problems)", highlight=False)
+    labels = {"base": "base model", "sft": "after SFT", "preference": "after preferences", "rl": "after RL"}
+    known = {labels[name]: summary["accuracy"][name] for name in labels if summary["accuracy"].get(name) is not None}
+    width = max([11, *(len(label) + 1 for label in known)])
+    for label, accuracy in known.items():
+        console.print(f"held-out accuracy, {label:<{width}}{100 * accuracy:5.1f} %   ({len(run.rows.held_out)} problems)", highlight=False)
     for stage, accuracy in summary.get("pair_accuracy", {}).items():
         pairs = f"   ({len(run.preferences[stage].held_out)} pairs)" if stage in run.preferences else ""  # of an attempt with another --mode
         console.print(f"held-out pairs ranked right, {stage} {100 * accuracy:5.1f} %{pairs}", highlight=False)

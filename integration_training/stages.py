@@ -148,7 +148,7 @@ async def train_sft(run: Run, opened: Stage, newest: Path | None, start: Path) -
 
 async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at `start`, which stays the reference."""
-    async with open_reward(run, opened.backend) as reward, open_reference(run, opened.backend, start) as reference:
+    async with open_reward(run, opened.backend) as reward, open_reference(run, opened.backend, start, newest) as reference:
         return await train_rl_with(run, opened, newest, reward, reference)
 
 
@@ -205,10 +205,10 @@ async def train_rl_with(run: Run, opened: Stage, newest: Path | None, reward: Re
         statistics = update_statistics(statistics, samples, step=step, drawn=buffer.drawn_by_source())
 
     async def save(step: int) -> None:
-        await run.stop.save(lambda: save_step(run, opened, "rl", step, hold_state()()), what=f"step {step} of rl")
+        await run.stop.save(lambda: save_step(run, opened, "rl", step, hold_state()(), reference=reference), what=f"step {step} of rl")
 
     async def save_before_batch(step: int) -> None:
-        await run.stop.save(lambda: save_step(run, opened, "rl", step, before_batch()), what=f"step {step} of rl")
+        await run.stop.save(lambda: save_step(run, opened, "rl", step, before_batch(), reference=reference), what=f"step {step} of rl")
 
     async def evaluate_step(step: int) -> None:
         await evaluate_now(run, engine, "rl", step)
@@ -216,7 +216,11 @@ async def train_rl_with(run: Run, opened: Stage, newest: Path | None, reward: Re
     if completed and config.eval_every and completed % config.eval_every == 0:
         await evaluate_once(run, engine, "rl", completed)
 
-    every, take_metrics = run.config.output.checkpoint_every, opened.checkpoints.take_metrics
+    every = run.config.output.checkpoint_every
+
+    def take_metrics() -> dict[str, float]:
+        return {**opened.checkpoints.take_metrics(), **getattr(reference, "metrics", {})}
+
     is_saved = opened.checkpoints.is_saved
     hooks = LoopHooks(evaluate_step, save, run.stop.is_requested, every, begin_batch, learn, run.stop, save_before_batch, take_metrics, is_saved)
     with run.stop.training():

@@ -54,8 +54,8 @@ from rollouts.preflight.checks import prepare_rows, read_context_length
 from rollouts.preflight.functions import load_functions, open_functions
 from rollouts.preflight.preferences import PREFERENCE_STAGES, PreparedLabels, PreparedPairs, prepare_preferences
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
-from rollouts.preflight.reward_models import check_reward_models
 from rollouts.preflight.restarts import choose_resume, confirm_launch, describe_launch
+from rollouts.preflight.reward_models import check_reward_models
 from rollouts.preflight.rows import Rows, load_all_rows
 from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir, write_holder
 from rollouts.protocols import MetricsLogger

@@ -2,24 +2,40 @@
 
     python -m benchmarks.curves [NAME ...] [--report]
 
-Without names, every job of benchmarks/curves/jobs.toml that has `always`; a name is a job's, or JOB-SEED for one of its seeds. Runs go to runs/curves/NAME,
-what they measured to benchmarks/results/curves/NAME.json, and from all of these files docs/curves.md and docs/curves/GROUP.png are written anew,
-so that results of jobs that did not run now stay. --report trains nothing and only does the last part. Exit status 1 if a run failed or a bar is
-missed.
+Without names, every job of benchmarks/curves/jobs.toml that has `always`; a name is a job's, or JOB-SEED for one of its seeds. Runs go to
+runs/curves/NAME, what they measured to benchmarks/results/curves/NAME.json, and from all files there docs/curves.md and its pictures are written
+anew, so that the results of jobs that did not run now stay. --report trains nothing and only does the last part. Exit status 1 if a run failed or
+a bar is missed.
 """
 
 from __future__ import annotations
 
-IMPORTS
+import argparse
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "benchmarks" / "curves"
-RESULTS = ROOT / "benchmarks" / "results" / "curves"
-RUNS = Path("runs") / "curves"  # below ROOT; as a user would write it
-REPORT = ROOT / "docs" / "curves.md"
-PICTURES = ROOT / "docs" / "curves"
+from benchmarks.curves.bars import Job, Verdict, judge, load_jobs, read_values
+from benchmarks.curves.report import write_report
+from rollouts.inspect.read import RunRecord, read_run
+from rollouts.run_dir import RunDir
+
+ROOT = Path(__file__).resolve().parents[2]  # the working directory, so that commands read as a user would write them
+FOLDER = Path("benchmarks/curves")
+DEMOS = Path("integration_training/configs")
+RESULTS = Path("benchmarks/results/curves")
+RUNS = Path("runs/curves")
 LIMIT_S = 3600.0  # of one run
-DIGITS = 5  # significant ones of the values kept
+DIGITS = 5  # significant ones of the values that are kept
 
 
 def find_start(root: Path) -> Path | None:
@@ -31,57 +47,60 @@ def find_start(root: Path) -> Path | None:
     return RunDir(root).checkpoint(stage, max(step for name, step in record.checkpoints if name == stage))
 
 
-def make_command(job: Job, seed: int, name: str, start: Path | None) -> list[str]:
-    """The command line after `python`, relative to the repository."""
-    flags = [*job.flags, *(("--model.name", str(start)) if start else ()), *(("--seed", str(seed)) if len(job.seeds) > 1 else ())]
-    config = f"benchmarks/curves/{job.config}" if (FOLDER / job.config).exists() else f"integration_training/configs/{job.config}"
-    return ["integration_training/train.py", "--config", config, "--mode", job.mode, "--output.dir", str(RUNS / name), *flags]
+def make_command(job: Job, name: str, start: Path | None) -> list[str]:
+    """The command line after `python` of the job's run `name`."""
+    config = next(path for path in (FOLDER / job.config, DEMOS / job.config) if path.exists())
+    model = ["--model.name", str(start)] if start else []
+    seed = ["--seed", str(job.seeds[job.run_names().index(name)])] if len(job.seeds) > 1 else []
+    return ["integration_training/train.py", "--config", str(config), "--mode", job.mode, "--output.dir", str(RUNS / name), *model, *seed, *job.flags]
 
 
-def run_job(jobs: dict[str, Job], job: Job, name: str) -> bool:
-    """Runs the job's seed called `name` and writes its result. False, and no result, if the run failed."""
-    start = None
-    if job.start:
-        start = find_start(RUNS / job.start)
-        if start is None:
-            if not run_job(jobs, jobs[job.start], job.start):
-                return False
-            start = find_start(RUNS / job.start)
-    seed = job.seeds[job.names().index(name)]
-    command, root = make_command(job, seed, name, start), RUNS / name
+def run_job(jobs: Mapping[str, Job], job: Job, name: str) -> bool:
+    """Makes the job's run `name`, and first the run that it starts from if there is none. False, and the old result stays, if a run failed."""
+    start = find_start(RUNS / job.start) if job.start else None
+    if job.start and start is None:
+        return run_job(jobs, jobs[job.start], job.start) and run_job(jobs, job, name)
+    command, root, log, load = make_command(job, name, start), RUNS / name, RUNS / f"{name}.log", os.getloadavg()[0]
+    print(f"== {name}: {job.mode}", flush=True)
     shutil.rmtree(root, ignore_errors=True)
     RUNS.mkdir(parents=True, exist_ok=True)
-    print(f"== {name}: python {' '.join(command)}", flush=True)
-    load, log = os.getloadavg()[0], RUNS / f"{name}.log"
     with log.open("w", encoding="utf-8") as output:
-        ended = subprocess.run(["nice", "-n", "5", sys.executable, *command], stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False)
+        program = ["nice", "-n", "5", sys.executable, *command]
+        ended = subprocess.run(program, stdout=output, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False)
     if ended.returncode != 0:
-        print(f"{name} ended with {ended.returncode}; see {log}", file=sys.stderr)
+        print(f"{name} ended with {ended.returncode}; {log} says why", file=sys.stderr)
         return False
-    write_result(job, name, command, read_run(root), load)
+    record = read_run(root)
+    curves = {bar.metric: read_values(record, bar) for bar in job.bars}
+    verdicts = [judge(bar, curves[bar.metric][1]) for bar in job.bars]
+    for verdict in verdicts:
+        print(f"   {'met   ' if verdict.met else 'MISSED'} {verdict.bar}: {verdict.first:.4g} -> {verdict.last:.4g}", flush=True)
+    result = describe_run(job, command, record, load) | make_values(verdicts, curves)
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     return True
 
 
-def write_result(job: Job, name: str, command: Sequence[str], record: RunRecord, load: float) -> None:
-    """benchmarks/results/curves/NAME.json: command, date, machine, versions, verdicts and the curves that they judge."""
-    curves = {bar.metric: read_values(record, bar) for bar in job.bars}
-    verdicts = [judge(bar, curves[bar.metric][1]) for bar in job.bars]
-    summary = record.summary or {}
-    result = {
+def describe_run(job: Job, command: Sequence[str], record: RunRecord, load: float) -> dict[str, Any]:
+    """What was run, when and where."""
+    assert record.summary is not None, "a run that ended with 0 has a summary"
+    return {
         "job": job.name,
-        "command": f"python {' '.join(command)}",
+        "command": ["python", *command],
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "machine": describe_machine(),
         "load": round(load, 1),
-        "wall_s": summary["wall_s"],
-        "versions": {"python": platform.python_version(), **summary["versions"]},
+        "wall_s": record.summary["wall_s"],
+        "versions": {"python": platform.python_version(), **record.summary["versions"]},
+    }
+
+
+def make_values(verdicts: Sequence[Verdict], curves: Mapping[str, tuple[list[int], list[float]]]) -> dict[str, Any]:
+    """Verdicts, and the curves that they judge, as JSON."""
+    return {
         "verdicts": [{key: keep_digits(value) for key, value in asdict(verdict).items()} for verdict in verdicts],
         "curves": {metric: {"steps": steps, "values": [keep_digits(value) for value in values]} for metric, (steps, values) in curves.items()},
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for verdict in verdicts:
-        print(f"   {'met   ' if verdict.met else 'MISSED'} {verdict.bar}: {verdict.first:.4g} -> {verdict.last:.4g} ({verdict.errors:.3g} errors)", flush=True)
 
 
 def keep_digits(value: Any) -> Any:
@@ -100,20 +119,20 @@ def describe_machine() -> str:
 
 
 def main() -> int:
+    os.chdir(ROOT)
     jobs = load_jobs(FOLDER / "jobs.toml")
-    by_name = {name: job for job in jobs.values() for name in job.names()}
+    run_of = {name: job for job in jobs.values() for name in job.run_names()}
     parser = argparse.ArgumentParser(description="Train with every algorithm and see whether it learns.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(jobs)}, or JOB-SEED")
-    parser.add_argument("--report", action="store_true", help="run nothing; write the page again")
+    parser.add_argument("--report", action="store_true", help="run nothing; write the page and its pictures again")
     arguments = parser.parse_args()
-    unknown = [name for name in arguments.names if name not in jobs and name not in by_name]
+    unknown = [name for name in arguments.names if name not in jobs and name not in run_of]
     if unknown:
         parser.error(f"there is no job {unknown[0]!r}; there are {', '.join(jobs)}")
     asked = [*arguments.names] or [job.name for job in jobs.values() if job.always]
-    chosen = [] if arguments.report else [name for each in asked for name in (jobs[each].names() if each in jobs else [each])]
-    os.chdir(ROOT)
-    finished = [run_job(jobs, by_name[name], name) for name in dict.fromkeys(chosen)]
-    return 0 if write_report(jobs) and all(finished) else 1
+    chosen = [] if arguments.report else [name for each in asked for name in (jobs[each].run_names() if each in jobs else [each])]
+    finished = [run_job(jobs, run_of[name], name) for name in dict.fromkeys(chosen)]
+    return 0 if write_report(jobs, RESULTS, Path("docs")) and all(finished) else 1
 
 
 if __name__ == "__main__":

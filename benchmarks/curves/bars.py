@@ -4,7 +4,7 @@
     near    |mean of the last third of steps - target| <= tolerance
     beyond  mean of the last third of steps > target + tolerance
     ends    mean of the last quarter of steps, or the last evaluation, >= least
-    gains   last value > first, `falls`: last < first; means of quarters, or single evaluations
+    gains   last > first; `falls`: last < first: means of quarters, or single evaluations
 
 Metrics that begin with eval/ are read from evaluations.jsonl, of all stages; the others from the rows of one stage of metrics.jsonl.
 """
@@ -16,11 +16,13 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from rollouts.inspect.read import RunRecord, series
+
+LEAST_STEPS = 8  # two in a quarter, or it has no standard error
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +43,17 @@ class Job:
     """A run of train.py, once for each seed."""
 
     name: str
-    group: str  # jobs of a group share a picture and a table
-    about: str  # one sentence for the report
-    config: str  # a file of benchmarks/curves
+    group: str  # jobs of a group share a table and a picture
+    about: str  # a sentence for the report
+    config: str  # a file of benchmarks/curves, or of integration_training/configs
     mode: str
     bars: tuple[Bar, ...] = ()
     flags: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
-    start: str = ""  # a job with one seed, whose last checkpoint this one starts from; empty: the model that the config names
+    start: str = ""  # a job with one seed, from whose last checkpoint this one starts; empty: from the config's model
     always: bool = True  # False: only when named
 
-    def names(self) -> list[str]:
+    def run_names(self) -> list[str]:
         """One name per seed."""
         return [f"{self.name}-{seed}" for seed in self.seeds] if len(self.seeds) > 1 else [self.name]
 
@@ -63,39 +65,40 @@ class Verdict:
     bar: str
     first: float  # mean of the first quarter, or the first evaluation
     last: float  # mean of the part that the bar looks at, or the last evaluation
-    errors: float  # (last - first) in standard errors; NaN where the bar does not ask
+    errors: float  # last - first of quarters in standard errors; NaN where the bar does not ask
     met: bool
 
 
-# --- arithmetic --------------------------------------------------------------------------------------------------------------
-
-
 def compute_mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, s/√n with n − 1 in s, as if the values were independent. Raises ValueError for fewer than two."""
-    if len(values) < 2:
-        raise ValueError(f"{len(values)} values have no standard error; a run needs at least 8 steps")
+    """Mean and its standard error, s/√n with n − 1 in s, as if the values were independent. At least two values."""
+    assert len(values) >= 2, values
     return float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
 def compute_rise(values: Sequence[float]) -> tuple[float, float, float]:
-    """Means of the first and the last quarter, and their difference in standard errors √(e₁² + e₂²); ±inf where both quarters are constant."""
+    """Means of the first and the last quarter, and their difference in standard errors √(e₁² + e₂²).
+
+    A quarter is len(values) // 4 steps. Where both are constant the difference is ±inf, or 0. Raises ValueError for less than LEAST_STEPS.
+    """
+    if len(values) < LEAST_STEPS:
+        raise ValueError(f"{len(values)} steps; a quarter has a standard error from {LEAST_STEPS} steps on")
     quarter = len(values) // 4
     first, first_error = compute_mean_and_error(values[:quarter])
     last, last_error = compute_mean_and_error(values[-quarter:])
-    error = math.hypot(first_error, last_error)
-    return first, last, (last - first) / error if error else math.copysign(math.inf, last - first) if last != first else 0.0
+    rise, error = last - first, math.hypot(first_error, last_error)
+    return first, last, rise / error if error else math.copysign(math.inf, rise) if rise else 0.0
 
 
 def judge(bar: Bar, values: Sequence[float]) -> Verdict:
-    """The verdict on the values of the bar's metric, in the order of steps. Raises ValueError if there are too few of them, or one is not finite."""
+    """The verdict on the values of the bar's metric, in the order of steps.
+
+    Raises ValueError if there are too few of them, if one is not finite, or if the bar does not suit evaluations.
+    """
     if not np.isfinite(values).all():
         raise ValueError(f"{bar.metric} is not finite in {int((~np.isfinite(values)).sum())} of {len(values)} steps")
     if bar.metric.startswith("eval/"):
-        if len(values) < 2:
-            raise ValueError(f"{bar.metric} was evaluated {len(values)} times; a change needs two")
-        first, last, errors = values[0], values[-1], math.nan
-    else:
-        first, last, errors = compute_rise(values)
+        return judge_evaluations(bar, values)
+    first, last, errors = compute_rise(values)
     third = float(np.mean(values[-(len(values) // 3) :]))
     match bar.kind:
         case "rises":
@@ -104,27 +107,41 @@ def judge(bar: Bar, values: Sequence[float]) -> Verdict:
             met = abs(third - bar.target) <= bar.tolerance
             return Verdict(f"`{bar.metric}` within {bar.tolerance:g} of {bar.target:g}, last third", first, third, math.nan, met)
         case "beyond":
-            met = third > bar.target + bar.tolerance
-            return Verdict(f"`{bar.metric}` above {bar.target + bar.tolerance:g}, last third", first, third, math.nan, met)
-        case "ends":
-            return Verdict(f"`{bar.metric}` at least {bar.least:g} at the end", first, last, math.nan, last >= bar.least)
-        case "gains":
-            return Verdict(f"`{bar.metric}` is higher at the end", first, last, math.nan, last > first)
-        case "falls":
-            return Verdict(f"`{bar.metric}` is lower at the end", first, last, math.nan, last < first)
+            most = bar.target + bar.tolerance
+            return Verdict(f"`{bar.metric}` above {most:g}, last third", first, third, math.nan, third > most)
+        case _:
+            return judge_change(bar, first, last)
+
+
+def judge_evaluations(bar: Bar, values: Sequence[float]) -> Verdict:
+    """The verdict on single evaluations, which have no quarters. Raises ValueError."""
+    if len(values) < 2:
+        raise ValueError(f"{bar.metric} was evaluated {len(values)} times; a change needs two")
+    if bar.kind not in ("ends", "gains", "falls"):
+        raise ValueError(f"{bar.metric} cannot be judged by {bar.kind!r}; evaluations take 'ends', 'gains' and 'falls'")
+    return judge_change(bar, values[0], values[-1])
+
+
+def judge_change(bar: Bar, first: float, last: float) -> Verdict:
+    """The verdict on two numbers."""
+    if bar.kind == "ends":
+        return Verdict(f"`{bar.metric}` at least {bar.least:g} at the end", first, last, math.nan, last >= bar.least)
+    higher = bar.kind == "gains"
+    return Verdict(f"`{bar.metric}` {'higher' if higher else 'lower'} at the end", first, last, math.nan, last > first if higher else last < first)
 
 
 def read_values(record: RunRecord, bar: Bar) -> tuple[list[int], list[float]]:
-    """Steps and values of the bar's metric; of an evaluation those of all stages, before training first."""
-    rows = record.evaluations if bar.metric.startswith("eval/") else record.stage_rows(bar.stage)
-    return series(rows, bar.metric)
+    """Steps and values of the bar's metric; of an evaluation those of all stages, in the order in which they ran."""
+    return series(record.evaluations if bar.metric.startswith("eval/") else record.stage_rows(bar.stage), bar.metric)
 
 
 def load_jobs(path: Path) -> dict[str, Job]:
-    """The jobs of a TOML file, by name."""
-    tables = tomllib.loads(path.read_text(encoding="utf-8"))["jobs"]
-    jobs = [
-        Job(**{**table, "bars": tuple(Bar(**bar) for bar in table.get("bars", ())), **{k: tuple(table[k]) for k in ("flags", "seeds") if k in table}})
-        for table in tables
-    ]
+    """The jobs of a TOML file, by name, in its order."""
+    jobs = [make_job(table) for table in tomllib.loads(path.read_text(encoding="utf-8"))["jobs"]]
     return {job.name: job for job in jobs}
+
+
+def make_job(table: dict[str, Any]) -> Job:
+    """The job that a TOML table describes."""
+    lists = {key: tuple(table[key]) for key in ("flags", "seeds") if key in table}
+    return Job(**{**table, **lists, "bars": tuple(Bar(**bar) for bar in table.get("bars", ()))})

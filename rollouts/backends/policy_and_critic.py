@@ -83,18 +83,22 @@ class PolicyAndCritic:
         async def wait() -> WriteModel | None:
             held: list[WriteModel | None] = []
             errors: list[Exception] = []
-            for future in futures:
-                try:
-                    held.append(await future.result())
-                except Exception as error:
-                    errors.append(error)
-            if not errors and held[0] is not None and held[1] is not None:
-                return WriteBoth(held[0], held[1])
-            for part in held:
-                drop_held(part)
+            both: WriteBoth | None = None
+            try:
+                for future in futures:
+                    try:
+                        held.append(await future.result())
+                    except Exception as error:
+                        errors.append(error)
+                if not errors and held[0] is not None and held[1] is not None:
+                    both = WriteBoth(held[0], held[1])
+            finally:
+                if both is None:  # one of them has no room, failed, or nobody waits any more
+                    for part in held:
+                        drop_held(part)
             if errors:
                 raise errors[0]
-            return None
+            return both
 
         return AwaitedLater(wait, futures)
 

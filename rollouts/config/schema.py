@@ -360,6 +360,34 @@ class RewardModelTrainingConfig(Section):
     eval_every: NaturalInt = 0  # steps; 0: only before and after
 
 
+class ReferenceConfig(Section):
+    """The model that a KL term or a preference loss compares with: what the stage started from, frozen or following the policy."""
+
+    dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"  # 8bit and 4bit need the extra reference-quant; the KL's bias is logged
+    where: str = "trainer"  # trainer: beside it; process: one of its own; or the http(s) address of a server that serves this very model
+    server: Literal["vllm", "sglang"] = "vllm"  # what runs at that address
+    server_model: str = "policy"  # the name that it serves the model under
+    api_key_env: str = ""  # environment variable that holds its key
+    update: Literal["none", "ema", "reset", "tr_dpo"] = "none"  # none: frozen; reset: becomes the policy; tr_dpo: a mixture with it
+    every: PositiveInt = 1  # steps from one update to the next
+    ema_decay: Decay = 0.99  # of ema: the share of the reference that stays
+    policy_weight: Annotated[float, Field(gt=0, le=1)] = 0.6  # of tr_dpo: the share of the policy that comes in, α of its paper
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ReferenceConfig:
+        elsewhere = self.where.startswith(("http://", "https://"))
+        if self.where not in ("trainer", "process") and not elsewhere:
+            raise ValueError(f"where={self.where!r} must be 'trainer', 'process' or the http(s) address of a server")
+        if self.update != "none" and (self.where != "trainer" or self.dtype not in ("float32", "bfloat16")):
+            raise ValueError(
+                f"update={self.update!r} with where={self.where!r} and dtype={self.dtype!r}; a reference that moves is in the trainer's process, in "
+                "float32 or bfloat16"
+            )
+        if elsewhere and self.dtype != "float32":
+            raise ValueError(f"dtype={self.dtype!r} with where={self.where!r}; a server's dtype is its own: leave dtype out")
+        return self
+
+
 class EngineConfig(Section):
     """What generates for RL: this process, or servers of its own kind. SFT evaluates with the embedded engine in any case."""
 
@@ -432,6 +460,7 @@ class RunConfig(Section):
     rl: RLTrainingConfig | None = None
     preference: PreferenceTrainingConfig | None = None
     reward_model: RewardModelTrainingConfig | None = None
+    reference: ReferenceConfig = ReferenceConfig()
     eval: EvalConfig | None = None
 
     @model_validator(mode="after")
@@ -441,6 +470,13 @@ class RunConfig(Section):
                 f"distributed.max_restarts={self.distributed.max_restarts} with distributed.ranks=1; only ranks that this program starts itself are "
                 "started again by it: set distributed.ranks, or give a launcher of your own --max-restarts"
             )
+        if self.reference.update != "none" and self.preference is not None and self.preference.reference == "precomputed":
+            raise ValueError(
+                f"reference.update={self.reference.update!r} with preference.reference='precomputed'; scores of a reference that moves cannot be "
+                "computed once: set preference.reference='live'"
+            )
+        if self.deterministic and self.reference.where.startswith("http"):
+            raise ValueError(f"deterministic=true with reference.where={self.reference.where!r}; a server does not repeat its bits; use 'trainer'")
         if self.output.keep_best and self.eval is None:
             raise ValueError("output.keep_best=true without [eval]: nothing says which checkpoint is best; add [eval], or leave keep_best out")
         if self.deterministic and self.model.device == "cuda":

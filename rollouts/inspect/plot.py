@@ -19,6 +19,8 @@ PANELS = (  # of the PNG: metric, title
     ("loss/total", "loss"),
     ("response_length/mean", "response length, tokens"),
     ("entropy/mean", "entropy, nats"),
+    ("rewards/margins", "margin of rewards"),
+    ("value/explained_variance", "explained variance of values"),
     ("optim/grad_norm", "gradient norm"),
     ("time/step", "seconds per step"),
 )
@@ -117,11 +119,14 @@ def draw_panel(axes: Any, record: RunRecord, stage: str, name: str, title: str) 
 
 
 def choose_evaluations(record: RunRecord, stage: str) -> list[Row]:
-    """The evaluations of a stage, and as its step 0 the last one made before it, of the model that it started from."""
+    """The evaluations of a stage, and as step 0 of each name the last one made before it, of the model that it started from."""
     own = [row for row in record.evaluations if row["stage"] == stage]
-    position = record.evaluations.index(own[0]) if own else len(record.evaluations)
-    before = record.evaluations[max(0, position - 1) : position] if all(row["step"] > 0 for row in own) else ()
-    return [*({**row, "step": 0} for row in before), *own]
+    if not own:
+        return [{**row, "step": 0} for row in record.evaluations[-1:]]
+    earlier = record.evaluations[: record.evaluations.index(own[0])]
+    begun = {row.get("name") for row in own if row["step"] == 0}
+    before = {row.get("name"): row for row in earlier if row.get("name") in {other.get("name") for other in own} - begun}
+    return [*({**row, "step": 0} for row in before.values()), *own]
 
 
 def draw_evaluations(axes: Any, rows: Sequence[Row]) -> None:

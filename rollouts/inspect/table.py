@@ -17,6 +17,10 @@ COLUMNS = (  # heading, metrics of which the first present is shown, format
     ("grad norm", ("optim/grad_norm",), "{:.3g}"),
     ("lr", ("optim/lr",), "{:.2e}"),
     ("entropy", ("entropy/mean",), "{:.3f}"),
+    ("margin", ("rewards/margins",), "{:.3f}"),
+    ("ranked right", ("rewards/accuracies", "accuracy"), "{:.2f}"),
+    ("value", ("value/mean",), "{:.3f}"),
+    ("explained", ("value/explained_variance",), "{:.2f}"),
     ("clipped", ("clip_ratio",), "{:.3f}"),
     ("length", ("response_length/mean",), "{:.1f}"),
     ("cut", ("truncated/frac",), "{:.2f}"),
@@ -24,7 +28,9 @@ COLUMNS = (  # heading, metrics of which the first present is shown, format
     ("tok/s", ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s"), "{:.0f}"),
     ("s/step", ("time/step",), "{:.2f}"),
 )
-ACCURACY = re.compile(r"eval/(?P<name>.+)/(?P<stat>(?:avg|pass)@\d+)")
+ACCURACY = re.compile(r"eval/(?P<name>.+)/(?P<stat>(?:avg|pass)@\d+|accuracy)")
+RANKED_RIGHT = "accuracy"  # the statistic of held-out pairs: the share that is ranked right
+MARGIN = "rewards/margins"  # of held-out preferences
 DROPPED = "groups/dropped/"
 FAILED = "fail/"
 
@@ -64,18 +70,25 @@ def find_newest_checkpoint(record: RunRecord) -> tuple[str, int]:
 
 
 def make_evaluation_table(record: RunRecord) -> Table | None:
-    """Accuracy (avg@k, pass@k, in percent) per evaluation, in order; None if there was none."""
+    """Accuracy (avg@k, pass@k, and of pairs those ranked right; in percent) per evaluation, in order; None if there was none.
+
+    Where preferences were evaluated, the margin of their rewards too, as it is.
+    """
     if not record.evaluations:
         return None
     found = [(row, match, row[name]) for row in record.evaluations for name in row if (match := ACCURACY.fullmatch(name))]
-    stats = list(dict.fromkeys(match["stat"] for _, match, _ in found))
-    table = Table(title="evaluations, %", title_justify="left", title_style="bold")
-    for heading in ("stage", "step", "version", "name", *stats, "failed"):
+    stats = sorted(dict.fromkeys(match["stat"] for _, match, _ in found), key=lambda stat: stat == RANKED_RIGHT)
+    margins = [row.get(f"eval/{row.get('name')}/{MARGIN}") for row in record.evaluations]
+    more = ["margin"] if any(margin is not None for margin in margins) else []
+    title = f"evaluations, %{', and margins of rewards' if more else ''}"
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in ("stage", "step", "version", "name", *stats, *more, "failed"):
         table.add_column(heading, justify="left" if heading in ("stage", "name") else "right")
-    for row in record.evaluations:
+    for row, margin in zip(record.evaluations, margins, strict=True):
         values = {match["stat"]: 100 * value for other, match, value in found if other is row}
         failed = sum(value for name, value in row.items() if name.startswith("eval/") and name.endswith("/failed"))
         cells = [f"{values[stat]:.1f}" if stat in values else "" for stat in stats]
+        cells += ["" if margin is None else f"{margin:.3f}"] if more else []
         table.add_row(row["stage"], str(row["step"]), str(row.get("policy_version", "")), str(row.get("name", "")), *cells, f"{failed:.0f}")
     return table
 
@@ -113,7 +126,7 @@ def format_counts(counts: dict[str, float]) -> str:
 
 
 def make_summary_lines(record: RunRecord) -> list[str]:
-    """What summary.json says beyond the tables: mode, accuracy by stage, wall time, memory, seed, versions. Empty until the run is finished."""
+    """What summary.json says beyond the tables: mode, accuracies by stage, wall time, memory, seed, versions. Empty until the run is finished."""
     summary = record.summary or {}
     lines: list[str] = []
     if facts := [f"{name} {format_fact(summary[name])}" for name in ("mode", "seed", "wall_s", "peak_rss_gib") if name in summary]:
@@ -121,6 +134,9 @@ def make_summary_lines(record: RunRecord) -> list[str]:
     accuracy = summary.get("accuracy")
     if isinstance(accuracy, dict) and (known := {stage: value for stage, value in accuracy.items() if isinstance(value, int | float)}):
         lines.append("accuracy: " + " → ".join(f"{stage} {100 * value:.1f} %" for stage, value in known.items()))
+    pairs = summary.get("pair_accuracy")
+    if isinstance(pairs, dict) and (ranked := {stage: value for stage, value in pairs.items() if isinstance(value, int | float)}):
+        lines.append("pairs ranked right: " + ", ".join(f"{stage} {100 * value:.1f} %" for stage, value in ranked.items()))
     if isinstance(versions := summary.get("versions"), dict):
         lines.append("versions: " + ", ".join(f"{package} {version}" for package, version in versions.items()))
     return lines

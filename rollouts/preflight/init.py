@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,11 +132,27 @@ def make_config(task: str, path: Path) -> str:
     """A config of every setting: those of the task set, the others commented out with their defaults, each with its meaning."""
     values = _values_of(task)
     parts = [RESULT_NOTE.format(config=path, name=task), _format_table("", values)]
+    left_out = list_left_out(values)
     for key in config_keys().values():
-        if key.is_table:
+        if key.is_table and not _is_in(key.key, left_out):
             header = f"[[{key.key}]]" if key.is_list else f"[{key.key}]"
             parts.append(f"# {key.meaning}\n{header}\n" + _format_table(key.key, values))
-    return "\n".join(parts)
+    tables = ", ".join(f"[{table}]" for table in left_out)
+    return "\n".join([*parts, f"# Not written out, for this run has none of them: {tables}; python -m rollouts explain TABLE\n"])
+
+
+def list_left_out(values: Mapping[str, object]) -> list[str]:
+    """Tables that a run may do without and that `values` set nothing of: written out they would add a stage, a critic or a change."""
+    tables = [key for key in config_keys().values() if key.is_table and (key.default == "unset" or key.is_list)]
+    found: list[str] = []
+    for key in tables:
+        if not _is_in(key.key, found) and not any(name.startswith(f"{key.key}.") for name in values):
+            found.append(key.key)
+    return found
+
+
+def _is_in(key: str, tables: Sequence[str]) -> bool:
+    return any(f"{key}.".startswith(f"{table}.") for table in tables)
 
 
 def _values_of(task: str) -> dict[str, object]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rollouts.config.schema import RunConfig
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, ModelError
 from rollouts.run_dir import RunDir
 
 STAGE = "stage"  # the name of this run's own reward model
@@ -44,7 +44,7 @@ def find_reward_model(config: RunConfig, run_dir: RunDir, setting: str, name: st
 
     Raises ConfigError if this run has trained none or the model has no scalar head, ModelError if there is no such model.
     """
-    from rollouts.models.load import has_own_scalar_head, resolve_model
+    from rollouts.models.load import has_own_scalar_head
 
     if name == STAGE:
         steps = config.reward_model.steps if config.reward_model else 0
@@ -52,7 +52,7 @@ def find_reward_model(config: RunConfig, run_dir: RunDir, setting: str, name: st
         if not path.is_dir():
             raise ConfigError(f'{setting}="stage", but {run_dir.root} has no reward model of {steps} steps; add the stage: --mode …+reward_model+rl')
         return path
-    path = resolve_model(name, seed=config.seed, head="scalar")
+    path = _resolve(config, setting, name)
     if not has_own_scalar_head(path):
         raise ConfigError(f"{setting}={name!r} is no reward model: it has no scalar head; train one with the stage reward_model")
     return path
@@ -60,9 +60,16 @@ def find_reward_model(config: RunConfig, run_dir: RunDir, setting: str, name: st
 
 def find_critic_start(config: RunConfig, run_dir: RunDir, name: str) -> Path:
     """The directory that a critic starts from: a reward model, or any causal model, which gets a head of 0. Raises as find_reward_model."""
+    return find_reward_model(config, run_dir, CRITIC, name) if name == STAGE else _resolve(config, CRITIC, name)
+
+
+def _resolve(config: RunConfig, setting: str, name: str) -> Path:
     from rollouts.models.load import resolve_model
 
-    return find_reward_model(config, run_dir, CRITIC, name) if name == STAGE else resolve_model(name, seed=config.seed, head="scalar")
+    try:
+        return resolve_model(name, seed=config.seed, head="scalar")
+    except ModelError as error:  # which names the setting that it mostly is about
+        raise ModelError(str(error).replace(f"model.name={name!r}", f"{setting}={name!r}")) from error
 
 
 def check_tokens(path: Path, setting: str, tokenizer: Vocabulary) -> None:

@@ -15,13 +15,14 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import trio
 from torch import Tensor
 
 from rollouts.device_thread import DeviceThread
@@ -36,6 +37,7 @@ from rollouts.types import FloatArray, RolloutBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+REFERENCE = "reference"  # the directory in a checkpoint
 STATE_FILE = "moving_reference.json"
 STATE_FORMAT = 1
 
@@ -82,6 +84,13 @@ def make_reset_rule(*, every: int) -> UpdateRule:
 def make_tr_dpo_rule(*, policy_weight: float, every: int = 1) -> UpdateRule:
     """reference ← policy_weight · policy + (1 − policy_weight) · reference; TR-DPO's soft update, whose α is policy_weight (arXiv 2404.09656)."""
     return UpdateRule(policy_weight=policy_weight, reference_weight=1.0 - policy_weight, every=every)
+
+
+def make_rule(update: str, *, every: int, ema_decay: float, policy_weight: float) -> UpdateRule:
+    """The rule of the settings in [reference]: "ema", "reset" or "tr_dpo"; each reads what concerns it."""
+    if update == "ema":
+        return make_ema_rule(ema_decay=ema_decay, every=every)
+    return make_reset_rule(every=every) if update == "reset" else make_tr_dpo_rule(policy_weight=policy_weight, every=every)
 
 
 def compute_update(reference: Tensor, policy: Tensor, rule: UpdateRule) -> Tensor:
@@ -186,12 +195,29 @@ class MovingReference:
 
     def _save(self, path: Path) -> None:
         self._check_whole()
+        self._write(path, self._accumulators, self._counters)
+
+    def _write(self, path: Path, accumulators: Mapping[str, Tensor], counters: _Counters) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        dtype = next(iter(self._accumulators.values())).dtype
+        dtype = next(iter(accumulators.values())).dtype
         with write_hf_stream(self._model, path, dtype=dtype) as sink:
-            sink(list(self._accumulators.items()))
-        record = {"format": STATE_FORMAT, "updates": self._counters.updates, "step": self._counters.step}
+            sink(list(accumulators.items()))
+        record = {"format": STATE_FORMAT, "updates": counters.updates, "step": counters.step}
         (path / STATE_FILE).write_text(json.dumps(record) + "\n", "utf-8")
+
+    async def hold(self) -> Callable[[Path], Awaitable[None]]:
+        """What save() would write now, copied: the result writes it to a directory later, while the reference moves on."""
+
+        def copy() -> dict[str, Tensor]:
+            self._check_whole()
+            return {name: held.to("cpu", copy=True) for name, held in self._accumulators.items()}
+
+        held, counters = await self._device_thread.submit(copy), replace(self._counters)
+
+        async def write(path: Path) -> None:
+            await trio.to_thread.run_sync(self._write, path, held, counters)
+
+        return write
 
     async def load(self, path: Path) -> None:
         """Goes on from what save() wrote, bit for bit. Raises ModelError and CheckpointError, with the reference as it was."""
@@ -216,6 +242,30 @@ class MovingReference:
     def _check_whole(self) -> None:
         if self._moved_in_part:
             raise BackendError("the last update of this reference broke off in the middle, so it is no model any more; load() a saved one")
+
+
+class FollowingReference:
+    """A MovingReference that moves by itself: before it scores, and before it is held, it follows the policy up to the steps that are completed."""
+
+    def __init__(self, moving: MovingReference, backend: TrainingBackend, completed_steps: Callable[[], int]) -> None:
+        self._moving = moving
+        self._backend = backend
+        self._completed_steps = completed_steps
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """reference/updates: how often it moved."""
+        return self._moving.metrics
+
+    async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+        """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0."""
+        await self._moving.update(self._backend, step=self._completed_steps())
+        return await self._moving.score(batch)
+
+    async def hold(self) -> Callable[[Path], Awaitable[None]]:
+        """What writes the reference as it is after the completed steps to a directory, from which open_moving_reference goes on."""
+        await self._moving.update(self._backend, step=self._completed_steps())
+        return await self._moving.hold()
 
 
 class _Move:

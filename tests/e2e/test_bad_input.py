@@ -117,11 +117,16 @@ def test_groups_that_do_not_divide_the_ranks_are_refused(capsys: pytest.CaptureF
     assert "distributed.shard_size=3 does not divide the 4 ranks into equal groups; use 1 or 2 or 4" in message
 
 
-@pytest.mark.parametrize("arguments", [["--mode", "sft"], ["--config", "x.toml"], ["--config", "x.toml", "--mode", "ppo"]])
+@pytest.mark.parametrize("arguments", [["--mode", "sft"], ["--config", "x.toml"]])
 def test_a_wrong_command_line_exits_with_2(arguments: list[str]):
     with pytest.raises(SystemExit) as exit_info:
         main(arguments)
     assert exit_info.value.code == 2
+
+
+def test_a_mode_that_is_none_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]):
+    assert main(["--config", "x.toml", "--mode", "sft+pop"]) == 2
+    assert "there is no stage 'pop'; did you mean 'ppo'?" in capsys.readouterr().err
 
 
 def test_a_corrected_command_may_use_the_same_directory(capsys: pytest.CaptureFixture[str], tmp_path: Path):

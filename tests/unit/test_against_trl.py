@@ -281,6 +281,8 @@ def trl_losses(trl: Any) -> dict[str, Callable[[Tensor], tuple[Tensor, dict[str,
             {},
         )
     return losses
+
+
 # --- compared -------------------------------------------------------------------------------------------------------------------
 
 

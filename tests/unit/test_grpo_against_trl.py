@@ -2,8 +2,7 @@
 
 The numbers are what TRL 1.16.0's GRPOTrainer computed in float64, from the completions to the loss; with `.[test-trl]` it does so again, in
 its `_generate_and_score_completions`, of which only generation and reward functions are replaced, and its `_compute_loss`. Settings are written
-as a user writes them: a GRPOConfig there, a preset of ours as an [rl] table here. The models are tables: the logits after a token are a row of a
-matrix [V, V]. There are two prompts of one token, with three completions each.
+as a user writes them: a GRPOConfig there, a preset of ours as an [rl] table here.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import contextlib
 import types
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,149 +20,307 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from rollouts.advantages import compute_group_advantages
-from rollouts.config.schema import DataSourceConfig, RLTrainingConfig, RolloutConfig
-from rollouts.loops.rl_batch import make_loss_spec
-from rollouts.losses import LOSSES, LossInputs, LossOutput, check_loss_params
-from rollouts.losses.compat import PRESETS, TRL_GRPO, AlgorithmPreset, to_rl_settings
-from rollouts.losses.inputs import need_advantages, need_rollout_log_probs
-from rollouts.losses.ratios import compute_log_ratio
+from rollouts.losses import LossInputs
+from rollouts.losses.compat import PRESETS, TRL_GRPO
 from rollouts.types import metric_values
-from tests.unit.test_against_trl import table
+from tests.unit.trl_grpo_cases import (
+    COMPLETIONS,
+    DIFFERENT,
+    DIRECTION,
+    ENGINE,
+    EQUAL,
+    MAX_COMPLETION_LENGTH,
+    OLD,
+    POLICY,
+    PROMPTS,
+    RECORDED,
+    RECORDED_METRICS,
+    REFERENCE,
+    REWARDS,
+    Case,
+    our_advantages,
+    our_inputs,
+    our_loss,
+    our_output,
+    score,
+)
 
-PROMPTS = [0, 0, 0, 3, 3, 3]
-COMPLETIONS = [[1, 2, 3, 4], [6, 5, 1], [3], [2, 2, 6, 4, 1], [5, 0, 3], [4, 6]]
-REWARDS = [[1.0, 0.2], [0.0, 0.4], [0.5, 0.0], [0.0, 1.0], [0.0, 0.7], [1.0, 0.1]]  # of two reward functions, whose sum is the reward
-MAX_COMPLETION_LENGTH = 8
-POLICY, REFERENCE = table(1), table(2)
-OLD = POLICY + 0.1 * table(3)
-ENGINE = OLD + 0.04 * table(4)
-DIRECTION = table(5)  # a recorded slope is the gradient's product with it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    preset: str  # a key of TRL_GRPO
-    theirs: Mapping[str, Any] = field(default_factory=dict)  # of GRPOConfig
-    ours: Mapping[str, Any] = field(default_factory=dict)  # of [rl], beside the preset
-    loss_params: Mapping[str, Any] = field(default_factory=dict)  # of [rl.loss_params], beside the preset's
-
-    @property
-    def use_vllm(self) -> bool:
-        """Else the engine's log-probs are the trainer's."""
-        return bool(self.theirs.get("use_vllm"))
-
-
-def vllm(mode: str, **settings: object) -> dict[str, Any]:
-    return {"use_vllm": True, "vllm_importance_sampling_mode": mode} | {f"vllm_importance_sampling_{name}": value for name, value in settings.items()}
-
-
-BY_SEQUENCE = {"importance_sampling_level": "sequence"}
-NO_SCALE = {"scale_rewards": "none"}
-KL = {"beta": 0.3}
-KL_COEF = {"kl_coef": 0.3}
-IN_TWO_PARTS = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 3}
-CISPO = {"loss_type": "cispo", "epsilon_high": 5.0}
-VESPO = {"loss": "reinforce", "clip_low": None, "clip_high": None}
-
-# What is the same.
-EQUAL: dict[str, Case] = {
-    "dapo": Case(preset="dapo"),  # the default
-    "grpo": Case(preset="grpo", theirs={"loss_type": "grpo"}),
-    "bnpo": Case(preset="bnpo", theirs={"loss_type": "bnpo"}),
-    "dr_grpo": Case(preset="dr_grpo", theirs={"loss_type": "dr_grpo"} | NO_SCALE),
-    "cispo": Case(preset="cispo", theirs=CISPO),
-    "sapo": Case(preset="sapo", theirs={"loss_type": "sapo"}),
-    "luspo": Case(preset="luspo", theirs={"loss_type": "luspo"} | BY_SEQUENCE),
-    "gspo": Case(preset="gspo", theirs={"loss_type": "grpo"} | BY_SEQUENCE),
-    "vespo": Case(
-        preset="dapo",
-        theirs={"loss_type": "vespo"},
-        ours={"loss": "reinforce"},
-        loss_params={"correction": f"{__name__}:weigh_as_vespo"},
-    ),
-    # the parameters of the losses
-    "dapo/epsilons": Case(preset="dapo", theirs={"epsilon": 0.1, "epsilon_high": 0.28}, ours={"clip_low": 0.1, "clip_high": 0.28}),
-    "dapo/delta": Case(preset="dapo", theirs={"delta": 1.3}, loss_params={"dual_clip": 1.3}),
-    "dapo/sequence": Case(preset="gspo", theirs=BY_SEQUENCE, ours={"normalise_by": "tokens"}),
-    "luspo/token": Case(preset="dapo", theirs={"loss_type": "luspo"}, ours={"normalise_by": "sequence_sums"}),
-    "gspo/epsilons": Case(
-        preset="gspo",
-        theirs={"loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4} | BY_SEQUENCE,
-        loss_params={"clip_low": 3e-4, "clip_high": 4e-4},
-    ),
-    "cispo/bound": Case(preset="cispo", theirs=CISPO | {"epsilon_high": 1.1}, loss_params={"ratio_high": 1.1}),
-    "sapo/temperatures": Case(
-        preset="sapo",
-        theirs={"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
-        loss_params={"tau_positive": 2.0, "tau_negative": 0.5},
-    ),
-    # advantages
-    "dapo/scale_none": Case(preset="dapo", theirs=NO_SCALE, ours={"advantage": "centred", "advantage_params": {}}),
-    "dapo/normalize_then_sum": Case(preset="dapo", theirs={"multi_objective_aggregation": "normalize_then_sum"}, ours={"advantage": "gdpo"}),
-    # the KL term and entropy
-    "dapo/beta": Case(preset="dapo", theirs=KL, ours=KL_COEF),
-    "grpo/beta": Case(preset="grpo", theirs={"loss_type": "grpo"} | KL, ours=KL_COEF),
-    "grpo/beta/plain": Case(
-        preset="grpo", theirs={"loss_type": "grpo", "use_bias_correction_kl": False} | KL, ours=KL_COEF, loss_params={"kl_importance": False}
-    ),
-    "gspo/beta/plain": Case(
-        preset="gspo",
-        theirs={"loss_type": "grpo", "use_bias_correction_kl": False} | BY_SEQUENCE | KL,
-        ours=KL_COEF,
-        loss_params={"kl_importance": False},
-    ),
-    "dapo/entropy_coef": Case(preset="dapo", theirs={"entropy_coef": 0.2}, loss_params={"entropy_coef": 0.2}),
-    # the engine's log-probs
-    "dapo/vllm/default": Case(preset="dapo", theirs={"use_vllm": True}),
-    "dapo/vllm/sequence_truncate": Case(
-        preset="dapo", theirs=vllm("sequence_truncate", clip_max=1.1), loss_params={"correction": "sequence_tis(cap=1.1)"}
-    ),
-    "dapo/vllm/token_truncate": Case(preset="dapo", theirs=vllm("token_truncate", clip_max=1.05), loss_params={"correction": "token_tis(cap=1.05)"}),
-    "dapo/vllm/token_mask": Case(
-        preset="dapo", theirs=vllm("token_mask", clip_min=0.9, clip_max=1.08), loss_params={"correction": "icepop(low=0.9, high=1.08)"}
-    ),
-    "dapo/vllm/off": Case(
-        preset="dapo",
-        theirs={"use_vllm": True, "vllm_importance_sampling_correction": False},
-        loss_params={"correction": "token_mask(low=0, high=1e9)"},
-    ),
-    "grpo/vllm/off_policy_mask": Case(
-        preset="grpo",
-        theirs={"loss_type": "grpo", "off_policy_mask_threshold": 0.05} | vllm("token_truncate"),
-        loss_params={"correction": "token_tis(cap=3) * opsm(delta=0.05)"},
-    ),
-    "vespo/vllm": Case(
-        preset="dapo",
-        theirs={"loss_type": "vespo"} | vllm("token_truncate"),
-        ours={"loss": "reinforce"},
-        loss_params={"correction": f"{__name__}:weigh_as_vespo"},
-    ),
-    # gradient accumulation: whose denominator spans the batch does not change
-    "dapo/parts": Case(preset="dapo", theirs=IN_TWO_PARTS),
-    "grpo/parts": Case(preset="grpo", theirs=IN_TWO_PARTS | {"loss_type": "grpo"}),
-    "dr_grpo/parts": Case(preset="dr_grpo", theirs=IN_TWO_PARTS | {"loss_type": "dr_grpo"} | NO_SCALE),
-    "luspo/parts": Case(preset="luspo", theirs=IN_TWO_PARTS | {"loss_type": "luspo"} | BY_SEQUENCE),
+METRICS = {
+    "entropy": "entropy/mean",
+    "clip_ratio/region_mean": "clip_ratio",
+    "clip_ratio/low_mean": "clip_ratio/low",
+    "clip_ratio/high_mean": "clip_ratio/high",
 }
 
-# What is another number there, and what the tests at the end say of it.
-DIFFERENT: dict[str, Case] = {
-    "bnpo/parts": Case(preset="bnpo", theirs=IN_TWO_PARTS | {"loss_type": "bnpo"}),
-    "grpo/truncated": Case(preset="grpo", theirs={"loss_type": "grpo", "mask_truncated_completions": True}),
-    "dapo/vllm/sequence_mask": Case(
-        preset="dapo", theirs=vllm("sequence_mask", clip_max=1.1), loss_params={"correction": "sequence_tis(cap=1.1)"}
-    ),
-    "dapo/vllm/beta": Case(preset="dapo", theirs={"use_vllm": True} | KL, ours=KL_COEF),
-    "gspo/beta": Case(preset="gspo", theirs={"loss_type": "grpo"} | BY_SEQUENCE | KL, ours=KL_COEF),
-    "dapo/delta/low": Case(preset="dapo", theirs={"delta": 1.1}, loss_params={"dual_clip": 1.1}),
-    "dapo/quantile": Case(preset="dapo", theirs={"top_entropy_quantile": 0.4}, loss_params={"policy_entropy_fraction": 0.4}),
-    "grpo/entropy_coef": Case(preset="grpo", theirs={"loss_type": "grpo", "entropy_coef": 0.2}, loss_params={"entropy_coef": 0.2}),
-    "dapo/scale_batch": Case(preset="dapo", theirs={"scale_rewards": "batch"}, ours={"advantage": "centred", "advantage_params": {}}),
-}
 
-# Loss and slope, by TRL 1.16.0.
-RECORDED: dict[str, tuple[float, float]] = {
-}
+# --- TRL's ----------------------------------------------------------------------------------------------------------------------
 
+
+class Model:
+    """What TRL asks of a model, from a table of logits."""
+
+    training = True
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights
+
+    def __call__(self, input_ids: Tensor, labels: Tensor, **_: object) -> Any:
+        log_probs = self.weights[input_ids[:, :-1]].log_softmax(-1)
+        found = log_probs.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        kept = labels[:, 1:] != -100
+        return types.SimpleNamespace(log_probs=torch.where(kept, found, 0.0), entropy=torch.where(kept, entropy, 0.0))
+
+
+@pytest.fixture
+def trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """TRL's GRPO; a table has no gradient checkpointing to switch off. TRL makes tensors of the default dtype."""
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    pytest.importorskip("trl", reason="pip install -e .[test-trl] compares with TRL itself")
+    from trl.trainer import grpo_config, grpo_trainer
+
+    monkeypatch.setattr(grpo_trainer, "disable_gradient_checkpointing", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(grpo_trainer, "gather_object", list)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield types.SimpleNamespace(trainer=grpo_trainer.GRPOTrainer, config=grpo_config.GRPOConfig)
+    torch.set_default_dtype(default)
+
+
+def make_trainer(trl: Any, case: Case, folder: Path) -> Any:
+    """A trainer that its __init__ has not run on: that wants a model and its tokenizer. It takes most settings over under their own names."""
+    fixed = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": [], "num_generations": 3, "num_iterations": 2}
+    fixed |= {"max_completion_length": MAX_COMPLETION_LENGTH, "per_device_train_batch_size": 6}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of a setting's name, by transformers
+        args = trl.config(**fixed | dict(case.theirs))
+    fake = trl.trainer.__new__(trl.trainer)
+    vars(fake).update(vars(args))
+    vars(fake).update(
+        args=args,
+        model=Model(OLD),
+        ref_model=Model(REFERENCE),
+        accelerator=types.SimpleNamespace(
+            device="cpu",
+            num_processes=1,
+            is_main_process=False,  # so that timings are logged nowhere
+            process_index=0,
+            sync_gradients=True,
+            gather=lambda value: value,
+            reduce=lambda value, reduction: value,
+            pad_across_processes=lambda value, **_: value,
+            autocast=contextlib.nullcontext,
+        ),
+        _tokenizer=types.SimpleNamespace(pad_token_id=0),
+        eos_token_ids=[1],
+        epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        current_gradient_accumulation_steps=args.gradient_accumulation_steps,
+        reward_weights=torch.ones(2),
+        reward_funcs=[None, None],
+        reward_func_names=["a", "b"],
+        aux_loss_enabled=False,
+        environments=None,
+        environment_factories=None,
+        tools=None,
+        _is_vlm=False,
+        use_adaptive_entropy=False,
+        _entropy_bonus_enabled=args.entropy_coef != 0,
+        _metrics={"train": defaultdict(list)},
+        _logs=defaultdict(list) | {"rewards": defaultdict(list), "extra": defaultdict(list)},
+        _pending_extra_logs={},
+        _pending_metrics={},
+        _generate=lambda prompts: generate(with_log_probs=case.use_vllm),
+        _calculate_rewards=lambda *_: torch.tensor(REWARDS),
+    )
+    return fake
+
+
+def generate(*, with_log_probs: bool) -> tuple[object, ...]:
+    rows = [row[: len(ids)] for row, ids in zip(score(ENGINE)[0].tolist(), COMPLETIONS, strict=True)]
+    return [[prompt] for prompt in PROMPTS], COMPLETIONS, None, ["" for _ in PROMPTS], rows if with_log_probs else None, {}, None, None
+
+
+def trl_loss(trl: Any, case: Case, weights: Tensor, folder: Path) -> tuple[Tensor, list[float], dict[str, float]]:
+    """Loss, advantages and metrics: summed over the micro-batches of an optimizer step, as the trainer does with their gradients."""
+    trainer = make_trainer(trl, case, folder)
+    batch = trainer._generate_and_score_completions([{"prompt": str(prompt)} for prompt in PROMPTS])
+    size = trainer.args.per_device_train_batch_size
+    parts = [
+        {name: value[start : start + size] if value.dim() > 0 else value for name, value in batch.items()} for start in range(0, len(PROMPTS), size)
+    ]
+    total = torch.stack([trainer._compute_loss(Model(weights), part) for part in parts]).sum()
+    return total, batch["advantages"].tolist(), {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+
+# --- compared -------------------------------------------------------------------------------------------------------------------
+
+
+def slope_of(loss: Tensor, weights: Tensor) -> float:
+    (gradient,) = torch.autograd.grad(loss, weights)
+    return float((gradient * DIRECTION).sum())
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_our_losses_are_the_numbers_that_trl_computed(name: str):
+    weights = POLICY.clone().requires_grad_()
+    loss, _ = our_loss(EQUAL[name], weights)
+    assert (float(loss.detach()), slope_of(loss, weights)) == pytest.approx(RECORDED[name], rel=1e-9)
+
+
+def test_every_case_has_a_recorded_number_of_its_own():
+    assert set(RECORDED) == set(EQUAL) | set(DIFFERENT)
+    same = {name for name in EQUAL if name.endswith("/parts")} | {"bnpo", "dapo/vllm/off"}  # as the loss type, and in one part as dapo
+    numbers = [RECORDED[name][0] for name in RECORDED if name not in same]
+    assert len({round(number, 6) for number in numbers}) == len(numbers)
+    assert all(RECORDED[name] == pytest.approx(RECORDED[name.removesuffix("/parts")], rel=1e-9) for name in same if name.endswith("/parts"))
+
+
+@pytest.mark.parametrize("name", TRL_GRPO)
+def test_every_record_of_a_loss_type_is_compared_as_it_stands(name: str):
+    case = EQUAL[name]
+    assert (case.preset, dict(case.ours), dict(case.loss_params)) == (name, {}, {})
+    assert PRESETS["trl"] == TRL_GRPO["dapo"]
+
+
+# --- what differs ---------------------------------------------------------------------------------------------------------------
+
+
+def their_number(name: str) -> float:
+    """TRL's, which is not ours."""
+    number = RECORDED[name][0]
+    assert float(our_loss(DIFFERENT[name])[0]) != pytest.approx(number, rel=1e-3)
+    return number
+
+
+def keep(inputs: LossInputs, kept: Tensor) -> LossInputs:
+    return replace(inputs, mask=inputs.mask & kept)
+
+
+def k3_and_ratio() -> tuple[Tensor, Tensor, Tensor]:
+    """k3 to the reference and the ratio to OLD, [B, T], and the mask."""
+    (policy, _, mask), (old, *_), (reference, *_) = score(POLICY), score(OLD), score(REFERENCE)
+    return torch.exp(reference - policy) - (reference - policy) - 1, torch.exp(policy - old), mask
+
+
+def test_bnpo_is_there_a_mean_of_the_means_of_micro_batches_and_here_of_the_batch():
+    inputs, rows = our_inputs(EQUAL["bnpo"], POLICY), torch.arange(6)[:, None]
+    parts = [float(our_output(EQUAL["bnpo"], keep(inputs, part))[0]) for part in (rows < 3, rows >= 3)]
+    assert sum(parts) / 2 == pytest.approx(their_number("bnpo/parts"), rel=1e-9)
+
+
+def test_a_row_without_a_trained_token_counts_there_in_a_mean_over_rows():
+    case = DIFFERENT["grpo/truncated"]
+    ends = torch.tensor([ids[-1] == 1 for ids in COMPLETIONS])  # 1 ends a completion
+    loss, output = our_output(case, keep(our_inputs(case, POLICY), ends[:, None]))
+    assert output.count == 2
+    assert float(loss) * 2 / 6 == pytest.approx(their_number("grpo/truncated"), rel=1e-9)
+
+
+def test_the_weight_for_the_engine_does_not_multiply_the_kl_term_there():
+    k3, ratio, mask = k3_and_ratio()
+    row_weights = torch.exp((score(OLD)[0] - score(ENGINE)[0]).sum(-1, keepdim=True))
+    more = 0.3 * ((1 - row_weights) * ratio * k3)[mask].mean()
+    ours = our_loss(DIFFERENT["dapo/vllm/beta"])[0]
+    assert float(ours + more) == pytest.approx(their_number("dapo/vllm/beta"), rel=1e-9)
+
+
+def test_the_off_policy_mask_leaves_the_kl_term_alone_there():
+    k3, ratio, mask = k3_and_ratio()
+    kl = ((ratio * k3 * mask).sum(-1) / mask.sum(-1)).mean()
+    without, _ = our_loss(EQUAL["grpo/vllm/off_policy_mask"])
+    assert float(without + 0.3 * kl) == pytest.approx(their_number("grpo/vllm/off_policy_mask/beta"), rel=1e-9)
+
+
+def test_the_kl_term_of_a_loss_by_sequence_is_multiplied_by_the_ratio_of_the_row_there():
+    k3, ratio, mask = k3_and_ratio()
+    lengths = mask.sum(-1, keepdim=True)
+    row_ratio = torch.exp((ratio.log() * mask).sum(-1, keepdim=True) / lengths)
+    more = 0.3 * (((row_ratio - ratio) * k3 * mask) / lengths).sum(-1).mean()
+    ours = our_loss(DIFFERENT["gspo/beta"])[0]
+    assert float(ours + more) == pytest.approx(their_number("gspo/beta"), rel=1e-9)
+
+
+def test_the_tokens_of_highest_entropy_are_those_of_the_batch_there_and_of_each_row_here():
+    case = EQUAL["dapo"]
+    inputs = our_inputs(case, POLICY)
+    assert inputs.entropy is not None
+    threshold = np.quantile(inputs.entropy[inputs.mask].numpy().astype(np.float32), 0.6)
+    _, output = our_output(case, keep(inputs, inputs.entropy.float() >= float(threshold)))
+    assert float(output.sum) / int(inputs.mask.sum()) == pytest.approx(their_number("dapo/quantile"), rel=1e-9)
+
+
+def test_the_entropy_bonus_is_there_always_a_mean_over_tokens_and_here_in_the_unit_of_the_loss():
+    _, entropy, mask = score(POLICY)
+    loss, _ = our_loss(EQUAL["grpo"])
+    assert float(loss - 0.2 * entropy[mask].mean()) == pytest.approx(their_number("grpo/entropy_coef"), rel=1e-9)
+    lengths = mask.sum(-1)
+    ours, _ = our_loss(DIFFERENT["grpo/entropy_coef"])
+    assert float(ours) == pytest.approx(float(loss - 0.2 * (entropy.sum(-1) / lengths).mean()), rel=1e-9)
+
+
+def test_the_std_of_the_whole_batch_only_scales_the_loss():
+    std = float(np.array(REWARDS).sum(-1).std(ddof=1))
+    ours, _ = our_loss(DIFFERENT["dapo/scale_batch"])
+    assert float(ours) / (std + 1e-4) == pytest.approx(their_number("dapo/scale_batch"), rel=1e-9)
+
+
+def test_a_row_above_the_cap_of_its_weight_is_dropped_there_and_counts_with_the_cap_here():
+    case = replace(EQUAL["dapo/vllm/sequence_mask"], loss_params={"correction": "sequence_tis(cap=1.1)"})
+    inputs = our_inputs(case, POLICY)
+    above = (score(OLD)[0] - score(ENGINE)[0]).sum(-1, keepdim=True).exp() > 1.1
+    (_, output), (_, capped) = our_output(case, inputs), our_output(case, keep(inputs, above))
+    assert above.sum() == 1
+    assert abs(float(capped.sum)) > 0.1
+    assert float(output.sum - capped.sum) / output.count == pytest.approx(RECORDED["dapo/vllm/sequence_mask"][0], rel=1e-9)
+
+
+def test_clip_ratios_are_shares_of_tokens_with_a_gain_in_cispo_there_and_of_rows_by_sequence():
+    _, ratio, mask = k3_and_ratio()
+    gains = torch.from_numpy(our_advantages(EQUAL["cispo/bound"]) > 0)[:, None]
+    assert float((ratio > 1.1)[mask].double().mean()) == metric_values(our_loss(EQUAL["cispo/bound"])[1].metrics)["clip_ratio/high"]
+    assert float(((ratio > 1.1) & gains)[mask].double().mean()) == pytest.approx(RECORDED_METRICS["cispo/bound"]["cispo_clip_ratio"], rel=1e-6)
+    row_ratio = torch.exp((ratio.log() * mask).sum(-1) / mask.sum(-1))
+    clipped = torch.where(gains.squeeze(-1), row_ratio > 1.06, row_ratio < 0.95)
+    ours = metric_values(our_loss(EQUAL["gspo/epsilons"])[1].metrics)["clip_ratio"]
+    assert ours == pytest.approx(float((clipped * mask.sum(-1)).sum() / mask.sum()), rel=1e-6)
+    assert float(clipped.double().mean()) == pytest.approx(RECORDED_METRICS["gspo/epsilons"]["clip_ratio/region_mean"], rel=1e-6)
+
+
+# --- with TRL -------------------------------------------------------------------------------------------------------------------
+
+
+def test_trl_itself_computes_the_recorded_numbers_and_our_advantages_gradients_and_metrics(trl: Any, tmp_path: Path):
+    for name, case in (EQUAL | DIFFERENT).items():
+        theirs, ours = POLICY.clone().requires_grad_(), POLICY.clone().requires_grad_()
+        loss, advantages, metrics = trl_loss(trl, case, theirs, tmp_path)
+        (their_gradient,) = torch.autograd.grad(loss, theirs)
+        slope = float((their_gradient * DIRECTION).sum())
+        assert (loss.item(), slope) == pytest.approx(RECORDED[name], rel=1e-9), f"{name}: as recorded"
+        recorded = RECORDED_METRICS.get(name, {})
+        assert {key: metrics[key] for key in recorded} == pytest.approx(recorded, rel=1e-9), f"{name}: as recorded"
+        if name in DIFFERENT:
+            continue
+        assert advantages == pytest.approx(our_advantages(case).tolist(), rel=1e-9), name
+        our_mean, output = our_loss(case, ours)
+        (our_gradient,) = torch.autograd.grad(our_mean, ours)
+        torch.testing.assert_close(our_gradient, their_gradient, rtol=0, atol=1e-12, msg=name)
+        if not name.endswith("/parts"):  # of the last part there
+            check_metrics(case, metrics, metric_values(output.metrics), name)
+
+
+def check_metrics(case: Case, theirs: dict[str, float], ours: dict[str, float], name: str) -> None:
+    both = {our_name: theirs[key] for key, our_name in METRICS.items() if key in theirs}
+    if "importance_sampling_level" in case.theirs or "delta" in case.theirs:  # clipped: a share of rows there; counted after delta has cut the ratio
+        both = {"entropy/mean": both["entropy/mean"]}
+    assert {key: ours[key] for key in both} == pytest.approx(both, rel=1e-6), name  # they count in float32
+
+
+def test_the_records_have_the_defaults_of_trl(trl: Any, tmp_path: Path):
+    args = make_trainer(trl, Case(preset="dapo"), tmp_path).args
+    defaults = (args.loss_type, args.epsilon, args.epsilon_high, args.delta, args.beta, args.use_bias_correction_kl, args.scale_rewards)
+    assert defaults == ("dapo", 0.2, None, None, 0.0, True, "group")
+    assert (args.importance_sampling_level, args.sapo_temperature_pos, args.sapo_temperature_neg) == ("token", 1.0, 1.05)
+    assert (args.vllm_importance_sampling_correction, args.vllm_importance_sampling_mode) == (True, "sequence_mask")
+    assert (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max) == (None, 3.0)

@@ -158,6 +158,66 @@ def test_the_evaluation_table_is_in_percent(tmp_path: Path):
     assert find_cells(text, "rl") == ["rl", "4", "3", "heldout", "87.5", "1"]
 
 
+def write_preference_run(root: Path) -> Path:
+    """Preferences, a reward model and PPO, one step of each, and their evaluations."""
+    root.mkdir(exist_ok=True)
+    steps = [
+        make_metric_row("preference", 1, rewards__margins=0.25, rewards__accuracies=0.5),
+        make_metric_row("reward_model", 1, rewards__margins=1.5, rewards__accuracies=1.0),
+        make_metric_row("rl", 1, reward__mean=0.5, value__mean=-0.125, value__explained_variance=0.75),
+    ]
+    write_rows(root / "metrics.jsonl", steps)
+    pairs = [("preference", 0, 0.5, 0.0), ("preference", 1, 0.75, 0.125), ("reward_model", 1, 0.875, None)]
+    rows: list[dict[str, Any]] = [{**make_metric_row("base", 0), "name": "heldout", "eval/heldout/avg@1": 0.25}]
+    for stage, step, accuracy, margin in pairs:
+        margins = {} if margin is None else {"eval/pairs/rewards/margins": margin}
+        rows.append({**make_metric_row(stage, step), "name": "pairs", "eval/pairs/accuracy": accuracy, **margins})
+    rows.append({**make_metric_row("preference", 1), "name": "heldout", "eval/heldout/avg@1": 0.5})
+    rows.append({**make_metric_row("rl", 1), "name": "heldout", "eval/heldout/avg@1": 1.0})
+    write_rows(root / "evaluations.jsonl", rows)
+    summary = {"mode": "preference+reward_model+rl", "pair_accuracy": {"preference": 0.75, "reward_model": 0.875}}
+    (root / "summary.json").write_text(json.dumps(summary))
+    return root
+
+
+def test_the_evaluation_table_shows_pairs_that_are_ranked_right_and_their_margin(tmp_path: Path):
+    lines = show(make_evaluation_table(read_run(write_preference_run(tmp_path)))).splitlines()
+    assert cells(lines[2].replace("┃", "│")) == ["stage", "step", "version", "name", "avg@1", "accuracy", "margin", "failed"]
+    rows = [cells(line) for line in lines if line.startswith("│")]
+    assert ["preference", "1", "0", "pairs", "", "75.0", "0.125", "0"] in rows
+    assert ["preference", "1", "0", "heldout", "50.0", "", "", "0"] in rows
+    assert ["reward_model", "1", "0", "pairs", "", "87.5", "", "0"] in rows
+
+
+def test_the_step_table_shows_margins_and_what_values_explain(tmp_path: Path):
+    lines = show(make_step_table(read_run(write_preference_run(tmp_path)), last=3)).splitlines()
+    assert cells(lines[2].replace("┃", "│")) == ["stage", "step", "reward", "margin", "ranked right", "value", "explained"]
+    assert [cells(line) for line in lines[4:7]] == [
+        ["preference", "1", "", "0.250", "0.50", "", ""],
+        ["reward_model", "1", "", "1.500", "1.00", "", ""],
+        ["rl", "1", "0.500", "", "", "-0.125", "0.75"],
+    ]
+
+
+def test_the_summary_tells_the_pairs_that_are_ranked_right(tmp_path: Path):
+    assert make_summary_lines(read_run(write_preference_run(tmp_path))) == [
+        "mode preference+reward_model+rl",
+        "pairs ranked right: preference 75.0 %, reward_model 87.5 %",
+    ]
+
+
+def test_a_stage_begins_with_the_last_evaluation_of_the_same_name(tmp_path: Path):
+    """Accuracy of pairs is no accuracy of answers, though it was measured in between."""
+    record = read_run(write_preference_run(tmp_path))
+
+    def points(stage: str) -> list[tuple[str, int, float]]:
+        accuracies = ("eval/heldout/avg@1", "eval/pairs/accuracy")
+        return [(row["name"], row["step"], row[key]) for row in choose_evaluations(record, stage) for key in accuracies if key in row]
+
+    assert points("rl") == [("heldout", 0, 0.5), ("heldout", 1, 1.0)]
+    assert points("preference") == [("heldout", 0, 0.25), ("pairs", 0, 0.5), ("pairs", 1, 0.75), ("heldout", 1, 0.5)]
+
+
 def test_the_step_table_lists_the_last_steps_and_only_columns_that_have_values(tmp_path: Path):
     record = read_run(write_run(tmp_path))
     lines = show(make_step_table(record, last=2)).splitlines()

@@ -36,7 +36,7 @@ def group_of(row: dict, results: list[RewardResult]) -> SampleGroup:
 
 
 def test_there_are_at_least_six_tasks():
-    assert NAMES == ["arithmetic", "countdown", "json_extraction", "letter_counting", "sorting", "summary_length"]
+    assert NAMES == ["arithmetic", "countdown", "json_extraction", "letter_counting", "letter_words", "sorting", "summary_length"]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

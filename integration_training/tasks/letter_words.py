@@ -1,0 +1,79 @@
+"""Words of small letters, preferred to strings of digits: pairs and labelled responses for [preference] and [reward_model], prompts for [rl].
+
+    [preference.data]
+    kind = "python"
+    function = "integration_training.tasks.letter_words:make_pairs"
+    size = 200
+
+    [rl.data]
+    kind = "python"
+    function = "integration_training.tasks.letter_words:make_rows"
+    size = 200
+
+    [rl.rollout]
+    reward_model = "stage"
+    reward = "integration_training.tasks.letter_words:share_of_letters"
+    filters = ["integration_training.tasks.letter_words:keep_apart"]
+
+`reward` stands beside the reward model or instead of it; for loss = "kto" the rows are `make_labels`. What is preferred can be seen character by
+character, so that a random two-layer model learns it in seconds.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
+
+LETTERS, DIGITS = "abcdefgh", "01234567"
+SHORTEST, LONGEST = 2, 5  # characters of a response
+APART = 1e-6  # rewards that are nearer than this are equal: a model's scores of the same response are
+
+
+def make_pairs(*, size: int, seed: int) -> list[dict[str, Any]]:
+    """`size` pairs: `chosen` is of letters, `rejected` of digits, each 2 to 5 characters long. Row i depends on (seed, i) alone."""
+    return [_make_pair(random.Random(f"letter_words/{seed}/{index}"), index) for index in range(size)]
+
+
+def make_labels(*, size: int, seed: int) -> list[dict[str, Any]]:
+    """`size` labelled responses: the chosen one of a pair, label true, then the rejected one of the next, label false, and so on."""
+    return [
+        {"prompt": pair["prompt"], "completion": pair["rejected" if index % 2 else "chosen"], "label": index % 2 == 0}
+        for index, pair in enumerate(make_pairs(size=size, seed=seed))
+    ]
+
+
+def make_rows(*, size: int, seed: int) -> list[dict[str, Any]]:
+    """`size` prompts, those of make_pairs, with the chosen response as the answer."""
+    return [{"prompt": pair["prompt"], "answer": pair["chosen"]} for pair in make_pairs(size=size, seed=seed)]
+
+
+def _make_pair(draw: random.Random, index: int) -> dict[str, Any]:
+    chosen = "".join(draw.choice(LETTERS) for _ in range(draw.randint(SHORTEST, LONGEST)))
+    rejected = "".join(draw.choice(DIGITS) for _ in range(draw.randint(SHORTEST, LONGEST)))
+    return {"prompt": f"Word {draw.randrange(1000)}-{index}:", "chosen": chosen, "rejected": rejected}
+
+
+def share_of_letters(sample: Sample) -> RewardResult:
+    """The share of the response's characters that are of a to h: 1 for a word as it was chosen, 0 for digits and for no response.
+
+    Parts: `letters`, the reward itself.
+    """
+    letters = sum(character in LETTERS for character in sample.response)
+    share = letters / len(sample.response) if sample.response else 0.0
+    return RewardResult(share, {"letters": share})
+
+
+def keep_apart(group: SampleGroup) -> FilterDecision:
+    """Keeps a group whose samples do not all have the same reward. With a critic a group of equal rewards teaches too: then leave this out."""
+    if group.rewards.max() - group.rewards.min() > APART:
+        return FilterDecision(keep=True)
+    return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")
+
+
+def check_gold_answers(size: int = 200, seed: int = 0) -> None:
+    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward."""
+    for row in make_rows(size=size, seed=seed):
+        sample = Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row)
+        assert share_of_letters(sample).reward == 1.0, (row, share_of_letters(sample))

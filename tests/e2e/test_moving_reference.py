@@ -1,0 +1,43 @@
+"""A run whose reference follows the policy, stopped and resumed: it is the run that never stopped, the reference included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollouts.metrics.jsonl import read_rows
+from tests.e2e.compare import assert_same_run
+from tests.e2e.conftest import TINY, Train
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = (
+    "--rl.steps", "6", "--rl.eval_every", "0", "--rl.optim.lr", "1e-2", "--output.checkpoint_every", "0", "--output.keep_checkpoints", "0",
+    "--rl.rollout.filters", "[]", "--rl.rollout.reward", "tests.e2e.test_rl_changes:score_letters", "--rl.kl_coef", "0.05",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("update", "moved"),
+    [
+        (("ema", "--reference.ema_decay", "0.5"), [0, 1, 2, 3, 4, 5]),
+        (("tr_dpo", "--reference.every", "2"), [0, 0, 1, 1, 2, 2]),
+        (("reset", "--reference.every", "3"), [0, 0, 0, 1, 1, 1]),
+    ],
+)
+def test_a_reference_that_moves_goes_on_where_it_was(train: Train, tmp_path: Path, update: tuple[str, ...], moved: list[int]):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    argv = ["--config", str(TINY), "--mode", "rl", *SETTINGS, "--reference.update", *update]
+    done = train.fork([*argv, "--output.dir", str(whole)], whole)
+    assert done.returncode == 0, done.stderr
+    for environ, more in (({"STOP_AFTER": "rl:3"}, ()), ({}, ("--resume",))):
+        done = train.fork([*argv, "--output.dir", str(parts), *more], parts, environ=environ)
+        assert done.returncode == 0, done.stderr
+    rows = list(read_rows(parts / "metrics.jsonl"))
+    assert [row["attempt"] for row in rows] == [1, 1, 1, 2, 2, 2]
+    assert [row["reference/updates"] for row in rows] == moved, "when the batch of each step was scored"
+    assert_same_run(whole, parts, stopped=True)
+    for file in ("model.safetensors", "moving_reference.json"):
+        held = [(run / "checkpoints" / "rl" / "step_6" / "reference" / file).read_bytes() for run in (whole, parts)]
+        assert held[0] == held[1], file

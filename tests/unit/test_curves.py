@@ -1,0 +1,178 @@
+"""The arithmetic of benchmarks/curves: quarters, standard errors, verdicts; and what its task calls right."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.curves.__main__ import keep_digits, make_command, make_values
+from benchmarks.curves.bars import Bar, Job, Verdict, compute_mean_and_error, compute_rise, judge, load_jobs
+from benchmarks.curves.report import format_verdict
+from benchmarks.curves.tasks import count_late, exact_and_short, keep_mixed, late_letters, make_pairs, make_rows, make_taste_pairs, right_letters
+from rollouts.config.load import load_config
+from rollouts.types import Sample, SampleGroup, Status
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = load_jobs(ROOT / "benchmarks" / "curves" / "jobs.toml")
+
+
+def test_the_standard_error_of_a_mean_divides_by_n_minus_1() -> None:
+    mean, error = compute_mean_and_error([1.0, 3.0, 5.0, 7.0])  # squares 9 + 1 + 1 + 9 = 20, s² = 20/3, s²/4 = 5/3
+    assert mean == 4.0
+    assert error == pytest.approx(math.sqrt(5 / 3), rel=1e-15)
+
+
+def test_a_rise_is_measured_between_the_outer_quarters() -> None:
+    values = [0.0, 2.0, 50.0, -50.0, 9.0, 9.0, 5.0, 7.0]  # quarters 0, 2 and 5, 7: means 1 and 6, s² = 2 each, errors² 1 each
+    assert compute_rise(values) == (1.0, 6.0, pytest.approx(5 / math.sqrt(2), rel=1e-15))
+    assert compute_rise([*values, 7.0, 7.0])[1] == 7.0, "10 steps: a quarter is 2 of them"
+
+
+def test_constant_quarters_are_infinitely_far_apart_or_equal() -> None:
+    assert compute_rise([1.0] * 4 + [2.0] * 4)[2] == math.inf
+    assert compute_rise([2.0] * 4 + [1.0] * 4)[2] == -math.inf
+    assert compute_rise([1.0] * 8)[2] == 0.0
+
+
+def test_too_few_steps_have_no_verdict() -> None:
+    with pytest.raises(ValueError, match="7 steps"):
+        compute_rise([1.0] * 7)
+
+
+def test_a_rise_below_its_standard_errors_is_missed() -> None:
+    values = [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 5.0, 7.0]  # 3.54 standard errors
+    assert judge(Bar("m", "rises", errors=3.5), values).met
+    assert not judge(Bar("m", "rises", errors=3.6), values).met
+    assert not judge(Bar("m", "rises"), values[::-1]).met, "a fall is no rise"
+
+
+def test_near_and_beyond_look_at_the_last_third() -> None:
+    values = [0.0] * 6 + [1.0, 2.0, 3.0]  # mean of the last third: 2
+    near, beyond = Bar("m", "near", target=1.5, tolerance=0.5), Bar("m", "beyond", target=1.5, tolerance=0.25)
+    verdict = judge(near, values)
+    assert (verdict.bar, verdict.first, verdict.last, verdict.met) == ("`m` within 0.5 of 1.5, last third", 0.0, 2.0, True)
+    assert judge(beyond, values).met
+    assert not judge(Bar("m", "near", target=1.5, tolerance=0.25), values).met
+    assert not judge(Bar("m", "near", target=2.5, tolerance=0.25), values).met, "below is as far as above"
+    assert not judge(Bar("m", "beyond", target=1.5, tolerance=0.5), values).met
+
+
+def test_a_change_compares_quarters_of_steps_and_single_evaluations() -> None:
+    steps = [1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 2.0, 4.0]
+    assert judge(Bar("m", "ends", least=3.0), steps).met
+    assert not judge(Bar("m", "ends", least=3.1), steps).met
+    assert judge(Bar("m", "gains"), steps).met
+    assert judge(Bar("m", "falls"), steps[::-1]).met
+    assert not judge(Bar("m", "falls"), [1.0] * 8).met
+    assert judge(Bar("eval/m", "falls"), [3.0, 5.0, 2.0]).last == 2.0
+    assert not judge(Bar("eval/m", "gains"), [3.0, 5.0, 2.0]).met
+
+
+@pytest.mark.parametrize(
+    ("bar", "values", "message"),
+    [
+        (Bar("m", "rises"), [0.0] * 7 + [math.nan], "not finite in 1 of 8"),
+        (Bar("eval/m", "gains"), [1.0], "evaluated 1 times"),
+        (Bar("eval/m", "rises"), [1.0, 2.0], "cannot be judged by 'rises'"),
+    ],
+)
+def test_values_without_a_verdict_are_refused(bar: Bar, values: list[float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        judge(bar, values)
+
+
+def test_what_is_not_finite_is_kept_as_null_and_shown_as_nothing() -> None:
+    assert (keep_digits(0.123456789), keep_digits(math.inf), keep_digits(7), keep_digits("x")) == (0.12346, None, 7, "x")
+    kept = make_values([Verdict("b", 1.0, 2.0, math.nan, False)], {"m": ([1], [0.25])})
+    assert format_verdict("run", kept["verdicts"][0]) == "| run | b | 1 | 2 |  | **no** |"
+    assert kept["curves"] == {"m": {"steps": [1], "values": [0.25]}}
+
+
+def test_a_run_starts_from_the_checkpoint_of_another_and_has_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    job = Job("a", "g", "about", "letters.toml", "rl", flags=("--rl.steps", "3"), seeds=(4, 5))
+    assert job.run_names() == ["a-4", "a-5"]
+    assert make_command(job, "a-5", Path("start/step_1"))[1:] == [
+        *("--config", "benchmarks/curves/letters.toml", "--mode", "rl", "--output.dir", "runs/curves/a-5"),
+        *("--model.name", "start/step_1", "--seed", "5", "--rl.steps", "3"),
+    ]
+
+
+@pytest.mark.parametrize("job", JOBS.values(), ids=lambda job: job.name)
+def test_every_job_has_a_config_that_is_valid(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    command = make_command(job, job.run_names()[0], None)
+    load_config(command[2], command[5:])
+    assert not job.start or JOBS[job.start].run_names() == [job.start], "what a job starts from has one run"
+
+
+# --- the task ----------------------------------------------------------------------------------------------------------------
+
+
+def make_answer(response: str, *, answer: str = "eph", tokens: int = 4) -> Sample:
+    ids, mask, versions = np.arange(tokens + 1), np.arange(tokens + 1) > 0, np.asarray([-1] + [0] * tokens)
+    return Sample(
+        id="a",
+        prompt="dog",
+        response=response,
+        tokens=ids,
+        loss_mask=mask,
+        weight_versions=versions,
+        status=Status.COMPLETED,
+        metadata={"answer": answer},
+    )
+
+
+def test_an_answer_has_the_next_letters_and_a_wrong_one_another() -> None:
+    right, wrong = make_rows(size=50, seed=3), make_rows(size=50, seed=3, wrong=1.0)
+    for row, other in zip(right, wrong, strict=True):
+        assert row["answer"] == "".join(chr(ord(letter) + 1) for letter in row["prompt"]) == row["messages"][1]["content"]
+        assert other["prompt"] in {row["prompt"] for row in make_rows(size=50, seed=3)}
+        shown = other["messages"][1]["content"]
+        assert len(shown) == 4
+        assert all(mine != letter for mine, letter in zip(shown, other["answer"], strict=True))
+
+
+def test_a_share_counts_places_of_the_longer_text() -> None:
+    assert right_letters(make_answer("epx")).reward == pytest.approx(2 / 3)
+    assert right_letters(make_answer("ephh")).reward == 3 / 4
+    assert right_letters(make_answer("")).reward == 0.0
+
+
+def test_the_punishment_is_no_part_of_what_is_right() -> None:
+    long = exact_and_short(make_answer("eph", tokens=8))
+    assert (long.reward, long.parts) == (0.0, {"exact": 1.0, "overlong": -1.0})
+    assert exact_and_short(make_answer("eph", tokens=5)).reward == 1.0
+
+
+def test_groups_are_kept_by_what_is_right_and_not_by_the_punishment() -> None:
+    def judge_group(*texts: tuple[str, int]) -> bool:
+        samples = []
+        for index, (text, tokens) in enumerate(texts):
+            sample = make_answer(text, tokens=tokens)
+            result = exact_and_short(sample)
+            samples.append(replace(sample, id=f"a{index}", reward=result.reward, rewards=result.parts))
+        return keep_mixed(SampleGroup(group_index=0, prompt_id="dog", samples=tuple(samples))).keep
+
+    assert judge_group(("eph", 4), ("no", 4))
+    assert not judge_group(("eph", 4), ("eph", 8)), "the rewards differ, the answers do not"
+
+
+def test_late_letters_count_until_the_first_other_one() -> None:
+    assert [count_late(text) for text in ("", "fghi", "fghii", "ffbf", "bfff")] == [0, 4, 4, 2, 0]
+    assert late_letters(make_answer("ffbf")).reward == 0.5
+    assert late_letters(make_answer("ffff")).reward == 1.0
+    assert late_letters(make_answer("fffff")).reward == 0.0, "five letters"
+
+
+def test_the_chosen_answer_of_a_pair_is_the_better_one() -> None:
+    for row in make_pairs(size=100, seed=1):
+        answer = "".join(chr(ord(letter) + 1) for letter in row["prompt"])
+        assert row["chosen"] == answer != row["rejected"]
+        assert len(row["rejected"]) == 4
+    for row in make_taste_pairs(size=100, seed=1):
+        assert count_late(row["chosen"]) > count_late(row["rejected"])

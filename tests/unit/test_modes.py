@@ -1,0 +1,151 @@
+"""`--mode`: which stages it names, in which order, and what is said when it cannot be so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollouts.config.modes import ALIASES, STAGES, check_mode, list_stages, parse_mode, stage_config
+from rollouts.config.schema import PreferenceTrainingConfig, RewardModelTrainingConfig, RunConfig
+from rollouts.errors import ConfigError
+from rollouts.preflight.reward_models import CRITIC, REWARD, check_reward_models, check_tokens
+from rollouts.run_dir import RunDir
+
+ROWS = [{"kind": "python", "function": "page:make", "size": 4}]
+RL = {"data": ROWS, "steps": 1, "rollout": {"reward": "page:score"}}
+PREFERENCE, REWARD_MODEL = {"data": ROWS, "steps": 2}, {"data": ROWS, "steps": 3}
+
+
+def make_config(**tables: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate({"name": "run", "model": {"name": "tiny:byte"}, **tables})
+
+
+@pytest.mark.parametrize(
+    ("mode", "stages"),
+    [
+        ("sft", ("sft",)),
+        ("sft+rl", ("sft", "rl")),
+        ("dpo", ("preference",)),
+        ("ppo", ("rl",)),
+        ("sft+reward_model+ppo", ("sft", "reward_model", "rl")),
+        ("sft+preference+reward_model+rl", ("sft", "preference", "reward_model", "rl")),
+        ("reward_model+preference", ("reward_model", "preference")),
+    ],
+)
+def test_a_mode_names_its_stages_by_their_tables_in_the_order_in_which_they_run(mode: str, stages: tuple[str, ...]):
+    assert parse_mode(mode) == stages
+
+
+def test_every_other_name_is_one_of_a_stage():
+    assert set(ALIASES.values()) <= set(STAGES) and not set(ALIASES) & set(STAGES)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("sft+rm", "--mode sft+rm: there is no stage 'rm'; did you mean "),
+        ("preferences", "--mode preferences: there is no stage 'preferences'; did you mean 'preference'? Stages are sft, preference, "),
+        ("ppo2", "there is no stage 'ppo2'; did you mean 'ppo'?"),
+        ("", "--mode : there is no stage ''"),
+        ("sft+", "--mode sft+: there is no stage ''"),
+        ("SFT", "there is no stage 'SFT'"),
+        ("rl+rl", "--mode rl+rl: the stage 'rl' is there 2 times; a run has each once"),
+        ("ppo+rl", "--mode ppo+rl: the stage 'rl' is there 2 times; a run has each once"),
+        ("dpo+preference", "the stage 'preference' is there 2 times"),
+        ("rl+sft", "--mode rl+sft: sft is the first stage and rl (or ppo) the last one; put them in this order"),
+        ("preference+sft", "sft is the first stage"),
+        ("ppo+reward_model", "--mode ppo+reward_model: sft is the first stage and rl (or ppo) the last one"),
+    ],
+)
+def test_a_mode_that_is_none_is_refused_with_a_way_out(mode: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        parse_mode(mode)
+    assert message in str(caught.value)
+
+
+def test_ppo_without_a_critic_is_refused():
+    expected = r"--mode sft\+ppo has the stage ppo, which trains a critic, but there is no \[rl.critic\] table; add it, or use the stage rl"
+    with pytest.raises(ConfigError, match=expected):
+        check_mode(make_config(rl=RL), "sft+ppo")
+    check_mode(make_config(rl=RL), "sft+rl")
+    check_mode(make_config(rl={**RL, "critic": {}}), "sft+ppo")
+    check_mode(make_config(rl={**RL, "critic": {}}), "rl")
+
+
+def test_a_config_has_the_stages_that_it_has_tables_of_in_their_order():
+    assert list_stages(make_config(rl=RL, reward_model=REWARD_MODEL, preference=PREFERENCE)) == ("preference", "reward_model", "rl")
+    assert list_stages(make_config()) == ()
+
+
+def test_the_table_of_a_stage_is_found_or_missed_by_name():
+    config = make_config(preference=PREFERENCE, reward_model=REWARD_MODEL)
+    preference, reward_model = stage_config(config, "preference"), stage_config(config, "reward_model")
+    assert isinstance(preference, PreferenceTrainingConfig) and preference.steps == 2
+    assert isinstance(reward_model, RewardModelTrainingConfig) and reward_model.steps == 3
+    with pytest.raises(ConfigError) as caught:
+        stage_config(config, "sft")
+    assert str(caught.value) == "--mode has the stage 'sft' but the config has no [sft] table; add it or choose another mode"
+
+
+# --- the models that RL names ------------------------------------------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer, as far as it is looked at."""
+
+    def __init__(self, *words: str) -> None:
+        self._words = words
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: index for index, word in enumerate(self._words)}
+
+
+def name_models(reward: str, critic: str) -> RunConfig:
+    return make_config(rl={**RL, "rollout": {"reward_model": reward}, "critic": {"model": critic}}, reward_model=REWARD_MODEL)
+
+
+def test_a_reward_model_that_a_stage_before_will_train_needs_not_be_there(tmp_path: Path):
+    found = check_reward_models(name_models("stage", "stage"), ("reward_model", "rl"), RunDir(tmp_path), Words())
+    assert found == {REWARD: None, CRITIC: None}
+
+
+def test_without_the_stage_rl_no_model_is_asked_for(tmp_path: Path):
+    assert check_reward_models(name_models("stage", "stage"), ("preference",), RunDir(tmp_path), Words()) == {}
+
+
+@pytest.mark.parametrize(
+    ("reward", "critic", "setting"), [("stage", "", "rl.rollout.reward_model"), ("", "stage", "rl.critic.model")]
+)
+def test_a_reward_model_that_nobody_trains_is_missed(tmp_path: Path, reward: str, critic: str, setting: str):
+    rollout = {"reward": "page:score", "reward_model": reward}
+    config = make_config(rl={**RL, "rollout": rollout, "critic": {"model": critic}}, reward_model=REWARD_MODEL)
+    with pytest.raises(ConfigError) as caught:
+        check_reward_models(config, ("rl",), RunDir(tmp_path), Words())
+    expected = f'{setting}="stage", but {tmp_path} has no reward model of 3 steps; add the stage: --mode …+reward_model+rl'
+    assert str(caught.value) == expected
+
+
+@pytest.fixture
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from rollouts.models.tiny import make_tiny
+
+    return make_tiny("byte", 0, tmp_path_factory.mktemp("cache"))
+
+
+def test_a_model_without_a_head_may_be_a_critic_and_no_reward_model(tmp_path: Path, byte_model: Path):
+    from rollouts.models.load import load_tokenizer
+
+    tokenizer = load_tokenizer(byte_model)
+    config = make_config(rl={**RL, "critic": {"model": str(byte_model)}})
+    assert check_reward_models(config, ("rl",), RunDir(tmp_path), tokenizer) == {CRITIC: byte_model}
+    with pytest.raises(ConfigError, match=r"rl.rollout.reward_model='.*' is no reward model: it has no scalar head; train one with the stage"):
+        check_reward_models(name_models(str(byte_model), ""), ("rl",), RunDir(tmp_path), tokenizer)
+
+
+def test_a_model_with_other_tokens_is_refused(byte_model: Path):
+    with pytest.raises(ConfigError) as caught:
+        check_tokens(byte_model, CRITIC, Words("a", "b"))
+    expected = f"rl.critic.model: the model in {byte_model} has other tokens than the policy, whose ids it reads; name one with the same tokenizer"
+    assert str(caught.value) == expected
