@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+for _name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao where it is there, which says at length what it does without
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Inside, transformers logs errors only and draws no progress bars; afterwards both are as they were. Process-wide."""
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()

@@ -151,7 +151,7 @@ def _activation_bytes(size: ModelSize, *, checkpointing: bool) -> int:
 
 
 def _rows_at_once(config: RunConfig, stage: str) -> int:
-    held_out = config.engine.max_rows if config.eval else 0
+    held_out = config.engine.max_rows if config.eval and stage != "reward_model" else 0  # which generates nothing
     if stage == "rl" and config.rl:
         rollout = config.rl.rollout
         return max(held_out, math.ceil(rollout.num_prompts * rollout.over_sampling) * rollout.samples_per_prompt)
@@ -256,6 +256,7 @@ def _describe_rl(rl: RLTrainingConfig, rows: int) -> str:
 def _describe_evaluations(config: RunConfig, stages: Sequence[str], rows: int) -> str:
     assert config.eval is not None
     between = 0
+    stages = [stage for stage in stages if stage != "reward_model"]  # which generates nothing
     for stage in stages:
         section = getattr(config, stage)
         between += (section.steps - 1) // section.eval_every if section.eval_every else 0
