@@ -1,7 +1,7 @@
 """Jobs, the bars that their runs must clear, and the arithmetic of a verdict.
 
     rises   mean of the last quarter of steps - mean of the first >= `errors` standard errors of that difference
-    near    |mean of the last third of steps - target| <= tolerance
+    near    |mean of the last third of steps - target| <= tolerance, and so are three quarters of these steps
     beyond  mean of the last third of steps > target + tolerance
     ends    mean of the last quarter of steps, or the last evaluation, >= least
     gains   last > first; `falls`: last < first: means of quarters, or single evaluations
@@ -99,13 +99,16 @@ def judge(bar: Bar, values: Sequence[float]) -> Verdict:
     if bar.metric.startswith("eval/"):
         return judge_evaluations(bar, values)
     first, last, errors = compute_rise(values)
-    third = float(np.mean(values[-(len(values) // 3) :]))
+    thirds = np.asarray(values[-(len(values) // 3) :])
+    third = float(thirds.mean())
     match bar.kind:
         case "rises":
             return Verdict(f"`{bar.metric}` rises by {bar.errors:g} standard errors", first, last, errors, errors >= bar.errors)
         case "near":
-            met = abs(third - bar.target) <= bar.tolerance
-            return Verdict(f"`{bar.metric}` within {bar.tolerance:g} of {bar.target:g}, last third", first, third, math.nan, met)
+            inside = int((abs(thirds - bar.target) <= bar.tolerance).sum())
+            met = abs(third - bar.target) <= bar.tolerance and inside >= 0.75 * len(thirds)
+            text = f"`{bar.metric}` within {bar.tolerance:g} of {bar.target:g}, last third ({inside} of {len(thirds)} steps)"
+            return Verdict(text, first, third, math.nan, met)
         case "beyond":
             most = bar.target + bar.tolerance
             return Verdict(f"`{bar.metric}` above {most:g}, last third", first, third, math.nan, third > most)

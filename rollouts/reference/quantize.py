@@ -109,7 +109,7 @@ def load_torchao() -> Quantise:
             (MappingType.SYMMETRIC, torch.int8, -127, 127) if bits == 8 else (MappingType.ASYMMETRIC, torch.uint8, 0, 15)
         )
         smallest = torch.finfo(torch.float32).tiny  # a block of zeros has a scale all the same
-        scale, zero = choose_qparams_affine(blocks, kind, size, dtype, low, high, eps=smallest, scale_dtype=torch.float32)
+        scale, zero = choose_qparams_affine(blocks, kind, size, dtype, low, high, eps=smallest, scale_dtype=torch.float32)  # pyright: ignore[reportArgumentType]  (torchao writes Tuple[int] for one of any length)
         codes = quantize_affine(blocks, size, scale, zero, dtype, low, high)
         return codes, scale.reshape(-1), zero.reshape(-1)
 

@@ -51,14 +51,19 @@ def test_a_rise_below_its_standard_errors_is_missed() -> None:
 
 
 def test_near_and_beyond_look_at_the_last_third() -> None:
-    values = [0.0] * 6 + [1.0, 2.0, 3.0]  # mean of the last third: 2
-    near, beyond = Bar("m", "near", target=1.5, tolerance=0.5), Bar("m", "beyond", target=1.5, tolerance=0.25)
-    verdict = judge(near, values)
-    assert (verdict.bar, verdict.first, verdict.last, verdict.met) == ("`m` within 0.5 of 1.5, last third", 0.0, 2.0, True)
-    assert judge(beyond, values).met
-    assert not judge(Bar("m", "near", target=1.5, tolerance=0.25), values).met
-    assert not judge(Bar("m", "near", target=2.5, tolerance=0.25), values).met, "below is as far as above"
+    values = [0.0] * 6 + [1.5, 2.0, 2.5]  # mean of the last third: 2
+    verdict = judge(Bar("m", "near", target=1.75, tolerance=0.75), values)
+    assert (verdict.bar, verdict.first, verdict.last, verdict.met) == ("`m` within 0.75 of 1.75, last third (3 of 3 steps)", 0.0, 2.0, True)
+    assert judge(Bar("m", "beyond", target=1.5, tolerance=0.25), values).met
+    assert not judge(Bar("m", "near", target=1.25, tolerance=0.5), values).met
+    assert not judge(Bar("m", "near", target=2.75, tolerance=0.5), values).met, "below is as far as above"
     assert not judge(Bar("m", "beyond", target=1.5, tolerance=0.5), values).met
+
+
+def test_near_asks_three_quarters_of_the_steps_to_be_near() -> None:
+    bar = Bar("m", "near", target=2.0, tolerance=0.5)
+    assert judge(bar, [0.0] * 8 + [1.5, 2.0, 2.5, 3.0]).met, "mean 2.25, three of four"
+    assert not judge(bar, [0.0] * 8 + [1.0, 2.0, 2.0, 3.0]).met, "mean 2, two of four"
 
 
 def test_a_change_compares_quarters_of_steps_and_single_evaluations() -> None:

@@ -39,7 +39,7 @@ def write_run(root: Path) -> Path:
     """A finished run: 3 SFT steps; 4 RL steps, killed after 3 of them and resumed from the second."""
     root.mkdir(exist_ok=True)
     sft = [make_metric_row("sft", step, loss__total=3.0 - step, time__step=30.0) for step in (1, 2, 3)]
-    dropped = {"groups__dropped__zero_std": 2.0, "groups__dropped__surplus": 0.0, "fail__reward": 1.0}
+    dropped: dict[str, Any] = {"groups__dropped__zero_std": 2.0, "groups__dropped__surplus": 0.0, "fail__reward": 1.0}
     first = [make_metric_row("rl", step, reward__mean=0.1 * step, time__step=60.0, **dropped) for step in (1, 2, 3)]
     second = [make_metric_row("rl", step, 2, reward__mean=0.2 * step, time__step=60.0, **dropped) for step in (3, 4)]
     write_rows(root / "metrics.jsonl", sft + first + second)

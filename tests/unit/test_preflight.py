@@ -336,6 +336,50 @@ def test_a_loss_that_cannot_be_used_is_an_error(house):
     assert errors(found) == ["rl.loss: loss='ppo_clip' is not known"]
 
 
+def test_the_loss_of_preferences_is_looked_at_as_that_of_rl_is(house):
+    def check_loss(section: Any) -> None:
+        raise ConfigError(f"loss={section.loss!r} is not known")
+
+    write_rows(house / "pairs.jsonl", {"prompt": "q", "chosen": "ab", "rejected": "cd"})
+    preference = '[preference]\nsteps = 1\nloss = "ipo"\ndata = { kind = "jsonl", path = "pairs.jsonl" }\n'
+    (house / "run.toml").write_text(preference + RL, encoding="utf-8")
+    config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
+    look_at = {"find_model": find_model, "open_tokenizer": lambda path: byte_tokenizer(), "base_dir": house, "check_loss": check_loss}
+    assert errors(check_run(config, ("preference",), **look_at)) == ["preference.loss: loss='ipo' is not known"]
+    both = ["preference.loss: loss='ipo' is not known", "rl.loss: loss='ppo_clip' is not known"]
+    assert errors(check_run(config, ("preference", "rl"), **look_at)) == both
+
+
+def test_a_reward_model_that_cannot_be_had_is_an_error(house):
+    def check_models(tokenizer: Any) -> None:
+        assert callable(tokenizer.apply_chat_template)
+        raise ConfigError("rl.rollout.reward_model='x' is no reward model")
+
+    (house / "run.toml").write_text(RL, encoding="utf-8")
+    config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
+    found = check_run(
+        config, ("rl",), find_model=find_model, open_tokenizer=lambda path: byte_tokenizer(), base_dir=house, check_models=check_models
+    )
+    assert errors(found) == ["rl: rl.rollout.reward_model='x' is no reward model"]
+
+
+def test_a_critic_and_a_reward_model_are_in_the_memory_and_on_the_disk_that_a_run_needs(house):
+    """16 bytes a number for what AdamW trains, 4 for what only scores; a checkpoint holds 12 bytes a number of the policy and of the critic."""
+    from rollouts.preflight.estimate import Lengths, ModelSize, estimate_memory
+
+    size = ModelSize(parameters=2**20, layers=1, hidden=8, inner=8, query=8, key_value=8)
+    with_both = RL.replace("[rl.rollout]", '[rl.critic]\n[rl.rollout]\nreward_model = "stage"')
+    texts: dict[str, str] = {}
+    for name, text in (("alone", RL), ("both", with_both)):
+        (house / "run.toml").write_text(text, encoding="utf-8")
+        config = load_config(house / "run.toml", ["--model.name", str(house / "model")])
+        texts[name] = "\n".join(finding.message for finding in estimate_memory(config, ("rl",), Lengths(8, 0), size))
+    assert "16 MiB a critic of the same size, 4 MiB a reward model of the same size" in texts["both"]
+    assert "critic" not in texts["alone"] and "reward model" not in texts["alone"]
+    assert "1 kept, 12 MiB each (weights and AdamW's moments), 24 MiB at most" in texts["alone"]
+    assert "1 kept, 12 MiB each (weights and AdamW's moments, twice that with a critic), 48 MiB at most" in texts["both"]
+
+
 def test_a_chat_template_that_is_missing_is_an_error(house):
     text = 'model = { chat_template = "gone.jinja" }\n' + RL
     assert errors(look(house, text)) == [
