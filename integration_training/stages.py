@@ -23,7 +23,8 @@ from rollouts.protocols import LogProbScorer, RewardFn
 from rollouts.types import Sample, SamplingParams
 
 if TYPE_CHECKING:
-    pass
+    from rollouts.data.data_buffer import DataBuffer
+    from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 
 
 async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
@@ -152,22 +153,16 @@ async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) ->
         return await train_rl_with(run, opened, newest, reward, reference)
 
 
-async def train_rl_with(run: Run, opened: Stage, newest: Path | None, reward: RewardFn | None, reference: LogProbScorer | None) -> int:
-    """How many steps are complete, with what scores samples and the reference open."""
-    from rollouts.checkpoints.load import load_trainer_state
-    from rollouts.data.curriculum import call_curriculum, decode_statistics, encode_statistics, start_statistics, update_statistics
-    from rollouts.data.data_buffer import DataBuffer
+def make_manager(run: Run, opened: Stage, buffer: DataBuffer, reward: RewardFn | None) -> AsyncRolloutManager:
+    """What generates and scores the batches of RL."""
     from rollouts.generation.async_rollout_manager import AsyncRolloutManager
     from rollouts.generation.generate import make_chat_generate
-    from rollouts.loops.algorithm import decode_loop_state, encode_loop_state, start_loop_state
-    from rollouts.loops.rl import run_rl_training
 
-    config, backend, engine = run.config.rl, opened.backend, opened.engine
+    config = run.config.rl
     assert config is not None
-    buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
-    manager = AsyncRolloutManager(
+    return AsyncRolloutManager(
         buffer,
-        engine,
+        opened.engine,
         generate=run.functions.generate or make_chat_generate(run.tokenizer, options=run.template),
         config=config.rollout,
         reward=reward,
@@ -175,9 +170,23 @@ async def train_rl_with(run: Run, opened: Stage, newest: Path | None, reward: Re
         filters=run.functions.filters,
         sampling=SamplingParams(max_new_tokens=config.rollout.max_new_tokens, temperature=config.rollout.temperature, stop_token_ids=run.stop_ids),
         seed=run.config.seed,
-        policy_version=lambda: backend.weight_version,
+        policy_version=lambda: opened.backend.weight_version,
         max_staleness=config.max_staleness,
     )
+
+
+async def train_rl_with(run: Run, opened: Stage, newest: Path | None, reward: RewardFn | None, reference: LogProbScorer | None) -> int:
+    """How many steps are complete, with what scores samples and the reference open."""
+    from rollouts.checkpoints.load import load_trainer_state
+    from rollouts.data.curriculum import call_curriculum, decode_statistics, encode_statistics, start_statistics, update_statistics
+    from rollouts.data.data_buffer import DataBuffer
+    from rollouts.loops.algorithm import decode_loop_state, encode_loop_state, start_loop_state
+    from rollouts.loops.rl import run_rl_training
+
+    config, backend, engine = run.config.rl, opened.backend, opened.engine
+    assert config is not None
+    buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
+    manager = make_manager(run, opened, buffer, reward)
     completed = completed_steps(newest)
     statistics, loop_state = start_statistics(buffer.weights), start_loop_state(config)
     if newest is not None:

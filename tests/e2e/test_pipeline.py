@@ -284,3 +284,27 @@ def test_a_reward_model_of_the_run_that_no_stage_trains_is_missed_before_anythin
         assert done.returncode == 2
         assert f'rl.rollout.reward_model="stage", but {out} has no reward model of 5 steps; add the stage' in done.stdout + done.stderr
     assert not out.exists()
+
+
+# --- on several ranks --------------------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_train_policy_reward_model_and_critic_as_one_does_and_one_goes_on(train: Train, whole: Path, tmp_path: Path):
+    """The critic has its own parts on both ranks, beside the policy; what two ranks saved, one resumes."""
+    out = tmp_path / "run"
+    argv = arguments(out, *EVERY_OTHER)
+    for ranks, environ, more in ((2, {"STOP_AFTER": "rl:2"}, ()), (1, {}, ("--resume",))):
+        done = train.fork([*argv, *more], out, ranks=ranks, environ=environ)
+        assert done.returncode == 0, done.stderr
+    ours, theirs = ([row for row in read_rows(path / "metrics.jsonl") if row["stage"] != "rl" or row["step"] <= 2] for path in (whole, out))
+    assert [(row["stage"], row["step"]) for row in theirs] == [(row["stage"], row["step"]) for row in ours]
+    for mine, other in zip(ours, theirs, strict=True):
+        if mine["stage"] != "rl":
+            assert other["loss/total"] == pytest.approx(mine["loss/total"], rel=2e-3), (mine["stage"], mine["step"])
+    assert theirs[-2]["value/mean"] == pytest.approx(ours[-2]["value/mean"], abs=1e-3)
+    rows = [row for row in read_rows(out / "metrics.jsonl") if row["stage"] == "rl"]
+    assert [(row["step"], row["attempt"]) for row in rows] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert all("value/explained_variance" in row and row["critic/optim/grad_norm"] > 0 for row in rows)
+    saved = out / "checkpoints" / "rl" / "step_2"
+    for state in (saved / "state", saved / "critic" / "state"):
+        assert len(list(state.glob("optimizer-*-of-2.safetensors"))) == 2, sorted(state.iterdir())
