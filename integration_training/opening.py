@@ -12,8 +12,11 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import trio
 
 from rollouts.config.load import training_digest
 from rollouts.config.modes import stage_config
@@ -137,7 +140,8 @@ async def open_critic(run: Run, stage: str, policy: Backend, model_path: Path) -
     if model_path.parent == run.run_dir.stage_checkpoints(stage):  # only this stage's own: a model of another run may have brought its critic
         path = model_path / CRITIC
     else:
-        path = find_critic_start(run.config, run.run_dir, config.model) if config.model else model_path
+        find = partial(find_critic_start, run.config, run.run_dir, config.model)
+        path = await trio.to_thread.run_sync(find) if config.model else model_path  # in a thread: other ranks take silence for an end
     async with open_backend(run, stage, path, optim=config.optim, head="scalar", device_thread=policy.device_thread) as critic:
         yield critic
 
@@ -315,8 +319,8 @@ async def open_reward(run: Run, backend: Backend) -> AsyncIterator[RewardFn | No
     from rollouts.preflight.reward_models import REWARD, check_tokens, find_reward_model
     from rollouts.reference.score import open_frozen_reference
 
-    path = find_reward_model(run.config, run.run_dir, REWARD, config.rollout.reward_model)
-    check_tokens(path, REWARD, run.tokenizer)
+    path = await trio.to_thread.run_sync(partial(find_reward_model, run.config, run.run_dir, REWARD, config.rollout.reward_model))
+    await trio.to_thread.run_sync(check_tokens, path, REWARD, run.tokenizer)
     options: dict[str, Any] = {"micro_batch_tokens": config.micro_batch_tokens, "device": run.device}
     async with (
         open_frozen_reference(path, device_thread=backend.device_thread, head="scalar", **options) as scorer,

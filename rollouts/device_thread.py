@@ -70,6 +70,7 @@ class DeviceThread:
         self._token = trio.lowlevel.current_trio_token()
         self._home = threading.get_ident()
         self._unheard: dict[DeviceFuture[Any], BaseException] = {}  # failures that nobody awaited yet
+        self.out_of_step: BaseException | None = None  # of ranks that work together: what this one alone has met; no job may meet the others again
         self._open = True
         self._dropping = False
         self._running = 0  # number of the job that runs, or ran last

@@ -136,15 +136,29 @@ async def open_fsdp_backend(
     token, number = trio.lowlevel.current_trio_token(), FIRST if device_thread is None else BESIDE
     own = open_device_thread(name="trainer", torch_threads=count_threads(threads, ranks)) if device_thread is None else None
 
+    told = False  # the other ranks
+
+    def tell() -> None:
+        nonlocal told
+        hub.send(Command("open_backend", {"options": dataclasses.asdict(options), "backend": number}))
+        told = True
+
     def open_together(check_open: Callable[[], None]) -> ShardedTrainer:
-        trio.from_thread.run_sync(hub.send, Command("open_backend", {"options": dataclasses.asdict(options), "backend": number}), trio_token=token)
+        trio.from_thread.run_sync(tell, trio_token=token)
         return unwrap_agreed(lambda: open_trainer(options, ranks, check_open))
 
     hub.set_phase(OPENING)
     try:
         async with own or nullcontext(device_thread) as thread:
             assert thread is not None
-            trainer = await thread.submit(lambda: open_together(thread.check_open))
+            opening = thread.submit(lambda: open_together(thread.check_open))
+            try:
+                trainer = await opening
+            except trio.Cancelled:
+                if own is None:  # the thread goes on: what it was given must be over before the others are told that it is closed
+                    with trio.CancelScope(shield=True):
+                        await opening
+                raise
             if head == "scalar":
                 set_padding_token(trainer.model, tokenizer)
             log_plan(trainer.model, trainer.plan)
@@ -158,7 +172,8 @@ async def open_fsdp_backend(
                 trainer, hub, thread, optim=optim, total_steps=total_steps, packing=packing, tokenizer=tokenizer, number=number
             )
     finally:
-        hub.send(Command("close_backend", {"backend": number}))
+        if told:
+            hub.send(Command("close_backend", {"backend": number}))
 
 
 def unwrap_agreed(work: Callable[[], T]) -> T:
@@ -198,7 +213,6 @@ class FSDPTrainingBackend:
         self._captures = itertools.count(1)
         self._steps = OptimizerSteps(optim, total_steps)
         self._queue = StepQueue(device_thread, self._steps.discard_pending)
-        self._out_of_step: BaseException | None = None  # what one rank alone has met; nobody can go on
 
     @property
     def weight_version(self) -> int:
@@ -227,8 +241,9 @@ class FSDPTrainingBackend:
 
     def _together(self, name: str, work: Callable[[], T], **fields: Any) -> T:
         """`work()`, while the other ranks do what the command `name` says. On the device thread."""
-        if self._out_of_step is not None:
-            raise BackendError(f"the ranks are out of step since {self._out_of_step!r}; start them all again") from self._out_of_step
+        met = self.device_thread.out_of_step
+        if met is not None:
+            raise BackendError(f"the ranks are out of step since {met!r}; start them all again") from met
         phase = f"{name} of step {self._steps.steps + 1}{'' if self._number == FIRST else ' of the critic'}"
         command = Command(name, {"phase": phase, "backend": self._number, **fields})
         trio.from_thread.run_sync(self._hub.send, command, trio_token=self._token)
@@ -239,7 +254,7 @@ class FSDPTrainingBackend:
             self._trainer.discard()
             error = failure.error
         except BaseException as raised:  # on this rank alone: the others are, or soon will be, in a collective that this one never comes to
-            self._out_of_step = raised
+            self.device_thread.out_of_step = raised
             raise
         raise error
 
@@ -420,7 +435,7 @@ async def serve_backend(link: CommandReceiver, ranks: Ranks, options: ShardedOpt
             async for command, held in jobs:
                 number = command.fields["backend"]
                 if command.name == "close_backend":
-                    del trainers[number]
+                    trainers.pop(number, None)
                     continue
                 try:
                     if command.name == "open_backend":

@@ -470,13 +470,6 @@ class RunConfig(Section):
                 f"distributed.max_restarts={self.distributed.max_restarts} with distributed.ranks=1; only ranks that this program starts itself are "
                 "started again by it: set distributed.ranks, or give a launcher of your own --max-restarts"
             )
-        if self.reference.update != "none" and self.preference is not None and self.preference.reference == "precomputed":
-            raise ValueError(
-                f"reference.update={self.reference.update!r} with preference.reference='precomputed'; scores of a reference that moves cannot be "
-                "computed once: set preference.reference='live'"
-            )
-        if self.deterministic and self.reference.where.startswith("http"):
-            raise ValueError(f"deterministic=true with reference.where={self.reference.where!r}; a server does not repeat its bits; use 'trainer'")
         if self.output.keep_best and self.eval is None:
             raise ValueError("output.keep_best=true without [eval]: nothing says which checkpoint is best; add [eval], or leave keep_best out")
         if self.deterministic and self.model.device == "cuda":
@@ -502,4 +495,21 @@ class RunConfig(Section):
                 f"engine.mode='shared' with rl.sync_every={self.rl.sync_every}, rl.max_staleness={self.rl.max_staleness}; a shared engine always "
                 "has the newest weights: it needs sync_every=1 and max_staleness=0; set engine.mode='copied', or engine.kind to a server's"
             )
+        self._check_reference()
         return self
+
+    def _check_reference(self) -> None:
+        if self.reference.update != "none" and self.preference is not None and self.preference.reference == "precomputed":
+            raise ValueError(
+                f"reference.update={self.reference.update!r} with preference.reference='precomputed'; scores of a reference that moves cannot be "
+                "computed once: set preference.reference='live'"
+            )
+        if self.reference.update != "none" and self.rl is not None and self.rl.kl_control == "fixed":
+            coefs = [self.rl.kl_coef, *(change.kl_coef for change in self.rl.changes if change.kl_coef is not None)]
+            if min(coefs) == 0 < max(coefs):
+                raise ValueError(
+                    f"reference.update={self.reference.update!r} with rl.kl_coef={coefs} over the run; in steps with 0 nobody asks the "
+                    "reference, and it would stand still: use a small number in place of 0"
+                )
+        if self.deterministic and self.reference.where.startswith("http"):
+            raise ValueError(f"deterministic=true with reference.where={self.reference.where!r}; a server does not repeat its bits; use 'trainer'")

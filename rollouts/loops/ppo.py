@@ -27,7 +27,7 @@ def make_value_spec(config: CriticConfig) -> LossSpec:
 
 async def add_values(batch: RolloutBatch, critic: TrainingBackend, stop: StopControl) -> RolloutBatch:
     """The batch with the critic's value before each trained token, as of now. Raises StepInterrupted when a stop cuts it."""
-    with stop.phase("log_probs", piece_s=lambda: read_piece_s(critic)):
+    with stop.phase("values", piece_s=lambda: read_piece_s(critic)):
         return dataclasses.replace(batch, old_values=await critic.forward(batch).result())
     critic.interrupt()
     raise StepInterrupted("the step was cut while its batch was valued")
@@ -36,7 +36,7 @@ async def add_values(batch: RolloutBatch, critic: TrainingBackend, stop: StopCon
 async def train_critic(critic: TrainingBackend, config: CriticConfig, updates: Sequence[Update], stop: StopControl) -> list[UpdateResult]:
     """What each of the critic's optimizer steps gave, on the same parts of the batch, in the same order, as the policy's. Raises as train_on."""
     spec = make_value_spec(config)
-    results = await train_on(critic, [(batch, spec) for batch, _ in updates], stop)
+    results = await train_on(critic, [(batch, spec) for batch, _ in updates], stop, phase="train_critic")
     for _, optim in results:
         warn_of_skipped_step("rl (critic)", optim.step, optim)
     return results

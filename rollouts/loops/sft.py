@@ -70,10 +70,11 @@ async def train_on(
     *,
     version: int | None = None,
     ends_after: Callable[[ForwardBackwardResult], bool] | None = None,
+    phase: str = "train",
 ) -> list[UpdateResult]:
     """What each optimizer step gave, after which the backend has weight version `version`, if given.
 
-    All are submitted at once; with `ends_after` one by one, and none after one of which it is True.
+    `phase`: its name for a stop. All are submitted at once; with `ends_after` one by one, and none after one of which it is True.
     Raises StepInterrupted when a stop cuts it: the backend ends at its next micro-batch. One that had no more to compute is a step all the same.
     """
     futures: list[tuple[TrainFuture[ForwardBackwardResult], TrainFuture[OptimStepResult]]] = []
@@ -101,7 +102,7 @@ async def train_on(
         if version_set is not None:
             await version_set.result()
 
-    with stop.phase("train", piece_s=lambda: read_piece_s(backend)) as scope:
+    with stop.phase(phase, piece_s=lambda: read_piece_s(backend)) as scope:
         while not has_ended():
             submit_next()
             await collect_results()

@@ -32,7 +32,7 @@ SAFETY = 1.5  # what took so long the last time may take so many times as long
 SLACK_S = 1.0  # between the last moment of a phase and the last moment to save
 PATIENCE, PATIENCE_S = 3.0, 2.0  # a step that takes so many times as long as expected, and so much more, is not the step that was expected
 UNKNOWN_SAVE_S = 8.0  # kept free for a save as long as none was measured
-STEP_PHASES = ("generate", "log_probs", "train", "weight_sync")  # of a step, in order
+STEP_PHASES = ("generate", "log_probs", "values", "train_critic", "train", "weight_sync")  # of a step, in order
 
 
 def estimate_rest(measured: Mapping[str, float], phase: str, elapsed_s: float) -> float | None:

@@ -166,6 +166,8 @@ class MovingReference:
                 await finished
             raise
         await finished
+        if not move.seen:
+            raise BackendError("the policy's weights never came, so the reference did not move; stream_weights must hand out all of them")
         return True
 
     def _finish(self, move: _Move, step: int) -> None:

@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class ReferenceProcess:
         self._stream: trio.SocketStream | None = None
         self._received = bytearray()  # of frames that are not whole yet; outlives a reader that was cancelled
         self._last_id = 0
+        self._unanswered = 0  # requests that the child has, and whose answers nobody has read
         self._ended_for_good = ""  # why nothing will be scored any more
 
     @property
@@ -87,6 +88,7 @@ class ReferenceProcess:
                 self._child = await start_guarded(command, os.environ, self._log_path, headline="start of the reference", grace_s=0.0)
                 self._stream = await self._accept(listener, self._child)
                 self._received.clear()
+                self._unanswered = 0
                 await self._send(self._load)
                 loaded = await self._read_frame()
         except BaseException as error:
@@ -133,17 +135,43 @@ class ReferenceProcess:
         number = self._last_id
         await trio.lowlevel.checkpoint_if_cancelled()
         try:
-            await self._send(Command("score", {"id": number}, encode_batch(batch)))
-        except trio.Cancelled:  # while the child takes no more: half a frame would spoil the next one, and who knows whether it ever goes on
+            await self._send_reading(Command("score", {"id": number}, encode_batch(batch)))
+        except _Ended:
+            raise
+        except BaseException:  # cancelled, perhaps in a group: half a frame would spoil the next one, and who knows whether the child ever goes on
             await self.stop()
             raise
+        self._unanswered += 1
         while True:
-            answer = await self._read_frame()
+            answer = await self._read_answer()
             if answer.fields.get("id") != number:
                 continue  # to someone who was cancelled
             if answer.name == "failed":
                 raise _make_error(answer)
             return decode_scores(answer, batch)
+
+    async def _send_reading(self, command: Command) -> None:
+        """Sends, and reads meanwhile what is answered to those who were cancelled: else each side could wait for the other to read."""
+        ended: _Ended | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._read_late_answers)
+            try:
+                await self._send(command)
+            except _Ended as error:
+                ended = error
+            nursery.cancel_scope.cancel()
+        if ended is not None:
+            raise ended
+
+    async def _read_late_answers(self) -> None:
+        with suppress(_Ended):  # who sends sees it too
+            while self._unanswered:
+                await self._read_answer()
+
+    async def _read_answer(self) -> Command:
+        answer = await self._read_frame()
+        self._unanswered -= 1
+        return answer
 
     async def _send(self, command: Command) -> None:
         assert self._stream is not None
