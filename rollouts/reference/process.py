@@ -27,6 +27,7 @@ from rollouts.reference.messages import LENGTH, MOST_BYTES, decode_scores, encod
 from rollouts.types import FloatArray, RolloutBatch
 
 KILL_S = 30.0  # for SIGKILL to take effect; a GPU driver may hold a process for seconds
+TAKE_S = 1.0  # for a child to take a batch whose sender was cancelled
 READ_BYTES = 1 << 20
 RESTARTS = 1
 SAME_ERRORS = {error.__name__: error for error in (ConfigError, DataError, ModelError)}  # that keep their class across the socket
@@ -34,6 +35,14 @@ SAME_ERRORS = {error.__name__: error for error in (ConfigError, DataError, Model
 
 class _Ended(RolloutsError):
     """The child's end of the socket is closed."""
+
+
+async def _hurry_when_cancelled(scope: trio.CancelScope) -> None:
+    """Gives what is shielded in `scope` TAKE_S more once this is cancelled."""
+    try:
+        await trio.sleep_forever()
+    finally:
+        scope.deadline = trio.current_time() + TAKE_S
 
 
 class ReferenceProcess:
@@ -134,14 +143,7 @@ class ReferenceProcess:
         self._last_id += 1
         number = self._last_id
         await trio.lowlevel.checkpoint_if_cancelled()
-        try:
-            await self._send_reading(Command("score", {"id": number}, encode_batch(batch)))
-        except _Ended:
-            raise
-        except BaseException:  # cancelled, perhaps in a group: half a frame would spoil the next one, and who knows whether the child ever goes on
-            await self.stop()
-            raise
-        self._unanswered += 1
+        await self._send_reading(Command("score", {"id": number}, encode_batch(batch)))
         while True:
             answer = await self._read_answer()
             if answer.fields.get("id") != number:
@@ -151,17 +153,27 @@ class ReferenceProcess:
             return decode_scores(answer, batch)
 
     async def _send_reading(self, command: Command) -> None:
-        """Sends, and reads meanwhile what is answered to those who were cancelled: else each side could wait for the other to read."""
+        """Sends, and reads meanwhile what is answered to those who were cancelled: else each side could wait for the other to read.
+
+        Half a frame would spoil the next one: who is cancelled leaves the child TAKE_S to take the rest, after which it is killed.
+        """
         ended: _Ended | None = None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._read_late_answers)
-            try:
-                await self._send(command)
-            except _Ended as error:
-                ended = error
+            with trio.CancelScope(shield=True) as sending:
+                nursery.start_soon(_hurry_when_cancelled, sending)
+                try:
+                    await self._send(command)
+                except _Ended as error:
+                    ended = error
+            if sending.cancelled_caught:
+                await self.stop()
+            else:
+                self._unanswered += 1
             nursery.cancel_scope.cancel()
         if ended is not None:
             raise ended
+        await trio.lowlevel.checkpoint_if_cancelled()
 
     async def _read_late_answers(self) -> None:
         with suppress(_Ended):  # who sends sees it too
