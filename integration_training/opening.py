@@ -25,13 +25,12 @@ from rollouts.data.chat import TemplateOptions
 from rollouts.data.sft import SFTMixture
 from rollouts.errors import ConfigError
 from rollouts.loops.algorithm import count_updates, needs_reference
-from rollouts.loops.rl import SyncWeights
 from rollouts.loops.stopping import StopControl
 from rollouts.preflight.estimate import read_free_memory
 from rollouts.preflight.functions import Functions, weigh
 from rollouts.preflight.preferences import PreparedLabels, PreparedPairs
 from rollouts.preflight.rows import Rows
-from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, RewardFn, TrainingBackend
+from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, RewardFn, SyncWeights, TrainingBackend
 from rollouts.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -227,7 +226,9 @@ async def open_embedded(
         probe = Probe(make_probe_prompt(engine.features.vocab_size), choose_tolerance(exact=autocast_dtype is None))
         sync = WeightSync(probe, snapshot_dir=run.run_dir.weights)
 
-        async def sync_afresh(backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+        async def sync_afresh(
+            backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, *, released: trio.Event | None = None
+        ) -> Mapping[str, float]:
             # SFT never names a new version, and a WeightSync loads what was proven once no second time
             return await WeightSync(probe, snapshot_dir=run.run_dir.weights)(backend, engines, version)
 

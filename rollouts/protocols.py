@@ -26,6 +26,7 @@ from rollouts.types import (
 
 if TYPE_CHECKING:
     import torch
+    import trio
 
 ResultT = TypeVar("ResultT")
 CoResultT = TypeVar("CoResultT", covariant=True)
@@ -132,6 +133,17 @@ class InferenceEngine(Protocol):
 
     async def finish_update(self, version: int) -> None: ...
     def statistics(self) -> Mapping[str, float]: ...
+
+
+class SyncWeights(Protocol):
+    """Brings every engine to a version and proves it; returns metrics. Raises WeightSyncError.
+
+    Without overlap it is called without `released`. Where generation runs ahead it sets `released` once the trainer may change its weights.
+    """
+
+    def __call__(
+        self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, /, *, released: trio.Event = ...
+    ) -> Awaitable[Mapping[str, float]]: ...
 
 
 class GenerateFn(Protocol):

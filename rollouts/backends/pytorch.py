@@ -44,10 +44,11 @@ from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.losses import resolve_loss, wants_entropy_gradient
+from rollouts.models.greedy import complete_greedily
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.protocols import WeightSink
 from rollouts.reference.forward_plan import log_plan, plan_forward
-from rollouts.types import FloatArray, ForwardBackwardResult, LossSpec, Metrics, OptimParams, OptimStepResult, RolloutBatch, merge_metrics
+from rollouts.types import FloatArray, ForwardBackwardResult, IntArray, LossSpec, Metrics, OptimParams, OptimStepResult, RolloutBatch, merge_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -216,6 +217,10 @@ class PyTorchTrainingBackend:
                 self.device_thread.check_open()
                 flats.append(self._compute_outputs(part, batch))
         return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
+
+    def complete_greedily(self, prompt_ids: IntArray, count: int) -> DeviceFuture[FloatArray]:
+        """[count, V] log-probs at each of the policy's own greedy tokens after `prompt_ids`; see rollouts.models.greedy."""
+        return self._queue.submit(lambda: complete_greedily(self.model, prompt_ids, count, autocast_dtype=self._autocast_dtype))
 
     # --- weights
 

@@ -22,17 +22,23 @@ deterministic: at every staleness in launch order, and only when all that were l
 reach the engine together: what is decoded together, and so the last bits of every log-prob, does not depend on how long a reward takes. Nothing is
 held.
 
-generate_batch() owns every task that it starts and ends them all before it returns; between calls nothing runs.
+generate_batch() owns every task that it starts and ends them all before it returns; between calls nothing runs. Inside generating_ahead(), where
+groups are decided as they finish, one task collects without a break: what a call delivers leaves, and everything else goes on, so that engines
+work while the trainer does. docs/async.md says what is old then, and why nothing becomes too old.
+
+    generating_ahead ─► collector ─► run_group tasks in its nursery ─► decide ─► finished groups ─► generate_batch: deliver P of them
+                           ▲  launches while the window has room                                         │ one version on
+                           └──────────────────── wakes: a batch has left, or the engines were updated ◄──┘
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import trio
 
@@ -41,6 +47,7 @@ from rollouts.crash_points import reach
 from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import ConfigError, EngineError, InfrastructureError, NotEnoughSamples, RolloutsError
 from rollouts.generation.batch import compute_batch_metrics, make_batch
+from rollouts.generation.draw import Carried, Draw, ManagerSnapshot
 from rollouts.generation.group import INFRASTRUCTURE, ClosedGroup, GroupPlan, GroupWork, failure_class_of, run_group, start_group
 from rollouts.generation.ledger import ABORTED, FILTERED, STALE, SURPLUS, Ledger
 from rollouts.generation.pacing import Pace
@@ -50,8 +57,6 @@ from rollouts.generation.staleness import (
     compute_lag,
     decode_held_group,
     decode_unfinished_group,
-    encode_held_group,
-    encode_unfinished_group,
     find_oldest_version,
     find_oldest_version_of_members,
 )
@@ -68,60 +73,35 @@ class PromptSource(Protocol):
     def find_prompt(self, prompt_id: str, epoch: int) -> PromptRow: ...
 
 
+RUNNING = "generate_batch is running already; await one batch before asking for the next"
 STOP_S = 10.0  # for generate functions to end after the engine has answered them; those that don't start again in the next call
+Report = ClosedGroup | int | None
+"""A group that has closed; the group index of a member that generates no longer; or None: launch what there is room for."""
 
 
 @dataclass(slots=True, eq=False)
-class _Draw:
-    """One batch in the making."""
+class _Ahead:
+    """Generation that goes on between calls."""
 
-    pace: Pace | None = None  # where groups are decided as they finish
-    undecided: dict[int, PromptRow] = field(default_factory=dict)  # by group index, in launch order: running, or closed and waiting their turn
-    work: dict[int, GroupWork] = field(default_factory=dict)  # how far those have come
-    closed: dict[int, ClosedGroup] = field(default_factory=dict)  # those of them that have finished
-    kept: dict[int, HeldGroup] = field(default_factory=dict)  # of the batch; paced: may be more, of which the batch is chosen
-    decided: list[ClosedGroup] = field(default_factory=list)
-    failed: list[Sample] = field(default_factory=list)  # of the decided
-    failed_groups: dict[int, tuple[PromptRow, str]] = field(default_factory=dict)  # decided, but in the ledger only when the batch is delivered
-    drawn: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)  # groups by reason
-    generating: int = 0  # samples; counted only where paced
-    is_stopping: bool = False
+    nursery: trio.Nursery  # of the collector
+    changed: trio.Event = field(default_factory=trio.Event)  # set and replaced when a group was decided, or collecting has ended
+    collecting: trio.CancelScope | None = None  # of the collector that runs
+    reports: trio.MemorySendChannel[Report] | None = None  # to it
+    failure: RolloutsError | None = None  # that ended it, until a call has raised it
+    is_awaited: bool = False  # by a call
 
+    def notify(self) -> None:
+        changed, self.changed = self.changed, trio.Event()
+        changed.set()
 
-class _Carried(NamedTuple):
-    """What is left of a draw."""
-
-    held: dict[int, HeldGroup]
-    unfinished: dict[int, UnfinishedGroup]
-    returned: dict[int, PromptRow]  # in launch order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManagerSnapshot:
-    """What a manager knew at a moment. It stays so while the manager goes on: groups and samples are records that nobody changes."""
-
-    next_group_index: int
-    ledger: Mapping[str, JSONValue]
-    failures: Mapping[str, int]  # samples by class
-    held: tuple[HeldGroup, ...]  # in launch order, like the next two
-    unfinished: tuple[UnfinishedGroup, ...]
-    in_flight: tuple[tuple[int, PromptRow], ...]  # by group index, prompts to return
-
-    def encode(self) -> dict[str, JSONValue]:
-        """As JSON, for load_state_dict. Takes time: every token of every held group is in it."""
-        return {
-            "next_group_index": self.next_group_index,
-            "ledger": dict(self.ledger),
-            "failures": dict(self.failures),
-            "held": [encode_held_group(group) for group in self.held],
-            "unfinished": [encode_unfinished_group(group) for group in self.unfinished],
-            "in_flight": [[index, prompt.prompt_id, prompt.epoch] for index, prompt in self.in_flight],
-        }
+    def wake(self) -> None:
+        """The collector looks whether there is room."""
+        if self.reports is not None:
+            self.reports.send_nowait(None)
 
 
 class AsyncRolloutManager:
-    """Turns prompts into batches. Holds groups between batches only when max_staleness ≥ 1; nothing runs between calls."""
+    """Turns prompts into batches. Holds groups between batches only when max_staleness ≥ 1; between calls nothing runs, but in generating_ahead."""
 
     def __init__(
         self,
@@ -139,8 +119,8 @@ class AsyncRolloutManager:
         max_staleness: int = 0,
         deterministic: bool = False,
     ) -> None:
-        """`policy_version` answers the trainer's version, which must not advance while generate_batch runs; `sampling.seed` is replaced by
-        one of each sample's own, made of `seed` and its id. A deterministic engine makes the manager deterministic.
+        """`policy_version` answers the trainer's version, asked when a batch is, which must not advance until it is delivered; `sampling.seed` is
+        replaced by one of each sample's own, made of `seed` and its id. A deterministic engine makes the manager deterministic.
         Raises ConfigError for settings, or an engine, that cannot train.
         """
         if not engine.features.log_probs:
@@ -173,7 +153,8 @@ class AsyncRolloutManager:
         self._unfinished: dict[int, UnfinishedGroup] = {}
         self._failures: Counter[str] = Counter()  # samples by class
         self._next_group_index = 0
-        self._current: _Draw | None = None  # while generate_batch runs
+        self._current: Draw | None = None  # while generate_batch runs, or generation goes on ahead
+        self._ahead: _Ahead | None = None  # inside generating_ahead
         self._last_metrics: dict[str, Metric] = {}
         self._last_failed: tuple[Sample, ...] = ()
 
@@ -186,21 +167,62 @@ class AsyncRolloutManager:
         and its samples do not count for max_failed_fraction.
         Raises NotEnoughSamples, with counts by reason, when max_attempts or max_failed_fraction is spent; UserFunctionError when a filter
         does not answer; FleetDown, EngineClosed, WeightVersionError, EngineSetupError, ModelError and other errors that are not one sample's alone.
+        Inside generating_ahead a call that is cancelled changes nothing, and one that raises says what ended generation; the next begins it again.
         """
+        if self._ahead is not None:
+            return await self._take_batch(self._ahead, reward_fn)
         if self._current is not None:
-            raise RuntimeError("generate_batch is running already; await one batch before asking for the next")
+            raise RuntimeError(RUNNING)
         plan = self._make_plan(reward_fn)
-        draw = self._current = _Draw()
+        draw = self._current = Draw()
         try:
             await self._collect_batch(draw, plan)
             return self._deliver(draw)
         finally:
-            self._current = None
-            self._put_back(draw, ABORTED)
-            self._last_failed = tuple(draw.failed)
-            self._failures.update(failure_class_of(sample) for sample in draw.failed)
-            self._ledger.check()
-            assert self._ledger.counts().in_flight == 0, "a group is still in flight"
+            self._end(draw)
+
+    @asynccontextmanager
+    async def generating_ahead(self) -> AsyncIterator[None]:
+        """Inside, where groups are decided as they finish, generation goes on between calls of generate_batch, from the first one on.
+
+        Elsewhere it changes nothing. Whoever updates the engines calls engines_updated: what is launched waits for them where they have fallen too
+        far behind. Every task has ended when the block is left; then, as after hold(), nothing is lost, and generate_batch goes on from there, but
+        what was being generated starts again unless hold() came before.
+        """
+        assert self._ahead is None and self._current is None, "generation is under way already"
+        if self._in_launch_order:
+            yield
+            return
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            self._ahead = _Ahead(nursery)
+            try:
+                yield
+            except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
+                failure = error
+            finally:
+                nursery.cancel_scope.cancel()
+                self._ahead = None
+        if failure is not None:
+            raise failure
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether generation goes on between calls."""
+        return self._ahead is not None
+
+    def engines_updated(self, version: int) -> None:
+        """Every engine that serves has the weights of `version`, or newer ones. Inside generating_ahead more may be launched then."""
+        if self._ahead is not None and self._current is not None and self._current.pace is not None:
+            pace = self._current.pace
+            pace.engine_version = max(pace.engine_version, version)
+            self._ahead.wake()
+
+    async def hold(self) -> None:
+        """Ends what runs inside generating_ahead, with the tokens that it has: all is held, and the next call goes on from there."""
+        while self._ahead is not None and self._ahead.collecting is not None:
+            self._ahead.collecting.cancel()
+            await self._ahead.changed.wait()
 
     def batch_metrics(self) -> dict[str, Metric]:
         """Metrics of the last batch that was delivered, empty before the first: see compute_batch_metrics."""
@@ -217,7 +239,7 @@ class AsyncRolloutManager:
         `held/finished` and `held/unfinished`; of those in flight, `in_flight/queued` have finished and wait for the batch (paced) or their turn.
         `samples/generating` and `samples/failed/CLASS` count samples.
         """
-        counts, draw = self._ledger.counts(), self._current or _Draw()
+        counts, draw = self._ledger.counts(), self._current or Draw()
         queued = len(draw.kept) + len(draw.closed)
         return {
             **self._engine.statistics(),
@@ -240,7 +262,7 @@ class AsyncRolloutManager:
         Taken while a batch is being made, it is what a cancellation at this moment would leave: prompts to return, and, where groups are
         carried over, those that have finished and what the others had when they were last stopped.
         """
-        draw = self._current or _Draw()
+        draw = self._current or Draw()
         carried = self._carry(draw)
         held, unfinished = self._held | carried.held, self._unfinished | carried.unfinished
         return ManagerSnapshot(
@@ -277,6 +299,103 @@ class AsyncRolloutManager:
         self._data_buffer.return_prompts([find(prompt_id, epoch) for _, prompt_id, epoch in state["in_flight"]])
         self._ledger.check()
 
+    def _end(self, draw: Draw) -> None:
+        """Nothing of the draw runs any more."""
+        self._current = None
+        self._put_back(draw, ABORTED)
+        self._note_failed(draw)
+        self._ledger.check()
+        assert self._ledger.counts().in_flight == 0, "a group is still in flight"
+
+    def _note_failed(self, draw: Draw) -> None:
+        self._last_failed = tuple(draw.failed)
+        self._failures.update(failure_class_of(sample) for sample in draw.failed)
+
+    # --- generating ahead ----------------------------------------------------------------------------------------------------
+
+    async def _take_batch(self, ahead: _Ahead, reward_fn: RewardFn | None) -> RolloutBatch:
+        """The next batch, once the collector has it."""
+        if reward_fn is not None:
+            raise ConfigError("reward_fn= inside generating_ahead, where samples are scored before their batch is asked for; give it to the manager")
+        if ahead.is_awaited:
+            raise RuntimeError(RUNNING)
+        ahead.is_awaited = True
+        try:
+            draw = await self._start_collecting(ahead)
+            while ahead.failure is None and not _pace_of(draw).is_full():
+                await ahead.changed.wait()
+                if ahead.collecting is None and ahead.failure is None:  # held while we waited
+                    draw = await self._start_collecting(ahead)
+            if ahead.failure is not None:
+                failure, ahead.failure = ahead.failure, None
+                raise failure
+            batch = self._deliver(draw)
+            ahead.wake()
+            return batch
+        finally:
+            ahead.is_awaited = False
+
+    async def _start_collecting(self, ahead: _Ahead) -> Draw:
+        """The draw of the collector that runs, or of a new one, at the trainer's version."""
+        pace = await self._make_pace(waits_for_engines=True)
+        draw = self._current
+        if draw is None and ahead.failure is None:
+            draw = self._current = Draw(pace=pace)
+            ahead.collecting = trio.CancelScope()
+            ahead.nursery.start_soon(self._collect_ahead, ahead, draw, pace)
+        elif draw is not None:
+            self._move_to(draw, _pace_of(draw), pace.policy_version)
+            self.engines_updated(pace.engine_version)
+        return draw or Draw(pace=pace)
+
+    def _move_to(self, draw: Draw, pace: Pace, version: int) -> None:
+        """The batch in the making will be consumed at `version`. Finished groups are too old for it only if the trainer has skipped versions."""
+        pace.policy_version = version
+        for group_index in [index for index in sorted(draw.kept) if self._is_stale(draw.kept[index].group.samples)]:
+            pace.close(group_index)
+            self._drop(draw, group_index, STALE)
+            self._data_buffer.return_prompts([draw.kept.pop(group_index).prompt])
+
+    async def _collect_ahead(self, ahead: _Ahead, draw: Draw, pace: Pace) -> None:
+        """Launches and decides groups until an error, hold(), or the end of generating_ahead stops it. Every task has ended when it returns."""
+        send, receive = trio.open_memory_channel[Report](math.inf)  # never more than the groups and samples in flight, and one for each call
+        ahead.reports, scope = send, ahead.collecting
+        assert scope is not None
+        plan = replace(self._make_plan(None), is_stopping=lambda: draw.is_stopping, ended=send)
+        try:
+            async with trio.open_nursery() as nursery:
+                launch = self._make_launch(draw, plan, nursery, send)
+                try:
+                    with scope:
+                        self._take_held(draw, pace)
+                        launch(list(draw.work.values()))
+                        await self._collect_without_end(ahead, draw, pace, launch, receive)
+                    await self._stop_running(draw, receive)
+                except RolloutsError as error:
+                    ahead.failure = error
+                nursery.cancel_scope.cancel()
+        finally:
+            while receive.statistics().current_buffer_used:
+                self._take_report(draw, receive.receive_nowait())
+            draw.generating = 0
+            if ahead.failure is None:
+                self._decide_late(draw)
+            ahead.collecting = ahead.reports = None
+            self._end(draw)
+            ahead.notify()
+
+    async def _collect_without_end(
+        self, ahead: _Ahead, draw: Draw, pace: Pace, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]
+    ) -> None:
+        while True:
+            self._check_budget(draw)
+            self._top_up(draw, pace, launch)
+            ahead.notify()
+            report = await receive.receive()
+            self._take_report(draw, report)
+            if isinstance(report, ClosedGroup):
+                self._decide(draw.closed.pop(report.group_index), draw)
+
     # --- making a batch ------------------------------------------------------------------------------------------------------
 
     def _make_plan(self, reward_fn: RewardFn | None) -> GroupPlan:
@@ -294,7 +413,7 @@ class AsyncRolloutManager:
             samples_per_prompt=self._config.samples_per_prompt,
             reward_timeout_s=self._config.reward_timeout_s,
             limiter=self._limiter,
-            may_continue=lambda sample: compute_lag([sample], self._policy_version()) <= self._max_staleness,
+            may_continue=lambda sample: not self._is_stale([sample]),
         )
 
     @property
@@ -306,24 +425,19 @@ class AsyncRolloutManager:
         """Groups launched at once."""
         return math.ceil(self._config.num_prompts * self._config.over_sampling - 1e-9)  # 10 * 1.1 is a little more than 11
 
-    async def _collect_batch(self, draw: _Draw, plan: GroupPlan) -> None:
+    async def _collect_batch(self, draw: Draw, plan: GroupPlan) -> None:
         """Fills draw.kept. Every task has ended when this returns or raises."""
         if self._in_launch_order:
             self._drop_held(draw)
         else:
             draw.pace = await self._make_pace()
             self._take_held(draw, draw.pace)
-        send, receive = trio.open_memory_channel[ClosedGroup | int](math.inf)  # never more than the groups and samples in flight
+        send, receive = trio.open_memory_channel[Report](math.inf)  # never more than the groups and samples in flight
         if draw.pace is not None:
             plan = replace(plan, is_stopping=lambda: draw.is_stopping, ended=send)
         failure: RolloutsError | None = None
         async with trio.open_nursery() as nursery:
-
-            def launch(works: Iterable[GroupWork]) -> None:
-                for work in works:
-                    draw.generating += work.num_to_generate
-                    nursery.start_soon(_run_and_send, plan, work, send)
-
+            launch = self._make_launch(draw, plan, nursery, send)
             try:
                 if draw.pace is None:
                     await self._fill(draw, launch, receive)
@@ -341,14 +455,22 @@ class AsyncRolloutManager:
         if draw.pace is not None:
             self._decide_late(draw)
 
-    def _take_report(self, draw: _Draw, report: ClosedGroup | int) -> None:
+    def _make_launch(self, draw: Draw, plan: GroupPlan, nursery: trio.Nursery, send: trio.MemorySendChannel[Report]) -> _Launch:
+        def launch(works: Iterable[GroupWork]) -> None:
+            for work in works:
+                draw.generating += work.num_to_generate
+                nursery.start_soon(_run_and_send, plan, work, send)
+
+        return launch
+
+    def _take_report(self, draw: Draw, report: Report) -> None:
         """Notes that a group has closed, or that a member of one no longer generates."""
         if isinstance(report, ClosedGroup):
             draw.closed[report.group_index] = report
-        else:
+        elif report is not None:
             draw.generating -= 1
 
-    async def _fill(self, draw: _Draw, launch: _Launch, receive: trio.MemoryReceiveChannel[ClosedGroup | int]) -> None:
+    async def _fill(self, draw: Draw, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]) -> None:
         """Decides groups in their turn, with a new launch for each that drops out, until the batch is full. Raises when a budget is spent."""
         wanted = self._config.num_prompts
         launch(self._open_groups(draw, self._num_at_once))
@@ -369,12 +491,17 @@ class AsyncRolloutManager:
             else:  # at once, even if the batch is full in a moment: else ids would depend on who finishes first
                 launch(self._open_groups(draw, 1))
 
-    async def _make_pace(self) -> Pace:
+    async def _make_pace(self, *, waits_for_engines: bool = False) -> Pace:
         version = self._policy_version()
-        engine_version = min(version, await self._engine.weight_version())
-        return Pace(num_prompts=self._config.num_prompts, max_staleness=self._max_staleness, policy_version=version, engine_version=engine_version)
+        return Pace(
+            num_prompts=self._config.num_prompts,
+            max_staleness=self._max_staleness,
+            policy_version=version,
+            engine_version=min(version, await self._engine.weight_version()),
+            waits_for_engines=waits_for_engines,
+        )
 
-    async def _fill_paced(self, draw: _Draw, pace: Pace, launch: _Launch, receive: trio.MemoryReceiveChannel[ClosedGroup | int]) -> None:
+    async def _fill_paced(self, draw: Draw, pace: Pace, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]) -> None:
         """Decides groups as they finish until the rule of pacing.py lets P of them go. Raises when a budget is spent."""
         if pace.is_full():
             return
@@ -387,7 +514,7 @@ class AsyncRolloutManager:
             if isinstance(report, ClosedGroup):
                 self._decide(draw.closed.pop(report.group_index), draw)
 
-    def _top_up(self, draw: _Draw, pace: Pace, launch: _Launch) -> None:
+    def _top_up(self, draw: Draw, pace: Pace, launch: _Launch) -> None:
         """Launches new groups as long as engines and the window have room for whole ones."""
         size = self._config.samples_per_prompt
         missing = (self._num_at_once * size - draw.generating) // size
@@ -396,7 +523,7 @@ class AsyncRolloutManager:
             pace.open(work.group_index)
         launch(opened)
 
-    async def _stop_running(self, draw: _Draw, receive: trio.MemoryReceiveChannel[ClosedGroup | int]) -> None:
+    async def _stop_running(self, draw: Draw, receive: trio.MemoryReceiveChannel[Report]) -> None:
         """Ends every request with what it has. Members that still generate after STOP_S are left to be cancelled."""
         draw.is_stopping = True
         if not draw.generating:
@@ -407,13 +534,13 @@ class AsyncRolloutManager:
             while draw.generating:
                 self._take_report(draw, await receive.receive())
 
-    def _decide_late(self, draw: _Draw) -> None:
+    def _decide_late(self, draw: Draw) -> None:
         """Decides the groups that finished while the others were stopped; what stops a call is left to the next one."""
         for group_index in sorted(draw.closed):
             if draw.closed[group_index].error is None:
                 self._decide(draw.closed.pop(group_index), draw)
 
-    def _open_groups(self, draw: _Draw, count: int) -> list[GroupWork]:
+    def _open_groups(self, draw: Draw, count: int) -> list[GroupWork]:
         """Up to `count` new attempts, as many as the draw limit leaves."""
         prompts = self._data_buffer.get_prompts(max(0, min(count, self._draw_limit - draw.drawn)))
         opened = [start_group(index, prompt, self._config.samples_per_prompt) for index, prompt in enumerate(prompts, start=self._next_group_index)]
@@ -426,14 +553,14 @@ class AsyncRolloutManager:
         reach("rollout.drawn")
         return opened
 
-    def _next_ready(self, draw: _Draw) -> ClosedGroup | None:
+    def _next_ready(self, draw: Draw) -> ClosedGroup | None:
         """The closed group whose turn it is to be decided; None while that one, or in rounds any of them, still runs."""
         if self._in_rounds and len(draw.closed) < len(draw.undecided):
             return None
         turn = next(iter(draw.undecided), None)
         return None if turn is None else draw.closed.pop(turn, None)
 
-    def _decide(self, closed: ClosedGroup, draw: _Draw) -> bool:
+    def _decide(self, closed: ClosedGroup, draw: Draw) -> bool:
         """Whether the group is kept. Raises what stops the whole call, leaving the group undecided."""
         reach("rollout.group_finished")
         if closed.error is not None:
@@ -460,14 +587,17 @@ class AsyncRolloutManager:
             draw.pace.close(closed.group_index)
         return False
 
-    def _drop(self, draw: _Draw, group_index: int, reason: str) -> None:
+    def _drop(self, draw: Draw, group_index: int, reason: str) -> None:
         self._ledger.drop(group_index, reason)
         draw.dropped[reason] += 1
 
     def _is_stale(self, samples: Sequence[Sample]) -> bool:
-        return compute_lag(samples, self._policy_version()) > self._max_staleness
+        """Whether the batch in the making is too late for them."""
+        pace = None if self._current is None else self._current.pace
+        version = self._policy_version() if pace is None else pace.policy_version
+        return compute_lag(samples, version) > self._max_staleness
 
-    def _check_budget(self, draw: _Draw) -> None:
+    def _check_budget(self, draw: Draw) -> None:
         """Raises NotEnoughSamples when so many samples failed, or so many groups were drawn, that the batch is given up."""
         config = self._config
         seen = max(len(draw.decided), config.num_prompts) * config.samples_per_prompt  # else the first failure would be a share of 1
@@ -491,7 +621,7 @@ class AsyncRolloutManager:
 
     # --- the end of a batch --------------------------------------------------------------------------------------------------
 
-    def _deliver(self, draw: _Draw) -> RolloutBatch:
+    def _deliver(self, draw: Draw) -> RolloutBatch:
         """The batch. What is left in draw.undecided is surplus, or held."""
         self._check_budget(draw)
         chosen = sorted(draw.kept) if draw.pace is None else draw.pace.choose()
@@ -507,11 +637,18 @@ class AsyncRolloutManager:
             if failure_class == INFRASTRUCTURE:
                 self._data_buffer.return_prompts([prompt])
         draw.failed_groups.clear()
-        self._put_back(draw, SURPLUS)
+        if self._ahead is None:
+            self._put_back(draw, SURPLUS)
         self._last_metrics = compute_batch_metrics(groups, decided=draw.decided, drawn=draw.drawn, dropped=draw.dropped)
+        if self._ahead is not None:
+            self._note_failed(draw)
+            draw.begin_next()
+            for group_index in chosen:
+                _pace_of(draw).close(group_index)
+            _pace_of(draw).policy_version += 1  # the next batch is consumed when the trainer is done with this one
         return batch
 
-    def _take_held(self, draw: _Draw, pace: Pace) -> None:
+    def _take_held(self, draw: Draw, pace: Pace) -> None:
         """Moves held groups into the batch; those that have become too old go, and their prompts are returned."""
         stale: dict[int, PromptRow] = {}
         for group_index, held in self._held.items():
@@ -536,7 +673,7 @@ class AsyncRolloutManager:
             self._drop(draw, group_index, STALE)
         self._data_buffer.return_prompts([stale[group_index] for group_index in sorted(stale)])
 
-    def _drop_held(self, draw: _Draw) -> None:
+    def _drop_held(self, draw: Draw) -> None:
         """Gives up what a manager with other settings has held, where nothing is carried over."""
         prompts = {group_index: held.prompt for group_index, held in self._held.items()}
         prompts |= {group_index: group.prompt for group_index, group in self._unfinished.items()}
@@ -546,7 +683,7 @@ class AsyncRolloutManager:
             self._drop(draw, group_index, STALE if group_index in stale else SURPLUS)
         self._data_buffer.return_prompts([prompts[group_index] for group_index in sorted(prompts)])
 
-    def _carry(self, draw: _Draw) -> _Carried:
+    def _carry(self, draw: Draw) -> Carried:
         """What is held, and which prompts are returned, if the draw ends now; nothing if it has ended.
 
         Prompts of groups that failed are returned: what failed them may be what stopped the batch, and mended before they are drawn again. So
@@ -556,7 +693,7 @@ class AsyncRolloutManager:
         if draw.pace is None:
             kept = {group_index: held.prompt for group_index, held in draw.kept.items()}
             returned = kept | failed | draw.undecided
-            return _Carried({}, {}, {group_index: returned[group_index] for group_index in sorted(returned)})
+            return Carried({}, {}, {group_index: returned[group_index] for group_index in sorted(returned)})
         held, unfinished, returned = dict(draw.kept), {}, dict(failed)
         for group_index, work in draw.work.items():
             closed = draw.closed.get(group_index)
@@ -566,9 +703,9 @@ class AsyncRolloutManager:
                 unfinished[group_index] = UnfinishedGroup(group_index, work.prompt, tuple(work.members))
             else:
                 returned[group_index] = work.prompt
-        return _Carried(held, unfinished, {group_index: returned[group_index] for group_index in sorted(returned)})
+        return Carried(held, unfinished, {group_index: returned[group_index] for group_index in sorted(returned)})
 
-    def _put_back(self, draw: _Draw, reason: str) -> None:
+    def _put_back(self, draw: Draw, reason: str) -> None:
         """Holds and returns what is left of a draw; does nothing after a batch that was delivered."""
         carried = self._carry(draw)
         for group_index in [*carried.held, *carried.unfinished]:
@@ -585,7 +722,12 @@ class AsyncRolloutManager:
 _Launch = Callable[[Iterable[GroupWork]], None]
 
 
-async def _run_and_send(plan: GroupPlan, work: GroupWork, send: trio.MemorySendChannel[ClosedGroup | int]) -> None:
+def _pace_of(draw: Draw) -> Pace:
+    assert draw.pace is not None, "groups are decided in launch order"
+    return draw.pace
+
+
+async def _run_and_send(plan: GroupPlan, work: GroupWork, send: trio.MemorySendChannel[Report]) -> None:
     closed = await run_group(plan, work)
     if closed is not None:
         send.send_nowait(closed)

@@ -44,7 +44,7 @@ from rollouts.rewards.check import apply_reward, function_name
 from rollouts.rewards.worker_messages import RaisedInWorker
 from rollouts.types import FilterDecision, Sample, SampleGroup, SamplingParams, Status
 
-MAX_STARTS = 8  # of one sample whose engine keeps aborting it; after that it has failed
+MAX_STARTS = 8  # in vain, of one sample whose engine keeps aborting it; after that it has failed
 INFRASTRUCTURE = "infrastructure"  # the class of samples that an engine, not anything of their own, kept from being generated
 TRACEBACK_FRAMES = 4
 TRACEBACK_CHARS = 2000
@@ -66,7 +66,7 @@ class GroupPlan:
     limiter: trio.CapacityLimiter  # places of sync functions
     may_continue: Callable[[Sample], bool]  # whether the tokens of an aborted sample are fresh enough to go on from
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
-    ended: trio.MemorySendChannel[ClosedGroup | int] | None = None  # gets the group index whenever a member no longer generates
+    ended: trio.MemorySendChannel[ClosedGroup | int | None] | None = None  # gets the group index whenever a member no longer generates
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,8 @@ async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, .
     """The finished segments; or one sample, aborted or pending, to go on from if the plan is stopping."""
     sampling = replace(plan.sampling, seed=compute_request_seed(plan.seed, member.pending.id))
     start = member.pending if member.partial is None else member.partial
-    for _ in range(MAX_STARTS):
+    in_vain = 0
+    while in_vain < MAX_STARTS:
         if plan.is_stopping():
             return (start,)
         reach("rollout.dispatch")
@@ -222,10 +223,13 @@ async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, .
         last = segments[-1]
         if last.status is not Status.ABORTED:
             return segments
-        start = last if len(segments) == 1 and plan.may_continue(last) else member.pending
+        before, start = start, last if len(segments) == 1 and plan.may_continue(last) else member.pending
+        in_vain += int(start.loss_mask.sum()) <= int(before.loss_mask.sum())
     if plan.is_stopping():
         return (start,)
-    raise EngineError(f"sample {member.pending.id} was aborted by its engine {MAX_STARTS} times; find out who calls abort_all() or pause('abort')")
+    raise EngineError(
+        f"sample {member.pending.id} was aborted by its engine {MAX_STARTS} times without a token more; find out who calls abort_all()"
+    )
 
 
 async def score_member(plan: GroupPlan, member: Member) -> Member:

@@ -1,7 +1,8 @@
 """How many groups may be open, and which of them the next batch must have, so that nothing is too old when it is consumed.
 
-P groups are consumed by each batch, and each batch is one version of the trainer. v is the trainer's version while a batch is made, e ≤ v that
-of the engines (e < v between updates, where sync_every > 1), s is max_staleness. A group is *open* from its launch until it is trained or
+P groups are consumed by each batch, and each batch is one version of the trainer. v is the trainer's version when the batch in the making is
+consumed, e ≤ v that of the engines (e < v between updates, where sync_every > 1, and while the trainer works on the batch before), s is
+max_staleness. A group is *open* from its launch until it is trained or
 dropped, between batches too. Its *deadline* is the oldest version of its tokens + s: the last version that may consume it; before there are
 tokens, that is e + s.
 
@@ -38,6 +39,7 @@ class Pace:
     max_staleness: int  # s
     policy_version: int  # v
     engine_version: int  # e, at most v
+    waits_for_engines: bool = False  # an update of engines that are too far behind is under way, so that nothing is launched until it is done
     deadlines: dict[int, int] = field(default_factory=dict)  # of open groups, by group index
     finished: dict[int, int] = field(default_factory=dict)  # the same, of those of them that have finished
     _open_by: Counter[int] = field(default_factory=Counter)  # open groups by deadline
@@ -45,8 +47,9 @@ class Pace:
 
     @property
     def window(self) -> int:
-        """W. At least P, even if the engines are too far behind for anything to train: that is then found out, not waited for."""
-        return self.num_prompts * max(1, self.engine_version + self.max_staleness - self.policy_version + 1)
+        """W. At least P, even if the engines are too far behind for anything to train: that is then found out, unless it is waited for."""
+        least = 0 if self.waits_for_engines else 1
+        return self.num_prompts * max(least, self.engine_version + self.max_staleness - self.policy_version + 1)
 
     @property
     def room(self) -> int:

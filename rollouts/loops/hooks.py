@@ -35,7 +35,10 @@ def never() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoopHooks:
-    """Called between steps, when the backend and the engines are idle. `step` counts completed steps, save for the two about a batch."""
+    """Called between steps, when the backend is idle, and, unless generation runs ahead, the engines are.
+
+    `step` counts completed steps, save for the two about a batch.
+    """
 
     evaluate: Callable[[int], Awaitable[None]] = do_nothing  # every `eval_every` steps, not after the last
     save_checkpoint: Callable[[int], Awaitable[None]] = do_nothing  # every `checkpoint_every` steps, and after the last
@@ -47,6 +50,7 @@ class LoopHooks:
     save_before_batch: Callable[[int], Awaitable[None]] | None = None  # for a step after which another was begun and cut; None: save_checkpoint
     take_metrics: Callable[[], Mapping[str, float]] = dict  # of what goes on beside the loop, for the row that is about to be written
     is_saved: Callable[[int], Awaitable[bool]] = believe  # whether a save that was due is in place: a disk may have refused it
+    prepare_end: Callable[[int], Awaitable[None]] = do_nothing  # before the save that ends the loop
 
     def saves_after(self, step: int) -> bool:
         """Whether a step that is not the last is followed by a checkpoint."""
@@ -63,6 +67,8 @@ async def run_hooks(hooks: LoopHooks, step: int, *, last_step: int, eval_every: 
     stopping = hooks.stop_requested() and may_stop
     last = stopping or step == last_step
     saved = last or hooks.saves_after(step)
+    if last:
+        await hooks.prepare_end(step)
     if saved:
         await hooks.save_checkpoint(step)
     if not last and eval_every and step % eval_every == 0:
@@ -71,6 +77,7 @@ async def run_hooks(hooks: LoopHooks, step: int, *, last_step: int, eval_every: 
     if not stopping and may_stop and hooks.stop.is_requested():
         stopping = True
         if not (saved and await hooks.is_saved(step)):
+            await hooks.prepare_end(step)
             await hooks.save_checkpoint(step)
     return stopping
 

@@ -3,14 +3,17 @@
 DataBuffer ──► rollout_manager.generate_batch() ──► advantages ──► forward_backward, optim_step ──► set_weight_version
     ▲                      ▲ waits for the engines                     waits for the backend                │
     └── returned prompts   └──────────────────── sync_weights every config.sync_every steps ◄───────────────┘
+
+With max_staleness ≥ 1 generation, training and the update of the engines go on side by side: docs/async.md.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -37,8 +40,9 @@ from rollouts.loops.ppo import add_values, critic_metrics, train_critic
 from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, find_trajectories, plan_updates
 from rollouts.loops.sft import UpdateResult, merge_forwards, step_metrics, train_on, warn_of_skipped_step
 from rollouts.loops.stopping import StopControl
+from rollouts.loops.weight_push import WeightPush, open_weight_push
 from rollouts.metrics.spans import PhaseTimer
-from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, TrainingBackend
+from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
 from rollouts.types import Metric, RolloutBatch, Sample, metric_values
 
 
@@ -46,6 +50,11 @@ class BatchSource(Protocol):
     """What the loop needs of an AsyncRolloutManager."""
 
     async def generate_batch(self) -> RolloutBatch: ...
+    def generating_ahead(self) -> AbstractAsyncContextManager[None]: ...
+    @property
+    def is_ahead(self) -> bool: ...
+    def engines_updated(self, version: int) -> None: ...
+    async def hold(self) -> None: ...
     def batch_metrics(self) -> Mapping[str, Metric]: ...
     def failed_samples(self) -> Sequence[Sample]: ...
 
@@ -54,10 +63,6 @@ class PromptSource(Protocol):
     """What the loop needs of a DataBuffer."""
 
     def statistics(self) -> Mapping[str, float]: ...
-
-
-SyncWeights = Callable[[TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, float]]]
-"""Brings every engine to a version and proves it; returns metrics. Raises WeightSyncError."""
 
 
 async def run_rl_training(
@@ -80,10 +85,13 @@ async def run_rl_training(
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
     Consumes prompts through `rollout_manager`; produces weights inside `backend` and pushes them to the engines every `sync_every`
-    steps. Generation and training alternate: the loop waits for a whole batch, then for the step, then for the engines. What a step does is
-    `choose_algorithm`'s to say. Each of `updates_per_batch` passes uses the whole batch, in `minibatches` optimizer steps; together they advance
-    the weight version once, also when kl_stop left some of them out. A step whose loss or gradient is not finite changes nothing and still
-    consumes its batch. When the manager's budget of failures or attempts is spent, or no engine serves, the steps
+    steps. With max_staleness = 0 the loop waits for a whole batch, then for the step, then for the engines. Above it, unless the engine is
+    deterministic, the manager generates all the time, and an update of the engines goes on while the next step trains: the loop waits for
+    the update before, and until this one needs the trainer's weights no more. The metrics of an update are in the row of the step that was the
+    last when it ended. What a step does is `choose_algorithm`'s to say. Each of `updates_per_batch` passes uses the whole batch, in
+    `minibatches` optimizer steps; together they advance the weight version once, also when kl_stop left some of them out. A step whose loss or
+    gradient is not finite changes nothing and still consumes its batch. When the manager's budget of failures or attempts is spent, or no
+    engine serves, the steps
     that are complete are saved before NotEnoughSamples, FleetDown or what a filter raised leaves; when no engine could be brought to the new
     weights, that step is logged and saved before WeightSyncError leaves; so it is when an evaluation fails.
     A stop that leaves no time for the step under way cuts it: the step before it is saved as it was before the batch was begun.
@@ -103,68 +111,110 @@ async def run_rl_training(
     if (critic is None) != (config.critic is None):
         raise ConfigError(f"rl.critic is {'set' if config.critic else 'not set'}, and critic= is {'missing' if config.critic else 'given'}")
     history: list[dict[str, float]] = []
-    for step in range(completed_steps + 1, config.steps + 1):
-        timer = PhaseTimer()
-        algorithm = choose_algorithm(config, step, state)
-        say_change(config, algorithm, step, first=step == completed_steps + 1)
-        hooks.before_batch(step)
-        saved = step - 1 == completed_steps or hooks.saves_after(step - 1)
-        try:
-            async with saving_first(hooks, step - 1, saved=saved):
-                with timer.phase("generate"):
-                    batch = await generate_and_log(rollout_manager, metrics_logger, step, hooks.stop)
-            hooks.after_batch(step, batch.samples)
-            lags = compute_lags(batch, step - 1)
-            check_staleness(lags, max_staleness=config.max_staleness)
-            with timer.phase("log_probs"):
-                batch = await score(batch, backend, reference, algorithm.settings, hooks.stop)
-                batch = batch if critic is None else await add_values(batch, critic, hooks.stop)
-            batch, advantage_metrics = add_advantages(batch, algorithm.settings, functions[algorithm.settings.advantage])
-            with timer.phase("train"):
-                updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
-                critic_results = await train_critic(critic, config.critic, updates, hooks.stop) if critic and config.critic else []
-                with counting_updates(critic_results):
-                    results = await train_on(backend, updates, hooks.stop, version=step, ends_after=ends_after)
-        except StepInterrupted as cut:
-            if critic is not None:
-                critic.reset()
-            await save_after_cut(hooks, backend, cut, step - 1, saved=saved)
-            break
-        for _, optim in results:
-            warn_of_skipped_step("rl", step, optim)
-        kl, num_samples = advantage_metrics.get("kl/ref_per_sample", math.nan), int(find_trajectories(batch).max()) + 1
-        update_loop_state(state, algorithm, control, kl=kl, num_samples=num_samples)
-        sync_metrics: Mapping[str, float] = {}
-        unsynced: WeightSyncError | FleetDown | None = None  # raised when the step is in the record
-        if step % config.sync_every == 0 or step == config.steps:  # the last one, so that what is evaluated at the end is the end
+
+    async def update_engines(version: int, released: trio.Event | None) -> Mapping[str, float]:
+        options = {} if released is None else {"released": released}
+        return await sync_weights(backend, inference_engines, version, **options)
+
+    async with (
+        rollout_manager.generating_ahead(),
+        open_weight_push(update_engines, beside=rollout_manager.is_ahead, on_updated=rollout_manager.engines_updated) as push,
+    ):
+        for step in range(completed_steps + 1, config.steps + 1):
+            timer = PhaseTimer()
+            algorithm = choose_algorithm(config, step, state)
+            say_change(config, algorithm, step, first=step == completed_steps + 1)
+            hooks.before_batch(step)
+            saved = step - 1 == completed_steps or hooks.saves_after(step - 1)
             try:
-                with timer.phase("weight_sync"), hooks.stop.phase("weight_sync"):  # cut or not, the step is complete
-                    sync_metrics = await sync_weights(backend, inference_engines, step)
-            except (WeightSyncError, FleetDown) as error:
-                unsynced = error
-        metrics = {
-            **metric_values(rollout_manager.batch_metrics()),
-            **advantage_metrics,
-            **algorithm_metrics(config, algorithm, batch),
-            **update_metrics(config, results),
-            **(critic_metrics(critic_results, minibatches=config.minibatches) if critic_results else {}),
-            "off_policy/mean": float(lags.mean()),
-            "off_policy/max": float(lags.max()),
-            **{f"data/{name}": value for name, value in data_buffer.statistics().items()},
-            **sync_metrics,
-            **timer.metrics(),
-            **throughput(batch, timer),
-            **hooks.take_metrics(),
-        }
-        await metrics_logger.log_step("rl", step, step - 1, metrics)
-        history.append(metrics)
-        async with saving_first(hooks, step, saved=unsynced is None and hooks.saves_after(step)):
-            if unsynced is not None:
-                raise unsynced
-            ends = await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every, stop_every=config.sync_every)
-        if ends:
-            break
+                async with saving_first(hooks, step - 1, saved=saved):
+                    with timer.phase("generate"), push.guarding():
+                        batch = await generate_and_log(rollout_manager, metrics_logger, step, hooks.stop)
+                hooks.after_batch(step, batch.samples)
+                lags = compute_lags(batch, step - 1)
+                check_staleness(lags, max_staleness=config.max_staleness)
+                with timer.phase("log_probs"):
+                    batch = await score(batch, backend, reference, algorithm.settings, hooks.stop)
+                    batch = batch if critic is None else await add_values(batch, critic, hooks.stop)
+                batch, advantage_metrics = add_advantages(batch, algorithm.settings, functions[algorithm.settings.advantage])
+                with timer.phase("train"):
+                    updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
+                    critic_results = await train_critic(critic, config.critic, updates, hooks.stop) if critic and config.critic else []
+                    with counting_updates(critic_results):
+                        results = await train_on(backend, updates, hooks.stop, version=step, ends_after=ends_after)
+            except StepInterrupted as cut:
+                if critic is not None:
+                    critic.reset()
+                await save_after_cut(hooks, backend, cut, step - 1, saved=saved)
+                break
+            for _, optim in results:
+                warn_of_skipped_step("rl", step, optim)
+            kl, num_samples = advantage_metrics.get("kl/ref_per_sample", math.nan), int(find_trajectories(batch).max()) + 1
+            update_loop_state(state, algorithm, control, kl=kl, num_samples=num_samples)
+            with timer.phase("weight_sync"):
+                unsynced = await push_weights(push, hooks.stop, config, step)
+            metrics = {
+                **metric_values(rollout_manager.batch_metrics()),
+                **advantage_metrics,
+                **algorithm_metrics(config, algorithm, batch),
+                **update_metrics(config, results),
+                **(critic_metrics(critic_results, minibatches=config.minibatches) if critic_results else {}),
+                "off_policy/mean": float(lags.mean()),
+                "off_policy/max": float(lags.max()),
+                **{f"data/{name}": value for name, value in data_buffer.statistics().items()},
+                **push.take_metrics(),
+                **timer.metrics(),
+                **throughput(batch, timer, ahead=rollout_manager.is_ahead),
+                **hooks.take_metrics(),
+            }
+            await metrics_logger.log_step("rl", step, step - 1, metrics)
+            history.append(metrics)
+            async with saving_first(hooks, step, saved=unsynced is None and hooks.saves_after(step)):
+                if unsynced is not None:
+                    raise unsynced
+                ends = await run_hooks(
+                    settling(hooks, push, rollout_manager),
+                    step,
+                    last_step=config.steps,
+                    eval_every=config.eval_every,
+                    stop_every=config.sync_every,
+                )
+            if ends:
+                break
     return history
+
+
+async def push_weights(push: WeightPush, stop: StopControl, config: RLTrainingConfig, step: int) -> WeightSyncError | FleetDown | None:
+    """Sends the weights of a complete step on their way, where they are due; what that came to is raised when the step is in the record.
+
+    Those of the last step have arrived when this returns, so that what is evaluated at the end is the end.
+    """
+    last = step == config.steps
+    if step % config.sync_every != 0 and not last:
+        return None
+    try:
+        with stop.phase("weight_sync"):  # cut or not, the step is complete
+            await push.start(step)
+            if last:
+                await push.wait()
+    except (WeightSyncError, FleetDown) as error:
+        return error
+    return None
+
+
+def settling(hooks: LoopHooks, push: WeightPush, rollout_manager: BatchSource) -> LoopHooks:
+    """The hooks, so that engines are at the weights that were sent when they are evaluated, and what runs is held by a save that ends the loop."""
+
+    async def evaluate(step: int) -> None:
+        await push.wait()
+        await hooks.evaluate(step)
+
+    async def prepare_end(step: int) -> None:
+        with hooks.stop.until_save():
+            await rollout_manager.hold()
+        await hooks.prepare_end(step)
+
+    return replace(hooks, evaluate=evaluate, prepare_end=prepare_end)
 
 
 @contextmanager
@@ -236,7 +286,8 @@ def update_metrics(config: RLTrainingConfig, results: Sequence[UpdateResult]) ->
     return metrics | ({"optim/updates": float(len(results))} if count_updates(config) > 1 else {})
 
 
-def throughput(batch: RolloutBatch, timer: PhaseTimer) -> dict[str, float]:
-    """Response tokens of the batch over the seconds of the phases that made and consumed them."""
+def throughput(batch: RolloutBatch, timer: PhaseTimer, *, ahead: bool) -> dict[str, float]:
+    """Response tokens of the batch over the seconds of the phases that made and consumed them; `ahead`: they were made during the whole step."""
     tokens = float(batch.response_lengths.sum())
-    return {"perf/generated_tokens_per_s": tokens / timer.seconds("generate"), "perf/trained_tokens_per_s": tokens / timer.seconds("train")}
+    generate_s = timer.metrics()["time/step"] if ahead else timer.seconds("generate")
+    return {"perf/generated_tokens_per_s": tokens / generate_s, "perf/trained_tokens_per_s": tokens / timer.seconds("train")}

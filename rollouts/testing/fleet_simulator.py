@@ -32,15 +32,32 @@ from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import run_rl_training
-from rollouts.protocols import PauseMode, TrainingBackend
+from rollouts.protocols import PauseMode, TrainingBackend, WeightSink
 from rollouts.testing.fakes import FAKE_END, FakeBackend, FakeFuture, FakeTokenizer, fake_uniform
 from rollouts.testing.faulty_engine import FaultyEngine
 from rollouts.testing.fleet_schedule import LEAST_FAULTS, LEAST_REQUESTS, LEAST_SYNCS, FleetSchedule, SimulatedServer
-from rollouts.testing.simulated_process import BadAnswer, SimulatedProcess, compute_log_probs, open_simulated_process, weights_log_prob
+from rollouts.testing.simulated_process import (
+    BadAnswer,
+    SimulatedProcess,
+    compute_log_probs,
+    draw_tokens,
+    open_simulated_process,
+    weights_log_prob,
+)
 from rollouts.testing.simulator import RecordingBuffer
-from rollouts.types import FloatArray, ForwardBackwardResult, GenerateRequest, LossSpec, RolloutBatch, Sample, SampleGroup, SamplingParams
+from rollouts.types import (
+    FloatArray,
+    ForwardBackwardResult,
+    GenerateRequest,
+    IntArray,
+    LossSpec,
+    RolloutBatch,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+)
 from rollouts.weight_sync.probe import Probe, make_probe_prompt
-from rollouts.weight_sync.sync import Snapshot, WeightSync
+from rollouts.weight_sync.sync import Snapshot, WeightSource, WeightSync
 from rollouts.weight_sync.update import SilenceLimits
 
 MOST_VIRTUAL_S = 10_000.0  # far more than any schedule takes; a run that is longer waits for what never comes
@@ -194,10 +211,33 @@ class SimulatedBackend(FakeBackend):
     def forward(self, batch: RolloutBatch) -> FakeFuture[tuple[FloatArray, ...]]:
         return self._submit(lambda: tuple(compute_log_probs(self.weights, tokens) for tokens in batch.tokens))
 
+    def complete_greedily(self, prompt_ids: IntArray, count: int) -> FakeFuture[FloatArray]:
+        """What simulated servers answer greedily does not depend on the weights, what they think of it does."""
+
+        def run() -> FloatArray:
+            greedy = SamplingParams(max_new_tokens=count, temperature=0.0)
+            tokens = draw_tokens(GenerateRequest(request_id="probe", prompt_ids=prompt_ids, sampling=greedy), VOCAB_SIZE)
+            rows = np.full((count, VOCAB_SIZE), -np.inf, np.float32)
+            for index, token in enumerate(tokens):
+                rows[index, token] = weights_log_prob(self.weights, len(prompt_ids) + index, token)
+            return rows
+
+        return self._submit(run)
+
     def set_weight_version(self, version: int) -> FakeFuture[None]:
         assert version == len(self.lineage), (version, self.lineage)
         self.lineage.append(self._name_next(self.lineage))
         return super().set_weight_version(version)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWord:
+    """A copy of a SimulatedBackend's weights."""
+
+    weights: str
+
+    def stream_weights(self, sink: WeightSink) -> FakeFuture[None]:
+        raise AssertionError("simulated snapshots read the word")
 
 
 class SimulatedSnapshots:
@@ -209,9 +249,14 @@ class SimulatedSnapshots:
         self._kept: set[Path] = set()
         self.missed: list[Path] = []  # loaded after they were removed
 
-    async def export(self, backend: TrainingBackend, version: int) -> Snapshot:
+    async def hold(self, backend: TrainingBackend) -> HeldWord:
         assert isinstance(backend, SimulatedBackend)
-        weights = backend.lineage[version]
+        await trio.lowlevel.checkpoint()
+        return HeldWord(backend.weights)
+
+    async def export(self, backend: WeightSource, version: int) -> Snapshot:
+        assert isinstance(backend, SimulatedBackend | HeldWord)
+        weights = backend.weights
         await trio.sleep(self._export_s)
         path = Path("/weights", f"v{version}", weights)
         self._kept.add(path)
@@ -271,6 +316,7 @@ class _Trainer:
     updating: set[str] = field(default_factory=set)
     doubted: set[str] = field(default_factory=set)  # suspects whose process is another one than that which was committed
     most_committed: int = -1
+    syncing: int = -1  # the version of the last update that was begun
     trained_all: trio.Event = field(default_factory=trio.Event)
 
 
@@ -448,10 +494,13 @@ class _Simulation:
                 self.check_token(trainer, len(prompt_ids) + index, int(token), float(log_prob), int(of), oldest=0, newest=trainer.most_committed)
             await trio.sleep(0.5)
 
-    async def sync_weights(self, backend: TrainingBackend, engines: Sequence[Any], version: int) -> Mapping[str, float]:
+    async def sync_weights(
+        self, backend: TrainingBackend, engines: Sequence[Any], version: int, *, released: trio.Event | None = None
+    ) -> Mapping[str, float]:
         trainer = self.trainer
         assert trainer is not None
-        metrics = await trainer.sync(backend, engines, version)
+        trainer.syncing = version
+        metrics = await trainer.sync(backend, engines, version, released=released)
         self.report.syncs += 1
         if trainer.fleet.published_version != version:
             self.fail("published", f"the trainer has synced {version}, published is {trainer.fleet.published_version}")
@@ -540,7 +589,7 @@ class _Simulation:
         is_syncing = trainer.sync._lock.locked()
         if self.life.cancel_called and committed is not None:
             published = committed  # a trainer that is killed between commit and publish leaves the fleet so
-        if committed is None or not (committed == published or (is_syncing and committed == trainer.backend.weight_version > published)):
+        if committed is None or not (committed == published or (is_syncing and committed == trainer.syncing > published)):
             self.fail("serving", f"{name} gets requests with version {committed}, published is {published}")
             return
         process = self.processes[name]
@@ -587,14 +636,16 @@ class _Simulation:
         trainer.trained |= groups.keys()
 
     def check_books(self, trainer: _Trainer) -> None:
-        """Between batches: every prompt taken off the stream waits in the buffer, or was trained, dropped, failed, or is held."""
+        """Every prompt taken off the stream waits in the buffer, or was trained, dropped, failed, is held, or, ahead of its batch, in flight."""
         books = trainer.manager.statistics()
         final = {name: count for name, count in books.items() if name.startswith(("dropped/", "failed/"))}
         given_back = sum(final.pop(name, 0) for name in ("dropped/surplus", "dropped/stale", "dropped/aborted", "failed/infrastructure"))
-        used_up = books["trained"] + books["held"] + sum(final.values())
+        used_up = books["trained"] + books["held"] + books["in_flight"] + sum(final.values())
         buffer = trainer.buffer.buffer.statistics()
-        if books["in_flight"] or books["drawn"] != used_up + given_back:
+        if (books["in_flight"] and not trainer.manager.is_ahead) or books["drawn"] != used_up + given_back:
             raise BrokenInvariant("ledger", f"{books}")
+        if books.get("dropped/stale"):
+            raise BrokenInvariant("tokens", f"{books['dropped/stale']:g} groups became too old")
         if buffer["drawn"] != buffer["returned"] + used_up or len(trainer.buffer.out) != used_up:
             raise BrokenInvariant("prompts", f"a prompt was lost: {buffer}, {len(trainer.buffer.out)} are out, {used_up} are used up")
         if not trainer.trained <= trainer.buffer.out or len(trainer.trained) != books["trained"]:

@@ -3,26 +3,30 @@
     backend's device thread:  bucket ─► names of the files ─► CPU, dtype ─► safetensors file ─► shard full?
     trio:                                                                                       └──► hash and sync in a thread, meanwhile
 
-No more than one tensor is held beside the model (of one whose files join several of its tensors into one: those of one such join).
+No more than one tensor is held beside the model (of one whose files join several of its tensors into one: those of one such join). Where training
+goes on meanwhile, the device thread only copies (hold_weights), and the same is done in another thread from the copy.
 """
 
 from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import trio
+from torch import Tensor
 
 from rollouts.checkpoints.manifest import FileRecord
 from rollouts.errors import SnapshotError, WeightSyncError
 from rollouts.models.export import FileNames, name_shards, write_config
+from rollouts.models.host_memory import read_free_memory
 from rollouts.models.shard_writer import SHARD_BYTES, ShardWriter
-from rollouts.protocols import TrainingBackend
+from rollouts.protocols import TrainingBackend, WeightSink
 from rollouts.weight_sync.snapshots import (
     SnapshotManifest,
     Snapshots,
@@ -33,7 +37,7 @@ from rollouts.weight_sync.snapshots import (
     record_file,
     remove_snapshot,
 )
-from rollouts.weight_sync.sync import Snapshot
+from rollouts.weight_sync.sync import Snapshot, WeightSource
 from rollouts.weight_sync.update import log_warning
 
 if TYPE_CHECKING:
@@ -43,10 +47,65 @@ COPIED_FILES = (  # what a server may want of a model directory beside weights
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "preprocessor_config.json",
 )  # fmt: skip
+ROOM = 1.5  # free memory for each byte of a copy, at least
+
+
+class HeldWeights:
+    """A WeightSource: a trainer's weights of one version, in host memory."""
+
+    def __init__(self, model: PreTrainedModel | None) -> None:
+        self.model = model  # tells how weights are called in files; its own have moved on
+        self._buckets: list[list[tuple[str, Tensor]]] = []
+
+    def take(self, bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
+        """Copies one bucket. On the device thread."""
+        self._buckets.append(
+            [(name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True)) for name, tensor in bucket]
+        )
+
+    def stream_weights(self, sink: WeightSink) -> _Streamed:
+        """Hands the buckets to `sink`, in a thread of their own."""
+
+        def work() -> None:
+            for bucket in self._buckets:
+                sink(bucket)
+
+        return _Streamed(partial(trio.to_thread.run_sync, work, abandon_on_cancel=True))  # the sink lets the rest through then
+
+
+class _Streamed:
+    def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
+        self._work = work
+
+    async def result(self) -> None:
+        await self._work()
+
+
+async def hold_weights(backend: TrainingBackend, *, dtype: torch.dtype | None = None) -> HeldWeights | None:
+    """A copy of the trainer's weights as a snapshot stores them; None where this machine's memory has no room for it to spare."""
+    model: Any = getattr(backend, "model", None)
+    sizes = [] if model is None else [p.numel() * (dtype if dtype and p.is_floating_point() else p.dtype).itemsize for p in model.parameters()]
+    free = read_free_memory()
+    if free is not None and free < ROOM * sum(sizes):
+        return None
+    held = HeldWeights(model)
+    failures: list[Exception] = []
+
+    def sink(bucket: Sequence[tuple[str, Tensor]]) -> None:
+        if not failures:
+            try:
+                held.take(bucket, dtype)
+            except Exception as error:  # raised below: an error in a sink would fail the backend and every step after
+                failures.append(error)
+
+    await backend.stream_weights(sink).result()
+    if failures:
+        raise SnapshotError(f"the weights could not be copied ({type(failures[0]).__name__}: {failures[0]})") from failures[0]
+    return held
 
 
 async def export_snapshot(
-    backend: TrainingBackend,
+    backend: WeightSource,
     path: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -82,7 +141,7 @@ async def export_snapshot(
 
 
 async def _stream_shards(
-    backend: TrainingBackend, folder: Path, names: FileNames, *, dtype: torch.dtype | None, shard_bytes: int
+    backend: WeightSource, folder: Path, names: FileNames, *, dtype: torch.dtype | None, shard_bytes: int
 ) -> list[tuple[FileRecord, list[str]]]:
     """Each shard's record and the names of its tensors; all of them are hashed and on disk."""
     send, receive = trio.open_memory_channel[Path](math.inf)  # of paths
@@ -156,7 +215,11 @@ class DiskSnapshots:
         self._made: dict[int, Path] = {}  # by this process, whose weights of a version are one thing
         self._cleared = False
 
-    async def export(self, backend: TrainingBackend, version: int) -> Snapshot:
+    async def hold(self, backend: TrainingBackend) -> HeldWeights | None:
+        """What export() takes in the trainer's place once that has moved on; None where there is no room for a copy."""
+        return await hold_weights(backend, dtype=self._dtype)
+
+    async def export(self, backend: WeightSource, version: int) -> Snapshot:
         """The trainer's weights as `version`; what this process made before is verified and given again.
 
         What an earlier process left of this version may be of other weights, which training would not make again bit for bit: it is never

@@ -19,9 +19,8 @@ from rollouts.checkpoints.save import WriteModel
 from rollouts.engines.local.engine import LocalEngine
 from rollouts.errors import CheckpointError
 from rollouts.models.safetensors_file import write_safetensors
-from rollouts.protocols import InferenceEngine, TrainingBackend
+from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
 from rollouts.run_dir import checkpoint_state_dir
-from rollouts.weight_sync.open import SyncWeights
 
 ENGINE_FILE = "engine.safetensors"
 VERSION = "version"  # in the file's metadata

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Literal
@@ -16,15 +16,13 @@ from rollouts.config.schema import EngineConfig
 from rollouts.engines.fleet import Fleet
 from rollouts.engines.open import open_server_fleet
 from rollouts.engines.processes import split_flags
-from rollouts.protocols import InferenceEngine, TrainingBackend
+from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
 from rollouts.weight_sync.broadcast import open_sglang_broadcast, open_vllm_broadcast
 from rollouts.weight_sync.probe import Probe, make_probe_prompt
 from rollouts.weight_sync.sync import Transport, WeightSync
 
 EXACT_TOLERANCE = 1e-3  # nats between engine and trainer on the probe, both in float32
 HALF_TOLERANCE = 5e-2  # where one of them computes in 16 bits
-
-SyncWeights = Callable[[TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, float]]]
 
 
 def choose_tolerance(*, exact: bool) -> float:
@@ -70,9 +68,11 @@ async def open_synced_fleet(
             warn=warn,
         )
 
-        async def sync_weights(backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+        async def sync_weights(
+            backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, *, released: trio.Event | None = None
+        ) -> Mapping[str, float]:
             await fleet.wait_members_for_update()
-            metrics = await sync(backend, engines, version)
+            metrics = await sync(backend, engines, version, released=released)
             return {**metrics, **{make_metric_name(name): value for name, value in fleet.statistics().items()}}
 
         nursery.start_soon(sync.keep_engines_current, backend, fleet)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import trio
 
 from rollouts.errors import WeightSyncError
-from rollouts.protocols import InferenceEngine, TrainingBackend
+from rollouts.protocols import InferenceEngine, TrainFuture, TrainingBackend
 from rollouts.types import Completion, FloatArray, GenerateRequest, IntArray, RolloutBatch, SamplingParams
 
 NOTICEABLE = 1e-5  # nats; a smaller move of the trainer may be lost in an engine's rounding
@@ -169,6 +170,86 @@ async def _answer(probe: Probe, backend: TrainingBackend, questions: Sequence[_Q
         question.log_probs = by_answer[question.token_ids.tobytes()]
 
 
+@runtime_checkable
+class AnsweringBackend(Protocol):
+    """A trainer that can say beforehand what it would answer."""
+
+    def complete_greedily(self, prompt_ids: IntArray, count: int) -> TrainFuture[FloatArray]:
+        """[count, V] log-probs at each of its own greedy tokens after `prompt_ids`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainerAnswer:
+    """Tokens that the trainer would say, and what it thought of every other one in their place."""
+
+    token_ids: IntArray  # [n]
+    log_probs: FloatArray  # [n, V] nats
+
+
+async def ask_trainer(probe: Probe, backend: AnsweringBackend) -> list[TrainerAnswer]:
+    """The trainer's greedy answer to the probe; and, for each of the first tokens whose runner-up is nearly tied, the answer that goes on from that.
+
+    An engine with the same weights may take either.
+    """
+    tie = NEAR_TIE * max(probe.tolerance, *probe.tolerances.values(), 0.0)
+    rows = await backend.complete_greedily(probe.prompt_ids, probe.num_tokens).result()
+    first = TrainerAnswer(rows.argmax(-1), rows)
+    answers = [first]
+    for place in range(min(LEAST_AGREED, probe.num_tokens - 1)):
+        runner_up = int(np.argsort(rows[place])[-2]) if rows.shape[1] > 1 else int(first.token_ids[place])
+        if rows[place].max() - rows[place][runner_up] <= tie:
+            begun = np.asarray([*first.token_ids[:place], runner_up])
+            rest = await backend.complete_greedily(np.concatenate([probe.prompt_ids, begun]), probe.num_tokens - len(begun)).result()
+            answers.append(TrainerAnswer(np.concatenate([begun, rest.argmax(-1)]), np.concatenate([rows[: place + 1], rest])))
+    return answers
+
+
+def judge_by_answers(answers: Sequence[TrainerAnswer], *, tolerance_of: Callable[[str], float]) -> Judge:
+    """A Judge that needs the trainer no more: by what ask_trainer found when it had the weights."""
+
+    async def judge(engine: InferenceEngine, completion: Completion) -> ProbeReply:
+        await trio.lowlevel.checkpoint()
+        return compare_with_answers(answers, completion, tolerance=tolerance_of(engine.features.name))
+
+    return judge
+
+
+def compare_with_answers(answers: Sequence[TrainerAnswer], completion: Completion, *, tolerance: float) -> ProbeReply:
+    """The tokens of an engine's answer up to the first that the trainer would not have said, with what the trainer thinks of each.
+
+    Raises WeightSyncError where that one was no near tie, or comes before LEAST_AGREED tokens: so few prove nothing.
+    """
+    said = completion.token_ids
+    agreed, answer = max(((count_agreed(answer.token_ids, said), answer) for answer in answers), key=lambda pair: pair[0])
+    compared = min(agreed + 1, len(said), len(answer.token_ids))
+    version = int(completion.weight_versions[0])
+    if compared and not 0 <= int(said[:compared].min()) <= int(said[:compared].max()) < answer.log_probs.shape[1]:
+        raise WeightSyncError(f"the engine answers the probe with tokens outside the trainer's vocabulary of {answer.log_probs.shape[1]}")
+    expected = answer.log_probs[np.arange(compared), said[:compared]]
+    if compared > agreed:
+        gap = float(answer.log_probs[agreed].max() - expected[agreed])
+        if not gap <= NEAR_TIE * tolerance:
+            raise WeightSyncError(
+                f"the engine answers the probe with token {int(said[agreed])} at position {agreed}, where the trainer at version {version} would say "
+                f"{int(answer.token_ids[agreed])} ({gap:.3g} nats apart): it does not serve the weights that were sent"
+            )
+    if compared < min(LEAST_AGREED, len(answer.token_ids)):
+        raise WeightSyncError(
+            f"the engine's answer to the probe has {len(said)} tokens, of which {compared} can be compared with the trainer's at version {version}; "
+            f"at least {min(LEAST_AGREED, len(answer.token_ids))} are needed to prove its weights"
+        )
+    full = (said, completion.log_probs) if compared < len(said) else (None, None)
+    return ProbeReply(version, said[:compared], completion.log_probs[:compared], expected, full_token_ids=full[0], full_log_probs=full[1])
+
+
+def count_agreed(expected: IntArray, said: IntArray) -> int:
+    """How many first tokens are the same."""
+    count = min(len(expected), len(said))
+    differ = np.flatnonzero(expected[:count] != said[:count])
+    return int(differ[0]) if len(differ) else count
+
+
 def judge_by_stored(stored: ProbeReply, *, tolerance_of: Callable[[str], float]) -> Judge:
     """A Judge for weights that the trainer has no more: by an answer that was verified when it had them."""
 
@@ -186,10 +267,8 @@ def compare_with_stored(stored: ProbeReply, completion: Completion, *, tolerance
     where there was no tie, or before LEAST_AGREED tokens: so few prove nothing.
     """
     expected, said = stored.token_ids, completion.token_ids
-    count = min(len(expected), len(said))
-    differ = np.flatnonzero(expected[:count] != said[:count])
-    agreed = int(differ[0]) if len(differ) else count
-    if len(differ):
+    agreed = count_agreed(expected, said)
+    if agreed < min(len(expected), len(said)):
         gap = abs(float(completion.log_probs[agreed]) - float(stored.trainer_log_probs[agreed]))
         if not gap <= NEAR_TIE * tolerance:
             raise WeightSyncError(

@@ -20,10 +20,19 @@ import trio
 
 from rollouts.crash_points import reach
 from rollouts.errors import BackendError, SnapshotError, WeightSyncError
-from rollouts.protocols import InferenceEngine, TrainingBackend
+from rollouts.protocols import InferenceEngine, TrainingBackend, WeightSink
 from rollouts.types import Completion
 from rollouts.weight_sync.admission import Admission, DirectAdmission, UpdatedFleet, list_engines
-from rollouts.weight_sync.probe import Judge, Probe, ProbeReply, judge_by_stored, judge_by_trainer
+from rollouts.weight_sync.probe import (
+    AnsweringBackend,
+    Judge,
+    Probe,
+    ProbeReply,
+    ask_trainer,
+    judge_by_answers,
+    judge_by_stored,
+    judge_by_trainer,
+)
 from rollouts.weight_sync.update import LoadWeights, ProbeMemory, SilenceLimits, SyncReport, load_from, log_warning, sync_weights_to_engines
 
 __all__ = ["Snapshot", "SnapshotKeeper", "SyncReport", "Transport", "WeightSync", "sync_weights_to_engines"]
@@ -43,10 +52,26 @@ class Snapshot:
     weight_bytes: int
 
 
+class Streamed(Protocol):
+    """Weights that are being handed over."""
+
+    async def result(self) -> None: ...
+
+
+class WeightSource(Protocol):
+    """What has weights to hand over: a TrainingBackend, or a copy of its weights."""
+
+    def stream_weights(self, sink: WeightSink) -> Streamed: ...
+
+
 class SnapshotKeeper(Protocol):
     """Writes snapshots and removes them. `disk.DiskSnapshots` is one."""
 
-    async def export(self, backend: TrainingBackend, version: int) -> Snapshot:
+    async def hold(self, backend: TrainingBackend) -> WeightSource | None:
+        """A copy of the weights that export() takes in the trainer's place; None where there is no room for one."""
+        ...
+
+    async def export(self, backend: WeightSource, version: int) -> Snapshot:
         """The trainer's weights as `version`. One that it made before is verified and given again."""
         ...
 
@@ -65,6 +90,21 @@ class Published:
 
     version: int
     snapshot: Snapshot | None  # None: the weights went in memory, and no engine needs them from disk
+
+
+@dataclass(slots=True)
+class _Update:
+    """An update by the loop, over all its tries."""
+
+    backend: TrainingBackend
+    version: int
+    released: trio.Event | None  # set once the trainer may change its weights
+    judge: Judge
+    source: WeightSource  # what snapshots are written from
+
+    @property
+    def is_released(self) -> bool:
+        return self.released is not None and self.released.is_set()
 
 
 class WeightSync:
@@ -117,8 +157,13 @@ class WeightSync:
         self._reviving = trio.CancelScope()  # around the last revival
         self._arrived = trio.Event()  # set and replaced whenever a stale engine is announced
 
-    async def __call__(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+    async def __call__(
+        self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, *, released: trio.Event | None = None
+    ) -> Mapping[str, float]:
         """Metrics of the update; every engine that serves has proven `version`. Raises WeightSyncError when none has, listing each failure.
+
+        `released` is set as soon as the trainer may change its weights: where engines load from disk and a copy of the weights fits into memory,
+        before the snapshot is written; else not before the end, when whoever waits for it finds this call returned.
 
         Without a fleet one failure is enough to raise. SnapshotError when the snapshot cannot be written or is damaged; BackendError when the
         trainer fails: then too nobody serves what was not proven. A revival under way is cancelled: this update takes its engine in.
@@ -127,7 +172,8 @@ class WeightSync:
         self._reviving.cancel()
         published_before = self.published
         try:
-            return await self._sync_patiently(backend, engines, version)
+            update = _Update(backend, version, released, judge_by_trainer(self.probe, backend), backend)
+            return await self._sync_patiently(update, engines)
         finally:
             self._syncing -= 1
             left, self._left_to_sync = self._left_to_sync, {}
@@ -139,13 +185,13 @@ class WeightSync:
             if isinstance(self._admission, UpdatedFleet) and self._admission.needs_update(engine):
                 self._admission.fail(engine, WeightSyncError("the weight update that was to take it in came to nothing"))
 
-    async def _sync_patiently(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+    async def _sync_patiently(self, update: _Update, engines: Sequence[InferenceEngine]) -> Mapping[str, float]:
         give_up_at, wait_s = trio.current_time() + self._patience_s, RETRY_BASE_S
         while True:
             arrived = self._arrived  # taken before the attempt: whoever comes back during it counts
             try:
                 async with self._lock:
-                    return await self._sync(backend, engines, version)
+                    return await self._sync(update, engines)
             except SnapshotError:
                 raise
             except WeightSyncError as error:
@@ -159,14 +205,19 @@ class WeightSync:
                     raise
                 wait_s = min(RETRY_CAP_S, 2 * wait_s)
 
-    async def _sync(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, float]:
+    async def _sync(self, update: _Update, engines: Sequence[InferenceEngine]) -> Mapping[str, float]:
         reach("sync.begin")
+        version = update.version
         members = list_engines(engines, self._admission)
         streamed_before = self._streamed_bytes
-        snapshot = await self._export(backend, version) if self._need_disk(members) else None
-        report = await self._update(backend, members, version, snapshot)
+        snapshot = None
+        if self._need_disk(members):
+            await self._release(update)
+            snapshot = await self._export(update.source, version)
+        report = await self._update(update, members, snapshot)
         if snapshot is None and isinstance(self._admission, UpdatedFleet) and self._keeper is not None:
-            snapshot = await self._keeper.export(backend, version)
+            await self._release(update)
+            snapshot = await self._keeper.export(update.source, version)
             self.published = Published(version, snapshot)
         if snapshot is not None and self._keeper is not None:
             await self._keeper.prune(snapshot.path)
@@ -181,13 +232,24 @@ class WeightSync:
     def _need_disk(self, engines: Sequence[InferenceEngine]) -> bool:
         return self._transport is None and any(_loads_from_disk(engine) for engine in engines)
 
-    async def _export(self, backend: TrainingBackend, version: int) -> Snapshot:
+    async def _release(self, update: _Update) -> None:
+        """Lets the trainer go on, if what is still wanted of it can be had beforehand: its weights and its answer to the probe."""
+        if update.released is None or update.is_released or self._keeper is None or not isinstance(update.backend, AnsweringBackend):
+            return
+        held = await self._keeper.hold(update.backend)
+        if held is None:
+            return
+        answers = await ask_trainer(self.probe, update.backend)
+        update.source, update.judge = held, judge_by_answers(answers, tolerance_of=self.probe.tolerance_of)
+        update.released.set()
+
+    async def _export(self, source: WeightSource, version: int) -> Snapshot:
         if self._keeper is None:
             raise WeightSyncError("an engine loads weights only from disk; give WeightSync a snapshot_dir")
-        return await self._keeper.export(backend, version)
+        return await self._keeper.export(source, version)
 
-    async def _update(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, snapshot: Snapshot | None) -> SyncReport:
-        transport = self._transport
+    async def _update(self, update: _Update, engines: Sequence[InferenceEngine], snapshot: Snapshot | None) -> SyncReport:
+        backend, version, transport = update.backend, update.version, self._transport
 
         def note_publication() -> None:  # in the same moment as the fleet, also where the update is cancelled after some have committed
             self.published = Published(version, snapshot)
@@ -198,8 +260,8 @@ class WeightSync:
                 engines,
                 version,
                 snapshot,
-                judge=judge_by_trainer(self.probe, backend),
-                load=self._stream_or_load(backend, version, snapshot),
+                judge=update.judge,
+                load=self._stream_or_load(backend, version, snapshot, check=update.is_released),
                 load_together=None if transport is None else lambda paused: transport(backend, paused, version),
                 on_publish=note_publication,
             )

@@ -245,7 +245,7 @@ async def test_with_sync_every_2_the_engine_lags_by_one_step_and_no_more(autojum
     config = rl_config(steps=4, sync_every=2, max_staleness=1)
     synced: list[int] = []
 
-    async def sync(backend, engines, version):
+    async def sync(backend, engines, version, *, released=None):
         synced.append(version)
         engines[0].set_version(version)
         return {}

@@ -287,7 +287,7 @@ async def run_rl(run: StoppedRun, engine: ScriptedEngine, *, reward=None, sync_s
     buffer = DataBuffer([{"prompt": str(n)} for n in range(50)], seed=0)
     config: RLTrainingConfig = rl_config(**{"steps": 9, **changes})
 
-    async def sync(backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, float]:
+    async def sync(backend: Any, engines: Sequence[Any], version: int, *, released: Any = None) -> Mapping[str, float]:
         await trio.sleep(sync_s(version))
         engines[0].set_version(version)
         return {}

@@ -1,0 +1,156 @@
+"""What every benchmark here shares: turns of ours and the peer, ceilings of the machine, and the JSON object that a benchmark ends with.
+
+    {"benchmark": name, "peer": what it is compared with, "metrics": {name: number}, "targets": {metric: ">= 2.0"},
+     "met": {metric: true, or null where it was not measured}, "machine": {...}, "versions": {...}}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "numpy", "trio", "trl", "vllm")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn of one side cost this process."""
+
+    wall_s: float
+    cpu_s: float  # user and system, of all threads
+
+
+def take_turn(work: Callable[[], object]) -> Turn:
+    """Runs `work` once, in this process."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return Turn(time.perf_counter() - wall, time.process_time() - cpu)
+
+
+def take_turns(ours: Callable[[], object], peer: Callable[[], object], *, rounds: int) -> tuple[list[Turn], list[Turn]]:
+    """`rounds` times A B B A: turns of ours and of the peer, of which the n-th of each stand side by side."""
+    first: list[Turn] = []
+    second: list[Turn] = []
+    for _ in range(rounds):
+        first.append(take_turn(ours))
+        second.append(take_turn(peer))
+        second.append(take_turn(peer))
+        first.append(take_turn(ours))
+    return first, second
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times as long the peer takes: the median of the pairs, and their range."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f})"
+
+
+def compute_ratio(ours: Sequence[float], peer: Sequence[float]) -> Ratio:
+    """peer / ours of each pair of turns."""
+    pairs = [theirs / own for own, theirs in zip(ours, peer, strict=True)]
+    return Ratio(statistics.median(pairs), min(pairs), max(pairs))
+
+
+# --- the machine -------------------------------------------------------------------------------------------------------------
+
+
+def peak_rss_bytes() -> int:
+    """The most memory that was resident of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def read_cpu_name() -> str:
+    """What the CPU calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def describe_machine() -> dict[str, Any]:
+    """CPU, cores that this process may use, memory, load at this moment and, where torch is loaded and sees one, the GPU."""
+    machine: dict[str, Any] = {
+        "cpu": read_cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load": round(os.getloadavg()[0], 2),
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():  # pragma: gpu
+        machine["gpu"] = torch.cuda.get_device_name()
+    return machine
+
+
+def read_versions(*more: str) -> dict[str, str]:
+    """Versions of Python and of the packages that are installed here."""
+    versions = {"python": platform.python_version()}
+    for name in (*PACKAGES, *more):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+# --- the end -----------------------------------------------------------------------------------------------------------------
+
+
+def meets(value: float | None, target: str) -> bool | None:
+    """Whether `value` meets ">= 2.0" or "<= 0.6"; None where there is no value."""
+    relation, _, bound = target.partition(" ")
+    assert relation in (">=", "<="), target
+    if value is None:
+        return None
+    return value >= float(bound) if relation == ">=" else value <= float(bound)
+
+
+def finish(
+    benchmark: str,
+    *,
+    peer: str,
+    metrics: Mapping[str, float | str | None],
+    targets: Mapping[str, str],
+    packages: Sequence[str] = (),
+    unmeasured: Mapping[str, str] | None = None,
+    failures: Mapping[str, str] | None = None,
+) -> int:
+    """Prints the JSON object as the last line; exit status: 1 if a target that was measured is missed.
+
+    `targets`: metric to ">= 2.0" or "<= 0.6"; a metric that is absent or None was not measured. Where given, the object also says why, by metric
+    (`unmeasured`), and which parts of the benchmark failed and why (`failures`).
+    """
+    met: dict[str, bool | None] = {}
+    for name, target in targets.items():
+        value = metrics.get(name)
+        assert value is None or isinstance(value, int | float), (name, value)
+        met[name] = meets(value, target)
+    result = {
+        "benchmark": benchmark,
+        "peer": peer,
+        "metrics": dict(metrics),
+        "targets": dict(targets),
+        "met": met,
+        "machine": describe_machine(),
+        "versions": read_versions(*packages),
+        **{name: dict(reasons) for name, reasons in (("unmeasured", unmeasured), ("failures", failures)) if reasons},
+    }
+    print(json.dumps(result, allow_nan=False), flush=True)
+    return 1 if False in met.values() else 0

@@ -1,0 +1,67 @@
+"""One batch in the making, what is left of it, and what a manager knew at a moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rollouts.data.data_buffer import PromptRow
+from rollouts.generation.group import ClosedGroup, GroupWork
+from rollouts.generation.pacing import Pace
+from rollouts.generation.staleness import HeldGroup, UnfinishedGroup, encode_held_group, encode_unfinished_group
+from rollouts.types import JSONValue, Sample
+
+
+@dataclass(slots=True, eq=False)
+class Draw:
+    """One batch in the making."""
+
+    pace: Pace | None = None  # where groups are decided as they finish
+    undecided: dict[int, PromptRow] = field(default_factory=dict)  # by group index, in launch order: running, or closed and waiting their turn
+    work: dict[int, GroupWork] = field(default_factory=dict)  # how far those have come
+    closed: dict[int, ClosedGroup] = field(default_factory=dict)  # those of them that have finished
+    kept: dict[int, HeldGroup] = field(default_factory=dict)  # of the batch; paced: may be more, of which the batch is chosen
+    decided: list[ClosedGroup] = field(default_factory=list)
+    failed: list[Sample] = field(default_factory=list)  # of the decided
+    failed_groups: dict[int, tuple[PromptRow, str]] = field(default_factory=dict)  # decided, but in the ledger only when the batch is delivered
+    drawn: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # groups by reason
+    generating: int = 0  # samples; counted only where paced
+    is_stopping: bool = False
+
+    def begin_next(self) -> None:
+        """The batch has left; what it did not take belongs to the next one."""
+        self.decided, self.failed, self.failed_groups, self.drawn, self.dropped = [], [], {}, 0, Counter()
+
+
+class Carried(NamedTuple):
+    """What is left of a draw."""
+
+    held: dict[int, HeldGroup]
+    unfinished: dict[int, UnfinishedGroup]
+    returned: dict[int, PromptRow]  # in launch order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerSnapshot:
+    """What a manager knew at a moment. It stays so while the manager goes on: groups and samples are records that nobody changes."""
+
+    next_group_index: int
+    ledger: Mapping[str, JSONValue]
+    failures: Mapping[str, int]  # samples by class
+    held: tuple[HeldGroup, ...]  # in launch order, like the next two
+    unfinished: tuple[UnfinishedGroup, ...]
+    in_flight: tuple[tuple[int, PromptRow], ...]  # by group index, prompts to return
+
+    def encode(self) -> dict[str, JSONValue]:
+        """As JSON, for load_state_dict. Takes time: every token of every held group is in it."""
+        return {
+            "next_group_index": self.next_group_index,
+            "ledger": dict(self.ledger),
+            "failures": dict(self.failures),
+            "held": [encode_held_group(group) for group in self.held],
+            "unfinished": [encode_unfinished_group(group) for group in self.unfinished],
+            "in_flight": [[index, prompt.prompt_id, prompt.epoch] for index, prompt in self.in_flight],
+        }
