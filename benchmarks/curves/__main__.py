@@ -24,7 +24,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.curves.bars import Job, Verdict, judge, load_jobs, read_values
+from benchmarks.curves.bars import Bar, Job, Verdict, judge, load_jobs, read_values
 from benchmarks.curves.report import write_report
 from rollouts.inspect.read import RunRecord, read_run
 from rollouts.run_dir import RunDir
@@ -72,13 +72,19 @@ def run_job(jobs: Mapping[str, Job], job: Job, name: str) -> bool:
         return False
     record = read_run(root)
     curves = {bar.metric: read_values(record, bar) for bar in job.bars}
-    verdicts = [judge(bar, curves[bar.metric][1]) for bar in job.bars]
+    verdicts = [judge(bar, curves[bar.metric][1], read_others(jobs, bar)) for bar in job.bars]
     for verdict in verdicts:
         print(f"   {'met   ' if verdict.met else 'MISSED'} {verdict.bar}: {verdict.first:.4g} -> {verdict.last:.4g}", flush=True)
     result = describe_run(job, command, record, load) | make_values(verdicts, curves)
     RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
     return True
+
+
+def read_others(jobs: Mapping[str, Job], bar: Bar) -> list[list[float]]:
+    """The values of the bar's metric in each run of the job that it compares with, from their results."""
+    paths = [RESULTS / f"{name}.json" for name in jobs[bar.of].run_names()] if bar.of else []
+    return [json.loads(path.read_text(encoding="utf-8"))["curves"][bar.metric]["values"] for path in paths if path.exists()]
 
 
 def describe_run(job: Job, command: Sequence[str], record: RunRecord, load: float) -> dict[str, Any]:

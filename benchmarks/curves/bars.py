@@ -5,6 +5,8 @@
     beyond  mean of the last third of steps > target + tolerance
     ends    mean of the last quarter of steps, or the last evaluation, >= least
     gains   last > first; `falls`: last < first: means of quarters, or single evaluations
+    below   every value <= target
+    like    in each quarter of steps the mean lies within the means of the runs of the job `of`, its lowest and highest widened by two standard errors
 
 Metrics that begin with eval/ are read from evaluations.jsonl, of all stages; the others from the rows of one stage of metrics.jsonl.
 """
@@ -30,12 +32,13 @@ class Bar:
     """What a metric of a run must do."""
 
     metric: str
-    kind: Literal["rises", "near", "beyond", "ends", "gains", "falls"]
+    kind: Literal["rises", "near", "beyond", "ends", "gains", "falls", "below", "like"]
     stage: str = "rl"  # whose steps are read
     errors: float = 3.0  # of rises: standard errors
     target: float = math.nan  # of near and beyond, in the metric's unit, as the next two
     tolerance: float = math.nan
     least: float = math.nan  # of ends
+    of: str = ""  # of like: a job
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +92,8 @@ def compute_rise(values: Sequence[float]) -> tuple[float, float, float]:
     return first, last, rise / error if error else math.copysign(math.inf, rise) if rise else 0.0
 
 
-def judge(bar: Bar, values: Sequence[float]) -> Verdict:
-    """The verdict on the values of the bar's metric, in the order of steps.
+def judge(bar: Bar, values: Sequence[float], others: Sequence[Sequence[float]] = ()) -> Verdict:
+    """The verdict on the values of the bar's metric, in the order of steps. `others`: the values of each run of the job `bar.of`.
 
     Raises ValueError if there are too few of them, if one is not finite, or if the bar does not suit evaluations.
     """
@@ -112,8 +115,26 @@ def judge(bar: Bar, values: Sequence[float]) -> Verdict:
         case "beyond":
             most = bar.target + bar.tolerance
             return Verdict(f"`{bar.metric}` above {most:g}, last third", first, third, math.nan, third > most)
+        case "below":
+            return Verdict(f"`{bar.metric}` at most {bar.target:g} in every step", first, max(values), math.nan, max(values) <= bar.target)
+        case "like":
+            inside = count_like_quarters(values, others)
+            return Verdict(f"`{bar.metric}` like the {len(others)} runs of {bar.of}: {inside} of 4 quarters", first, last, math.nan, inside == 4)
         case _:
             return judge_change(bar, first, last)
+
+
+def count_like_quarters(values: Sequence[float], others: Sequence[Sequence[float]]) -> int:
+    """Quarters of the steps in which the mean of `values` is within the means of `others` and two of its own standard errors."""
+    if len(others) < 2:
+        raise ValueError(f"{len(others)} runs to compare with; a spread needs two: make those first")
+    size = min(len(values), *(len(other) for other in others)) // 4
+    inside = 0
+    for start in range(0, 4 * size, size):
+        mean, error = compute_mean_and_error(values[start : start + size])
+        means = [float(np.mean(other[start : start + size])) for other in others]
+        inside += min(means) - 2 * error <= mean <= max(means) + 2 * error
+    return inside
 
 
 def judge_evaluations(bar: Bar, values: Sequence[float]) -> Verdict:

@@ -52,6 +52,11 @@ def right_letters(sample: Sample) -> RewardResult:
     return RewardResult(share, {"exact": float(response == answer), "share": share})
 
 
+def share_of_digits(sample: Sample) -> float:
+    """The share of the response's characters that are digits: a dense reward for a language model."""
+    return sum(character.isdigit() for character in sample.response) / max(1, len(sample.response))
+
+
 def exact(sample: Sample) -> RewardResult:
     """1 for the answer and nothing else, otherwise 0. Part `exact` is the reward itself."""
     right = float(sample.response == str(sample.metadata["answer"]))

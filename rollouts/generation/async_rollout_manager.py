@@ -73,6 +73,7 @@ class PromptSource(Protocol):
     def find_prompt(self, prompt_id: str, epoch: int) -> PromptRow: ...
 
 
+READY_BATCHES = 1.25  # finished groups, in batches, beyond which nothing more is launched ahead: it would only be older when it is consumed
 RUNNING = "generate_batch is running already; await one batch before asking for the next"
 STOP_S = 10.0  # for generate functions to end after the engine has answered them; those that don't start again in the next call
 Report = ClosedGroup | int | None
@@ -332,6 +333,9 @@ class AsyncRolloutManager:
             batch = self._deliver(draw)
             ahead.wake()
             return batch
+        except trio.Cancelled:
+            self._last_failed = ()  # those of this batch are told with it, those of the last one have been
+            raise
         finally:
             ahead.is_awaited = False
 
@@ -517,6 +521,8 @@ class AsyncRolloutManager:
     def _top_up(self, draw: Draw, pace: Pace, launch: _Launch) -> None:
         """Launches new groups as long as engines and the window have room for whole ones."""
         size = self._config.samples_per_prompt
+        if self._ahead is not None and len(pace.finished) >= READY_BATCHES * self._config.num_prompts:
+            return
         missing = (self._num_at_once * size - draw.generating) // size
         opened = self._open_groups(draw, min(missing, pace.room))
         for work in opened:

@@ -128,8 +128,8 @@ async def run_rl_training(
             saved = step - 1 == completed_steps or hooks.saves_after(step - 1)
             try:
                 async with saving_first(hooks, step - 1, saved=saved):
-                    with timer.phase("generate"), push.guarding():
-                        batch = await generate_and_log(rollout_manager, metrics_logger, step, hooks.stop)
+                    with timer.phase("generate"):
+                        batch = await generate_and_log(rollout_manager, push, metrics_logger, step, hooks.stop)
                 hooks.after_batch(step, batch.samples)
                 lags = compute_lags(batch, step - 1)
                 check_staleness(lags, max_staleness=config.max_staleness)
@@ -239,14 +239,17 @@ async def saving_first(hooks: LoopHooks, step: int, *, saved: bool) -> AsyncIter
         raise
 
 
-async def generate_and_log(rollout_manager: BatchSource, metrics_logger: MetricsLogger, step: int, stop: StopControl) -> RolloutBatch:
+async def generate_and_log(
+    rollout_manager: BatchSource, push: WeightPush, metrics_logger: MetricsLogger, step: int, stop: StopControl
+) -> RolloutBatch:
     """The batch; its samples and those that failed are on disk before anything is done with it, also when the failures stop the run.
 
     Raises StepInterrupted when a stop cuts it.
     """
     with stop.phase("generate"):
         try:
-            batch = await rollout_manager.generate_batch()
+            with push.guarding():  # and nothing more: a batch that has left the manager is trained on, or its prompts would be lost
+                batch = await rollout_manager.generate_batch()
             reach("rollout.batch_ready")
             await metrics_logger.log_samples("rl", step, step - 1, batch.samples)
         finally:

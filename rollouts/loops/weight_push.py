@@ -47,7 +47,8 @@ class WeightPush:
     async def start(self, version: int) -> None:
         """Returns when the trainer may go on. Waits for the update before, and raises what that, or this one, came to."""
         if not self._beside:
-            self._metrics |= await self._update(version, None)
+            metrics = await self._update(version, None)
+            self._metrics |= metrics
             self._on_updated(version)
             return
         await self.wait()
@@ -64,11 +65,13 @@ class WeightPush:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """What waits inside for engines is cancelled when the update under way fails, and that is raised in its place."""
+        """What waits inside for engines is cancelled when the update under way fails, and that is raised in its place; what has ended by then has,
+        and the next call raises it."""
         self._raise_failure()
         with trio.CancelScope() as self._guarded:
             yield
-        self._raise_failure()
+        if self._guarded.cancelled_caught:
+            self._raise_failure()
 
     def take_metrics(self) -> dict[str, float]:
         """Of updates that have ended since the last call."""
@@ -77,7 +80,8 @@ class WeightPush:
 
     async def _push(self, version: int, released: trio.Event, ended: trio.Event) -> None:
         try:
-            self._metrics |= await self._update(version, released)
+            metrics = await self._update(version, released)
+            self._metrics |= metrics  # not in one line: |= reads its left side before it waits, and take_metrics may come in between
             self._on_updated(version)
         except Exception as error:  # raised where the loop asks next
             self._failure = error

@@ -1,0 +1,1 @@
+"""The suite for one large GPU: python -m benchmarks.h200."""

@@ -1,0 +1,304 @@
+"""A whole RL run in virtual time, in which generating, training and updating the engine take given times: how much of them goes on at once.
+
+    engine    `slots` requests at a time, a token each every token_s; lengths are lognormal; an update freezes it for pause_s
+    trainer   train_s for a step; hold_s for the copy of its weights
+    update    hold_s (the trainer waits) ─► export_s (nobody waits) ─► pause_s (the engine is frozen, what is in flight goes on from new weights)
+
+The loop, the manager and its rules are the real ones. Limits: a batch cannot be generated in less than its tokens · token_s / slots, nor trained in
+less than train_s + hold_s.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import trio
+import trio.testing
+
+from rollouts.config.schema import RLTrainingConfig
+from rollouts.data.data_buffer import DataBuffer
+from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.generate import make_chat_generate
+from rollouts.loops.rl import run_rl_training
+from rollouts.protocols import InferenceEngine, PauseMode, TrainingBackend
+from rollouts.testing.fakes import FakeBackend, FakeFuture, FakeTokenizer, fake_uniform
+from rollouts.types import (
+    Completion,
+    EngineFeatures,
+    EngineLoad,
+    FloatArray,
+    ForwardBackwardResult,
+    GenerateRequest,
+    LossSpec,
+    RolloutBatch,
+    Sample,
+    SamplingParams,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapSetting:
+    """One run. Times are virtual seconds."""
+
+    max_staleness: int
+    train_s: float
+    token_s: float = 0.02
+    hold_s: float = 0.1
+    export_s: float = 0.3
+    pause_s: float = 0.1
+    num_prompts: int = 16
+    samples_per_prompt: int = 8
+    slots: int = 128
+    over_sampling: float = 1.1  # so that a slot that becomes free has a request at once, though groups are launched whole
+    mean_tokens: int = 400
+    sigma: float = 0.8
+    steps: int = 60
+    warm_up: int = 20  # steps at the beginning that do not count: the first batches are shorter, for their longest answers are on the way
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapReport:
+    """What came of one run, after the warm-up and before the last step."""
+
+    step_s: float  # mean
+    generate_limit_s: float  # mean tokens of a delivered batch · token_s / slots
+    train_limit_s: float  # train_s + hold_s
+    lag_max: int
+    lag_mean: float
+    stale: float  # groups dropped as too old
+    mixed: int  # samples with tokens of several versions
+    longest_s: float  # of any response, undisturbed
+    cpu_s: float  # of this process, for a step
+
+    @property
+    def of_limit(self) -> float:
+        """Time of a step over the larger limit: 1 is perfect overlap."""
+        return self.step_s / max(self.generate_limit_s, self.train_limit_s)
+
+
+class SlotEngine:
+    """Decodes `slots` requests at once; the others wait in order of arrival. Frozen requests keep their slots."""
+
+    def __init__(self, setting: OverlapSetting) -> None:
+        self.features = EngineFeatures(
+            vocab_size=258, context_length=10**9, in_memory_update=False, update_from_checkpoint=True, shares_weights=False, keep_pause=True,
+            deterministic=False, name="slots",
+        )  # fmt: skip
+        self.version = 0
+        self.longest_tokens = 0
+        self._setting = setting
+        self._free = trio.CapacityLimiter(setting.slots)
+        self._moving = trio.Event()  # set while it decodes
+        self._moving.set()
+        self._disturbed = trio.Event()  # set and replaced when everything stops decoding
+        self._aborts = 0
+
+    def choose_length(self, sample_id: str) -> int:
+        """Tokens of the whole response: lognormal with the mean and sigma of the setting, by sample."""
+        setting = self._setting
+        normal = np.random.default_rng([setting.seed, *sample_id.encode()]).standard_normal()
+        mu = math.log(setting.mean_tokens) - setting.sigma**2 / 2
+        return max(1, round(math.exp(mu + setting.sigma * normal)))
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        sample_id, _, done = request.request_id.partition("@")
+        length = self.choose_length(sample_id)
+        self.longest_tokens = max(self.longest_tokens, length)
+        versions: list[int] = []
+        left, aborts = length - int(done or 0), self._aborts
+        while len(versions) < left and self._aborts == aborts:
+            async with self._free:
+                await self._decode(versions, left, aborts)
+        finish = "stop" if len(versions) == left else "abort"
+        count = len(versions)
+        return Completion(
+            request_id=request.request_id,
+            token_ids=np.zeros(count, np.int64),
+            log_probs=np.zeros(count, np.float32),
+            weight_versions=np.asarray(versions, np.int64),
+            finish_reason=finish,
+        )
+
+    async def _decode(self, versions: list[int], left: int, aborts: int) -> None:
+        while len(versions) < left and self._aborts == aborts:
+            await self._moving.wait()
+            began, version, token_s = trio.current_time(), self.version, self._setting.token_s
+            with trio.move_on_after((left - len(versions)) * token_s) as scope:
+                await self._disturbed.wait()
+            count = left - len(versions) if scope.cancelled_caught else int((trio.current_time() - began) / token_s + 1e-6)
+            versions += [version] * min(count, left - len(versions))
+
+    def _disturb(self) -> None:
+        disturbed, self._disturbed = self._disturbed, trio.Event()
+        disturbed.set()
+
+    async def pause(self, mode: PauseMode) -> None:
+        assert mode == "keep", mode
+        self._moving = trio.Event()
+        self._disturb()
+        await trio.lowlevel.checkpoint()
+
+    async def resume(self) -> None:
+        self._moving.set()
+        await trio.lowlevel.checkpoint()
+
+    async def abort_all(self) -> None:
+        self._aborts += 1
+        self._disturb()
+        await trio.lowlevel.checkpoint()
+
+    async def weight_version(self) -> int:
+        await trio.lowlevel.checkpoint()
+        return self.version
+
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+        await trio.sleep(self._setting.pause_s)
+        self.version = version
+        return {}
+
+    async def checksum(self) -> str | None:
+        await trio.lowlevel.checkpoint()
+        return None
+
+    async def health(self) -> bool:
+        await trio.lowlevel.checkpoint()
+        return True
+
+    async def load(self) -> EngineLoad:
+        await trio.lowlevel.checkpoint()
+        return EngineLoad(running=self._free.borrowed_tokens, waiting=self._free.statistics().tasks_waiting)
+
+    async def release_memory(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def restore_memory(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def begin_update(self) -> None:
+        raise AssertionError("in_memory_update is False")
+
+    def receive_bucket(self, bucket: Sequence[tuple[str, Any]]) -> None:
+        raise AssertionError("in_memory_update is False")
+
+    async def finish_update(self, version: int) -> None:
+        raise AssertionError("in_memory_update is False")
+
+    def statistics(self) -> Mapping[str, float]:
+        return {}
+
+
+class SlowBackend(FakeBackend):
+    """A FakeBackend of which only forward_backward takes time."""
+
+    def __init__(self, train_s: float) -> None:
+        super().__init__(step_s=0.0, failures={})
+        self._train_s = train_s
+
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> FakeFuture[ForwardBackwardResult]:
+        future = super().forward_backward(batch, loss)
+        self._free_at += self._train_s
+        future._done_at = self._free_at
+        return future
+
+
+class _StepLog:
+    """When each step was done, and what was in it."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.tokens: list[float] = []
+        self.mixed = 0
+
+    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
+        self.times.append(trio.current_time())
+        await trio.lowlevel.checkpoint()
+
+    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
+        if samples:
+            self.tokens.append(float(sum(sample.loss_mask.sum() for sample in samples)))
+            self.mixed += sum(len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in samples)
+        await trio.lowlevel.checkpoint()
+
+    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
+        raise AssertionError("nothing is evaluated")
+
+
+class _SilentTokenizer(FakeTokenizer):
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+def run_overlap(setting: OverlapSetting) -> OverlapReport:
+    """Runs a setting. Deterministic but for the order in which trio runs what is due at one moment."""
+    cpu = time.process_time()
+    log, engine, statistics, lags = trio.run(_run, setting, clock=trio.testing.MockClock(autojump_threshold=0))
+    cpu_s = (time.process_time() - cpu) / setting.steps
+    first, last = setting.warm_up, setting.steps - 1  # the last step waits for its own update
+    tokens = np.asarray(log.tokens[first:])
+    return OverlapReport(
+        step_s=(log.times[last - 1] - log.times[first - 1]) / (last - first),
+        generate_limit_s=float(tokens.mean()) * setting.token_s / setting.slots,
+        train_limit_s=setting.train_s + setting.hold_s,
+        lag_max=int(max(lags)),
+        lag_mean=float(np.mean(lags[first:])),
+        stale=statistics.get("dropped/stale", 0.0),
+        mixed=log.mixed,
+        longest_s=engine.longest_tokens * setting.token_s,
+        cpu_s=cpu_s,
+    )
+
+
+async def _run(setting: OverlapSetting) -> tuple[_StepLog, SlotEngine, Mapping[str, float], FloatArray]:
+    config = RLTrainingConfig.model_validate(
+        {
+            "data": {"kind": "jsonl", "path": "unused.jsonl"},
+            "steps": setting.steps,
+            "max_staleness": setting.max_staleness,
+            "rollout": {
+                "num_prompts": setting.num_prompts,
+                "samples_per_prompt": setting.samples_per_prompt,
+                "over_sampling": setting.over_sampling if setting.max_staleness else 1.0,
+                "reward_timeout_s": 1e6,
+            },
+        }
+    )
+    backend, engine, log = SlowBackend(setting.train_s), SlotEngine(setting), _StepLog()
+    buffer = DataBuffer([{"prompt": f"p{row}"} for row in range(997)], seed=setting.seed)
+
+    async def reward(sample: Sample) -> float:
+        await trio.lowlevel.checkpoint()
+        return fake_uniform(setting.seed, "reward", sample.id)
+
+    async def sync_weights(
+        backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, *, released: trio.Event | None = None
+    ) -> Mapping[str, float]:
+        await trio.sleep(setting.hold_s)
+        if released is not None:
+            released.set()
+        await trio.sleep(setting.export_s)
+        await engine.pause("keep")
+        await engine.update_weights_from_checkpoint(Path("unused"), version)
+        await engine.resume()
+        return {}
+
+    manager = AsyncRolloutManager(
+        buffer,
+        engine,
+        generate=make_chat_generate(_SilentTokenizer()),
+        config=config.rollout,
+        reward=reward,
+        sampling=SamplingParams(max_new_tokens=10**8),
+        seed=setting.seed,
+        policy_version=lambda: backend.weight_version,
+        max_staleness=setting.max_staleness,
+    )
+    history = await run_rl_training(backend, buffer, manager, [engine], config, log, sync_weights=sync_weights)
+    lags = np.asarray([row["off_policy/max"] for row in history])
+    return log, engine, manager.statistics(), lags
