@@ -111,6 +111,7 @@ def open_backend(
         "deterministic": config.deterministic,
         "micro_batch_tokens": section.micro_batch_tokens,
         "share_prefix": config.rl.share_prefix if config.rl and stage == "rl" else stage != "sft",  # pairs share their prompt
+        "skip_zero_advantage": config.rl.skip_zero_advantage if config.rl and stage == "rl" else False,
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "compile_backend": "inductor" if config.model.compile else None,
         "seed": config.seed,
@@ -141,7 +142,8 @@ async def open_critic(run: Run, stage: str, policy: Backend, model_path: Path) -
     else:
         find = partial(find_critic_start, run.config, run.run_dir, config.model)
         path = await trio.to_thread.run_sync(find) if config.model else model_path  # in a thread: other ranks take silence for an end
-    async with open_backend(run, stage, path, optim=config.optim, head="scalar", device_thread=policy.device_thread) as critic:
+    options = {"head": "scalar", "skip_zero_advantage": False, "device_thread": policy.device_thread}
+    async with open_backend(run, stage, path, optim=config.optim, **options) as critic:
         yield critic
 
 

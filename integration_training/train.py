@@ -15,6 +15,7 @@ lost; 130 interrupted before training began.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 import time
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from rollouts.backends.ranks import OpenRanks
     from rollouts.metrics.progress import Progress
 
+COLLECTOR_THRESHOLDS = 10_000, 20, 20  # Python's own look at every rollout in flight several times: a quarter of the driver's CPU time at 4096
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError, CheckpointError, EngineSetupError)
 
 
@@ -306,6 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.execv(relaunch[0], relaunch)
         launch = read_launch(os.environ)
         check_ranks(config, launch, dry_run=command.dry_run)
+        gc.set_threshold(*COLLECTOR_THRESHOLDS)
         return trio.run(run_training if launch.rank == 0 else run_rank, command, config, launch)
     except* RolloutsError as group:
         errors = leaf_errors(group)

@@ -104,6 +104,10 @@ class DeviceThread:
         """For jobs: whether the running one is to end at its next boundary. Where ranks must end together, they agree on this."""
         return self._running <= self._interrupted
 
+    def has_queued(self) -> bool:
+        """For jobs: whether others wait behind the running one."""
+        return not self._jobs.empty()
+
     def check_open(self) -> None:
         """For long jobs, at each boundary between two pieces of work. Raises StepInterrupted after interrupt(), and BackendClosed if the context
         is being left by an exception."""

@@ -43,7 +43,8 @@ def compile_and_prove(
     layout = plan.choose_layout(max(LENGTHS))
     rows = [rng.integers(0, vocab_size, length) for length in LENGTHS[: 1 if layout == "single" else 2]]
     masks = [np.arange(len(row)) > 0 for row in rows]
-    (micro_batch,) = make_micro_batches(rows, masks, micro_batch_tokens=sum(LENGTHS) + 2, share_prefix=layout == "tries")
+    share_prefix, padding_free = layout in ("packed", "tries"), layout == "packed"
+    (micro_batch,) = make_micro_batches(rows, masks, micro_batch_tokens=sum(LENGTHS) + 2, share_prefix=share_prefix, padding_free=padding_free)
 
     directions: list[Tensor] = []  # of a scalar head, which may be 0: what is compared are hidden states in these
 

@@ -31,8 +31,8 @@ from rollouts.backends.open import check_head, choose_autocast_dtype
 from rollouts.backends.open_sharded import ShardedOptions, count_threads, open_trainer
 from rollouts.backends.sharded_capture import HeldPart
 from rollouts.backends.sharded_trainer import ShardedTrainer
-from rollouts.backends.shares import Share, deal_portions, make_portion, pack_for_ranks
-from rollouts.backends.steps import OptimizerSteps, PackingOptions, PreparedBatch, StepQueue, prepare_batch
+from rollouts.backends.shares import Share, deal_portions, find_attention_cost, make_portion
+from rollouts.backends.steps import OptimizerSteps, PackingOptions, PreparedBatch, StepQueue, prepare_batch, with_skipped
 from rollouts.config.schema import OptimConfig
 from rollouts.crash_points import reach
 from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
@@ -168,6 +168,7 @@ async def open_fsdp_backend(
                 micro_batch_cost=MICRO_BATCH_COST if ranks.device.type == "cpu" else micro_batch_tokens,
                 share_prefix=share_prefix,
                 skip_zero_advantage=skip_zero_advantage,
+                attention_cost=find_attention_cost(trainer.model),
             )
             yield FSDPTrainingBackend(
                 trainer, hub, thread, optim=optim, total_steps=total_steps, packing=packing, tokenizer=tokenizer, number=number
@@ -277,9 +278,13 @@ class FSDPTrainingBackend:
         """One share for each rank. `dealt` is told the prepared batch and [rank][round] micro-batches."""
         vocab_size = int(self.model.config.get_text_config().vocab_size)
         prepared = prepare_batch(batch, spec, self._trainer.plan, self._packing, vocab_size=vocab_size)
-        world, cost = self.ranks.world_size, self._packing.micro_batch_cost
-        micro_batches = pack_for_ranks(prepared.pack, world, micro_batch_tokens=prepared.budget, micro_batch_cost=cost)
-        portions = deal_portions([make_portion(micro_batch, batch) for micro_batch in micro_batches], world, micro_batch_cost=cost)
+        world, packing = self.ranks.world_size, self._packing
+        portions = deal_portions(
+            [make_portion(micro_batch, batch) for micro_batch in prepared.pack(world)],
+            world,
+            micro_batch_cost=packing.micro_batch_cost,
+            attention_cost=packing.attention_cost,
+        )
         dealt += [prepared, [[portion.micro_batch for portion in mine] for mine in portions]]
         return [Share(tuple(mine), batch.temperature, spec, prepared.denominator, prepared.expected_count) for mine in portions]
 
@@ -300,7 +305,7 @@ class FSDPTrainingBackend:
         steps.counts["trained_tokens"] += float(batch.response_lengths.sum())
         reach("train.after_forward_backward")
         loss = result.total / prepared.denominator
-        return ForwardBackwardResult(loss=loss, denominator=prepared.denominator, metrics=result.metrics)
+        return ForwardBackwardResult(loss=loss, denominator=prepared.denominator, metrics=with_skipped(result.metrics, prepared))
 
     def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
         params = self._steps.choose_params(params)

@@ -37,6 +37,7 @@ from rollouts.backends.steps import (
     find_buckets,
     prepare_batch,
     with_entropy,
+    with_skipped,
 )
 from rollouts.config.schema import OptimConfig
 from rollouts.crash_points import reach
@@ -57,11 +58,11 @@ if TYPE_CHECKING:
 class PyTorchTrainingBackend:
     """A TrainingBackend (see rollouts.protocols for its rules) on one device. Make it with open_pytorch_backend, or from its parts.
 
-    `skip_zero_advantage` leaves rows out whose advantages are all 0. That is exact only if the loss has no term but the advantage's (no KL,
-    no entropy). The denominator counts them all the same; metrics are then means over the rows that ran. `plan` says which shortcuts are
-    exact for the model; None finds that out with the first batch. The model is put in evaluation mode: dropout would make its log-probs
-    another policy's. A model with a scalar head (rollouts.models.scalar_head) trains alike: where others have the log-prob of a token, it has
-    its value at the position before.
+    `skip_zero_advantage` leaves rows out whose advantages are all 0, unless the loss has a term of KL, entropy or else that needs them, or is
+    the user's own. The denominator counts them all the same; metrics are then means over the rows that ran. `plan` says
+    which shortcuts are exact for the model; None finds that out with the first batch. The model is put in evaluation mode: dropout would make
+    its log-probs another policy's. A model with a scalar head (rollouts.models.scalar_head) trains alike: where others have the log-prob of a
+    token, it has its value at the position before.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class PyTorchTrainingBackend:
     def _pack(self, batch: RolloutBatch, spec: LossSpec | None) -> tuple[PreparedBatch, list[MicroBatch]]:
         vocab_size = int(self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
         prepared = prepare_batch(batch, spec, self._find_plan(), self._packing, vocab_size=vocab_size)
-        micro_batches = prepared.pack(prepared.budget)
+        micro_batches = prepared.pack(1)
         self._steps.add_batch(prepared, sum(micro_batch.computed_tokens for micro_batch in micro_batches), trains=spec is not None)
         return prepared, micro_batches
 
@@ -177,7 +178,7 @@ class PyTorchTrainingBackend:
         check_count(spec, count, prepared.expected_count)
         state.counts["trained_tokens"] += float(batch.response_lengths.sum())
         reach("train.after_forward_backward")
-        return ForwardBackwardResult(loss=total / denominator, denominator=denominator, metrics=merge_metrics(metrics))
+        return ForwardBackwardResult(loss=total / denominator, denominator=denominator, metrics=with_skipped(merge_metrics(metrics), prepared))
 
     def _compute_outputs(self, micro_batch: MicroBatch, batch: RolloutBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
         return compute_micro_batch_outputs(

@@ -1,25 +1,30 @@
 """A batch's micro-batches, dealt to W ranks: the same number for each, in rounds of like cost, as bytes that cross ranks.
 
-    batch ──pack by token budget──► micro-batches ──sort by cost, W at a time──► rounds ──► one share per rank: a portion of every round
+    batch ──pack, W at a time──► micro-batches ──sort by cost, W at a time──► rounds ──► one share per rank: a portion of every round
 
-All ranks work on a round at the same time and wait for the slowest, so a round costs what its largest portion costs.
+All ranks work on a round at the same time and wait for the slowest, so a round costs what its dearest portion costs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollouts.data.packing import MicroBatch
+from rollouts.data.packing import ATTENTION_COST, MicroBatch
+from rollouts.data.packing_plans import estimate_attention_cost
 from rollouts.distributed.commands import Command, decode_command, encode_command
 from rollouts.types import FloatArray, LossSpec, RolloutBatch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 TOKEN_FIELDS = ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "returns", "old_values")
-MICRO_BATCH_ARRAYS = ("rows", "input_ids", "position_ids", "subtree_end", "predictors", "targets", "token_rows", "token_positions", "token_pairs")
-TRIES_PER_ROUND = 2  # divisions tried that have up to so many rounds more than the first
+MICRO_BATCH_ARRAYS = (
+    "rows", "input_ids", "position_ids", "subtree_end", "segments", "predictors", "targets", "token_rows", "token_positions", "token_pairs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,71 +50,73 @@ class Share:
 
 def make_portion(micro_batch: MicroBatch, batch: RolloutBatch) -> Portion:
     """The portion with the batch's values of each token that trains."""
-    counts = np.bincount(micro_batch.token_rows, minlength=len(micro_batch.rows))
-    positions = np.split(micro_batch.token_positions, np.cumsum(counts)[:-1])  # of each row: tokens come row by row
     rows = micro_batch.rows.tolist()
+    lengths = np.asarray([len(batch.tokens[row]) for row in rows])
+    places = micro_batch.token_positions + (np.cumsum(lengths) - lengths)[micro_batch.token_rows]  # in the rows one after the other
     fields: dict[str, FloatArray] = {}
     for name in TOKEN_FIELDS:
         values = getattr(batch, name)
         if values is not None:
-            parts = [values[row][places] for row, places in zip(rows, positions, strict=True)]
-            fields[name] = np.concatenate(parts).astype(np.float32, copy=False)
-    return Portion(micro_batch, max(len(batch.tokens[row]) for row in rows), fields)
+            fields[name] = np.concatenate([values[row] for row in rows])[places].astype(np.float32, copy=False)
+    return Portion(micro_batch, int(lengths.max()), fields)
 
 
 # --- dealing -----------------------------------------------------------------------------------------------------------------------
 
 
-def compute_cost(micro_batch: MicroBatch, micro_batch_cost: int) -> int:
-    """Tokens computed, and what a micro-batch costs beside them."""
-    return micro_batch.computed_tokens + micro_batch_cost
+def find_attention_cost(model: PreTrainedModel) -> float:
+    """What a (query, key) pair costs in tokens, by FLOPs; of experts as if all answered. ATTENTION_COST for a config that does not say."""
+    config = model.config.get_text_config()
+    layers, heads = getattr(config, "num_hidden_layers", 0), getattr(config, "num_attention_heads", 0)
+    width = heads * (getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // max(heads, 1))
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # tied ones once
+    embedding, head = model.get_input_embeddings().weight, getattr(model.get_output_embeddings(), "weight", None)
+    if head is not embedding:
+        parameters -= int(embedding.numel())  # pyright: ignore[reportCallIssue]
+    return estimate_attention_cost(layers=layers, attention_width=width, parameters=parameters) if layers and width else ATTENTION_COST
 
 
-def deal_rounds(costs: Sequence[int], ranks: int) -> list[list[int | None]]:
+def compute_cost(micro_batch: MicroBatch, *, micro_batch_cost: float, attention_cost: float) -> float:
+    """Tokens computed, what a micro-batch costs beside them, and the (query, key) pairs of its attention, each `attention_cost` tokens."""
+    _, first, last, _ = micro_batch.segments.T
+    lines = micro_batch.segments[:, 0]
+    depths, lengths = micro_batch.position_ids[lines, first], last - first
+    return micro_batch.computed_tokens + micro_batch_cost + attention_cost * float((lengths * (depths + (lengths + 1) / 2)).sum())
+
+
+def deal_rounds(costs: Sequence[float], ranks: int) -> list[list[int | None]]:
     """[rank][round] the number of a micro-batch, or None where there is none left. Every number once, every rank as many rounds.
 
-    The dearest go first, `ranks` at a time; every second round is dealt from the other end, so that what a rank computes in all is even.
+    The dearest go first, `ranks` at a time, so that no other dealing has cheaper rounds; in each round the dearest goes to the rank that has
+    least to compute so far, so that what a rank computes in all is even. O(n log n).
     """
-    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    prices = np.asarray(costs, np.float64)
+    order = np.argsort(-prices, kind="stable")
     dealt: list[list[int | None]] = [[] for _ in range(ranks)]
-    for number, start in enumerate(range(0, len(order), ranks)):
-        chosen: list[int | None] = [*order[start : start + ranks]]
-        chosen += [None] * (ranks - len(chosen))
-        for rank, index in enumerate(reversed(chosen) if number % 2 else chosen):
-            dealt[rank].append(index)
+    load = np.zeros(ranks)
+    for start in range(0, len(order), ranks):
+        chosen = order[start : start + ranks]
+        takers = np.argsort(load, kind="stable")
+        load[takers[: len(chosen)]] += prices[chosen]
+        numbers: list[int | None] = [*chosen.tolist(), *[None] * (ranks - len(chosen))]
+        for rank, number in zip(takers.tolist(), numbers, strict=True):
+            dealt[rank].append(number)
     return dealt
 
 
-def compute_round_cost(costs: Sequence[int], ranks: int) -> int:
-    """What all rounds cost together: each its dearest micro-batch."""
-    return sum(sorted(costs, reverse=True)[::ranks])
+def compute_imbalance(costs: Sequence[float], dealt: Sequence[Sequence[int | None]]) -> float:
+    """What the busiest rank computes in all over what a rank does on average, at least 1; a rank without a micro-batch does nothing. 1 for none."""
+    loads = [sum(costs[number] for number in mine if number is not None) for mine in dealt]
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
-def pack_for_ranks(pack: Callable[[int], list[MicroBatch]], ranks: int, *, micro_batch_tokens: int, micro_batch_cost: int) -> list[MicroBatch]:
-    """The packing whose rounds cost least among some budgets: `micro_batch_tokens`, and those that divide the batch evenly among the ranks.
-
-    `pack(budget)` makes the micro-batches. Where the batch has as many rows as there are ranks, no rank is left without work.
-    """
-    best = pack(micro_batch_tokens)
-    if ranks == 1 or not best:
-        return best
-    total = sum(micro_batch.computed_tokens for micro_batch in best)
-    rounds, rows = -(-len(best) // ranks), sum(len(micro_batch.rows) for micro_batch in best)
-    budgets = sorted({min(-(-total // (ranks * (rounds + more))), micro_batch_tokens) for more in range(TRIES_PER_ROUND)}, reverse=True)
-    candidates = [best, *(pack(budget) for budget in budgets)]
-    budget = budgets[-1]
-    while len(candidates[-1]) < min(ranks, rows) and budget > 1:
-        budget = max(budget // 2, 1)
-        candidates.append(pack(budget))
-    enough = [one for one in candidates if len(one) >= min(ranks, rows)]
-    return min(enough or candidates, key=lambda one: compute_round_cost([compute_cost(part, micro_batch_cost) for part in one], ranks))
-
-
-def deal_portions(portions: Sequence[Portion], ranks: int, *, micro_batch_cost: int) -> list[list[Portion]]:
+def deal_portions(
+    portions: Sequence[Portion], ranks: int, *, micro_batch_cost: float, attention_cost: float = ATTENTION_COST
+) -> list[list[Portion]]:
     """[rank][round] portions; where a round has none left for a rank, the smallest of all, without weight."""
-    costs = [compute_cost(portion.micro_batch, micro_batch_cost) for portion in portions]
     if not portions:
         return [[] for _ in range(ranks)]
+    costs = [compute_cost(portion.micro_batch, micro_batch_cost=micro_batch_cost, attention_cost=attention_cost) for portion in portions]
     smallest = portions[int(np.argmin(costs))]
     idle = Portion(smallest.micro_batch, smallest.width, smallest.fields, counts=False)
     return [[idle if index is None else portions[index] for index in mine] for mine in deal_rounds(costs, ranks)]

@@ -20,13 +20,13 @@ from torch import Tensor
 from rollouts.backends.shares import Portion
 from rollouts.config.schema import OptimConfig
 from rollouts.crash_points import reach
-from rollouts.data.packing import MicroBatch, make_micro_batches
+from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps
 from rollouts.losses import LossFn, LossInputs, LossOutput
-from rollouts.models.log_probs import ForwardPlan, Layout, TokenOutputs
+from rollouts.models.log_probs import LAYOUTS, ForwardPlan, Layout, TokenOutputs
 from rollouts.models.optim import compute_lr
-from rollouts.types import BoolArray, LossSpec, Mean, Metrics, OptimParams, OptimStepResult, RolloutBatch
+from rollouts.types import BoolArray, LossSpec, Mean, Metrics, OptimParams, OptimStepResult, RolloutBatch, Total
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +35,9 @@ T = TypeVar("T")
 TensorT = TypeVar("TensorT", bound=Tensor)
 BUCKET_BYTES = 256 * 2**20
 CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grads_with_norm_ adds to the norm
+OTHER_TERMS = ("kl_coef", "entropy_coef", "mu_penalty_coef")  # parameters of a loss: of terms without an advantage
+# In which a token without an advantage has no gradient and changes no other token's. Of a function of the user nobody knows.
+SKIPPING_LOSSES = ("ppo_clip", "importance_sampling", "reinforce", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "dppo")
 COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
 
 
@@ -107,6 +110,7 @@ class PackingOptions:
     micro_batch_cost: int  # what a micro-batch costs beside its tokens, in tokens
     share_prefix: bool  # rows that begin alike share tokens, where that is exact for the model
     skip_zero_advantage: bool  # leave rows out whose advantages are all 0
+    attention_cost: float = ATTENTION_COST  # of a (query, key) pair, in tokens; ranks are evened out by it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,31 +121,34 @@ class PreparedBatch:
     denominator: float  # of the loss's unit, over the whole batch
     expected_count: float  # what the counts of the micro-batches must add up to
     skipped_rows: int
-    budget: int  # micro_batch_tokens, or 1 where rows must be alone
-    pack: Callable[[int], list[MicroBatch]]  # by a budget
+    pack: Callable[[int], list[MicroBatch]]  # for a number of ranks
 
 
 def prepare_batch(batch: RolloutBatch, spec: LossSpec | None, plan: ForwardPlan, options: PackingOptions, *, vocab_size: int) -> PreparedBatch:
     """The batch's denominators and packing; `spec` is None for log-probs only. Raises BackendError or ModelError for what cannot be computed."""
     denominator, expected_count = compute_denominator(batch, spec) if spec is not None else (1.0, 0.0)
-    skip_rows = find_zero_advantage_rows(batch) if spec is not None and options.skip_zero_advantage else None
+    skips = spec is not None and options.skip_zero_advantage and not needs_every_row(spec)
+    skip_rows = find_zero_advantage_rows(batch) if skips else None
     if skip_rows is not None and spec is not None:
         expected_count -= count_unit(batch, spec, skip_rows)
     check_token_ids(batch, vocab_size)
     layout = plan.choose_layout(max(len(row) for row in batch.tokens), share_prefix=options.share_prefix)
 
-    def pack(budget: int) -> list[MicroBatch]:
+    def pack(ranks: int) -> list[MicroBatch]:
         return make_micro_batches(
             batch.tokens,
             batch.loss_masks,
-            micro_batch_tokens=budget,
-            share_prefix=layout == "tries",
+            micro_batch_tokens=1 if layout == "single" else options.micro_batch_tokens,
+            share_prefix=layout == "tries" or (layout == "packed" and options.share_prefix),
+            padding_free=layout == "packed",
+            ranks=ranks,
+            attention_cost=options.attention_cost,
             micro_batch_cost=options.micro_batch_cost,
             skip_rows=skip_rows,
         )
 
     skipped = 0 if skip_rows is None else int(skip_rows.sum())
-    return PreparedBatch(layout, denominator, expected_count, skipped, 1 if layout == "single" else options.micro_batch_tokens, pack)
+    return PreparedBatch(layout, denominator, expected_count, skipped, pack)
 
 
 def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
@@ -160,6 +167,11 @@ def count_unit(batch: RolloutBatch, spec: LossSpec, rows: BoolArray) -> float:
     """How many of the loss's unit are in the chosen rows [B]: trained tokens, or rows that have one."""
     lengths = batch.response_lengths[rows]
     return float((lengths > 0).sum() if spec.unit in ("sequences", "sequence_sums") else lengths.sum())
+
+
+def needs_every_row(spec: LossSpec) -> bool:
+    """Whether rows without an advantage have a gradient, or change that of others, or may."""
+    return spec.name not in SKIPPING_LOSSES or any(spec.params.get(name) for name in OTHER_TERMS)
 
 
 def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray | None:
@@ -213,6 +225,11 @@ def with_entropy(output: LossOutput, entropy: Tensor | None) -> Metrics:
     return {"entropy/mean": Mean(float(entropy.sum()), float(len(entropy))), **output.metrics}
 
 
+def with_skipped(metrics: Metrics, prepared: PreparedBatch) -> Metrics:
+    """The metrics of a batch, which are of the rows that were computed, and how many were not, if any."""
+    return {**metrics, "advantage/skipped_rows": Total(float(prepared.skipped_rows))} if prepared.skipped_rows else metrics
+
+
 def check_count(spec: LossSpec, count: float, expected: float) -> None:
     """Raises DenominatorMismatch if the loss's counts over the whole batch are not what its unit says."""
     if not math.isclose(count, expected, rel_tol=1e-6):
@@ -233,7 +250,7 @@ class OptimizerSteps:
         self.pending_batches = 0  # forward_backward calls since the last step
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
         self._counts_before = dict(self.counts)  # as of the last step: what was computed since, for a step that is given up, did not happen
-        self.layouts: dict[str, float] = {"tries": 0.0, "rows": 0.0, "single": 0.0}  # batches computed in each layout since the backend was opened
+        self.layouts: dict[str, float] = dict.fromkeys(LAYOUTS, 0.0)  # batches computed in each since the backend was opened
         self._optim = optim
         self._total_steps = total_steps
         self._skipped_in_a_row = 0

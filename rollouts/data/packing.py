@@ -9,6 +9,8 @@ of each other. Sequences that begin with the same tokens share those nodes, so t
 batch, is computed once: gradients of a shared node add up over everything that continues it, exactly as if each had its own copy.
 
 Only nodes that predict a trained token need vocabulary logits; a pair (node, target) that several rows share is scored once.
+
+    lengths and what rows share ──► rollouts.data.packing_plans: which rows lie together ──► the arrays of each micro-batch
 """
 
 from __future__ import annotations
@@ -18,11 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from rollouts.data.packing_plans import ATTENTION_COST, MICRO_BATCH_COST, PACKED_LENGTH, plan_one_row, plan_padded
+from rollouts.data.tries import Trie, find_nodes, make_trie, sort_rows
 from rollouts.types import BoolArray, FloatArray, IntArray
-
-PACKED_LENGTH = 512  # up to so many nodes, filling a packed row is always worth it: less padding, and attention is a small part
-MICRO_BATCH_COST = 128  # tokens; on a CPU mostly the head's and the embedding's gradients, which are as large as the vocabulary
-LINEAR_COST = 1000  # one node costs as much in the linear layers as a query does over so many nodes of a dense mask, on small models
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,10 +33,11 @@ class MicroBatch:
     input_ids: IntArray  # [R, S] padding is 0
     position_ids: IntArray  # [R, S] depth in the trie; padding is 0
     subtree_end: IntArray  # [R, S] first node after the subtree; padding sees itself only
+    segments: IntArray  # [K, 4] unbranched pieces of the tries: (r, first s, s after the last, parent segment or -1), by r and s; no padding
     causal: bool  # every packed row is one sequence, so that a plain causal mask says the same
-    predictors: IntArray  # [N] r * S + s of the node whose hidden state predicts
+    predictors: IntArray  # [N] r * S + s of the node whose hidden state predicts; rising
     targets: IntArray  # [N] the token it should predict
-    token_rows: IntArray  # [M] index into `rows`
+    token_rows: IntArray  # [M] index into `rows`, rising
     token_positions: IntArray  # [M] position of the trained token in its row
     token_pairs: IntArray  # [M] index into predictors and targets
 
@@ -46,167 +47,116 @@ class MicroBatch:
         return int(self.input_ids.size)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Packed:
-    """One packed row while it is made."""
-
-    input_ids: IntArray  # [nodes]
-    position_ids: IntArray
-    subtree_end: IntArray
-    rows: list[int]
-    paths: list[IntArray]  # per row: the node of each of its tokens
-
-
 def make_micro_batches(
     tokens: Sequence[IntArray],
     loss_masks: Sequence[BoolArray],
     *,
     micro_batch_tokens: int,
     share_prefix: bool,
+    padding_free: bool = False,
+    ranks: int = 1,
+    attention_cost: float = ATTENTION_COST,
     packed_length: int = PACKED_LENGTH,
     micro_batch_cost: int = MICRO_BATCH_COST,
     skip_rows: BoolArray | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `micro_batch_tokens` computed tokens (a longer single row gets its own), holding every row that trains a token.
 
-    `share_prefix` packs rows into tries; without it each row is padded to the longest of its micro-batch. `micro_batch_cost`: what a
-    micro-batch costs beside its tokens, in tokens; rows are divided so that padding and that are least together. `skip_rows` [B] are left
-    out. Deterministic. Raises ValueError if a row trains its first token, which nothing predicts.
+    `share_prefix`: rows that begin alike share nodes. `padding_free`: a micro-batch is one packed row, filled up to `micro_batch_tokens`;
+    without it packed rows of about `packed_length` nodes (without sharing, of one sequence) are padded to the longest of their micro-batch.
+    `micro_batch_cost`: what a micro-batch costs beside its tokens, in tokens; `attention_cost`: what a (query, key) pair costs, in tokens.
+    With several `ranks` the micro-batches cost least when each rank computes one at a time and waits for the slowest: their costs are even, and
+    where the batch has rows for all, so have they. Deterministic, O(n log n) in the rows. Raises ValueError if a row trains its first token,
+    which nothing predicts.
     """
-    lengths = [_needed_length(row, mask) for row, mask in enumerate(loss_masks)]
-    trained = [row for row, length in enumerate(lengths) if length > 0 and (skip_rows is None or not skip_rows[row])]
-    inputs = {row: tokens[row][: lengths[row]] for row in trained}
-    if share_prefix:
-        packed = _pack_tries(inputs, min(packed_length, micro_batch_tokens), micro_batch_tokens)
+    lengths = np.asarray([_needed_length(row, mask) for row, mask in enumerate(loss_masks)], np.int64)
+    trained = np.flatnonzero(lengths > 0 if skip_rows is None else (lengths > 0) & ~skip_rows)
+    if not len(trained):
+        return []
+    rows = sort_rows(tokens, trained, lengths[trained], share=share_prefix)
+    if padding_free:
+        plan = plan_one_row(rows, micro_batch_tokens, ranks=ranks, micro_batch_cost=micro_batch_cost, attention_cost=attention_cost)
     else:
-        packed = [_pack_tries({row: inputs[row]}, 0, 0)[0] for row in trained]
-    packed.sort(key=lambda one: (-len(one.input_ids), one.rows))
-    cuts = divide_lengths([len(one.input_ids) for one in packed], micro_batch_tokens, micro_batch_cost)
-    return [_make_micro_batch(packed[first:last], tokens, loss_masks) for first, last in cuts]
-
-
-def divide_lengths(lengths: Sequence[int], budget: int, cost: int) -> list[tuple[int, int]]:
-    """[first, last) of every micro-batch over `lengths`, which fall: the division with the fewest padded tokens, each micro-batch costing `cost`.
-
-    Each holds (last − first)·lengths[first] <= budget padded tokens, or one row. Quadratic in the number of rows, in numpy.
-    """
-    longest = np.asarray(lengths, np.int64)
-    count = len(longest)
-    best = np.zeros(count + 1, np.int64)  # best[n]: cost of the first n rows
-    came_from = np.zeros(count + 1, np.int64)
-    for last in range(1, count + 1):
-        padded = (last - np.arange(last)) * longest[:last]
-        allowed = padded <= budget
-        allowed[last - 1] = True
-        totals = np.where(allowed, best[:last] + padded + cost, np.iinfo(np.int64).max)
-        came_from[last] = np.argmin(totals)
-        best[last] = totals[came_from[last]]
-    cuts: list[tuple[int, int]] = []
-    while count:
-        cuts.append((int(came_from[count]), count))
-        count = int(came_from[count])
-    return cuts[::-1]
+        plan = plan_padded(rows, micro_batch_tokens, packed_length=packed_length, ranks=ranks, micro_batch_cost=micro_batch_cost)
+    return [
+        _make_micro_batch(rows.numbers[part.order], rows.lengths[part.order], part.common, part.starts, tokens, loss_masks) for part in plan
+    ]
 
 
 def _needed_length(row: int, mask: BoolArray) -> int:
     """How many tokens of a row must be computed: those before its last trained token."""
-    positions = np.flatnonzero(mask)
-    if len(positions) and positions[0] == 0:
+    if not len(mask):
+        return 0
+    if mask[0]:
         raise ValueError(f"loss_masks[{row}] trains the first token; nothing comes before it to predict it from: mask it out")
-    return int(positions[-1]) if len(positions) else 0
+    behind = int(mask[::-1].argmax())
+    return len(mask) - 1 - behind if mask[-1 - behind] else 0
 
 
-def _pack_tries(inputs: dict[int, IntArray], packed_length: int, longest: int) -> list[_Packed]:
-    """Rows in lexicographic order, so that those with a common beginning are neighbours, cut into packed rows.
+def _make_micro_batch(
+    numbers: IntArray, lengths: IntArray, common: IntArray, line_rows: IntArray, tokens: Sequence[IntArray], loss_masks: Sequence[BoolArray]
+) -> MicroBatch:
+    """Of the batch's rows `numbers`, whose first `lengths` tokens are computed, of which a row shares `common` with the one before it; the r-th
+    packed row begins with the `line_rows[r]`-th of them."""
+    trie = make_trie(lengths, common, line_rows)
+    cut = list(zip(numbers.tolist(), common.tolist(), lengths.tolist(), strict=True))
+    input_ids = np.concatenate([tokens[row][first:last] for row, first, last in cut])
+    segments, line_starts = trie.segments, trie.line_starts
+    nodes = np.arange(len(input_ids))
+    position_ids = nodes - np.repeat(trie.starts[:-1] - common, np.diff(trie.starts))
+    subtree_end = np.repeat(trie.subtree_end - line_starts[segments[:, 0]], segments[:, 2] - segments[:, 1])
+    lines, width = len(line_rows), int(np.diff(line_starts).max())
+    shift = np.arange(lines) * width - line_starts[:-1]  # from a node's number to its place
+    if lines * width > len(nodes):
+        places = nodes + np.repeat(shift, np.diff(line_starts))
+        padded = np.zeros(lines * width, np.int64), np.zeros(lines * width, np.int64), np.tile(np.arange(1, width + 1), lines)
+        for whole, values in zip(padded, (input_ids, position_ids, subtree_end), strict=True):
+            whole[places] = values
+        input_ids, position_ids, subtree_end = padded
+    segments[:, 1:3] -= line_starts[segments[:, :1]]
 
-    Up to `packed_length` nodes a row is filled; up to `longest` it goes on while sharing saves more in the linear layers than the larger
-    dense mask costs.
-    """
-    order = sorted(inputs, key=lambda row: (inputs[row].tolist(), row))
-    packed: list[_Packed] = []
-    builder = _TrieBuilder()
-    for row in order:
-        held, new = len(builder.position_ids), builder.new_nodes(inputs[row])
-        saved = LINEAR_COST * (len(inputs[row]) - new) - ((held + new) ** 2 - held**2 - len(inputs[row]) ** 2)
-        if builder.rows and held + new > (longest if saved > 0 else packed_length):
-            packed.append(builder.finish())
-            builder = _TrieBuilder()
-        builder.add(row, inputs[row])
-    return [*packed, builder.finish()] if builder.rows else packed
-
-
-class _TrieBuilder:
-    """One packed row in the making: sequences are added in lexicographic order, so only the last one's path can be continued."""
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-        self.input_ids: list[int] = []
-        self.position_ids: list[int] = []
-        self.subtree_end: list[int] = []
-        self.paths: list[IntArray] = []
-        self._last = np.zeros(0, np.int64)
-
-    def shared(self, tokens: IntArray) -> int:
-        """How many first tokens the last sequence has in common with `tokens`."""
-        length = min(len(self._last), len(tokens))
-        different = np.flatnonzero(self._last[:length] != tokens[:length])
-        return int(different[0]) if len(different) else length
-
-    def new_nodes(self, tokens: IntArray) -> int:
-        return len(tokens) - self.shared(tokens)
-
-    def add(self, row: int, tokens: IntArray) -> None:
-        shared, count = self.shared(tokens), len(self.input_ids)
-        path = np.concatenate([self.paths[-1][:shared] if self.paths else self._last, np.arange(count, count + len(tokens) - shared)])
-        if self.paths:
-            self._close(self.paths[-1][shared:], count)
-        self.input_ids += tokens[shared:].tolist()
-        self.position_ids += range(shared, len(tokens))
-        self.subtree_end += [0] * (len(tokens) - shared)
-        self.rows.append(row)
-        self.paths.append(path)
-        self._last = tokens
-
-    def _close(self, nodes: IntArray, end: int) -> None:
-        for node in nodes.tolist():
-            self.subtree_end[node] = end
-
-    def finish(self) -> _Packed:
-        self._close(self.paths[-1], len(self.input_ids))
-        return _Packed(np.asarray(self.input_ids), np.asarray(self.position_ids), np.asarray(self.subtree_end), self.rows, self.paths)
-
-
-def _make_micro_batch(packed: Sequence[_Packed], tokens: Sequence[IntArray], loss_masks: Sequence[BoolArray]) -> MicroBatch:
-    width = max(len(one.input_ids) for one in packed)
-    input_ids = np.zeros((len(packed), width), np.int64)
-    position_ids = np.zeros_like(input_ids)
-    subtree_end = np.tile(np.arange(1, width + 1), (len(packed), 1))
-    rows: list[int] = []
-    token_rows, token_positions, nodes, targets = [], [], [], []
-    for line, one in enumerate(packed):
-        count = len(one.input_ids)
-        input_ids[line, :count], position_ids[line, :count], subtree_end[line, :count] = one.input_ids, one.position_ids, one.subtree_end
-        for row, path in zip(one.rows, one.paths, strict=True):
-            positions = np.flatnonzero(loss_masks[row])
-            token_rows.append(np.full(len(positions), len(rows)))
-            token_positions.append(positions)
-            nodes.append(line * width + path[positions - 1])
-            targets.append(tokens[row][positions])
-            rows.append(row)
-    keys = (np.concatenate(nodes) << 32) | np.concatenate(targets)  # a node and a token id fit 32 bits each
-    pairs, token_pairs = np.unique(keys, return_inverse=True)
+    masks = [loss_masks[row][: last + 1] for row, _, last in cut]
+    ends = np.cumsum(lengths + 1)
+    found = np.flatnonzero(np.concatenate(masks))
+    counts = np.diff(np.searchsorted(found, ends), prepend=0)
+    token_rows = np.repeat(np.arange(len(cut)), counts)
+    token_positions = found - np.repeat(ends - lengths - 1, counts)
+    wanted = np.concatenate([tokens[row][: last + 1] for row, _, last in cut])[found]
+    line_of_row = np.searchsorted(line_rows, np.arange(len(cut)), side="right") - 1
+    predictors, targets, token_pairs = _find_pairs(trie, common, token_rows, token_positions - 1, wanted)
     return MicroBatch(
-        rows=np.asarray(rows),
-        input_ids=input_ids,
-        position_ids=position_ids,
-        subtree_end=subtree_end,
-        causal=all(len(one.rows) == 1 for one in packed),
-        predictors=pairs >> 32,
-        targets=pairs & 0xFFFFFFFF,
-        token_rows=np.concatenate(token_rows),
-        token_positions=np.concatenate(token_positions),
+        rows=numbers,
+        input_ids=input_ids.reshape(lines, width),
+        position_ids=position_ids.reshape(lines, width),
+        subtree_end=subtree_end.reshape(lines, width),
+        segments=segments,
+        causal=lines == len(cut),
+        predictors=predictors + shift[line_of_row[0] if lines == 1 else np.searchsorted(line_starts, predictors, side="right") - 1],
+        targets=targets,
+        token_rows=token_rows,
+        token_positions=token_positions,
         token_pairs=token_pairs,
     )
+
+
+def _find_pairs(trie: Trie, common: IntArray, rows: IntArray, depths: IntArray, targets: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Distinct (node, target) of M tokens, each predicted at a depth of its row, by node; and which of them each token is."""
+    own = depths >= common[rows]
+    nodes = trie.starts[rows] + depths - common[rows]
+    if own.all():  # a node of a row's own predicts one token of it, and comes after those before
+        return nodes, targets, np.arange(len(nodes))
+    shared = np.flatnonzero(~own)
+    nodes[shared] = find_nodes(trie, common, rows[shared], depths[shared])
+    keys = (nodes << 32) | targets  # a node and a token id fit 32 bits each
+    single = np.flatnonzero(own)
+    first, others = keys[single], np.unique(keys[shared])
+    at = np.searchsorted(first, others)
+    new = (at == len(first)) | (first[np.minimum(at, len(first) - 1)] != others) if len(first) else np.ones(len(others), np.bool_)
+    pairs = np.insert(first, at[new], others[new])
+    token_pairs = np.empty(len(keys), np.int64)
+    token_pairs[single] = np.arange(len(first)) + np.cumsum(np.bincount(at[new], minlength=len(first) + 1))[: len(first)]
+    token_pairs[shared] = np.searchsorted(pairs, keys[shared])
+    return pairs >> 32, pairs & 0xFFFFFFFF, token_pairs
 
 
 def spread_to_rows(micro_batches: Sequence[MicroBatch], values: Sequence[FloatArray], tokens: Sequence[IntArray]) -> tuple[FloatArray, ...]:
@@ -214,7 +164,9 @@ def spread_to_rows(micro_batches: Sequence[MicroBatch], values: Sequence[FloatAr
     rows = tuple(np.zeros(len(row), np.float32) for row in tokens)
     for micro_batch, per_pair in zip(micro_batches, values, strict=True):
         per_token = per_pair[micro_batch.token_pairs]
-        for index, row in enumerate(micro_batch.rows.tolist()):
-            mine = micro_batch.token_rows == index
-            rows[row][micro_batch.token_positions[mine]] = per_token[mine]
+        ends = np.cumsum(np.bincount(micro_batch.token_rows, minlength=len(micro_batch.rows))).tolist()
+        first = 0
+        for row, last in zip(micro_batch.rows.tolist(), ends, strict=True):
+            rows[row][micro_batch.token_positions[first:last]] = per_token[first:last]
+            first = last
     return rows

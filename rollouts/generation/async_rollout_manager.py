@@ -85,6 +85,7 @@ class _Ahead:
     """Generation that goes on between calls."""
 
     nursery: trio.Nursery  # of the collector
+    engines_follow: bool  # whether launching waits for engines that are too far behind
     changed: trio.Event = field(default_factory=trio.Event)  # set and replaced when a group was decided, or collecting has ended
     collecting: trio.CancelScope | None = None  # of the collector that runs
     reports: trio.MemorySendChannel[Report] | None = None  # to it
@@ -183,11 +184,12 @@ class AsyncRolloutManager:
             self._end(draw)
 
     @asynccontextmanager
-    async def generating_ahead(self) -> AsyncIterator[None]:
+    async def generating_ahead(self, *, engines_follow: bool = False) -> AsyncIterator[None]:
         """Inside, where groups are decided as they finish, generation goes on between calls of generate_batch, from the first one on.
 
-        Elsewhere it changes nothing. Whoever updates the engines calls engines_updated: what is launched waits for them where they have fallen too
-        far behind. Every task has ended when the block is left; then, as after hold(), nothing is lost, and generate_batch goes on from there, but
+        Elsewhere it changes nothing. Whoever updates the engines calls engines_updated. `engines_follow`: whenever they are too far behind for
+        anything to train, an update is under way, and launching waits for it, as long as it may take; else that is found out, as NotEnoughSamples.
+        Every task has ended when the block is left; then, as after hold(), nothing is lost, and generate_batch goes on from there, but
         what was being generated starts again unless hold() came before.
         """
         assert self._ahead is None and self._current is None, "generation is under way already"
@@ -196,7 +198,7 @@ class AsyncRolloutManager:
             return
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
-            self._ahead = _Ahead(nursery)
+            self._ahead = _Ahead(nursery, engines_follow)
             try:
                 yield
             except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
@@ -216,7 +218,7 @@ class AsyncRolloutManager:
         """Every engine that serves has the weights of `version`, or newer ones. Inside generating_ahead more may be launched then."""
         if self._ahead is not None and self._current is not None and self._current.pace is not None:
             pace = self._current.pace
-            pace.engine_version = max(pace.engine_version, version)
+            pace.engine_version = max(pace.engine_version, min(version, pace.policy_version))
             self._ahead.wake()
 
     async def hold(self) -> None:
@@ -341,7 +343,7 @@ class AsyncRolloutManager:
 
     async def _start_collecting(self, ahead: _Ahead) -> Draw:
         """The draw of the collector that runs, or of a new one, at the trainer's version."""
-        pace = await self._make_pace(waits_for_engines=True)
+        pace = await self._make_pace(waits_for_engines=ahead.engines_follow)
         draw = self._current
         if draw is None and ahead.failure is None:
             draw = self._current = Draw(pace=pace)

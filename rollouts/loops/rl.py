@@ -50,7 +50,7 @@ class BatchSource(Protocol):
     """What the loop needs of an AsyncRolloutManager."""
 
     async def generate_batch(self) -> RolloutBatch: ...
-    def generating_ahead(self) -> AbstractAsyncContextManager[None]: ...
+    def generating_ahead(self, *, engines_follow: bool = ...) -> AbstractAsyncContextManager[None]: ...
     @property
     def is_ahead(self) -> bool: ...
     def engines_updated(self, version: int) -> None: ...
@@ -117,7 +117,7 @@ async def run_rl_training(
         return await sync_weights(backend, inference_engines, version, **options)
 
     async with (
-        rollout_manager.generating_ahead(),
+        rollout_manager.generating_ahead(engines_follow=True),
         open_weight_push(update_engines, beside=rollout_manager.is_ahead, on_updated=rollout_manager.engines_updated) as push,
     ):
         for step in range(completed_steps + 1, config.steps + 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from rollouts.errors import ModelError
 from rollouts.losses.logprobs import LinearLogProbs, linear_logprobs
 from rollouts.models.devices import find_device
+from rollouts.models.packed_attention import ALL_KEYS, ARGUMENT, WINDOWED, make_layer_mask, make_packed_row, register_packed_attention
 from rollouts.models.scalar_head import get_scalar_weight, project_states
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 
     from rollouts.data.packing import MicroBatch
 
-Layout = Literal["tries", "rows", "single"]
+Layout = Literal["packed", "tries", "rows", "single"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 Head = Literal["linear", "own", "whole", "scalar"]
 MaskForm = Literal["one", "windowed", "by_kind"]
 OWN_TILE = 16 * 2**20  # logits that a model's own head computes at a time: 64 MiB
@@ -36,8 +38,9 @@ NO_LIMIT = 2**62
 class ForwardPlan:
     """Which shortcuts give this model's exact log-probs.
 
-    Layouts. tries: rows that begin alike share nodes under a 4D mask (see rollouts.data.packing). rows: right-padded, one sequence a row,
-    plain causal forward. single: one row at a time, without padding.
+    Layouts. packed: one packed row without padding, whose attention computes what is visible (see rollouts.models.packed_attention); rows that
+    begin alike share nodes, if they are to. tries: they share nodes of padded rows under a dense 4D mask (see rollouts.data.packing). rows:
+    right-padded, one sequence a row, plain causal forward. single: one row at a time, without padding.
     Heads. linear: logits = scale · hidden @ weight.T, computed in tiles. own: everything the model does after its decoder, on the
     positions that predict. whole: the logits of a forward pass of the whole model, at every position. scalar: no logits but one number,
     hidden · head (see rollouts.models.scalar_head).
@@ -52,6 +55,7 @@ class ForwardPlan:
     logit_scale: float = 1.0  # of the linear head
     refused_above: int = NO_LIMIT  # tokens of the longest row that has log-probs of its own at all
     refusal: str = ""  # why, and the setting
+    packed_up_to: int = 0  # tokens of the longest row that packed rows are exact for; 0 never
 
     def choose_layout(self, longest: int, *, share_prefix: bool = True) -> Layout:
         """The fastest exact layout of rows of at most `longest` tokens. Raises ModelError if no layout is exact for so long a row."""
@@ -60,6 +64,8 @@ class ForwardPlan:
                 f"the batch has a row of {longest} tokens, and the model is exact for at most {self.refused_above}: {self.refusal}; make rows "
                 "shorter (fewer prompt tokens, lower max_new_tokens)"
             )
+        if longest <= self.packed_up_to:
+            return "packed"
         if share_prefix and longest <= self.tries_up_to:
             return "tries"
         return "rows" if longest <= self.rows_up_to else "single"
@@ -123,8 +129,12 @@ def compute_micro_batch_states(
     inputs: dict[str, Any] = {"input_ids": torch.from_numpy(micro_batch.input_ids).to(device), "use_cache": False}
     if not micro_batch.causal:  # else the model's own: causal, counted from 0. Padding comes last, so nobody sees it.
         inputs["position_ids"] = torch.from_numpy(micro_batch.position_ids).to(device)
-        subtree_end = torch.from_numpy(micro_batch.subtree_end).to(device)
-        inputs["attention_mask"] = make_model_masks(subtree_end, inputs["position_ids"], plan=plan, dtype=autocast_dtype or model.dtype)
+        dtype = autocast_dtype or model.dtype
+        if len(micro_batch.input_ids) == 1 and int(micro_batch.position_ids.max()) < plan.packed_up_to:
+            inputs |= make_packed_inputs(model, micro_batch, plan=plan, dtype=dtype)
+        else:
+            subtree_end = torch.from_numpy(micro_batch.subtree_end).to(device)
+            inputs["attention_mask"] = make_model_masks(subtree_end, inputs["position_ids"], plan=plan, dtype=dtype)
     run: Any = model if plan.head == "whole" else model.get_decoder()
     with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
         output = run(**inputs)
@@ -190,6 +200,17 @@ def _decoder_answers(model: PreTrainedModel, answer: Any) -> Iterator[None]:
             del decoder.forward
         else:
             decoder.forward = before
+
+
+def make_packed_inputs(model: PreTrainedModel, micro_batch: MicroBatch, *, plan: ForwardPlan, dtype: torch.dtype) -> dict[str, Any]:
+    """What the model's forward takes for one packed row: what its attention does, and for each kind of layer which of the two it is."""
+    register_packed_attention()
+    masks: Any = make_layer_mask(ALL_KEYS if plan.masks == "one" else WINDOWED, model)
+    if plan.masks == "by_kind":
+        masks = {"full_attention": make_layer_mask(ALL_KEYS, model), "sliding_attention": masks}
+    window = None if plan.masks == "one" else plan.window
+    row = make_packed_row(micro_batch.subtree_end[0], micro_batch.position_ids[0], window=window, dtype=dtype, device=find_device(model))
+    return {"attention_mask": masks, ARGUMENT: row}
 
 
 def make_model_masks(subtree_end: Tensor, position_ids: Tensor, *, plan: ForwardPlan, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:

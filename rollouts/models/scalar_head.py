@@ -81,7 +81,8 @@ def project_states(states: Tensor, direction: Tensor) -> Tensor:
     """hidden states [N, H] · direction [H], [N]: in float32, in float64 where states are."""
     wide = torch.float64 if states.dtype == torch.float64 else torch.float32
     with torch.autocast(states.device.type, enabled=False):
-        return torch.mv(states.to(wide), direction.to(wide))  # no view of something larger: FSDP waits for the gradient of what this gives
+        # no view of something larger: FSDP waits for the gradient of what this gives. A copy: where a weight lies in memory changes the rounding
+        return torch.mv(states.to(wide), direction.to(wide, copy=True))
 
 
 def make_probing_directions(states: Tensor) -> Tensor:

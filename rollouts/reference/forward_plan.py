@@ -1,7 +1,7 @@
 """Which shortcuts are exact for a model: proved on the model, with a few tokens, when it is opened.
 
-    plain forward of a row by itself ─────────────────────────────► the log-probs that count
-    the same row beside another, as a padded row and in a trie ───► equal to float rounding? then that layout is taken
+    plain forward of a row by itself ────────────────────────────────────► the log-probs that count
+    the same row beside others, padded, in a trie and in a packed row ───► equal to float rounding? then that layout is taken
 
 A model with a scalar head is proved by its hidden states, projected on random directions: its own head may be 0, and would agree with anything.
 
@@ -16,6 +16,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from rollouts.models.log_probs import (
     score_logits,
     widen,
 )
+from rollouts.models.packed_attention import small_pieces
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.scalar_head import HEAD, has_scalar_head, make_probing_directions
 from rollouts.reference.plan_limits import (
@@ -84,15 +86,16 @@ def plan_forward(model: PreTrainedModel, *, on_error: Callable[[Exception], None
 
 def describe_plan(model: PreTrainedModel, plan: ForwardPlan) -> str:
     """One line for the log."""
-    layout = {"tries": "token tries", "rows": "right-padded rows", "single": "one row at a time"}[plan.choose_layout(1)]
-    limits = [f"{what} up to {limit} tokens" for what, limit in (("tries", plan.tries_up_to), ("rows", plan.rows_up_to)) if 0 < limit < NO_LIMIT]
+    layout = {"packed": "packed rows", "tries": "token tries", "rows": "right-padded rows", "single": "one row at a time"}[plan.choose_layout(1)]
+    every = ("packed rows", plan.packed_up_to), ("tries", plan.tries_up_to), ("rows", plan.rows_up_to)
+    limits = [f"{what} up to {limit} tokens" for what, limit in every if 0 < limit < NO_LIMIT]
     parts = [f"{type(model).__name__} trains on {layout}, {plan.head} head", *limits, *([plan.reason] if plan.reason else [])]
     return "; ".join(parts)
 
 
 def log_plan(model: PreTrainedModel, plan: ForwardPlan) -> None:
-    """Writes describe_plan to the log "rollouts": a warning where the model must do without the fastest layout."""
-    level = logging.INFO if plan.choose_layout(1) == "tries" else logging.WARNING
+    """Writes describe_plan to the log "rollouts": a warning where rows of the model cannot share what they have in common."""
+    level = logging.INFO if plan.choose_layout(1) in ("packed", "tries") else logging.WARNING
     logging.getLogger("rollouts").log(level, "%s", describe_plan(model, plan))
 
 
@@ -111,7 +114,8 @@ def _plan(probe: _Probe, model: PreTrainedModel) -> ForwardPlan:
     rows_up_to = 0 if rows_reason else NO_LIMIT
     tries_reason = rows_reason or forbids_tries(model)
     tries = dataclasses.replace(plan, reason=tries_reason) if tries_reason else _prove_tries(probe, plain, plan, model)
-    proved = dataclasses.replace(tries, rows_up_to=rows_up_to, reason="; ".join(filter(None, (tries.reason, causal.unproved))))
+    packed = _prove_packed(probe, plain, tries, model)
+    proved = dataclasses.replace(packed, rows_up_to=rows_up_to, reason="; ".join(filter(None, (packed.reason, causal.unproved))))
     if causal.up_to < NO_LIMIT:
         proved = refuse_above(proved, causal.up_to, causal.refusal)
     return apply_length_limit(proved, model)
@@ -174,6 +178,24 @@ def _prove_tries(probe: _Probe, plain: _Plain, plan: ForwardPlan, model: PreTrai
     if window < OTHER_LENGTH or probe.find_difference(plain, plan, share_prefix=True):
         return dataclasses.replace(plan, reason=reason)
     return dataclasses.replace(plan, tries_up_to=window, reason=reason)
+
+
+def _prove_packed(probe: _Probe, plain: _Plain, tries: ForwardPlan, model: PreTrainedModel) -> ForwardPlan:
+    """`tries` with packed rows where they are exact as well, for rows as long and with the same kinds of masks; its reason says why they are not."""
+    if not tries.tries_up_to:
+        return tries
+    candidate = dataclasses.replace(tries, packed_up_to=tries.tries_up_to)
+    attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    if attention != "sdpa":
+        reason = f"they need the attention 'sdpa', and this model runs with {attention!r}"
+    elif tries.masks == "one":
+        reason = probe.find_packed_difference(plain, candidate)
+    else:
+        with smaller_window(model):
+            reason = probe.find_packed_difference(probe.run_plain(), dataclasses.replace(candidate, window=PROBE_WINDOW))
+    if not reason:
+        return candidate
+    return dataclasses.replace(tries, reason="; ".join(filter(None, (tries.reason, f"packed rows are not exact: {reason}"))))
 
 
 # --- the probe -------------------------------------------------------------------------------------------------------------------------
@@ -315,6 +337,27 @@ class _Probe:
         """ "" if the row gives the plain log-probs and entropy when it is computed with the other by `plan`; else what went wrong."""
         (micro_batch,) = make_micro_batches(self.tokens, self.masks, micro_batch_tokens=64, share_prefix=share_prefix)
         assert micro_batch.causal != share_prefix
+        return self._find_difference(plain, plan, micro_batch)
+
+    def find_packed_difference(self, plain: _Plain, plan: ForwardPlan) -> str:
+        """As find_difference, in a packed row: where others branch off twice on the row's way, and beside them without anything shared; in small
+        pieces and in the usual ones."""
+        rng = np.random.default_rng(1)
+        row = self.tokens[0]
+        late, beside = (np.concatenate([row[:kept], rng.integers(0, self._vocab_size, OTHER_LENGTH - kept)]) for kept in (LENGTH - 1, 0))
+        late[LENGTH - 1], beside[0] = ((row[place] + 1) % self._vocab_size for place in (LENGTH - 1, 0))
+        rows = [*self.tokens, late, beside]
+        masks = [np.arange(len(tokens)) > 0 for tokens in rows]
+        for share_prefix in (True, False):
+            (micro_batch,) = make_micro_batches(rows, masks, micro_batch_tokens=64, share_prefix=share_prefix, padding_free=True)
+            for sizes in (nullcontext(), small_pieces()):
+                with sizes:
+                    reason = self._find_difference(plain, plan, micro_batch)
+                if reason:
+                    return reason
+        return ""
+
+    def _find_difference(self, plain: _Plain, plan: ForwardPlan, micro_batch: MicroBatch) -> str:
         allowed = self.tolerance(plain)
         try:
             found = self._score(micro_batch, plan)

@@ -63,6 +63,7 @@ def apply_length_limit(plan: ForwardPlan, model: PreTrainedModel) -> ForwardPlan
     reason = f"positions of type {limit.kind} change with the longest row of a batch {setting}"
     return dataclasses.replace(
         plan,
+        packed_up_to=min(plan.packed_up_to, limit.tokens),
         tries_up_to=min(plan.tries_up_to, limit.tokens),
         rows_up_to=min(plan.rows_up_to, limit.tokens),
         reason="; ".join(filter(None, (plan.reason, reason))),

@@ -76,7 +76,10 @@ def score_batch(
         return ()
     layout = plan.choose_layout(max(len(row) for row in batch.tokens))
     budget = 1 if layout == "single" else micro_batch_tokens
-    micro_batches = make_micro_batches(batch.tokens, batch.loss_masks, micro_batch_tokens=budget, share_prefix=layout == "tries")
+    share_prefix, padding_free = layout in ("packed", "tries"), layout == "packed"
+    micro_batches = make_micro_batches(
+        batch.tokens, batch.loss_masks, micro_batch_tokens=budget, share_prefix=share_prefix, padding_free=padding_free
+    )
     flats: list[TokenOutputs] = []
     with torch.no_grad():
         for part in micro_batches:

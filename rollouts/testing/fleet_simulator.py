@@ -101,6 +101,8 @@ class FleetReport:
     outcome: str = ""  # completed, or gave up
     steps: int = 0  # trained, those that were repeated included
     syncs: int = 0  # weight updates that were published
+    released: int = 0  # of those, that let the trainer go on before their end
+    saved_in_flight: int = 0  # groups that were in the making when a checkpoint was written
     requests: int = 0  # that came to servers
     trained_tokens: int = 0
     mixed_samples: int = 0  # that trained with tokens of several versions
@@ -502,6 +504,7 @@ class _Simulation:
         trainer.syncing = version
         metrics = await trainer.sync(backend, engines, version, released=released)
         self.report.syncs += 1
+        self.report.released += released is not None and released.is_set()
         if trainer.fleet.published_version != version:
             self.fail("published", f"the trainer has synced {version}, published is {trainer.fleet.published_version}")
         return metrics
@@ -511,6 +514,7 @@ class _Simulation:
         trainer = self.trainer
         assert trainer is not None
         self.check_books(trainer)
+        self.report.saved_in_flight += int(trainer.manager.statistics()["in_flight"])
         state = json.dumps([trainer.buffer.buffer.state_dict(), trainer.manager.state_dict()])
         self.checkpoint = _Checkpoint(step, state, frozenset(trainer.buffer.out), frozenset(trainer.trained), tuple(trainer.backend.lineage))
 

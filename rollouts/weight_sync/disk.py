@@ -1,7 +1,7 @@
 """Writing a weight snapshot: bucket by bucket from the trainer, shard by shard to disk, under the names that model files have.
 
     backend's device thread:  bucket ─► names of the files ─► CPU, dtype ─► safetensors file ─► shard full?
-    trio:                                                                                       └──► hash and sync in a thread, meanwhile
+    trio:                                                                                       └──► hash it and sync it in two threads, meanwhile
 
 No more than one tensor is held beside the model (of one whose files join several of its tensors into one: those of one such join). Where training
 goes on meanwhile, the device thread only copies (hold_weights), and the same is done in another thread from the copy.
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rollouts.checkpoints.manifest import FileRecord
 from rollouts.errors import SnapshotError, WeightSyncError
+from rollouts.models.directories import fsync_path
 from rollouts.models.export import FileNames, name_shards, write_config
 from rollouts.models.host_memory import read_free_memory
 from rollouts.models.shard_writer import SHARD_BYTES, ShardWriter
@@ -31,10 +32,10 @@ from rollouts.weight_sync.snapshots import (
     SnapshotManifest,
     Snapshots,
     check_snapshot,
+    hash_file,
     make_temporary,
     parse_snapshot_name,
     publish_files,
-    record_file,
     remove_snapshot,
 )
 from rollouts.weight_sync.sync import Snapshot, WeightSource
@@ -48,6 +49,7 @@ COPIED_FILES = (  # what a server may want of a model directory beside weights
     "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "preprocessor_config.json",
 )  # fmt: skip
 ROOM = 1.5  # free memory for each byte of a copy, at least
+SHARDS, LEAST_SHARD_BYTES = 8, 64 * 2**20  # so many shards of that size or more: while one is hashed and synced the next is written
 
 
 class HeldWeights:
@@ -84,9 +86,8 @@ class _Streamed:
 async def hold_weights(backend: TrainingBackend, *, dtype: torch.dtype | None = None) -> HeldWeights | None:
     """A copy of the trainer's weights as a snapshot stores them; None where this machine's memory has no room for it to spare."""
     model: Any = getattr(backend, "model", None)
-    sizes = [] if model is None else [p.numel() * (dtype if dtype and p.is_floating_point() else p.dtype).itemsize for p in model.parameters()]
     free = read_free_memory()
-    if free is not None and free < ROOM * sum(sizes):
+    if free is not None and free < ROOM * count_bytes(model, dtype):
         return None
     held = HeldWeights(model)
     failures: list[Exception] = []
@@ -104,6 +105,12 @@ async def hold_weights(backend: TrainingBackend, *, dtype: torch.dtype | None = 
     return held
 
 
+def count_bytes(model: PreTrainedModel | None, dtype: torch.dtype | None) -> int:
+    """Of the parameters as a snapshot stores them; 0 without a model."""
+    parameters = [] if model is None else list(model.parameters())
+    return sum(one.numel() * (dtype if dtype and one.is_floating_point() else one.dtype).itemsize for one in parameters)
+
+
 async def export_snapshot(
     backend: WeightSource,
     path: Path,
@@ -115,9 +122,9 @@ async def export_snapshot(
     """The manifest of the snapshot `path` (a name like v12), which holds the trainer's weights as a Hugging Face model directory.
 
     One that is there already is verified and kept as it is. `dtype`: what floating-point weights are stored as; None: as the trainer has
-    them. `model_dir`: where files that a server wants beside the weights come from (tokenizer, chat template). Raises SnapshotError when the
-    disk refuses, or when what is there is damaged; what the backend raises. Cancelling leaves a .tmp- directory, for the device thread may
-    be writing still.
+    them. `shard_bytes`: the most that one file holds; it holds less where few files would make the whole. `model_dir`: where files that a server
+    wants beside the weights come from (tokenizer, chat template). Raises SnapshotError when the disk refuses, or when what is there is damaged;
+    what the backend raises. Cancelling leaves a .tmp- directory, for the device thread may be writing still.
     """
     parsed = parse_snapshot_name(path.name)
     if parsed is None:
@@ -130,6 +137,7 @@ async def export_snapshot(
         raise SnapshotError(f"snapshot {path} cannot be written ({error}); free space there or choose another output.dir") from error
     model = getattr(backend, "model", None)
     try:
+        shard_bytes = min(shard_bytes, max(LEAST_SHARD_BYTES, count_bytes(model, dtype) // SHARDS))
         shards = await _stream_shards(backend, temporary, FileNames(model), dtype=dtype, shard_bytes=shard_bytes)
         return await trio.to_thread.run_sync(lambda: _finish(temporary, path, shards, model=model, dtype=dtype, model_dir=model_dir))
     except OSError as error:
@@ -144,21 +152,30 @@ async def _stream_shards(
     backend: WeightSource, folder: Path, names: FileNames, *, dtype: torch.dtype | None, shard_bytes: int
 ) -> list[tuple[FileRecord, list[str]]]:
     """Each shard's record and the names of its tensors; all of them are hashed and on disk."""
-    send, receive = trio.open_memory_channel[Path](math.inf)  # of paths
+    to_hash, hashing = trio.open_memory_channel[Path](math.inf)  # no more than there are shards
+    to_sync, syncing = trio.open_memory_channel[Path](math.inf)
     token = trio.lowlevel.current_trio_token()
-    writer = ShardWriter(folder, names, dtype=dtype, shard_bytes=shard_bytes, on_shard=lambda path: token.run_sync_soon(send.send_nowait, path))
     records: dict[str, FileRecord] = {}
     failures: list[Exception] = []
 
-    async def hash_shards() -> None:
-        async for path in receive:
+    def announce(path: Path) -> None:
+        with suppress(trio.ClosedResourceError):  # after a cancellation the device thread may still complete a shard
+            to_hash.send_nowait(path)
+            to_sync.send_nowait(path)
+
+    async def follow(shards: trio.MemoryReceiveChannel[Path], work: Callable[[Path], FileRecord | None]) -> None:
+        async for path in shards:
             try:
-                records[path.name] = await trio.to_thread.run_sync(record_file, path)
+                record = await trio.to_thread.run_sync(work, path)
             except OSError as error:
                 failures.append(error)
+            else:
+                records.update({} if record is None else {path.name: record})
 
+    writer = ShardWriter(folder, names, dtype=dtype, shard_bytes=shard_bytes, on_shard=lambda path: token.run_sync_soon(announce, path))
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(hash_shards)
+        nursery.start_soon(follow, hashing, hash_file)
+        nursery.start_soon(follow, syncing, fsync_path)
         try:
             await backend.stream_weights(writer.take).result()
             await trio.to_thread.run_sync(writer.close)
@@ -166,7 +183,8 @@ async def _stream_shards(
             failures.append(error)
         finally:
             writer.stop()
-            send.close()
+            to_hash.close()
+            to_sync.close()
     if writer.failure is not None or failures:
         raise writer.failure or failures[0]
     return [(records[name], tensors) for name, tensors in writer.shards]

@@ -67,6 +67,11 @@ def list_snapshots(folder: Path) -> list[tuple[int, Path]]:
 def record_file(path: Path) -> FileRecord:
     """Size and hash of a file that is on disk when this returns. Reads every byte: run it in a thread."""
     fsync_path(path)
+    return hash_file(path)
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Size and hash of a file as it reads now. Reads every byte: run it in a thread."""
     return FileRecord(path.name, path.stat().st_size, compute_sha256(path))
 
 

@@ -162,7 +162,7 @@ class WeightSync:
     ) -> Mapping[str, float]:
         """Metrics of the update; every engine that serves has proven `version`. Raises WeightSyncError when none has, listing each failure.
 
-        `released` is set as soon as the trainer may change its weights: where engines load from disk and a copy of the weights fits into memory,
+        `released` is set as soon as the trainer may change its weights: where all engines load from disk and a copy of the weights fits into memory,
         before the snapshot is written; else not before the end, when whoever waits for it finds this call returned.
 
         Without a fleet one failure is enough to raise. SnapshotError when the snapshot cannot be written or is damaged; BackendError when the
@@ -212,7 +212,8 @@ class WeightSync:
         streamed_before = self._streamed_bytes
         snapshot = None
         if self._need_disk(members):
-            await self._release(update)
+            if not any(engine.features.in_memory_update for engine in members):  # such a one is given the trainer's own weights, later
+                await self._release(update)
             snapshot = await self._export(update.source, version)
         report = await self._update(update, members, snapshot)
         if snapshot is None and isinstance(self._admission, UpdatedFleet) and self._keeper is not None:

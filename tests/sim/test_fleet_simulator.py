@@ -35,11 +35,14 @@ def run_seeds(first_seed: int, count: int) -> None:
         totals["undisturbed"] += report.outcome == "completed" and not set(report.interruptions) - {"stopped", "killed"}
         totals["resumed"] += bool(report.interruptions)
         totals["mixed samples"] += report.mixed_samples
+        totals["released"] += report.released
+        totals["saved in flight"] += report.saved_in_flight
         faults.update(report.faults)
     assert totals["completed"] >= 0.95 * count, totals
     assert totals["undisturbed"] >= 0.8 * count, totals  # no fault was so bad that a trainer had to be started again
     assert set(faults) == FAULTS, "a kind of fault never struck: it would prove nothing"
     assert totals["resumed"] > 0 and totals["mixed samples"] > 0, totals
+    assert totals["released"] > 0 and totals["saved in flight"] > 0, totals  # updates went on beside training, and generation beside both
 
 
 @pytest.mark.parametrize("first_seed", range(0, FIRST_SEEDS, FIRST_BLOCK))

@@ -232,26 +232,32 @@ async def test_a_reference_scores_as_a_plain_forward(kind: str, cache: Path):
 
 @pytest.mark.parametrize(
     ("kind", "layout", "head"),
-    [("llama", "tries", "linear"), ("qwen3", "tries", "linear"), ("gemma", "tries", "own"), ("mamba", "rows", "linear"), ("moe", "tries", "linear")],
+    [
+        ("llama", "packed", "linear"),
+        ("qwen3", "packed", "linear"),
+        ("gemma", "tries", "own"),
+        ("mamba", "rows", "linear"),
+        ("moe", "packed", "linear"),
+    ],
 )
 def test_the_fastest_exact_layout_and_head_are_taken(kind: str, layout: str, head: str, cache: Path):
     plan = plan_forward(load_once(kind, cache))
     assert (plan.choose_layout(10_000), plan.head, plan.logit_scale) == (layout, head, 1.0)
-    assert bool(plan.reason) == (layout != "tries")
+    assert bool(plan.reason) == (layout != "packed")
 
 
 @pytest.mark.parametrize(
     ("name", "layout", "head"),
     [
-        ("logits divided", "tries", "linear"),
-        ("logits multiplied, parallel layers", "tries", "linear"),
-        ("head with a bias", "tries", "own"),
-        ("learned positions", "tries", "linear"),
+        ("logits divided", "packed", "linear"),
+        ("logits multiplied, parallel layers", "packed", "linear"),
+        ("head with a bias", "packed", "own"),
+        ("learned positions", "packed", "linear"),
         ("bias by distance in the row", "rows", "linear"),
-        ("a window in every layer", "tries", "linear"),
-        ("a window in some layers", "tries", "linear"),
+        ("a window in every layer", "packed", "linear"),
+        ("a window in some layers", "packed", "linear"),
         ("local layers of another name", "rows", "linear"),
-        ("another mixture of experts", "tries", "linear"),
+        ("another mixture of experts", "packed", "linear"),
         ("recurrent and attending layers", "rows", "own"),
     ],
 )
@@ -322,7 +328,7 @@ def make_rows(*lengths: int) -> RolloutBatch:
 
 def test_positions_that_change_with_the_longest_row_bound_what_is_padded():
     plan = plan_forward(make_longrope())
-    assert [plan.choose_layout(length) for length in (32, 33, 100)] == ["tries", "single", "single"]
+    assert [plan.choose_layout(length) for length in (32, 33, 100)] == ["packed", "single", "single"]
     assert "longrope" in plan.reason
 
 
@@ -434,7 +440,7 @@ def test_a_window_that_the_config_does_not_rule_bounds_the_tries(cache: Path):
 
     model.model.forward = run
     plan = plan_forward(model)
-    assert [plan.choose_layout(length) for length in (50, 51)] == ["tries", "rows"]
+    assert [plan.choose_layout(length) for length in (50, 51)] == ["packed", "rows"]
     assert model.config.sliding_window == 50
 
 
@@ -444,7 +450,7 @@ def test_logits_that_need_more_than_the_hidden_states_are_taken_from_the_whole_m
     for one in (model, slow):
         add_input_to_logits(one)
     plan = plan_forward(model)
-    assert (plan.head, plan.choose_layout(100)) == ("whole", "tries")
+    assert (plan.head, plan.choose_layout(100)) == ("whole", "packed")
     batch = make_batch()
     (micro_batch,) = make_micro_batches(batch.tokens, batch.loss_masks, micro_batch_tokens=10_000, share_prefix=True)
     found = compute_micro_batch_log_probs(model, micro_batch, plan=plan, temperature=1.0)
@@ -529,7 +535,7 @@ async def test_statistics_and_the_log_say_which_layout_is_used(cache: Path, capl
         statistics = backend.statistics()
     assert (statistics["batches_as_tries"], statistics["batches_as_rows"], statistics["batches_as_single"]) == (0, 1, 0)
     assert "MambaForCausalLM trains on right-padded rows, linear head; tries need attention in every layer" in caplog.text
-    assert describe_plan(backend.model, plan_forward(load_once("llama", cache))) == "MambaForCausalLM trains on token tries, linear head"
+    assert describe_plan(backend.model, plan_forward(load_once("llama", cache))) == "MambaForCausalLM trains on packed rows, linear head"
 
 
 # --- dropout and gradient checkpointing ----------------------------------------------------------------------------------------------
@@ -641,4 +647,4 @@ def test_an_unknown_tiny_model_names_the_nearest(tmp_path: Path):
 
 def test_a_plan_without_limits_is_written_in_one_line(cache: Path):
     plan = dataclasses.replace(plan_forward(load_once("llama", cache)), tries_up_to=64, rows_up_to=NO_LIMIT, reason="why")
-    assert describe_plan(load_once("llama", cache), plan) == "LlamaForCausalLM trains on token tries, linear head; tries up to 64 tokens; why"
+    assert describe_plan(load_once("llama", cache), plan) == "LlamaForCausalLM trains on packed rows, linear head; tries up to 64 tokens; why"

@@ -51,7 +51,7 @@ def test_positions_in_many_tiles_give_the_same(monkeypatch: pytest.MonkeyPatch):
     hidden, weight, targets = make(23, 8, 50)
     whole = linear_logprobs(hidden, weight, targets, vocab_chunk=16)
     whole_grads = torch.autograd.grad(whole.log_probs.sum(), [hidden, weight])
-    monkeypatch.setattr(logprobs, "CPU_TILE", 80)  # five positions at a time
+    monkeypatch.setattr(logprobs, "CPU_ROWS", 5)
     tiled = linear_logprobs(hidden, weight, targets, vocab_chunk=16)
     tiled_grads = torch.autograd.grad(tiled.log_probs.sum(), [hidden, weight])
     for one, other in zip([*whole, *whole_grads], [*tiled, *tiled_grads], strict=True):
@@ -88,6 +88,26 @@ def test_a_position_without_gradient_gives_none_and_costs_none():
     assert grad[[1, 3]].abs().min() > 0
 
 
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_keeping_the_logits_of_some_positions_changes_nothing(entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch):
+    """Kept are none, 7 of the 23 positions, and all; some positions have no gradient."""
+    hidden, weight, targets = make(23, 8, 50)
+    monkeypatch.setattr(logprobs, "CPU_ROWS", 5)
+    upstream = torch.randn(2, 23, generator=torch.Generator().manual_seed(1))
+    upstream[:, [0, 5, 6, 20]] = 0.0
+    found = []
+    for num_kept in (0, 7, 23):
+        monkeypatch.setattr(logprobs, "CPU_KEPT", 50 * num_kept)
+        result = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_chunk=16, entropy_gradient=entropy_gradient)
+        loss = (result.log_probs * upstream[0]).sum() + (result.entropy * upstream[1]).sum() * entropy_gradient
+        first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+        again = torch.autograd.grad(loss, [hidden, weight])  # the kept logits are still there
+        found.append([*result, *first, *again])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-6)
+
+
 def test_a_nan_gradient_is_not_lost():
     hidden, weight, targets = make(2, 4, 6)
     (grad,) = torch.autograd.grad((linear_logprobs(hidden, weight, targets).log_probs * float("nan")).sum(), [hidden])
@@ -120,7 +140,7 @@ def test_derivatives_of_log_probs_and_entropy_together_agree_with_finite_differe
 
 @pytest.mark.parametrize("vocab_chunk", [1, 7, 1000])
 def test_entropy_s_gradient_equals_that_of_log_softmax_in_tiles(vocab_chunk: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(logprobs, "CPU_TILE", 80)
+    monkeypatch.setattr(logprobs, "CPU_ROWS", 5)
     hidden, weight, targets = make(23, 16, 97)
     result = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_chunk=vocab_chunk, entropy_gradient=True)
     wanted, entropy = slow(hidden, weight, targets, 0.7)
@@ -161,7 +181,8 @@ def test_nothing_in_gives_nothing_out():
 
 def test_the_logits_of_all_positions_and_tokens_never_exist_at_once(monkeypatch: pytest.MonkeyPatch):
     """No tensor made by a matrix product forward or backward is larger than a tile or a gradient."""
-    monkeypatch.setattr(logprobs, "CPU_TILE", 64 * 32)
+    monkeypatch.setattr(logprobs, "CPU_ROWS", 64)
+    monkeypatch.setattr(logprobs, "CPU_KEPT", 4096 * 4)
     hidden, weight, targets = make(512, 8, 4096)
     largest = 0
 

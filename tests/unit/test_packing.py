@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from rollouts.data.packing import MicroBatch, divide_lengths, make_micro_batches, spread_to_rows
+from rollouts.data.bins import divide_lengths
+from rollouts.data.packing import MicroBatch, make_micro_batches, spread_to_rows
 
 
 def row(*ids: int) -> np.ndarray:

@@ -1,22 +1,30 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.backends.shares import (
+    MICRO_BATCH_ARRAYS,
     Share,
-    compute_round_cost,
+    compute_cost,
+    compute_imbalance,
     deal_portions,
     deal_rounds,
     decode_share,
     encode_share,
+    find_attention_cost,
     make_portion,
-    pack_for_ranks,
 )
-from rollouts.data.packing import MicroBatch, make_micro_batches
+from rollouts.data.bins import compute_round_cost
+from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
 from rollouts.errors import ControlError
+from rollouts.models.load import load_hf_model
+from rollouts.models.scalar_head import load_scalar_model
+from rollouts.models.tiny import make_tiny
 from rollouts.types import LossSpec, RolloutBatch
 
 
@@ -31,23 +39,27 @@ def make_batch(lengths: list[int], *, prompt: int = 2, seed: int = 0) -> Rollout
     )
 
 
-def pack(batch: RolloutBatch, ranks: int, *, budget: int, cost: int = 8, share_prefix: bool = False) -> list[MicroBatch]:
-    def by_budget(tokens: int) -> list[MicroBatch]:
-        return make_micro_batches(
-            batch.tokens, batch.loss_masks, micro_batch_tokens=tokens, share_prefix=share_prefix, micro_batch_cost=cost
-        )
-
-    return pack_for_ranks(by_budget, ranks, micro_batch_tokens=budget, micro_batch_cost=cost)
+def pack(batch: RolloutBatch, ranks: int, *, budget: int, cost: int = 8, share_prefix: bool = False, padding_free: bool = False) -> list[MicroBatch]:
+    return make_micro_batches(
+        batch.tokens,
+        batch.loss_masks,
+        micro_batch_tokens=budget,
+        share_prefix=share_prefix,
+        padding_free=padding_free,
+        ranks=ranks,
+        micro_batch_cost=cost,
+    )
 
 
 def rows_of(micro_batches: list[MicroBatch]) -> list[int]:
     return sorted(row for micro_batch in micro_batches for row in micro_batch.rows.tolist())
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 6), st.integers(4, 200), st.booleans())
-def test_every_row_is_computed_once_and_every_rank_has_as_many_rounds(lengths: list[int], ranks: int, budget: int, share: bool):
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 6), st.integers(4, 200), st.booleans(), st.booleans())
+def test_every_row_is_computed_once_and_every_rank_has_as_many_rounds(lengths: list[int], ranks: int, budget: int, share: bool, free: bool):
     batch = make_batch(lengths)
-    micro_batches = pack(batch, ranks, budget=budget, share_prefix=share)
+    micro_batches = pack(batch, ranks, budget=budget, share_prefix=share, padding_free=free)
     shares = deal_portions([make_portion(micro_batch, batch) for micro_batch in micro_batches], ranks, micro_batch_cost=8)
     assert len(shares) == ranks
     assert len({len(mine) for mine in shares}) == 1
@@ -55,10 +67,11 @@ def test_every_row_is_computed_once_and_every_rank_has_as_many_rounds(lengths: l
     assert all(one.computed_tokens <= max(budget, *(length + 2 for length in lengths)) for one in micro_batches)
 
 
-@given(st.lists(st.integers(1, 60), min_size=4, max_size=20))
-def test_no_rank_is_without_work_where_there_are_rows_for_all(lengths: list[int]):
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=4, max_size=20), st.booleans(), st.booleans())
+def test_no_rank_is_without_work_where_there_are_rows_for_all(lengths: list[int], share: bool, free: bool):
     batch = make_batch(lengths)
-    micro_batches = pack(batch, 4, budget=10_000)
+    micro_batches = pack(batch, 4, budget=10_000, share_prefix=share, padding_free=free)
     shares = deal_portions([make_portion(micro_batch, batch) for micro_batch in micro_batches], 4, micro_batch_cost=8)
     assert all(any(portion.counts for portion in mine) for mine in shares)
 
@@ -68,6 +81,32 @@ def test_rounds_take_the_dearest_first_and_turn_around():
     assert deal_rounds([7, 9, 5, 3, 8, 4, 6], 3) == [[1, 5, 3], [4, 2, None], [0, 6, None]]
     assert compute_round_cost([7, 9, 5, 3, 8, 4, 6], 3) == 9 + 6 + 3
     assert deal_rounds([], 2) == [[], []]
+
+
+def test_in_a_round_the_dearest_goes_to_the_rank_with_least_to_do():
+    # rounds 9 2, 2 1, 1 1: the second gives 2 to the rank that has 2, the third 1 to each
+    dealt = deal_rounds([9, 2, 2, 1, 1, 1], 2)
+    assert dealt == [[0, 3, 5], [1, 2, 4]]
+    assert compute_imbalance([9, 2, 2, 1, 1, 1], dealt) == pytest.approx(11 / 8)
+    assert compute_imbalance([4], [[0], [None]]) == 2
+    assert compute_imbalance([], [[], []]) == 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5))
+def test_a_round_is_never_dearer_than_sorting_makes_it(costs: list[int], ranks: int):
+    dealt = deal_rounds(costs, ranks)
+    assert sorted(number for mine in dealt for number in mine if number is not None) == list(range(len(costs)))
+    rounds = zip(*dealt, strict=True)
+    assert sum(max(costs[number] for number in one if number is not None) for one in rounds) == compute_round_cost(costs, ranks)
+
+
+def test_a_micro_batch_costs_its_nodes_and_what_they_see():
+    """A prompt of 2 and answers of 1 and 2 computed tokens: 5 nodes that see 1 2, 3, 3 4 nodes."""
+    tokens = (np.asarray([1, 2, 5, 6]), np.asarray([1, 2, 7, 8, 9]))
+    masks = tuple(np.arange(len(row)) >= 2 for row in tokens)
+    (micro,) = make_micro_batches(tokens, masks, micro_batch_tokens=99, share_prefix=True, padding_free=True)
+    assert compute_cost(micro, micro_batch_cost=10, attention_cost=0.5) == 5 + 10 + 0.5 * (1 + 2 + 3 + 3 + 4)
 
 
 def test_equal_rows_are_divided_evenly():
@@ -126,10 +165,21 @@ def test_a_share_crosses_as_bytes():
     assert (found.temperature, found.spec, found.denominator, found.expected_count) == (0.7, spec, 7.0, 30.0)
     for one, other in zip(found.portions, share.portions, strict=True):
         assert (one.width, one.counts, one.micro_batch.causal) == (other.width, other.counts, other.micro_batch.causal)
-        for name in ("rows", "input_ids", "position_ids", "subtree_end", "predictors", "targets", "token_rows", "token_positions", "token_pairs"):
+        for name in MICRO_BATCH_ARRAYS:
             values = getattr(one.micro_batch, name)
             np.testing.assert_array_equal(values, getattr(other.micro_batch, name))
             assert values.flags.writeable  # torch warns of others
         np.testing.assert_array_equal(one.fields["advantages"], other.fields["advantages"])
     with pytest.raises(ControlError):
         decode_share(message[:-1])
+
+
+def test_attention_costs_its_share_of_a_models_flops(tmp_path: Path):
+    """tiny:byte has two layers of width 64, 73,984 weights in them, 64 in the last norm and 259·64 in a table that is both embedding and head."""
+    path = make_tiny("byte", 0, tmp_path)
+    assert find_attention_cost(load_hf_model(path)) == pytest.approx(4 * 2 * 64 / (2 * (73_984 + 64 + 259 * 64)))
+    assert find_attention_cost(load_scalar_model(path)) == pytest.approx(4 * 2 * 64 / (2 * (73_984 + 64 + 64)))  # a head of 64, the table only read
+
+
+def test_a_model_without_attention_has_the_usual_cost(tmp_path: Path):
+    assert find_attention_cost(load_hf_model(make_tiny("mamba", 0, tmp_path))) == ATTENTION_COST

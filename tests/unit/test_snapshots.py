@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +24,7 @@ from rollouts.config.schema import OptimConfig
 from rollouts.errors import BackendError, SnapshotError
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
+from rollouts.models.shard_writer import GrowingFile
 from rollouts.types import LossSpec, RolloutBatch
 from rollouts.weight_sync import disk
 from rollouts.weight_sync.disk import DiskSnapshots, export_snapshot
@@ -240,6 +243,57 @@ def test_a_process_killed_while_it_writes_leaves_no_snapshot(tmp_path: Path):
         assert list_snapshots(tmp_path / where) == []
         assert Snapshots(tmp_path / where).clear_after_restart(5) == []
         assert list((tmp_path / where).iterdir()) == []
+
+
+async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    at_the_end, goes_on, written = trio.Event(), threading.Event(), trio.Event()
+    finish = GrowingFile.finish
+
+    def finish_late(file: GrowingFile) -> None:
+        trio.from_thread.run_sync(at_the_end.set, trio_token=token)
+        assert goes_on.wait(10)
+        finish(file)
+
+    class Backend:
+        def stream_weights(self, sink):
+            self.sink = sink
+            return self
+
+        def work(self) -> None:  # one bucket of two shards
+            self.sink([(f"weight.{number}", torch.zeros(1000)) for number in range(2)])
+            trio.from_thread.run_sync(written.set, trio_token=token)
+
+        async def result(self):
+            await trio.to_thread.run_sync(self.work, abandon_on_cancel=True)
+
+    token = trio.lowlevel.current_trio_token()
+    monkeypatch.setattr(GrowingFile, "finish", finish_late)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(partial(export_snapshot, Backend(), tmp_path / "v1", shard_bytes=5_000))
+        await at_the_end.wait()
+        nursery.cancel_scope.cancel()
+    goes_on.set()
+    with trio.fail_after(10):
+        await written.wait()  # the shard was announced before
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".tmp-v1-") and len(list(left.iterdir())) == 2
+
+
+async def test_a_model_that_few_shards_would_hold_is_split_so_that_hashing_and_writing_overlap(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(disk, "LEAST_SHARD_BYTES", 1000)
+    async with open_backend(resolve_model("tiny:llama", cache_dir=cache)) as backend:
+        total = sum(4 * parameter.numel() for parameter in backend.model.parameters())
+        manifest = await export_snapshot(backend, tmp_path / "v1")
+        halves = await export_snapshot(backend, tmp_path / "v2", dtype=torch.bfloat16)
+        largest = max(4 * parameter.numel() for parameter in backend.model.parameters())
+    for made, size in ((manifest, total), (halves, total // 2)):
+        shards = [record.size for record in made.files if record.path.endswith(".safetensors")]
+        assert 4 <= len(shards) <= 2 * disk.SHARDS
+        assert sum(shards) >= size
+        assert max(shards) <= largest + 4096, "more than one tensor, and more than the share"
+    assert check_snapshot(tmp_path / "v1") == manifest
 
 
 @pytest.mark.parametrize("broken", ['"size": Infinity', '"size": 1e999', '"size": null', '"size": "many"', '"nothing": 1'])

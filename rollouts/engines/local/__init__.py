@@ -6,6 +6,7 @@
     interface.py what the batch asks of a model
     decoder.py   fast: the forward pass of a Llama-like model taken apart                         (device thread)
     kv_slots.py  its keys and values by slot                                                      (device thread)
+    graphs.py    its decode steps, recorded and replayed on a GPU                                 (device thread)
     whole_model.py  cached and recompute: the model's own forward, for all other models           (device thread)
     sampling.py  one token per row from logits, by a counter-based stream                         (device thread)
     weights.py   an update that arrives in buckets and becomes visible at once                    (device thread)

@@ -22,7 +22,9 @@ from rollouts.types import Completion, FinishReason, FloatArray, GenerateRequest
 
 PREFILL_TOKENS = 8192  # padded prompt tokens of one forward pass
 JOB_STEPS = 32  # decode steps of one device job
-JOB_SECONDS = 0.1  # after which a job ends, so that other work on the device thread gets its turn
+JOB_SECONDS = 0.1  # after which a job ends
+SHARED_STEPS = 4  # the same while other work waits for the device thread: it gets its turn soon, and each turn of ours is worth having
+SHARED_SECONDS = 0.025
 
 
 @dataclass(slots=True, eq=False)
@@ -87,16 +89,28 @@ class DecodeBatch:
         self._last_ids = np.zeros(max_rows, np.int64)  # the token that goes in next
         self._draws = np.zeros(max_rows, DRAW_DTYPE)
 
-    def run(self, *, admit: Sequence[Row], remove: Sequence[Row], version: int, decode: bool, interrupted: Callable[[], bool]) -> list[Row]:
-        """The rows that finished. Removes and admits, then decodes until a row finishes, someone interrupts, or the job is long enough."""
+    def run(
+        self,
+        *,
+        admit: Sequence[Row],
+        remove: Sequence[Row],
+        version: int,
+        decode: bool,
+        interrupted: Callable[[], bool],
+        others_wait: Callable[[], bool],
+    ) -> list[Row]:
+        """The rows that finished. Removes and admits, then decodes until a row finishes, someone interrupts, or the job is long enough.
+
+        Other work that waits shortens the job; one step is always made, unless interrupted or without rows.
+        """
         with self.decoder.computing():
             self.remove(remove)
             if admit:
                 self.admit(admit, version)
             finished = self._take_finished()
-            until = time.perf_counter() + JOB_SECONDS
-            for _ in range(JOB_STEPS if decode else 0):
-                if finished or not self.rows or interrupted() or time.perf_counter() > until:
+            began = time.perf_counter()
+            for steps in range(JOB_STEPS if decode else 0):
+                if finished or not self.rows or interrupted() or _is_over(steps, time.perf_counter() - began, others_wait()):
                     break
                 self.step(version)
                 finished = self._take_finished()
@@ -212,6 +226,12 @@ class DecodeBatch:
 
     def _to_device(self, values: IntArray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.decoder.device)
+
+
+def _is_over(steps: int, seconds: float, others_wait: bool) -> bool:
+    """Whether a job that has made so many steps ends."""
+    limit_s, limit = (SHARED_SECONDS, SHARED_STEPS) if others_wait else (JOB_SECONDS, JOB_STEPS)
+    return steps > 0 and (steps >= limit or seconds > limit_s)
 
 
 def _prompt_key(row: Row) -> bytes:

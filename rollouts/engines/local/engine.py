@@ -22,6 +22,7 @@ import trio.testing
 from torch import Tensor
 
 from rollouts.engines.local.batch import DecodeBatch, Row
+from rollouts.engines.local.graphs import record_on_gpu
 from rollouts.engines.local.interface import ForwardPath
 from rollouts.engines.local.opening import DEFAULT_CONTEXT, OpenedDecoder, context_limit, open_decoder
 from rollouts.engines.local.weights import StagedWeights, copy_model, read_checkpoint
@@ -102,7 +103,7 @@ async def open_local_engine(
     def open_on_device() -> _Opened:
         own = copy_model(model, copy_dtype) if mode == "copied" else model
         decoder = open_decoder(own, max_context=max_context, autocast_dtype=autocast_dtype)
-        return _Opened(own, decoder, DecodeBatch(decoder.decoder, max_rows=max_rows, max_context=max_context))
+        return _Opened(own, decoder, DecodeBatch(record_on_gpu(decoder.decoder), max_rows=max_rows, max_context=max_context))
 
     opened = await device_thread.submit(open_on_device)
     engine = LocalEngine(
@@ -169,6 +170,7 @@ class LocalEngine:
         self._leaving: list[Row] = []  # rows to take out before the next decode step
         self._paused: PauseMode | None = None
         self._staged: StagedWeights | None = None  # while an update is under way
+        self._last_update: StagedWeights | None = None  # that was applied
         self._resume_after_update = False
         self._job_running = False
         self._interrupt = False  # read by the device thread between steps
@@ -303,7 +305,7 @@ class LocalEngine:
         if self._paused is None:
             await self.pause("keep")
             self._resume_after_update = True
-        self._staged = StagedWeights(model)
+        self._staged = StagedWeights(model, self._last_update)
 
     def receive_bucket(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """A WeightSink, called on the device thread: copies one bucket aside."""
@@ -370,6 +372,7 @@ class LocalEngine:
 
     def _apply(self, staged: StagedWeights) -> None:
         staged.apply()
+        self._last_update = staged
         self._batch.weights_epoch += 1
 
     def _updatable_model(self) -> PreTrainedModel:
@@ -438,6 +441,7 @@ class LocalEngine:
             version=self._current_version(),
             decode=decode,
             interrupted=lambda: self._interrupt,
+            others_wait=self._device_thread.has_queued,
         )
         try:
             finished = await self._run_to_end(job)  # ends within a step of an interrupt

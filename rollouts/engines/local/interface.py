@@ -13,6 +13,13 @@ from rollouts.models.layers import uncompiled
 
 ForwardPath = Literal["fast", "cached", "recompute"]
 SlotsT = TypeVar("SlotsT", bound="Slots")
+FLOAT32_TOLERANCE = 1e-4  # nats
+HALF_TOLERANCE = 0.25  # nats; bfloat16 keeps 8 bits
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """How far, in nats, log-probs computed in `dtype` in two ways may lie apart by rounding."""
+    return FLOAT32_TOLERANCE if dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
 
 
 class Slots(Protocol):

@@ -27,6 +27,7 @@ class KVSlots:
         self._options = {"dtype": dtype, "device": device}
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.moves = 0  # how often the buffers changed their place in memory
 
     @property
     def rows(self) -> int:
@@ -47,6 +48,7 @@ class KVSlots:
             return
         rows = self.rows if rows <= self.rows else _grown(self.rows, rows, ROW_BLOCK, self.max_rows)
         length = self.capacity if length <= self.capacity else _grown(self.capacity, length, LENGTH_BLOCK, self.max_length)
+        self.moves += 1
         kv_heads, head_dim = self._shape
         for buffers in (self.keys, self.values):
             for layer in range(self._num_layers):
@@ -63,6 +65,16 @@ class KVSlots:
         self.keys[layer][slots, :, : keys.shape[2]] = keys.to(self.keys[layer].dtype)
         self.values[layer][slots, :, : values.shape[2]] = values.to(self.values[layer].dtype)
 
+    def write_tokens(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> None:
+        """One position of each of B rows: keys and values [B, K, D], at `places` [B * K] of `find_places`."""
+        for buffer, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, places, new.reshape(-1, buffer.shape[-1]).to(buffer.dtype))
+
+    def find_places(self, positions: Tensor) -> Tensor:
+        """Where in a layer's buffer, in units of D values, each head of slots 0..B-1 has its `positions` [B]: [B * K]."""
+        heads = torch.arange(len(positions) * self._shape[0], device=positions.device).view(len(positions), -1)
+        return (heads * self.capacity + positions[:, None]).view(-1)
+
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """The first `length` positions of each source slot, into the target slot beside it."""
         for buffer in (*self.keys, *self.values):
@@ -75,6 +87,7 @@ class KVSlots:
 
     def drop(self) -> None:
         """Gives the memory back."""
+        self.moves += 1
         self.keys.clear()
         self.values.clear()
 

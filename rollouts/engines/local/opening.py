@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rollouts.engines.local.decoder import take_apart
-from rollouts.engines.local.interface import Decoder, ForwardPath, evaluating
+from rollouts.engines.local.interface import Decoder, ForwardPath, evaluating, tolerance_of
 from rollouts.engines.local.whole_model import RecomputeDecoder, WholeModel, make_cached_decoder, take_whole
 from rollouts.errors import ModelError
 from rollouts.models.limits import CONTEXT_NAMES, find_rotary_limit
@@ -24,8 +24,6 @@ from rollouts.models.limits import CONTEXT_NAMES, find_rotary_limit
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FLOAT32_TOLERANCE = 1e-4  # nats
-HALF_TOLERANCE = 0.25  # nats; bfloat16 keeps 8 bits
 PROBE_LENGTHS = (13, 8, 11)  # prompts of unlike length, so that padding and positions are tried too
 PROBE_STEPS = 5
 LONGEST_PROBED_WINDOW = 4096  # positions; a longer prompt would take too long to open with
@@ -87,7 +85,7 @@ def open_decoder(model: PreTrainedModel, *, max_context: int, autocast_dtype: to
         except Exception as error:  # whatever a model raises that is run in a way it was not written for
             refused[path] = f"it does not run: {type(error).__name__}: {error}"
             continue
-        tolerance = FLOAT32_TOLERANCE if decoder.dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
+        tolerance = tolerance_of(decoder.dtype)
         if difference <= tolerance:
             return OpenedDecoder(decoder, path, MappingProxyType(refused))
         refused[path] = f"its log-probs differ from the model's own by {difference:.3g} nats on a probe; the limit is {tolerance:g}"

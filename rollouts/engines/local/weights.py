@@ -21,11 +21,19 @@ if TYPE_CHECKING:
 
 
 class StagedWeights:
-    """New values for the weights of one model, by Hugging Face name. Tied weights have several names; any of them will do."""
+    """New values for the weights of one model, by Hugging Face name. Tied weights have several names; any of them will do.
 
-    def __init__(self, model: nn.Module) -> None:
+    On a CPU the memory that an update made is kept when the next one replaces it, and the one after that writes there: new memory costs five times
+    the copy, as its pages are cleared first. `before`: the last update that was applied to the model.
+    """
+
+    def __init__(self, model: nn.Module, before: StagedWeights | None = None) -> None:
         self._targets: dict[str, Tensor] = model.state_dict(keep_vars=True)
         self._staged: dict[int, Tensor] = {}  # by identity of the target, which tied names share
+        self._room = {} if before is None else before.free
+        self._replaced = {} if before is None else before.made
+        self.made: dict[int, Tensor] = {}  # once applied: the model's weights
+        self.free: dict[int, Tensor] = {}  # once applied: memory of weights before them, that an update had made
 
     def add(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Copies the tensors. Raises EngineError on an unknown name or a wrong shape, before any of the bucket is copied."""
@@ -37,7 +45,13 @@ class StagedWeights:
                 raise EngineError(f"weight update has {name!r} of shape {list(tensor.shape)}; the engine's is {list(target.shape)}")
         for name, tensor in bucket:
             target = self._targets[name]
-            self._staged[id(target)] = tensor.detach().to(device=target.device, dtype=target.dtype, copy=True)
+            self._staged[id(target)] = self._copy(tensor.detach(), target)
+
+    def _copy(self, tensor: Tensor, target: Tensor) -> Tensor:
+        room = self._room.get(id(target))
+        if room is None or room.dtype != target.dtype or room.device != target.device:
+            return tensor.to(device=target.device, dtype=target.dtype, copy=True)
+        return room.copy_(tensor)
 
     def apply(self) -> int:
         """Makes the staged values the model's own; the number of tensors. Raises EngineError, changing nothing, if one never arrived."""
@@ -45,7 +59,14 @@ class StagedWeights:
         if missing:
             raise EngineError(f"weight update lacks {len(missing)} of {len(self._targets)} tensors, among them {missing[:3]}; nothing was changed")
         for target in {id(target): target for target in self._targets.values()}.values():
-            target.data = self._staged.pop(id(target))
+            staged = self._staged.pop(id(target))
+            if target.is_cuda:  # pragma: gpu
+                target.data.copy_(staged)  # in place, for recorded steps read it where it is
+            else:
+                target.data = staged
+                if not staged.is_inference():  # such a tensor could not be written to elsewhere
+                    self.made[id(target)] = staged
+        self.free = self._replaced
         return len(self._targets)
 
 
@@ -103,5 +124,7 @@ def copy_model(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedM
     """The engine's own copy, for inference only."""
     own = copy.deepcopy(model)
     if dtype is not None:
-        nn.Module.to(own, dtype=dtype)
+        for weight in own.state_dict(keep_vars=True).values():  # not rotary frequencies, which a loaded model has in float32
+            if weight.is_floating_point():
+                weight.data = weight.data.to(dtype)
     return own.eval().requires_grad_(False)

@@ -1,0 +1,407 @@
+"""What a rollout costs the driver's process as more of them are in flight. Virtual time: waiting costs nothing, CPU time is what counts.
+
+    python -m benchmarks.driver_scale [--sizes 64 512 2048 8192] [--rollouts 8192] [--rounds 2] [--python-collector] [--quick]
+
+The real RL loop with the real manager, fleet, groups, rewards, filter, ledger, advantages and JSONL logger runs on stub engines, which answer after
+300 to 1000 tokens of 30 ms with arrays of tokens, log-probs and versions, and on a backend without a model. A rollout's cost is the CPU time of the
+process less that of the same stub calls made by nothing but a nursery, over the rollouts that came to their end; the first steps are left out.
+
+    sizes      samples in flight, 64 to 8192, on 8 engines, groups of 8; staleness 0 (each batch waited for) and 1 (carried over)
+    engines    1 to 64, 2048 in flight
+    groups     of 4 to 64, 2048 in flight
+    logging    CPU time inside log_step and log_samples (16 rows a step) over that of the driver; and one row for every rollout, beside a writer
+               that dumps the whole record, arrays too, with json and flushes it, as many do
+    collector  of that cost, what Python's garbage collector takes; it is set as train.py sets it, unless --python-collector
+    memory     Python's own count: per rollout in flight, and per token of rollouts that are held, by the slope between two lengths
+
+Peers: the driver's own smallest size, and that writer. Targets: <= 1.3 times the cost from 64 to 8192 in flight, <= 0.03 of the CPU time for logging,
+<= 40 kB a rollout in flight and <= 10 B a token held. `--quick`: half of the sizes and of the rollouts, one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import trio
+import trio.testing
+
+from benchmarks.driver_stubs import TOKEN_S, Answers, LetterTokenizer, StubEngine, TimedLogger, watch_collector
+from benchmarks.harness import Ratio, compute_ratio, finish, take_turns
+from integration_training.train import COLLECTOR_THRESHOLDS
+from rollouts.config.schema import RLTrainingConfig
+from rollouts.data.data_buffer import DataBuffer
+from rollouts.engines.fleet import Fleet, FleetSettings, Member, open_fleet
+from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.generate import make_chat_generate
+from rollouts.loops.rl import run_rl_training
+from rollouts.metrics.jsonl import open_jsonl_logger
+from rollouts.protocols import InferenceEngine, TrainingBackend
+from rollouts.run_dir import RunDir
+from rollouts.testing.fakes import FakeBackend, open_fake_backend
+from rollouts.types import GenerateRequest, Sample, SampleGroup, SamplingParams
+
+ENGINES, GROUP = 8, 8
+SIZES = (64, 512, 2048, 8192)
+MIDDLE = 2048  # in flight where something else is varied
+SHORTEST, LONGEST = 300, 1000  # tokens of an answer
+SAMPLE_ROWS = 16  # a step, the default of output.samples_per_step
+TARGETS = {
+    "growth_64_to_8192": "<= 1.3",
+    "growth_64_to_8192_staleness_1": "<= 1.3",
+    "growth_engines_1_to_64": "<= 1.3",
+    "logging_share": "<= 0.03",
+    "kb_per_rollout_in_flight": "<= 40",
+    "bytes_per_token_held": "<= 10",
+}
+
+
+# --- what is asked of the driver ---------------------------------------------------------------------------------------------
+
+
+async def score(sample: Sample) -> dict[str, float]:
+    """Two named parts."""
+    return {"length": len(sample.response) / LONGEST, "letter": float(sample.response.startswith("a"))}
+
+
+async def keep_most(group: SampleGroup) -> bool:
+    return group.group_index % 5 != 0
+
+
+# --- one run -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What one run is of."""
+
+    in_flight: int  # samples
+    group: int = GROUP
+    engines: int = ENGINES
+    staleness: int = 0
+    shortest: int = SHORTEST
+    longest: int = LONGEST
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """CPU us a rollout."""
+
+    total_us: float  # of the process
+    stub_us: float  # of the stubs and the clock by themselves
+    logging_us: float
+    collector_us: float  # of Python's garbage collector, in the driver's run
+
+    @property
+    def driver_us(self) -> float:
+        return self.total_us - self.stub_us
+
+
+FIELDS = [one.name for one in fields(Cost)]
+
+
+@dataclass(slots=True)
+class Record:
+    """What was seen at the end of each step, the moment before the first included."""
+
+    cpu_s: list[float] = field(default_factory=list)
+    logging_s: list[float] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)  # rollouts
+    collector_s: list[float] = field(default_factory=list)
+
+    def note(self, *, logging_s: float, answered: int, collector_s: float) -> None:
+        self.collector_s.append(collector_s)
+        self.cpu_s.append(time.process_time())
+        self.logging_s.append(logging_s)
+        self.answered.append(answered)
+
+
+def make_config(shape: Shape, *, steps: int) -> RLTrainingConfig:
+    """P * G samples a batch, all of them in flight at once."""
+    return RLTrainingConfig.model_validate({
+        "data": {"kind": "jsonl", "path": "unused.jsonl"},
+        "steps": steps,
+        "max_staleness": shape.staleness,
+        "rollout": {
+            "num_prompts": shape.in_flight // shape.group, "samples_per_prompt": shape.group, "over_sampling": 1.0,
+            "max_new_tokens": 2 * shape.longest, "max_attempts": 64,
+        },
+    })  # fmt: skip
+
+
+def commit_all(fleet: Fleet, engines: Sequence[StubEngine], version: int) -> None:
+    """The engines serve `version`: a weight update that takes no time."""
+    for engine in engines:
+        engine.version = version
+        fleet.close_admission(engine)
+        fleet.commit(engine, version)
+    fleet.publish(version)
+
+
+async def drive(shape: Shape, *, steps: int, folder: Path) -> Record:
+    """Runs the loop for `steps` steps."""
+    answers = Answers(shape.shortest, shape.longest)
+    engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
+    config = make_config(shape, steps=steps)
+    record = Record()
+    async with AsyncExitStack() as stack:
+        watch = stack.enter_context(watch_collector())
+        seats = 2 * shape.in_flight  # of each engine, so that nobody waits for a seat
+        settings = FleetSettings(start_concurrency=seats, max_concurrency=seats)
+        fleet = await stack.enter_async_context(open_fleet([Member(engine) for engine in engines], settings=settings, warn=print))
+        backend = await stack.enter_async_context(open_fake_backend(step_s=0.1))
+        jsonl = await stack.enter_async_context(open_jsonl_logger(RunDir(folder), attempt=1, samples_per_step=SAMPLE_ROWS))
+        logger = TimedLogger(jsonl)
+        commit_all(fleet, engines, 0)
+        data_buffer = DataBuffer([{"prompt": f"What is {index} plus {index}?"} for index in range(1 << 14)], seed=0)
+        manager = make_manager(data_buffer, fleet, config, backend)
+
+        async def sync_weights(
+            backend: TrainingBackend, engines_: Sequence[InferenceEngine], version: int, /, *, released: trio.Event | None = None
+        ) -> Mapping[str, float]:
+            await trio.lowlevel.checkpoint()
+            if released is not None:
+                released.set()
+            commit_all(fleet, engines, version)
+            assert isinstance(backend, FakeBackend)
+            backend.batches.clear()  # a real backend keeps none
+            record.note(logging_s=logger.cpu_s, answered=sum(engine.answered for engine in engines), collector_s=watch.cpu_s)
+            return {}
+
+        record.note(logging_s=0.0, answered=0, collector_s=watch.cpu_s)
+        await run_rl_training(backend, data_buffer, manager, [fleet], config, logger, sync_weights=sync_weights)
+    return record
+
+
+def make_manager(data_buffer: DataBuffer, engine: InferenceEngine, config: RLTrainingConfig, backend: TrainingBackend) -> AsyncRolloutManager:
+    return AsyncRolloutManager(
+        data_buffer,
+        engine,
+        generate=make_chat_generate(LetterTokenizer()),
+        config=config.rollout,
+        reward=score,
+        filters=[keep_most],
+        sampling=SamplingParams(max_new_tokens=config.rollout.max_new_tokens),
+        seed=0,
+        policy_version=lambda: backend.weight_version,
+        max_staleness=config.max_staleness,
+    )
+
+
+async def call_stubs(shape: Shape, count: int) -> None:
+    """`count` requests, in_flight of them at once, straight to the stubs."""
+    answers = Answers(shape.shortest, shape.longest)
+    engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
+    numbers = iter(range(count))
+    prompt = np.arange(32)
+    sampling = SamplingParams(max_new_tokens=2 * shape.longest)
+
+    async def worker() -> None:
+        for number in numbers:
+            request = GenerateRequest(request_id=f"g{number:08d}", prompt_ids=prompt, sampling=sampling)
+            await engines[number % len(engines)].generate(request)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(shape.in_flight):
+            nursery.start_soon(worker)
+
+
+def run_virtual(main: Any, *arguments: Any, **options: Any) -> Any:
+    async def call() -> Any:
+        return await main(*arguments, **options)
+
+    return trio.run(call, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def measure(shape: Shape, *, rollouts: int) -> Cost:
+    """The cost after the first steps, over at least `rollouts` trained rollouts."""
+    steps = max(3, -(-rollouts // shape.in_flight))
+    skipped = max(1, steps // 8)
+    with tempfile.TemporaryDirectory() as folder:
+        gc.collect()
+        record: Record = run_virtual(drive, shape, steps=steps + skipped, folder=Path(folder))
+    answered = record.answered[-1] - record.answered[skipped]
+    gc.collect()
+    began = time.process_time()
+    run_virtual(call_stubs, shape, answered)
+    stub_s = time.process_time() - began
+    return Cost(
+        total_us=1e6 * (record.cpu_s[-1] - record.cpu_s[skipped]) / answered,
+        stub_us=1e6 * stub_s / answered,
+        logging_us=1e6 * (record.logging_s[-1] - record.logging_s[skipped]) / answered,
+        collector_us=1e6 * (record.collector_s[-1] - record.collector_s[skipped]) / answered,
+    )
+
+
+# --- logging, and memory -------------------------------------------------------------------------------------------------------
+
+
+async def make_batch(shape: Shape) -> Sequence[Sample]:
+    """The samples of one batch."""
+    found: list[Sequence[Sample]] = []
+    await look_at_batch(shape, found.append)
+    return found[0]
+
+
+async def look_at_batch(shape: Shape, look: Callable[[Sequence[Sample]], object], *, in_flight: Callable[[], object] | None = None) -> None:
+    """Calls `look` with the samples of one batch, and before that `in_flight` while all of them are generated; it is then not waited for."""
+    answers = Answers(shape.shortest, shape.longest)
+    engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
+    config = make_config(shape, steps=1)
+    settings = FleetSettings(start_concurrency=shape.in_flight, max_concurrency=shape.in_flight)
+    async with open_fleet([Member(engine) for engine in engines], settings=settings, warn=print) as fleet, open_fake_backend() as backend:
+        commit_all(fleet, engines, 0)
+        data_buffer = DataBuffer([{"prompt": f"What is {index} plus {index}?"} for index in range(1 << 14)], seed=0)
+        manager = make_manager(data_buffer, fleet, config, backend)
+        async with trio.open_nursery() as nursery:
+
+            async def generate() -> None:
+                look((await manager.generate_batch()).samples)
+
+            gc.collect()
+            nursery.start_soon(generate)
+            if in_flight is not None:
+                await trio.sleep(SHORTEST * TOKEN_S / 2)
+                assert fleet.statistics()["fleet/queued"] == 0
+                in_flight()
+                nursery.cancel_scope.cancel()
+
+
+def measure_in_flight_bytes() -> float:
+    """A rollout that is being generated, by the slope between two numbers of them."""
+
+    def count(in_flight: int) -> int:
+        seen: list[int] = []
+        tracemalloc.start()
+        run_virtual(look_at_batch, Shape(in_flight=in_flight), lambda _: None, in_flight=lambda: seen.append(tracemalloc.get_traced_memory()[0]))
+        tracemalloc.stop()
+        return seen[0]
+
+    few, many = 512, 2048
+    return (count(many) - count(few)) / (many - few)
+
+
+def measure_token_bytes() -> float:
+    """A token of a rollout that is done and waits to be trained on, by the slope between two lengths."""
+
+    def count(length: int) -> int:
+        held: list[Sequence[Sample]] = []
+        tracemalloc.start()
+        run_virtual(look_at_batch, Shape(in_flight=512, shortest=length, longest=length), held.append)
+        gc.collect()
+        size = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert sum(sample.response_length for sample in held[0]) == 512 * length
+        return size
+
+    return (count(LONGEST) - count(SHORTEST)) / (512 * (LONGEST - SHORTEST))
+
+
+def write_whole_records(path: Path, samples: Sequence[Sample]) -> None:
+    """The peer: a record with all that is known of a rollout, dumped and flushed one by one."""
+    with path.open("a", encoding="utf-8") as file:
+        for sample in samples:
+            record = {
+                "id": sample.id, "prompt": sample.prompt, "response": sample.response, "tokens": sample.tokens.tolist(),
+                "loss_mask": sample.loss_mask.tolist(), "log_probs": sample.rollout_log_probs.tolist(),
+                "weight_versions": sample.weight_versions.tolist(), "reward": sample.reward, "rewards": dict(sample.rewards),
+                "group_index": sample.group_index, "status": sample.status.value, "metadata": dict(sample.metadata),
+            }  # fmt: skip
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+
+
+def measure_rows(samples: Sequence[Sample], *, rounds: int) -> tuple[float, float, Ratio]:
+    """CPU us of a sample row of ours and of the peer's, and how many times ours the peer's is."""
+
+    async def log(folder: Path) -> None:
+        async with open_jsonl_logger(RunDir(folder), attempt=1, samples_per_step=len(samples)) as logger:
+            await logger.log_samples("rl", 1, 0, samples)
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, whole = Path(name), Path(name) / "whole.jsonl"
+        trio.run(log, folder)
+        write_whole_records(whole, samples)
+        both = [[json.loads(line) for line in path.read_text().splitlines()] for path in (RunDir(folder).samples, whole)]
+        assert [[(row["id"], row["response"], row["reward"]) for row in rows] for rows in both] == 2 * [
+            [(sample.id, sample.response, sample.reward) for sample in samples]
+        ]
+        ours, peer = take_turns(lambda: trio.run(log, folder), lambda: write_whole_records(whole, samples), rounds=rounds)
+    ours_s, peer_s = [turn.cpu_s for turn in ours], [turn.cpu_s for turn in peer]
+    to_us = 1e6 / len(samples)
+    return statistics.median(ours_s) * to_us, statistics.median(peer_s) * to_us, compute_ratio(ours_s, peer_s)
+
+
+# --- the tables ----------------------------------------------------------------------------------------------------------------
+
+
+def measure_turns(shapes: Mapping[str, Shape], *, rollouts: int, rounds: int) -> dict[str, Cost]:
+    """The mean cost of each, printed; forth and back, so that a machine that changes its pace does it to all."""
+    found: dict[str, list[Cost]] = {label: [] for label in shapes}
+    for number in range(rounds):
+        for label in list(shapes)[:: -1 if number % 2 else 1]:
+            found[label].append(measure(shapes[label], rollouts=rollouts))
+    means = {label: Cost(**{name: statistics.mean(getattr(cost, name) for cost in costs) for name in FIELDS}) for label, costs in found.items()}
+    for label, cost in means.items():
+        share = cost.logging_us / cost.driver_us
+        print(f"{label:<34}{cost.driver_us:10.0f}{cost.stub_us:8.0f}{cost.collector_us:11.0f}{cost.logging_us:9.1f}{share:9.2%}", flush=True)
+    return means
+
+
+def compare_ends(costs: Mapping[str, Cost]) -> float:
+    """How many times the first's cost the last's is."""
+    first, *_, last = costs.values()
+    return round(last.driver_us / first.driver_us, 3)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--rollouts", type=int, default=8192, help="of each size and round, at least")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--python-collector", action="store_true", help="the garbage collector as Python sets it, not as training does")
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args()
+    if not options.python_collector:
+        gc.set_threshold(*COLLECTOR_THRESHOLDS)
+    sizes, rollouts, rounds = ((64, 8192), 4096, 1) if options.quick else (options.sizes, options.rollouts, options.rounds)
+    metrics: dict[str, float | None] = {}
+    print("CPU us a rollout                      driver    stub  collector  logging    share", flush=True)
+    measure(Shape(in_flight=sizes[0]), rollouts=512)  # warms up
+    share = 0.0
+    for staleness, name in ((0, ""), (1, "_staleness_1")):
+        shapes = {f"{size} in flight, staleness {staleness}": Shape(in_flight=size, staleness=staleness) for size in sizes}
+        costs = measure_turns(shapes, rollouts=rollouts, rounds=rounds)
+        for size, cost in zip(sizes, costs.values(), strict=True):
+            metrics[f"us_per_rollout_{size}{name}"] = round(cost.driver_us, 1)
+            metrics[f"collector_us_{size}{name}"] = round(cost.collector_us, 1)
+        metrics[f"growth_{sizes[0]}_to_{sizes[-1]}{name}"] = compare_ends(costs)
+        share = max(share, *(cost.logging_us / cost.driver_us for cost in costs.values()))
+    engines = {f"{count} engines, {MIDDLE} in flight": Shape(in_flight=MIDDLE, engines=count) for count in ((1, 64) if options.quick else (1, 8, 64))}
+    metrics["growth_engines_1_to_64"] = compare_ends(measure_turns(engines, rollouts=rollouts, rounds=rounds))
+    groups = {f"groups of {size}, {MIDDLE} in flight": Shape(in_flight=MIDDLE, group=size) for size in ((4, 64) if options.quick else (4, 16, 64))}
+    metrics["growth_groups_4_to_64"] = compare_ends(measure_turns(groups, rollouts=rollouts, rounds=rounds))
+    metrics["logging_share"] = round(share, 4)
+    ours_us, peer_us, ratio = measure_rows(run_virtual(make_batch, Shape(in_flight=512)), rounds=2 if options.quick else 4)
+    print(f"a row for every rollout: {ours_us:.0f} us, json with arrays and a flush each {peer_us:.0f} us: {ratio} times")
+    metrics |= {"us_per_sample_row": round(ours_us, 1), "us_per_whole_record": round(peer_us, 1), "row_times_peer": round(ratio.median, 2)}
+    metrics["kb_per_rollout_in_flight"] = round(measure_in_flight_bytes() / 1000, 2)
+    metrics["bytes_per_token_held"] = round(measure_token_bytes(), 2)
+    print(f"memory: {metrics['kb_per_rollout_in_flight']} kB a rollout in flight, {metrics['bytes_per_token_held']} B a token held", flush=True)
+    return finish("driver_scale", peer="own smallest size; a json record flushed for each rollout", metrics=metrics, targets=TARGETS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

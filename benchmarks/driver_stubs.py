@@ -1,0 +1,184 @@
+"""What benchmarks.driver_scale puts around the driver: engines that only wait, and clocks on the logger and the garbage collector."""
+
+from __future__ import annotations
+
+import gc
+import time
+import types
+import zlib
+from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import trio
+
+from rollouts.metrics.jsonl import JsonlLogger
+from rollouts.protocols import PauseMode
+from rollouts.testing.fakes import FakeTokenizer
+from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, Sample
+
+TOKEN_S = 0.03  # virtual
+
+
+class Answers:
+    """Lengths and content of answers, the same for a request whoever asks it. Views of one pool: making an answer copies nothing."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        draw = np.random.default_rng(0)
+        self._lengths = draw.integers(shortest, longest + 1, 1 << 16)
+        self._tokens = draw.integers(97, 123, longest)  # letters
+        self._log_probs = -draw.random(longest, dtype=np.float32)
+
+    def length(self, request_id: str) -> int:
+        return int(self._lengths[zlib.crc32(request_id.partition("@")[0].encode()) & 0xFFFF])
+
+    def complete(self, request: GenerateRequest, count: int, version: int, *, stopped: bool) -> Completion:
+        return Completion(
+            request_id=request.request_id,
+            token_ids=self._tokens[:count],
+            log_probs=self._log_probs[:count],
+            weight_versions=np.full(count, version),
+            finish_reason="stop" if stopped else "abort",
+        )
+
+
+class StubEngine:
+    """Answers every request at once beside all others, each token TOKEN_S after the one before."""
+
+    def __init__(self, name: str, answers: Answers) -> None:
+        self.features = EngineFeatures(
+            vocab_size=258, context_length=1 << 20, in_memory_update=False, update_from_checkpoint=True, shares_weights=False,
+            keep_pause=False, deterministic=False, name=name,
+        )  # fmt: skip
+        self.version = 0
+        self.answered = 0  # requests that came to their end
+        self._answers = answers
+        self._aborts: set[trio.CancelScope] = set()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        _, _, done = request.request_id.partition("@")
+        left = max(1, self._answers.length(request.request_id) - int(done or 0))
+        began = trio.current_time()
+        with trio.CancelScope() as scope:
+            self._aborts.add(scope)
+            try:
+                await trio.sleep(left * TOKEN_S)
+            finally:
+                self._aborts.discard(scope)
+        self.answered += not scope.cancelled_caught
+        count = min(left, int((trio.current_time() - began) / TOKEN_S + 1e-6))
+        return self._answers.complete(request, count, self.version, stopped=not scope.cancelled_caught)
+
+    async def abort_all(self) -> None:
+        for scope in self._aborts:
+            scope.cancel()
+        await trio.lowlevel.checkpoint()
+
+    async def weight_version(self) -> int:
+        await trio.lowlevel.checkpoint()
+        return self.version
+
+    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
+        await trio.lowlevel.checkpoint()
+        self.version = version
+        return {}
+
+    async def checksum(self) -> str | None:
+        await trio.lowlevel.checkpoint()
+        return None
+
+    async def pause(self, mode: PauseMode) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def resume(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def health(self) -> bool:
+        await trio.lowlevel.checkpoint()
+        return True
+
+    async def load(self) -> EngineLoad:
+        await trio.lowlevel.checkpoint()
+        return EngineLoad(running=len(self._aborts), waiting=0)
+
+    async def release_memory(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def restore_memory(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def begin_update(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def receive_bucket(self, bucket: Sequence[tuple[str, Any]]) -> None:
+        raise AssertionError("in_memory_update is False")
+
+    async def finish_update(self, version: int) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def statistics(self) -> Mapping[str, float]:
+        return {}
+
+
+class LetterTokenizer(FakeTokenizer):
+    """A letter a token: responses are text of a real length, and decoding costs next to nothing, as a real tokenizer's would not."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
+        return bytes(token_ids).decode("ascii")
+
+
+class TimedLogger:
+    """A MetricsLogger that counts the CPU time of another, without that of tasks that run while it waits."""
+
+    def __init__(self, logger: JsonlLogger) -> None:
+        self._logger = logger
+        self.cpu_s = 0.0
+
+    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
+        await self._time(self._logger.log_step(stage, step, policy_version, metrics))
+
+    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
+        await self._time(self._logger.log_samples(stage, step, policy_version, samples))
+
+    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
+        await self._time(self._logger.log_evaluation(stage, step, policy_version, name, metrics))
+
+    @types.coroutine
+    def _time(self, call: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:
+        answer = None
+        while True:
+            began = time.process_time()
+            try:
+                request = call.send(answer)
+            except StopIteration:
+                return
+            finally:
+                self.cpu_s += time.process_time() - began
+            answer = yield request
+
+
+@dataclass(slots=True)
+class CollectorWatch:
+    """What the garbage collector took."""
+
+    cpu_s: float = 0.0
+    began: float = 0.0
+
+    def note(self, phase: str, info: Mapping[str, int]) -> None:
+        if phase == "start":
+            self.began = time.process_time()
+        else:
+            self.cpu_s += time.process_time() - self.began
+
+
+@contextmanager
+def watch_collector() -> Iterator[CollectorWatch]:
+    watch = CollectorWatch()
+    gc.callbacks.append(watch.note)
+    try:
+        yield watch
+    finally:
+        gc.callbacks.remove(watch.note)

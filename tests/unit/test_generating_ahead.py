@@ -1,0 +1,841 @@
+"""AsyncRolloutManager.generating_ahead: what goes on while the caller trains, how old it may become, and where everything is whatever ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+
+from rollouts.config.schema import RolloutConfig
+from rollouts.data.data_buffer import DataBuffer
+from rollouts.errors import ConfigError, EngineClosed, EngineError, FleetDown, NotEnoughSamples, UserFunctionError
+from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.generate import make_chat_generate
+from rollouts.generation.group import MAX_STARTS
+from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply, fake_uniform
+from rollouts.testing.simulator import RecordingBuffer
+from rollouts.types import FilterDecision, GenerateRequest, RolloutBatch, Sample, SampleGroup, SamplingParams, metric_values
+
+SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(FAKE_END,))
+ROWS = [{"prompt": f"question {index}"} for index in range(40)]
+STREAM = [prompt.key for prompt in DataBuffer(ROWS, seed=0).get_prompts(120)]
+Script = Callable[[GenerateRequest], ScriptedReply]
+
+
+def group_of(request_id: str) -> int:
+    return int(request_id[1:9])
+
+
+async def index_reward(sample: Sample) -> float:
+    return float(sample.id[11:14])
+
+
+def go_on(text: str, *, token_s: float) -> Script:
+    """One answer, wherever it was cut."""
+    return lambda request: ScriptedReply(text=text[int(request.request_id.partition("@")[2] or 0) :], token_s=token_s)
+
+
+seconds_each = go_on("ab", token_s=1.0)  # two letters and an end: three tokens
+
+
+@dataclasses.dataclass
+class Run:
+    """A manager with its parts, and the trainer's version."""
+
+    manager: AsyncRolloutManager
+    buffer: DataBuffer
+    recorder: RecordingBuffer
+    engine: ScriptedEngine
+    version: list[int]
+
+    async def take(self) -> list[int]:
+        """The groups of the next batch, after which the trainer's version is one more: nothing takes time."""
+        batch = await self.manager.generate_batch()
+        self.version[0] += 1
+        return groups_of(batch)
+
+    def update(self, version: int) -> None:
+        self.engine.set_version(version)
+        self.manager.engines_updated(version)
+
+    def count(self, name: str) -> float:
+        return self.manager.statistics().get(name, 0.0)
+
+    def check_balance(self) -> None:
+        """Every group is in one place, and every prompt that the buffer has not got is that of a group that has one."""
+        counts = self.manager.statistics()
+        dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
+        failed = sum(count for name, count in counts.items() if name.startswith("failed/"))
+        assert counts["drawn"] == counts["trained"] + counts["held"] + counts["in_flight"] + dropped + failed
+        returned = sum(counts.get(name, 0) for name in ("dropped/surplus", "dropped/aborted", "dropped/stale", "failed/infrastructure"))
+        assert len(self.recorder.out) == counts["drawn"] - returned
+
+    def held_prompts(self) -> list[tuple[int, str]]:
+        snapshot = self.manager.snapshot()
+        return [held.prompt.key for held in snapshot.held] + [group.prompt.key for group in snapshot.unfinished]
+
+    def check_prompts(self, trained: list[tuple[int, str]]) -> None:
+        """Trained, held, or still to come: every prompt of the stream is in one place. For runs whose filters drop nothing, between draws."""
+        everywhere = [*trained, *self.held_prompts(), *keys_upcoming(self.buffer, 30)]
+        assert sorted(everywhere) == sorted(STREAM[: len(everywhere)])
+
+
+def make_run(
+    script: Script | None = None,
+    *,
+    num_prompts: int = 2,
+    samples_per_prompt: int = 1,
+    max_staleness: int = 1,
+    reward: Any = index_reward,
+    state: str | None = None,
+    engine: ScriptedEngine | None = None,
+    version: int = 0,
+    **options: Any,
+) -> Run:
+    """`state`: JSON of buffer and manager to go on from."""
+    of_config = {name: options.pop(name) for name in list(options) if name in RolloutConfig.model_fields and name != "filters"}
+    of_config = {"num_prompts": num_prompts, "samples_per_prompt": samples_per_prompt, "over_sampling": 1.0} | of_config
+    config = RolloutConfig.model_validate(of_config)
+    engine, trainer = engine or ScriptedEngine(script or seconds_each), [version]
+    buffer = DataBuffer(ROWS, seed=0)
+    recorder = RecordingBuffer(buffer, set())
+    settings = {"sampling": SAMPLING, "seed": 1, "policy_version": lambda: trainer[0], "max_staleness": max_staleness} | options
+    generate = settings.pop("generate", make_chat_generate(FakeTokenizer()))
+    manager = AsyncRolloutManager(recorder, engine, generate=generate, config=config, reward=reward, **settings)
+    if state is not None:
+        of_buffer, of_manager = json.loads(state)
+        buffer.load_state_dict(of_buffer)
+        recorder.out |= set(STREAM) - set(keys_upcoming(buffer, len(STREAM)))
+        manager.load_state_dict(of_manager)
+    return Run(manager, buffer, recorder, engine, trainer)
+
+
+def keys_upcoming(buffer: DataBuffer, count: int) -> list[tuple[int, str]]:
+    other = DataBuffer(ROWS, seed=0)
+    other.load_state_dict(buffer.state_dict())
+    return [prompt.key for prompt in other.get_prompts(count)]
+
+
+def groups_of(batch: RolloutBatch) -> list[int]:
+    assert batch.group_indices is not None
+    return list(dict.fromkeys(batch.group_indices.tolist()))
+
+
+def prompts_of(batch: RolloutBatch) -> list[tuple[int, str]]:
+    return list(dict.fromkeys((row["epoch"], row["prompt_id"]) for row in batch.metadata))
+
+
+def lags_of(batch: RolloutBatch, version: int) -> list[int]:
+    assert batch.weight_versions is not None
+    return [version - int(versions[mask].min()) for versions, mask in zip(batch.weight_versions, batch.loss_masks, strict=True) if mask.any()]
+
+
+# --- when generation goes on -------------------------------------------------------------------------------------------------
+
+
+async def test_generation_goes_on_while_the_caller_trains(autojump_clock):
+    run = make_run()
+    async with run.manager.generating_ahead(engines_follow=True):
+        assert run.manager.is_ahead
+        assert await run.take() == [0, 1]
+        assert trio.current_time() == 3
+        await trio.sleep(100)
+        assert len(run.engine.requests) == 4, "W = 2 * (0 + 1 - 1 + 1) groups may be open"
+        began = trio.current_time()
+        assert await run.take() == [2, 3]
+        assert trio.current_time() == began, "they were there"
+        await trio.sleep(100)
+        assert len(run.engine.requests) == 4, "engines at version 0 are too far behind for a batch that is consumed at version 2"
+        run.update(1)
+        await trio.sleep(3)
+        assert len(run.engine.requests) == 6
+        assert await run.take() == [4, 5]
+    assert not run.manager.is_ahead
+
+
+async def test_nothing_runs_before_the_first_call_and_after_the_block(autojump_clock):
+    run = make_run()
+    async with run.manager.generating_ahead(engines_follow=True):
+        await trio.sleep(10)
+        run.update(0)
+        await trio.sleep(10)
+        assert run.engine.requests == [] and run.count("drawn") == 0
+        await run.take()
+        await trio.sleep(1)
+        assert run.engine.in_flight == 2
+    asked = len(run.engine.requests)
+    assert run.engine.in_flight == 0 and run.count("in_flight") == 0
+    await trio.sleep(10)
+    assert len(run.engine.requests) == asked
+
+
+@pytest.mark.parametrize(("max_staleness", "options"), [(0, {}), (0, {"over_sampling": 2.0}), (1, {"deterministic": True})])
+async def test_where_groups_are_decided_in_launch_order_the_block_changes_nothing(autojump_clock, max_staleness: int, options: dict[str, Any]):
+    async def draw(*, ahead: bool) -> tuple[list[Any], dict[str, float]]:
+        script = lambda request: ScriptedReply(text="abcde"[: 1 + group_of(request.request_id) % 5], token_s=1.0)  # noqa: E731
+        run = make_run(script, samples_per_prompt=2, max_staleness=max_staleness, filters=[keep_all_but(1, 4)], **options)
+        found: list[Any] = []
+
+        async def three_batches() -> None:
+            for version in range(3):
+                began = trio.current_time()
+                batch = await run.manager.generate_batch()
+                assert batch.rollout_log_probs is not None
+                found.append([sample.id for sample in batch.samples])
+                found.append([tokens.tolist() for tokens in batch.tokens])
+                found.append([log_probs.tobytes() for log_probs in batch.rollout_log_probs])
+                found.append(trio.current_time() - began)
+                requests = len(run.engine.requests)
+                await trio.sleep(20)
+                assert len(run.engine.requests) == requests and run.engine.in_flight == 0
+                run.version[0] = version + 1
+                run.update(version + 1)
+
+        if ahead:
+            async with run.manager.generating_ahead(engines_follow=True):
+                assert not run.manager.is_ahead
+                await three_batches()
+        else:
+            await three_batches()
+        return found, dict(run.manager.statistics())
+
+    assert await draw(ahead=True) == await draw(ahead=False)
+
+
+def keep_all_but(*groups: int):
+    async def chosen(group: SampleGroup) -> FilterDecision:
+        return FilterDecision(group.group_index not in groups, "not_chosen")
+
+    return chosen
+
+
+async def test_two_batches_at_once_are_refused_and_the_first_is_delivered(autojump_clock):
+    run = make_run()
+    got: list[list[int]] = []
+
+    async def first() -> None:
+        got.append(await run.take())
+
+    async with run.manager.generating_ahead(engines_follow=True), trio.open_nursery() as nursery:
+        nursery.start_soon(first)
+        await trio.sleep(1)
+        with pytest.raises(RuntimeError, match="running already"):
+            await run.manager.generate_batch()
+    assert got == [[0, 1]]
+
+
+async def test_a_reward_for_one_batch_alone_is_refused(autojump_clock):
+    run = make_run()
+    async with run.manager.generating_ahead(engines_follow=True):
+        with pytest.raises(ConfigError, match="reward_fn= inside generating_ahead"):
+            await run.manager.generate_batch(index_reward)
+        assert run.count("drawn") == 0
+        assert await run.take() == [0, 1]
+
+
+async def test_an_unfinished_answer_that_others_overtake_is_waited_for_in_the_last_batch_that_can_have_it(autojump_clock):
+    """Group 0 takes 31 s, the others 3 s. s = 1 lets it miss batch 0 and no other."""
+    run = make_run(lambda request: ScriptedReply(text="ab", token_s=1.0) if group_of(request.request_id) else ScriptedReply("abcdef", 31 / 7))
+    async with run.manager.generating_ahead(engines_follow=True):
+        assert 0 not in await run.take()
+        run.update(1)
+        batch = await run.manager.generate_batch()
+        assert 0 in groups_of(batch) and max(lags_of(batch, 1)) == 1
+
+
+# --- hold --------------------------------------------------------------------------------------------------------------------
+
+
+async def test_what_is_held_keeps_its_tokens_and_goes_on_with_those_of_the_next_version(autojump_clock):
+    run = make_run(go_on("abcdef", token_s=1.0), max_staleness=2)
+    async with run.manager.generating_ahead(engines_follow=True):
+        await run.take()  # 7 tokens each
+        await trio.sleep(2.5)
+        await run.manager.hold()
+        assert run.engine.in_flight == 0 and run.count("in_flight") == 0
+        assert run.count("held/unfinished") == 2
+        members = [member for group in run.manager.snapshot().unfinished for member in group.members]
+        assert [int(member.partial.loss_mask.sum()) for member in members if member.partial] == [2, 2]
+        asked = len(run.engine.requests)
+        await trio.sleep(50)
+        assert len(run.engine.requests) == asked, "nothing runs until the next call"
+        run.update(1)
+        batch = await run.manager.generate_batch()
+    assert groups_of(batch) == [2, 3] and batch.weight_versions is not None
+    for versions, mask in zip(batch.weight_versions, batch.loss_masks, strict=True):
+        assert versions[mask].tolist() == [0, 0, 1, 1, 1, 1, 1]
+    assert [sample.response for sample in batch.samples] == ["abcdef", "abcdef"]
+    run.check_balance()
+
+
+async def test_to_hold_where_nothing_runs_does_nothing(autojump_clock):
+    run = make_run()
+    await run.manager.hold()
+    async with run.manager.generating_ahead(engines_follow=True):
+        await run.manager.hold()
+        await run.take()
+        await run.manager.hold()
+        await run.manager.hold()
+    assert run.count("drawn") == run.count("trained") + run.count("held")
+
+
+async def test_a_call_that_waits_while_all_is_held_gets_its_batch(autojump_clock):
+    run, got = make_run(), list[list[int]]()
+
+    async def wait_for_batch() -> None:
+        got.append(await run.take())
+
+    async with run.manager.generating_ahead(engines_follow=True), trio.open_nursery() as nursery:
+        nursery.start_soon(wait_for_batch)
+        await trio.sleep(1.5)
+        await run.manager.hold()
+    assert got == [[0, 1]]
+    run.check_balance()
+
+
+# --- the end of the block ----------------------------------------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    """Of the body."""
+
+
+async def leave_by_cancellation(run: Run) -> None:
+    with trio.move_on_after(4.5) as scope:
+        async with run.manager.generating_ahead(engines_follow=True):
+            await run.take()
+            await trio.sleep_forever()
+    assert scope.cancelled_caught
+
+
+async def leave_by_an_error(run: Run) -> None:
+    async def work() -> None:
+        async with run.manager.generating_ahead(engines_follow=True):
+            await run.take()
+            await trio.sleep(1.5)
+            raise OwnError
+
+    with pytest.raises(OwnError):
+        await work()
+
+
+async def leave_by_an_error_that_cuts_a_call(run: Run) -> None:
+    async def fail() -> None:
+        await trio.sleep(4.5)
+        raise OwnError
+
+    async def work() -> None:
+        async with run.manager.generating_ahead(engines_follow=True), trio.open_nursery() as nursery:
+            nursery.start_soon(fail)
+            while True:
+                await run.take()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await work()
+    assert [type(error) for error in caught.value.exceptions] == [OwnError], "the group is that of the nursery inside"
+
+
+async def leave_after_holding(run: Run) -> None:
+    async with run.manager.generating_ahead(engines_follow=True):
+        await run.take()
+        await trio.sleep(1.5)
+        await run.manager.hold()
+
+
+@pytest.mark.parametrize("leave", [leave_by_cancellation, leave_by_an_error, leave_by_an_error_that_cuts_a_call, leave_after_holding])
+async def test_whatever_ends_the_block_no_prompt_is_lost(autojump_clock, leave: Callable[[Run], Any]):
+    run = make_run(max_staleness=3)
+    await leave(run)
+    assert run.engine.in_flight == 0 and run.count("in_flight") == 0 and not run.manager.is_ahead
+    run.check_balance()
+    cut = {"held": 2.0, "dropped/aborted": 0.0} if leave is leave_after_holding else {"held": 0.0, "dropped/aborted": 2.0}
+    assert {name: run.count(name) for name in cut} == cut, "what was being generated starts again, unless it was held"
+    trained = STREAM[: int(run.count("trained"))]
+    run.check_prompts(trained)
+    batch = await run.manager.generate_batch()  # after the block too
+    assert sorted(prompts_of(batch)) == sorted(STREAM[len(trained) : len(trained) + 2])
+    run.check_prompts(trained + prompts_of(batch))
+    run.check_balance()
+
+
+async def test_a_call_that_is_cancelled_changes_nothing_and_the_next_one_gets_the_batch(autojump_clock):
+    run = make_run()
+    async with run.manager.generating_ahead(engines_follow=True):
+        with trio.move_on_after(1.5) as scope:
+            await run.manager.generate_batch()
+        assert scope.cancelled_caught
+        assert run.engine.in_flight == 2 and run.count("drawn") == 2
+        assert run.manager.batch_metrics() == {}
+        assert await run.take() == [0, 1]
+        assert trio.current_time() == 3, "nothing began again"
+        assert run.manager.batch_metrics() != {}
+
+
+async def test_the_samples_that_failed_are_told_once_also_after_a_call_that_was_cancelled(autojump_clock):
+    async def reward(sample: Sample) -> float:
+        if sample.id in ("g00000000-s000", "g00000002-s001"):
+            raise KeyError("gold")
+        return 1.0
+
+    run = make_run(samples_per_prompt=3, reward=reward, max_failed_fraction=1.0)
+    async with run.manager.generating_ahead(engines_follow=True):
+        await run.take()
+        assert [sample.id for sample in run.manager.failed_samples()] == ["g00000000-s000"]
+        with trio.move_on_after(0.5):
+            await run.manager.generate_batch()
+        assert run.manager.failed_samples() == (), "it was told of with its batch"
+        await run.take()
+        assert [sample.id for sample in run.manager.failed_samples()] == ["g00000002-s001"]
+    assert run.count("samples/failed/reward") == 2
+
+
+# --- what fails in the background --------------------------------------------------------------------------------------------
+
+
+def fail_in_group(number: int, *, times: int = 1):
+    """A filter that raises for the first `times` that it is asked about a group."""
+    raised: list[int] = []
+
+    async def filter_(group: SampleGroup) -> bool:
+        if group.group_index == number and len(raised) < times:
+            raised.append(number)
+            raise ZeroDivisionError("a bug")
+        return True
+
+    return filter_
+
+
+async def test_a_filter_that_fails_beside_training_is_raised_by_the_next_call_and_the_one_after_begins_again(autojump_clock):
+    run = make_run(filters=[fail_in_group(2)], max_staleness=2)
+    async with run.manager.generating_ahead(engines_follow=True):
+        assert await run.take() == [0, 1]
+        await trio.sleep(50)
+        assert run.engine.in_flight == 0 and run.count("in_flight") == 0, "generation has ended"
+        run.check_balance()
+        with pytest.raises(UserFunctionError, match="ZeroDivisionError"):
+            await run.manager.generate_batch()
+        batch = await run.manager.generate_batch()
+    run.check_prompts(STREAM[:2] + prompts_of(batch))
+    run.check_balance()
+
+
+async def test_a_filter_that_fails_while_a_call_waits_is_raised_by_that_call(autojump_clock):
+    run = make_run(filters=[fail_in_group(0)])
+    async with run.manager.generating_ahead(engines_follow=True):
+        with pytest.raises(UserFunctionError, match="ZeroDivisionError"):
+            await run.manager.generate_batch()
+        assert trio.current_time() == 3 and run.engine.in_flight == 0
+        run.check_balance()
+        batch = await run.manager.generate_batch()
+        await run.manager.hold()
+    run.check_prompts(prompts_of(batch))
+    run.check_balance()
+
+
+@pytest.mark.parametrize("error", [FleetDown("nobody serves"), EngineClosed("gone")])
+async def test_engines_that_are_gone_end_generation_and_their_return_begins_it_again(autojump_clock, error: EngineError):
+    down = [True]
+    run = make_run(lambda request: ScriptedReply(text="ab", token_s=1.0, error=error if down[0] and group_of(request.request_id) > 1 else None))
+    async with run.manager.generating_ahead(engines_follow=True):
+        await run.take()
+        await trio.sleep(20)
+        assert run.engine.in_flight == 0
+        down[0] = False
+        with pytest.raises(type(error)):
+            await run.manager.generate_batch()
+        run.update(1)
+        batch = await run.manager.generate_batch()
+        assert sorted(prompts_of(batch)) == sorted(STREAM[2:4])
+    run.check_prompts(STREAM[:4])
+    run.check_balance()
+
+
+async def test_a_failure_that_nobody_asked_for_does_not_end_the_block(autojump_clock):
+    run = make_run(filters=[fail_in_group(2)])
+    async with run.manager.generating_ahead(engines_follow=True):
+        await run.take()
+        await trio.sleep(50)
+    run.check_balance()
+
+
+# --- each batch for itself ---------------------------------------------------------------------------------------------------
+
+
+async def test_metrics_and_failed_samples_are_those_of_one_batch(autojump_clock):
+    async def reward(sample: Sample) -> float:
+        if sample.id == "g00000000-s001":
+            raise KeyError("gold")
+        return float(group_of(sample.id))
+
+    in_turn = lambda request: ScriptedReply(text="ab", token_s=1 + 0.1 * group_of(request.request_id))  # noqa: E731
+    run = make_run(in_turn, samples_per_prompt=3, reward=reward, filters=[keep_all_but(1)], max_failed_fraction=0.3)
+    async with run.manager.generating_ahead(engines_follow=True):
+        assert await run.take() == [0, 2]
+        first = metric_values(run.manager.batch_metrics())
+        assert [sample.id for sample in run.manager.failed_samples()] == ["g00000000-s001"]
+        run.update(1)
+        assert await run.take() == [3, 4]
+        second = metric_values(run.manager.batch_metrics())
+        assert run.manager.failed_samples() == ()
+    assert first["fail/reward"] == 1 and "fail/reward" not in second
+    assert [name for name in first if "not_chosen" in name] and not [name for name in second if "not_chosen" in name]
+    assert second["reward/mean"] == 3.5, "of groups 3 and 4"
+
+
+async def test_max_attempts_counts_for_each_batch(autojump_clock):
+    """Of every two groups one is kept: a batch of one group needs two draws, four batches eight."""
+    even = [0, 2, 4, 6]
+    run = make_run(num_prompts=1, max_attempts=2, filters=[keep_all_but(*even)], max_staleness=3)
+    async with run.manager.generating_ahead(engines_follow=True):
+        assert [await run.take() for _ in range(4)] == [[1], [3], [5], [7]]
+
+
+async def test_a_batch_that_cannot_be_made_ends_generation_and_the_next_call_has_a_budget_of_its_own(autojump_clock):
+    """Groups 2 and 3 were drawn while the first batch was made, and count there; 4 to 7 are the four draws of the second. Without 6 it is lost."""
+    run = make_run(num_prompts=2, max_attempts=2, filters=[keep_all_but(*range(2, 8))], max_staleness=1)
+    async with run.manager.generating_ahead(engines_follow=True):
+        assert await run.take() == [0, 1]
+        run.update(1)
+        await trio.sleep(100)
+        with pytest.raises(NotEnoughSamples, match=r"0 of num_prompts=2 groups were kept of 4 drawn \(not_chosen: 5\)"):
+            await run.manager.generate_batch()
+        assert await run.take() == [8, 9]
+    run.check_balance()
+
+
+async def test_failures_of_earlier_batches_count_for_none_later(autojump_clock):
+    async def reward(sample: Sample) -> float:
+        if sample.id.endswith("s000") and group_of(sample.id) % 2 == 0:
+            raise KeyError("gold")
+        return 1.0
+
+    run = make_run(samples_per_prompt=3, reward=reward, max_failed_fraction=1 / 6)  # one of a batch's six
+    async with run.manager.generating_ahead(engines_follow=True):
+        for version in range(5):
+            await run.take()
+            assert len(run.manager.failed_samples()) <= 1
+            run.update(version + 1)
+    assert run.count("trained") == 10
+
+
+async def test_a_trainer_that_skips_versions_gets_nothing_stale_and_the_prompts_come_again(autojump_clock):
+    run = make_run(num_prompts=1, max_staleness=2)
+    async with run.manager.generating_ahead(engines_follow=True):
+        batch = await run.manager.generate_batch()
+        await trio.sleep(50)
+        waiting = run.count("in_flight")
+        assert waiting == 2, "W = 1 * (0 + 2 - 1 + 1)"
+        run.version[0] = 5
+        run.update(5)
+        trained = prompts_of(batch)
+        for version in (5, 6, 7):
+            run.version[0] = version
+            batch = await run.manager.generate_batch()
+            assert max(lags_of(batch, version)) == version - 5
+            trained += prompts_of(batch)
+    assert run.count("dropped/stale") == waiting
+    assert set(STREAM[1:3]) <= set(trained), "those that were dropped came again"
+    run.check_prompts(trained)
+    run.check_balance()
+
+
+# --- saving in the middle ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hold", [False, True])
+@pytest.mark.parametrize("after_s", [0.0, 1.5, 2.9, 4.0, 50.0])
+async def test_a_state_saved_while_all_runs_loses_nothing_and_trains_nothing_twice(autojump_clock, after_s: float, hold: bool):
+    run = make_run(lambda request: ScriptedReply(text="abcdef"[: 2 + group_of(request.request_id) % 5], token_s=1.0), max_staleness=3)
+    trained: list[tuple[int, str]] = []
+    async with run.manager.generating_ahead(engines_follow=True):
+        for version in range(2):
+            trained += prompts_of(await run.manager.generate_batch())
+            run.version[0] = version + 1
+            run.update(version + 1)
+        await trio.sleep(after_s)
+        if hold:
+            await run.manager.hold()
+        state = json.dumps([run.buffer.state_dict(), run.manager.state_dict()])
+        await run.manager.generate_batch()  # the run that is saved goes on, and dies
+    again = make_run(state=state, max_staleness=3, version=2, engine=ScriptedEngine(seconds_each, version=2))
+    assert again.count("in_flight") == 0 and again.count("trained") == 4
+    async with again.manager.generating_ahead(engines_follow=True):
+        for version in range(2, 6):
+            batch = await again.manager.generate_batch()
+            assert all(0 <= lag <= 3 for lag in lags_of(batch, version))
+            trained += prompts_of(batch)
+            again.version[0] = version + 1
+            again.update(version + 1)
+    assert len(trained) == len(set(trained)) == 12
+    again.check_prompts(trained)
+
+
+# --- random schedules --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Chances:
+    """One random run."""
+
+    seed: int
+    num_prompts: int
+    samples_per_prompt: int
+    max_staleness: int
+    sync_every: int
+    over_sampling: float
+    step_s: float  # of an answer's token, at most
+    train_s: float  # at most
+    update_s: float  # at most
+    drop_rate: float
+    fail_rate: float  # of samples
+    abort_every_s: float  # somebody's abort_all()
+    cancel_after_s: float  # of every first try of a batch
+    ends: str
+
+    def draw(self, *key: object) -> float:
+        return fake_uniform(self.seed, *key)
+
+
+def draw_chances(seed: int) -> Chances:
+    draw = random.Random(seed)
+    staleness = draw.choice([1, 1, 2, 3, 5])
+    return Chances(
+        seed=seed,
+        num_prompts=draw.choice([1, 2, 3]),
+        samples_per_prompt=draw.choice([1, 2, 3]),
+        max_staleness=staleness,
+        sync_every=draw.randint(1, staleness + 1),
+        over_sampling=draw.choice([1.0, 1.5, 3.0]),
+        step_s=draw.choice([0.0, 0.2, 1.0, 3.0]),
+        train_s=draw.choice([0.0, 1.0, 10.0]),
+        update_s=draw.choice([0.0, 1.0, 10.0]),
+        drop_rate=draw.choice([0.0, 0.3]),
+        fail_rate=draw.choice([0.0, 0.1]),
+        abort_every_s=draw.choice([math.inf, 1.7, 6.0]),
+        cancel_after_s=draw.choice([math.inf, math.inf, 0.0, 2.5]),
+        ends=draw.choice(["leaves", "holds", "is cancelled", "fails"]),
+    )
+
+
+class Watch(trio.abc.Instrument):
+    """Looks, after every step of every task, whether the open groups fit into the window of docs/async.md."""
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.limit: Callable[[], int] = lambda: 0
+        self.looked = self.most = 0
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        draw = self.run.manager._current if self.run is not None else None
+        if draw is not None:
+            open_groups = len(draw.undecided) + len(draw.kept)
+            assert open_groups <= self.limit(), (open_groups, self.limit())
+            self.looked, self.most = self.looked + 1, max(self.most, open_groups)
+
+
+@dataclasses.dataclass
+class Outcome:
+    lags: list[int]
+    mixed: int  # samples of several versions
+    most_open: int
+    looked: int
+    overlapped: int  # batches that were there when they were asked for
+    statistics: dict[str, float]
+
+
+def make_random_run(chances: Chances) -> Run:
+    """A manager whose engine, reward and filter do what `chances` say."""
+
+    def script(request: GenerateRequest) -> ScriptedReply:
+        sample_id, _, done = request.request_id.partition("@")
+        text = "abcdefg"[: int(8 * chances.draw("length", sample_id) ** 3)]
+        error = EngineError("it broke") if chances.draw("fail", sample_id) < chances.fail_rate / 2 else None
+        return ScriptedReply(text=text[int(done or 0) :], token_s=chances.step_s * chances.draw("token", request.request_id), error=error)
+
+    async def reward(sample: Sample) -> float:
+        await trio.sleep(chances.step_s * chances.draw("reward", sample.id))
+        if chances.draw("fail", sample.id) > 1 - chances.fail_rate / 2:
+            raise KeyError("gold")
+        return chances.draw("value", sample.id)
+
+    async def at_random(group: SampleGroup) -> bool:
+        await trio.sleep(chances.step_s * chances.draw("filter", group.group_index))
+        return chances.draw("drop", group.group_index) >= chances.drop_rate
+
+    return make_run(
+        script, num_prompts=chances.num_prompts, samples_per_prompt=chances.samples_per_prompt, max_staleness=chances.max_staleness,
+        over_sampling=chances.over_sampling, reward=reward, filters=[at_random], max_attempts=100, max_failed_fraction=1.0,
+    )  # fmt: skip
+
+
+async def drive(chances: Chances, watch: Watch, *, batches: int = 8) -> Outcome:
+    """A trainer that takes a batch, trains, and lets an update go on beside the next step, as the loop does."""
+    run, size, staleness = make_random_run(chances), chances.num_prompts, chances.max_staleness
+    lags: list[int] = []
+    mixed = overlapped = 0
+    delivered, prompts = 0, list[tuple[int, str]]()
+    watch.run, watch.limit = run, lambda: size * (run.engine._version + staleness - delivered + 1)
+    updated = trio.Event()
+    updated.set()
+
+    async def update(version: int, done: trio.Event) -> None:
+        await trio.sleep(chances.update_s * chances.draw("export", version))
+        run.engine.set_version(version)  # in the middle of requests: keep mode
+        if chances.draw("abort mode", chances.seed) < 0.5:
+            await run.engine.abort_all()
+        await trio.sleep(chances.update_s * chances.draw("probe", version) * 0.5)
+        run.manager.engines_updated(version)
+        done.set()
+
+    async def abort_now_and_then() -> None:
+        while chances.abort_every_s < math.inf:
+            await trio.sleep(chances.abort_every_s)
+            await run.engine.abort_all()
+
+    async def take(version: int) -> RolloutBatch:
+        with trio.move_on_after(chances.cancel_after_s * chances.draw("cancel", version)):
+            return await run.manager.generate_batch()
+        return await run.manager.generate_batch()
+
+    async def train(nursery: trio.Nursery) -> None:
+        nonlocal updated, delivered, mixed, overlapped
+        for version in range(batches):
+            began = trio.current_time()
+            batch = await take(version)
+            delivered += 1
+            overlapped += trio.current_time() == began
+            lags.extend(lags_of(batch, version))
+            mixed += sum(len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in batch.samples)
+            assert len(groups_of(batch)) == size
+            prompts.extend(prompts_of(batch))
+            await trio.sleep(chances.train_s * chances.draw("train", version))
+            run.version[0] = version + 1
+            if (version + 1) % chances.sync_every == 0:
+                await updated.wait()
+                updated = trio.Event()
+                nursery.start_soon(update, version + 1, updated)
+        if chances.ends == "holds":
+            await run.manager.hold()
+        if chances.ends == "is cancelled":
+            leaving.cancel()
+        if chances.ends == "fails":
+            raise OwnError
+
+    with trio.CancelScope() as leaving:
+        try:
+            async with run.manager.generating_ahead(engines_follow=True), trio.open_nursery() as nursery:
+                nursery.start_soon(abort_now_and_then)
+                try:
+                    await train(nursery)
+                finally:
+                    nursery.cancel_scope.cancel()
+        except* OwnError:
+            assert chances.ends == "fails"
+    assert run.engine.in_flight == 0 and run.count("in_flight") == 0
+    run.check_balance()
+    assert len(prompts) == len(set(prompts)), "a prompt was trained twice in its epoch"
+    return Outcome(lags, mixed, watch.most, watch.looked, overlapped, dict(run.manager.statistics()))
+
+
+def run_chances(seeds: Iterable[int]) -> list[tuple[Chances, Outcome]]:
+    found: list[tuple[Chances, Outcome]] = []
+    for seed in seeds:
+        chances, watch = draw_chances(seed), Watch()
+        try:
+            outcome = trio.run(drive, chances, watch, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[watch])
+        except BaseException as error:
+            error.add_note(f"{chances}")
+            raise
+        found.append((chances, outcome))
+    return found
+
+
+def test_in_random_runs_nothing_is_too_old_and_the_window_is_never_exceeded():
+    found = run_chances(range(240))
+    for chances, outcome in found:
+        assert all(0 <= lag <= chances.max_staleness for lag in outcome.lags), chances
+        assert outcome.statistics.get("dropped/stale", 0) == 0, chances
+    # runs in which something never happened would prove nothing about it
+    assert sum(max(outcome.lags) == chances.max_staleness for chances, outcome in found) > 100
+    assert sum(outcome.most_open == chances.num_prompts * (chances.max_staleness + 1) for chances, outcome in found) > 50
+    assert sum(outcome.overlapped for _, outcome in found) > 200 and sum(outcome.mixed for _, outcome in found) > 200
+    assert all(outcome.looked > 10 for _, outcome in found)
+    for name in ("held/unfinished", "held/finished", "dropped/at_random", "dropped/aborted", "failed/engine", "failed/reward"):
+        assert sum(outcome.statistics.get(name, 0) for _, outcome in found) > 0, name
+
+
+def test_an_engine_that_is_never_updated_lets_as_many_batches_go_as_the_staleness_allows():
+    async def run_out() -> None:
+        for staleness in (1, 2, 4):
+            run = make_run(max_staleness=staleness)
+            async with run.manager.generating_ahead(engines_follow=True):
+                for _ in range(staleness + 1):
+                    await run.take()
+                with trio.move_on_after(1000) as scope:
+                    await run.manager.generate_batch()
+                assert scope.cancelled_caught and run.count("drawn") == 2 * (staleness + 1)
+                run.update(staleness + 1)
+                batch = await run.manager.generate_batch()
+                assert np.max(lags_of(batch, staleness + 1)) == 0
+            run.check_balance()
+
+    trio.run(run_out, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+# --- an engine that keeps aborting -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every_s", "aborts"), [(1.5, 19), (2.5, 9)])
+async def test_an_answer_that_is_aborted_again_and_again_is_finished_if_each_time_there_is_more_of_it(autojump_clock, every_s: float, aborts: int):
+    """20 tokens of 1 s. Aborts every 1.5 s leave one each, every 2.5 s two each: more often than MAX_STARTS, and never in vain."""
+    run = make_run(go_on("abcdefghijklmnopqrs", token_s=1.0), num_prompts=1, sampling=dataclasses.replace(SAMPLING, max_new_tokens=20))
+
+    async def abort_now_and_then() -> None:
+        while True:
+            await trio.sleep(every_s)
+            told.append(run.engine.in_flight)
+            await run.engine.abort_all()
+
+    told: list[int] = []
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(abort_now_and_then)
+        async with run.manager.generating_ahead(engines_follow=True):
+            batch = await run.manager.generate_batch()
+        nursery.cancel_scope.cancel()
+    assert [sample.response for sample in batch.samples] == ["abcdefghijklmnopqrs"]
+    assert int(batch.loss_masks[0].sum()) == 20 and len(told) == aborts > MAX_STARTS
+
+
+async def test_an_answer_that_is_aborted_in_vain_too_often_fails(autojump_clock):
+    run = make_run(go_on("abc", token_s=1.0), num_prompts=1, max_failed_fraction=0.0)
+
+    async def abort_now_and_then() -> None:
+        while True:
+            await trio.sleep(0.75)
+            await run.engine.abort_all()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(abort_now_and_then)
+        async with run.manager.generating_ahead(engines_follow=True):
+            with pytest.raises(NotEnoughSamples, match=f"was aborted by its engine {MAX_STARTS} times without a token more"):
+                await run.manager.generate_batch()
+        nursery.cancel_scope.cancel()
+    assert sum(request.request_id.startswith("g00000000-s000") for request in run.engine.requests) == MAX_STARTS
+
+
+async def test_engines_that_nobody_updates_are_found_out_unless_an_update_is_expected(autojump_clock):
+    run = make_run(max_attempts=3)
+    async with run.manager.generating_ahead():
+        await run.take()
+        await run.take()  # consumed at version 1, of version 0: as old as may be
+        with pytest.raises(NotEnoughSamples, match="stale"):
+            await run.take()
+    run.check_balance()
