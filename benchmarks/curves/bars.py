@@ -6,7 +6,8 @@
     ends    mean of the last quarter of steps, or the last evaluation, >= least
     gains   last > first; `falls`: last < first: means of quarters, or single evaluations
     below   every value <= target
-    like    in each quarter of steps the mean lies within the means of the runs of the job `of`, its lowest and highest widened by two standard errors
+    like    in each quarter of steps the mean lies within the means of the runs of the job `of`, its lowest and highest widened by two standard
+            errors; step `lag` + 1 is compared with their step 1, for rewards are those of the weights that generated
 
 Metrics that begin with eval/ are read from evaluations.jsonl, of all stages; the others from the rows of one stage of metrics.jsonl.
 """
@@ -39,6 +40,7 @@ class Bar:
     tolerance: float = math.nan
     least: float = math.nan  # of ends
     of: str = ""  # of like: a job
+    lag: int = 0  # of like: by how many steps the weights that generated are older
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +120,10 @@ def judge(bar: Bar, values: Sequence[float], others: Sequence[Sequence[float]] =
         case "below":
             return Verdict(f"`{bar.metric}` at most {bar.target:g} in every step", first, max(values), math.nan, max(values) <= bar.target)
         case "like":
-            inside = count_like_quarters(values, others)
-            return Verdict(f"`{bar.metric}` like the {len(others)} runs of {bar.of}: {inside} of 4 quarters", first, last, math.nan, inside == 4)
+            inside = count_like_quarters(values[bar.lag :], others)
+            late = f", {bar.lag} later" if bar.lag else ""
+            text = f"`{bar.metric}` like the {len(others)} runs of {bar.of}{late}: {inside} of 4 quarters"
+            return Verdict(text, first, last, math.nan, inside == 4)
         case _:
             return judge_change(bar, first, last)
 

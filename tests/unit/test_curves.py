@@ -66,6 +66,23 @@ def test_near_asks_three_quarters_of_the_steps_to_be_near() -> None:
     assert not judge(bar, [0.0] * 8 + [1.0, 2.0, 2.0, 3.0]).met, "mean 2, two of four"
 
 
+def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_two_of_its_standard_errors() -> None:
+    others = [[0.0] * 2 + [1.0] * 2 + [2.0] * 2 + [3.0] * 2, [0.5] * 2 + [1.5] * 2 + [2.5] * 2 + [3.5] * 2]
+    bar = Bar("reward/mean", "like", of="base")
+    assert judge(bar, [0.2, 0.4, 1.1, 1.3, 2.4, 2.4, 3.0, 3.2], others).met
+    low = [0.2, 0.4, 0.6, 0.8, 2.4, 2.4, 3.0, 3.2]  # 0.7 ± 0.1 in the second quarter, whose least is 1.0: 0.9 is not enough
+    assert not judge(bar, low, others).met
+    assert judge(Bar("reward/mean", "like", of="base", lag=2), [9.0, 9.0, 0.2, 0.4, 1.1, 1.3, 2.4, 2.4, 3.0, 3.2], others).met
+    with pytest.raises(ValueError, match="a spread needs two"):
+        judge(bar, low, others[:1])
+
+
+def test_below_looks_at_every_step() -> None:
+    values = [0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert judge(Bar("off_policy/max", "below", target=1), values).met
+    assert not judge(Bar("off_policy/max", "below", target=1), [*values, 2.0]).met
+
+
 def test_a_change_compares_quarters_of_steps_and_single_evaluations() -> None:
     steps = [1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 2.0, 4.0]
     assert judge(Bar("m", "ends", least=3.0), steps).met
