@@ -111,7 +111,7 @@ def open_backend(
         "deterministic": config.deterministic,
         "micro_batch_tokens": section.micro_batch_tokens,
         "share_prefix": config.rl.share_prefix if config.rl and stage == "rl" else stage != "sft",  # pairs share their prompt
-        "skip_zero_advantage": config.rl.skip_zero_advantage if config.rl and stage == "rl" else False,
+        "skip_zero_advantage": bool(config.rl and stage == "rl" and config.rl.skip_zero_advantage and not config.rl.kl_stop),
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "compile_backend": "inductor" if config.model.compile else None,
         "seed": config.seed,

@@ -171,15 +171,17 @@ def count_unit(batch: RolloutBatch, spec: LossSpec, rows: BoolArray) -> float:
 
 def needs_every_row(spec: LossSpec) -> bool:
     """Whether rows without an advantage have a gradient, or change that of others, or may."""
-    return spec.name not in SKIPPING_LOSSES or any(spec.params.get(name) for name in OTHER_TERMS)
+    correction = spec.params.get("correction")
+    is_ours = spec.name in SKIPPING_LOSSES and (not correction or ":" not in str(correction))
+    return not is_ours or any(spec.params.get(name) for name in OTHER_TERMS)
 
 
 def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray | None:
-    """[B] rows whose trained tokens all have advantage 0; None when the batch has no advantages."""
+    """[B] rows with trained tokens, all of advantage 0; None when the batch has no advantages."""
     if batch.advantages is None:
         return None
     rows = zip(batch.advantages, batch.loss_masks, strict=True)
-    return np.asarray([not np.any(advantages[mask]) for advantages, mask in rows], np.bool_)
+    return np.asarray([mask.any() and not np.any(advantages[mask]) for advantages, mask in rows], np.bool_)
 
 
 def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:

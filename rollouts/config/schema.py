@@ -221,7 +221,7 @@ class RLTrainingConfig(Section):
     optim: OptimConfig = OptimConfig()
     micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
     share_prefix: bool = True  # compute a group's prompt once where that is exact
-    skip_zero_advantage: bool = True  # leave out samples whose advantages are all 0 where the gradient stays the same
+    skip_zero_advantage: bool = True  # leave out samples whose advantages are all 0 where the gradient stays the same; not with kl_stop
     eval_every: NaturalInt = 0  # steps; 0: only before and after
     changes: Changes = []  # of the algorithm, each from its step on
 

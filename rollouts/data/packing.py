@@ -66,8 +66,8 @@ def make_micro_batches(
     without it packed rows of about `packed_length` nodes (without sharing, of one sequence) are padded to the longest of their micro-batch.
     `micro_batch_cost`: what a micro-batch costs beside its tokens, in tokens; `attention_cost`: what a (query, key) pair costs, in tokens.
     With several `ranks` the micro-batches cost least when each rank computes one at a time and waits for the slowest: their costs are even, and
-    where the batch has rows for all, so have they. Deterministic, O(n log n) in the rows. Raises ValueError if a row trains its first token,
-    which nothing predicts.
+    each has rows where there are enough and parting them does not cost far more than it saves. Deterministic, O(n log n) in the rows. Raises
+    ValueError if a row trains its first token, which nothing predicts.
     """
     lengths = np.asarray([_needed_length(row, mask) for row, mask in enumerate(loss_masks)], np.int64)
     trained = np.flatnonzero(lengths > 0 if skip_rows is None else (lengths > 0) & ~skip_rows)

@@ -106,14 +106,15 @@ def _fill_one_row(rows: SortedRows, labels: IntArray, budget: int, ranks: int, a
         yield place_rows(rows, fill_bins(sizes, capacity)[labels])
         return
     costs = 1 + sizes + attention_cost * (items.pairs - shared * (shared + 1) / 2)  # 1: equal rows, which cost nothing more, go round too
-    fewest = max(-(-int(np.minimum(sizes, capacity).sum()) // (capacity * ranks)), 1)
-    tried, rounds = 0, fewest
+    tried, rounds = 0, max(-(-(int(fill_bins(sizes, capacity).max()) + 1) // ranks), 1)  # what best fit needs, evenness may need a little more
+    step = 1
     while tried <= MORE_ROUNDS:
         bins = spread_over_bins(sizes, costs, rounds * ranks, capacity, ranks=ranks)
         if bins is not None:
             yield place_rows(rows, bins[labels])
         tried += bins is not None
-        rounds += 1
+        rounds += step
+        step *= 1 if bins is not None else 2
 
 
 # --- padded packed rows ----------------------------------------------------------------------------------------------------------------
@@ -122,7 +123,8 @@ def _fill_one_row(rows: SortedRows, labels: IntArray, budget: int, ranks: int, a
 def plan_padded(rows: SortedRows, budget: int, *, packed_length: int, ranks: int, micro_batch_cost: int) -> list[MicroBatchPlan]:
     """Micro-batches of packed rows of about `packed_length` nodes, at most `budget` tokens with their padding, or one longer row.
 
-    For several ranks the packing whose rounds cost least among some budgets: `budget`, and those that divide the batch evenly among the ranks.
+    For several ranks the packing whose rounds cost least among some budgets: `budget`, and those that divide the batch evenly among the ranks. Each
+    rank has rows, where there are enough, unless the rounds cost less than half without that: rows that begin alike lose much when they are parted.
     """
 
     def plan(tokens: int) -> _Candidate:
@@ -139,8 +141,11 @@ def plan_padded(rows: SortedRows, budget: int, *, packed_length: int, ranks: int
     while len(candidates[-1].costs) < enough and smallest > 1:
         smallest = max(smallest // 2, 1)
         candidates.append(plan(smallest))
+    cheapest = min(candidates, key=lambda one: compute_round_cost(one.costs, ranks))
     shared_out = [one for one in candidates if len(one.costs) >= enough]
-    return _make_plans(rows, min(shared_out or candidates, key=lambda one: compute_round_cost(one.costs, ranks)))
+    chosen = min(shared_out or [cheapest], key=lambda one: compute_round_cost(one.costs, ranks))
+    worth_it = compute_round_cost(chosen.costs, ranks) <= 2 * compute_round_cost(cheapest.costs, ranks)
+    return _make_plans(rows, chosen if worth_it else cheapest)
 
 
 def _plan_padded(rows: SortedRows, budget: int, *, packed_length: int, micro_batch_cost: int) -> _Candidate:

@@ -368,6 +368,7 @@ class AsyncRolloutManager:
         ahead.reports, scope = send, ahead.collecting
         assert scope is not None
         plan = replace(self._make_plan(None), is_stopping=lambda: draw.is_stopping, ended=send)
+        failure: RolloutsError | None = None
         try:
             async with trio.open_nursery() as nursery:
                 launch = self._make_launch(draw, plan, nursery, send)
@@ -378,14 +379,15 @@ class AsyncRolloutManager:
                         await self._collect_without_end(ahead, draw, pace, launch, receive)
                     await self._stop_running(draw, receive)
                 except RolloutsError as error:
-                    ahead.failure = error
+                    failure = error
                 nursery.cancel_scope.cancel()
         finally:
             while receive.statistics().current_buffer_used:
                 self._take_report(draw, receive.receive_nowait())
             draw.generating = 0
-            if ahead.failure is None:
+            if failure is None:
                 self._decide_late(draw)
+            ahead.failure = failure  # told when nothing runs any more
             ahead.collecting = ahead.reports = None
             self._end(draw)
             ahead.notify()

@@ -154,12 +154,13 @@ def find_advantages(config: RLTrainingConfig, given: Mapping[str, AdvantageFn]) 
 def ends_updates(config: RLTrainingConfig, forward: ForwardBackwardResult) -> bool:
     """Whether no more updates are to be made on the batch after the one of `forward`, because of rl.kl_stop.
 
-    An update whose loss was not finite changed nothing and measured nothing: the next one is made. Raises ConfigError for a loss that does not
-    measure approx_kl/mean.
+    An update whose loss was not finite, or all of whose rows were left out, measured nothing: the next one is made. Raises ConfigError for a loss
+    that does not measure approx_kl/mean.
     """
-    if forward.skipped is not None:
+    metrics = metric_values(forward.metrics)
+    kl = metrics.get("approx_kl/mean")
+    if forward.skipped is not None or (kl is None and "advantage/skipped_rows" in metrics):
         return False
-    kl = metric_values(forward.metrics).get("approx_kl/mean")
     if kl is None:
         raise ConfigError(f"rl.kl_stop={config.kl_stop} with rl.loss={config.loss!r}, which does not measure approx_kl/mean; set rl.kl_stop = 0")
     return exceeds_kl_limit(kl, limit=config.kl_stop)

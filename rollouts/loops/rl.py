@@ -247,14 +247,16 @@ async def generate_and_log(
     Raises StepInterrupted when a stop cuts it.
     """
     with stop.phase("generate"):
+        failed: Sequence[Sample] | None = None
         try:
             with push.guarding():  # and nothing more: a batch that has left the manager is trained on, or its prompts would be lost
                 batch = await rollout_manager.generate_batch()
+                failed = rollout_manager.failed_samples()  # of this batch: later it may be of the next
             reach("rollout.batch_ready")
             await metrics_logger.log_samples("rl", step, step - 1, batch.samples)
         finally:
             with trio.CancelScope(shield=True):  # a write of a few kilobytes
-                await metrics_logger.log_samples("rl", step, step - 1, rollout_manager.failed_samples())
+                await metrics_logger.log_samples("rl", step, step - 1, rollout_manager.failed_samples() if failed is None else failed)
         return batch
     raise StepInterrupted(f"step {step} was cut while its batch was made")
 

@@ -23,7 +23,8 @@ def complete_greedily(
     One forward pass over the whole sequence for each, so it is meant for a few tokens.
     """
     device = find_device(model)
-    ids = torch.as_tensor(prompt_ids, device=device)[None]
+    assert count > 0, count
+    ids = torch.tensor(prompt_ids, device=device)[None]
     rows: list[Tensor] = []
     extra: dict[str, Any] = without_cache(model)
     with torch.no_grad():

@@ -138,6 +138,11 @@ def compute_micro_batch_states(
     run: Any = model if plan.head == "whole" else model.get_decoder()
     with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
         output = run(**inputs)
+    if ARGUMENT in inputs and not inputs[ARGUMENT].on_device.get("read"):
+        raise ModelError(
+            f"the attention of {type(model).__name__} did not take the packed row that it was given: something has replaced transformers' 'sdpa' "
+            "since the model was opened (a kernel library, set_attn_implementation); do that before, or not at all"
+        )
     states: Tensor = output.logits if plan.head == "whole" else output.last_hidden_state
     return states.flatten(0, 1).index_select(0, torch.from_numpy(micro_batch.predictors).to(device)), type(output)
 

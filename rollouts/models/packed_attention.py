@@ -5,8 +5,8 @@
 
 A node's descendants are the nodes after it, up to subtree_end, so what a shared beginning's keys are seen by is one slice of queries, without a
 mask. A long sequence is halved until its triangles are small. Only neighbouring subtrees of a few nodes together, and the edges of windows, have
-a mask. Memory is linear in S, work is the number of visible pairs and little more. On an accelerator FlexAttention takes the place of the pieces, or
-varlen_attn where no two sequences share a node.
+a mask. On a CPU memory is linear in S, and work is the number of visible pairs and little more. On an accelerator FlexAttention takes the place of
+the pieces, or varlen_attn where no two sequences share a node.
 
 A model of transformers takes this through its own attention: register_packed_attention puts a function in the place of "sdpa" that does what it
 did before, unless the forward pass was given `packed_row`. That argument travels with a layer's others, so a layer that is computed twice for its
@@ -68,7 +68,7 @@ class PackedRow:
     window: int | None  # tokens that a layer with a window sees, itself included; None: no such layer
     pieces: Sequence[tuple[Piece, Tensor | None]]  # with the masks, [queries, keys], of those that have one
     windowed: Sequence[tuple[Piece, Tensor | None]]  # the same of a layer with a window
-    on_device: dict[str, Any]  # what an accelerator makes once for all layers
+    on_device: dict[str, Any]  # what an accelerator makes once for all layers; and whether any layer has read the row
 
 
 @contextmanager
@@ -272,13 +272,14 @@ def attend_by_flex(
 def _make_block_mask(row: PackedRow, device: torch.device, window: int | None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    ends, depths = torch.from_numpy(row.subtree_end).to(device), torch.from_numpy(row.depths).to(device)
+    ends, depths = (torch.from_numpy(values).to(device, torch.int32) for values in (row.subtree_end, row.depths))
 
     def visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         seen = (j <= i) & (i < ends[j])
         return seen if window is None else seen & (depths[i] - depths[j] < window)
 
-    return create_block_mask(visible, None, None, len(ends), len(ends), device=str(device))
+    # uncompiled it holds one number for each pair of nodes
+    return create_block_mask(visible, None, None, len(ends), len(ends), device=str(device), _compile=device.type == "cuda")
 
 
 _FLEX: list[Any] = []  # compiled once in this process
@@ -320,6 +321,7 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, attention_mask: Ten
     """[1, S, H, D], what transformers expects of an attention function. Raises ValueError if the layer asks for what this cannot give."""
     if attention_mask is None or query.shape[-2] != len(row.subtree_end) or key.shape[-2] != query.shape[-2] or len(query) != 1:
         raise ValueError(f"queries {list(query.shape)} and keys {list(key.shape)} are not those of one packed row of {len(row.subtree_end)} nodes")
+    row.on_device["read"] = True
     windowed = attention_mask.shape[-1] == WINDOWED
     kind = query.device.type
     if torch.is_autocast_enabled(kind):

@@ -186,13 +186,16 @@ def _prove_packed(probe: _Probe, plain: _Plain, tries: ForwardPlan, model: PreTr
         return tries
     candidate = dataclasses.replace(tries, packed_up_to=tries.tries_up_to)
     attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    if attention != "sdpa":
-        reason = f"they need the attention 'sdpa', and this model runs with {attention!r}"
-    elif tries.masks == "one":
-        reason = probe.find_packed_difference(plain, candidate)
-    else:
-        with smaller_window(model):
-            reason = probe.find_packed_difference(probe.run_plain(), dataclasses.replace(candidate, window=PROBE_WINDOW))
+    try:
+        if attention != "sdpa":
+            reason = f"they need the attention 'sdpa', and this model runs with {attention!r}"
+        elif tries.masks == "one":
+            reason = probe.find_packed_difference(plain, candidate)
+        else:
+            with smaller_window(model):
+                reason = probe.find_packed_difference(probe.run_plain(), dataclasses.replace(candidate, window=PROBE_WINDOW))
+    except ModelError as error:
+        reason = str(error)
     if not reason:
         return candidate
     return dataclasses.replace(tries, reason="; ".join(filter(None, (tries.reason, f"packed rows are not exact: {reason}"))))

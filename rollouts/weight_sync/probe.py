@@ -20,6 +20,7 @@ from rollouts.types import Completion, FloatArray, GenerateRequest, IntArray, Ro
 NOTICEABLE = 1e-5  # nats; a smaller move of the trainer may be lost in an engine's rounding
 TOLERANCES = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 5e-2}  # nats between two implementations of one model, by the coarser dtype
 LEAST_AGREED = 4  # tokens of an answer that must be those of a stored one; all where it has fewer
+MOST_ANSWERS = 32  # of a trainer whose first tokens are nearly tied
 NEAR_TIE = 2.0  # tolerances; two greedy choices that differ by more were no tie
 
 
@@ -187,21 +188,31 @@ class TrainerAnswer:
     log_probs: FloatArray  # [n, V] nats
 
 
-async def ask_trainer(probe: Probe, backend: AnsweringBackend) -> list[TrainerAnswer]:
-    """The trainer's greedy answer to the probe; and, for each of the first tokens whose runner-up is nearly tied, the answer that goes on from that.
+async def ask_trainer(probe: Probe, backend: AnsweringBackend) -> list[TrainerAnswer] | None:
+    """The trainer's greedy answer to the probe; and, for every other token that is nearly tied in one of the first places, the answer that goes on
+    from it, and so on in those. None where they are more than MOST_ANSWERS.
 
-    An engine with the same weights may take either.
+    An engine with the same weights may take any of them. Beyond the first places it has said enough to be compared.
     """
     tie = NEAR_TIE * max(probe.tolerance, *probe.tolerances.values(), 0.0)
-    rows = await backend.complete_greedily(probe.prompt_ids, probe.num_tokens).result()
-    first = TrainerAnswer(rows.argmax(-1), rows)
-    answers = [first]
-    for place in range(min(LEAST_AGREED, probe.num_tokens - 1)):
-        runner_up = int(np.argsort(rows[place])[-2]) if rows.shape[1] > 1 else int(first.token_ids[place])
-        if rows[place].max() - rows[place][runner_up] <= tie:
-            begun = np.asarray([*first.token_ids[:place], runner_up])
-            rest = await backend.complete_greedily(np.concatenate([probe.prompt_ids, begun]), probe.num_tokens - len(begun)).result()
-            answers.append(TrainerAnswer(np.concatenate([begun, rest.argmax(-1)]), np.concatenate([rows[: place + 1], rest])))
+    answers: list[TrainerAnswer] = []
+    none = TrainerAnswer(np.zeros(0, np.int64), np.zeros((0, 0), np.float32))
+    waiting = [none]  # beginnings, with what the trainer thought of each of their tokens
+    while waiting:
+        if len(answers) + len(waiting) > MOST_ANSWERS:
+            return None
+        begun = waiting.pop()
+        count = len(begun.token_ids)
+        rest = await backend.complete_greedily(np.concatenate([probe.prompt_ids, begun.token_ids]), probe.num_tokens - count).result()
+        rows = np.concatenate([begun.log_probs, rest]) if count else rest
+        tokens = np.concatenate([begun.token_ids, rest.argmax(-1)])
+        answers.append(TrainerAnswer(tokens, rows))
+        for place in range(count, min(LEAST_AGREED, probe.num_tokens) - 1):
+            tied = np.flatnonzero(rows[place] >= rows[place].max() - tie)
+            others = [token for token in tied.tolist() if token != tokens[place]]
+            if len(answers) + len(waiting) + len(others) > MOST_ANSWERS:
+                return None
+            waiting += [TrainerAnswer(np.asarray([*tokens[:place], token]), rows[: place + 1]) for token in others]
     return answers
 
 

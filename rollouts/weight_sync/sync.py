@@ -217,7 +217,7 @@ class WeightSync:
             snapshot = await self._export(update.source, version)
         report = await self._update(update, members, snapshot)
         if snapshot is None and isinstance(self._admission, UpdatedFleet) and self._keeper is not None:
-            await self._release(update)
+            await self._release(update, is_judged=True)
             snapshot = await self._keeper.export(update.source, version)
             self.published = Published(version, snapshot)
         if snapshot is not None and self._keeper is not None:
@@ -233,15 +233,19 @@ class WeightSync:
     def _need_disk(self, engines: Sequence[InferenceEngine]) -> bool:
         return self._transport is None and any(_loads_from_disk(engine) for engine in engines)
 
-    async def _release(self, update: _Update) -> None:
-        """Lets the trainer go on, if what is still wanted of it can be had beforehand: its weights and its answer to the probe."""
-        if update.released is None or update.is_released or self._keeper is None or not isinstance(update.backend, AnsweringBackend):
+    async def _release(self, update: _Update, *, is_judged: bool = False) -> None:
+        """Lets the trainer go on, if what is wanted of it can be had beforehand: its weights, and unless `is_judged` its answer to the probe."""
+        if update.released is None or update.is_released or self._keeper is None:
             return
+        if not is_judged:
+            answers = await ask_trainer(self.probe, update.backend) if isinstance(update.backend, AnsweringBackend) else None
+            if answers is None:  # or there are too many near ties to foresee: the trainer judges what the engines say, and waits for it
+                return
+            update.judge = judge_by_answers(answers, tolerance_of=self.probe.tolerance_of)
         held = await self._keeper.hold(update.backend)
         if held is None:
             return
-        answers = await ask_trainer(self.probe, update.backend)
-        update.source, update.judge = held, judge_by_answers(answers, tolerance_of=self.probe.tolerance_of)
+        update.source = held
         update.released.set()
 
     async def _export(self, source: WeightSource, version: int) -> Snapshot:

@@ -27,7 +27,7 @@ from tests.distributed.train_program import find_model
 
 pytestmark = pytest.mark.slow
 
-TOLERANCE = {"float32": 1e-6, "float64": 1e-10}
+TOLERANCE = {"float32": 2e-6, "float64": 1e-10}  # of norms; AdamW's first steps move a weight as far for a small gradient as for a large one
 
 
 @pytest.fixture(scope="module")

@@ -18,5 +18,6 @@ BOTH = Job("sft+rl", (*SMALL, "--mode", "sft+rl", "--sft.steps", "3", "--rl.step
 COPIED = Job("rl, copied weights", (*RL.arguments, "--engine.mode", "copied"), ("rl",), ROWS)
 STALE = Job("rl, held groups", (*COPIED.arguments, "--rl.max_staleness", "1", "--deterministic", "false"), ("rl",), ROWS, exact=False)
 SFT_RANKS = Job("sft, two ranks", SFT.arguments, ("sft",), ROWS, ranks=2)
-RL_RANKS = Job("rl, two ranks", RL.arguments, ("rl",), ROWS, ranks=2)
+# Every step has a micro-batch, at which it can be cut.
+RL_RANKS = Job("rl, two ranks", (*RL.arguments, "--rl.skip_zero_advantage", "false"), ("rl",), ROWS, ranks=2)
 JOBS = (SFT, RL, BOTH, COPIED, STALE, SFT_RANKS, RL_RANKS)

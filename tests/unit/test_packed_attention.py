@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollouts.data.packing import make_micro_batches
+from rollouts.errors import ModelError
 from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import compute_micro_batch_log_probs
 from rollouts.models.packed_attention import (
@@ -255,7 +256,14 @@ def test_a_plan_whose_attention_forgets_the_packed_row_falls_back(cache: Path):
     decoder.forward = forget
     plan = plan_forward(model)
     assert plan.choose_layout(100) == "tries"
-    assert "packed rows are not exact: log-probs differ" in plan.reason
+    assert "packed rows are not exact: the attention of LlamaForCausalLM did not take the packed row" in plan.reason
+    decoder.forward = forward
+    found = plan_forward(model)
+    decoder.forward = forget
+    rows = [np.arange(2, 9), np.asarray([2, 3, 4, 9, 8])]
+    (micro,) = make_micro_batches(rows, [np.arange(len(row)) > 2 for row in rows], micro_batch_tokens=64, share_prefix=True, padding_free=True)
+    with pytest.raises(ModelError, match="something has replaced transformers' 'sdpa'"):  # after it was proved
+        compute_micro_batch_log_probs(model, micro, plan=found, temperature=1.0)
 
 
 def test_a_plan_without_sharing_still_packs(cache: Path):

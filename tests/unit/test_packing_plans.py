@@ -82,7 +82,8 @@ def test_tries_spell_every_row_and_every_trained_token_is_predicted_once(drawn, 
             found.setdefault((int(row), int(position)), []).append((int(micro.targets[pair]), tuple(micro.input_ids[line, seen].tolist())))
     wanted = {(row, int(t)): [(int(tokens[row][t]), tuple(tokens[row][:t].tolist()))] for row in rows for t in np.flatnonzero(masks[row])}
     assert found == wanted
-    assert not rows or len(micros) >= min(ranks, len(rows))
+    if free or not share:  # else a rank goes without rather than that what begins alike is parted
+        assert not rows or len(micros) >= min(ranks, len(rows))
 
 
 @settings(deadline=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -231,15 +232,46 @@ class TiedTrainer:
         return Future()
 
 
-@pytest.mark.parametrize(("place", "asked"), [(0, [[8, 9], [8, 9, 1]]), (3, [[8, 9], [8, 9, 0, 0, 0, 1]]), (4, [[8, 9]])])
+@pytest.mark.parametrize(("place", "asked"), [(0, [[8, 9], [8, 9, 1]]), (2, [[8, 9], [8, 9, 0, 0, 1]]), (3, [[8, 9]])])
 async def test_the_trainer_is_asked_again_for_each_early_tie(place: int, asked: list[list[int]]):
     trainer = TiedTrainer(place)
     answers = await ask_trainer(Probe(np.asarray([8, 9]), 0.01, num_tokens=6), trainer)
     assert trainer.asked == asked
+    assert answers is not None
     assert [answer.token_ids.tolist() for answer in answers] == [[0] * 6, [*[0] * place, 1, *[0] * (5 - place)]][: len(asked)]
     for answer in answers:
         np.testing.assert_array_equal(answer.log_probs[place], np.asarray(TIED, np.float32))
         assert answer.log_probs.shape == (6, 3)
+
+
+class TornTrainer:
+    """A model of `vocab` tokens that has no preference among the first `torn` of them, at any place."""
+
+    def __init__(self, torn: int, vocab: int = 40) -> None:
+        self.row = np.full(vocab, -9.0, np.float32)
+        self.row[:torn] = -np.log(torn)
+
+    def complete_greedily(self, prompt_ids: np.ndarray, count: int) -> Any:
+        rows = np.tile(self.row, (count, 1))
+
+        class Future:
+            async def result(self) -> np.ndarray:
+                await trio.lowlevel.checkpoint()
+                return rows
+
+        return Future()
+
+
+async def test_an_engine_may_take_any_token_of_a_tie_and_again_after_it():
+    answers = await ask_trainer(Probe(np.asarray([8, 9]), 0.01, num_tokens=6), TornTrainer(3))
+    assert answers is not None and len(answers) == 27, "three places of three tokens"
+    for said in itertools.product(range(3), repeat=4):
+        reply = compare_with_answers(answers, say([*said, 0, 0], [-np.log(3)] * 6), tolerance=0.01)
+        assert len(reply.token_ids) >= LEAST_AGREED and reply.difference < 1e-6
+
+
+async def test_a_trainer_with_too_many_early_ties_does_not_say_beforehand():
+    assert await ask_trainer(Probe(np.asarray([8, 9]), 0.01, num_tokens=6), TornTrainer(4)) is None, "64 answers"
 
 
 @asynccontextmanager
@@ -255,7 +287,9 @@ async def open_pair(path: Path) -> AsyncIterator[tuple[Any, Any]]:
 
 async def judge_engine(backend: Any, engine: Any, probe: Probe, version: int) -> float:
     """The difference between the engine and the trainer, as an update finds it. Raises what an update would raise."""
-    judge = judge_by_answers(await ask_trainer(probe, backend), tolerance_of=probe.tolerance_of)
+    answers = await ask_trainer(probe, backend)
+    assert answers is not None
+    judge = judge_by_answers(answers, tolerance_of=probe.tolerance_of)
     reply = await judge(engine, await ask_probe(probe, engine, version=version, request_id=f"probe-{trio.current_time()}"))
     check_agreement(reply, tolerance=probe.tolerance)
     assert len(reply.token_ids) >= LEAST_AGREED

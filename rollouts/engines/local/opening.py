@@ -24,7 +24,7 @@ from rollouts.models.limits import CONTEXT_NAMES, find_rotary_limit
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PROBE_LENGTHS = (13, 8, 11)  # prompts of unlike length, so that padding and positions are tried too
+PROBE_LENGTHS = (13, 8, 11, 5, 9, 2, 12, 7, 10)  # unlike, so that padding and positions are tried too; as many as a CPU's way with many rows needs
 PROBE_STEPS = 5
 LONGEST_PROBED_WINDOW = 4096  # positions; a longer prompt would take too long to open with
 DEFAULT_CONTEXT = 8192  # tokens, for a config that sets no limit
