@@ -126,6 +126,7 @@ async def run_rl_training(
             say_change(config, algorithm, step, first=step == completed_steps + 1)
             hooks.before_batch(step)
             saved = step - 1 == completed_steps or hooks.saves_after(step - 1)
+            batch: RolloutBatch | None = None
             try:
                 async with saving_first(hooks, step - 1, saved=saved):
                     with timer.phase("generate"):
@@ -145,7 +146,7 @@ async def run_rl_training(
             except StepInterrupted as cut:
                 if critic is not None:
                     critic.reset()
-                await save_after_cut(hooks, backend, cut, step - 1, saved=saved)
+                await save_after_cut(hooks if batch is not None else await hold_ahead(hooks, rollout_manager), backend, cut, step - 1, saved=saved)
                 break
             for _, optim in results:
                 warn_of_skipped_step("rl", step, optim)
@@ -200,6 +201,15 @@ async def push_weights(push: WeightPush, stop: StopControl, config: RLTrainingCo
     except (WeightSyncError, FleetDown) as error:
         return error
     return None
+
+
+async def hold_ahead(hooks: LoopHooks, rollout_manager: BatchSource) -> LoopHooks:
+    """What to save by where generation runs ahead and no batch was taken: the state of now, with the tokens of what was being generated."""
+    if not rollout_manager.is_ahead:
+        return hooks
+    with hooks.stop.until_save():
+        await rollout_manager.hold()
+    return replace(hooks, save_before_batch=None)
 
 
 def settling(hooks: LoopHooks, push: WeightPush, rollout_manager: BatchSource) -> LoopHooks:
