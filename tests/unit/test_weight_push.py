@@ -408,7 +408,7 @@ async def test_an_evaluation_before_which_the_update_fails_is_not_begun(autojump
 
 @pytest.mark.parametrize("stop_at_s", [2.0, 4.0, 5.0, 6.5, 9.0, 20.0])
 async def test_a_stop_while_an_update_hangs_in_the_background_ends_in_time_and_saves(autojump_clock, stop_at_s: float):
-    loop = Loop(Updates(hold_s=0.2, load_s=10_000.0), staleness=4, steps=9, stop_at_s=20.0)
+    loop = Loop(Updates(hold_s=0.2, load_s=10_000.0), staleness=4, steps=9, stop_at_s=stop_at_s)
     began = trio.current_time()
     history = await loop.run()
     assert trio.current_time() - began <= stop_at_s + 22, "before the process would be ended by force"
@@ -426,7 +426,7 @@ async def test_a_stop_while_a_batch_is_awaited_saves_the_tokens_that_there_are(a
         begun = int(request.request_id.partition("@")[2] or 0)
         return ScriptedReply(text="abcdefg"[begun:], token_s=5.0 if request.request_id[1:9] > "00000001" else 0.5)
 
-    loop = Loop(Updates(hold_s=0.1, load_s=0.4), staleness=3, steps=9, reply=reply, stop_at_s=stop_at_s)
+    loop = Loop(Updates(hold_s=0.1, load_s=0.4), staleness=3, steps=9, reply=reply, stop_at_s=20.0)
     history = await loop.run()
     (saved,) = [step for what, step, _ in loop.diary]
     assert saved == len(history) and loop.is_complete(saved)
