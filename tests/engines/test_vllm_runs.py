@@ -94,7 +94,8 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "every step completed, the one of the kill among them"
     assert max(row["off_policy/max"] for row in rows) <= 1
     last = [row for row in rows if "engine/vllm_0/state" in row][-1]
-    assert last["engine/vllm_0/version"] == last["engine/vllm_1/version"] == last["step"] // 2 * 2  # told with the update, after every second step
+    told = last["engine/vllm_0/version"]  # of the last update that had ended; there is one after every second step
+    assert told == last["engine/vllm_1/version"] and last["step"] - 3 <= told <= last["step"]
     assert " start 2 of vllm-0" in log.read_text()
     assert find_processes(mark) == []
 
