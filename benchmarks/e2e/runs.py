@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -79,27 +79,18 @@ def order_rows(setting: Setting) -> list[dict[str, Any]]:
 def run_program(command: Sequence[str], log: Path) -> tuple[float, int]:
     """Unix time at which the program started, and the most memory of it and its children in bytes: what the kernel noted of the largest process,
     and of the others the most that was seen together. Raises RuntimeError with the end of its log if it fails."""
+    own = others = 0
     with log.open("w", encoding="utf-8") as output:
         started = time.time()
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        done, peaks = threading.Event(), [0, 0]
-        watcher = threading.Thread(target=watch_memory, args=(process.pid, done, peaks))
-        watcher.start()
-        try:
-            status = process.wait()
-        finally:
-            done.set()
-            watcher.join()
-    if status != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with {status}:\n{log.read_text('utf-8')[-4000:]}")
-    return started, sum(peaks)
-
-
-def watch_memory(pid: int, done: threading.Event, peaks: list[int]) -> None:
-    """Raises peaks[0], the most of the process itself, and peaks[1], of those under it, until `done`."""
-    while not done.wait(SAMPLE_S):
-        peaks[0] = max(peaks[0], read_field(pid, "VmHWM"))
-        peaks[1] = max(peaks[1], sum(read_field(child, "RssAnon") for child in find_descendants(pid)))
+        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
+            while process.returncode is None:
+                own = max(own, read_field(process.pid, "VmHWM"))
+                others = max(others, sum(read_field(child, "RssAnon") for child in find_descendants(process.pid)))
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(SAMPLE_S)
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text('utf-8')[-4000:]}")
+    return started, own + others
 
 
 def read_field(pid: int, field: str) -> int:

@@ -37,17 +37,19 @@ import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Protocol
 
 import trio
 
 from rollouts.config.schema import RolloutConfig
 from rollouts.crash_points import reach
 from rollouts.data.data_buffer import PromptRow
-from rollouts.errors import ConfigError, EngineError, InfrastructureError, NotEnoughSamples, RolloutsError
+from rollouts.errors import ConfigError, InfrastructureError, RolloutsError
+from rollouts.generation.ahead import Ahead, Report
 from rollouts.generation.batch import compute_batch_metrics, make_batch
-from rollouts.generation.draw import Carried, Draw, ManagerSnapshot
+from rollouts.generation.budget import check_budget, draw_limit
+from rollouts.generation.draw import Draw, ManagerSnapshot, carry
 from rollouts.generation.group import INFRASTRUCTURE, ClosedGroup, GroupPlan, GroupWork, failure_class_of, run_group, start_group
 from rollouts.generation.ledger import ABORTED, FILTERED, STALE, SURPLUS, Ledger
 from rollouts.generation.pacing import Pace
@@ -76,30 +78,6 @@ class PromptSource(Protocol):
 READY_BATCHES = 1.25  # finished groups, in batches, beyond which nothing more is launched ahead: it would only be older when it is consumed
 RUNNING = "generate_batch is running already; await one batch before asking for the next"
 STOP_S = 10.0  # for generate functions to end after the engine has answered them; those that don't start again in the next call
-Report = ClosedGroup | int | None
-"""A group that has closed; the group index of a member that generates no longer; or None: launch what there is room for."""
-
-
-@dataclass(slots=True, eq=False)
-class _Ahead:
-    """Generation that goes on between calls."""
-
-    nursery: trio.Nursery  # of the collector
-    engines_follow: bool  # whether launching waits for engines that are too far behind
-    changed: trio.Event = field(default_factory=trio.Event)  # set and replaced when a group was decided, or collecting has ended
-    collecting: trio.CancelScope | None = None  # of the collector that runs
-    reports: trio.MemorySendChannel[Report] | None = None  # to it
-    failure: RolloutsError | None = None  # that ended it, until a call has raised it
-    is_awaited: bool = False  # by a call
-
-    def notify(self) -> None:
-        changed, self.changed = self.changed, trio.Event()
-        changed.set()
-
-    def wake(self) -> None:
-        """The collector looks whether there is room."""
-        if self.reports is not None:
-            self.reports.send_nowait(None)
 
 
 class AsyncRolloutManager:
@@ -156,7 +134,7 @@ class AsyncRolloutManager:
         self._failures: Counter[str] = Counter()  # samples by class
         self._next_group_index = 0
         self._current: Draw | None = None  # while generate_batch runs, or generation goes on ahead
-        self._ahead: _Ahead | None = None  # inside generating_ahead
+        self._ahead: Ahead | None = None  # inside generating_ahead
         self._last_metrics: dict[str, Metric] = {}
         self._last_failed: tuple[Sample, ...] = ()
 
@@ -198,7 +176,7 @@ class AsyncRolloutManager:
             return
         failure: Exception | None = None
         async with trio.open_nursery() as nursery:
-            self._ahead = _Ahead(nursery, engines_follow)
+            self._ahead = Ahead(nursery, engines_follow)
             try:
                 yield
             except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
@@ -266,7 +244,7 @@ class AsyncRolloutManager:
         carried over, those that have finished and what the others had when they were last stopped.
         """
         draw = self._current or Draw()
-        carried = self._carry(draw)
+        carried = carry(draw, self._is_stale)
         held, unfinished = self._held | carried.held, self._unfinished | carried.unfinished
         return ManagerSnapshot(
             next_group_index=self._next_group_index,
@@ -316,7 +294,7 @@ class AsyncRolloutManager:
 
     # --- generating ahead ----------------------------------------------------------------------------------------------------
 
-    async def _take_batch(self, ahead: _Ahead, reward_fn: RewardFn | None) -> RolloutBatch:
+    async def _take_batch(self, ahead: Ahead, reward_fn: RewardFn | None) -> RolloutBatch:
         """The next batch, once the collector has it."""
         if reward_fn is not None:
             raise ConfigError("reward_fn= inside generating_ahead, where samples are scored before their batch is asked for; give it to the manager")
@@ -341,7 +319,7 @@ class AsyncRolloutManager:
         finally:
             ahead.is_awaited = False
 
-    async def _start_collecting(self, ahead: _Ahead) -> Draw:
+    async def _start_collecting(self, ahead: Ahead) -> Draw:
         """The draw of the collector that runs, or of a new one, at the trainer's version."""
         pace = await self._make_pace(waits_for_engines=ahead.engines_follow)
         draw = self._current
@@ -362,7 +340,7 @@ class AsyncRolloutManager:
             self._drop(draw, group_index, STALE)
             self._data_buffer.return_prompts([draw.kept.pop(group_index).prompt])
 
-    async def _collect_ahead(self, ahead: _Ahead, draw: Draw, pace: Pace) -> None:
+    async def _collect_ahead(self, ahead: Ahead, draw: Draw, pace: Pace) -> None:
         """Launches and decides groups until an error, hold(), or the end of generating_ahead stops it. Every task has ended when it returns."""
         send, receive = trio.open_memory_channel[Report](math.inf)  # never more than the groups and samples in flight, and one for each call
         ahead.reports, scope = send, ahead.collecting
@@ -393,7 +371,7 @@ class AsyncRolloutManager:
             ahead.notify()
 
     async def _collect_without_end(
-        self, ahead: _Ahead, draw: Draw, pace: Pace, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]
+        self, ahead: Ahead, draw: Draw, pace: Pace, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]
     ) -> None:
         while True:
             self._check_budget(draw)
@@ -423,10 +401,6 @@ class AsyncRolloutManager:
             limiter=self._limiter,
             may_continue=lambda sample: not self._is_stale([sample]),
         )
-
-    @property
-    def _draw_limit(self) -> int:
-        return self._config.num_prompts * self._config.max_attempts
 
     @property
     def _num_at_once(self) -> int:
@@ -552,7 +526,7 @@ class AsyncRolloutManager:
 
     def _open_groups(self, draw: Draw, count: int) -> list[GroupWork]:
         """Up to `count` new attempts, as many as the draw limit leaves."""
-        prompts = self._data_buffer.get_prompts(max(0, min(count, self._draw_limit - draw.drawn)))
+        prompts = self._data_buffer.get_prompts(max(0, min(count, draw_limit(self._config) - draw.drawn)))
         opened = [start_group(index, prompt, self._config.samples_per_prompt) for index, prompt in enumerate(prompts, start=self._next_group_index)]
         for work in opened:
             self._ledger.open(work.group_index)
@@ -608,26 +582,7 @@ class AsyncRolloutManager:
         return compute_lag(samples, version) > self._max_staleness
 
     def _check_budget(self, draw: Draw) -> None:
-        """Raises NotEnoughSamples when so many samples failed, or so many groups were drawn, that the batch is given up."""
-        config = self._config
-        seen = max(len(draw.decided), config.num_prompts) * config.samples_per_prompt  # else the first failure would be a share of 1
-        failed = draw.failed
-        if len(failed) > config.max_failed_fraction * seen:
-            failed = [sample for sample in failed if failure_class_of(sample) != INFRASTRUCTURE]  # bounded by max_attempts alone
-        if len(failed) > config.max_failed_fraction * seen:
-            classes = Counter(failure_class_of(sample) for sample in failed)
-            raise NotEnoughSamples(
-                f"{len(failed)} of {seen} samples failed ({_count_text(classes)}), more than max_failed_fraction={config.max_failed_fraction:g} "
-                f"allows; the first: {failed[0].metadata['failure']['message']}"
-            )
-        if len(draw.kept) + len(draw.undecided) < config.num_prompts and draw.drawn >= self._draw_limit:
-            hints = f"; the first failure: {draw.failed[0].metadata['failure']['message']}" if draw.failed else ""
-            if STALE in draw.dropped:
-                hints += f"; stale: the engine's weights are more than max_staleness={self._max_staleness} steps behind the trainer's"
-            raise NotEnoughSamples(
-                f"{len(draw.kept)} of num_prompts={config.num_prompts} groups were kept of {draw.drawn} drawn ({_count_text(draw.dropped)}), and "
-                f"max_attempts={config.max_attempts} allows no more; loosen the filters, use easier or harder prompts, or raise max_attempts{hints}"
-            )
+        check_budget(draw, self._config, max_staleness=self._max_staleness)
 
     # --- the end of a batch --------------------------------------------------------------------------------------------------
 
@@ -693,31 +648,9 @@ class AsyncRolloutManager:
             self._drop(draw, group_index, STALE if group_index in stale else SURPLUS)
         self._data_buffer.return_prompts([prompts[group_index] for group_index in sorted(prompts)])
 
-    def _carry(self, draw: Draw) -> Carried:
-        """What is held, and which prompts are returned, if the draw ends now; nothing if it has ended.
-
-        Prompts of groups that failed are returned: what failed them may be what stopped the batch, and mended before they are drawn again. So
-        are, unless the batch was full, those of groups that have not begun.
-        """
-        failed = {group_index: prompt for group_index, (prompt, _) in draw.failed_groups.items()}
-        if draw.pace is None:
-            kept = {group_index: held.prompt for group_index, held in draw.kept.items()}
-            returned = kept | failed | draw.undecided
-            return Carried({}, {}, {group_index: returned[group_index] for group_index in sorted(returned)})
-        held, unfinished, returned = dict(draw.kept), {}, dict(failed)
-        for group_index, work in draw.work.items():
-            closed = draw.closed.get(group_index)
-            if closed is not None and closed.error is None and closed.decision.keep and not self._is_stale(closed.samples):
-                held[group_index] = HeldGroup(closed.group, work.prompt)
-            elif (closed is None or isinstance(closed.error, EngineError)) and (draw.is_stopping or work.has_begun):
-                unfinished[group_index] = UnfinishedGroup(group_index, work.prompt, tuple(work.members))
-            else:
-                returned[group_index] = work.prompt
-        return Carried(held, unfinished, {group_index: returned[group_index] for group_index in sorted(returned)})
-
     def _put_back(self, draw: Draw, reason: str) -> None:
         """Holds and returns what is left of a draw; does nothing after a batch that was delivered."""
-        carried = self._carry(draw)
+        carried = carry(draw, self._is_stale)
         for group_index in [*carried.held, *carried.unfinished]:
             self._ledger.hold(group_index)
         self._held = dict(sorted((self._held | carried.held).items()))
@@ -741,7 +674,3 @@ async def _run_and_send(plan: GroupPlan, work: GroupWork, send: trio.MemorySendC
     closed = await run_group(plan, work)
     if closed is not None:
         send.send_nowait(closed)
-
-
-def _count_text(counts: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name.removeprefix(FILTERED)}: {count}" for name, count in sorted(counts.items())) or "nothing dropped"

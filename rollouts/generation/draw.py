@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from rollouts.data.data_buffer import PromptRow
+from rollouts.errors import EngineError
 from rollouts.generation.group import ClosedGroup, GroupWork
 from rollouts.generation.pacing import Pace
 from rollouts.generation.staleness import HeldGroup, UnfinishedGroup, encode_held_group, encode_unfinished_group
@@ -42,6 +43,29 @@ class Carried(NamedTuple):
     held: dict[int, HeldGroup]
     unfinished: dict[int, UnfinishedGroup]
     returned: dict[int, PromptRow]  # in launch order
+
+
+def carry(draw: Draw, is_stale: Callable[[Sequence[Sample]], bool]) -> Carried:
+    """What is held, and which prompts are returned, if the draw ends now; nothing if it has ended.
+
+    Prompts of groups that failed are returned: what failed them may be what stopped the batch, and mended before they are drawn again. So
+    are, unless the batch was full, those of groups that have not begun.
+    """
+    failed = {group_index: prompt for group_index, (prompt, _) in draw.failed_groups.items()}
+    if draw.pace is None:
+        kept = {group_index: held.prompt for group_index, held in draw.kept.items()}
+        returned = kept | failed | draw.undecided
+        return Carried({}, {}, {group_index: returned[group_index] for group_index in sorted(returned)})
+    held, unfinished, returned = dict(draw.kept), {}, dict(failed)
+    for group_index, work in draw.work.items():
+        closed = draw.closed.get(group_index)
+        if closed is not None and closed.error is None and closed.decision.keep and not is_stale(closed.samples):
+            held[group_index] = HeldGroup(closed.group, work.prompt)
+        elif (closed is None or isinstance(closed.error, EngineError)) and (draw.is_stopping or work.has_begun):
+            unfinished[group_index] = UnfinishedGroup(group_index, work.prompt, tuple(work.members))
+        else:
+            returned[group_index] = work.prompt
+    return Carried(held, unfinished, {group_index: returned[group_index] for group_index in sorted(returned)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,7 @@ def linear_logprobs_tiled(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, vocab_chunk: int | None = None, entropy_gradient: bool = False
 ) -> LinearLogProbs:
     """`linear_logprobs` by matrix products of the vendor's library, a tile at a time; on any device."""
-    return apply_linear_logprobs(hidden, weight, targets, temperature, vocab_chunk, entropy_gradient, None)
+    return apply_linear_logprobs(hidden, weight, targets, HeadOptions(temperature, vocab_chunk, entropy_gradient, None))
 
 
 class Tile(NamedTuple):
@@ -75,36 +75,27 @@ class Kernels(NamedTuple):
     ]
 
 
-def apply_linear_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    vocab_chunk: int | None,
-    entropy_gradient: bool,
-    kernels: Kernels | None,
-) -> LinearLogProbs:
+class HeadOptions(NamedTuple):
+    """How a head is computed, beside its tensors."""
+
+    temperature: float
+    vocab_chunk: int | None  # None: the device's own
+    entropy_gradient: bool
+    kernels: Kernels | None  # None: in torch
+
+
+def apply_linear_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions) -> LinearLogProbs:
     """`linear_logprobs` by the given kernels, or in torch."""
-    keep = kernels is None and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    arguments = (hidden, weight, targets, temperature, vocab_chunk, entropy_gradient, keep, kernels)
-    log_probs, entropy = _LinearLogProbs.apply(*arguments)  # pyright: ignore[reportGeneralTypeIssues]
+    keep = options.kernels is None and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, targets, options, keep)  # pyright: ignore[reportGeneralTypeIssues]
     return LinearLogProbs(log_probs, entropy)
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: float,
-        vocab_chunk: int | None,
-        entropy_gradient: bool,
-        keep: bool,
-        kernels: Kernels | None,
-    ) -> tuple[Tensor, Tensor]:
-        head = _Head(hidden, weight, temperature, vocab_chunk)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, keep: bool) -> tuple[Tensor, Tensor]:
+        temperature, kernels = options.temperature, options.kernels
+        head = _Head(hidden, weight, temperature, options.vocab_chunk)
         kept = hidden.new_empty((min(len(hidden), head.max_kept) if keep else 0, len(weight)), dtype=head.wide)
         # one tensor each: with a gradient, the entropy must not be a view, on which FSDP refuses to wait for the gradient
         if kernels is not None:
@@ -115,17 +106,18 @@ class _LinearLogProbs(torch.autograd.Function):
                 log_sum[block], entropy[block] = head.reduce_logits(hidden[block], kept[block])
                 target_logits[block] = (hidden[block].to(head.wide) * weight[targets[block]]).sum(-1) / temperature
         ctx.save_for_backward(hidden, weight, targets, log_sum, entropy, kept)
-        ctx.temperature, ctx.vocab_chunk, ctx.entropy_gradient, ctx.kernels = temperature, vocab_chunk, entropy_gradient, kernels
-        if not entropy_gradient:
+        ctx.options = options
+        if not options.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return target_logits - log_sum, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sum, entropy, kept = ctx.saved_tensors
-        head = _Head(hidden, weight, ctx.temperature, ctx.vocab_chunk)
-        grad = grads[0].to(head.wide) / ctx.temperature  # of the logits before the temperature
-        grad_entropy = grads[1].to(head.wide) / ctx.temperature if ctx.entropy_gradient else None
+        temperature, vocab_chunk, entropy_gradient, kernels = ctx.options
+        head = _Head(hidden, weight, temperature, vocab_chunk)
+        grad = grads[0].to(head.wide) / temperature  # of the logits before the temperature
+        grad_entropy = grads[1].to(head.wide) / temperature if entropy_gradient else None
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=head.wide) if ctx.needs_input_grad[1] else None
         needed = grad != 0 if grad_entropy is None else (grad != 0) | (grad_entropy != 0)  # a NaN is not zero
@@ -137,9 +129,9 @@ class _LinearLogProbs(torch.autograd.Function):
             weighted = states.to(head.wide) * gradient
             grad_states = weight[target].to(head.wide)
             of_both = () if grad_entropy is None else (entropy[index, None], gradient, grad_entropy[index, None])
-            if ctx.kernels is not None:
+            if kernels is not None:
                 per_row = (log_sum[index], *of_both)
-                changes = ctx.kernels.change_tiles(head.list_tiles(len(index)), states, weight, ctx.temperature, per_row, head.factor)
+                changes = kernels.change_tiles(head.list_tiles(len(index)), states, weight, temperature, per_row, head.factor)
             else:
                 tiles = head.recompute_log_probs(states, log_sum[index], kept if block.start < num_kept else kept[:0], index)
                 changes = change_by_both(tiles, *of_both) if of_both else ((tile, log_probs.exp_()) for tile, log_probs in tiles)
@@ -150,7 +142,7 @@ class _LinearLogProbs(torch.autograd.Function):
             grad_hidden[index] = grad_states.to(hidden.dtype)
             if grad_weight is not None:
                 grad_weight.index_add_(0, target, weighted)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None, None, None
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
 
 
 def change_by_both(

@@ -17,7 +17,7 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-from rollouts.losses.logprobs import Kernels, LinearLogProbs, Tile, apply_linear_logprobs, linear_logprobs_tiled
+from rollouts.losses.logprobs import HeadOptions, Kernels, LinearLogProbs, Tile, apply_linear_logprobs, linear_logprobs_tiled
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PROGRAMS = 512  # enough to fill any GPU; few positions are spread by splitting the vocabulary
@@ -29,7 +29,7 @@ def linear_logprobs_triton(
     """`linear_logprobs` by these kernels. hidden and weight share one of `DTYPES`; float32 is multiplied as such, not as TF32."""
     assert hidden.dtype == weight.dtype and hidden.dtype in DTYPES, (hidden.dtype, weight.dtype)
     kernels = Kernels(reduce_logits, change_tiles)
-    return apply_linear_logprobs(hidden, weight, targets, temperature, None, entropy_gradient, kernels)
+    return apply_linear_logprobs(hidden, weight, targets, HeadOptions(temperature, None, entropy_gradient, kernels))
 
 
 def find_disagreement(device: torch.device, dtype: torch.dtype) -> str | None:
