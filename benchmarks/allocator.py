@@ -13,8 +13,8 @@ The step of benchmarks.train_step (SmolLM2-135M, float32), in processes that dif
     bound     each of them stays on one core
     alone     the step on one thread
 
-The first step, in which AdamW's moments are made, is apart: what warming up costs. Metrics are ratios to `plain` (below 1: better) and plain's own numbers; there is
-no target: docs/operations.md says what follows from them.
+The first step, in which AdamW's moments are made, is apart: what warming up costs. Metrics are ratios to `plain` (below 1: better) and
+plain's own numbers; there is no target: docs/operations.md says what follows from them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
