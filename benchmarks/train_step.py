@@ -8,9 +8,9 @@ generate; it pads, and computes a group's prompt once for each of its samples. W
 
 First, both gradients of the same batch are compared, with old log-probs that are not the policy's own. Metrics: `speedup` (wall) and
 `cpu_ratio`, TRL's step / ours; `peak_rss_ratio`, ours / TRL's after loading; `sharing_gain`, our step with sharing of prompts off / ours;
-`skipping_gain`, ours / our step with one group of four whose rewards are equal, which we skip; `fraction_of_gemm`: operations that the step needs (6 for each
-weight and token, each prompt once, the head on responses only) per second, of those of matrix products of the model's shapes, measured in the
-same run. TRL's process takes 13 GiB.
+`skipping_gain`, ours / our step with one group of four whose rewards are equal, which we skip; `fraction_of_gemm`: operations that the step
+needs (6 for each weight and token, each prompt once, the head on responses only) per second, of those of matrix products of the model's shapes,
+measured in the same run. TRL's process takes 13 GiB.
 Targets: speedup >= 2.0, peak_rss_ratio <= 0.6, gradient_error <= 1e-4. Without TRL only our own numbers are there.
 """
 
