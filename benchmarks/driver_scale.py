@@ -32,7 +32,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import trio
@@ -47,8 +47,8 @@ from rollouts.engines.fleet import Fleet, FleetSettings, Member, open_fleet
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
-from rollouts.metrics.jsonl import open_jsonl_logger
-from rollouts.protocols import InferenceEngine, TrainingBackend
+from rollouts.metrics.writer import JsonlLogger, open_jsonl_logger
+from rollouts.protocols import InferenceEngine, MetricsLogger, TrainingBackend
 from rollouts.run_dir import RunDir
 from rollouts.testing.fakes import FakeBackend, open_fake_backend
 from rollouts.types import GenerateRequest, Sample, SampleGroup, SamplingParams
@@ -150,7 +150,13 @@ def commit_all(fleet: Fleet, engines: Sequence[StubEngine], version: int) -> Non
     fleet.publish(version)
 
 
-async def drive(shape: Shape, *, steps: int, folder: Path) -> Record:
+class CostedLogger(MetricsLogger, Protocol):
+    """A MetricsLogger that knows the CPU time which it took."""
+
+    cpu_s: float
+
+
+async def drive(shape: Shape, *, steps: int, folder: Path, make_logger: Callable[[JsonlLogger], CostedLogger] = TimedLogger) -> Record:
     """Runs the loop for `steps` steps."""
     answers = Answers(shape.shortest, shape.longest)
     engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
@@ -162,8 +168,8 @@ async def drive(shape: Shape, *, steps: int, folder: Path) -> Record:
         settings = FleetSettings(start_concurrency=seats, max_concurrency=seats)
         fleet = await stack.enter_async_context(open_fleet([Member(engine) for engine in engines], settings=settings, warn=print))
         backend = await stack.enter_async_context(open_fake_backend(step_s=0.1))
-        jsonl = await stack.enter_async_context(open_jsonl_logger(RunDir(folder), attempt=1, samples_per_step=SAMPLE_ROWS))
-        logger = TimedLogger(jsonl)
+        jsonl = await stack.enter_async_context(open_jsonl_logger(RunDir(folder), attempt=1, samples_per_step=SAMPLE_ROWS, in_thread=False))
+        logger = make_logger(jsonl)
         commit_all(fleet, engines, 0)
         data_buffer = DataBuffer([{"prompt": f"What is {index} plus {index}?"} for index in range(1 << 14)], seed=0)
         manager = make_manager(data_buffer, fleet, config, backend)

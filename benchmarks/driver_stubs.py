@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 import trio
 
-from rollouts.metrics.jsonl import JsonlLogger
+from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.spans import Span
+from rollouts.metrics.writer import JsonlLogger
 from rollouts.protocols import PauseMode
 from rollouts.testing.fakes import FakeTokenizer
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, Sample
@@ -145,6 +147,12 @@ class TimedLogger:
 
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
         await self._time(self._logger.log_evaluation(stage, step, policy_version, name, metrics))
+
+    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None:
+        await self._time(self._logger.log_updates(stage, step, policy_version, updates))
+
+    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
+        await self._time(self._logger.log_spans(stage, step, policy_version, spans))
 
     @types.coroutine
     def _time(self, call: Coroutine[Any, Any, None]) -> Generator[Any, Any, None]:

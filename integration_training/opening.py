@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +26,7 @@ from rollouts.data.sft import SFTMixture
 from rollouts.errors import ConfigError
 from rollouts.loops.algorithm import count_updates, needs_reference
 from rollouts.loops.stopping import StopControl
+from rollouts.metrics.spans import SpanRecorder
 from rollouts.preflight.estimate import read_free_memory
 from rollouts.preflight.functions import Functions, weigh
 from rollouts.preflight.preferences import PreparedLabels, PreparedPairs
@@ -67,6 +68,7 @@ class Run:
     stop: StopControl  # requested by the first SIGINT or SIGTERM
     device: str  # where this process computes: cpu, cuda, or cuda:N where it is one of several
     ranks: OpenRanks | None = None  # the processes that train together, of which this is rank 0; None: this one is alone
+    spans: SpanRecorder = field(default_factory=SpanRecorder)  # when what goes on beside the loop was done
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,7 @@ def open_checkpoints(run: Run, stage: str, backend: Saved) -> AbstractAsyncConte
         keep=choose_keep(run.config),
         warn=warn,
         free_memory=read_free_memory,
+        spans=run.spans,
     )
 
 
@@ -226,7 +229,7 @@ async def open_embedded(
         if engine.path != "fast":
             say(engine.describe())
         probe = Probe(make_probe_prompt(engine.features.vocab_size), choose_tolerance(exact=autocast_dtype is None))
-        sync = WeightSync(probe, snapshot_dir=run.run_dir.weights)
+        sync = WeightSync(probe, snapshot_dir=run.run_dir.weights, spans=run.spans)
 
         async def sync_afresh(
             backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, *, released: trio.Event | None = None
@@ -255,6 +258,7 @@ async def open_servers(
         snapshot_dir=run.run_dir.weights,
         seed=run.config.seed,
         warn=say,
+        spans=run.spans,
     ) as opened:
         yield opened
 

@@ -37,6 +37,7 @@ def make_hooks(
         stop=run.stop,
         take_metrics=checkpoints.take_metrics,
         is_saved=checkpoints.is_saved,
+        take_spans=run.spans.take,
     )
 
 
@@ -48,7 +49,9 @@ def is_due(step: int, eval_every: int) -> bool:
 async def log_pairs(run: Run, stage: str, step: int, version: int, measure: Measure) -> None:
     """Evaluates the held-out preferences after `step`, unless the record has it. Within a phase of the stop: see log_pairs_once."""
     if not has_evaluation(run, stage, step, PAIRS):
-        await run.logger.log_evaluation(stage, step, version, PAIRS, await measure())
+        with run.spans.measure("evaluate"):
+            metrics = await measure()
+        await run.logger.log_evaluation(stage, step, version, PAIRS, metrics)
 
 
 async def log_pairs_once(run: Run, stage: str, step: int, version: int, measure: Measure) -> None:

@@ -60,16 +60,17 @@ async def evaluate_now(run: Run, engine: InferenceEngine, stage: str, step: int)
     config = run.config.eval
     if config is None or run.functions.eval_reward is None:
         return
-    result = await evaluate(
-        run.rows.held_out,
-        engine,
-        generate=run.functions.generate or make_chat_generate(run.tokenizer, options=run.template),
-        reward=run.functions.eval_reward,
-        sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature, stop_token_ids=run.stop_ids),
-        samples_per_prompt=config.samples_per_prompt,
-        seed=run.config.seed,
-        reward_timeout_s=run.config.rl.rollout.reward_timeout_s if run.config.rl else 30.0,
-    )
+    with run.spans.measure("evaluate"):
+        result = await evaluate(
+            run.rows.held_out,
+            engine,
+            generate=run.functions.generate or make_chat_generate(run.tokenizer, options=run.template),
+            reward=run.functions.eval_reward,
+            sampling=SamplingParams(max_new_tokens=config.max_new_tokens, temperature=config.temperature, stop_token_ids=run.stop_ids),
+            samples_per_prompt=config.samples_per_prompt,
+            seed=run.config.seed,
+            reward_timeout_s=run.config.rl.rollout.reward_timeout_s if run.config.rl else 30.0,
+        )
     version = await engine.weight_version()
     await run.logger.log_samples(f"eval-{stage}", step, version, result.samples)
     await run.logger.log_evaluation(stage, step, version, HELD_OUT, result.metrics(HELD_OUT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
         if completed < total or (last and not evaluated(run, stage, total)) or not has_evaluation(run, stage, total, PAIRS):
             run_one = run_reward_model if stage == "reward_model" else run_stage
             completed = await run_one(run, stage, newest, model_path, before, last=last)
+            await run.logger.log_spans(stage, completed, completed, run.spans.take())  # of what came after the last step
             gc.collect()  # a backend and its queue know each other: model and moments would stay until a collection came by itself
         if run.stop.is_requested():
             completed = completed_steps(find_newest_checkpoint(stage_dir))  # a step that no time was left to save is none
@@ -142,6 +144,7 @@ async def train_sft(run: Run, opened: Stage, newest: Path | None, start: Path) -
                 stop=run.stop,
                 take_metrics=opened.checkpoints.take_metrics,
                 is_saved=opened.checkpoints.is_saved,
+                take_spans=run.spans.take,
             ),
         )
     return completed + len(history)
@@ -172,6 +175,7 @@ def make_manager(run: Run, opened: Stage, buffer: DataBuffer, reward: RewardFn |
         seed=run.config.seed,
         policy_version=lambda: opened.backend.weight_version,
         max_staleness=config.max_staleness,
+        spans=run.spans,
     )
 
 
@@ -182,6 +186,7 @@ async def train_rl_with(run: Run, opened: Stage, newest: Path | None, reward: Re
     from rollouts.data.data_buffer import DataBuffer
     from rollouts.loops.algorithm import decode_loop_state, encode_loop_state, start_loop_state
     from rollouts.loops.rl import run_rl_training
+    from rollouts.metrics.sample_rows import select_evenly
 
     config, backend, engine = run.config.rl, opened.backend, opened.engine
     assert config is not None
@@ -212,6 +217,8 @@ async def train_rl_with(run: Run, opened: Stage, newest: Path | None, reward: Re
     def learn(step: int, samples: Sequence[Sample]) -> None:
         nonlocal statistics
         statistics = update_statistics(statistics, samples, step=step, drawn=buffer.drawn_by_source())
+        for logged in (samples, manager.failed_samples()):
+            run.spans.keep(logged[index].id for index in select_evenly(len(logged), run.config.output.samples_per_step))
 
     async def save(step: int) -> None:
         await run.stop.save(lambda: save_step(run, opened, "rl", step, hold_state()(), reference=reference), what=f"step {step} of rl")
@@ -230,8 +237,9 @@ async def train_rl_with(run: Run, opened: Stage, newest: Path | None, reward: Re
     def take_metrics() -> dict[str, float]:
         return {**opened.checkpoints.take_metrics(), **getattr(reference, "metrics", {})}
 
-    is_saved = opened.checkpoints.is_saved
-    hooks = LoopHooks(evaluate_step, save, run.stop.is_requested, every, begin_batch, learn, run.stop, save_before_batch, take_metrics, is_saved)
+    is_saved, stop = opened.checkpoints.is_saved, run.stop
+    hooks = LoopHooks(evaluate_step, save, stop.is_requested, every, begin_batch, learn, stop, save_before_batch, take_metrics, is_saved)
+    hooks = replace(hooks, take_spans=run.spans.take)
     with run.stop.training():
         history = await run_rl_training(
             backend,

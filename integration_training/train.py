@@ -61,6 +61,7 @@ from rollouts.preflight.rows import Rows, load_all_rows
 from rollouts.preflight.run_directory import check_run_dir, choose_run_dir, lock_run_dir, write_holder
 from rollouts.protocols import MetricsLogger
 from rollouts.run_dir import RunDir
+from rollouts.trackers.launch import check_trackers, open_trackers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -207,13 +208,21 @@ async def open_other_ranks(launch: Launch, config: RunConfig, model_path: Path, 
 async def open_record(
     run_dir: RunDir, config: RunConfig, attempt: int, progress: Progress | None, confirm: Callable[[], None]
 ) -> AsyncIterator[MetricsLogger]:
-    """The resolved config and the files of metrics. Nothing is written before `confirm`, which raises where the launch may not have the directory."""
-    from rollouts.metrics.jsonl import open_jsonl_logger
+    """The resolved config, the files of metrics and what follows them. Nothing is written before `confirm`, which raises where the launch may not
+    have the directory."""
+    from rollouts.metrics.writer import open_jsonl_logger
 
     confirm()
     write_config(run_dir, config)
     reach("start.directory_made")
-    async with open_jsonl_logger(run_dir, attempt=attempt, samples_per_step=config.output.samples_per_step, progress=progress) as logger:
+    output = config.output
+    arrays = int(output.token_arrays_gib * 2**30)
+    async with (
+        open_trackers(run_dir, output.trackers, say=say),
+        open_jsonl_logger(
+            run_dir, attempt=attempt, samples_per_step=output.samples_per_step, token_arrays_bytes=arrays, progress=progress
+        ) as logger,
+    ):
         yield logger
 
 
@@ -234,6 +243,7 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     run_dir = choose_run_dir(config)
     restart, resume = choose_resume(run_dir, launch, asked=command.resume)
     check_run_dir(run_dir, config, resume=resume)
+    check_trackers(config.output.trackers)
     if command.dry_run:
         return print_findings(command, config, launch, run_dir, console)
     rows = load_all_rows(config, command.stages)

@@ -10,6 +10,10 @@
     │   └── CheckpointDamaged       it is proven not to be as it was written: something is missing or differs
     ├── StorageError                a disk that refuses a write (full, over quota, read-only) or gives other bytes back
     ├── MetricError                 a metric name or value that may not be written
+    ├── RecordError                 what is asked of a run's record is not in it, was removed or is damaged  (exit 2)
+    ├── TrackerError                a tracker cannot be used: its package is missing, or it cannot be set up     (exit 2 at start)
+    │   ├── SinkUnavailable         a tracker's service did not take rows now; they are sent again
+    │   └── SinkRefused             a tracker's service will not take rows until a person acts (a wrong key)
     ├── UserFunctionError           a generate, reward or filter function raised or returned nonsense
     │   ├── RewardTimeout           a reward function took longer than it may
     │   └── RewardCrashed           a reward function ended or spoiled the process it ran in
@@ -83,6 +87,26 @@ class StorageError(RolloutsError):
 
 class MetricError(RolloutsError):
     """A metric name or value that may not be written."""
+
+
+class RecordError(RolloutsError):
+    """What is asked of a run's record is not in it: it was never written, was removed to make room, or is damaged."""
+
+
+class TrackerError(RolloutsError):
+    """A tracker cannot be used as it is set up. Raised before a run starts and in a follower's own process, never in a run."""
+
+
+class SinkUnavailable(TrackerError):
+    """A tracker's service did not take rows, but may later."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s  # seconds that the service asks to be left alone; None: it does not say
+
+
+class SinkRefused(TrackerError):
+    """A tracker's service will not take rows until a person changes something: a key, a permission, a quota."""
 
 
 class UserFunctionError(RolloutsError):

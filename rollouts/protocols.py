@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     import torch
     import trio
 
+    from rollouts.metrics.contributions import UpdateRecord
+    from rollouts.metrics.spans import Span
+
 ResultT = TypeVar("ResultT")
 CoResultT = TypeVar("CoResultT", covariant=True)
 
@@ -176,11 +179,13 @@ class FilterFn(Protocol):
 
 
 class MetricsLogger(Protocol):
-    """Takes one row per step, sample rows and evaluations. The row is on disk when `log` returns."""
+    """Takes what becomes the files of a run. What was logged survives the death of the process when the call returns."""
 
     async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None: ...
     async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None: ...
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None: ...
+    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None: ...
+    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
 
 
 class LogProbScorer(Protocol):

@@ -5,21 +5,31 @@
       metrics.jsonl          one row a step
       samples.jsonl          one row a sample
       evaluations.jsonl      one row an evaluation
+      contributions.jsonl    one row a trained sample of an update
+      spans.jsonl            one row a timed piece of work
+      updates.log            one line an update of the weights
       summary.json           written last
       run.lock               held by the process that runs, and who that is
       checkpoints/STAGE/step_N/          Hugging Face model directory, training state in state/, manifest.json written last
       weights/vN/                        snapshots for engines that read from disk
       engines/NAME.log                   what started servers said
+      tokens/STAGE-ATTEMPT-N.bin         per-token arrays of trained samples
+      trackers/NAME.json                 how far a tracker has followed
+      index/                             what viewers have computed; not needed
+
+A .jsonl file that has grown to its limit goes on in the next part: metrics.jsonl, metrics.1.jsonl, metrics.2.jsonl, …
 """
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollouts.errors import RunDirError
 
+PART_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 STEP_NAME = re.compile(r"step_(0|[1-9][0-9]{0,17})")  # one name for each step
 STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
@@ -45,6 +55,27 @@ class RunDir:
     @property
     def evaluations(self) -> Path:
         return self.root / "evaluations.jsonl"
+
+    @property
+    def contributions(self) -> Path:
+        return self.root / "contributions.jsonl"
+
+    @property
+    def spans(self) -> Path:
+        return self.root / "spans.jsonl"
+
+    @property
+    def updates_log(self) -> Path:
+        return self.root / "updates.log"
+
+    @property
+    def row_files(self) -> tuple[Path, ...]:
+        """The first part of every .jsonl file."""
+        return self.metrics, self.samples, self.evaluations, self.contributions, self.spans
+
+    def parts(self, path: Path) -> list[Path]:
+        """The parts of a .jsonl file that exist, in the order in which they were written."""
+        return list_parts(path)
 
     @property
     def summary(self) -> Path:
@@ -76,8 +107,26 @@ class RunDir:
     @property
     def weights(self) -> Path:
         """Raises RunDirError when it is a symbolic link that leads out of the run directory: what is pruned there may be another's."""
-        check_inside(self.root, self.root / "weights")
-        return self.root / "weights"
+        return self._get_own_dir("weights")
+
+    @property
+    def tokens(self) -> Path:
+        """Raises RunDirError like weights."""
+        return self._get_own_dir("tokens")
+
+    @property
+    def index(self) -> Path:
+        """Raises RunDirError like weights."""
+        return self._get_own_dir("index")
+
+    @property
+    def trackers(self) -> Path:
+        """Raises RunDirError like weights."""
+        return self._get_own_dir("trackers")
+
+    def _get_own_dir(self, name: str) -> Path:
+        check_inside(self.root, self.root / name)
+        return self.root / name
 
     @property
     def engine_logs(self) -> Path:
@@ -89,9 +138,37 @@ class RunDir:
 
 def check_links(run_dir: RunDir) -> None:
     """Raises RunDirError when one of the run's files or directories is a symbolic link that leads out of the run directory."""
-    files = (run_dir.config, run_dir.metrics, run_dir.samples, run_dir.evaluations, run_dir.summary, run_dir.lock)
-    for path in (*files, run_dir.checkpoints, run_dir.weights, run_dir.engine_logs):
+    rows = [part for path in run_dir.row_files for part in (path, *list_parts(path))]
+    files = (run_dir.config, run_dir.updates_log, run_dir.summary, run_dir.lock)
+    folders = (run_dir.checkpoints, run_dir.weights, run_dir.engine_logs, run_dir.tokens, run_dir.index, run_dir.trackers)
+    for path in (*files, *rows, *folders):
         check_inside(run_dir.root, path)
+
+
+def list_parts(path: Path) -> list[Path]:
+    """The parts of the .jsonl file `path` that exist, in the order in which they were written; none where its directory is not there."""
+    try:
+        names = [entry.name for entry in os.scandir(path.parent)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    numbers = sorted(number for name in names if (number := parse_part(path, name)) is not None)
+    return [part_path(path, number) for number in numbers]
+
+
+def part_path(path: Path, number: int) -> Path:
+    """Where part `number`, from 0, of the .jsonl file `path` lies: part 0 is `path` itself."""
+    assert number >= 0, number
+    return path if number == 0 else path.with_name(f"{path.stem}.{number}{path.suffix}")
+
+
+def parse_part(path: Path, name: str) -> int | None:
+    """N if a file called `name` is part N of the .jsonl file `path`, None for any other."""
+    if name == path.name:
+        return 0
+    if not (name.startswith(f"{path.stem}.") and name.endswith(path.suffix)):
+        return None
+    match = PART_NUMBER.fullmatch(name[len(path.stem) + 1 : len(name) - len(path.suffix)])
+    return int(match.group()) if match else None
 
 
 def checkpoint_state_dir(checkpoint: Path) -> Path:

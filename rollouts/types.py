@@ -377,7 +377,7 @@ class RolloutBatch:
     @property
     def response_lengths(self) -> IntArray:
         """[B] number of tokens that train in each row."""
-        return np.asarray([int(mask.sum()) for mask in self.loss_masks], np.int64)
+        return np.asarray([np.count_nonzero(mask) for mask in self.loss_masks], np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -474,6 +474,7 @@ class LossSpec:
     params: Mapping[str, float | int | bool | str] = field(default_factory=dict)  # passed to the loss by keyword
     unit: LossUnit = "tokens"  # what the global denominator counts
     constant: float | None = None  # the denominator when unit is "constant"
+    per_token: bool = False  # forward_backward is to answer with TokenArrays too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -613,6 +614,15 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
 # --- what a backend answers --------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenArrays:
+    """What an update saw of each token: one array [T_i] per row of its batch, 0.0 where the mask is 0 and in a row that was left out."""
+
+    log_probs: tuple[FloatArray, ...]  # nats: the trainer's own at this update; of a scalar head its values
+    slopes: tuple[FloatArray, ...]  # d(sum / denominator) / d(log-prob): the part of the loss's derivative that goes through the token
+    weights: tuple[FloatArray, ...]  # the correction's weight that multiplied the token's loss; 1 where the loss had none
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBackwardResult:
     """What forward_backward did with a batch."""
@@ -621,7 +631,7 @@ class ForwardBackwardResult:
     denominator: float  # of the loss's unit, over the whole batch
     metrics: Metrics
     skipped: str | None = None  # why nothing changed ("loss is nan"); None when it counted
-    log_probs: tuple[FloatArray, ...] | None = None  # [T_i] per row, when asked for
+    per_token: TokenArrays | None = None  # None: not asked for (LossSpec.per_token), or skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,9 @@ from rollouts.backends.open import check_head, choose_autocast_dtype
 from rollouts.backends.open_sharded import ShardedOptions, count_threads, open_trainer
 from rollouts.backends.sharded_capture import HeldPart
 from rollouts.backends.sharded_trainer import ShardedTrainer
-from rollouts.backends.shares import Share, deal_portions, find_attention_cost, make_portion
+from rollouts.backends.shares import Portion, Share, deal_portions, find_attention_cost, make_portion
 from rollouts.backends.steps import OptimizerSteps, PackingOptions, PreparedBatch, StepQueue, prepare_batch, with_skipped
+from rollouts.backends.token_traces import collect_token_arrays
 from rollouts.config.schema import OptimConfig
 from rollouts.crash_points import reach
 from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
@@ -274,8 +275,8 @@ class FSDPTrainingBackend:
         """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values before them. 0.0 elsewhere."""
         return self._queue.submit(lambda: self._forward(batch))
 
-    def _make_shares(self, batch: RolloutBatch, spec: LossSpec | None, dealt: list[PreparedBatch | list[list[MicroBatch]]]) -> list[Share]:
-        """One share for each rank. `dealt` is told the prepared batch and [rank][round] micro-batches."""
+    def _make_shares(self, batch: RolloutBatch, spec: LossSpec | None, dealt: list[PreparedBatch | list[list[Portion]]]) -> list[Share]:
+        """One share for each rank. `dealt` is told the prepared batch and [rank][round] portions."""
         vocab_size = int(self.model.config.get_text_config().vocab_size)
         prepared = prepare_batch(batch, spec, self._trainer.plan, self._packing, vocab_size=vocab_size)
         world, packing = self.ranks.world_size, self._packing
@@ -285,18 +286,18 @@ class FSDPTrainingBackend:
             micro_batch_cost=packing.micro_batch_cost,
             attention_cost=packing.attention_cost,
         )
-        dealt += [prepared, [[portion.micro_batch for portion in mine] for mine in portions]]
+        dealt += [prepared, portions]
         return [Share(tuple(mine), batch.temperature, spec, prepared.denominator, prepared.expected_count) for mine in portions]
 
-    def _count(self, dealt: Sequence[Any], *, trains: bool) -> tuple[PreparedBatch, list[list[MicroBatch]]]:
-        prepared, micro_batches = dealt
-        self._steps.add_batch(prepared, sum(one.computed_tokens for mine in micro_batches for one in mine), trains=trains)
-        return prepared, micro_batches
+    def _count(self, dealt: Sequence[Any], *, trains: bool) -> tuple[PreparedBatch, list[list[Portion]]]:
+        prepared, portions = dealt
+        self._steps.add_batch(prepared, sum(one.micro_batch.computed_tokens for mine in portions for one in mine), trains=trains)
+        return prepared, portions
 
     def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
         steps, dealt = self._steps, []
         result = self._together("forward_backward", lambda: self._trainer.forward_backward(lambda: self._make_shares(batch, spec, dealt)))
-        prepared, _ = self._count(dealt, trains=True)
+        prepared, portions = self._count(dealt, trains=True)
         steps.pending_batches += 1
         if steps.poisoned is None and not math.isfinite(result.total):
             steps.poisoned = f"the loss is {result.total}"
@@ -304,8 +305,12 @@ class FSDPTrainingBackend:
             return ForwardBackwardResult(loss=None, denominator=prepared.denominator, metrics={}, skipped=steps.poisoned)
         steps.counts["trained_tokens"] += float(batch.response_lengths.sum())
         reach("train.after_forward_backward")
-        loss = result.total / prepared.denominator
-        return ForwardBackwardResult(loss=loss, denominator=prepared.denominator, metrics=with_skipped(result.metrics, prepared))
+        return ForwardBackwardResult(
+            loss=result.total / prepared.denominator,
+            denominator=prepared.denominator,
+            metrics=with_skipped(result.metrics, prepared),
+            per_token=collect_token_arrays(portions, result.traces, batch) if spec.per_token else None,
+        )
 
     def _optim_step(self, params: OptimParams | None) -> OptimStepResult:
         params = self._steps.choose_params(params)
@@ -322,15 +327,15 @@ class FSDPTrainingBackend:
         dealt: list[Any] = []
         blocks = self._together("forward", lambda: self._trainer.forward(lambda: self._make_shares(batch, None, dealt)))
         assert blocks is not None
-        _, micro_batches = self._count(dealt, trains=False)
+        _, portions = self._count(dealt, trains=False)
         parts: list[MicroBatch] = []
         values: list[FloatArray] = []
-        for mine, block in zip(micro_batches, blocks, strict=True):
+        for mine, block in zip(portions, blocks, strict=True):
             at = 0
-            for micro_batch in mine:
-                parts.append(micro_batch)
-                values.append(block[at : at + len(micro_batch.targets)])
-                at += len(micro_batch.targets)
+            for portion in mine:
+                parts.append(portion.micro_batch)
+                values.append(block[at : at + len(portion.micro_batch.targets)])
+                at += len(portion.micro_batch.targets)
         return spread_to_rows(parts, values, batch.tokens)
 
     def complete_greedily(self, prompt_ids: IntArray, count: int) -> DeviceFuture[FloatArray]:

@@ -39,6 +39,7 @@ from rollouts.backends.steps import (
     with_entropy,
     with_skipped,
 )
+from rollouts.backends.token_traces import make_token_arrays
 from rollouts.config.schema import OptimConfig
 from rollouts.crash_points import reach
 from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
@@ -162,10 +163,11 @@ class PyTorchTrainingBackend:
         state.pending_batches += 1
         total, count = 0.0, 0.0
         metrics: list[Metrics] = []
+        traces: list[Tensor] = []
         for micro_batch in micro_batches:
             self.device_thread.check_open()
             flat = self._compute_outputs(micro_batch, batch, entropy_gradient=entropy_gradient)
-            output, entropy = compute_loss(flat, make_portion(micro_batch, batch), loss_fn, spec)
+            output, entropy, trace = compute_loss(flat, make_portion(micro_batch, batch), loss_fn, spec)
             total += float(output.sum.detach())
             count += float(output.count)
             if state.poisoned is None and not math.isfinite(total):
@@ -175,10 +177,17 @@ class PyTorchTrainingBackend:
                 return ForwardBackwardResult(loss=None, denominator=denominator, metrics={}, skipped=state.poisoned)
             (output.sum / denominator).backward()
             metrics.append(with_entropy(output, entropy))
+            if trace is not None:
+                traces.append(trace.read())
         check_count(spec, count, prepared.expected_count)
         state.counts["trained_tokens"] += float(batch.response_lengths.sum())
         reach("train.after_forward_backward")
-        return ForwardBackwardResult(loss=total / denominator, denominator=denominator, metrics=with_skipped(merge_metrics(metrics), prepared))
+        return ForwardBackwardResult(
+            loss=total / denominator,
+            denominator=denominator,
+            metrics=with_skipped(merge_metrics(metrics), prepared),
+            per_token=make_token_arrays(micro_batches, [trace.cpu().numpy() for trace in traces], batch) if spec.per_token else None,
+        )
 
     def _compute_outputs(self, micro_batch: MicroBatch, batch: RolloutBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
         return compute_micro_batch_outputs(

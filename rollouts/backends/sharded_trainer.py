@@ -39,6 +39,7 @@ from rollouts.backends.steps import (
     find_buckets,
     with_entropy,
 )
+from rollouts.backends.token_traces import TokenTrace
 from rollouts.crash_points import reach
 from rollouts.distributed.process_group import AgreedFailure, Ranks, all_gather_floats, gather_bytes, run_agreed, scatter_bytes
 from rollouts.errors import CheckpointError, ModelError, RolloutsError
@@ -64,6 +65,7 @@ class ShareResult:
 
     total: float  # sum of the loss over the whole batch; not finite: no gradient was kept
     metrics: Metrics  # on rank 0; empty on the others
+    traces: tuple[FloatArray, ...] = ()  # on rank 0, where the loss asks for it, of each rank: [3, tokens of its portions that count]
 
 
 # --- the trainer ---------------------------------------------------------------------------------------------------------------------
@@ -123,19 +125,22 @@ class ShardedTrainer:
         loss_fn = run_agreed(self.ranks, lambda: resolve_loss(name)).value
         total, count = 0.0, 0.0
         metrics: list[Metrics] = []
+        traces: list[Tensor] = []
         for number, portion in enumerate(share.portions):
             cast(FSDPModule, self.model).set_requires_gradient_sync(self._reduce_each or number == len(share.portions) - 1)
             flat = self._compute_outputs(portion, share)
-            output, gathered = self._agree_on_loss(flat, portion, share, loss_fn, metrics)
+            (output, trace), gathered = self._agree_on_loss(flat, portion, share, loss_fn, metrics)
             total += float(gathered[:, 0].sum())
             count += float(gathered[:, 1].sum())
             if not math.isfinite(total):
                 self.discard()
                 return ShareResult(total, {})
             (output.sum / share.denominator).backward()
+            if trace is not None:
+                traces.append(trace.read())
         reshard(self.model)
         self._agree_alike(lambda: check_count(share.spec, count, share.expected_count))  # pyright: ignore[reportArgumentType]
-        return ShareResult(total, self._gather_metrics(metrics))
+        return ShareResult(total, self._gather_metrics(metrics), self._gather_traces(traces) if share.spec.per_token else ())
 
     def forward(self, make_shares: Callable[[], Sequence[Share]] | None) -> list[FloatArray] | None:
         """On rank 0, of each rank: log-probs (of a scalar head: values) [sum of N] of its portions' pairs, in their order. `make_shares` as above,
@@ -179,20 +184,20 @@ class ShardedTrainer:
 
     def _agree_on_loss(
         self, flat: TokenOutputs, portion: Portion, share: Share, loss_fn: LossFn, metrics: list[Metrics]
-    ) -> tuple[LossOutput, FloatArray]:
-        """This rank's loss, and every rank's (sum, count) [W, 2]."""
+    ) -> tuple[tuple[LossOutput, TokenTrace | None], FloatArray]:
+        """This rank's loss with its trace, and every rank's (sum, count) [W, 2]."""
         reach("train.before_agreement")
 
-        def work() -> LossOutput:
+        def work() -> tuple[LossOutput, TokenTrace | None]:
             self._check_open()
             if not portion.counts:
-                return LossOutput(flat.log_probs.sum() * 0.0, 0.0, {})
+                return LossOutput(flat.log_probs.sum() * 0.0, 0.0, {}), None
             assert share.spec is not None
-            output, entropy = compute_loss(flat, portion, loss_fn, share.spec)
+            output, entropy, trace = compute_loss(flat, portion, loss_fn, share.spec)
             metrics.append(with_entropy(output, entropy))
-            return output
+            return output, trace
 
-        return run_agreed(self.ranks, work, lambda output: (float(output.sum.detach()), float(output.count)), count=2)
+        return run_agreed(self.ranks, work, lambda found: (float(found[0].sum.detach()), float(found[0].count)), count=2)
 
     def _agree_alike(self, check: Callable[[], None]) -> None:
         """A check of what is the same on all ranks: it fails on all or on none."""
@@ -206,6 +211,11 @@ class ShardedTrainer:
         parts = gather_bytes(self.ranks, data)
         merged = run_agreed(self.ranks, lambda: {} if parts is None else merge_metrics([decode_metrics(part) for part in parts]))
         return merged.value
+
+    def _gather_traces(self, traces: Sequence[Tensor]) -> tuple[FloatArray, ...]:
+        data = run_agreed(self.ranks, lambda: torch.cat([torch.zeros(3, 0), *(trace.cpu() for trace in traces)], dim=1).numpy().tobytes()).value
+        blocks = gather_bytes(self.ranks, data)
+        return () if blocks is None else tuple(np.frombuffer(block, np.float32).reshape(3, -1) for block in blocks)
 
     # --- the optimizer
 

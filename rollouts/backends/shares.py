@@ -7,6 +7,7 @@ All ranks work on a round at the same time and wait for the slowest, so a round 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,7 @@ def encode_share(share: Share) -> bytes:
             arrays[f"{number}/fields/{name}"] = values
         portions.append({"width": portion.width, "counts": portion.counts, "causal": portion.micro_batch.causal, "fields": [*portion.fields]})
     spec = share.spec
-    loss = None if spec is None else {"name": spec.name, "params": dict(spec.params), "unit": spec.unit, "constant": spec.constant}
+    loss = None if spec is None else {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)} | {"params": dict(spec.params)}
     numbers = {"temperature": share.temperature, "denominator": share.denominator, "expected_count": share.expected_count}
     return b"".join(encode_command(Command("share", {"portions": portions, "loss": loss, **numbers}, arrays)))
 

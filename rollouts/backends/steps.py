@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rollouts.backends.shares import Portion
+from rollouts.backends.token_traces import TokenTrace
 from rollouts.config.schema import OptimConfig
 from rollouts.crash_points import reach
 from rollouts.data.packing import ATTENTION_COST, MicroBatch, make_micro_batches
@@ -195,9 +196,16 @@ def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:
 # --- losses ----------------------------------------------------------------------------------------------------------------------------
 
 
-def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: LossSpec) -> tuple[LossOutput, Tensor | None]:
-    """The loss of one micro-batch, and the entropy [M] of its trained tokens, where the model has one. Raises BackendError if the sum has no
-    gradient."""
+class ComputedLoss(NamedTuple):
+    """The loss of one micro-batch."""
+
+    output: LossOutput
+    entropy: Tensor | None  # [M] of its trained tokens, where the model has one
+    trace: TokenTrace | None  # where the LossSpec asks for it
+
+
+def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: LossSpec) -> ComputedLoss:
+    """The loss of one micro-batch. Raises BackendError if the sum has no gradient."""
     micro_batch, device = portion.micro_batch, flat.log_probs.device
     pairs = torch.from_numpy(micro_batch.token_pairs).to(device)
     place = torch.from_numpy(micro_batch.token_rows).to(device), torch.from_numpy(micro_batch.token_positions).to(device)
@@ -208,8 +216,11 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
 
     fields = {name: spread(torch.from_numpy(values).to(device)) for name, values in portion.fields.items()}
     entropy = None if flat.entropy is None else flat.entropy[pairs]  # with gradient where the loss has an entropy bonus
+    log_probs = spread(flat.log_probs[pairs])
+    if spec.per_token:
+        log_probs.retain_grad()
     inputs = LossInputs(
-        log_probs=spread(flat.log_probs[pairs]),
+        log_probs=log_probs,
         mask=spread(torch.ones_like(pairs, dtype=torch.bool)),
         entropy=None if entropy is None else spread(entropy),
         **fields,
@@ -217,7 +228,8 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
     output = loss_fn(inputs, unit=spec.unit, **spec.params)
     if not output.sum.requires_grad:
         raise BackendError(f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not detached")
-    return output, None if entropy is None else entropy.detach()
+    trace = TokenTrace(log_probs, output.weights, place) if spec.per_token else None
+    return ComputedLoss(output, None if entropy is None else entropy.detach(), trace)
 
 
 def with_entropy(output: LossOutput, entropy: Tensor | None) -> Metrics:

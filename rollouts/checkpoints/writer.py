@@ -27,6 +27,7 @@ from rollouts.checkpoints.load import is_complete
 from rollouts.checkpoints.retention import apply_retention, read_scores
 from rollouts.checkpoints.save import WriteModel, format_bytes, save_checkpoint
 from rollouts.errors import RolloutsError, StorageError
+from rollouts.metrics.spans import CHECKPOINTS, TRAINER, SpanRecorder
 from rollouts.protocols import TrainFuture
 from rollouts.run_dir import RunDir
 from rollouts.types import JSONValue, check_json, encode_json
@@ -116,6 +117,7 @@ class CheckpointWriter:
         keep: Keep,
         warn: Callable[[str], object],
         free_memory: Callable[[], int | None],
+        spans: SpanRecorder | None,
     ) -> None:
         self._nursery = nursery
         self._backend = backend
@@ -125,6 +127,7 @@ class CheckpointWriter:
         self._keep = keep
         self._warn = warn
         self._free_memory = free_memory
+        self._spans = spans
         self._idle = trio.Event()  # set while nothing is being written
         self._idle.set()
         self._failed_since_row = 0
@@ -149,7 +152,10 @@ class CheckpointWriter:
         else:
             self._idle = trio.Event()
             self._nursery.start_soon(self._save_beside, step, frozen, write, write_more, self._idle)
-        self._statistics["held_up_s"] += time.perf_counter() - started
+        held_up_s = time.perf_counter() - started
+        self._statistics["held_up_s"] += held_up_s
+        if self._spans is not None:
+            self._spans.add("checkpoint", TRAINER, held_up_s, held_up_s)
 
     async def is_saved(self, step: int) -> bool:
         """Whether the checkpoint of `step` is in place, once no save is at work; of step 0, which is none, it always is."""
@@ -241,7 +247,9 @@ class CheckpointWriter:
             config_hash=self._config_hash,
             expected_bytes=self._expected_bytes(),
         )
-        self._statistics["write_s"] = time.perf_counter() - started
+        write_s = self._statistics["write_s"] = time.perf_counter() - started
+        if self._spans is not None:
+            self._spans.add("checkpoint_write", CHECKPOINTS, write_s, write_s)
         self._statistics["saved"] += 1
         await trio.to_thread.run_sync(retain, self._run_dir, self._stage, self._keep, self._warn)
 
@@ -273,12 +281,16 @@ async def open_checkpoint_writer(
     keep: Keep = Keep(),
     warn: Callable[[str], object],
     free_memory: Callable[[], int | None],
+    spans: SpanRecorder | None = None,
 ) -> AsyncIterator[CheckpointWriter]:
     """Saves of `stage` for as long as the context is open, one at a time; the backend must stay open for longer.
 
     `warn` takes a line about what failed and training outlives. `free_memory`: bytes that may be taken for a copy; None where nobody knows.
+    `spans` is told how long each save held training up, and how long it was written.
     """
     async with trio.open_nursery() as nursery:
-        writer = CheckpointWriter(nursery, backend, run_dir, stage, config_hash=config_hash, keep=keep, warn=warn, free_memory=free_memory)
+        writer = CheckpointWriter(
+            nursery, backend, run_dir, stage, config_hash=config_hash, keep=keep, warn=warn, free_memory=free_memory, spans=spans
+        )
         writer.warn_if_tight()
         yield writer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from rollouts.config.changes import list_tables
+from rollouts.config.spelling import nearest
 
 
 class Section(BaseModel):
@@ -24,6 +25,9 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prometheus")
+
+
 class OutputConfig(Section):
     """Where the run writes."""
 
@@ -32,6 +36,20 @@ class OutputConfig(Section):
     keep_checkpoints: NaturalInt = 0  # newest complete checkpoints of a stage that stay; 0: all
     keep_best: bool = False  # with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were evaluated
     samples_per_step: NaturalInt = 16  # rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is
+    token_arrays_gib: NaturalFloat = 4.0  # per-token arrays of the newest steps' trained samples are kept in tokens/, up to this; 0: none
+    trackers: list[str] = []  # fed from the files by processes beside the run: tensorboard, trackio, wandb, mlflow, otlp, statsd, prometheus
+    metric_aliases: Literal["", "trl", "verl", "prime"] = ""  # trackers get metrics under this framework's names too, where it has one
+
+    @field_validator("trackers")
+    @classmethod
+    def _are_trackers(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in TRACKERS:
+                near = nearest(name, TRACKERS)
+                raise ValueError(f'"{name}" is no tracker; {f"did you mean {near}? " if near else ""}known are {", ".join(TRACKERS)}')
+        if len(set(names)) < len(names):
+            raise ValueError("a tracker is named twice; leave one out")
+        return names
 
 
 class ModelConfig(Section):

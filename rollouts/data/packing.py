@@ -161,9 +161,13 @@ def _find_pairs(trie: Trie, common: IntArray, rows: IntArray, depths: IntArray, 
 
 def spread_to_rows(micro_batches: Sequence[MicroBatch], values: Sequence[FloatArray], tokens: Sequence[IntArray]) -> tuple[FloatArray, ...]:
     """[T_i] per row of the batch: the value of each trained token's pair, 0.0 elsewhere. `values` holds one array [N] per micro-batch."""
+    return spread_tokens_to_rows(micro_batches, [of[one.token_pairs] for one, of in zip(micro_batches, values, strict=True)], tokens)
+
+
+def spread_tokens_to_rows(micro_batches: Sequence[MicroBatch], values: Sequence[FloatArray], tokens: Sequence[IntArray]) -> tuple[FloatArray, ...]:
+    """As spread_to_rows, of one array [M] per micro-batch: a value of each trained token, in the order of `token_rows`."""
     rows = tuple(np.zeros(len(row), np.float32) for row in tokens)
-    for micro_batch, per_pair in zip(micro_batches, values, strict=True):
-        per_token = per_pair[micro_batch.token_pairs]
+    for micro_batch, per_token in zip(micro_batches, values, strict=True):
         ends = np.cumsum(np.bincount(micro_batch.token_rows, minlength=len(micro_batch.rows))).tolist()
         first = 0
         for row, last in zip(micro_batch.rows.tolist(), ends, strict=True):

@@ -41,6 +41,7 @@ from rollouts.errors import (
     ReplyError,
     RequestRefused,
 )
+from rollouts.metrics.spans import note_answer
 from rollouts.protocols import InferenceEngine, PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest
 
@@ -190,8 +191,10 @@ class Fleet:
             live = await self._take_seat(call)
             if live is None:
                 break
+            started = trio.current_time()
             outcome = await self._ask(call, live)
             if isinstance(outcome, Completion):
+                note_answer(live.state.name, started, trio.current_time() - started, len(outcome.token_ids))
                 return outcome
             self._check_open()
             if call.aborted:

@@ -62,6 +62,7 @@ from rollouts.generation.staleness import (
     find_oldest_version,
     find_oldest_version_of_members,
 )
+from rollouts.metrics.spans import SpanRecorder
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.call import USER_THREADS
 from rollouts.types import JSONValue, Metric, RolloutBatch, Sample, SamplingParams
@@ -98,9 +99,11 @@ class AsyncRolloutManager:
         policy_version: Callable[[], int],
         max_staleness: int = 0,
         deterministic: bool = False,
+        spans: SpanRecorder | None = None,
     ) -> None:
         """`policy_version` answers the trainer's version, asked when a batch is, which must not advance until it is delivered; `sampling.seed` is
-        replaced by one of each sample's own, made of `seed` and its id. A deterministic engine makes the manager deterministic.
+        replaced by one of each sample's own, made of `seed` and its id. A deterministic engine makes the manager deterministic. `spans` is told
+        when each sample was generated and scored.
         Raises ConfigError for settings, or an engine, that cannot train.
         """
         if not engine.features.log_probs:
@@ -125,6 +128,7 @@ class AsyncRolloutManager:
         self._seed = seed
         self._policy_version = policy_version
         self._max_staleness = max_staleness
+        self._spans = spans
         self._in_rounds = deterministic or engine.features.deterministic
         self._in_launch_order = self._in_rounds or max_staleness == 0
         self._limiter = trio.CapacityLimiter(USER_THREADS)
@@ -400,6 +404,7 @@ class AsyncRolloutManager:
             reward_timeout_s=self._config.reward_timeout_s,
             limiter=self._limiter,
             may_continue=lambda sample: not self._is_stale([sample]),
+            spans=self._spans,
         )
 
     @property

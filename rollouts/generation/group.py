@@ -38,6 +38,7 @@ from rollouts.errors import (
 from rollouts.generation.generate import compute_request_seed
 from rollouts.generation.rollouts import FAILED_SAMPLES, make_samples
 from rollouts.generation.staleness import Member
+from rollouts.metrics.spans import REWARDS, Answered, SpanRecorder, listing_answers
 from rollouts.protocols import FilterFn, GenerateFn, GroupRewardFn, InferenceEngine, RewardFn
 from rollouts.rewards.call import call_filter, call_generate, call_group_reward, call_reward
 from rollouts.rewards.check import apply_reward, function_name
@@ -67,6 +68,7 @@ class GroupPlan:
     may_continue: Callable[[Sample], bool]  # whether the tokens of an aborted sample are fresh enough to go on from
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
     ended: trio.MemorySendChannel[ClosedGroup | int | None] | None = None  # gets the group index whenever a member no longer generates
+    spans: SpanRecorder | None = None  # is told when each sample was generated and scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +192,16 @@ async def generate_member(plan: GroupPlan, member: Member) -> Member:
     started = trio.current_time()
     function = function_name(plan.generate)
     try:
-        answer = await _generate_segments(plan, member)
+        with listing_answers() as answers:
+            answer = await _generate_segments(plan, member)
     except RolloutsError as error:
         failed = fail_sample(member.pending, error, classify_generate_error(error), function)
+        if plan.spans is not None:
+            _record_generation(plan.spans, plan.engine, (failed,), (), trio.current_time() - started)
         return _end_generating(member, started, segments=(failed,), scored=True)
     last = answer[-1]
+    if plan.spans is not None:
+        _record_generation(plan.spans, plan.engine, answer, answers, trio.current_time() - started)
     if last.status is Status.FAILED:
         return _end_generating(member, started, segments=(_complete_failure(last, function),), scored=True)
     if last.status is Status.ABORTED or last.status is Status.PENDING:
@@ -207,6 +214,18 @@ def _end_generating(
 ) -> Member:
     seconds = member.generate_s + trio.current_time() - started
     return replace(member, segments=segments, partial=partial, scored=scored, generate_s=seconds)
+
+
+def _record_generation(
+    spans: SpanRecorder, engine: InferenceEngine, segments: Sequence[Sample], answers: Sequence[Answered], seconds: float
+) -> None:
+    """A span for each request that a fleet had answered, or one for all, of an engine that is no fleet; of several segments, the last one's."""
+    sample_id = segments[-1].id
+    for answered in answers:
+        spans.add("generate", answered.engine, trio.current_time() - answered.start, answered.duration_s, id=sample_id, tokens=answered.tokens)
+    if not answers:
+        tokens = sum(segment.response_length for segment in segments)
+        spans.add("generate", engine.features.name, seconds, seconds, id=sample_id, tokens=tokens)
 
 
 async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, ...]:
@@ -239,7 +258,10 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
     started, segments = trio.current_time(), member.segments
     if plan.reward is not None:
         segments = await score_trajectory(plan.reward, segments, plan)
-        return replace(member, segments=segments, scored=True, reward_s=trio.current_time() - started)
+        seconds = trio.current_time() - started
+        if plan.spans is not None:
+            plan.spans.add("reward", REWARDS, seconds, seconds, id=member.segments[-1].id)
+        return replace(member, segments=segments, scored=True, reward_s=seconds)
     if plan.group_reward is None:
         reward = segments[-1].reward
         if reward is None:

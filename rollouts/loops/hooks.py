@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rollouts.errors import StepInterrupted
 from rollouts.loops.stopping import LAST_COUNTS, StopControl
+from rollouts.metrics.spans import Span
 from rollouts.protocols import TrainingBackend
 from rollouts.types import Sample
 
@@ -51,6 +52,7 @@ class LoopHooks:
     take_metrics: Callable[[], Mapping[str, float]] = dict  # of what goes on beside the loop, for the row that is about to be written
     is_saved: Callable[[int], Awaitable[bool]] = believe  # whether a save that was due is in place: a disk may have refused it
     prepare_end: Callable[[int], Awaitable[None]] = do_nothing  # before the save that ends the loop
+    take_spans: Callable[[], Sequence[Span]] = list  # what was done beside the loop, and when, since the last row
 
     def saves_after(self, step: int) -> bool:
         """Whether a step that is not the last is followed by a checkpoint."""

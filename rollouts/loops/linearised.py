@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from rollouts.data.scores import spread_scores
 from rollouts.errors import StepInterrupted
+from rollouts.loops.contributions import list_updates
 from rollouts.loops.hooks import LoopHooks, read_piece_s, run_hooks, save_after_cut
 from rollouts.loops.sft import step_metrics, train, warn_of_skipped_step
 from rollouts.loops.stopping import StopControl
@@ -82,11 +83,15 @@ async def run_linearised_steps(
             break
         warn_of_skipped_step(stage, step, optim)
         metrics = step_metrics(forward, optim)
-        if forward.loss is not None:  # the surrogate's: the true loss takes its place
-            metrics |= {**metric_values(found.metrics), "loss/total": found.loss}
+        true_loss = None if forward.loss is None else found.loss  # takes the place of the surrogate's
+        if true_loss is not None:
+            metrics |= {**metric_values(found.metrics), "loss/total": true_loss}
         trained_tokens = int(batch.response_lengths.sum())
         metrics |= {**timer.metrics(), "perf/trained_tokens_per_s": trained_tokens / timer.seconds("train"), **hooks.take_metrics()}
+        updates = list_updates([batch], [(dataclasses.replace(forward, loss=true_loss), optim)])
+        await metrics_logger.log_updates(stage, step, step - 1, updates)
         await metrics_logger.log_step(stage, step, step - 1, metrics)
+        await metrics_logger.log_spans(stage, step, step - 1, [*timer.spans(), *hooks.take_spans()])
         history.append(metrics)
         if await run_hooks(hooks, step, last_step=steps, eval_every=eval_every):
             break

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rollouts.config.schema import CriticConfig
 from rollouts.errors import StepInterrupted
 from rollouts.loops.hooks import read_piece_s
-from rollouts.loops.rl_batch import Update
+from rollouts.loops.rl_batch import Update, begin_last_pass
 from rollouts.loops.sft import UpdateResult, merge_forwards, step_metrics, train_on, warn_of_skipped_step
 from rollouts.loops.stopping import StopControl
 from rollouts.protocols import TrainingBackend
@@ -44,7 +44,7 @@ async def train_critic(critic: TrainingBackend, config: CriticConfig, updates: S
 
 def critic_metrics(results: Sequence[UpdateResult], *, minibatches: int) -> dict[str, float]:
     """What the critic's backend said of the last pass over the batch; value/explained_variance is of the values before each part's update."""
-    last_pass = results[(len(results) - 1) // minibatches * minibatches :]
+    last_pass = results[begin_last_pass(len(results), minibatches) :]
     metrics = step_metrics(merge_forwards([forward for forward, _ in last_pass]), results[-1][1])
     metrics["optim/skipped_steps"] = float(sum(optim.skipped is not None for _, optim in results))
     return {name if name.startswith(OWN_NAMES) else f"critic/{name}": value for name, value in metrics.items()}

@@ -13,9 +13,9 @@ import logging
 import math
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import trio
 
@@ -23,11 +23,11 @@ from rollouts.advantages import AdvantageFn
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.crash_points import reach
 from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, StepInterrupted, UserFunctionError, WeightSyncError
+from rollouts.kl_control import KLControl
 from rollouts.loops.algorithm import (
     Algorithm,
     LoopState,
     choose_algorithm,
-    count_updates,
     describe_algorithm,
     ends_updates,
     find_advantages,
@@ -35,15 +35,26 @@ from rollouts.loops.algorithm import (
     start_loop_state,
     update_loop_state,
 )
+from rollouts.loops.contributions import list_updates
 from rollouts.loops.hooks import LoopHooks, read_piece_s, run_hooks, save_after_cut
 from rollouts.loops.ppo import add_values, critic_metrics, train_critic
-from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, find_trajectories, plan_updates
-from rollouts.loops.sft import UpdateResult, merge_forwards, step_metrics, train_on, warn_of_skipped_step
+from rollouts.loops.rl_batch import (
+    Update,
+    add_advantages,
+    add_log_probs,
+    check_staleness,
+    compute_lags,
+    find_trajectories,
+    plan_updates,
+)
+from rollouts.loops.rl_metrics import algorithm_metrics, throughput, update_metrics
+from rollouts.loops.sft import UpdateResult, train_on, warn_of_skipped_step
 from rollouts.loops.stopping import StopControl
 from rollouts.loops.weight_push import WeightPush, open_weight_push
-from rollouts.metrics.spans import PhaseTimer
+from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.spans import PhaseTimer, Span
 from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, SyncWeights, TrainingBackend
-from rollouts.types import Metric, RolloutBatch, Sample, metric_values
+from rollouts.types import FloatArray, Metric, RolloutBatch, Sample, metric_values
 
 
 class BatchSource(Protocol):
@@ -81,6 +92,7 @@ async def run_rl_training(
     critic: TrainingBackend | None = None,
     completed_steps: int = 0,
     hooks: LoopHooks | None = None,
+    per_token: bool = True,
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
@@ -91,14 +103,14 @@ async def run_rl_training(
     last when it ended. What a step does is `choose_algorithm`'s to say. Each of `updates_per_batch` passes uses the whole batch, in
     `minibatches` optimizer steps; together they advance the weight version once, also when kl_stop left some of them out. A step whose loss or
     gradient is not finite changes nothing and still consumes its batch. When the manager's budget of failures or attempts is spent, or no
-    engine serves, the steps
-    that are complete are saved before NotEnoughSamples, FleetDown or what a filter raised leaves; when no engine could be brought to the new
-    weights, that step is logged and saved before WeightSyncError leaves; so it is when an evaluation fails.
+    engine serves, the steps that are complete are saved before NotEnoughSamples, FleetDown or what a filter raised leaves; when no engine
+    could be brought to the new weights, that step is logged and saved before WeightSyncError leaves; so it is when an evaluation fails.
     A stop that leaves no time for the step under way cuts it: the step before it is saved as it was before the batch was begun.
     `advantages` has the functions that config.advantage and config.changes name; one of ADVANTAGES need not be given.
     `seed` decides how batches fall into minibatches. `state` changes in place when the updates of a step are done, so that at every save it is
     what the next step begins with; a resumed run is given the one that was saved with its weights. `critic`: the backend, with a scalar head, of
     config.critic; it values each batch and trains on the same parts of it as the policy, before that. Who saves must save both.
+    `per_token`: ask the backend for what the loss saw of each token, without which the record knows neither weights nor shares of the samples.
     Raises ConfigError, before anything else, for what is missing or does not fit.
     """
     hooks = hooks or LoopHooks()
@@ -106,10 +118,23 @@ async def run_rl_training(
     control = make_kl_control(config)
     if state is None and completed_steps and config.kl_control != "fixed":
         raise ConfigError(f"rl.kl_control={config.kl_control!r} after {completed_steps} steps needs the coefficient it had come to; pass state=")
-    state = state or start_loop_state(config)
-    ends_after = partial(ends_updates, config) if config.kl_stop else None
     if (critic is None) != (config.critic is None):
         raise ConfigError(f"rl.critic is {'set' if config.critic else 'not set'}, and critic= is {'missing' if config.critic else 'given'}")
+    loop = RLLoop(
+        backend=backend,
+        critic=critic,
+        reference=reference,
+        data_buffer=data_buffer,
+        rollout_manager=rollout_manager,
+        metrics_logger=metrics_logger,
+        config=config,
+        functions=functions,
+        control=control,
+        state=state or start_loop_state(config),
+        hooks=hooks,
+        seed=seed,
+        per_token=per_token,
+    )
     history: list[dict[str, float]] = []
 
     async def update_engines(version: int, released: trio.Event | None) -> Mapping[str, float]:
@@ -121,58 +146,16 @@ async def run_rl_training(
         open_weight_push(update_engines, beside=rollout_manager.is_ahead, on_updated=rollout_manager.engines_updated) as push,
     ):
         for step in range(completed_steps + 1, config.steps + 1):
-            timer = PhaseTimer()
-            algorithm = choose_algorithm(config, step, state)
-            say_change(config, algorithm, step, first=step == completed_steps + 1)
-            hooks.before_batch(step)
-            saved = step - 1 == completed_steps or hooks.saves_after(step - 1)
-            batch: RolloutBatch | None = None
-            try:
-                async with saving_first(hooks, step - 1, saved=saved):
-                    with timer.phase("generate"):
-                        batch = await generate_and_log(rollout_manager, push, metrics_logger, step, hooks.stop)
-                hooks.after_batch(step, batch.samples)
-                lags = compute_lags(batch, step - 1)
-                check_staleness(lags, max_staleness=config.max_staleness)
-                with timer.phase("log_probs"):
-                    batch = await score(batch, backend, reference, algorithm.settings, hooks.stop)
-                    batch = batch if critic is None else await add_values(batch, critic, hooks.stop)
-                batch, advantage_metrics = add_advantages(batch, algorithm.settings, functions[algorithm.settings.advantage])
-                with timer.phase("train"):
-                    updates = plan_updates(batch, algorithm.loss, config, seed=seed, step=step)
-                    critic_results = await train_critic(critic, config.critic, updates, hooks.stop) if critic and config.critic else []
-                    with counting_updates(critic_results):
-                        results = await train_on(backend, updates, hooks.stop, version=step, ends_after=ends_after)
-            except StepInterrupted as cut:
-                if critic is not None:
-                    critic.reset()
-                await save_after_cut(hooks if batch is not None else await hold_ahead(hooks, rollout_manager), backend, cut, step - 1, saved=saved)
+            done = await run_step(loop, push, step, first=step == completed_steps + 1)
+            if done is None:
                 break
-            for _, optim in results:
-                warn_of_skipped_step("rl", step, optim)
-            kl, num_samples = advantage_metrics.get("kl/ref_per_sample", math.nan), int(find_trajectories(batch).max()) + 1
-            update_loop_state(state, algorithm, control, kl=kl, num_samples=num_samples)
-            with timer.phase("weight_sync"):
-                unsynced = await push_weights(push, hooks.stop, config, step)
-            metrics = {
-                **metric_values(rollout_manager.batch_metrics()),
-                **advantage_metrics,
-                **algorithm_metrics(config, algorithm, batch),
-                **update_metrics(config, results),
-                **(critic_metrics(critic_results, minibatches=config.minibatches) if critic_results else {}),
-                "off_policy/mean": float(lags.mean()),
-                "off_policy/max": float(lags.max()),
-                **{f"data/{name}": value for name, value in data_buffer.statistics().items()},
-                **push.take_metrics(),
-                **timer.metrics(),
-                **throughput(batch, timer, ahead=rollout_manager.is_ahead),
-                **hooks.take_metrics(),
-            }
-            await metrics_logger.log_step("rl", step, step - 1, metrics)
-            history.append(metrics)
-            async with saving_first(hooks, step, saved=unsynced is None and hooks.saves_after(step)):
-                if unsynced is not None:
-                    raise unsynced
+            await metrics_logger.log_updates("rl", step, step - 1, done.updates)
+            await metrics_logger.log_step("rl", step, step - 1, done.metrics)
+            await metrics_logger.log_spans("rl", step, step - 1, done.spans)
+            history.append(done.metrics)
+            async with saving_first(hooks, step, saved=done.unsynced is None and hooks.saves_after(step)):
+                if done.unsynced is not None:
+                    raise done.unsynced
                 ends = await run_hooks(
                     settling(hooks, push, rollout_manager),
                     step,
@@ -183,6 +166,122 @@ async def run_rl_training(
             if ends:
                 break
     return history
+
+
+# --- a step ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLLoop:
+    """What every step works with."""
+
+    backend: TrainingBackend
+    critic: TrainingBackend | None
+    reference: LogProbScorer | None
+    data_buffer: PromptSource
+    rollout_manager: BatchSource
+    metrics_logger: MetricsLogger
+    config: RLTrainingConfig
+    functions: Mapping[str, AdvantageFn]  # by name: of every piece of the config
+    control: KLControl
+    state: LoopState  # changes in place
+    hooks: LoopHooks
+    seed: int
+    per_token: bool
+
+
+class Trained(NamedTuple):
+    """What training on a batch gave."""
+
+    batch: RolloutBatch  # with log-probs and advantages
+    lags: FloatArray  # [B] steps
+    advantage_metrics: Mapping[str, float]
+    updates: Sequence[Update]  # planned; kl_stop may have left out the last ones
+    results: Sequence[UpdateResult]
+    critic_results: Sequence[UpdateResult]
+
+
+class StepDone(NamedTuple):
+    """A complete step."""
+
+    metrics: dict[str, float]  # its row
+    updates: Sequence[UpdateRecord]  # of the critic, then of the policy
+    spans: Sequence[Span]  # of its phases, and of what went on beside the loop
+    unsynced: WeightSyncError | FleetDown | None  # to be raised when the step is in the record
+
+
+async def run_step(loop: RLLoop, push: WeightPush, step: int, *, first: bool) -> StepDone | None:
+    """Makes a batch, trains on it and sends the weights on their way. None when a stop has cut it: the step before it is saved then.
+
+    `first`: of those that this run makes. Raises as run_rl_training.
+    """
+    config, hooks, timer = loop.config, loop.hooks, PhaseTimer()
+    algorithm = choose_algorithm(config, step, loop.state)
+    say_change(config, algorithm, step, first=first)
+    hooks.before_batch(step)
+    saved = first or hooks.saves_after(step - 1)
+    batch: RolloutBatch | None = None
+    try:
+        async with saving_first(hooks, step - 1, saved=saved):
+            with timer.phase("generate"):
+                batch = await generate_and_log(loop.rollout_manager, push, loop.metrics_logger, step, hooks.stop)
+        trained = await train_on_batch(loop, algorithm, batch, timer, step)
+    except StepInterrupted as cut:
+        if loop.critic is not None:
+            loop.critic.reset()
+        await save_after_cut(
+            hooks if batch is not None else await hold_ahead(hooks, loop.rollout_manager), loop.backend, cut, step - 1, saved=saved
+        )
+        return None
+    for _, optim in trained.results:
+        warn_of_skipped_step("rl", step, optim)
+    kl, num_samples = trained.advantage_metrics.get("kl/ref_per_sample", math.nan), int(find_trajectories(trained.batch).max()) + 1
+    update_loop_state(loop.state, algorithm, loop.control, kl=kl, num_samples=num_samples)
+    with timer.phase("weight_sync"):
+        unsynced = await push_weights(push, hooks.stop, config, step)
+    batches = [batch for batch, _ in trained.updates]
+    critic_updates = list_updates(batches, trained.critic_results, part="critic")
+    policy_updates = list_updates(batches, trained.results, kl_coef=algorithm.settings.kl_coef, contributes=True)
+    metrics, spans = collect_metrics(loop, push, algorithm, trained, timer), [*timer.spans(), *hooks.take_spans()]
+    return StepDone(metrics, [*critic_updates, *policy_updates], spans, unsynced)
+
+
+async def train_on_batch(loop: RLLoop, algorithm: Algorithm, batch: RolloutBatch, timer: PhaseTimer, step: int) -> Trained:
+    """Scores the batch and makes its updates, the critic's first. Raises StepInterrupted when a stop cuts it."""
+    config, critic, stop = loop.config, loop.critic, loop.hooks.stop
+    loop.hooks.after_batch(step, batch.samples)
+    lags = compute_lags(batch, step - 1)
+    check_staleness(lags, max_staleness=config.max_staleness)
+    with timer.phase("log_probs"):
+        batch = await score(batch, loop.backend, loop.reference, algorithm.settings, stop)
+        batch = batch if critic is None else await add_values(batch, critic, stop)
+    batch, advantage_metrics = add_advantages(batch, algorithm.settings, loop.functions[algorithm.settings.advantage])
+    ends_after = partial(ends_updates, config) if config.kl_stop else None
+    with timer.phase("train"):
+        updates = plan_updates(batch, replace(algorithm.loss, per_token=loop.per_token), config, seed=loop.seed, step=step)
+        critic_results = await train_critic(critic, config.critic, updates, stop) if critic and config.critic else []
+        with counting_updates(critic_results):
+            results = await train_on(loop.backend, updates, stop, version=step, ends_after=ends_after)
+    return Trained(batch, lags, advantage_metrics, updates, results, critic_results)
+
+
+def collect_metrics(loop: RLLoop, push: WeightPush, algorithm: Algorithm, trained: Trained, timer: PhaseTimer) -> dict[str, float]:
+    """The metrics of a complete step's row; those of the push and the hooks are taken."""
+    config, manager, critic_results = loop.config, loop.rollout_manager, trained.critic_results
+    return {
+        **metric_values(manager.batch_metrics()),
+        **trained.advantage_metrics,
+        **algorithm_metrics(config, algorithm, trained.batch),
+        **update_metrics(config, trained.results),
+        **(critic_metrics(critic_results, minibatches=config.minibatches) if critic_results else {}),
+        "off_policy/mean": float(trained.lags.mean()),
+        "off_policy/max": float(trained.lags.max()),
+        **{f"data/{name}": value for name, value in loop.data_buffer.statistics().items()},
+        **push.take_metrics(),
+        **timer.metrics(),
+        **throughput(trained.batch, timer, ahead=manager.is_ahead),
+        **loop.hooks.take_metrics(),
+    }
 
 
 async def push_weights(push: WeightPush, stop: StopControl, config: RLTrainingConfig, step: int) -> WeightSyncError | FleetDown | None:
@@ -285,24 +384,3 @@ def say_change(config: RLTrainingConfig, algorithm: Algorithm, step: int, *, fir
     """Names the algorithm in the log, where it may change: in the first step of a run, and in that of each change."""
     if config.changes and (first or any(change.from_step == step for change in config.changes)):
         logging.getLogger("rollouts").warning("rl from step %d on: %s", step, describe_algorithm(algorithm))
-
-
-def algorithm_metrics(config: RLTrainingConfig, algorithm: Algorithm, batch: RolloutBatch) -> dict[str, float]:
-    """The KL coefficient of the step where the reference was asked, and which change holds where there are any."""
-    coefficient = {"kl/coef": algorithm.settings.kl_coef} if batch.ref_log_probs is not None else {}
-    return coefficient | ({"algorithm/change": float(algorithm.change)} if config.changes else {})
-
-
-def update_metrics(config: RLTrainingConfig, results: Sequence[UpdateResult]) -> dict[str, float]:
-    """What the backend said about the last pass over the batch, and how many updates there were, where there may be several."""
-    last_pass = results[(len(results) - 1) // config.minibatches * config.minibatches :]
-    metrics = step_metrics(merge_forwards([forward for forward, _ in last_pass]), results[-1][1])
-    metrics["optim/skipped_steps"] = float(sum(optim.skipped is not None for _, optim in results))
-    return metrics | ({"optim/updates": float(len(results))} if count_updates(config) > 1 else {})
-
-
-def throughput(batch: RolloutBatch, timer: PhaseTimer, *, ahead: bool) -> dict[str, float]:
-    """Response tokens of the batch over the seconds of the phases that made and consumed them; `ahead`: they were made during the whole step."""
-    tokens = float(batch.response_lengths.sum())
-    generate_s = timer.metrics()["time/step"] if ahead else timer.seconds("generate")
-    return {"perf/generated_tokens_per_s": tokens / generate_s, "perf/trained_tokens_per_s": tokens / timer.seconds("train")}

@@ -179,6 +179,11 @@ def plan_updates(batch: RolloutBatch, loss: LossSpec, config: RLTrainingConfig, 
     return updates
 
 
+def begin_last_pass(updates: int, minibatches: int) -> int:
+    """The number of the first update of the last pass over a batch of which `updates` were made, 1 or more."""
+    return (updates - 1) // minibatches * minibatches
+
+
 def select_rows(batch: RolloutBatch, rows: IntArray) -> RolloutBatch:
     """The batch of those rows, in that order."""
     chosen: dict[str, object] = {}

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from rollouts.config.schema import SFTTrainingConfig
 from rollouts.data.sft import SFTMixture, SFTSample, make_sft_batch, make_sft_mixture, select_sft_samples
 from rollouts.errors import StepInterrupted
+from rollouts.loops.contributions import list_updates
 from rollouts.loops.hooks import LoopHooks, read_piece_s, run_hooks, save_after_cut
 from rollouts.loops.stopping import StopControl
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainFuture, TrainingBackend
 from rollouts.types import ForwardBackwardResult, LossSpec, OptimStepResult, RolloutBatch, merge_metrics, metric_values
 
+SFT = LossSpec("sft")
 UpdateResult = tuple[ForwardBackwardResult, OptimStepResult]  # of one optimizer step
 
 
@@ -41,7 +43,7 @@ async def run_sft_training(
         batch = make_sft_batch(select_sft_samples(mixture, config.batch_size, step - 1, seed))
         try:
             with timer.phase("train"):
-                [(forward, optim)] = await train(backend, batch, LossSpec("sft"), hooks.stop)
+                [(forward, optim)] = await train(backend, batch, SFT, hooks.stop)
         except StepInterrupted as cut:
             await save_after_cut(hooks, backend, cut, step - 1, saved=step - 1 == completed_steps or hooks.saves_after(step - 1))
             break
@@ -49,7 +51,9 @@ async def run_sft_training(
         trained_tokens = int(batch.response_lengths.sum())
         metrics = {**step_metrics(forward, optim), **timer.metrics(), "perf/trained_tokens_per_s": trained_tokens / timer.seconds("train")}
         metrics |= hooks.take_metrics()
+        await metrics_logger.log_updates("sft", step, step - 1, list_updates([batch], [(forward, optim)]))
         await metrics_logger.log_step("sft", step, step - 1, metrics)
+        await metrics_logger.log_spans("sft", step, step - 1, [*timer.spans(), *hooks.take_spans()])
         history.append(metrics)
         if await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every):
             break

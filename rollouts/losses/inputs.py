@@ -34,6 +34,7 @@ class LossOutput(NamedTuple):
     sum: Tensor  # scalar with gradient
     count: float  # of the loss's unit; must equal what the masks say  # pyright: ignore[reportIncompatibleMethodOverride]
     metrics: dict[str, Metric]
+    weights: Tensor | None = None  # [B, T] the correction's, detached, for the record; None: the loss used none
 
 
 LossFn = Callable[..., LossOutput]

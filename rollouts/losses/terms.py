@@ -124,7 +124,7 @@ def finish_loss(
         token_losses = token_losses + mu_penalty_coef * (inputs.log_probs - need_rollout_log_probs(inputs, "mu_penalty_coef")).square()
     _add_shared_metrics(inputs, means, largest)
     total, count = reduce_loss(token_losses, inputs.mask, unit)
-    return LossOutput(total, count, _add_sample_sizes(collect_token_metrics(means, largest, inputs.mask)))
+    return LossOutput(total, count, _add_sample_sizes(collect_token_metrics(means, largest, inputs.mask)), weights)
 
 
 def _choose_sampler(inputs: LossInputs, ratio: RatioAgainst) -> Tensor:

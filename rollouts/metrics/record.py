@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from rollouts.errors import MetricError
 from rollouts.types import Metrics, metric_values
@@ -16,9 +21,15 @@ BARE_NAMES = frozenset({"clip_ratio"})  # the share itself, above its parts clip
 METRIC_NAME = re.compile(rf"[a-z][a-z0-9_]*(/{SEGMENT}){{1,4}}")
 
 
+@functools.lru_cache(maxsize=4096)  # a run logs the same names at every step
+def is_metric_name(name: object) -> bool:
+    """Whether a metric may be called so."""
+    return isinstance(name, str) and (METRIC_NAME.fullmatch(name) is not None or name in BARE_NAMES)
+
+
 def check_metric(name: str, value: object) -> float:
     """The value as a float. Raises MetricError, naming the metric, for a name out of form or a value that is not a finite number."""
-    if not isinstance(name, str) or not (METRIC_NAME.fullmatch(name) or name in BARE_NAMES):
+    if not is_metric_name(name):
         raise MetricError(
             f"metric {name!r} = {value!r}: a name is <area>/<name>[/<stat>] in lower_snake, a stat may end in @k; for example reward/format/mean"
         )
@@ -60,3 +71,49 @@ def make_row(
     if name is not None:
         row["name"] = name
     return row | {metric: check_metric(metric, value) for metric, value in metrics.items()}
+
+
+def encode_row(row: Mapping[str, Any]) -> bytes:
+    """The row as one line of JSON, without its newline. Raises MetricError naming the field of a number that is not finite."""
+    try:
+        line = _encode(row)
+    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold: a question mark in its place
+        line = json.dumps(row, separators=(",", ":"), ensure_ascii=False, default=_convert).encode("utf-8", "replace")
+    if b"null" in line or b"NaN" in line or b"Infinity" in line:  # what the encoders make of such numbers, and also a None or a text
+        _check_finite("", row)
+    return line
+
+
+def encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """The rows as lines, each with its newline; one call of the encoder for all. Raises MetricError like encode_row."""
+    try:
+        lines = _encoder.encode_lines(rows)
+    except UnicodeEncodeError:
+        return b"".join(encode_row(row) + b"\n" for row in rows)
+    if b"null" in lines:
+        _check_finite("", rows)
+    return lines
+
+
+def _convert(value: object) -> Any:
+    """What the encoders do not know, as something that they do."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"a {type(value).__name__} is no JSON value")
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_convert)
+_encode = _encoder.encode
+
+
+def _check_finite(name: str, value: object) -> None:
+    if isinstance(value, float | np.floating) and not math.isfinite(value):
+        raise MetricError(f"field {name} = {value}: a number in a row is finite; leave out a field that has none")
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_finite(f"{name}.{key}" if name else str(key), inner)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        for index, inner in enumerate(value):
+            _check_finite(f"{name}[{index}]", inner)

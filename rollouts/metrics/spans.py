@@ -1,35 +1,76 @@
-"""Seconds of a step by phase, under `time/`."""
+"""When work was done: seconds of a step by phase, under `time/`, and the spans of spans.jsonl.
+
+    PhaseTimer ──► phases of a step ──────────────────────────────────┐
+    SpanRecorder ◄── requests and rewards, updates of engines,        ├──► log_spans ──► spans.jsonl
+                     checkpoints, evaluations ── take() once a step ──┘
+
+A span begins at a wall-clock time, so that those of several processes can be laid side by side, and its duration is of a clock that no one sets.
+"""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 PHASE_NAME = re.compile(r"[a-z][a-z0-9_]*")
+TRAINER, REWARDS, CHECKPOINTS = "trainer", "rewards", "checkpoints"  # tracks; the others are called as their engines
+HELD_IDS = 1 << 16  # samples whose spans are held until their batch is known; the oldest make room
+HELD_SPANS = 1 << 16  # other spans held until the next row is written
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One timed piece of work."""
+
+    name: str  # lower_snake: generate, reward, train, …
+    track: str  # who did it: trainer, rewards, checkpoints (written beside training), or the name of an engine
+    start_unix: float  # seconds since 1970, of this machine's wall clock
+    duration_s: float  # of a clock that no one sets
+    id: str | None = None  # of the sample it was done for; None: of none
+    tokens: int | None = None  # that it made; None: it makes none
+
+    def fields(self) -> dict[str, Any]:
+        """What its row says after the head; times to the microsecond."""
+        optional = {"id": self.id, "tokens": self.tokens}
+        return {
+            "name": self.name,
+            "track": self.track,
+            "start_unix": round(self.start_unix, 6),
+            "duration_s": round(self.duration_s, 6),
+            **{name: value for name, value in optional.items() if value is not None},
+        }
 
 
 class PhaseTimer:
     """Seconds spent in named phases since construction. A phase entered several times adds up; overlapping phases each count in full."""
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, time_unix: Callable[[], float] = time.time) -> None:
         self._clock = clock
+        self._time_unix = time_unix
         self._start = clock()
         self._seconds: dict[str, float] = {}
+        self._spans: list[Span] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the seconds inside the block under `time/{name}`, also when the block raises."""
         assert PHASE_NAME.fullmatch(name) and name != "step", f"phase {name!r} must be lower_snake and not 'step', which is the whole"
-        start = self._clock()
+        start_unix, start = self._time_unix(), self._clock()
         try:
             yield
         finally:
-            self.add(name, self._clock() - start)
+            seconds = self._clock() - start
+            self.add(name, seconds)
+            self._spans.append(Span(name, TRAINER, start_unix, seconds))
 
     def add(self, name: str, seconds: float) -> None:
-        """Counts seconds that were measured elsewhere."""
+        """Counts seconds that were measured elsewhere; they have no span."""
         assert seconds >= 0, (name, seconds)
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
@@ -40,3 +81,102 @@ class PhaseTimer:
     def metrics(self) -> dict[str, float]:
         """`time/{phase}` in order of first entry, and `time/step`: seconds since construction. A phase not entered is absent."""
         return {**{f"time/{name}": seconds for name, seconds in self._seconds.items()}, "time/step": self._clock() - self._start}
+
+    def spans(self) -> list[Span]:
+        """Each time a phase was entered and left, in the order in which they ended."""
+        return list(self._spans)
+
+
+class SpanRecorder:
+    """Holds spans until the row of a step is written. Of the spans of samples those are given out that `keep` has named; memory is bounded.
+
+    One for a run, used by one thread.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, time_unix: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._time_unix = time_unix
+        self._spans: list[Span] = []
+        self._of_samples: OrderedDict[str, list[Span]] = OrderedDict()
+
+    def now_unix(self) -> float:
+        """The wall clock's time, for several spans that begin relative to one moment."""
+        return self._time_unix()
+
+    def add(
+        self,
+        name: str,
+        track: str,
+        ago_s: float,
+        duration_s: float,
+        *,
+        id: str | None = None,  # noqa: A002
+        tokens: int | None = None,
+        now_unix: float | None = None,
+    ) -> None:
+        """Work that began `ago_s` seconds before now, or before `now_unix`. Of a sample if it has an `id`."""
+        assert PHASE_NAME.fullmatch(name) and duration_s >= 0, (name, duration_s)
+        span = Span(name, track, (self._time_unix() if now_unix is None else now_unix) - ago_s, duration_s, id, tokens)
+        if id is not None:
+            self._of_samples.setdefault(id, []).append(span)
+            if len(self._of_samples) > HELD_IDS:
+                self._of_samples.popitem(last=False)
+        elif len(self._spans) < HELD_SPANS:
+            self._spans.append(span)
+
+    @contextmanager
+    def measure(self, name: str, track: str = TRAINER) -> Iterator[None]:
+        """The block as a span, also when it raises."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            seconds = self._clock() - start
+            self.add(name, track, seconds, seconds)
+
+    def keep(self, ids: Iterable[str]) -> None:
+        """The spans of these samples are given out by the next take()."""
+        for id_ in ids:
+            self._spans.extend(self._of_samples.pop(id_, ()))
+
+    def take(self) -> list[Span]:
+        """What was recorded since the last call, of samples only what was kept."""
+        spans, self._spans = self._spans, []
+        return spans
+
+
+# --- who answers a request ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that an engine has answered."""
+
+    engine: str
+    start: float  # of trio's clock
+    duration_s: float
+    tokens: int
+
+
+_ANSWERED: ContextVar[list[Answered] | None] = ContextVar("answered", default=None)
+
+
+@contextmanager
+def listing_answers() -> Iterator[list[Answered]]:
+    """The list to which every request made inside the block is added by the fleet that had it answered.
+
+    A user's generate function stands between who asks here and the fleet that knows the engine, so no argument can carry it.
+    """
+    answers: list[Answered] = []
+    token = _ANSWERED.set(answers)
+    try:
+        yield answers
+    finally:
+        _ANSWERED.reset(token)
+
+
+def note_answer(engine: str, start: float, duration_s: float, tokens: int) -> None:
+    """A request begun at `start`, of trio's clock, has been answered by `engine` with `tokens`. Nothing where nobody lists answers."""
+    answers = _ANSWERED.get()
+    if answers is not None:
+        answers.append(Answered(engine, start, duration_s, tokens))

@@ -13,12 +13,13 @@ from rollouts.metrics.jsonl import newest_attempts, read_rows
 from rollouts.run_dir import RunDir, checkpoint_manifest
 
 NOT_COMPARED = ("time/", "perf/")
-ROW_FILES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
+ROW_FILES = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "contributions.jsonl")
+OF_AN_ATTEMPT = ("time_unix", "attempt", "shard", "offset")
 
 
 def comparable(row: dict[str, Any]) -> dict[str, Any]:
     """The row without what may differ between two equal runs."""
-    return {key: value for key, value in row.items() if not key.startswith(NOT_COMPARED) and key not in ("time_unix", "attempt")}
+    return {key: value for key, value in row.items() if not key.startswith(NOT_COMPARED) and key not in OF_AN_ATTEMPT}
 
 
 def read_comparable(path: Path) -> list[dict[str, Any]]:

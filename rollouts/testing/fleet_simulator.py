@@ -32,6 +32,8 @@ from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import run_rl_training
+from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.spans import Span
 from rollouts.protocols import PauseMode, TrainingBackend, WeightSink
 from rollouts.testing.fakes import FAKE_END, FakeBackend, FakeFuture, FakeTokenizer, fake_uniform
 from rollouts.testing.faulty_engine import FaultyEngine
@@ -290,6 +292,8 @@ class _NoLog:
     async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None: ...
     async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None: ...
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None: ...
+    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None: ...
+    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

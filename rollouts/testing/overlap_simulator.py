@@ -26,6 +26,8 @@ from rollouts.data.data_buffer import DataBuffer
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
+from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.spans import Span
 from rollouts.protocols import InferenceEngine, PauseMode, TrainingBackend
 from rollouts.testing.fakes import FakeBackend, FakeFuture, FakeTokenizer, fake_uniform
 from rollouts.types import (
@@ -228,6 +230,12 @@ class _StepLog:
 
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
         raise AssertionError("nothing is evaluated")
+
+    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None:
+        await trio.lowlevel.checkpoint()
+
+    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
+        await trio.lowlevel.checkpoint()
 
 
 class _SilentTokenizer(FakeTokenizer):

@@ -8,6 +8,7 @@ vocabulary of at least 40, and two in a row as its limit of steps that are not f
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -28,6 +29,7 @@ OpenBackend = Callable[[], AbstractAsyncContextManager[TrainingBackend]]
 SFT = LossSpec("sft")
 HERE = "rollouts.testing.torch_contracts"
 STEP = OptimParams(lr=1e-2, max_grad_norm=None)
+TRACED = ("log_probs", "slopes", "weights")  # of TokenArrays
 
 
 # --- losses that misbehave, named as module:function so that they cross ranks ----------------------------------------------------
@@ -171,6 +173,47 @@ def take_rows(batch: RolloutBatch, rows: Sequence[int]) -> RolloutBatch:
         advantages=tuple(batch.advantages[row] for row in rows),
         temperature=batch.temperature,
     )
+
+
+async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
+    """Asked for, a step says of every token its log-prob, the loss's slope there and the correction's weight, as formulas have them; else nothing.
+
+    Of ppo_clip with old log-probs and mu a token's term is −w·min(r·A, clip(r)·A), w = min(exp(old − mu), 2), whose slope is −w·r·A where the clip
+    lets it through and 0 where not. The terms add up to the loss.
+    """
+    batch = make_batch()
+    assert batch.advantages is not None and batch.rollout_log_probs is not None
+    tokens = float(batch.response_lengths.sum())
+    rng = np.random.default_rng(7)
+    async with open_backend() as backend:
+        own = await backend.forward(batch).result()
+        old = tuple((row + rng.normal(0, 0.3, len(row)) * mask).astype(np.float32) for row, mask in zip(own, batch.loss_masks, strict=True))
+        linear = await backend.forward_backward(batch, LossSpec("linear", unit="constant", constant=7.0, per_token=True)).result()
+        both = dataclasses.replace(batch, old_log_probs=old)
+        clipped = await backend.forward_backward(both, LossSpec("ppo_clip", per_token=True)).result()
+        silent = await backend.forward_backward(both, LossSpec("ppo_clip")).result()
+        bad = await backend.forward_backward(both, LossSpec(f"{HERE}:nan_loss", per_token=True)).result()
+    assert silent.per_token is None and silent.loss == clipped.loss, "asking changes nothing"
+    assert bad.skipped is not None and bad.per_token is None
+    seen, traced = linear.per_token, clipped.per_token
+    assert seen is not None and traced is not None and clipped.loss is not None
+    total, cut = 0.0, 0
+    for row, mask in enumerate(batch.loss_masks):
+        advantages, mu = (np.asarray(values[row], np.float64) for values in (batch.advantages, batch.rollout_log_probs))
+        for arrays in (*(getattr(seen, name) for name in TRACED), *(getattr(traced, name) for name in TRACED)):
+            assert len(arrays[row]) == len(mask) and arrays[row].dtype == np.float32 and not arrays[row][~mask].any(), "0.0 outside the mask"
+        np.testing.assert_allclose(seen.log_probs[row], own[row], atol=2e-5)
+        np.testing.assert_allclose(seen.slopes[row], -advantages / 7.0 * mask, rtol=1e-6)
+        np.testing.assert_array_equal(seen.weights[row], mask.astype(np.float32))
+        ratio = np.exp(traced.log_probs[row].astype(np.float64) - old[row])
+        weights = np.minimum(np.exp(old[row].astype(np.float64) - mu), 2.0)
+        through = np.where(advantages >= 0, ratio < 1.2, ratio > 0.8) & mask
+        np.testing.assert_allclose(traced.weights[row], weights * mask, rtol=1e-4)
+        np.testing.assert_allclose(traced.slopes[row], np.where(through, -weights * ratio * advantages, 0.0) / tokens, rtol=1e-4, atol=1e-9)
+        total -= float((weights * np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages))[mask].sum())
+        cut += int((mask & ~through).sum())
+    assert cut > 0, "the batch has tokens that the clip cuts"
+    assert abs(total / tokens - clipped.loss) < 1e-5, (total / tokens, clipped.loss)
 
 
 async def check_clipping_bounds_the_gradient(open_backend: OpenBackend) -> None:

@@ -16,6 +16,7 @@ from rollouts.config.schema import EngineConfig
 from rollouts.engines.fleet import Fleet
 from rollouts.engines.open import open_server_fleet
 from rollouts.engines.processes import split_flags
+from rollouts.metrics.spans import SpanRecorder
 from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
 from rollouts.weight_sync.broadcast import open_sglang_broadcast, open_vllm_broadcast
 from rollouts.weight_sync.probe import Probe, make_probe_prompt
@@ -43,11 +44,12 @@ async def open_synced_fleet(
     snapshot_dir: Path,
     seed: int,
     warn: Callable[[str], None],
+    spans: SpanRecorder | None = None,
 ) -> AsyncIterator[tuple[Fleet, SyncWeights]]:
     """A fleet of servers that holds the trainer's weights, and the function that brings it to a version.
 
     An engine that comes back during the run is brought to the published version by itself. `trainer_exact`: the trainer computes in float32.
-    `device`: where it computes.
+    `device`: where it computes. `spans` is told how long each engine's updates took.
     Raises what open_server_fleet raises, WeightSyncError for a transport that this machine cannot run.
     """
     dtype = find_served_dtype(config, model_path)
@@ -66,6 +68,7 @@ async def open_synced_fleet(
             transport=transport,
             patience_s=config.down_limit_s,
             warn=warn,
+            spans=spans,
         )
 
         async def sync_weights(

@@ -20,6 +20,7 @@ import trio
 
 from rollouts.crash_points import reach
 from rollouts.errors import BackendError, SnapshotError, WeightSyncError
+from rollouts.metrics.spans import SpanRecorder
 from rollouts.protocols import InferenceEngine, TrainingBackend, WeightSink
 from rollouts.types import Completion
 from rollouts.weight_sync.admission import Admission, DirectAdmission, UpdatedFleet, list_engines
@@ -130,10 +131,12 @@ class WeightSync:
         max_revivals: int = 6,
         patience_s: float = 600.0,
         warn: Callable[[str], None] = log_warning,
+        spans: SpanRecorder | None = None,
     ) -> None:
         """`snapshot_dtype`: "bfloat16" for engines that serve it; None: as the trainer has the weights. `model_dir`: where the files come from
         that a server wants beside weights. `max_revivals`: failed ones in a row after which an engine waits for the next update. `patience_s`:
-        how long an update that reached nobody waits for engines that come back, while keep_engines_current runs."""
+        how long an update that reached nobody waits for engines that come back, while keep_engines_current runs. `spans` is told how long each
+        engine took."""
         self.probe = probe
         self.memory = ProbeMemory()
         self.published: Published | None = None
@@ -147,6 +150,7 @@ class WeightSync:
         self._limits = limits
         self._max_revivals = max_revivals
         self._warn = warn
+        self._spans = spans
         self._lock = trio.Lock()
         self._failed_revivals: Counter[str] = Counter()
         self._streamed_bytes = 0  # in memory, since the run began
@@ -280,7 +284,7 @@ class WeightSync:
         self, engines: Sequence[InferenceEngine], version: int, snapshot: Snapshot | None, *, judge: Judge, **options: Any
     ) -> SyncReport:
         """`snapshot` is being read: see _reading."""
-        return await sync_weights_to_engines(
+        report = await sync_weights_to_engines(
             engines,
             snapshot.path if snapshot is not None else None,
             version=version,
@@ -293,6 +297,9 @@ class WeightSync:
             warn=self._warn,
             **options,
         )
+        if self._spans is not None:
+            record_update(self._spans, report)
+        return report
 
     def _reading(self, snapshot: Snapshot | None) -> AbstractContextManager[object]:
         return self._keeper.open_reader(snapshot.path) if snapshot is not None and self._keeper is not None else nullcontext()
@@ -397,6 +404,22 @@ class WeightSync:
                     self._warn(f"engine {name} could not be revived; it waits for the next weight update: {error}")
             except BackendError as error:  # the loop meets it too, and decides
                 self._warn(f"engine {name} could not be revived, for the trainer failed: {error}")
+
+
+def record_update(spans: SpanRecorder, report: SyncReport) -> None:
+    """A span for the whole update of each engine, one for its pause, and one for each phase in which it has something to do."""
+    now = spans.now_unix()
+    for update in report.engines:
+        begins = {phase: ago_s for phase, ago_s, _ in update.phases}
+        if not begins.keys() & {"pause", "probe"}:  # nothing was done: it shares the trainer's weights
+            continue
+        whole_s = update.phases[0][1] - update.phases[-1][1] + update.phases[-1][2]
+        spans.add("weight_sync", update.name, update.phases[0][1], whole_s, now_unix=now)
+        if "pause" in begins:
+            spans.add("weight_sync_pause", update.name, begins["pause"], update.pause_s, now_unix=now)
+        for phase, ago_s, seconds in update.phases:
+            if phase in ("load", "probe"):
+                spans.add(f"weight_sync_{phase}", update.name, ago_s, seconds, now_unix=now)
 
 
 def judge_while(backend: TrainingBackend, version: int, judge: Judge) -> Judge:

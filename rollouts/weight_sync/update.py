@@ -55,6 +55,7 @@ class EngineUpdate:
     pause_s: float  # seconds between pause and resume; 0 where there was nothing to load
     reply: ProbeReply | None  # its answer to the probe; None for an engine that shares the trainer's weights
     by_checksum: bool  # only the checksum showed that the weights changed
+    phases: tuple[tuple[Phase, float, float], ...] = ()  # gone through, in order: when it began, seconds ago at the end of the update, and how long
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,12 +207,22 @@ class _Run:
     reply: ProbeReply | None = None
     by_checksum: bool = False
     committed: bool = False
+    entered: list[tuple[Phase, float]] = field(default_factory=list)  # phases with the time, of trio's clock, at which they began
+    ended_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.name = self.engine.features.name
 
+    def enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.entered.append((phase, trio.current_time()))
+
     def outcome(self) -> EngineUpdate:
-        return EngineUpdate(self.name, self.phase, self.error, self.pause_s, self.reply, self.by_checksum)
+        now, ends = trio.current_time(), [*(began for _, began in self.entered[1:]), self.ended_at]
+        phases: list[tuple[Phase, float, float]] = []
+        for (phase, began), end in zip(self.entered, ends, strict=False):  # ends has one more where nothing was entered
+            phases.append((phase, now - began, end - began))
+        return EngineUpdate(self.name, self.phase, self.error, self.pause_s, self.reply, self.by_checksum, tuple(phases))
 
 
 def read_statistics(engine: InferenceEngine) -> Hashable:
@@ -320,7 +331,7 @@ async def _update_engine(run: _Run) -> None:
     plan = run.plan
     try:
         await _bring_to_version(run)
-        run.phase = "commit"
+        run.enter("commit")
         if not plan.admission.commit(run.engine, plan.version):
             raise WeightSyncError("the engine died, or left, while it was updated")
         run.committed = True
@@ -338,6 +349,7 @@ async def _update_engine(run: _Run) -> None:
         )
         plan.admission.fail(run.engine, error)
     finally:
+        run.ended_at = trio.current_time()
         plan.stay_away(run.engine)
         if not run.committed and run.error is None:
             plan.admission.fail(run.engine, WeightSyncError(f"the update to weight version {plan.version} was cancelled in phase {run.phase}"))
@@ -354,7 +366,7 @@ async def _bring_to_version(run: _Run) -> None:
         plan.memory.doubt(run.name)
         await _replace_weights(run)
     plan.stay_away(engine)
-    run.phase = "probe"
+    run.enter("probe")
     request_id = f"probe-{run.name}-v{plan.version}-{uuid.uuid4().hex[:8]}"
     completion = await _watch(run, lambda: ask_probe(plan.probe, engine, version=plan.version, request_id=request_id))
     run.reply = await plan.judge(engine, completion)
@@ -370,9 +382,9 @@ async def _replace_weights(run: _Run) -> None:
     plan, engine = run.plan, run.engine
     paused_at, resumed = trio.current_time(), False
     try:
-        run.phase = "pause"
+        run.enter("pause")
         await _watch(run, lambda: engine.pause("keep" if engine.features.keep_pause else "abort"))
-        run.phase = "load"
+        run.enter("load")
         reach("sync.before_load")
         if plan.gathering is not None:
             await plan.gathering.load(engine)
@@ -380,7 +392,7 @@ async def _replace_weights(run: _Run) -> None:
             await _watch(run, lambda: plan.load(engine))
         await _check_version(run)
         reach("sync.after_load")
-        run.phase = "resume"
+        run.enter("resume")
         await _watch(run, engine.resume)
         resumed = True
     finally:
@@ -402,14 +414,14 @@ async def _resume_after_failure(run: _Run) -> None:
 
 
 async def _check_version(run: _Run) -> None:
-    run.phase = "set_version"
+    run.enter("set_version")
     reported = await _watch(run, run.engine.weight_version)
     if reported != run.plan.version:
         raise WeightSyncError(f"the engine reports weight version {reported} after an update to version {run.plan.version}")
 
 
 async def _reports_version(run: _Run) -> bool:
-    run.phase = "set_version"
+    run.enter("set_version")
     return await _watch(run, run.engine.weight_version) == run.plan.version
 
 

@@ -136,7 +136,7 @@ def hold_startup() -> None:
 
 def stop_after(stage: str, step: int) -> None:
     import integration_training.train as program
-    from rollouts.metrics.jsonl import JsonlLogger
+    from rollouts.metrics.writer import JsonlLogger
 
     watch: Callable[..., Any] = program.watch_signals
     log_step: Callable[..., Any] = JsonlLogger.log_step

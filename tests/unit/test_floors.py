@@ -23,14 +23,15 @@ ROOMS = {  # floor: its rooms
     8: ["backends", "generation", "environments"],
     9: ["evaluation"],
     10: ["loops"],
-    11: ["preflight", "server", "inspect", "testing"],
-    12: ["cli", "__main__"],
+    11: ["preflight", "server", "inspect", "testing", "trackers", "replay"],
+    12: ["doctor"],
+    13: ["cli", "__main__"],
 }
 FLOORS = {room: floor for floor, rooms in ROOMS.items() for room in rooms}
 CLI_ROOM = {"cli", "__main__"}  # one command in two files
 LOADS_TORCH = (
     "losses", "distributed", "device_thread", "models", "checkpoints", "engines.local", "reference", "rewards.reward_model", "weight_sync",
-    "backends", "evaluation.policy_metrics", "testing.torch_contracts",
+    "backends", "evaluation.policy_metrics", "testing.torch_contracts", "replay.recompute", "replay.compare",
 )  # fmt: skip
 NEVER_TRIO = ("types", "errors", "run_dir", "crash_points", "config", "advantages", "kl_control", "schedules", "filters", "losses", "data", "models")
 TORCH = frozenset({"torch", "transformers", "accelerate", "safetensors.torch", "torchao"})  # importing one of these loads torch

@@ -22,6 +22,8 @@ from rollouts.loops.rl import run_rl_training
 from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
 from rollouts.loops.sft import run_sft_training
 from rollouts.losses import LOSSES
+from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.spans import Span
 from rollouts.testing.fakes import FakeTokenizer, ScriptedEngine, ScriptedReply, open_fake_backend
 from rollouts.types import FloatArray, GenerateRequest, RolloutBatch, Sample, SamplingParams
 
@@ -34,6 +36,8 @@ class MemoryLogger:
     def __init__(self) -> None:
         self.steps: list[tuple[str, int, int, Mapping[str, float]]] = []
         self.samples: list[tuple[str, int, int]] = []
+        self.updates: list[tuple[str, int, UpdateRecord]] = []
+        self.spans: list[tuple[str, int, Span]] = []
 
     async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
         self.steps.append((stage, step, policy_version, metrics))
@@ -43,6 +47,12 @@ class MemoryLogger:
 
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
         raise AssertionError("loops do not evaluate by themselves")
+
+    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None:
+        self.updates += [(stage, step, update) for update in updates]
+
+    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
+        self.spans += [(stage, step, span) for span in spans]
 
 
 class Diary:

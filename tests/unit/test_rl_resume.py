@@ -20,6 +20,8 @@ from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.algorithm import LoopState, count_updates, decode_loop_state, encode_loop_state, start_loop_state
 from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import run_rl_training
+from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.spans import Span
 from rollouts.models.tiny import make_tiny
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.fakes import FakeTokenizer, open_fake_backend
@@ -54,6 +56,9 @@ class Rows:
 
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
         raise AssertionError("nothing is evaluated here")
+
+    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None: ...
+    async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
 
 
 async def reward_low_bytes(sample: Sample) -> float:

@@ -1,0 +1,138 @@
+"""What went into each update of the weights: a row of contributions.jsonl per trained sample, a line of updates.log per update.
+
+    training loop ──UpdateRecord──► log_updates ──► tokens/*.bin, contributions.jsonl, updates.log
+
+Rows and lines are made where they are written, off the event loop.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollouts.types import BoolArray, FloatArray, ForwardBackwardResult, IntArray, OptimStepResult, RolloutBatch, metric_values
+
+DIGITS = 9  # significant ones of a row's numbers, which come from float32
+NONE = "-"  # in a line: what the update does not have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UpdateRecord:
+    """One optimizer update, as the record is told of it."""
+
+    update: int  # index within the step, from 0
+    batch: RolloutBatch  # what it was made of
+    forward: ForwardBackwardResult
+    optim: OptimStepResult
+    kl_coef: float | None = None  # β of the KL term; None where no reference was asked
+    part: str = ""  # what was updated, where a stage trains more than the policy: "critic"
+    contributes: bool = False  # its rows go to contributions.jsonl: those of a policy, with advantages
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the arrays of a row lie."""
+
+    shard: str  # file name
+    offset: int  # bytes
+    length: int  # T
+
+
+def make_contribution_rows(update: UpdateRecord, places: Sequence[Place] = ()) -> list[dict[str, Any]]:
+    """What each row of the update says after its head, in the order of the batch; none of an update that has none.
+
+    `places`: of every row, or empty where no arrays are kept. An update that was skipped, and a backend that gives no per-token arrays, leave
+    the share 0 or, without arrays, absent; see docs/run_directory.md.
+    """
+    if not update.contributes:
+        return []
+    batch, forward, traced = update.batch, update.forward, update.forward.per_token
+    slopes = None if traced is None else _sum_rows([np.abs(row) for row in traced.slopes])
+    if slopes is None and forward.skipped is not None:
+        slopes = np.zeros(len(batch))
+    total = 0.0 if slopes is None else float(slopes.sum())
+    if not math.isfinite(total):
+        total = 0.0  # such an update changes nothing, and its shares are those of none
+    lengths, count = batch.response_lengths, len(batch)
+    columns: dict[str, Sequence[Any] | None] = {  # made at once: a large batch has thousands of rows
+        "update": [update.update] * count,
+        "id": [sample.id for sample in batch.samples] if batch.samples else None,
+        "group_index": None if batch.group_indices is None else batch.group_indices.tolist(),
+        "row": range(count),
+        "advantage": None if batch.advantages is None else _compute_means(batch.advantages, batch.loss_masks, lengths),
+        "weight": None if traced is None else _compute_means(traced.weights, batch.loss_masks, lengths),
+        "share": None if slopes is None else [_round(slope / total if total > 0 else 0.0) for slope in slopes.tolist()],
+        "tokens": lengths.tolist(),
+        "reward": None if batch.rewards is None else [_round(float(reward)) for reward in batch.rewards],
+        "loss": None if forward.loss is None else [forward.loss] * count,
+        "denominator": [forward.denominator] * count,
+    }
+    if places:
+        columns |= {name: [getattr(place, name) for place in places] for name in ("shard", "offset", "length")}
+    held = {name: values for name, values in columns.items() if values is not None}
+    rows = [dict(zip(held, values, strict=True)) for values in zip(*held.values(), strict=True)]
+    return [{name: value for name, value in row.items() if value is not None} if None in row.values() else row for row in rows]
+
+
+def _compute_means(values: Sequence[FloatArray], masks: Sequence[BoolArray], lengths: IntArray) -> list[float | None]:
+    """Of each row over its trained tokens; 0 where there are none. None for a mean that is not finite, which JSON cannot say."""
+    means = _sum_rows([row[mask] for row, mask in zip(values, masks, strict=True)]) / np.maximum(lengths, 1)
+    return [_round(mean) if math.isfinite(mean) else None for mean in means.tolist()]
+
+
+def _sum_rows(rows: Sequence[FloatArray]) -> NDArray[np.float64]:
+    """[B] the sum of each row, 0.0 of an empty one. All at once: a sum of each by itself takes several times as long."""
+    sums = np.zeros(len(rows))
+    lengths = np.asarray([len(row) for row in rows], np.int64)
+    filled = np.flatnonzero(lengths)
+    if len(filled):
+        flat = np.concatenate([row for row in rows if len(row)])
+        sums[filled] = np.add.reduceat(flat, np.cumsum(lengths[filled]) - lengths[filled], dtype=np.float64)
+    return sums
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+# --- the audit log ---------------------------------------------------------------------------------------------------------------
+
+
+def format_update(head: Mapping[str, Any], update: UpdateRecord) -> str:
+    """The line of an update, without its newline. `head`: of a row, as make_head gives it.
+
+    Names and values in columns, so that it reads by eye and splits at spaces; a value that the update does not have is "-".
+    """
+    forward, optim, metrics = update.forward, update.optim, metric_values(update.forward.metrics)
+    time = datetime.fromtimestamp(head["time_unix"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    stage = f"{head['stage']}{'.' if update.part else ''}{update.part}"
+    skipped = forward.skipped or optim.skipped
+    left_out = int(metrics.get("advantage/skipped_rows", 0))
+    fields = [
+        time,
+        f"attempt {head['attempt']:<2d}",
+        f"{stage:<12s}",
+        f"step {head['step']:>6d}",
+        f"update {update.update:>3d}",
+        f"version {head['policy_version'] + 1:>6d}",
+        f"loss {_format(forward.loss, '+.6e'):>13s}",
+        f"kl {_format(metrics.get('kl/ref'), '+.3e'):>10s}",
+        f"beta {_format(update.kl_coef, '.3e'):>9s}",
+        f"grad_norm {_format(optim.grad_norm, '.3e'):>9s} {'clipped' if optim.clipped else 'whole':<7s}",
+        f"lr {optim.lr:.3e}",
+        f"samples {len(update.batch):>5d}",
+        f"zero_advantage {left_out:>5d}",
+        f"tokens {int(update.batch.response_lengths.sum()):>8d}",
+    ]
+    line = "  ".join(fields)
+    return line if skipped is None else f"{line}  skipped: {' '.join(skipped.split())}"
+
+
+def _format(value: float | None, form: str) -> str:
+    return NONE if value is None else format(value, form)

@@ -1,0 +1,83 @@
+"""What a row of samples.jsonl says of a sample: its texts, and beside them at most ROW_BYTES."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollouts.metrics.record import encode_row
+from rollouts.types import JSONValue, Sample, encode_json
+
+ROW_BYTES = 700  # of a row's JSON beside prompt, response and failure
+TEXT_CHARS = 2000  # of each text of a failure
+FAILURE_TEXTS = ("class", "function", "message", "traceback")
+VALUE_CHARS = 120  # of the JSON of one value of metadata; a longer one is cut
+BARE = b',"prompt":"","response":"","rewards":{},"rewards_cut":999999,"metadata":{"failure":{}},"metadata_cut":999999'  # around what may be cut
+
+
+def make_sample_row(head: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
+    """The row of a sample: `head`, text and numbers, no per-token arrays. What the sample does not have is absent.
+
+    Of the rewards' parts, and then of the metadata, what comes first is kept while there is room in ROW_BYTES; rewards_cut and metadata_cut say
+    how many were left out. The texts of a failure stand beside that, each up to TEXT_CHARS.
+    """
+    versions = sample.weight_versions[sample.loss_mask]
+    fields = {
+        "id": sample.id,
+        "group_index": sample.group_index,
+        "status": sample.status.value,
+        "reward": sample.reward,
+        "tokens": len(sample.tokens),
+        "response_length": len(versions),
+        "weight_version_min": int(versions.min()) if len(versions) else None,
+        "weight_version_max": int(versions.max()) if len(versions) else None,
+    }
+    known = {name: value for name, value in fields.items() if value is not None}
+    room = ROW_BYTES - len(encode_row({**head, **known})) - len(BARE)
+    rewards, rewards_cut, left = keep_what_fits(sample.rewards, room)
+    failed = "failure" in sample.metadata
+    others = {key: value for key, value in sample.metadata.items() if key != "failure"} if failed else sample.metadata
+    metadata, metadata_cut, _ = keep_what_fits(others, left)
+    if failed:
+        metadata["failure"] = shorten_failure(sample.metadata["failure"])
+    texts = {"prompt": sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt), "response": sample.response}
+    cuttable = {"rewards": rewards, "rewards_cut": rewards_cut, "metadata": metadata, "metadata_cut": metadata_cut}
+    return {**head, **known, **texts, **{name: value for name, value in cuttable.items() if value}}
+
+
+def keep_what_fits(values: Mapping[str, JSONValue], room: int) -> tuple[dict[str, JSONValue], int, int]:
+    """(the entries that fit into `room` bytes of JSON, in order; how many do not; the bytes that are left). Long values are shortened first."""
+    whole = len(encode_row(values)) - 1  # the braces less a comma
+    if whole <= min(room, VALUE_CHARS) and values:  # nothing in it can be long
+        return dict(values), 0, room - whole
+    kept: dict[str, JSONValue] = {}
+    for key, value in values.items():
+        short = shorten_json(value, VALUE_CHARS)
+        size = len(encode_row({key: short})) - 1
+        if size <= room:
+            kept[key] = short
+            room -= size
+    return kept, len(values) - len(kept), room
+
+
+def shorten_json(value: JSONValue, chars: int) -> JSONValue:
+    """The value, or the beginning of its JSON text and a remark if that is longer than `chars`."""
+    if isinstance(value, str):
+        return value if len(value) <= chars else f"{value[:chars]}… ({len(value)} characters)"
+    if value is None or isinstance(value, bool | float):
+        return value
+    text = encode_json(value)
+    return value if len(text) <= chars else f"{text[:chars]}… ({len(text)} characters)"
+
+
+def shorten_failure(failure: JSONValue) -> JSONValue:
+    """Class, function, message and traceback of a failure, each up to TEXT_CHARS; something else under that name as one text."""
+    if not isinstance(failure, Mapping):
+        return shorten_json(failure, TEXT_CHARS)
+    return {key: shorten_json(failure[key], TEXT_CHARS) for key in FAILURE_TEXTS if key in failure}
+
+
+def select_evenly(length: int, count: int) -> list[int]:
+    """`count` indices below `length`, ascending and evenly spaced from 0; all of them if there are fewer."""
+    chosen = min(length, count)
+    return [index * length // chosen for index in range(chosen)]

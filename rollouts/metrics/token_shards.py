@@ -1,0 +1,242 @@
+"""Per-token arrays of trained samples: binary files in tokens/, addressed by (file, offset) from the rows of contributions.jsonl.
+
+    tokens/STAGE-ATTEMPT-NNNNNN.bin  =  block, block, …
+    block  =  b"tok1" | header bytes u32 | payload bytes u32 | crc32 u32 | header | payload            all little-endian
+
+The header is JSON: id, length T and the columns with their types; the payload is the columns one after the other, T values each; the CRC is of
+both. A shard is only appended to, by one attempt; the oldest shards are removed when all together are larger than the limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from struct import Struct
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollouts.errors import RecordError, StorageError
+from rollouts.metrics.contributions import Place, UpdateRecord
+from rollouts.run_dir import RunDir
+
+Array = NDArray[Any]
+SHARD_BYTES = 64 << 20
+SHARDS_AT_LEAST = 8  # that the limit holds, so that the removal of the oldest takes a small part
+SHARD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*-([1-9][0-9]*)-([0-9]{6,})\.bin")  # attempt, number
+MAGIC = b"tok1"
+PREFIX = Struct("<4sIII")
+BLOCK_BYTES_MAX = 1 << 30  # more is damage: a row of a hundred million tokens
+TYPES = {"tokens": "<i4", "mask": "|u1", "version": "<i4"}  # of columns; the others are <f4
+KNOWN_TYPES = ("<i4", "|u1", "<f4")
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------------------
+
+
+class Block(NamedTuple):
+    """The arrays of one row, encoded."""
+
+    data: bytes
+    length: int  # T
+
+
+def encode_blocks(update: UpdateRecord) -> list[Block]:
+    """The block of each row of the update's batch."""
+    columns = collect_columns(update)
+    samples = update.batch.samples
+    described = json.dumps([[name, TYPES.get(name, "<f4")] for name in columns], separators=(",", ":"))
+    blocks: list[Block] = []
+    for row, tokens in enumerate(update.batch.tokens):
+        name = json.dumps(samples[row].id if samples else "")
+        header = f'{{"id":{name},"length":{len(tokens)},"columns":{described}}}'.encode()
+        payload = b"".join(np.ascontiguousarray(values[row], TYPES.get(name, "<f4")).tobytes() for name, values in columns.items())
+        crc = zlib.crc32(payload, zlib.crc32(header))
+        blocks.append(Block(PREFIX.pack(MAGIC, len(header), len(payload), crc) + header + payload, len(tokens)))
+    return blocks
+
+
+def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
+    """[T_i] per row of each column that the update has."""
+    batch, traced = update.batch, update.forward.per_token
+    versions = batch.weight_versions or [np.full(len(row), -1) for row in batch.tokens]
+    columns: dict[str, Sequence[Array] | None] = {
+        "tokens": batch.tokens,
+        "mask": batch.loss_masks,
+        "version": versions,
+        "mu": batch.rollout_log_probs,
+        "log_prob": None if traced is None else traced.log_probs,
+        "slope": None if traced is None else traced.slopes,
+        "weight": None if traced is None else traced.weights,
+        "advantage": batch.advantages,
+        "old": batch.old_log_probs,
+        "ref": batch.ref_log_probs,
+        "value": batch.old_values,
+        "return": batch.returns,
+    }
+    return {name: values for name, values in columns.items() if values is not None}
+
+
+def decode_block(data: bytes, *, where: str) -> tuple[str, dict[str, Array]]:
+    """The sample's id and its columns [T]. Raises RecordError, beginning with `where`, for bytes that are not a whole block as it was written."""
+    damaged = f"{where} is damaged"
+    if len(data) < PREFIX.size:
+        raise RecordError(f"{damaged}: it ends after {len(data)} bytes of a block")
+    magic, header_bytes, payload_bytes, crc = PREFIX.unpack_from(data)
+    end = PREFIX.size + header_bytes + payload_bytes
+    if magic != MAGIC or len(data) < end:
+        raise RecordError(f"{damaged}: no block begins there, or it is cut")
+    body = memoryview(data)[PREFIX.size : end]
+    if zlib.crc32(body) != crc:
+        raise RecordError(f"{damaged}: its checksum is not the one that was written")
+    try:
+        header = json.loads(bytes(body[:header_bytes]))
+        length, described = int(header["length"]), [(str(name), str(kind)) for name, kind in header["columns"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise RecordError(f"{damaged}: its header cannot be read ({error})") from error
+    columns: dict[str, Array] = {}
+    at = header_bytes
+    for name, kind in described:
+        size = length * int(kind[-1]) if kind in KNOWN_TYPES else -1
+        if size < 0 or at + size > len(body):
+            raise RecordError(f"{damaged}: column {name!r} of type {kind!r} does not fit; a later version may have written it")
+        columns[name] = np.frombuffer(body[at : at + size], kind).copy()
+        at += size
+    return str(header.get("id", "")), columns
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------------------
+
+
+def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, Array]:
+    """The per-token arrays [T] of a row of contributions.jsonl, by column: docs/run_directory.md lists them.
+
+    Raises RecordError where none were kept, where the shard was removed to make room, and where it is damaged.
+    """
+    shard, offset = row.get("shard"), row.get("offset")
+    what = f"step {row.get('step')}, update {row.get('update')}, row {row.get('row')}"
+    if not isinstance(shard, str) or not isinstance(offset, int):
+        raise RecordError(f"{what} has no per-token arrays: the run kept none (output.token_arrays_gib = 0), or its disk refused them")
+    if SHARD_NAME.fullmatch(shard) is None:
+        raise RecordError(f"{what} names the shard {shard!r}, which is no name of one; the row is damaged")
+    path = run_dir.tokens / shard
+    where = f"{path} at {offset}"
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            prefix = file.read(PREFIX.size)
+            sizes = PREFIX.unpack(prefix)[1:3] if len(prefix) == PREFIX.size else (0, 0)
+            data = prefix + file.read(min(sum(sizes), BLOCK_BYTES_MAX))
+    except FileNotFoundError as error:
+        raise RecordError(
+            f"{path} of {what} was removed: arrays of the newest steps are kept, up to output.token_arrays_gib; ask for a later step, or raise it"
+        ) from error
+    except OSError as error:
+        raise RecordError(f"{path} of {what} cannot be read ({error})") from error
+    sample_id, columns = decode_block(data, where=where)
+    if sample_id != row.get("id", ""):
+        raise RecordError(f"{where} is of the sample {sample_id!r}, not {row.get('id')!r}: the shard or the row is damaged")
+    return columns
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------------------
+
+
+class TokenShards:
+    """The shards that one attempt writes. Its methods block: call them from one thread at a time, off the event loop."""
+
+    def __init__(self, run_dir: RunDir, *, attempt: int, limit_bytes: int) -> None:
+        """limit_bytes: of all shards together, those of earlier attempts included; an update's own may go beyond until it is written."""
+        self._folder = run_dir.tokens
+        self._attempt = attempt
+        self._limit = limit_bytes
+        self._shard_bytes = max(1, min(SHARD_BYTES, limit_bytes // SHARDS_AT_LEAST))
+        self._open: dict[str, tuple[int, Path]] = {}  # by stage: the shard that grows
+        self._next = 0
+        self.removed_bytes = 0
+
+    def write(self, stage: str, blocks: Sequence[Block]) -> list[Place]:
+        """Appends the blocks and says where each lies; then removes the oldest shards beyond the limit.
+
+        Raises StorageError where the disk refuses; what had been appended of the blocks is cut off again.
+        """
+        places: list[Place] = []
+        begun: list[tuple[Path, int]] = []
+        try:
+            at = 0
+            while at < len(blocks):
+                file, path = self._choose_shard(stage)
+                offset = os.lseek(file, 0, os.SEEK_END)
+                begun.append((path, offset))
+                last, end = at, offset
+                while last < len(blocks) and (last == at or end < self._shard_bytes):
+                    places.append(Place(path.name, end, blocks[last].length))
+                    end += len(blocks[last].data)
+                    last += 1
+                write_all(file, b"".join(block.data for block in blocks[at:last]))
+                at = last
+        except OSError as error:
+            for path, offset in begun:
+                os.truncate(path, offset)
+            raise StorageError(f"per-token arrays are refused by {self._folder} ({error}); free space, or lower output.token_arrays_gib") from error
+        try:
+            self._make_room()
+        except OSError as error:
+            raise StorageError(f"the oldest arrays of {self._folder} cannot be removed ({error}); those of this step are left out") from error
+        return places
+
+    def close(self) -> None:
+        """Flushes the shards to the device; one that refuses shows its damage to who reads it."""
+        for file, _ in self._open.values():
+            with suppress(OSError):
+                os.fsync(file)
+            os.close(file)
+        self._open.clear()
+
+    def _choose_shard(self, stage: str) -> tuple[int, Path]:
+        """The stage's shard, or the next where it is full."""
+        held = self._open.get(stage)
+        if held is not None and os.fstat(held[0]).st_size < self._shard_bytes:
+            return held
+        if held is not None:
+            del self._open[stage]
+            os.close(held[0])
+        self._folder.mkdir(exist_ok=True)
+        while (path := self._folder / f"{stage}-{self._attempt}-{self._next:06d}.bin").exists():
+            self._next += 1
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        opened = os.open(path, flags, 0o644), path
+        self._next += 1
+        self._open[stage] = opened
+        return opened
+
+    def _make_room(self) -> None:
+        growing = {path.name for _, path in self._open.values()}
+        sizes = {path: path.stat().st_size for path in list_shards(self._folder)}
+        total = sum(sizes.values())
+        for path, size in sizes.items():
+            if total <= self._limit:
+                return
+            if path.name not in growing:
+                path.unlink()
+                self.removed_bytes += size
+                total -= size
+
+
+def list_shards(folder: Path) -> list[Path]:
+    """The shards in a directory, oldest first: by attempt, then by number, which goes on over the stages of an attempt."""
+    found = [(match, path) for path in folder.iterdir() if (match := SHARD_NAME.fullmatch(path.name)) is not None]
+    return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2]), pair[1].name))]
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Writes all of `data`; a short write is continued until the system refuses."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(file, view) :]

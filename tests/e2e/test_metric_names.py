@@ -1,0 +1,73 @@
+"""Whole runs of every stage: no metric that the table of names lacks, and spans of all that was done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from integration_training.train import main
+from rollouts.cli import main as main_of_commands
+from rollouts.metrics.jsonl import read_rows
+from rollouts.metrics.names import find_metric
+from rollouts.metrics.record import BARE_NAMES
+from tests.e2e.conftest import TINY
+
+PREFERENCES = TINY.with_name("tiny_preferences.toml")
+SHORT = ("--rl.steps", "2", "--rl.eval_every", "0", "--eval.data.size", "4")
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
+    monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path_factory.getbasetemp() / "metric_names_cache"))
+
+
+def logged_names(out: Path, config: Path, mode: str, *arguments: str) -> set[str]:
+    assert main(["--config", str(config), "--mode", mode, "--output.dir", str(out), *SHORT, *arguments]) == 0
+    rows = [*read_rows(out / "metrics.jsonl"), *read_rows(out / "evaluations.jsonl")]
+    return {name for row in rows for name in row if "/" in name or name in BARE_NAMES}
+
+
+def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path: Path):
+    names = logged_names(
+        tmp_path / "run", TINY, "sft+rl", "--sft.steps", "2", "--rl.rollout.filters", "[]", "--rl.rollout.num_prompts", "2",
+        "--rl.kl_coef", "0.1", "--rl.kl_in", "loss", "--rl.kl_estimator", "k3", "--rl.updates_per_batch", "2",
+        "--rl.recompute_old", "true", "--rl.loss_params.dual_clip", "3.0",
+        "--engine.mode", "copied", "--output.checkpoint_every", "1",
+    )  # fmt: skip
+    assert {"loss/nll", "kl/coef", "clip_ratio/dual", "weight_sync/bytes", "eval/heldout/avg@1"} <= names
+    assert sorted(name for name in names if find_metric(name) is None) == []
+
+    spans, samples = read_rows(tmp_path / "run" / "spans.jsonl"), read_rows(tmp_path / "run" / "samples.jsonl")
+    assert {(row["track"], row["name"]) for row in spans} == {
+        ("trainer", "generate"), ("trainer", "log_probs"), ("trainer", "train"), ("trainer", "weight_sync"), ("trainer", "evaluate"),
+        ("trainer", "checkpoint"), ("checkpoints", "checkpoint_write"), ("local", "generate"), ("rewards", "reward"),
+        ("local", "weight_sync"), ("local", "weight_sync_pause"), ("local", "weight_sync_load"), ("local", "weight_sync_probe"),
+    }  # fmt: skip
+    of_samples = {row["id"] for row in spans if "id" in row}
+    assert of_samples == {row["id"] for row in samples if row["stage"] == "rl"}, "of each sample that is logged, and of no other"
+    (evaluation,) = (row for row in read_rows(tmp_path / "run" / "evaluations.jsonl") if row["stage"] == "rl")
+    last = max(row["start_unix"] + row["duration_s"] for row in spans if row["name"] == "evaluate")
+    assert last == pytest.approx(evaluation["time_unix"], abs=5.0), "what comes after the last step is in the file too"
+    assert main_of_commands(["export-trace", str(tmp_path / "run")]) == 0
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(spans)
+
+
+@pytest.mark.slow
+def test_preferences_a_reward_model_and_a_critic(tmp_path: Path):
+    short = [part for stage in ("preference", "reward_model") for part in (f"--{stage}.steps", "2", f"--{stage}.eval_every", "1")]
+    names = logged_names(tmp_path / "run", PREFERENCES, "preference+reward_model+ppo", *short)
+    spans = read_rows(tmp_path / "run" / "spans.jsonl")
+    assert {row["stage"] for row in spans if row["name"] == "train"} == {"preference", "reward_model", "rl"}
+    assert {"eval/pairs/ece", "eval/pairs/perplexity/chosen", "logps/chosen", "value/explained_variance", "critic/optim/lr"} <= names
+    assert sorted(name for name in names if find_metric(name) is None) == []
+
+
+@pytest.mark.slow
+def test_judgements_of_single_answers(tmp_path: Path):
+    arguments = ("--preference.loss", "kto", "--preference.data.function", "integration_training.tasks.letter_words:make_labels")
+    names = logged_names(tmp_path / "run", PREFERENCES, "preference", "--preference.steps", "2", *arguments)
+    assert {"kto/reference_point", "kto/desirable/frac", "rewards/margins"} <= names
+    assert sorted(name for name in names if find_metric(name) is None) == []

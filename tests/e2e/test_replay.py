@@ -1,0 +1,253 @@
+"""Whole runs of RL, and their steps computed again from nothing but the files they left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollouts.metrics.jsonl import read_rows
+from rollouts.metrics.token_shards import list_shards, read_token_arrays
+from rollouts.replay import add_parser
+from rollouts.run_dir import RunDir
+from tests.e2e.conftest import TINY, Train
+
+SETTINGS = (
+    "--rl.steps", "2", "--rl.eval_every", "0", "--rl.optim.lr", "1e-2", "--output.checkpoint_every", "0", "--output.keep_checkpoints", "0",
+    "--rl.rollout.filters", "[]", "--rl.rollout.reward", "tests.e2e.test_rl_changes:score_letters",
+)  # fmt: skip
+SECOND_PASS = ("--rl.updates_per_batch", "2")
+
+
+def replay(root: Path, step: int, *more: str) -> int:
+    """The exit code of the command."""
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    arguments = parser.parse_args(["replay", str(root), "--step", str(step), *more])
+    return arguments.run(arguments)
+
+
+def make_config(folder: Path, table: str = "", top: str = "") -> Path:
+    """tiny.toml with `top` in [rl] and `table` behind everything."""
+    text = TINY.read_text().replace("../tasks", str(TINY.parent.parent / "tasks"))
+    config = folder / "config_of_test.toml"
+    config.write_text(text.replace('advantage = "grpo"\n', top or 'advantage = "grpo"\n') + table)
+    return config
+
+
+def train_rl(train: Train, folder: Path, *settings: str, top: str = "", table: str = "", mode: str = "rl") -> RunDir:
+    """A run of two steps. Two in a row that a random model makes alike would prove little, so rewards and losses must not be all alike."""
+    done = train.run_config(make_config(folder, table, top), folder / "run", *SETTINGS, *settings, mode=mode)
+    assert done.returncode == 0, done.stderr
+    return RunDir(folder / "run")
+
+
+def read_step(run_dir: RunDir, step: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Its row of metrics and its contributions."""
+    [row] = [row for row in read_rows(run_dir.metrics) if row["step"] == step]
+    return row, [row for row in read_rows(run_dir.contributions) if row["step"] == step]
+
+
+def copy_run(run_dir: RunDir, name: str) -> RunDir:
+    copied = RunDir(run_dir.root.with_name(name))
+    shutil.copytree(run_dir.root, copied.root, ignore=shutil.ignore_patterns("checkpoints"))
+    return copied
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """The rows of a file, each changed."""
+    rows = read_rows(path)
+    for row in rows:
+        change(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_grpo_step_is_recomputed_from_the_record_and_every_gap_in_it_is_named(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Also by a formula written here: −min(r·A, clip(r)·A), r = exp(lp − mu), over the trained tokens."""
+    run_dir = train_rl(train, tmp_path)
+    for step in (1, 2):
+        metrics, rows = read_step(run_dir, step)
+        assert len(rows) == 64 and [row["row"] for row in rows] == list(range(64))
+        assert sum(row["share"] for row in rows) == pytest.approx(1.0, abs=1e-6)
+        total, slopes = 0.0, []
+        for row in rows:
+            arrays = {name: values.astype(np.float64) for name, values in read_token_arrays(run_dir, row).items()}
+            mask, advantage = arrays["mask"] > 0, arrays["advantage"]
+            left_out = not advantage.any()
+            assert not any(values[~mask].any() for name, values in arrays.items() if name not in ("tokens", "version"))
+            assert (arrays["version"][mask] == step - 1).all() and (arrays["version"][~mask] == -1).all()
+            assert row["length"] == len(mask) and row["tokens"] == mask.sum() and row["advantage"] == pytest.approx(advantage[mask].mean(), rel=1e-6)
+            assert row["weight"] == (0.0 if left_out else 1.0), "no correction: 1; a row that was left out: 0"
+            ratio = np.exp(arrays["log_prob"] - arrays["mu"])
+            total -= (np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage))[mask].sum()
+            through = np.where(advantage > 0, ratio < 1.2, ratio > 0.8) & mask
+            np.testing.assert_allclose(arrays["slope"], np.where(through, -ratio * advantage, 0) / metrics_tokens(rows), rtol=1e-4, atol=1e-9)
+            slopes.append(np.abs(arrays["slope"]).sum())
+        logged = metrics["loss/total"]
+        assert abs(total / metrics_tokens(rows) - logged) < 1e-5 * max(1e-3, abs(logged))
+        np.testing.assert_allclose([row["share"] for row in rows], np.asarray(slopes) / np.sum(slopes), rtol=1e-5, atol=1e-8)
+        assert replay(run_dir.root, step) == 0
+        assert "loss/total" in capsys.readouterr().out
+    lines = run_dir.updates_log.read_text().splitlines()
+    assert [line.split()[5] for line in lines] == ["1", "2"] and len({len(line) for line in lines}) == 1
+    assert any(row["share"] == 0.0 == row["advantage"] for row in read_rows(run_dir.contributions)), "rl.skip_zero_advantage left rows out"
+    check_lies_are_found(run_dir, capsys)
+    check_gaps_are_named(run_dir, capsys)
+
+
+def metrics_tokens(rows: list[dict[str, Any]]) -> int:
+    return sum(row["tokens"] for row in rows)
+
+
+def check_lies_are_found(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 1 where the record says something else than its arrays."""
+
+    def raise_total(row: dict[str, Any]) -> None:
+        row["loss/total"] += 1e-6 + 2e-5 * abs(row["loss/total"])
+
+    def raise_loss(row: dict[str, Any]) -> None:
+        row["loss"] += 1e-6 + 2e-5 * abs(row["loss"])
+
+    def swap_share(row: dict[str, Any]) -> None:
+        row["share"] += {0: 2e-5, 1: -2e-5}.get(row["row"], 0.0)
+
+    def halve_denominator(row: dict[str, Any]) -> None:
+        row["denominator"] /= 2
+
+    for number, (file, change) in enumerate(
+        [("metrics", raise_total), ("contributions", raise_loss), ("contributions", swap_share), ("contributions", halve_denominator)]
+    ):
+        lying = copy_run(run_dir, f"lying_{number}")
+        rewrite(getattr(lying, file), change)
+        assert replay(lying.root, 1) == 1, change.__name__
+        out = capsys.readouterr().out
+        assert "NOT THE SAME" in out or "was divided by 127" in out, out
+    other = copy_run(run_dir, "other_loss")
+    other.config.write_text(other.config.read_text().replace('loss = "ppo_clip"', 'loss = "reinforce"'))
+    assert replay(other.root, 1) == 1
+
+
+def check_gaps_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 and a sentence."""
+
+    def err() -> str:
+        return capsys.readouterr().err
+
+    assert replay(run_dir.root, 3) == 2 and "no row of rl step 3" in err()
+    assert replay(run_dir.root, 1, "--update", "1") == 2 and "the updates 0 to 0, not 1" in err()
+    assert replay(run_dir.root, 1, "--stage", "sft") == 2 and "'sft' has no contributions" in err()
+    gone = copy_run(run_dir, "gone")
+    [shard] = list_shards(gone.tokens)
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    shard.write_bytes(damaged)
+    assert {replay(gone.root, 1), replay(gone.root, 2)} == {0, 2} and "its checksum is not the one that was written" in err()
+    shard.unlink()
+    assert replay(gone.root, 1) == 2 and f"{shard.name} of step 1, update 0, row 0 was removed" in err()
+    torn = copy_run(run_dir, "torn")
+    rewrite(torn.contributions, lambda row: row.update(step=9) if row["row"] == 5 else None)
+    assert replay(torn.root, 1) == 2 and "rows are missing" in err()
+    torn.contributions.unlink()
+    assert replay(torn.root, 1) == 2 and "has no row of rl step 1, attempt 1" in err()
+    entropy = copy_run(run_dir, "entropy")
+    text = entropy.config.read_text()
+    assert "[rl.loss_params]" in text
+    entropy.config.write_text(text.replace("[rl.loss_params]", "[rl.loss_params]\nentropy_coef = 0.1"))
+    assert replay(entropy.root, 1) == 2 and "entropy" in err()
+
+
+CONTROL = ("--rl.kl_control_params.target", "1e-3", "--rl.kl_control_params.tolerance", "1e-4")
+KL = ("--rl.kl_coef", "0.1", *SECOND_PASS)
+CASES: dict[str, tuple[tuple[str, ...], str]] = {  # settings, and lines of [rl]
+    "sequences_without_skipping": (("--rl.normalise_by", "sequences", "--rl.skip_zero_advantage", "false", *SECOND_PASS), ""),
+    "sequence_sums_gspo": (("--rl.normalise_by", "sequence_sums", "--rl.loss", "gspo", "--rl.minibatches", "2"), ""),
+    "constant_minibatches": (("--rl.normalise_by", "constant", "--rl.minibatches", "3", *SECOND_PASS), ""),
+    "kl_in_loss": ((*KL, "--rl.kl_in", "loss", "--rl.kl_estimator", "k3"), ""),
+    "kl_in_reward_controlled": (
+        (*KL, "--rl.kl_control", "two_sided", "--rl.steps", "3", *CONTROL),
+        "",
+    ),
+    "kl_in_loss_controlled": (
+        (
+            *KL, "--rl.kl_in", "loss", "--rl.kl_estimator", "k2", "--rl.steps", "3", "--rl.kl_control", "two_sided",
+            *CONTROL,
+        ),
+        "",
+    ),
+    "recomputed_old_capped": (("--rl.recompute_old", "true", "--rl.minibatches", "2", *SECOND_PASS), ""),
+    "correction": (("--rl.loss", "reinforce", "--rl.loss_params.correction", "token_tis(cap=1.02) * veto(floor=1e-4)", *SECOND_PASS), ""),
+    "kl_stop": (("--rl.kl_stop", "1e-4", "--rl.minibatches", "2", "--rl.normalise_by", "constant", "--rl.updates_per_batch", "3"), ""),
+    "changes": (
+        ("--rl.steps", "3"),
+        'changes = [{ from_step = 2, loss = "cispo", normalise_by = "sequences" }, { from_step = 3, loss = "reinforce", kl_coef = 0.02 }]',
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_every_update_of_every_kind_of_run_replays(train: Train, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]):
+    settings, lines = CASES[case]
+    run_dir = train_rl(train, tmp_path, *settings, top=f'advantage = "grpo"\n{lines}\n')
+    steps = [row["step"] for row in read_rows(run_dir.metrics)]
+    updates = {step: {row["update"] for row in read_step(run_dir, step)[1]} for step in steps}
+    for step in steps:
+        assert replay(run_dir.root, step) == 0, capsys.readouterr()
+        out = capsys.readouterr().out
+        assert out.count(" same") >= len(updates[step]) + 1, "each update, and the merged loss"
+        assert replay(run_dir.root, step, "--update", "0") == 0
+        for update in updates[step]:
+            rows = [row for row in read_step(run_dir, step)[1] if row["update"] == update]
+            assert sum(row["share"] for row in rows) == pytest.approx(1.0, abs=1e-6)
+    assert len(run_dir.updates_log.read_text().splitlines()) == sum(map(len, updates.values()))
+    if case == "correction":
+        weights = {row["weight"] for row in read_rows(run_dir.contributions)}
+        assert any(0 < weight != 1 for weight in weights), weights
+    if case == "kl_stop":
+        assert min(map(len, updates.values())) < 6, "kl_stop left updates out"
+    if case == "changes":
+        said = replayed_algorithms(run_dir, steps, capsys)
+        assert [line.split(", loss ")[1].split("(")[0] for line in said] == ["ppo_clip", "cispo", "reinforce"]
+
+
+def replayed_algorithms(run_dir: RunDir, steps: list[int], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    capsys.readouterr()
+    for step in steps:
+        replay(run_dir.root, step)
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("rl step")]
+
+
+@pytest.mark.slow
+def test_the_policys_updates_of_ppo_replay_and_the_critics_have_lines(train: Train, tmp_path: Path):
+    run_dir = train_rl(train, tmp_path, "--rl.minibatches", "2", top='advantage = "gae"\n', table="\n[rl.critic]\n", mode="ppo")
+    for step in (1, 2):
+        assert replay(run_dir.root, step) == 0
+    row = read_step(run_dir, 1)[1][0]
+    assert {"value", "return"} <= set(read_token_arrays(run_dir, row))
+    stages = [line.split()[3] for line in run_dir.updates_log.read_text().splitlines()]
+    assert stages == ["rl.critic", "rl.critic", "rl", "rl"] * 2
+
+
+@pytest.mark.slow
+def test_without_arrays_rows_keep_weights_and_shares_and_a_replay_says_what_it_lacks(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_dir = train_rl(train, tmp_path, "--output.token_arrays_gib", "0")
+    rows = read_step(run_dir, 2)[1]
+    assert sum(row["share"] for row in rows) == pytest.approx(1.0, abs=1e-6) and all("shard" not in row for row in rows)
+    assert not run_dir.tokens.exists()
+    assert replay(run_dir.root, 2) == 2 and "output.token_arrays_gib = 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_clip_that_depends_on_how_a_batch_was_divided_is_refused_by_name(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_dir = train_rl(train, tmp_path, "--rl.loss", "clip_cov")
+    assert replay(run_dir.root, 1) == 2 and "'clip_cov' chooses among the tokens of a micro-batch" in capsys.readouterr().err

@@ -1,0 +1,54 @@
+"""A real run with trackers: TensorBoard has what the files have, a collector that hangs costs nothing, and no secret is left anywhere."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from rollouts.metrics.jsonl import read_rows
+from rollouts.run_dir import RunDir
+from tests.e2e.conftest import Train
+from tests.unit.test_trackers_processes import find_processes
+from tests.unit.tracker_files import read_events
+
+pytest.importorskip("tensorboard")
+SECRETS = {
+    "WANDB_API_KEY": "planted-wandb-0123456789",
+    "MLFLOW_TRACKING_TOKEN": "planted-mlflow-0123456789",
+    "MLFLOW_TRACKING_PASSWORD": "planted-password-0123456789",
+    "OTEL_EXPORTER_OTLP_HEADERS": "authorization=planted-otlp-0123456789",
+    "HF_TOKEN": "planted-hub-0123456789",
+}
+
+
+@pytest.mark.slow
+def test_trackers_of_a_run_have_its_rows_and_one_that_hangs_is_told_and_ended(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name, secret in SECRETS.items():
+        monkeypatch.setenv(name, secret)
+    out = tmp_path / "run"
+    with socket.create_server(("127.0.0.1", 0)) as hanging:  # connections wait in its queue: nobody answers
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{hanging.getsockname()[1]}")
+        done = train.run_fresh(out, "--output.trackers", '["tensorboard", "otlp"]', "--output.metric_aliases", "trl")
+        assert done.returncode == 0, done.stderr
+        assert f"python -m rollouts track {out} --to otlp --once" in done.stderr
+        deadline = time.monotonic() + 90
+        while find_processes(str(out)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert find_processes(str(out)) == []
+    run_dir = RunDir(out)
+    for stage in ("sft", "rl"):
+        rows = [row for row in read_rows(run_dir.metrics) if row["stage"] == stage]
+        shown = read_events(out, stage)
+        expected = [(row["step"], pytest.approx(row["loss/total"])) for row in rows]
+        assert shown["loss/total"] == expected
+        assert shown["loss"] == expected  # TRL's name of it
+    assert [step for step, _ in read_events(out, "base")["eval/heldout/avg@1"]] == [0]
+    files = [path for path in out.rglob("*") if path.is_file()]
+    assert (out / "trackers" / "otlp.log") in files
+    assert (out / "trackers" / "tensorboard.json") in files
+    found = [(path, secret) for path in files for secret in ("planted-",) if secret.encode() in path.read_bytes()]
+    assert found == []
+    assert "planted-" not in done.stdout + done.stderr

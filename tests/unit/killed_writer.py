@@ -1,0 +1,73 @@
+"""Writes every file of a record as fast as it can, until it is killed: RUN ATTEMPT FIRST_STEP PART_BYTES NTH. Prints each step that is logged.
+
+NTH: 0 waits for a kill from outside; n above 0 dies inside the n-th write, having written half of it, as a kill can leave one; below 0 when the
+-n-th new part was opened.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import trio
+
+from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.spans import Span
+from rollouts.metrics.writer import open_jsonl_logger
+from rollouts.run_dir import RunDir
+from rollouts.types import ForwardBackwardResult, OptimStepResult, RolloutBatch, Sample
+
+
+def make_update(samples: tuple[Sample, ...]) -> UpdateRecord:
+    batch = RolloutBatch(tokens=tuple(sample.tokens for sample in samples), loss_masks=tuple(sample.loss_mask for sample in samples), samples=samples)
+    forward = ForwardBackwardResult(loss=0.5, denominator=3.0, metrics={})
+    return UpdateRecord(update=0, batch=batch, forward=forward, optim=OptimStepResult(step=1, lr=1e-3, grad_norm=2.5, clipped=True), contributes=True)
+
+
+async def write(run_dir: RunDir, attempt: int, first_step: int, part_bytes: int) -> None:
+    texts = ["x" * (300_000 if index == 0 else 500) for index in range(4)]  # one that takes a while to write
+    samples = tuple(
+        Sample(id=f"s{index}", prompt="p", response=text, tokens=np.arange(3), loss_mask=np.array([0, 1, 1])) for index, text in enumerate(texts)
+    )
+    metrics = {f"area/metric_{index}": float(index) for index in range(60)}
+    async with open_jsonl_logger(run_dir, attempt=attempt, samples_per_step=4, token_arrays_bytes=1 << 30, part_bytes=part_bytes) as logger:
+        os.write(1, b"open\n")
+        for step in itertools.count(first_step):
+            await logger.log_samples("rl", step, step - 1, samples)
+            await logger.log_updates("rl", step, step - 1, [make_update(samples)])
+            await logger.log_spans("rl", step, step - 1, [Span("train", "trainer", 1.0, 2.0), Span("generate", "stub", 0.0, 1.0, "s0", 3)])
+            await logger.log_evaluation("rl", step, step, "heldout", {"eval/heldout/avg@1": 0.5})
+            await logger.log_step("rl", step, step - 1, metrics)
+            os.write(1, b"%d\n" % step)
+
+
+def arm(nth: int) -> None:
+    """Patches os.write, or os.open, to die."""
+    count, write_, open_ = itertools.count(1), os.write, os.open
+
+    def write_half(file: int, data: bytes) -> int:
+        if file <= 2 or next(count) != nth:
+            return write_(file, data)
+        written = write_(file, data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    def open_and_die(path: str, flags: int, *arguments: int) -> int:
+        file = open_(path, flags, *arguments)
+        if flags & os.O_EXCL and str(path).endswith(".jsonl") and next(count) == -nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return file
+
+    if nth > 0:
+        os.write = write_half
+    elif nth < 0:
+        os.open = open_and_die  # pyright: ignore[reportAttributeAccessIssue]
+
+
+if __name__ == "__main__":
+    arm(int(sys.argv[5]))
+    trio.run(write, RunDir(Path(sys.argv[1])), *map(int, sys.argv[2:5]))

@@ -1,0 +1,343 @@
+"""The logger of a run: what each call writes, that the event loop goes on meanwhile, and what becomes of rows when a disk refuses them."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+import trio.testing
+from rich.console import Console
+
+from rollouts.errors import MetricError, StorageError
+from rollouts.metrics.contributions import UpdateRecord
+from rollouts.metrics.jsonl import read_rows
+from rollouts.metrics.progress import open_progress
+from rollouts.metrics.spans import Span
+from rollouts.metrics.token_shards import TokenShards, read_token_arrays
+from rollouts.metrics.writer import open_jsonl_logger
+from rollouts.run_dir import RunDir
+from rollouts.types import ForwardBackwardResult, OptimStepResult, RolloutBatch, Sample, Status
+
+# --- files --------------------------------------------------------------------------------------------------------------------
+
+
+def make_sample(index: int = 0, **changes: object) -> Sample:
+    fields: dict[str, object] = {
+        "id": f"s{index}",
+        "prompt": "2+2=",
+        "response": "4",
+        "tokens": [5, 6, 7, 8],
+        "loss_mask": [0, 0, 1, 1],
+        "rollout_log_probs": [0.0, 0.0, -0.5, -0.25],
+        "weight_versions": [-1, -1, 3, 4],
+        "reward": 1.0,
+        "rewards": {"format": 1.0},
+        "group_index": index // 2,
+        "status": Status.COMPLETED,
+        "metadata": {"answer": "4"},
+    }
+    return Sample(**{**fields, **changes})  # pyright: ignore[reportArgumentType]
+
+
+async def test_logged_rows_are_read_back(tmp_path: Path):
+    run_dir = RunDir(tmp_path / "run")
+    async with open_jsonl_logger(run_dir, attempt=2, samples_per_step=1, time_unix=lambda: 5.0) as logger:
+        await logger.log_step("sft", 1, 0, {"loss/total": 2.0})
+        assert read_rows(run_dir.metrics)[0]["loss/total"] == 2.0, "on disk when log_step returns"
+        await logger.log_step("sft", 2, 1, {})
+        await logger.log_samples("rl", 1, 0, [make_sample()])
+        await logger.log_evaluation("rl", 1, 1, "heldout", {"eval/heldout/avg@1": 0.25})
+        assert logger.statistics() == {
+            "rows": 2,
+            "sample_rows": 1,
+            "evaluation_rows": 1,
+            "contribution_rows": 0,
+            "span_rows": 0,
+            "updates": 0,
+            "repaired_bytes": 0,
+        }
+    head = {"schema": 1, "attempt": 2, "time_unix": 5.0}
+    assert read_rows(run_dir.metrics) == [
+        {**head, "stage": "sft", "step": 1, "policy_version": 0, "loss/total": 2.0},
+        {**head, "stage": "sft", "step": 2, "policy_version": 1},
+    ]
+    assert read_rows(run_dir.evaluations) == [{**head, "stage": "rl", "step": 1, "policy_version": 1, "name": "heldout", "eval/heldout/avg@1": 0.25}]
+    assert read_rows(run_dir.samples) == [
+        {
+            **head,
+            "stage": "rl",
+            "step": 1,
+            "policy_version": 0,
+            "id": "s0",
+            "group_index": 0,
+            "status": "completed",
+            "prompt": "2+2=",
+            "response": "4",
+            "reward": 1.0,
+            "rewards": {"format": 1.0},
+            "tokens": 4,
+            "response_length": 2,
+            "weight_version_min": 3,
+            "weight_version_max": 4,
+            "metadata": {"answer": "4"},
+        }
+    ]
+
+
+async def test_a_refused_metric_writes_nothing(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=0) as logger:
+        with pytest.raises(MetricError, match="loss/total"):
+            await logger.log_step("sft", 1, 0, {"reward/mean": 1.0, "loss/total": math.nan})
+        assert run_dir.metrics.read_bytes() == b""
+        await logger.log_samples("sft", 1, 0, [make_sample()])
+        assert run_dir.samples.read_bytes() == b""
+
+
+async def test_what_a_sample_lacks_is_absent_from_its_row(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    messages = [{"role": "user", "content": "Grüße\n"}]
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=8) as logger:
+        await logger.log_samples("rl", 1, 0, [Sample(id="x", prompt=messages)])  # pyright: ignore[reportArgumentType]
+    (row,) = read_rows(run_dir.samples)
+    assert row["prompt"] == messages
+    assert row["status"] == "pending"
+    assert not {"reward", "rewards", "group_index", "weight_version_min", "weight_version_max", "metadata"} & set(row)
+
+
+async def test_logged_samples_are_spread_over_the_groups(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=3) as logger:
+        await logger.log_samples("rl", 1, 0, [make_sample(index) for index in range(6)])
+    assert [row["group_index"] for row in read_rows(run_dir.samples)] == [0, 1, 2]
+
+
+async def test_a_logger_tells_progress_about_each_step(tmp_path: Path):
+    text = io.StringIO()
+    with open_progress(Console(file=text, width=200), {"rl": 2}) as progress:
+        async with open_jsonl_logger(RunDir(tmp_path), attempt=1, samples_per_step=0, progress=progress) as logger:
+            await logger.log_step("rl", 1, 0, {"reward/mean": 0.25})
+    assert text.getvalue() == "rl 1/2  reward 0.250\n"
+
+
+async def test_the_files_are_closed_when_the_run_fails(tmp_path: Path):
+    async def fail() -> None:
+        async with open_jsonl_logger(RunDir(tmp_path), attempt=1, samples_per_step=0) as logger:
+            await logger.log_step("rl", 1, 0, {})
+            raise ZeroDivisionError
+
+    with (tmp_path / "probe").open("wb") as probe:
+        next_free = probe.fileno()  # the system hands out the lowest free number
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    with (tmp_path / "probe").open("wb") as probe:
+        assert probe.fileno() == next_free
+
+
+@pytest.mark.parametrize("cut", range(1, 40))
+async def test_a_line_torn_at_any_byte_never_damages_the_next_attempt(tmp_path: Path, cut: int):
+    run_dir = RunDir(tmp_path)
+    whole = b'{"stage":"rl","step":1,"attempt":1}\n'
+    last = b'{"stage":"rl","step":2,"attempt":1,"x":1}\n'[:cut]
+    run_dir.metrics.write_bytes(whole + last)
+    assert [row["step"] for row in read_rows(run_dir.metrics)] == [1]
+    async with open_jsonl_logger(run_dir, attempt=2, samples_per_step=0) as logger:
+        assert logger.statistics()["repaired_bytes"] == cut
+        await logger.log_step("rl", 2, 1, {})
+    lines = run_dir.metrics.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+# --- a disk that refuses ------------------------------------------------------------------------------------------------------
+
+
+async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_takes_them(tmp_path, monkeypatch, caplog):
+    run_dir, refuse = RunDir(tmp_path), True
+    write = os.write
+
+    def write_half(file: int, data: bytes) -> int:
+        if not refuse:
+            return write(file, data)
+        write(file, data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1) as logger:
+        await logger.log_step("sft", 1, 0, {"loss/total": 1.0})
+        whole = run_dir.metrics.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write_half)
+            await logger.log_step("sft", 2, 1, {"loss/total": 2.0})
+            await logger.log_step("sft", 3, 2, {"loss/total": 3.0})
+            assert run_dir.metrics.read_bytes() == whole, "no half row"
+        refuse = False
+        await logger.log_step("sft", 4, 3, {"loss/total": 4.0})
+    assert [row["step"] for row in read_rows(run_dir.metrics)] == [1, 2, 3, 4]
+    (warning,) = caplog.messages
+    assert "rows of metrics.jsonl cannot be written" in warning
+
+
+async def test_rows_that_are_still_refused_at_the_end_are_an_error(tmp_path, monkeypatch):
+    def refuse(_file: int, _data: bytes) -> int:
+        raise OSError(28, "No space left on device")
+
+    async def run() -> None:
+        async with open_jsonl_logger(RunDir(tmp_path), attempt=1, samples_per_step=1) as logger:
+            monkeypatch.setattr(os, "write", refuse)
+            await logger.log_step("sft", 1, 0, {"loss/total": 1.0})
+
+    with pytest.raises(StorageError, match=r"rows of metrics\.jsonl cannot be written .*No space left"):
+        await run()
+
+
+# --- off the event loop -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_slow_disk_does_not_stop_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_dir, gone_on, real_write = RunDir(tmp_path), threading.Event(), os.write
+
+    def write_slowly(file: int, data: bytes) -> int:
+        assert gone_on.wait(10), "the event loop stood still"
+        return real_write(file, data)
+
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1) as logger:
+        monkeypatch.setattr(os, "write", write_slowly)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(logger.log_step, "rl", 1, 0, {"loss/total": 1.0})
+            await trio.testing.wait_all_tasks_blocked()
+            assert run_dir.metrics.read_bytes() == b""
+            gone_on.set()
+    assert len(read_rows(run_dir.metrics)) == 1
+
+
+async def test_calls_that_wait_for_a_slow_disk_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_dir, free, real_write = RunDir(tmp_path), threading.Event(), os.write
+
+    def write_slowly(file: int, data: bytes) -> int:
+        assert free.wait(10)
+        return real_write(file, data)
+
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1) as logger:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write_slowly)
+            async with trio.open_nursery() as nursery:
+                for step in range(1, 21):
+                    nursery.start_soon(logger.log_step, "rl", step, step - 1, {})
+                    await trio.testing.wait_all_tasks_blocked()
+                free.set()
+    assert [row["step"] for row in read_rows(run_dir.metrics)] == list(range(1, 21))
+
+
+async def test_a_row_is_written_also_when_its_caller_is_cancelled(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1) as logger:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await logger.log_step("rl", 1, 0, {})
+            raise AssertionError("the caller goes on as if it were not cancelled")
+        assert scope.cancelled_caught
+        assert [row["step"] for row in read_rows(run_dir.metrics)] == [1]
+
+
+async def test_without_a_thread_no_real_time_is_waited_for(tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a thread under a mock clock")
+
+    monkeypatch.setattr(trio.to_thread, "run_sync", refuse)
+    run_dir = RunDir(tmp_path)
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=1, in_thread=False) as logger:
+        await logger.log_step("rl", 1, 0, {})
+        await logger.log_samples("rl", 1, 0, [make_sample()])
+        await logger.log_spans("rl", 1, 0, [Span("train", "trainer", 5.0, 1.0)])
+    assert trio.current_time() == 0.0
+    assert [len(read_rows(path)) for path in (run_dir.metrics, run_dir.samples, run_dir.spans)] == [1, 1, 1]
+
+
+async def test_parts_grow_to_their_limit_through_the_logger(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=4, part_bytes=1000) as logger:
+        for step in range(1, 21):
+            await logger.log_step("rl", step, step - 1, {"loss/total": 1.0})
+            await logger.log_samples("rl", step, step - 1, [make_sample(index) for index in range(4)])
+    sizes = [path.stat().st_size for path in run_dir.parts(run_dir.metrics)]
+    assert len(sizes) > 2
+    assert all(1000 <= size < 1200 for size in sizes[:-1])
+    assert [row["step"] for row in read_rows(run_dir.metrics)] == list(range(1, 21))
+    assert len(read_rows(run_dir.samples)) == 80
+
+
+# --- spans and updates --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_span_is_a_row(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    async with open_jsonl_logger(run_dir, attempt=3, samples_per_step=0, time_unix=lambda: 9.0) as logger:
+        await logger.log_spans("rl", 2, 1, [])
+        assert not run_dir.spans.exists(), "made with its first row"
+        await logger.log_spans("rl", 2, 1, [Span("train", "trainer", 5.0, 1.5), Span("generate", "sglang-0", 4.0, 0.5, "g1", 12)])
+        assert logger.statistics()["span_rows"] == 2
+    head = {"schema": 1, "stage": "rl", "step": 2, "policy_version": 1, "attempt": 3, "time_unix": 9.0}
+    assert read_rows(run_dir.spans) == [
+        {**head, "name": "train", "track": "trainer", "start_unix": 5.0, "duration_s": 1.5},
+        {**head, "name": "generate", "track": "sglang-0", "start_unix": 4.0, "duration_s": 0.5, "id": "g1", "tokens": 12},
+    ]
+
+
+async def test_no_update_makes_no_file(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=0, token_arrays_bytes=1 << 20) as logger:
+        await logger.log_updates("rl", 1, 0, [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluations.jsonl", "metrics.jsonl", "samples.jsonl"]
+
+
+def make_update(index: int, *, contributes: bool = True) -> UpdateRecord:
+    """An update of two rows of which two tokens and one train."""
+    tokens, masks = (np.array([5, 6, 7]), np.array([5, 8])), (np.array([False, True, True]), np.array([False, True]))
+    samples = tuple(Sample(id=name, prompt="p", tokens=ids, loss_mask=mask) for name, ids, mask in zip(("a", "b"), tokens, masks, strict=True))
+    batch = RolloutBatch(tokens=tokens, loss_masks=masks, samples=samples)
+    forward = ForwardBackwardResult(loss=0.5, denominator=3.0, metrics={})
+    optim = OptimStepResult(step=index, lr=1e-3, grad_norm=2.5, clipped=True)
+    return UpdateRecord(update=index, batch=batch, forward=forward, optim=optim, contributes=contributes)
+
+
+async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    async with open_jsonl_logger(run_dir, attempt=2, samples_per_step=0, token_arrays_bytes=1 << 20) as logger:
+        await logger.log_updates("rl", 4, 3, [make_update(0), make_update(1), make_update(2, contributes=False)])
+        assert logger.statistics()["contribution_rows"] == 4
+        assert logger.statistics()["updates"] == 3
+    rows = read_rows(run_dir.contributions)
+    assert [(row["stage"], row["step"], row["attempt"], row["update"], row["id"]) for row in rows] == [
+        ("rl", 4, 2, update, name) for update in (0, 1) for name in ("a", "b")
+    ]
+    assert [read_token_arrays(run_dir, row)["tokens"].tolist() for row in rows] == 2 * [[5, 6, 7], [5, 8]]
+    lines = run_dir.updates_log.read_text().splitlines()
+    assert len(lines) == 3
+    assert all("+5.000000e-01" in line for line in lines)
+
+
+async def test_arrays_that_the_disk_refuses_are_left_out_and_their_rows_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+    run_dir = RunDir(tmp_path)
+
+    def refuse(*_: Any) -> None:
+        raise StorageError("per-token arrays cannot be written")
+
+    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=0, token_arrays_bytes=1 << 20) as logger:
+        with monkeypatch.context() as patch:
+            patch.setattr(TokenShards, "write", refuse)
+            await logger.log_updates("rl", 1, 0, [make_update(0)])
+            await logger.log_updates("rl", 2, 1, [make_update(0)])
+        await logger.log_updates("rl", 3, 2, [make_update(0)])
+    rows = read_rows(run_dir.contributions)
+    assert [(row["step"], row.get("offset")) for row in rows[:4]] == [(1, None), (1, None), (2, None), (2, None)]
+    assert all("offset" in row for row in rows[4:])
+    assert len(run_dir.updates_log.read_text().splitlines()) == 3
+    (warning,) = caplog.messages
+    assert "the arrays of these steps are left out" in warning

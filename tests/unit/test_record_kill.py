@@ -1,0 +1,110 @@
+"""kill -9 while every file of the record is written: what was logged is there, and nothing is torn but the last line of a last part."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rollouts.metrics.jsonl import newest_attempts, next_attempt, read_rows
+from rollouts.metrics.record_files import RecordFiles
+from rollouts.metrics.token_shards import read_token_arrays
+from rollouts.run_dir import RunDir
+
+CHILD = Path(__file__).with_name("killed_writer.py")
+LONGEST_S = 0.06  # that a writer lives; kills fall anywhere in it
+REPEATED = 3  # steps that an attempt does again, as after a checkpoint that was made some steps ago
+
+
+def write_and_kill(run_dir: RunDir, draw: random.Random, nth: int) -> int:
+    """The last step that the attempt had logged when it was killed; 0 for none. `nth`: see killed_writer."""
+    done = [row["step"] for row in newest_attempts(read_rows(run_dir.metrics))]
+    first = max([1, *(step + 1 - REPEATED for step in done)])
+    part_bytes = 1 if nth < 0 else draw.choice((1, 2_000, 100_000))  # 1: every call begins a part
+    arguments = [next_attempt(run_dir), first, part_bytes, nth]
+    with subprocess.Popen([sys.executable, str(CHILD), str(run_dir.root), *map(str, arguments)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"open\n"
+        if nth == 0:
+            time.sleep(draw.uniform(0, LONGEST_S))
+            assert process.poll() is None
+            process.kill()
+        logged = [int(line) for line in process.stdout.read().split(b"\n") if line]
+    assert process.returncode == -signal.SIGKILL
+    return max(logged, default=0)
+
+
+def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
+    """The number of files that are torn. Asserts that nothing else is wrong with any, and that `logged` of the attempt is there."""
+    torn = 0
+    for path in run_dir.row_files:
+        *complete, last = run_dir.parts(path) or [path]
+        assert all(part.read_bytes().endswith(b"\n") for part in complete)
+        *lines, rest = last.read_bytes().split(b"\n") if last.exists() else [b""]
+        assert all(isinstance(json.loads(line), dict) for line in lines)
+        said: list[str] = []
+        read_rows(path, report=said.append)
+        whole_but_for_its_newline = rest.endswith(b"}") and is_json(rest)
+        assert len(said) == (1 if rest and not whole_but_for_its_newline else 0), (path, rest[-80:])
+        assert all(f"{last}: the last line is torn ({len(rest)} bytes)" in sentence for sentence in said)
+        torn += len(said)
+    written = {row["step"] for row in read_rows(run_dir.metrics) if row["attempt"] == attempt}
+    assert not logged or logged in written, "what was logged survives"
+    return torn
+
+
+def is_json(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def check_whole(run_dir: RunDir) -> None:
+    """What readers see after the next attempt has opened the files."""
+    RecordFiles(run_dir).close()
+    said: list[str] = []
+    rows = {path.stem: newest_attempts(read_rows(path, report=said.append)) for path in run_dir.row_files}
+    assert said == [], "the next attempt has repaired what was torn"
+    steps = [(row["stage"], row["step"]) for row in rows["metrics"]]
+    assert sorted(steps) == [("rl", step) for step in range(1, len(steps) + 1)], "one row for each step"
+    assert max(Counter((row["step"], row["name"]) for row in rows["evaluations"]).values()) == 1
+    assert rows["contributions"]
+    for row in rows["contributions"]:
+        assert read_token_arrays(run_dir, row)["tokens"].tolist() == [0, 1, 2], "arrays are written before the rows that name them"
+    assert all(line.count("loss") == 1 and line.endswith("tokens        8") for line in run_dir.updates_log.read_text().splitlines())
+
+
+def kill_often(folder: Path, places: Sequence[int], *, seed: int) -> int:
+    """How many files the kills have torn. A new run after twenty kills, so that reading all of it stays quick."""
+    draw, torn = random.Random(seed), 0
+    for number, nth in enumerate(places):
+        run_dir = RunDir(folder / f"run-{number // 20}")
+        attempt = next_attempt(run_dir)
+        logged = write_and_kill(run_dir, draw, nth)
+        torn += check_files(run_dir, attempt, logged)
+        if number % 20 == 19 or number == len(places) - 1:
+            check_whole(run_dir)
+    return torn
+
+
+def test_ten_kills_lose_nothing_that_was_logged(tmp_path: Path):
+    assert kill_often(tmp_path, [0, 9, 0, -5, 0, 20, 0, 12, 0, 0], seed=1) >= 2, "files were torn, and read and repaired"
+
+
+@pytest.mark.slow
+def test_200_kills_at_random_instants_lose_nothing_that_was_logged(tmp_path: Path):
+    kill_often(tmp_path, 200 * [0], seed=2)
+
+
+@pytest.mark.slow
+def test_kills_inside_every_write_and_every_change_of_parts_lose_nothing_that_was_logged(tmp_path: Path):
+    assert kill_often(tmp_path, [*range(1, 21), *range(-20, 0)], seed=3) >= 10

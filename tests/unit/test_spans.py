@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import trio
+
+from rollouts.config.schema import RolloutConfig
+from rollouts.data.data_buffer import DataBuffer
+from rollouts.engines.fleet import Member, open_fleet
+from rollouts.generation.async_rollout_manager import AsyncRolloutManager
+from rollouts.generation.generate import make_chat_generate
+from rollouts.metrics import spans as spans_module
+from rollouts.metrics.spans import Answered, PhaseTimer, Span, SpanRecorder, listing_answers, note_answer
+from rollouts.protocols import InferenceEngine
+from rollouts.testing.fakes import FakeTokenizer
+from rollouts.types import Sample, SamplingParams
+from rollouts.weight_sync.sync import record_update
+from rollouts.weight_sync.update import EngineUpdate, Phase, SyncReport
+from tests.unit.test_fleet import FakeEngine, update
+from tests.unit.test_weight_sync import World
+
+
+def ticking(step: float, start: float = 0.0) -> Callable[[], float]:
+    """A clock that says `start`, then `step` more each time."""
+    now = start - step
+
+    def tell() -> float:
+        nonlocal now
+        now += step
+        return now
+
+    return tell
+
+
+# --- the pieces ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_phases_of_a_step_are_spans_of_the_trainer():
+    timer = PhaseTimer(clock=ticking(1.0), time_unix=ticking(10.0, 1000.0))
+    with timer.phase("generate"):
+        pass
+    with pytest.raises(ValueError, match="no"), timer.phase("train"):
+        raise ValueError("no")
+    timer.add("train", 5.0)
+    assert timer.spans() == [Span("generate", "trainer", 1000.0, 1.0), Span("train", "trainer", 1010.0, 1.0)]
+    assert timer.seconds("train") == 6.0
+
+
+def test_a_row_has_what_a_span_has():
+    assert Span("train", "trainer", 1.25, 0.5).fields() == {"name": "train", "track": "trainer", "start_unix": 1.25, "duration_s": 0.5}
+    fields = Span("generate", "vllm-0", 1.0000004, 0.5, "g1-s0", 0).fields()
+    assert fields == {"name": "generate", "track": "vllm-0", "start_unix": 1.0, "duration_s": 0.5, "id": "g1-s0", "tokens": 0}
+
+
+def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always():
+    recorder = SpanRecorder(clock=ticking(1.0), time_unix=lambda: 100.0)
+    recorder.add("generate", "vllm-0", 5.0, 2.0, id="a", tokens=3)
+    recorder.add("reward", "rewards", 3.0, 1.0, id="a")
+    recorder.add("generate", "vllm-0", 5.0, 2.0, id="b")
+    with recorder.measure("evaluate"):
+        pass
+    recorder.keep(["a", "unknown"])
+    assert recorder.take() == [
+        Span("evaluate", "trainer", 99.0, 1.0),
+        Span("generate", "vllm-0", 95.0, 2.0, "a", 3),
+        Span("reward", "rewards", 97.0, 1.0, "a"),
+    ]
+    assert recorder.take() == []
+    recorder.keep(["b"])
+    assert [span.id for span in recorder.take()] == ["b"], "a sample may train in a later step than the one it was generated in"
+
+
+def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(spans_module, "HELD_IDS", 10)
+    monkeypatch.setattr(spans_module, "HELD_SPANS", 5)
+    recorder = SpanRecorder(time_unix=lambda: 0.0)
+    for number in range(100):
+        recorder.add("generate", "local", 0.0, 0.0, id=f"s{number}")
+        recorder.add("checkpoint", "trainer", 0.0, 0.0)
+    assert len(recorder.take()) == 5
+    recorder.keep(f"s{number}" for number in range(100))
+    assert [span.id for span in recorder.take()] == [f"s{number}" for number in range(90, 100)]
+
+
+def test_an_answer_is_noted_where_somebody_lists_them_and_nowhere_else():
+    note_answer("vllm-0", 1.0, 2.0, 3)
+    with listing_answers() as answers:
+        note_answer("vllm-1", 1.0, 2.0, 3)
+        with listing_answers() as inner:
+            note_answer("vllm-2", 4.0, 5.0, 6)
+    note_answer("vllm-3", 1.0, 2.0, 3)
+    assert answers == [Answered("vllm-1", 1.0, 2.0, 3)]
+    assert inner == [Answered("vllm-2", 4.0, 5.0, 6)]
+
+
+# --- requests, rewards ------------------------------------------------------------------------------------------------------------
+
+
+async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_tokens(autojump_clock: trio.abc.Clock):
+    """Two engines of 2 s and 3 s a request; a generate function of one's own that asks twice; a reward of 1 s."""
+    began = trio.current_time()
+    recorder = SpanRecorder(clock=trio.current_time, time_unix=trio.current_time)
+    chat: Any = make_chat_generate(FakeTokenizer())
+
+    async def ask_twice(sample: Sample, engine: InferenceEngine, sampling: SamplingParams) -> Sample:
+        await chat(sample, engine, sampling)
+        return await chat(sample, engine, sampling)
+
+    async def reward(sample: Sample) -> float:
+        await trio.sleep(1.0)
+        return 1.0
+
+    members = [Member(FakeEngine(f"engine-{number}", seconds=seconds)) for number, seconds in enumerate((2.0, 3.0))]
+    async with open_fleet(members, warn=print) as fleet:
+        update(fleet, 0)
+        manager = AsyncRolloutManager(
+            DataBuffer([{"prompt": "p"}], seed=0),
+            fleet,
+            generate=ask_twice,
+            config=RolloutConfig(num_prompts=1, samples_per_prompt=2),
+            reward=reward,
+            sampling=SamplingParams(max_new_tokens=1),
+            seed=0,
+            policy_version=lambda: 0,
+            spans=recorder,
+        )
+        batch = await manager.generate_batch()
+    recorder.keep(sample.id for sample in batch.samples)
+    spans = recorder.take()
+    requests = [span for span in spans if span.name == "generate"]
+    assert {span.track for span in requests} <= {"engine-0", "engine-1"}
+    assert all(span.duration_s == {"engine-0": 2.0, "engine-1": 3.0}[span.track] and span.tokens == 1 for span in requests)
+    for sample in batch.samples:
+        first, second = (span for span in requests if span.id == sample.id)
+        assert (first.start_unix, second.start_unix) == (began, began + first.duration_s)
+        (scored,) = (span for span in spans if span.name == "reward" and span.id == sample.id)
+        assert (scored.track, scored.start_unix, scored.duration_s) == ("rewards", second.start_unix + second.duration_s, 1.0)
+
+
+# --- weight updates ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_is_a_span_that_holds_its_parts():
+    phases: tuple[tuple[Phase, float, float], ...] = (
+        ("set_version", 10.0, 0.5), ("pause", 9.5, 0.5), ("load", 9.0, 4.0), ("resume", 5.0, 1.0), ("probe", 4.0, 2.0), ("commit", 2.0, 0.0),
+    )  # fmt: skip
+    updated = EngineUpdate("vllm-0", "commit", None, 5.5, None, False, phases)
+    shared = EngineUpdate("local", "commit", None, 0.0, None, False, (("set_version", 10.0, 0.0), ("commit", 10.0, 0.0)))
+    recorder = SpanRecorder(time_unix=ticking(1.0, 100.0))
+    record_update(recorder, SyncReport(3, (updated, shared)))
+    assert recorder.take() == [
+        Span("weight_sync", "vllm-0", 90.0, 8.0),
+        Span("weight_sync_pause", "vllm-0", 90.5, 5.5),
+        Span("weight_sync_load", "vllm-0", 91.0, 4.0),
+        Span("weight_sync_probe", "vllm-0", 96.0, 2.0),
+    ]
+
+
+async def test_the_phases_of_an_update_follow_each_other(autojump_clock: trio.abc.Clock):
+    """A pause, a check and a resume of 0.1 s each, a load of 1.1 s, and a probe."""
+    world = World()
+    report = await world.update(1, 3.0)
+    assert [phase for phase, _, _ in report.engines[0].phases] == ["pause", "load", "set_version", "resume", "probe", "commit"]
+    pause, load, check, resume, probe, _ = report.engines[0].phases
+    assert [round(seconds, 6) for _, _, seconds in (pause, load, check, resume)] == [0.1, 1.1, 0.1, 0.1]
+    for (_, ago_s, seconds), (_, next_ago_s, _) in zip(report.engines[0].phases, report.engines[0].phases[1:], strict=False):
+        assert ago_s - seconds == pytest.approx(next_ago_s)
+    assert probe[2] > 0
+
+
+async def test_the_phases_of_an_engine_that_failed_end_where_it_did(autojump_clock: trio.abc.Clock):
+    world = World()
+    world.servers[1].faults["load"] = ["fail"]
+    report = await world.update(1, 3.0)
+    (failed,) = report.failed
+    assert [phase for phase, _, _ in failed.phases] == ["pause", "load"]
+    assert all(seconds >= 0 for _, _, seconds in failed.phases)
