@@ -14,6 +14,7 @@ from rollouts.metrics.jsonl import Row
 DOT_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Unicode braille: 4 rows of 2 dots
 CURVES = (("reward/mean", "reward"), ("loss/total", "loss"))
 EVALUATIONS = "evaluations"
+DRAWN = 2000  # points of a curve of the PNG, which is 600 dots wide
 PANELS = (  # of the PNG: metric, title
     ("reward/mean", "reward"),
     ("loss/total", "loss"),
@@ -113,9 +114,21 @@ def draw_panel(axes: Any, record: RunRecord, stage: str, name: str, title: str) 
     if name == EVALUATIONS:
         draw_evaluations(axes, choose_evaluations(record, stage))
         return
-    steps, values = series(record.stage_rows(stage), name)
+    steps, values = thin_out(*series(record.stage_rows(stage), name))
     axes.plot(steps, values, linewidth=0.8, alpha=0.5, marker="." if len(steps) < 30 else None)
     axes.plot(steps, smooth(values), linewidth=1.6)
+
+
+def thin_out(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
+    """At most DRAWN points that look like all of them: of each stretch of steps the lowest and the highest value, in their order."""
+    stretch = -(-2 * len(values) // DRAWN)
+    if stretch <= 2:
+        return steps, values
+    kept: list[int] = []
+    for begin in range(0, len(values), stretch):
+        inside = range(begin, min(begin + stretch, len(values)))
+        kept += sorted({min(inside, key=values.__getitem__), max(inside, key=values.__getitem__)})
+    return [steps[index] for index in kept], [values[index] for index in kept]
 
 
 def choose_evaluations(record: RunRecord, stage: str) -> list[Row]:

@@ -93,19 +93,43 @@ def make_evaluation_table(record: RunRecord) -> Table | None:
     return table
 
 
-def make_step_table(record: RunRecord, *, last: int) -> Table | None:
-    """The last steps of the run, columns that none of them has left out; None if there are no steps."""
+def make_step_table(record: RunRecord, *, last: int, width: int = 160) -> Table | None:
+    """The last steps of the run, without columns that none of them has and those on the right that do not fit; None if there are no steps."""
     rows = record.metrics[-last:] if last > 0 else ()
     if not rows:
         return None
     columns = [column for column in COLUMNS if any(find_value(row, column[1]) is not None for row in rows)]
-    table = Table(title=f"last {len(rows)} steps", title_justify="left", title_style="bold")
-    for heading in ("stage", "step", *(heading for heading, _, _ in columns)):
+    lines = [[row["stage"], str(row["step"]), *(format_value(find_value(row, names), form) for _, names, form in columns)] for row in rows]
+    headings = ["stage", "step", *(heading for heading, _, _ in columns)]
+    kept = count_fitting([headings, *lines], width)
+    left = len(headings) - kept
+    title = f"last {len(rows)} steps" + (f" ({left} more columns in a wider terminal)" if left else "")
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in headings[:kept]:
         table.add_column(heading, justify="left" if heading == "stage" else "right")
-    for row in rows:
-        values = [(find_value(row, names), form) for _, names, form in columns]
-        table.add_row(row["stage"], str(row["step"]), *("" if value is None else form.format(value) for value, form in values))
+    for line in lines:
+        table.add_row(*line[:kept])
     return table
+
+
+def make_plain_table(title: str) -> Table:
+    """A table without lines."""
+    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+
+
+def count_fitting(lines: Sequence[Sequence[str]], width: int) -> int:
+    """How many columns of a table fit into `width`, at least two: each takes its longest cell and three more, and the border one."""
+    used = 1
+    for column in range(len(lines[0])):
+        used += max(len(line[column]) for line in lines) + 3
+        if used > width and column >= 2:
+            return column
+    return len(lines[0])
+
+
+def format_value(value: float | None, form: str) -> str:
+    """The value in its form, empty for none."""
+    return "" if value is None else form.format(value)
 
 
 def find_value(row: Row, names: Sequence[str]) -> float | None:
