@@ -3,6 +3,8 @@
 # make test-slow  the slow ones: whole walk-throughs, the packaged model
 # make test-gpu  the ones that need a CUDA device, and those that run torch's compiler
 # make test-engines  the ones that need real vLLM and SGLang servers, which it installs into .venv-vllm and .venv-sglang (CPU builds)
+# make test-trackers  the sinks of trackio, Weights & Biases and MLflow, offline, in .venv-trackers, whose versions differ from constraints.txt
+# make test-browser  the ones that open a report in Chromium, which must be installed
 # make soak     kills short runs, on one rank and on two, at every crash point and at 200 random instants, resumes them, and writes
 #               benchmarks/results/soak-DATE.md; and stops runs in every phase on two ranks
 # make check    lint and types
@@ -26,7 +28,7 @@ BIN := .venv/bin
 PINS := -c constraints.txt
 LOCK := $(shell cat pyproject.toml constraints.txt | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-slow test-gpu test-engines soak check bench bench-h200 curves install-demo install-dev install-bench install-engines
+.PHONY: demo test test-slow test-gpu test-engines test-browser test-trackers soak check bench bench-h200 curves install-demo install-dev install-bench install-engines
 .DELETE_ON_ERROR:
 
 # Compiled once here, also where Python is told to write no bytecode: imports then take seconds instead of tens of them in every process, and
@@ -70,10 +72,10 @@ demo: install-demo
 	&& { [ ! -e "$$run/summary.json" ] || $(BIN)/python -m rollouts inspect "$$run" | tail -n 1; }
 
 test: install-dev
-	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow and not engines and not compiler" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile --cov=rollouts --cov-fail-under=90 -m "not slow and not engines and not compiler and not browser" $(PYTEST_ARGS)
 
 test-slow: install-dev
-	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines and not compiler" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal -m "slow and not engines and not compiler and not browser" $(PYTEST_ARGS)
 
 # One process: the tests share the GPU. PYTHON_GPU is any Python with the project's packages and a torch for the GPU.
 PYTHON_GPU ?= $(BIN)/python
@@ -88,6 +90,16 @@ install-engines: install-dev
 # Two files at a time: servers start slowly, on one core; the tests of a file ask the same one.
 test-engines: install-engines
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m engines --durations=10 tests/engines $(PYTEST_ARGS)
+
+# trackio wants an older pillow and MLflow an older pyarrow than constraints.txt has. Nothing here trains, so torch is not installed.
+TRACKERS := trackio==0.43.0 wandb==0.31.0 mlflow==3.17.2 tensorboard==2.21.0 msgspec pydantic pytest rich tomli-w trio
+test-trackers: install-dev
+	@test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
+	@$(BIN)/uv pip install -q --python .venv-trackers/bin/python $(TRACKERS)
+	.venv-trackers/bin/python -m pytest -p no:cacheprovider tests/unit/test_trackers_services.py $(PYTEST_ARGS)
+
+test-browser: install-dev
+	$(BIN)/python -m pytest -n 2 -m browser --durations=5 tests/browser $(PYTEST_ARGS)
 
 soak: install-dev
 	$(BIN)/python -m tests.e2e.soak $(SOAK_ARGS)

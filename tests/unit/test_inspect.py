@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rollouts.errors import RunDirError
-from rollouts.inspect.plot import choose_evaluations, choose_panels, draw_curve, draw_curves, mean_by_column, save_png, smooth
+from rollouts.inspect.plot import choose_evaluations, choose_panels, draw_curve, draw_curves, mean_by_column, save_png, smooth, thin_out
 from rollouts.inspect.read import read_run, series, sum_by_name
 from rollouts.inspect.table import (
     describe_state,
@@ -284,6 +284,15 @@ def test_curves_are_drawn_for_what_each_stage_has(tmp_path: Path):
     assert "sft loss" in text
     assert "rl reward" in text
     assert "sft reward" not in text
+
+
+def test_a_long_curve_keeps_the_lowest_and_the_highest_value_of_each_stretch():
+    values = [float(index % 7) for index in range(10_000)]  # stretches of 10: index 0 to 9 has its first 0 at 0 and its 6 at 6
+    steps, kept = thin_out(list(range(1, 10_001)), values)
+    assert (steps[:2], kept[:2]) == ([1, 7], [0.0, 6.0])
+    assert len(kept) == 2000
+    assert steps == sorted(steps)
+    assert thin_out([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
 
 
 def test_smoothing_is_a_running_mean_over_a_tenth():

@@ -1,0 +1,82 @@
+"""The `rollouts` command: begins a task, explains settings, checks a run before it starts, looks at it, installs inference servers.
+Training is started with integration_training/train.py.
+
+A command's module is imported when it is that command's turn, and what the command itself needs when it runs: --help answers at once.
+Exit codes: 0 done; 1 a failure; 2 wrong usage, or a directory or file that is not what it should be; 130 stopped by Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rollouts import __version__
+from rollouts.cli.settings import check_loss
+from rollouts.errors import ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
+
+__all__ = ["check_loss", "main", "make_parser"]
+
+BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError)
+
+
+class Adder(NamedTuple):
+    """What adds commands to the command line."""
+
+    commands: tuple[str, ...]  # that it adds
+    module: str
+    function: str = "add_parser"
+
+
+ADDERS = (  # in the order of --help
+    Adder(("init",), "rollouts.cli.settings", "add_init_parser"),
+    Adder(("explain",), "rollouts.cli.settings", "add_explain_parser"),
+    Adder(("check",), "rollouts.cli.settings", "add_check_parser"),
+    Adder(("doctor",), "rollouts.cli.views", "add_doctor_parser"),
+    Adder(("tail",), "rollouts.cli.views", "add_tail_parser"),
+    Adder(("inspect", "samples"), "rollouts.inspect.commands", "add_parsers"),
+    Adder(("plot",), "rollouts.cli.views", "add_plot_parser"),
+    Adder(("query",), "rollouts.cli.views", "add_query_parser"),
+    Adder(("report",), "rollouts.inspect.report"),
+    Adder(("replay",), "rollouts.replay"),
+    Adder(("export-trace",), "rollouts.inspect.trace_command"),
+    Adder(("track",), "rollouts.trackers.commands"),
+    Adder(("sim",), "rollouts.cli.sim"),
+    Adder(("engines",), "rollouts.cli.engines"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code of `rollouts ARGV`. A known error is one message on stderr, without a traceback."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    parser = make_parser(words[0] if words else "")
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    arguments, overrides = parser.parse_known_args(words)
+    if overrides and not arguments.takes_settings:
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
+    try:
+        return arguments.run(arguments, overrides) if arguments.takes_settings else arguments.run(arguments)
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; without this, Python complains again when it flushes stdout at exit. rich does the same.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except RolloutsError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, BAD_INPUT) else 1
+
+
+def make_parser(command: str = "") -> argparse.ArgumentParser:
+    """The command line with this command, or with all where it is none; each sets `run`, which imports what it needs."""
+    what = "Reinforcement learning of language models: runs and settings."
+    parser = argparse.ArgumentParser(prog="rollouts", description=what, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"rollouts {__version__}")
+    parser.set_defaults(takes_settings=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for adder in [adder for adder in ADDERS if command in adder.commands] or ADDERS:
+        getattr(importlib.import_module(adder.module), adder.function)(commands)
+    return parser

@@ -1,0 +1,131 @@
+// What the run is, what went wrong, what was set.
+function addOverview() {
+  const first = runs[0];
+  byId("title").textContent = runs.map((run) => run.name).join(" · ");
+  if (!several) {
+    const state = byId("state");
+    state.textContent = first.state;
+    state.classList.add(first.state === "finished" ? "good" : "soft");
+    state.classList.remove("hidden");
+  }
+  const facts = [...new Set(runs.flatMap((run) => run.facts.map(([name]) => name)))];
+  const fact = (run, name) => run.facts.find(([key]) => key === name)?.[1] ?? "";
+  addSection(
+    "overview", several ? `Comparison of ${runs.length} runs` : "Overview",
+    several ? null : el("div", { class: "tiles" }, first.tiles.map(({ name, value, note }) => el("div", { class: "tile" }, el("div", { class: "name" }, name), el("div", { class: "value" }, value), el("div", { class: "note" }, note)))),
+    several
+      ? table([["", ""], ...runs.map((run) => [run.name, "wrap"])], [...tileRows(), ...facts.map((name) => [name, ...runs.map((run) => fact(run, name))])], { label: "Runs" })
+      : el("dl", { class: "facts" }, first.facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+    !several && first.stages.length > 0 && stageTable(first),
+    runs.some((run) => run.notes.length) && el("p", { class: "soft small" }, runs.flatMap((run) => run.notes).join(" ")),
+  );
+}
+
+function tileRows() {
+  const names = [...new Set(runs.flatMap((run) => run.tiles.map((tile) => tile.name)))];
+  return names.map((name) => [name, ...runs.map((run) => {
+    const tile = run.tiles.find((other) => other.name === name);
+    return tile ? `${tile.value}${tile.note ? ` (${tile.note})` : ""}` : "";
+  })]);
+}
+
+function stageTable(run) {
+  const columns = [["stage", ""], ["steps", "number"], ["time", "number"], ["reward first → last", "number"], ["loss first → last", "number"], ["samples failed", "number"], ["groups dropped", "number"]];
+  const pair = (values) => (values ? `${number(values[0])} → ${number(values[1])}` : "");
+  const rows = run.stages.map((stage) => [stage.name, count(stage.last), duration(stage.seconds), pair(stage.reward), pair(stage.loss), count(stage.failed), count(stage.dropped)]);
+  return table(columns, rows, { caption: "Stages" });
+}
+
+function addDifferences() {
+  if (!several) return;
+  const rows = report.differences.map(([key, values]) => [el("span", { class: "mono" }, key), ...values.map((value) => el("span", { class: "mono" }, value ?? "–"))]);
+  addSection(
+    "differences", "Settings that differ",
+    rows.length ? table([["setting", ""], ...runs.map((run) => [run.name, "wrap"])], rows, { label: "Settings that differ" }) : el("p", { class: "soft" }, "None but the run's directory."),
+  );
+}
+
+function addFailures() {
+  const parts = runs.flatMap((run, index) => failureParts(run, index));
+  addSection("failures", "Failures", parts.length ? parts : el("p", { class: "soft" }, "No sample failed, no group was dropped, no step was skipped."));
+}
+
+function failureParts(run, index) {
+  const { classes, messages, trouble, dropped } = run.failures;
+  const parts = [];
+  if (classes.length) parts.push(classTable(run, classes));
+  if (messages.length) parts.push(messageTable(run, index, messages));
+  const bars = [...dropped.map(([name, total]) => [`groups dropped: ${name}`, count(total)]), ...trouble.map(([name, total]) => [name, number(total)])];
+  if (bars.length) parts.push(table([["what", ""], ["how often", "number"]], bars, { caption: "Dropped and skipped" }));
+  return several && parts.length ? [el("h3", {}, run.name), ...parts] : parts;
+}
+
+function classTable(run, classes) {
+  const rows = classes.map(({ name, total, steps, first, last }) => [name, count(total), count(steps), first === last ? count(first) : `${count(first)} to ${count(last)}`, sparkBars(run, name)]);
+  return table([["class", ""], ["samples", "number"], ["steps with any", "number"], ["in steps", "number"], ["over the run", ""]], rows, { caption: "Samples that failed, by class" });
+}
+
+// Failures over the run as small bars, one of each twentieth of the steps.
+function sparkBars(run, name) {
+  const counts = run.failures.classes.find((other) => other.name === name).spread;
+  const most = Math.max(...counts, 1);
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  for (const [key, value] of Object.entries({ viewBox: `0 0 ${counts.length * 6} 20`, width: counts.length * 6, height: 20, role: "img", "aria-label": `by step range: ${counts.join(", ")}` })) svg.setAttribute(key, value);
+  counts.forEach((value, place) => {
+    const rect = document.createElementNS(svg.namespaceURI, "rect");
+    const height = value ? Math.max(2, (20 * value) / most) : 1;
+    for (const [key, number] of Object.entries({ x: place * 6, y: 20 - height, width: 5, height })) rect.setAttribute(key, number);
+    rect.style.fill = value ? "var(--bad)" : "var(--line)";
+    svg.append(rect);
+  });
+  return svg;
+}
+
+function messageTable(run, index, messages) {
+  const rows = messages.map((message) => [
+    message.class, count(message.count), message.first === message.last ? count(message.first) : `${count(message.first)} to ${count(message.last)}`,
+    el("div", {}, el("span", { class: "mono" }, message.text), message.function && el("div", { class: "soft small" }, message.function)),
+    hasSample(index, message) ? el("button", { type: "button", class: "plain", onclick: () => showSample(index, message) }, "show one") : "",
+  ]);
+  const more = run.failures.more ? `, the ${count(messages.length)} most frequent of ${count(messages.length + run.failures.more)}` : "";
+  const columns = [["class", ""], ["samples", "number"], ["in steps", "number"], ["message", "wrap"], ["", ""]];
+  return table(columns, rows, { caption: `Messages of the logged samples that failed${more}`, tall: true });
+}
+
+function addUpdates() {
+  const kept = runs.filter((run) => run.updates.lines.length);
+  if (!kept.length) return;
+  addSection("updates", "Weight updates", kept.flatMap((run) => {
+    const { columns, lines, total } = run.updates;
+    const shown = total > lines.length ? ` ${count(lines.length)} of ${count(total)} are shown: the first, the newest.` : "";
+    const body = lines.map((cells) => (columns.length ? cells : [el("span", { class: "mono" }, cells[0])]));
+    const heads = columns.length ? columns.map((name, place) => [name, place === 0 ? "line" : place > 1 && name !== "note" ? "number" : ""]) : [["update", "wrap"]];
+    return [several && el("h3", {}, run.name), el("p", { class: "soft" }, `One line for each update of the weights, from updates.log.${shown}`), table(heads, body, { tall: true, label: "Weight updates" })];
+  }));
+}
+
+function addSettings() {
+  const rows = runs.flatMap((run, index) => run.config.map(([key, value]) => ({ index, key, value })));
+  if (!rows.length) return;
+  const state = { run: "0", text: "" };
+  const holder = el("div");
+  const found = el("p", { class: "soft small", role: "status" });
+  const search = el("input", { type: "search", id: "config-filter", placeholder: "lr, rollout …", "aria-keyshortcuts": "/", oninput: () => change({ text: search.value }) });
+  const change = (settings) => {
+    Object.assign(state, settings);
+    const words = state.text.toLowerCase().split(/\s+/).filter(Boolean);
+    const own = rows.filter(({ index }) => String(index) === state.run);
+    const shown = own.filter(({ key, value }) => words.every((word) => `${key} = ${value}`.toLowerCase().includes(word)));
+    found.textContent = `${count(shown.length)} of ${plural(own.length, "setting", "settings")}`;
+    fill(holder, table([["setting", ""], ["value", "wrap"]], shown.map(({ key, value }) => [el("span", { class: "mono" }, key), el("span", { class: "mono" }, value)]), { tall: true, label: "Settings" }));
+  };
+  addSection(
+    "settings", "Settings",
+    el("div", { class: "controls" },
+      several && picker("Run", runs.map((run, index) => [String(index), run.name]), "0", (run) => change({ run })),
+      el("label", { class: "grow" }, "Search", search),
+    ),
+    found, holder,
+  );
+  change({});
+}

@@ -1,0 +1,180 @@
+"""A headless Chromium, driven over its DevTools protocol through a pair of pipes: no port, no driver, no package.
+
+    Page.call ──► fd 3 of Chromium ──► messages, each ended by a zero byte
+    _read     ◄── fd 4 of Chromium ◄── answers (by number) and events (kept in `events`, in order)
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import trio
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CALL_TIMEOUT_S = 60.0
+KEY_CODES = {"Escape": 27, "Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}  # Windows virtual key codes
+ARGUMENTS = (
+    "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--no-default-browser-check", "--disable-gpu", "--disable-dev-shm-usage",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-default-apps", "--disable-extensions",
+    "--hide-scrollbars", "--force-color-profile=srgb", "--mute-audio",
+)  # fmt: skip
+
+
+class DevToolsError(Exception):
+    """Chromium refused a call, or a script in the page raised."""
+
+
+def find_chromium() -> str | None:
+    """The path of a Chromium or Chrome, None if there is none."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
+class Page:
+    """A tab. Made by open_page."""
+
+    def __init__(self, to_browser: trio.abc.SendStream) -> None:
+        self._to_browser = to_browser
+        self._lock = trio.Lock()
+        self._number = 0
+        self._answers: dict[int, tuple[trio.Event, dict[str, Any]]] = {}
+        self._session: str | None = None
+        self.events: list[dict[str, Any]] = []  # everything that the page said, in order
+
+    async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """The result of a DevTools call. Raises DevToolsError if it is refused, TooSlowError without an answer in a minute."""
+        self._number += 1
+        number, event, answer = self._number, trio.Event(), {}
+        self._answers[number] = event, answer
+        message = {"id": number, "method": method, "params": parameters} | ({"sessionId": self._session} if self._session else {})
+        with trio.fail_after(CALL_TIMEOUT_S):
+            async with self._lock:
+                await self._to_browser.send_all(json.dumps(message).encode() + b"\0")
+            await event.wait()
+        if "error" in answer:
+            raise DevToolsError(f"{method}: {answer['error']}")
+        return answer["result"]
+
+    async def read(self, from_browser: trio.abc.ReceiveStream) -> None:
+        """Takes what the browser says until it ends."""
+        rest = b""
+        async for chunk in from_browser:
+            *whole, rest = (rest + chunk).split(b"\0")
+            for text in whole:
+                self._take(json.loads(text))
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "id" not in message:
+            self.events.append(message)
+            return
+        event, answer = self._answers.pop(message["id"])
+        answer.update(message)
+        event.set()
+
+    async def attach(self) -> None:
+        """Opens the tab and lets it tell of its console, exceptions and requests."""
+        target = await self.call("Target.createTarget", url="about:blank")
+        self._session = (await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True))["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            await self.call(f"{domain}.enable")
+
+    async def resize(self, width: int, height: int, *, scale: float = 1.0) -> None:
+        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
+
+    async def prefer(self, scheme: str) -> None:
+        """The system's theme, `light` or `dark`."""
+        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+
+    async def open(self, url: str, *, ready: str = "document.documentElement.dataset.ready === 'true'") -> None:
+        """Goes to an address and waits until the expression is true of the page."""
+        await self.call("Page.navigate", url=url)
+        await self.wait(ready)
+
+    async def evaluate(self, expression: str) -> Any:
+        """The value of a JavaScript expression, promises awaited. Raises DevToolsError if it raises."""
+        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in answer:
+            raise DevToolsError(f"{expression}: {answer['exceptionDetails']}")
+        return answer["result"].get("value")
+
+    async def wait(self, expression: str, *, timeout_s: float = 20.0) -> None:
+        """Until the expression is true of the page. Raises TooSlowError."""
+        condition = f"(() => {{ try {{ return Boolean({expression}); }} catch {{ return false; }} }})()"
+        frame = "new Promise((done) => setTimeout(done, 20))"  # the page's own clock; a page without a window draws no frames
+        with trio.fail_after(timeout_s):
+            while not await self.evaluate(condition):
+                await self.evaluate(frame)
+
+    async def press(self, key: str) -> None:
+        """A key down and up, with its text if it is a letter or a sign."""
+        code = KEY_CODES.get(key, ord(key.upper()[0]))
+        text = {"text": key} if len(key) == 1 else {"text": "\r"} if key == "Enter" else {}
+        await self.call("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **text)
+        await self.call("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
+
+    async def type(self, text: str) -> None:
+        """Text as from a keyboard, into what has the focus."""
+        await self.call("Input.insertText", text=text)
+
+    async def screenshot(self, path: Path) -> None:
+        """What the window shows, as a PNG."""
+        image = await self.call("Page.captureScreenshot", format="png")
+        await trio.Path(path).write_bytes(base64.b64decode(image["data"]))
+
+    def complaints(self) -> list[str]:
+        """Errors and warnings of the console, exceptions, and what the browser itself logged as an error."""
+        found = [event for event in self.events if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")]
+        return [json.dumps(event["params"]) for event in found]
+
+    def requests(self) -> list[str]:
+        """Addresses of everything that the page asked for."""
+        return [event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
+
+
+@asynccontextmanager
+async def open_page(profile: Path, *, width: int = 1280, height: int = 900, scale: float = 1.0) -> AsyncIterator[Page]:
+    """A tab of a browser of its own, which keeps its profile in `profile` and ends with the block.
+
+    Raises DevToolsError where there is no Chromium.
+    """
+    program = find_chromium()
+    if program is None:
+        raise DevToolsError(f"none of {', '.join(NAMES)} is installed; apt-get install chromium")
+    commands, to_browser = os.pipe()
+    from_browser, answers = os.pipe()
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # root cannot use it
+    # The protocol is on descriptors 3 and 4 of the browser, whatever numbers the pipes have here.
+    redirect = ["bash", "-c", f'exec "$@" 3<&{commands} 4>&{answers}', "bash"]
+    process = await trio.lowlevel.open_process(
+        [*redirect, program, *ARGUMENTS, *sandbox, f"--user-data-dir={profile}"],
+        pass_fds=(commands, answers), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    os.close(commands)
+    os.close(answers)
+    try:
+        async with trio.lowlevel.FdStream(to_browser) as send, trio.lowlevel.FdStream(from_browser) as receive, trio.open_nursery() as nursery:
+            page = Page(send)
+            nursery.start_soon(page.read, receive)
+            await page.attach()
+            await page.resize(width, height, scale=scale)
+            yield page
+            nursery.cancel_scope.cancel()
+    finally:
+        await end(process)
+
+
+async def end(process: trio.Process) -> None:
+    """The browser ends when its pipes close; what has not ended soon is killed."""
+    with trio.move_on_after(10, shield=True):
+        await process.wait()
+    if process.returncode is None:
+        process.kill()
+        with trio.CancelScope(shield=True):
+            await process.wait()

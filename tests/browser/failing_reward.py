@@ -1,0 +1,16 @@
+"""A reward that raises for some samples: what a report of a troubled run is looked at with."""
+
+from __future__ import annotations
+
+from integration_training.tasks.arithmetic import close_answer
+from rollouts.types import RewardResult, Sample
+
+
+def failing_answer(sample: Sample) -> RewardResult:
+    """close_answer, but it raises for about one sample in fifteen: a number too large, or an even row whose answer holds a 7."""
+    response = sample.response.strip()
+    if response.isdecimal() and int(response) > 30:
+        raise ValueError(f"the answer {response} is out of range: at most 30")
+    if "7" in response:
+        raise RuntimeError("judge at 127.0.0.1:9 did not answer: <html>503 & closed</html>")
+    return close_answer(sample)

@@ -1,0 +1,279 @@
+"""The report in a real browser: it opens, its samples are filtered, steps change, keys work, and it says and loads nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from rollouts.inspect.report.page import write_report
+from tests.browser.chromium import Page, open_page
+from tests.browser.written_run import write_run
+
+pytestmark = [pytest.mark.browser]
+
+SHOWN = "document.querySelectorAll('#sample-list li').length"
+SELECTED = "document.querySelector('#sample-list [aria-selected=true]')?.id"
+COUNT = "document.getElementById('sample-count').textContent"
+BACKGROUND = "getComputedStyle(document.body).backgroundColor"
+LIGHT, DARK = "rgb(246, 247, 249)", "rgb(16, 20, 24)"
+PICTURE_BYTES = "document.querySelector('{} canvas').toDataURL().length"  # an empty canvas of this size has about 3000
+
+
+@asynccontextmanager
+async def open_report(tmp_path: Path, *runs: Path) -> AsyncIterator[Page]:
+    """The page of a report. On the way out: nothing was said on the console, nothing raised, nothing but the file was asked for."""
+    path = tmp_path / "report.html"
+    write_report(runs or (write_run(tmp_path / "written"),), path)
+    async with open_page(tmp_path / "profile") as page:
+        await page.prefer("light")
+        await page.open(path.as_uri())
+        yield page
+        assert page.complaints() == []
+        assert set(page.requests()) <= {path.as_uri(), "data:,"}
+
+
+def run_in_browser(check: Callable[[Page], Awaitable[None]], tmp_path: Path, *runs: Path) -> None:
+    async def main() -> None:
+        with trio.fail_after(120):
+            async with open_report(tmp_path, *runs) as page:
+                await check(page)
+
+    trio.run(main)
+
+
+async def choose(page: Page, label: str, value: str) -> None:
+    """Chooses an entry of the select that stands in the label that begins with `label`."""
+    await page.evaluate(
+        f"(() => {{ const node = [...document.querySelectorAll('#samples label')].find((other) => other.textContent.startsWith({label!r}));"
+        f" const field = node.querySelector('select'); field.value = {value!r}; field.dispatchEvent(new Event('change')); }})()"
+    )
+
+
+async def fill_in(page: Page, field: str, text: str) -> None:
+    await page.evaluate(f"document.getElementById({field!r}).focus(); document.getElementById({field!r}).select()")
+    await page.type(text)
+
+
+async def set_value(page: Page, selector: str, value: str) -> None:
+    """Sets a field as if it had been typed."""
+    node = f"document.querySelector({selector!r})"
+    await page.evaluate(f"{node}.value = {value!r}; {node}.dispatchEvent(new Event('input'))")
+
+
+def test_it_opens_with_every_section_and_draws(tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        titles: list[str] = await page.evaluate("[...document.querySelectorAll('main h2')].map((node) => node.textContent)")
+        assert titles == [
+            "Overview", "Curves", "Time by phase", "Distributions", "Failures", "Samples", "Evaluations", "Weight updates", "Settings",
+        ]  # fmt: skip
+        assert await page.evaluate("document.title") == "written"
+        await page.wait(f"{PICTURE_BYTES.format('#curves')} > 6000")
+        await page.evaluate("document.getElementById('time').scrollIntoView()")
+        await page.wait(f"{PICTURE_BYTES.format('#time')} > 6000")
+        assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+    run_in_browser(check, tmp_path)
+
+
+def test_samples_are_filtered_by_status_reward_and_text(tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        assert await page.evaluate(SHOWN) == 80
+        await choose(page, "Status", "failed")
+        assert await page.evaluate(SHOWN) == 4
+        assert "no answer after 5 s" in await page.evaluate("document.querySelector('.message.failure').textContent")
+        await choose(page, "Status", "all")
+        await fill_in(page, "sample-filter", "IT IS 21.")  # 18 + 3, 19 + 2, 20 + 1; the case does not count
+        assert await page.evaluate(SHOWN) == 3
+        assert await page.evaluate("document.querySelector('#sample mark').textContent") == "It is 21."
+        await set_value(page, "#sample-filter", "")
+        await set_value(page, '[aria-label="Least reward"]', "0.5")
+        assert await page.evaluate(SHOWN) == 36  # rewards 0.5 and 0.75 of twenty steps, less the four that failed and have none
+        assert (await page.evaluate(COUNT)).startswith("36 samples found. The report holds all of the 80")
+
+    run_in_browser(check, tmp_path)
+
+
+def test_samples_are_sorted_and_shown_with_their_texts_as_text(tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        await choose(page, "Sort", "response_length-")
+        first = await page.evaluate("document.querySelector('#sample-list li').textContent")
+        assert "7 tok" in first
+        shown = await page.evaluate("document.getElementById('sample').textContent")
+        assert "</script><script>document.title = 'broken'</script>" in shown
+        assert "<b>word word word </b>" in shown
+        assert await page.evaluate("document.querySelectorAll('#sample b').length") == 1  # the reward's own
+        assert await page.evaluate("document.title") == "written"
+
+    run_in_browser(check, tmp_path)
+
+
+def test_keys_change_sample_and_step_and_lead_to_the_search(tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        await page.press("j")
+        await page.press("j")
+        await page.press("k")
+        assert await page.evaluate(SELECTED) == "sample-1"
+        await page.press("]")
+        await page.press("]")
+        assert await page.evaluate("document.getElementById('sample-step').value") == "2"
+        assert await page.evaluate(SHOWN) == 4
+        await page.press("[")
+        assert await page.evaluate("document.getElementById('sample-step').value") == "1"
+        await page.press("/")
+        assert await page.evaluate("document.activeElement.id") == "sample-filter"
+        await page.type("j")  # letters in a field are letters
+        assert await page.evaluate("document.activeElement.value") == "j"
+        await page.press("Escape")
+        assert await page.evaluate("document.activeElement === document.body")
+        await page.press("c")
+        await page.press("/")
+        assert await page.evaluate("document.activeElement.id") == "metric-filter"
+        await page.press("Escape")
+        await page.press("?")
+        assert await page.evaluate("document.getElementById('keys').open")
+        await page.press("Escape")
+        assert not await page.evaluate("document.getElementById('keys').open")
+
+    run_in_browser(check, tmp_path)
+
+
+def test_the_list_of_samples_takes_arrow_keys(tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        await page.evaluate("document.getElementById('sample-list').focus()")
+        await page.press("ArrowDown")
+        await page.press("ArrowDown")
+        await page.press("ArrowUp")
+        assert await page.evaluate("document.getElementById('sample-list').getAttribute('aria-activedescendant')") == "sample-1"
+        assert "s1-1" in await page.evaluate("document.querySelector('#sample h3').textContent")
+
+    run_in_browser(check, tmp_path)
+
+
+def test_everything_that_takes_a_click_is_reached_by_tab_and_has_a_name(tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        nameless = await page.evaluate(
+            "[...document.querySelectorAll('button, select, input, canvas[tabindex], a[href]')].filter((node) => node.tabIndex < 0 ||"
+            " ![node.getAttribute('aria-label'), node.textContent, node.closest('label')?.textContent].some((text) => text?.trim()))"
+            ".map((node) => node.outerHTML)"
+        )
+        assert nameless == []
+        found = set()
+        for _ in range(60):
+            await page.press("Tab")
+            found.add(await page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+        assert {"theme", "help", "metric-filter", "CANVAS", "SUMMARY"} <= found
+        levels = await page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map((node) => Number(node.tagName[1]))")
+        assert levels[0] == 1
+        assert max(after - before for before, after in pairwise(levels)) == 1  # no level is left out on the way down
+
+    run_in_browser(check, tmp_path)
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        assert await page.evaluate(BACKGROUND) == LIGHT
+        await page.prefer("dark")
+        assert await page.evaluate(BACKGROUND) == DARK
+        await page.press("t")
+        assert await page.evaluate(BACKGROUND) == LIGHT
+        await page.evaluate("document.getElementById('theme').click()")
+        await page.prefer("light")
+        assert await page.evaluate(BACKGROUND) == DARK
+
+    run_in_browser(check, tmp_path)
+
+
+CONTRAST = """(() => {
+  const channels = (text) => text.match(/[\\d.]+/g).map(Number);
+  const linear = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  const light = ([r, g, b]) => 0.2126 * linear(r / 255) + 0.7152 * linear(g / 255) + 0.0722 * linear(b / 255);
+  const backdrop = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const found = channels(getComputedStyle(at).backgroundColor);
+      if (found.length === 3 || found[3] > 0) return found;
+    }
+    return [255, 255, 255];
+  };
+  const hasText = (node) => [...node.childNodes].some((child) => child.nodeType === 3 && child.data.trim());
+  const skipped = ['SCRIPT', 'STYLE', 'OPTION'];
+  const texts = [...document.querySelectorAll('body *')].filter((node) => node.checkVisibility() && hasText(node) && !skipped.includes(node.tagName));
+  const rated = texts.filter((node) => !node.disabled).map((node) => {
+    const [a, b] = [light(channels(getComputedStyle(node).color)), light(backdrop(node))];
+    return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), node.outerHTML.slice(0, 120)];
+  });
+  return rated.filter(([ratio]) => ratio < 4.5);
+})()"""  # WCAG 2's ratio of luminances
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_is_readable_on_what_is_behind_it(tmp_path: Path, scheme: str) -> None:
+    async def check(page: Page) -> None:
+        await page.prefer(scheme)
+        await choose(page, "Status", "failed")
+        assert await page.evaluate(CONTRAST) == []
+
+    run_in_browser(check, tmp_path)
+
+
+@pytest.mark.parametrize("width", [360, 768, 2000])
+def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
+    async def check(page: Page) -> None:
+        await page.resize(width, 800)
+        assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+    run_in_browser(check, tmp_path)
+
+
+def test_metrics_are_filtered_and_drawn_over_time_and_on_a_log_axis(tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        await fill_in(page, "metric-filter", "reward")
+        titles: Any = await page.evaluate("[...document.querySelectorAll('#curves figcaption span:first-child')].map((node) => node.textContent)")
+        assert titles == ["reward/mean", "fail/reward"]
+        for field in ("value=time", "type=checkbox"):
+            await page.evaluate(f"document.querySelector('#curves input[{field}]').click()")
+        await page.evaluate("document.querySelector('#curves canvas').focus()")
+        await page.press("ArrowRight")
+        await page.press("ArrowRight")
+        assert await page.evaluate("document.getElementById('tip').textContent") == "0.175 min\n0.02"  # 10.5 s after the first step of sft began
+
+    run_in_browser(check, tmp_path)
+
+
+def test_a_failure_leads_to_a_sample(tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        await page.evaluate("document.querySelector('#failures button').click()")
+        assert await page.evaluate("document.getElementById('sample-step').value") == "5"
+        assert "s5-3" in await page.evaluate("document.querySelector('#sample h3').textContent")
+
+    run_in_browser(check, tmp_path)
+
+
+def test_two_runs_are_shown_beside_each_other(tmp_path: Path) -> None:
+    runs = write_run(tmp_path / "slow"), write_run(tmp_path / "fast", steps=30, lr=5e-3)
+
+    async def check(page: Page) -> None:
+        assert await page.evaluate("document.querySelector('#differences tbody').innerText.includes('rl.optim.lr')")
+        await page.evaluate("document.querySelector('#curves canvas').focus()")
+        await page.press("ArrowRight")
+        assert await page.evaluate("document.getElementById('tip').textContent") == "step 1\nslow: 0.01\nfast: 0.01"
+        await choose(page, "Run", "1")
+        assert (await page.evaluate(COUNT)).startswith("120 samples found")
+
+    run_in_browser(check, tmp_path, *runs)
+
+
+def test_it_prints_light_and_without_its_controls(tmp_path: Path) -> None:
+    async def check(page: Page) -> None:
+        await page.prefer("dark")
+        pdf = await page.call("Page.printToPDF", printBackground=True)
+        assert len(pdf["data"]) > 50_000
+        await page.call("Emulation.setEmulatedMedia", media="print")
+        assert await page.evaluate("[...document.querySelectorAll('.controls')].every((node) => !node.checkVisibility())")
+
+    run_in_browser(check, tmp_path)

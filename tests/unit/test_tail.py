@@ -1,0 +1,179 @@
+"""Following a run while it goes on, in virtual time."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from rich.console import Console
+from trio.testing import MockClock
+
+from rollouts.cli import main
+from rollouts.inspect import tail
+from rollouts.inspect.tail import FileCursor, RunView, describe_row, draw_screen, estimate_left_s, follow, follow_on_console, is_running
+from rollouts.metrics.jsonl import Row
+from rollouts.run_dir import RunDir
+
+HEAD = {"schema": 1, "stage": "rl", "policy_version": 0, "attempt": 1}
+
+
+def line(step: int, **fields: Any) -> str:
+    return json.dumps({**HEAD, "step": step, "time_unix": 100.0 + 10 * step, "reward/mean": step / 10, **fields}) + "\n"
+
+
+def append(path: Path, text: str) -> None:
+    with path.open("a") as file:
+        file.write(text)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text("[rl]\nsteps = 12\n")
+    (tmp_path / "metrics.jsonl").write_text(line(1))
+    return tmp_path
+
+
+def steps(rows: list[Row]) -> list[int]:
+    return [row["step"] for row in rows]
+
+
+def test_a_line_is_read_once_it_is_whole(run: Path):
+    cursor = FileCursor(run / "metrics.jsonl")
+    assert steps(cursor.read_new()) == [1]
+    append(run / "metrics.jsonl", line(2)[:20])
+    assert cursor.read_new() == []
+    append(run / "metrics.jsonl", line(2)[20:])
+    assert steps(cursor.read_new()) == [2]
+
+
+def test_a_torn_line_that_the_next_attempt_repairs_is_no_row(run: Path):
+    path = run / "metrics.jsonl"
+    append(path, line(2)[:20])
+    cursor = FileCursor(path)
+    assert steps(cursor.read_new()) == [1]
+    path.write_text(line(1) + line(2, attempt=2))  # the torn line is cut off, and rows follow
+    assert steps(cursor.read_new()) == [2]
+
+
+def test_parts_are_followed_in_order(run: Path):
+    cursor = FileCursor(run / "metrics.jsonl")
+    cursor.read_new()
+    append(run / "metrics.jsonl", line(2))
+    (run / "metrics.1.jsonl").write_text(line(3))
+    (run / "metrics.2.jsonl").write_text(line(4))
+    assert steps(cursor.read_new()) == [2, 3, 4]
+    assert cursor.read_new() == []
+
+
+def test_a_long_file_is_followed_from_its_end(run: Path, monkeypatch: pytest.MonkeyPatch):
+    append(run / "metrics.jsonl", "".join(line(step) for step in range(2, 101)))
+    monkeypatch.setattr(tail, "START_BYTES", 3 * len(line(100)))
+    assert steps(FileCursor(run / "metrics.jsonl").read_new()) == [98, 99, 100]
+
+
+def test_a_new_attempt_takes_back_the_steps_that_it_repeats(run: Path):
+    view = RunView(run)
+    view.take("metrics", [json.loads(line(step)) for step in (1, 2, 3)])
+    view.take("metrics", [json.loads(line(2, attempt=2))])
+    assert [(step, row["attempt"]) for (_, step), row in view.rows.items()] == [(1, 1), (2, 2)]
+    assert list(view.warnings) == ["rl: attempt 2 goes on from step 2"]
+
+
+def test_the_time_left_goes_by_the_median_pace(run: Path):
+    view = RunView(run, {"rl": 12})
+    view.take("metrics", [json.loads(line(1)), json.loads(line(2)), json.loads(line(3)), json.loads(line(4, time_unix=900.0))])
+    assert estimate_left_s(view) == 8 * 10.0
+    assert estimate_left_s(RunView(run)) is None
+
+
+def test_the_screen_says_where_the_run_is(run: Path):
+    view = RunView(run, {"rl": 12})
+    row = {"loss/total": 0.5, "fail/reward": 3, "optim/skipped_steps": 1, "time/generate": 2.0, "time/step": 2.5}
+    view.take("metrics", [json.loads(line(1)), json.loads(line(2, **row))])
+    view.take("samples", [{**HEAD, "step": 2, "id": "a", "status": "completed", "reward": 1, "response": "x\x1b[2Jy\nz"}])
+    span = {**HEAD, "step": 2, "name": "generate", "track": "vllm-1", "start_unix": 1.0, "duration_s": 1.0, "tokens": 7}
+    view.take("spans", [span, span])
+    lines = draw_screen(view, running=True, width=200, now_unix=125.0).plain.splitlines()
+    assert lines[0] == f"{run}: running"
+    assert lines[1] == "rl step 2 of 12, attempt 1, 5 s ago, 2 min left"
+    text = "\n".join(lines)
+    assert "reward/mean 0.1 ▁█ 0.2" in text
+    assert "phases    generate 2.00 s" in text
+    assert "engine    vllm-1: 2 requests, 14 tokens in step 2" in text
+    assert "failed    reward 3" in text
+    assert "reward 1: x\\x1b[2Jy\\nz" in text
+    assert "warning   rl step 2: 1 optimizer steps changed nothing" in text
+
+
+def test_a_row_is_one_line():
+    view = RunView(Path("r"), {"rl": 12})
+    assert describe_row(view, json.loads(line(3, **{"time/step": 2.5}))) == "rl 3/12  reward 0.3  s/step 2.5"
+
+
+def follow_in_virtual_time(root: Path, events: list[tuple[float, Callable[[], object]]], end_s: float) -> list[tuple[float, list[int], bool]]:
+    """(time, new steps, running) of each call, while the events happen at their times and the run ends at `end_s`."""
+    seen: list[tuple[float, list[int], bool]] = []
+
+    async def happen() -> None:
+        for when, act in events:
+            await trio.sleep_until(when)
+            act()
+
+    async def both() -> None:
+        start = trio.current_time()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(happen)
+            await follow(
+                root,
+                every_s=0.5,
+                once=False,
+                running=lambda: trio.current_time() - start < end_s,
+                show=lambda _, fresh, running: seen.append((trio.current_time() - start, steps(fresh), running)),
+            )
+
+    trio.run(both, clock=MockClock(autojump_threshold=0))
+    return seen
+
+
+def test_following_shows_each_change_and_ends_with_the_run(run: Path):
+    path = run / "metrics.jsonl"
+    events = [(1.2, lambda: append(path, line(2))), (2.9, lambda: append(path, line(3)))]
+    assert follow_in_virtual_time(run, events, end_s=3.0) == [(0.0, [1], True), (1.5, [2], True), (3.0, [3], False)]
+
+
+def test_a_run_is_running_while_its_lock_is_held(run: Path):
+    run_dir = RunDir(run)
+    assert not is_running(run_dir)
+    with run_dir.lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert is_running(run_dir)
+    assert not is_running(run_dir)
+
+
+def test_on_a_terminal_the_screen_is_drawn_again(run: Path):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80, height=30)
+    trio.run(follow_on_console, run, console, 0.5, False)
+    assert "rl step 1 of 12" in out.getvalue()
+
+
+def test_tail_prints_the_screen_of_a_run_that_is_over(run: Path, capsys: pytest.CaptureFixture[str]):
+    for words in (["--once"], []):
+        assert main(["tail", str(run), *words]) == 0
+        assert "not running, not finished" in capsys.readouterr().out
+    assert main(["tail", str(run), "--every", "0"]) == 2
+    assert main(["tail", str(run / "nothing")]) == 2
+
+
+def test_ctrl_c_ends_it_with_130(run: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trio, "run", interrupt)
+    assert main(["tail", str(run)]) == 130
