@@ -217,18 +217,20 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
     fields = {name: spread(torch.from_numpy(values).to(device)) for name, values in portion.fields.items()}
     entropy = None if flat.entropy is None else flat.entropy[pairs]  # with gradient where the loss has an entropy bonus
     log_probs = spread(flat.log_probs[pairs])
+    weights: list[Tensor] = []  # of a correction
     if spec.per_token:
         log_probs.retain_grad()
     inputs = LossInputs(
         log_probs=log_probs,
         mask=spread(torch.ones_like(pairs, dtype=torch.bool)),
         entropy=None if entropy is None else spread(entropy),
+        note_weights=weights.append if spec.per_token else None,
         **fields,
     )
     output = loss_fn(inputs, unit=spec.unit, **spec.params)
     if not output.sum.requires_grad:
         raise BackendError(f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not detached")
-    trace = TokenTrace(log_probs, output.weights, place) if spec.per_token else None
+    trace = TokenTrace(log_probs, weights[-1] if weights else None, place) if spec.per_token else None
     return ComputedLoss(output, None if entropy is None else entropy.detach(), trace)
 
 

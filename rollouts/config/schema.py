@@ -38,7 +38,7 @@ class OutputConfig(Section):
     samples_per_step: NaturalInt = 16  # rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is
     token_arrays_gib: NaturalFloat = 4.0  # per-token arrays of the newest steps' trained samples are kept in tokens/, up to this; 0: none
     trackers: list[str] = []  # fed from the files by processes beside the run: tensorboard, trackio, wandb, mlflow, otlp, statsd, prometheus
-    metric_aliases: Literal["", "trl", "verl", "prime"] = ""  # trackers get metrics under this framework's names too, where it has one
+    metric_aliases: Literal["none", "trl", "verl", "prime"] = "none"  # trackers get metrics under this framework's names too, where it has one
 
     @field_validator("trackers")
     @classmethod

@@ -26,6 +26,7 @@ class LossInputs:
     ref_log_probs: Tensor | None = None  # [B, T] nats: the frozen reference's
     returns: Tensor | None = None  # [B, T] in the reward's unit: what the values are to become
     old_values: Tensor | None = None  # [B, T] the critic's own, before the first update on the batch
+    note_weights: Callable[[Tensor], None] | None = None  # is told the weights [B, T] of a correction, where the loss has one
 
 
 class LossOutput(NamedTuple):
@@ -34,7 +35,6 @@ class LossOutput(NamedTuple):
     sum: Tensor  # scalar with gradient
     count: float  # of the loss's unit; must equal what the masks say  # pyright: ignore[reportIncompatibleMethodOverride]
     metrics: dict[str, Metric]
-    weights: Tensor | None = None  # [B, T] the correction's, detached, for the record; None: the loss used none
 
 
 LossFn = Callable[..., LossOutput]
@@ -66,6 +66,7 @@ def clear_masked(inputs: LossInputs) -> LossInputs:
         ref_log_probs=constant("ref_log_probs", inputs.ref_log_probs),
         returns=constant("returns", inputs.returns),
         old_values=constant("old_values", inputs.old_values),
+        note_weights=inputs.note_weights,
     )
 
 

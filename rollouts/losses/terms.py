@@ -98,6 +98,8 @@ def finish_loss(
         kl_terms = kl_coef * compute_kl_penalty(inputs.log_probs, inputs.ref_log_probs, kl_estimator, sampler_log_probs=sampler)
     weights = _find_weights(_find_corrected(inputs, ratio), correction, importance_cap)
     if weights is not None:
+        if inputs.note_weights is not None:
+            inputs.note_weights(weights)
         token_losses = _weigh(token_losses, weights)
         if kl_terms is not None:
             weighted_already = kl_importance and ratio == "none"
@@ -124,7 +126,7 @@ def finish_loss(
         token_losses = token_losses + mu_penalty_coef * (inputs.log_probs - need_rollout_log_probs(inputs, "mu_penalty_coef")).square()
     _add_shared_metrics(inputs, means, largest)
     total, count = reduce_loss(token_losses, inputs.mask, unit)
-    return LossOutput(total, count, _add_sample_sizes(collect_token_metrics(means, largest, inputs.mask)), weights)
+    return LossOutput(total, count, _add_sample_sizes(collect_token_metrics(means, largest, inputs.mask)))
 
 
 def _choose_sampler(inputs: LossInputs, ratio: RatioAgainst) -> Tensor:

@@ -94,5 +94,5 @@ def make_inputs(rows: Sequence[Columns]) -> tuple[LossInputs, Tensor]:
         return torch.from_numpy(padded)
 
     log_probs = pad("log_prob").requires_grad_()
-    fields = {field: pad(name) for name, field in FIELDS.items() if name in rows[0]}
+    fields: dict[str, Any] = {field: pad(name) for name, field in FIELDS.items() if name in rows[0]}
     return LossInputs(log_probs=log_probs, mask=pad("mask") > 0, **fields), log_probs

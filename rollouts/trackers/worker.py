@@ -203,9 +203,9 @@ def read_config(root: Path) -> Mapping[str, Any]:
 
 
 def choose_aliases(root: Path) -> Callable[[TrackedRow], TrackedRow]:
-    """Adds to a row what output.metric_aliases asks for; nothing where that is empty or of a later version."""
-    table = read_config(root).get("output", {}).get("metric_aliases", "")
-    if not table:
+    """Adds to a row what output.metric_aliases asks for; nothing where that is none, or of a later version."""
+    table = read_config(root).get("output", {}).get("metric_aliases", "none")
+    if table == "none":
         return lambda tracked: tracked
     from rollouts.metrics.names import ALIASES, find_aliases
 

@@ -7,7 +7,7 @@ from rollouts.types import RewardResult, Sample
 
 
 def failing_answer(sample: Sample) -> RewardResult:
-    """close_answer, but it raises for about one sample in fifteen: a number too large, or an even row whose answer holds a 7."""
+    """close_answer, but it raises for a number above 30, and for an answer that holds a 7."""
     response = sample.response.strip()
     if response.isdecimal() and int(response) > 30:
         raise ValueError(f"the answer {response} is out of range: at most 30")

@@ -527,16 +527,16 @@ def test_the_explanation_has_a_line_per_setting_with_its_real_default():
 
 
 def test_a_part_can_be_explained_alone():
-    samples = "output.samples_per_step  16     rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"
+    samples = "output.samples_per_step  16      rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"
     samples += "  (a whole number, at least 0)"
-    best = "output.keep_best         false  with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were"
+    best = "output.keep_best         false   with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were"
     best += " evaluated  (true or false)"
     lines = explain_config("output").splitlines()
     assert lines[:6] == [
         "[output]  Where the run writes.",
-        'output.dir               ""     empty: runs/NAME  (text)',
-        "output.checkpoint_every  0      steps; 0: only at the end of a stage and when stopped  (a whole number, at least 0)",
-        "output.keep_checkpoints  0      newest complete checkpoints of a stage that stay; 0: all  (a whole number, at least 0)",
+        'output.dir               ""      empty: runs/NAME  (text)',
+        "output.checkpoint_every  0       steps; 0: only at the end of a stage and when stopped  (a whole number, at least 0)",
+        "output.keep_checkpoints  0       newest complete checkpoints of a stage that stay; 0: all  (a whole number, at least 0)",
         best,
         samples,
     ]
