@@ -47,14 +47,15 @@ class Place:
 def make_contribution_rows(update: UpdateRecord, places: Sequence[Place] = ()) -> list[dict[str, Any]]:
     """What each row of the update says after its head, in the order of the batch; none of an update that has none.
 
-    `places`: of every row, or empty where no arrays are kept. An update that was skipped, and a backend that gives no per-token arrays, leave
-    the share 0 or, without arrays, absent; see docs/run_directory.md.
+    `places`: of every row, or empty where no arrays are kept. Shares of an update that changed nothing are 0; where a
+    backend gives no per-token arrays they are absent. See docs/run_directory.md.
     """
     if not update.contributes:
         return []
     batch, forward, traced = update.batch, update.forward, update.forward.per_token
     slopes = None if traced is None else _sum_rows([np.abs(row) for row in traced.slopes])
-    if slopes is None and forward.skipped is not None:
+    skipped = forward.skipped or update.optim.skipped
+    if skipped is not None:
         slopes = np.zeros(len(batch))
     total = 0.0 if slopes is None else float(slopes.sum())
     if not math.isfinite(total):
@@ -66,12 +67,13 @@ def make_contribution_rows(update: UpdateRecord, places: Sequence[Place] = ()) -
         "group_index": None if batch.group_indices is None else batch.group_indices.tolist(),
         "row": range(count),
         "advantage": None if batch.advantages is None else _compute_means(batch.advantages, batch.loss_masks, lengths),
-        "weight": None if traced is None else _compute_means(traced.weights, batch.loss_masks, lengths),
+        "weight": None if traced is None or skipped is not None else _compute_means(traced.weights, batch.loss_masks, lengths),
         "share": None if slopes is None else [_round(slope / total if total > 0 else 0.0) for slope in slopes.tolist()],
         "tokens": lengths.tolist(),
         "reward": None if batch.rewards is None else [_round(float(reward)) for reward in batch.rewards],
         "loss": None if forward.loss is None else [forward.loss] * count,
         "denominator": [forward.denominator] * count,
+        "skipped": None if skipped is None else [skipped] * count,
     }
     if places:
         columns |= {name: [getattr(place, name) for place in places] for name in ("shard", "offset", "length")}
@@ -124,7 +126,7 @@ def format_update(head: Mapping[str, Any], update: UpdateRecord) -> str:
         f"loss {_format(forward.loss, '+.6e'):>13s}",
         f"kl {_format(metrics.get('kl/ref'), '+.3e'):>10s}",
         f"beta {_format(update.kl_coef, '.3e'):>9s}",
-        f"grad_norm {_format(optim.grad_norm, '.3e'):>9s} {'clipped' if optim.clipped else 'whole':<7s}",
+        f"grad_norm {_format(optim.grad_norm, '.3e'):>9s} {describe_clipping(optim):<7s}",
         f"lr {optim.lr:.3e}",
         f"samples {len(update.batch):>5d}",
         f"zero_advantage {left_out:>5d}",
@@ -132,6 +134,13 @@ def format_update(head: Mapping[str, Any], update: UpdateRecord) -> str:
     ]
     line = "  ".join(fields)
     return line if skipped is None else f"{line}  skipped: {' '.join(skipped.split())}"
+
+
+def describe_clipping(optim: OptimStepResult) -> str:
+    """One word; "-" where there was no step to clip."""
+    if optim.skipped is not None or optim.grad_norm is None:
+        return NONE
+    return "clipped" if optim.clipped else "whole"
 
 
 def _format(value: float | None, form: str) -> str:

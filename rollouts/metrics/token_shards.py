@@ -182,8 +182,7 @@ class TokenShards:
                 write_all(file, b"".join(block.data for block in blocks[at:last]))
                 at = last
         except OSError as error:
-            for path, offset in begun:
-                os.truncate(path, offset)
+            self._cut_off(stage, begun)
             raise StorageError(f"per-token arrays are refused by {self._folder} ({error}); free space, or lower output.token_arrays_gib") from error
         try:
             self._make_room()
@@ -199,11 +198,23 @@ class TokenShards:
             os.close(file)
         self._open.clear()
 
+    def _cut_off(self, stage: str, begun: Sequence[tuple[Path, int]]) -> None:
+        """Takes away what has been appended. A disk that refuses that too leaves bytes that no row names; nothing is appended to them."""
+        try:
+            for path, offset in begun:
+                os.truncate(path, offset)
+        except OSError:
+            held = self._open.pop(stage, None)
+            if held is not None:
+                os.close(held[0])
+
     def _choose_shard(self, stage: str) -> tuple[int, Path]:
-        """The stage's shard, or the next where it is full."""
+        """The stage's shard, or the next where it is full, or somebody has removed it."""
         held = self._open.get(stage)
-        if held is not None and os.fstat(held[0]).st_size < self._shard_bytes:
-            return held
+        if held is not None:
+            state = os.fstat(held[0])
+            if state.st_nlink > 0 and state.st_size < self._shard_bytes:
+                return held
         if held is not None:
             del self._open[stage]
             os.close(held[0])

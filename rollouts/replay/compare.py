@@ -52,7 +52,7 @@ class UpdateReplay:
     rows: int
     tokens: int
     denominator: float = 1.0  # as computed again
-    loss: LossPair | None = None  # None: the update was skipped, and changed nothing
+    loss: LossPair | None = None  # None: it was not finite, and the update changed nothing
     share_difference: float | None = None  # the largest of a row; None: no share was logged
 
     @property
@@ -127,7 +127,7 @@ def replay_update(
         problems.append(f"update {one.update} was divided by {one.denominator:g}; by the record it should be {denominator:g} {spec.unit}")
     logged = [row.get("share") for row in one.rows]
     difference = None
-    if None not in logged:
+    if None not in logged and not one.is_skipped:
         whole = found.slopes.sum()
         shares = found.slopes / whole if 0 < whole < np.inf else np.zeros(len(rows))
         difference = float(np.abs(shares - np.asarray(logged, np.float64)).max())

@@ -24,8 +24,13 @@ class UpdateRows:
 
     @property
     def loss(self) -> float | None:
-        """As it was logged; None: the update was skipped."""
+        """As it was logged; None where it was not finite."""
         return self.rows[0].get("loss")
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether it changed nothing, for its loss or its gradient was not finite. Its shares are 0 then."""
+        return "skipped" in self.rows[0]
 
     @property
     def denominator(self) -> float:

@@ -1,6 +1,8 @@
-"""Writes the pictures of docs/report.md: python -m tests.browser.screenshots RUN [TROUBLED_RUN [COMPARED_RUN]] [--into docs/images]
+"""Writes the pictures of docs/report.md and docs/inspect.md.
 
-RUN is shown in whole, TROUBLED_RUN (default: RUN) for its failures and samples, COMPARED_RUN beside RUN. A troubled run is made by
+    python -m tests.browser.screenshots RUN [TROUBLED_RUN [COMPARED_RUN]] [--into docs/images]
+
+RUN is shown in whole, TROUBLED_RUN (default: RUN) for its failures and samples, COMPARED_RUN beside TROUBLED_RUN. A troubled run is made by
 
     python integration_training/train.py --config tests/browser/failing.toml --mode sft+rl --output.dir runs/failing
 """
@@ -16,6 +18,7 @@ import trio
 
 from rollouts.inspect.report.page import write_report
 from tests.browser.chromium import Page, open_page
+from tests.browser.terminal import write_terminal_page
 
 SETTLE = "new Promise((done) => requestAnimationFrame(() => setTimeout(done, 300)))"  # charts are drawn when they come into view
 
@@ -43,6 +46,18 @@ LONGEST = (
 )
 
 
+def list_commands(run: Path, troubled: Path) -> dict[str, tuple[list[str], int, int]]:
+    """Words, columns of the terminal and last lines that are shown, by name of the picture."""
+    return {
+        "inspect": (["inspect", str(run)], 120, 62),
+        "inspect-failures": (["inspect", str(troubled)], 120, 62),
+        "samples": (["samples", str(run), "--stage", "rl", "--step", "20", "--limit", "5", "--color", "advantage"], 110, 40),
+        "samples-failed": (["samples", str(troubled), "--status", "failed", "--limit", "2"], 110, 40),
+        "tail": (["tail", str(run), "--once"], 120, 40),
+        "plot": (["plot", str(run), "reward/mean", "entropy/mean", "--stage", "rl"], 110, 30),
+    }
+
+
 async def take_all(run: Path, troubled: Path, compared: Path | None, into: Path, folder: Path) -> None:
     whole, failing = folder / "whole.html", folder / "failing.html"
     write_report([run], whole)
@@ -57,8 +72,12 @@ async def take_all(run: Path, troubled: Path, compared: Path | None, into: Path,
     }
     if compared is not None:
         both = folder / "both.html"
-        write_report([run, compared], both)
-        shots["report-comparison"] = both, partial(show, scheme="light", width=1280, height=1200, scripts=(at("differences"),))
+        write_report([troubled, compared], both)
+        shots["report-comparison"] = both, partial(show, scheme="light", width=1280, height=1200, scripts=(at("curves"),))
+    for name, (words, columns, last) in list_commands(run, troubled).items():
+        path = folder / f"{name}.html"
+        height = 18 * write_terminal_page(words, path, columns=columns, last=last) + 32
+        shots[f"terminal-{name}"] = path, partial(show, scheme="light", width=int(9.5 * columns) + 32, height=height)
     async with open_page(folder / "profile") as page:
         for name, (report, view) in shots.items():
             await view(page, report)

@@ -79,6 +79,17 @@ def test_a_skipped_update_has_a_row_for_every_sample_and_no_loss():
     assert all("loss" not in row and row["denominator"] == 3.0 for row in rows)
 
 
+def test_an_update_whose_gradient_was_not_finite_says_why_and_gives_nobody_a_share():
+    optim = OptimStepResult(step=7, lr=3e-4, grad_norm=None, clipped=False, skipped="the gradient norm is inf")
+    update = make_update(optim=optim)
+    for row in make_contribution_rows(update):
+        assert (row["skipped"], row["share"], row["loss"]) == ("the gradient norm is inf", 0.0, -0.0625)
+        assert "weight" not in row
+    head = {"time_unix": 0.0, "attempt": 1, "stage": "rl", "step": 3, "policy_version": 2}
+    words = format_update(head, update).split()
+    assert words[words.index("grad_norm") + 1 :][:2] == ["-", "-"]
+
+
 @pytest.mark.parametrize("slope", [0.0, float("inf"), float("nan")])
 def test_where_no_finite_slope_is_every_share_is_0(slope: float):
     update = make_update()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,38 @@ def test_what_a_disk_refuses_leaves_the_shard_as_it_was(tmp_path: Path, monkeypa
     shards.close()
     assert place.offset == 100
     assert (run_dir.tokens / place.shard).read_bytes() == b"a" * 100 + b"c" * 100
+
+
+def test_a_disk_that_refuses_to_take_back_is_still_said_by_its_own_error_and_nothing_follows_what_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tmp_path.joinpath("run").mkdir()
+    shards = TokenShards(RunDir(tmp_path / "run"), attempt=1, limit_bytes=1 << 20)
+    blocks = encode_blocks(make_update())
+    shards.write("rl", blocks)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as refusing:
+        refusing.setattr(os, "write", refuse)
+        refusing.setattr(os, "truncate", refuse)
+        with pytest.raises(StorageError, match="Read-only"):
+            shards.write("rl", blocks)
+    assert {place.shard for place in shards.write("rl", blocks)} == {"rl-1-000001.bin"}
+    shards.close()
+
+
+def test_after_somebody_has_removed_the_shard_arrays_go_to_the_next_one(tmp_path: Path):
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.root.mkdir()
+    shards = TokenShards(run_dir, attempt=1, limit_bytes=1 << 20)
+    blocks = encode_blocks(make_update())
+    shards.write("rl", blocks)
+    shutil.rmtree(run_dir.tokens)
+    places = shards.write("rl", blocks)
+    shards.close()
+    assert all((run_dir.tokens / place.shard).exists() for place in places)
 
 
 def test_a_block_of_a_later_version_with_an_unknown_type_is_refused(tmp_path: Path):

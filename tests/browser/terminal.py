@@ -1,0 +1,51 @@
+"""What a command shows on a terminal, as a page for a picture: it runs on a pseudo-terminal, and rich draws the characters and colours."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+PAGE = """<!doctype html><html data-ready="true"><meta charset="utf-8">
+<style>{stylesheet} body {{ margin: 0; padding: 16px; background: {background}; color: {foreground} }}
+pre {{ margin: 0; font: 14px/18px "DejaVu Sans Mono", monospace }}</style>
+<pre>{code}</pre>"""
+
+
+def capture_terminal(words: Sequence[str], *, columns: int) -> str:
+    """What `python -m rollouts WORDS` writes to a terminal of this width, with its escape codes. Raises CalledProcessError if it fails."""
+    parent, child = pty.openpty()
+    environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    with subprocess.Popen([sys.executable, "-m", "rollouts", *words], stdin=child, stdout=child, stderr=child, env=environment) as process:
+        os.close(child)
+        pieces: list[bytes] = []
+        while piece := read_piece(parent):
+            pieces.append(piece)
+    os.close(parent)
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, words)
+    return b"".join(pieces).decode().replace("\r\n", "\n")
+
+
+def read_piece(terminal: int) -> bytes:
+    """What is there; empty when the program has ended, which Linux says by an error."""
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:
+        return b""
+
+
+def write_terminal_page(words: Sequence[str], path: Path, *, columns: int, last: int) -> int:
+    """Writes a page of the command's last lines, under the command itself; how many lines those are together."""
+    lines = capture_terminal(words, columns=columns).rstrip("\n").split("\n")[-last:]
+    console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(Text(f"$ python -m rollouts {' '.join(words)}\n", style="bold"), Text.from_ansi("\n".join(lines)), sep="", soft_wrap=True)
+    path.write_text(console.export_html(code_format=PAGE), encoding="utf-8")
+    return len(lines) + 1
