@@ -22,6 +22,7 @@ A .jsonl file that has grown to its limit goes on in the next part: metrics.json
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 from dataclasses import dataclass
@@ -196,3 +197,23 @@ def parse_step(name: str) -> int | None:
     """N of `step_N`, None for any other name."""
     match = STEP_NAME.fullmatch(name)
     return int(match.group(1)) if match else None
+
+
+def is_locked(run_dir: RunDir) -> bool | None:
+    """Whether a process is at work in the directory, by its lock. False where nobody has ever locked it; None where the file system has no locks.
+
+    Asking takes a shared lock for a moment, which never keeps a run from starting: it tries again.
+    """
+    try:
+        descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return False

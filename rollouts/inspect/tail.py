@@ -7,9 +7,7 @@ Rows are taken when they are whole. A long file is followed from its last START_
 
 from __future__ import annotations
 
-import fcntl
 import io
-import os
 import statistics
 import time
 import tomllib
@@ -29,7 +27,7 @@ from rollouts.inspect.outcomes import OTHER_TROUBLE, describe_failure
 from rollouts.inspect.read import open_run_dir
 from rollouts.inspect.sparklines import draw_sparkline, format_number
 from rollouts.metrics.jsonl import Row, has_place, parse_row
-from rollouts.run_dir import RunDir, list_parts, parse_part
+from rollouts.run_dir import RunDir, is_locked, list_parts, parse_part
 
 START_BYTES = 8 << 20  # of a file's end that is read at first
 PACE_ROWS = 20  # rows whose times tell how long a step takes
@@ -169,19 +167,7 @@ def read_steps(run_dir: RunDir) -> dict[str, int]:
 
 def is_running(run_dir: RunDir) -> bool:
     """Whether a process holds the lock of the run. Where it cannot be asked: no."""
-    try:
-        descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return False
+    return bool(is_locked(run_dir))
 
 
 def estimate_left_s(view: RunView) -> float | None:

@@ -10,17 +10,19 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rollouts.config.load import check_same_run, load_config
 from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
-from rollouts.run_dir import RunDir, check_links
+from rollouts.run_dir import RunDir, check_links, is_locked
 
 PARTIAL_CONFIG = ".tmp-config.toml"  # all that a run leaves that was killed while it wrote its first file: nothing of it is lost
 
 
+LOCK_TRIES = 10_000  # each some microseconds
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # what flock says on a file system that knows none
 
 _held: dict[int, tuple[int, int]] = {}  # descriptor of a lock → device and inode of its file
@@ -64,7 +66,7 @@ def lock_run_dir(run_dir: RunDir) -> int:
     except OSError as error:
         raise RunDirError(f"output.dir={run_dir.root} cannot be written ({error}); name another directory with --output.dir DIR") from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_lock(descriptor)
     except BlockingIOError as error:
         held = describe_holder(run_dir)
         os.close(descriptor)
@@ -80,6 +82,20 @@ def lock_run_dir(run_dir: RunDir) -> int:
     made = os.fstat(descriptor)
     _held[descriptor] = (made.st_dev, made.st_ino)
     return descriptor
+
+
+def take_lock(descriptor: int) -> None:
+    """Locks the file alone. Who only asks whether it is locked (is_locked) shares it for a moment, and is waited for.
+
+    Raises BlockingIOError where another has it alone, OSError where it cannot be locked.
+    """
+    for _ in range(LOCK_TRIES):
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # refused where it is not shared
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.sched_yield()
+    return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def write_holder(descriptor: int, launch: Mapping[str, Any] | None) -> None:
@@ -119,18 +135,8 @@ os.register_at_fork(after_in_child=_drop_in_child)
 
 def check_unlocked(run_dir: RunDir) -> None:
     """Raises RunDirError naming the run that is at work in the directory. Changes nothing on disk."""
-    try:
-        descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return  # nobody ever locked it; what is wrong otherwise, lock_run_dir says
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise RunDirError(describe_holder(run_dir)) from error
-    except OSError:
-        return
-    finally:
-        os.close(descriptor)
+    if is_locked(run_dir):
+        raise RunDirError(describe_holder(run_dir))
 
 
 def describe_holder(run_dir: RunDir) -> str:

@@ -11,7 +11,6 @@ What a worker and its library say passes through here, so that no secret of the 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from pathlib import Path
 import trio
 
 from rollouts.errors import RunDirError
-from rollouts.run_dir import RunDir
+from rollouts.run_dir import RunDir, is_locked
 from rollouts.trackers.position import position_path, read_position
 from rollouts.trackers.secrets import find_secrets, hide_secrets
 from rollouts.trackers.worker import DONE, LOOK_S, REFUSED, UNUSABLE, choose_wait
@@ -219,18 +218,11 @@ async def wait_unlocked(run_dir: RunDir) -> None:
 
 def is_at_work(run_dir: RunDir) -> bool:
     """Whether a process holds the run's lock. A lock of another machine may not be seen here: that run goes on until it has a summary."""
-    try:
-        descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
+    locked = is_locked(run_dir)
+    if locked is None:
         return not run_dir.summary.exists()
-    finally:
-        os.close(descriptor)
+    if locked or not run_dir.lock.exists():
+        return locked
     return read_host(run_dir) not in ("", socket.gethostname()) and not run_dir.summary.exists()
 
 

@@ -16,7 +16,7 @@ import pytest
 from rollouts.config.load import load_config
 from rollouts.errors import RunDirError
 from rollouts.preflight.run_directory import check_run_dir, check_unlocked, lock_run_dir
-from rollouts.run_dir import RunDir
+from rollouts.run_dir import RunDir, is_locked
 
 HOLD = """
 import sys
@@ -146,3 +146,18 @@ def test_a_directory_that_holds_only_a_lock_is_empty(tmp_path):
     Path(run_dir.root / "metrics.jsonl").touch()
     with pytest.raises(RunDirError, match="is not empty"):
         check_run_dir(run_dir, config, resume=False)
+
+
+def test_who_only_asks_whether_a_run_is_at_work_keeps_none_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_dir = RunDir(tmp_path)
+    asking = os.open(run_dir.lock, os.O_RDONLY | os.O_CREAT)
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    monkeypatch.setattr(os, "sched_yield", lambda: os.close(asking))  # the other process goes on, and has its answer
+    descriptor = lock_run_dir(run_dir)
+    assert is_locked(run_dir)
+    os.close(descriptor)
+    assert is_locked(run_dir) is False
+
+
+def test_a_directory_that_nobody_locked_is_not_locked(tmp_path: Path):
+    assert is_locked(RunDir(tmp_path)) is False

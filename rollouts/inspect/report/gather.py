@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,7 +20,7 @@ from rollouts.inspect.report.settings import flatten_settings
 from rollouts.inspect.report.spreads import make_spreads
 from rollouts.inspect.report.token_view import TOKEN_BYTES, TOKENS_MAX, add_token_values
 from rollouts.inspect.report.updates import read_updates
-from rollouts.run_dir import RunDir
+from rollouts.run_dir import RunDir, is_locked
 
 POINTS = 2000  # of a curve, at most
 POINTS_AT_LEAST = 100
@@ -92,18 +90,8 @@ def sum_seconds(metrics: Columns, rows: np.ndarray[Any, Any]) -> float:
 
 def find_state(record: RunRecord, run_dir: RunDir) -> str:
     """`running` while a process holds the run's lock, else `finished` or `stopped`."""
-    try:
-        lock = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return "stopped" if record.summary is None else "finished"
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if is_locked(run_dir):
         return "running"
-    except OSError:  # a file system without locks
-        pass
-    finally:
-        os.close(lock)
     return "stopped" if record.summary is None else "finished"
 
 
