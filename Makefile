@@ -96,7 +96,7 @@ TRACKERS := trackio==0.43.0 wandb==0.31.0 mlflow==3.17.2 tensorboard==2.21.0 msg
 test-trackers: install-dev
 	@test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
 	@$(BIN)/uv pip install -q --python .venv-trackers/bin/python $(TRACKERS)
-	.venv-trackers/bin/python -m pytest -p no:cacheprovider tests/unit/test_trackers_services.py $(PYTEST_ARGS)
+	PYTHONPATH=$(CURDIR) .venv-trackers/bin/python -m pytest -p no:cacheprovider tests/unit/test_trackers_services.py $(PYTEST_ARGS)
 
 test-browser: install-dev
 	$(BIN)/python -m pytest -n 2 -m browser --durations=5 tests/browser $(PYTEST_ARGS)

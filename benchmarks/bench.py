@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]  # the working directory, so that com
 CPU_SET = (
     "packing", "logprob_head", "train_step", "prefix_share", "engine_cpu", "weight_sync", "async_overlap", "driver_scale", "e2e_reward",
 )  # fmt: skip
-ON_REQUEST = ("http_client", "rollout_tail", "reward_workers", "ranks", "h200_tiny", "h200")
+ON_REQUEST = ("http_client", "rollout_tail", "reward_workers", "ranks", "allocator", "viewer", "record_cost", "h200_tiny", "h200")
 RESULTS = Path("benchmarks/results")
 NOTES = Path("benchmarks/notes.md")
 PAGE = Path("docs/benchmarks.md")

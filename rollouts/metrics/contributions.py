@@ -53,14 +53,13 @@ def make_contribution_rows(update: UpdateRecord, places: Sequence[Place] = ()) -
     if not update.contributes:
         return []
     batch, forward, traced = update.batch, update.forward, update.forward.per_token
-    slopes = None if traced is None else _sum_rows([np.abs(row) for row in traced.slopes])
-    skipped = forward.skipped or update.optim.skipped
-    if skipped is not None:
-        slopes = np.zeros(len(batch))
-    total = 0.0 if slopes is None else float(slopes.sum())
-    if not math.isfinite(total):
-        total = 0.0  # such an update changes nothing, and its shares are those of none
     lengths, count = batch.response_lengths, len(batch)
+    skipped = forward.skipped or update.optim.skipped
+    shares = None
+    if skipped is not None:
+        shares = [0.0] * count
+    elif traced is not None:
+        shares = _compute_shares(traced.slopes)
     columns: dict[str, Sequence[Any] | None] = {  # made at once: a large batch has thousands of rows
         "update": [update.update] * count,
         "id": [sample.id for sample in batch.samples] if batch.samples else None,
@@ -68,9 +67,9 @@ def make_contribution_rows(update: UpdateRecord, places: Sequence[Place] = ()) -
         "row": range(count),
         "advantage": None if batch.advantages is None else _compute_means(batch.advantages, batch.loss_masks, lengths),
         "weight": None if traced is None or skipped is not None else _compute_means(traced.weights, batch.loss_masks, lengths),
-        "share": None if slopes is None else [_round(slope / total if total > 0 else 0.0) for slope in slopes.tolist()],
+        "share": shares,
         "tokens": lengths.tolist(),
-        "reward": None if batch.rewards is None else [_round(float(reward)) for reward in batch.rewards],
+        "reward": None if batch.rewards is None else _round(batch.rewards),
         "loss": None if forward.loss is None else [forward.loss] * count,
         "denominator": [forward.denominator] * count,
         "skipped": None if skipped is None else [skipped] * count,
@@ -82,25 +81,34 @@ def make_contribution_rows(update: UpdateRecord, places: Sequence[Place] = ()) -
     return [{name: value for name, value in row.items() if value is not None} if None in row.values() else row for row in rows]
 
 
+def _compute_shares(slopes: Sequence[FloatArray]) -> list[float]:
+    """Of each row; 0 for all where no slope is, or one is not finite: such an update changes nothing."""
+    sums = _sum_rows(np.abs(np.concatenate(slopes)), slopes) if slopes else np.zeros(0)
+    total = float(sums.sum())
+    return _round(sums / total) if 0 < total < math.inf else [0.0] * len(slopes)
+
+
 def _compute_means(values: Sequence[FloatArray], masks: Sequence[BoolArray], lengths: IntArray) -> list[float | None]:
     """Of each row over its trained tokens; 0 where there are none. None for a mean that is not finite, which JSON cannot say."""
-    means = _sum_rows([row[mask] for row, mask in zip(values, masks, strict=True)]) / np.maximum(lengths, 1)
-    return [_round(mean) if math.isfinite(mean) else None for mean in means.tolist()]
+    flat = np.where(np.concatenate(masks), np.concatenate(values), 0.0) if masks else np.zeros(0)
+    means = _round(_sum_rows(flat, masks) / np.maximum(lengths, 1))
+    return [mean if math.isfinite(mean) else None for mean in means]
 
 
-def _sum_rows(rows: Sequence[FloatArray]) -> NDArray[np.float64]:
-    """[B] the sum of each row, 0.0 of an empty one. All at once: a sum of each by itself takes several times as long."""
+def _sum_rows(flat: NDArray[Any], rows: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
+    """[B] sums of the values that stand one row after the other in `flat`, 0.0 of an empty one. `rows`: of the same lengths."""
     sums = np.zeros(len(rows))
-    lengths = np.asarray([len(row) for row in rows], np.int64)
+    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     filled = np.flatnonzero(lengths)
     if len(filled):
-        flat = np.concatenate([row for row in rows if len(row)])
         sums[filled] = np.add.reduceat(flat, np.cumsum(lengths[filled]) - lengths[filled], dtype=np.float64)
     return sums
 
 
-def _round(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")
+def _round(values: NDArray[Any]) -> list[float]:
+    """To DIGITS significant digits, in one call: one for each would take longer than all else that a row needs."""
+    listed = values.tolist()
+    return [float(text) for text in (f"%.{DIGITS}g " * len(listed) % tuple(listed)).split()]
 
 
 # --- the audit log ---------------------------------------------------------------------------------------------------------------
