@@ -1,6 +1,6 @@
 """Time, page faults, kernel time and peak memory of our training step on a CPU, under settings of the memory allocator and of OpenMP.
 
-    python -m benchmarks.allocator [--rounds 2] [--threads 2]
+    python -m benchmarks.allocator [--rounds 2] [--threads 2] [--quick]
 
 The step of benchmarks.train_step (SmolLM2-135M, float32), in processes that differ in their environment only, taking turns:
 
@@ -59,7 +59,7 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
     tokens = GROUPS * SAMPLES * (PROMPT_LENGTH + LONGEST)
     command = ["--model", str(model), "--batch", str(batch), "--micro-batch-tokens", str(tokens), "--share-prefix"]
     metrics: dict[str, float | str | None] = {}
-    for number, names in enumerate(SETS):
+    for number, names in enumerate(SETS[:1] if arguments.quick else SETS):
         turns, peaks = take_turns(names, command, folder, rounds=arguments.rounds, threads=arguments.threads)
         plain, *others = names
         if number == 0:
@@ -134,7 +134,10 @@ def main() -> int:
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="of two steps of each")
+    parser.add_argument("--quick", action="store_true", help="one round of the allocator's settings")
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.rounds = 1
     with tempfile.TemporaryDirectory(prefix="allocator-") as folder:
         metrics = measure(arguments, Path(folder))
     return finish("allocator", peer="glibc's defaults", metrics=metrics, targets={})

@@ -11,11 +11,14 @@ import pytest
 import trio
 
 from rollouts.device_thread import open_device_thread
+from rollouts.engines.sglang import open_sglang_engine
+from rollouts.engines.vllm import open_vllm_engine
 from rollouts.reference.http import ServerKind, open_http_reference
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing.torch_contracts import make_batch
 
 from .conftest import VOCAB_SIZE, RunningServer
+from .model_checks import load
 
 pytestmark = pytest.mark.engines
 
@@ -39,8 +42,13 @@ async def check_same_log_probs(server: RunningServer, kind: ServerKind, path: Pa
 
 
 async def test_vllm_gives_the_models_own_log_probs(vllm_server: RunningServer, snapshots: tuple[Path, Path]):
+    async with open_vllm_engine(vllm_server.url, api_key=vllm_server.api_key, vocab_size=VOCAB_SIZE) as engine:
+        await load(engine, snapshots[0])  # another test may have left other weights
     await check_same_log_probs(vllm_server, "vllm", snapshots[0], model="policy")
 
 
 async def test_sglang_gives_the_models_own_log_probs(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+    keys = {"api_key": sglang_server.api_key, "admin_key": sglang_server.admin_key}
+    async with open_sglang_engine(sglang_server.url, vocab_size=VOCAB_SIZE, **keys) as engine:
+        await load(engine, snapshots[0])
     await check_same_log_probs(sglang_server, "sglang", snapshots[0], model=str(snapshots[0]))
