@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 HIDDEN = "***"
 SECRET_NAME = re.compile(r"(^|[_.-])(api_?key|key|token|secret|password|passwd|pass|credentials?|auth|authorization|dsn|headers)$", re.IGNORECASE)
-USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")  # user:password of an address
+USER_INFO = re.compile(r"(?<=://)[^/\s\"']+(?=@)")  # user:password of an address
 SHORTEST = 6  # characters of a secret: a shorter value is a part of too much else
 
 
@@ -28,11 +29,12 @@ def _remove(name: str, value: Any) -> Any:
 
 
 def find_secrets(environment: Mapping[str, str]) -> list[str]:
-    """The values of variables whose names are those of secrets, whole and in their parts (`name=value,…`), the longest first."""
+    """The values of variables whose names are those of secrets, whole and in their parts (`name=value,…`), as they are and without
+    percent signs, the longest first."""
     found: set[str] = set()
     for name, value in environment.items():
         if SECRET_NAME.search(name):
-            found |= {value, *re.split(r"[=,;\s]+", value)}
+            found |= {part for text in (value, unquote(value)) for part in (text, *re.split(r"[=,;\s]+", text))}
         found |= {part for match in USER_INFO.findall(value) for part in (match, *match.split(":"))}
     return sorted((value for value in found if len(value) >= SHORTEST), key=len, reverse=True)
 

@@ -115,3 +115,12 @@ def test_a_cell_cannot_steer_a_terminal():
     assert format_cell("a\x1b[2Jb\n") == "a\\x1b[2Jb\\n"
     assert format_cell(None) == ""
     assert len(format_cell("x" * 1000)) == 201
+
+
+def test_an_explained_copy_is_refused_and_the_record_stays(run: Path):
+    path = run / "metrics.jsonl"
+    before = path.read_bytes()
+    target = str(path.resolve()).replace("'", "''")
+    with pytest.raises(ConfigError, match="EXPLAIN; give one statement that reads"):
+        query_run(run, f"EXPLAIN ANALYZE COPY (SELECT 1 AS metrics) TO '{target}' (FORMAT csv, USE_TMP_FILE false)")
+    assert path.read_bytes() == before

@@ -376,3 +376,9 @@ def test_a_sink_is_told_its_run_and_the_mark_of_the_last_position(root: Path):
     assert [run.mark for run in seen] == [None, {"rows": 1}]
     assert seen[0].id == seen[1].id
     assert (seen[0].name, seen[0].root, seen[0].config["name"]) == ("run", root, "t")
+
+
+def test_a_secret_is_hidden_without_its_percent_signs_and_with_an_at_sign_in_it():
+    secrets = find_secrets({"OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20s%C3%A9cret-1", "SERVICE": "http://user:p@ssw0rd@host"})
+    assert hide_secrets("ascii cannot encode 'Bearer sécret-1'", secrets) == "ascii cannot encode '*** ***'"
+    assert hide_secrets("http://user:p@ssw0rd@host refused", []) == "http://***@host refused"

@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECRET_NAME = re.compile(r"(^|[._-])(api_?key|admin_?key|token|secret|password|authorization)$", re.IGNORECASE)
-URL_LOGIN = re.compile(r"(?<=://)[^/\s@\"]+@")
+SECRET_NAME = re.compile(r"(^|[_.-])(api_?key|key|token|secret|password|passwd|pass|credentials?|auth|authorization|dsn|headers)$", re.IGNORECASE)
+URL_LOGIN = re.compile(r"(?<=://)[^/\s\"]+@")  # to the last @: a password may hold one
 HIDDEN = "(hidden)"
 NOT_COMPARED = frozenset({"output.dir"})
 
