@@ -139,17 +139,23 @@ class TimedLogger:
         self._logger = logger
         self.cpu_s = 0.0
 
-    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
-        await self._time(self._logger.log_step(stage, step, policy_version, metrics))
+    async def log_step(
+        self,
+        stage: str,
+        step: int,
+        policy_version: int,
+        metrics: Mapping[str, float],
+        *,
+        updates: Sequence[UpdateRecord] = (),
+        spans: Sequence[Span] = (),
+    ) -> None:
+        await self._time(self._logger.log_step(stage, step, policy_version, metrics, updates=updates, spans=spans))
 
     async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
         await self._time(self._logger.log_samples(stage, step, policy_version, samples))
 
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
         await self._time(self._logger.log_evaluation(stage, step, policy_version, name, metrics))
-
-    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None:
-        await self._time(self._logger.log_updates(stage, step, policy_version, updates))
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
         await self._time(self._logger.log_spans(stage, step, policy_version, spans))

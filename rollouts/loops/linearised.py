@@ -89,9 +89,7 @@ async def run_linearised_steps(
         trained_tokens = int(batch.response_lengths.sum())
         metrics |= {**timer.metrics(), "perf/trained_tokens_per_s": trained_tokens / timer.seconds("train"), **hooks.take_metrics()}
         updates = list_updates([batch], [(dataclasses.replace(forward, loss=true_loss), optim)])
-        await metrics_logger.log_step(stage, step, step - 1, metrics)
-        await metrics_logger.log_updates(stage, step, step - 1, updates)
-        await metrics_logger.log_spans(stage, step, step - 1, [*timer.spans(), *hooks.take_spans()])
+        await metrics_logger.log_step(stage, step, step - 1, metrics, updates=updates, spans=[*timer.spans(), *hooks.take_spans()])
         history.append(metrics)
         if await run_hooks(hooks, step, last_step=steps, eval_every=eval_every):
             break

@@ -149,9 +149,7 @@ async def run_rl_training(
             done = await run_step(loop, push, step, first=step == completed_steps + 1)
             if done is None:
                 break
-            await metrics_logger.log_updates("rl", step, step - 1, done.updates)
-            await metrics_logger.log_step("rl", step, step - 1, done.metrics)
-            await metrics_logger.log_spans("rl", step, step - 1, done.spans)
+            await metrics_logger.log_step("rl", step, step - 1, done.metrics, updates=done.updates, spans=done.spans)
             history.append(done.metrics)
             async with saving_first(hooks, step, saved=done.unsynced is None and hooks.saves_after(step)):
                 if done.unsynced is not None:

@@ -51,9 +51,8 @@ async def run_sft_training(
         trained_tokens = int(batch.response_lengths.sum())
         metrics = {**step_metrics(forward, optim), **timer.metrics(), "perf/trained_tokens_per_s": trained_tokens / timer.seconds("train")}
         metrics |= hooks.take_metrics()
-        await metrics_logger.log_step("sft", step, step - 1, metrics)
-        await metrics_logger.log_updates("sft", step, step - 1, list_updates([batch], [(forward, optim)]))
-        await metrics_logger.log_spans("sft", step, step - 1, [*timer.spans(), *hooks.take_spans()])
+        updates = list_updates([batch], [(forward, optim)])
+        await metrics_logger.log_step("sft", step, step - 1, metrics, updates=updates, spans=[*timer.spans(), *hooks.take_spans()])
         history.append(metrics)
         if await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every):
             break

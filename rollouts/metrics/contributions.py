@@ -1,6 +1,6 @@
 """What went into each update of the weights: a row of contributions.jsonl per trained sample, a line of updates.log per update.
 
-    training loop ──UpdateRecord──► log_updates ──► tokens/*.bin, contributions.jsonl, updates.log
+    training loop ──UpdateRecord──► log_step ──► tokens/*.bin, contributions.jsonl, updates.log
 
 Rows and lines are made where they are written, off the event loop.
 """
@@ -8,17 +8,23 @@ Rows and lines are made where they are written, off the event loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from rollouts.metrics.record import encode_rows
 from rollouts.types import BoolArray, FloatArray, ForwardBackwardResult, IntArray, OptimStepResult, RolloutBatch, metric_values
 
 DIGITS = 9  # significant ones of a row's numbers, which come from float32
+CHUNK_TOKENS = 1 << 16  # that numpy is given at once
+LACKING = repeat(UNSET)  # a column that an update does not have
 NONE = "-"  # in a line: what the update does not have
 
 
@@ -35,8 +41,7 @@ class UpdateRecord:
     contributes: bool = False  # its rows go to contributions.jsonl: those of a policy, with advantages
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where the arrays of a row lie."""
 
     shard: str  # file name
@@ -44,65 +49,96 @@ class Place:
     length: int  # T
 
 
-def make_contribution_rows(update: UpdateRecord, places: Sequence[Place] = ()) -> list[dict[str, Any]]:
-    """What each row of the update says after its head, in the order of the batch; none of an update that has none.
+class _Row(msgspec.Struct, omit_defaults=True):
+    """What one row says for itself; what it lacks is left out."""
+
+    id: str | UnsetType = UNSET
+    group_index: int | UnsetType = UNSET
+    row: int | UnsetType = UNSET
+    advantage: float | UnsetType = UNSET
+    weight: float | UnsetType = UNSET
+    share: float | UnsetType = UNSET
+    tokens: int | UnsetType = UNSET
+    reward: float | UnsetType = UNSET
+    shard: str | UnsetType = UNSET
+    offset: int | UnsetType = UNSET
+    length: int | UnsetType = UNSET
+
+
+def encode_contributions(head: Mapping[str, Any], update: UpdateRecord, places: Sequence[Place] = ()) -> bytes:
+    """The rows of the update as lines, in the order of the batch; none of an update that has none.
 
     `places`: of every row, or empty where no arrays are kept. Shares of an update that changed nothing are 0; where a
-    backend gives no per-token arrays they are absent. See docs/run_directory.md.
+    backend gives no per-token arrays they are absent. See docs/run_directory.md. Raises MetricError for a reward that is not finite.
     """
     if not update.contributes:
-        return []
+        return b""
     batch, forward, traced = update.batch, update.forward, update.forward.per_token
     lengths, count = batch.response_lengths, len(batch)
     skipped = forward.skipped or update.optim.skipped
-    shares = None
+    shares: Iterable[Any] = LACKING
     if skipped is not None:
         shares = [0.0] * count
     elif traced is not None:
         shares = _compute_shares(traced.slopes)
-    columns: dict[str, Sequence[Any] | None] = {  # made at once: a large batch has thousands of rows
-        "update": [update.update] * count,
-        "id": [sample.id for sample in batch.samples] if batch.samples else None,
-        "group_index": None if batch.group_indices is None else batch.group_indices.tolist(),
-        "row": range(count),
-        "advantage": None if batch.advantages is None else _compute_means(batch.advantages, batch.loss_masks, lengths),
-        "weight": None if traced is None or skipped is not None else _compute_means(traced.weights, batch.loss_masks, lengths),
-        "share": shares,
-        "tokens": lengths.tolist(),
-        "reward": None if batch.rewards is None else _round(batch.rewards),
-        "loss": None if forward.loss is None else [forward.loss] * count,
-        "denominator": [forward.denominator] * count,
-        "skipped": None if skipped is None else [skipped] * count,
-    }
-    if places:
-        columns |= {name: [getattr(place, name) for place in places] for name in ("shard", "offset", "length")}
-    held = {name: values for name, values in columns.items() if values is not None}
-    rows = [dict(zip(held, values, strict=True)) for values in zip(*held.values(), strict=True)]
-    return [{name: value for name, value in row.items() if value is not None} if None in row.values() else row for row in rows]
+    columns: Iterable[Iterable[Any]] = (  # made at once: a large batch has thousands of rows
+        [sample.id for sample in batch.samples] if batch.samples else LACKING,
+        LACKING if batch.group_indices is None else batch.group_indices.tolist(),
+        range(count),
+        LACKING if batch.advantages is None else _divide(_sum_rows(batch.advantages, batch.loss_masks), lengths),
+        LACKING if traced is None or skipped is not None else _divide(_sum_rows(traced.weights), lengths),
+        shares,
+        lengths.tolist(),
+        LACKING if batch.rewards is None else _round(batch.rewards),
+        *(zip(*places, strict=True) if places else (LACKING, LACKING, LACKING)),
+    )
+    shared = {"update": update.update, "loss": forward.loss, "denominator": forward.denominator, "skipped": skipped}
+    known = {name: value for name, value in shared.items() if value is not None}
+    rows = list(map(_Row, *columns))
+    assert len(rows) == count, (len(rows), count)
+    return encode_rows(rows, head={**head, **known})
 
 
 def _compute_shares(slopes: Sequence[FloatArray]) -> list[float]:
     """Of each row; 0 for all where no slope is, or one is not finite: such an update changes nothing."""
-    sums = _sum_rows(np.abs(np.concatenate(slopes)), slopes) if slopes else np.zeros(0)
+    sums = _sum_rows(slopes, absolute=True)
     total = float(sums.sum())
     return _round(sums / total) if 0 < total < math.inf else [0.0] * len(slopes)
 
 
-def _compute_means(values: Sequence[FloatArray], masks: Sequence[BoolArray], lengths: IntArray) -> list[float | None]:
-    """Of each row over its trained tokens; 0 where there are none. None for a mean that is not finite, which JSON cannot say."""
-    flat = np.where(np.concatenate(masks), np.concatenate(values), 0.0) if masks else np.zeros(0)
-    means = _round(_sum_rows(flat, masks) / np.maximum(lengths, 1))
-    return [mean if math.isfinite(mean) else None for mean in means]
+def _divide(sums: NDArray[np.float64], lengths: IntArray) -> list[Any]:
+    """Means of rows over so many tokens; 0 of none. UNSET for one that is not finite, which JSON cannot say."""
+    means = _round(sums / np.maximum(lengths, 1))
+    return means if np.isfinite(sums).all() else [mean if math.isfinite(mean) else UNSET for mean in means]
 
 
-def _sum_rows(flat: NDArray[Any], rows: Sequence[NDArray[Any]]) -> NDArray[np.float64]:
-    """[B] sums of the values that stand one row after the other in `flat`, 0.0 of an empty one. `rows`: of the same lengths."""
-    sums = np.zeros(len(rows))
-    lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-    filled = np.flatnonzero(lengths)
-    if len(filled):
-        sums[filled] = np.add.reduceat(flat, np.cumsum(lengths[filled]) - lengths[filled], dtype=np.float64)
+def _sum_rows(values: Sequence[FloatArray], masks: Sequence[BoolArray] | None = None, *, absolute: bool = False) -> NDArray[np.float64]:
+    """[B] sums of each row where its mask is 1, or of all of it; 0.0 of nothing. What lies outside a mask may be anything, NaN included."""
+    sums = np.zeros(len(values))
+    for rows in chunk_rows(values):
+        flat = np.concatenate(values[rows])
+        if absolute:
+            np.abs(flat, out=flat)
+        if masks is not None:
+            flat = np.where(np.concatenate(masks[rows]), flat, np.float32(0))
+        lengths = np.fromiter(map(len, values[rows]), np.int64, rows.stop - rows.start)
+        filled = np.flatnonzero(lengths)  # reduceat gives an empty row its neighbour's first value
+        sums[rows][filled] = np.add.reduceat(flat, (np.cumsum(lengths) - lengths)[filled], dtype=np.float64) if len(filled) else 0.0
     return sums
+
+
+def chunk_rows(rows: Sequence[NDArray[Any]]) -> Iterator[slice]:
+    """Neighbouring rows of some CHUNK_TOKENS values together.
+
+    Enough for one call of numpy, and little enough that its result comes from memory that the process has: a larger one is new memory from the
+    system each time, whose page faults take longer than the arithmetic.
+    """
+    begin, total = 0, 0
+    for end, row in enumerate(rows, 1):
+        total += len(row)
+        if total >= CHUNK_TOKENS or end == len(rows):
+            yield slice(begin, end)
+            begin, total = end, 0
 
 
 def _round(values: NDArray[Any]) -> list[float]:

@@ -25,7 +25,7 @@ def parse_row(line: bytes) -> Row | None:
     """The JSON object on a line, None if there is none."""
     try:
         row = _decode(line)
-    except (msgspec.MsgspecError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         row = _parse_json(line)
     return row if isinstance(row, dict) else None
 

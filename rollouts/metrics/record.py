@@ -60,17 +60,12 @@ def make_head(stage: str, step: int, policy_version: int, attempt: int, time_uni
     }
 
 
-def make_row(
-    stage: str, step: int, policy_version: int, attempt: int, time_unix: float, metrics: Mapping[str, float], *, name: str | None = None
-) -> dict[str, Any]:
-    """One row: the head, `name` for an evaluation, then the metrics, flat and in the order given (their slash keeps them apart from fields).
+def make_row(head: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
+    """One row: the head, with `name` for an evaluation, then the metrics, flat and in the order given (their slash keeps them apart from fields).
 
     Raises MetricError naming the metric whose name or value may not be written.
     """
-    row = make_head(stage, step, policy_version, attempt, time_unix)
-    if name is not None:
-        row["name"] = name
-    return row | {metric: check_metric(metric, value) for metric, value in metrics.items()}
+    return {**head, **{metric: check_metric(metric, value) for metric, value in metrics.items()}}
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
@@ -84,15 +79,25 @@ def encode_row(row: Mapping[str, Any]) -> bytes:
     return line
 
 
-def encode_rows(rows: Sequence[Mapping[str, Any]]) -> bytes:
-    """The rows as lines, each with its newline; one call of the encoder for all. Raises MetricError like encode_row."""
+def encode_rows(rows: Sequence[Any], *, head: Mapping[str, Any] | None = None) -> bytes:
+    """The rows as lines, each with its newline and beginning with the fields of `head`; one call of the encoder for all.
+
+    rows: mappings, or structs of msgspec; with a head, each has a field. Raises MetricError like encode_row.
+    """
     try:
         lines = _encoder.encode_lines(rows)
+        beginning = _encode(head)[:-1] + b"," if head else b"{"
     except UnicodeEncodeError:
-        return b"".join(encode_row(row) + b"\n" for row in rows)
+        return b"".join(encode_row(row) + b"\n" for row in _join_heads(rows, head or {}))
+    if head and rows:
+        lines = beginning + lines[1:].replace(b"\n{", b"\n" + beginning)  # JSON has no bare newline but those between the rows
     if b"null" in lines:
-        _check_finite("", rows)
+        _check_finite("", _join_heads(rows, head or {}))
     return lines
+
+
+def _join_heads(rows: Sequence[Any], head: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [{**head, **(row if isinstance(row, Mapping) else msgspec.to_builtins(row))} for row in rows]
 
 
 def _convert(value: object) -> Any:

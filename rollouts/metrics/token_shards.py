@@ -4,7 +4,8 @@
     block  =  b"tok1" | header bytes u32 | payload bytes u32 | crc32 u32 | header | payload            all little-endian
 
 The header is JSON: id, length T and the columns with their types; the payload is the columns one after the other, T values each; the CRC is of
-both. A shard is only appended to, by one attempt; the oldest shards are removed when all together are larger than the limit.
+both. A column that has one value where the mask is 1 and one where it is 0 says the two in the header, and has no payload. A shard is only
+appended to, by one attempt; the oldest shards are removed when all together are larger than the limit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from struct import Struct
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.errors import RecordError, StorageError
-from rollouts.metrics.contributions import Place, UpdateRecord
+from rollouts.metrics.contributions import Place, UpdateRecord, chunk_rows
 from rollouts.run_dir import RunDir
 
 Array = NDArray[Any]
@@ -34,6 +35,7 @@ MAGIC = b"tok1"
 PREFIX = Struct("<4sIII")
 BLOCK_BYTES_MAX = 1 << 30  # more is damage: a row of a hundred million tokens
 TYPES = {"tokens": "<i4", "mask": "|u1", "version": "<i4"}  # of columns; the others are <f4
+LEVELLED = ("version", "slope", "weight", "advantage")  # columns that mostly have one value where the mask is 1 and one where it is 0
 KNOWN_TYPES = ("<i4", "|u1", "<f4")
 
 
@@ -49,17 +51,58 @@ class Block(NamedTuple):
 
 def encode_blocks(update: UpdateRecord) -> list[Block]:
     """The block of each row of the update's batch."""
-    columns = collect_columns(update)
-    samples = update.batch.samples
-    described = json.dumps([[name, TYPES.get(name, "<f4")] for name in columns], separators=(",", ":"))
+    columns, samples = collect_columns(update), update.batch.samples
+    ids = [sample.id for sample in samples] if samples else [""] * len(update.batch)
     blocks: list[Block] = []
-    for row, tokens in enumerate(update.batch.tokens):
-        name = json.dumps(samples[row].id if samples else "")
-        header = f'{{"id":{name},"length":{len(tokens)},"columns":{described}}}'.encode()
-        payload = b"".join(np.ascontiguousarray(values[row], TYPES.get(name, "<f4")).tobytes() for name, values in columns.items())
-        crc = zlib.crc32(payload, zlib.crc32(header))
-        blocks.append(Block(PREFIX.pack(MAGIC, len(header), len(payload), crc) + header + payload, len(tokens)))
+    for rows in chunk_rows(update.batch.tokens):
+        blocks += _encode_rows(ids[rows], {name: values[rows] for name, values in columns.items()})
     return blocks
+
+
+def _encode_rows(ids: Sequence[str], columns: Mapping[str, Sequence[Array]]) -> Iterator[Block]:
+    """A block for each of some neighbouring rows."""
+    lengths = [len(row) for row in columns["tokens"]]
+    flat = {name: np.concatenate(values, dtype=TYPES.get(name, "<f4"), casting="unsafe") for name, values in columns.items()}
+    levels = _find_levels({name: flat[name] for name in LEVELLED if name in flat}, flat["mask"].astype(bool), lengths)
+    raw = {name: f'["{name}","{values.dtype.str}"]' for name, values in flat.items()}
+    begin = 0
+    for row, (id_, length) in enumerate(zip(ids, lengths, strict=True)):
+        end = begin + length
+        described, payload = [], []
+        for name, values in flat.items():
+            found = levels[name][row] if name in levels else None
+            described.append(raw[name] if found is None else f"{raw[name][:-1]},{found[0]!r},{found[1]!r}]")
+            if found is None:
+                payload.append(values[begin:end].data)
+        header = f'{{"id":{json.dumps(id_)},"length":{length},"columns":[{",".join(described)}]}}'.encode()
+        body = b"".join((header, *payload))
+        yield Block(PREFIX.pack(MAGIC, len(header), len(body) - len(header), zlib.crc32(body)) + body, length)
+        begin = end
+
+
+def _find_levels(columns: Mapping[str, Array], mask: Array, lengths: Sequence[int]) -> dict[str, list[tuple[float, float] | None]]:
+    """Of each column, for each row: (value where the mask is 1, value where it is 0), or None where there are others. Equal are equal bits."""
+    levels: dict[str, list[tuple[float, float] | None]] = {name: [None] * len(lengths) for name in columns}
+    filled = np.flatnonzero(lengths)
+    if not len(filled):
+        return levels
+    sizes = np.asarray(lengths)[filled]
+    starts = np.cumsum(sizes) - sizes
+    inside, outside = (_find_first(side, starts, starts + sizes - 1) for side in (mask, ~mask))
+    for name, values in columns.items():
+        bits = values.view("<i4")
+        same = np.where(mask, np.repeat(bits[inside], sizes), np.repeat(bits[outside], sizes)) == bits
+        one = np.logical_and.reduceat(same, starts) & np.isfinite(values[inside]) & np.isfinite(values[outside])  # JSON has no word for the others
+        pairs = list(zip(values[inside].tolist(), values[outside].tolist(), strict=True))
+        for row in np.flatnonzero(one).tolist():
+            levels[name][filled[row]] = pairs[row]
+    return levels
+
+
+def _find_first(side: Array, starts: Array, ends: Array) -> Array:
+    """[B] places of the first token of each row that is on this side, or of some token of the row where none is."""
+    places = np.append(np.flatnonzero(side), len(side))
+    return np.minimum(places[np.searchsorted(places, starts)], ends)
 
 
 def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
@@ -97,16 +140,20 @@ def decode_block(data: bytes, *, where: str) -> tuple[str, dict[str, Array]]:
         raise RecordError(f"{damaged}: its checksum is not the one that was written")
     try:
         header = json.loads(bytes(body[:header_bytes]))
-        length, described = int(header["length"]), [(str(name), str(kind)) for name, kind in header["columns"]]
+        length = int(header["length"])
+        described = [(str(name), str(kind), [float(level) for level in levels]) for name, kind, *levels in header["columns"]]
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{damaged}: its header cannot be read ({error})") from error
     columns: dict[str, Array] = {}
     at = header_bytes
-    for name, kind in described:
-        size = length * int(kind[-1]) if kind in KNOWN_TYPES else -1
-        if size < 0 or at + size > len(body):
+    for name, kind, levels in described:
+        size = 0 if levels else length * int(kind[-1]) if kind in KNOWN_TYPES else -1
+        if size < 0 or at + size > len(body) or kind not in KNOWN_TYPES or (levels and (len(levels) != 2 or "mask" not in columns)):
             raise RecordError(f"{damaged}: column {name!r} of type {kind!r} does not fit; a later version may have written it")
-        columns[name] = np.frombuffer(body[at : at + size], kind).copy()
+        if levels:
+            columns[name] = np.where(columns["mask"], *levels).astype(kind)
+        else:
+            columns[name] = np.frombuffer(body[at : at + size], kind).copy()
         at += size
     return str(header.get("id", "")), columns
 

@@ -1,10 +1,11 @@
 """The metrics logger of a run: what happened, as lines of the files of a run directory, which are the truth that everything else reads.
 
     log_step ──────► metrics.jsonl            one row a step
+               ├───► tokens/, contributions.jsonl, updates.log     what went into each update of the weights
+               └───► spans.jsonl              when work was done
     log_samples ───► samples.jsonl            up to samples_per_step rows a step
     log_evaluation ► evaluations.jsonl        one row an evaluation
-    log_updates ───► tokens/, contributions.jsonl, updates.log     what went into each update of the weights
-    log_spans ─────► spans.jsonl              when work was done
+    log_spans ─────► spans.jsonl              of work that belongs to no step that is still to come
 
 A call is one write of whole lines for each file, made by a thread while the event loop goes on, one call after the other. When it returns, what
 was logged survives the death of the process (not a power cut: the files are flushed to the device when the logger closes). A call that has
@@ -23,7 +24,7 @@ import trio
 
 from rollouts.crash_points import reach
 from rollouts.errors import StorageError
-from rollouts.metrics.contributions import Place, UpdateRecord, format_update, make_contribution_rows
+from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
 from rollouts.metrics.progress import Progress
 from rollouts.metrics.record import encode_rows, make_head, make_row
 from rollouts.metrics.record_files import PART_BYTES, UPDATES, RecordFiles, join_lines
@@ -61,13 +62,29 @@ class JsonlLogger:
         self._refused_arrays = False  # whether that was said
         self._counts = {"rows": 0, "sample_rows": 0, "evaluation_rows": 0, "contribution_rows": 0, "span_rows": 0, "updates": 0}
 
-    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
-        """Appends the row of a step. Raises MetricError, before anything is written, for a name or value that may not be written."""
-        row = make_row(stage, step, policy_version, self._attempt, self._time_unix(), metrics)
+    async def log_step(
+        self,
+        stage: str,
+        step: int,
+        policy_version: int,
+        metrics: Mapping[str, float],
+        *,
+        updates: Sequence[UpdateRecord] = (),
+        spans: Sequence[Span] = (),
+    ) -> None:
+        """Appends what went into the step's updates, the row of the step, and a row for each span.
+
+        Of an update: arrays where they are kept, then the rows that name them, then a line. Arrays that the disk refuses are left out, which is said
+        once; rows and lines wait. Raises MetricError, before anything is written, for a metric's name or value that may not be written.
+        """
+        head = self._make_head(stage, step, policy_version)
+        row = make_row(head, metrics)
         reach("metrics.before_row")
-        await self._turns.take(lambda: self._append("metrics", [row]))
+        self._counts["contribution_rows"] += await self._turns.take(lambda: self._write_step(head, row, updates, spans))
         reach("metrics.after_row")
         self._counts["rows"] += 1
+        self._counts["updates"] += len(updates)
+        self._counts["span_rows"] += len(spans)
         if self._progress is not None:
             self._progress.update(stage, step, metrics)
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -85,29 +102,18 @@ class JsonlLogger:
 
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
         """Appends the row of an evaluation called `name`. Raises MetricError like log_step."""
-        row = make_row(stage, step, policy_version, self._attempt, self._time_unix(), metrics, name=name)
+        row = make_row({**self._make_head(stage, step, policy_version), "name": name}, metrics)
         reach("metrics.before_evaluation")
         await self._turns.take(lambda: self._append("evaluations", [row]))
         reach("metrics.after_evaluation")
         self._counts["evaluation_rows"] += 1
         await trio.lowlevel.checkpoint_if_cancelled()
 
-    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None:
-        """Appends what went into the updates of a step: arrays where they are kept, then the rows that name them, then a line for each.
-
-        Arrays that the disk refuses are left out, which is said once; rows and lines wait like any others.
-        """
-        head = self._make_head(stage, step, policy_version)
-        if updates:
-            self._counts["contribution_rows"] += await self._turns.take(lambda: self._write_updates(head, updates))
-            self._counts["updates"] += len(updates)
-        await trio.lowlevel.checkpoint_if_cancelled()
-
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
         """Appends a row for each span."""
         head = self._make_head(stage, step, policy_version)
         if spans:
-            await self._turns.take(lambda: self._append("spans", [{**head, **span.fields()} for span in spans]))
+            await self._turns.take(lambda: self._append("spans", [span.fields() for span in spans], head))
         self._counts["span_rows"] += len(spans)
         await trio.lowlevel.checkpoint_if_cancelled()
 
@@ -118,15 +124,19 @@ class JsonlLogger:
     def _make_head(self, stage: str, step: int, policy_version: int) -> Row:
         return make_head(stage, step, policy_version, self._attempt, self._time_unix())
 
-    def _append(self, name: str, rows: Sequence[Row]) -> None:
-        self._files.append(name, encode_rows(rows))
+    def _append(self, name: str, rows: Sequence[Row], head: Row | None = None) -> None:
+        self._files.append(name, encode_rows(rows, head=head))
 
-    def _write_updates(self, head: Row, updates: Sequence[UpdateRecord]) -> int:
-        """The number of rows."""
-        rows = [{**head, **fields} for update in updates for fields in make_contribution_rows(update, self._write_arrays(head["stage"], update))]
-        self._append("contributions", rows)
-        self._files.append(UPDATES, join_lines(format_update(head, update).encode() for update in updates))
-        return len(rows)
+    def _write_step(self, head: Row, row: Row, updates: Sequence[UpdateRecord], spans: Sequence[Span]) -> int:
+        """The number of rows of contributions."""
+        if updates:
+            rows = [encode_contributions(head, update, self._write_arrays(head["stage"], update)) for update in updates]
+            self._files.append("contributions", b"".join(rows))
+            self._files.append(UPDATES, join_lines(format_update(head, update).encode() for update in updates))
+        self._append("metrics", [row])
+        if spans:
+            self._append("spans", [span.fields() for span in spans], head)
+        return sum(len(update.batch) for update in updates if update.contributes)
 
     def _write_arrays(self, stage: str, update: UpdateRecord) -> Sequence[Place]:
         """Where the arrays of each row of the update lie; empty where none are kept."""

@@ -289,10 +289,18 @@ class SimulatedSnapshots:
 
 
 class _NoLog:
-    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None: ...
+    async def log_step(
+        self,
+        stage: str,
+        step: int,
+        policy_version: int,
+        metrics: Mapping[str, float],
+        *,
+        updates: Sequence[UpdateRecord] = (),
+        spans: Sequence[Span] = (),
+    ) -> None: ...
     async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None: ...
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None: ...
-    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None: ...
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
 
 

@@ -218,7 +218,16 @@ class _StepLog:
         self.tokens: list[float] = []
         self.mixed = 0
 
-    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
+    async def log_step(
+        self,
+        stage: str,
+        step: int,
+        policy_version: int,
+        metrics: Mapping[str, float],
+        *,
+        updates: Sequence[UpdateRecord] = (),
+        spans: Sequence[Span] = (),
+    ) -> None:
         self.times.append(trio.current_time())
         await trio.lowlevel.checkpoint()
 
@@ -230,9 +239,6 @@ class _StepLog:
 
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
         raise AssertionError("nothing is evaluated")
-
-    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None:
-        await trio.lowlevel.checkpoint()
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
         await trio.lowlevel.checkpoint()

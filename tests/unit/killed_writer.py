@@ -38,10 +38,9 @@ async def write(run_dir: RunDir, attempt: int, first_step: int, part_bytes: int)
         os.write(1, b"open\n")
         for step in itertools.count(first_step):
             await logger.log_samples("rl", step, step - 1, samples)
-            await logger.log_updates("rl", step, step - 1, [make_update(samples)])
-            await logger.log_spans("rl", step, step - 1, [Span("train", "trainer", 1.0, 2.0), Span("generate", "stub", 0.0, 1.0, "s0", 3)])
             await logger.log_evaluation("rl", step, step, "heldout", {"eval/heldout/avg@1": 0.5})
-            await logger.log_step("rl", step, step - 1, metrics)
+            spans = [Span("train", "trainer", 1.0, 2.0), Span("generate", "stub", 0.0, 1.0, "s0", 3)]
+            await logger.log_step("rl", step, step - 1, metrics, updates=[make_update(samples)], spans=spans)
             os.write(1, b"%d\n" % step)
 
 

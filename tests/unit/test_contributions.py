@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rollouts.metrics.contributions import Place, UpdateRecord, format_update, make_contribution_rows
+from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
 from rollouts.metrics.record import make_head
 from rollouts.types import ForwardBackwardResult, Mean, OptimStepResult, RolloutBatch, Sample, TokenArrays, Total
 
@@ -43,8 +45,13 @@ def make_update(**changes: Any) -> UpdateRecord:
     )
 
 
+def read_back(update: UpdateRecord, places: Sequence[Place] = ()) -> list[dict[str, Any]]:
+    """The rows that are written, without a head."""
+    return [json.loads(line) for line in encode_contributions({}, update, places).splitlines()]
+
+
 def test_a_row_says_which_sample_with_which_advantage_weight_and_share():
-    first, second = make_contribution_rows(make_update(), [Place("rl-1-000000.bin", 0, 3), Place("rl-1-000000.bin", 160, 2)])
+    first, second = read_back(make_update(), [Place("rl-1-000000.bin", 0, 3), Place("rl-1-000000.bin", 160, 2)])
     assert first == {
         "update": 1,
         "id": "a",
@@ -67,14 +74,14 @@ def test_a_row_says_which_sample_with_which_advantage_weight_and_share():
 
 def test_without_arrays_a_row_names_no_shard_and_without_traces_it_has_neither_weight_nor_share():
     forward = dataclasses.replace(make_update().forward, per_token=None)
-    rows = make_contribution_rows(make_update(forward=forward))
+    rows = read_back(make_update(forward=forward))
     assert [set(row) & {"shard", "offset", "length", "weight", "share"} for row in rows] == [set(), set()]
     assert [row["advantage"] for row in rows] == [1.0, -2.0]
 
 
 def test_a_skipped_update_has_a_row_for_every_sample_and_no_loss():
     forward = ForwardBackwardResult(loss=None, denominator=3.0, metrics={}, skipped="the loss is nan")
-    rows = make_contribution_rows(make_update(forward=forward))
+    rows = read_back(make_update(forward=forward))
     assert [row["share"] for row in rows] == [0.0, 0.0]
     assert all("loss" not in row and row["denominator"] == 3.0 for row in rows)
 
@@ -82,7 +89,7 @@ def test_a_skipped_update_has_a_row_for_every_sample_and_no_loss():
 def test_an_update_whose_gradient_was_not_finite_says_why_and_gives_nobody_a_share():
     optim = OptimStepResult(step=7, lr=3e-4, grad_norm=None, clipped=False, skipped="the gradient norm is inf")
     update = make_update(optim=optim)
-    for row in make_contribution_rows(update):
+    for row in read_back(update):
         assert (row["skipped"], row["share"], row["loss"]) == ("the gradient norm is inf", 0.0, -0.0625)
         assert "weight" not in row
     head = {"time_unix": 0.0, "attempt": 1, "stage": "rl", "step": 3, "policy_version": 2}
@@ -95,7 +102,7 @@ def test_where_no_finite_slope_is_every_share_is_0(slope: float):
     update = make_update()
     assert update.forward.per_token is not None
     traced = dataclasses.replace(update.forward.per_token, slopes=floats([0, slope, 0], [0, 0]))
-    rows = make_contribution_rows(dataclasses.replace(update, forward=dataclasses.replace(update.forward, per_token=traced)))
+    rows = read_back(dataclasses.replace(update, forward=dataclasses.replace(update.forward, per_token=traced)))
     assert [row["share"] for row in rows] == [0.0, 0.0]
 
 
@@ -110,13 +117,13 @@ def test_shares_of_many_rows_add_up_to_1():
     slopes = tuple(rng.normal(size=n).astype(np.float32) * 1e-4 for n in lengths)
     traced = TokenArrays(log_probs=slopes, slopes=slopes, weights=slopes)
     forward = ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={}, per_token=traced)
-    rows = make_contribution_rows(make_update(batch=batch, forward=forward))
+    rows = read_back(make_update(batch=batch, forward=forward))
     assert sum(row["share"] for row in rows) == pytest.approx(1.0, abs=1e-7)
     assert rows[5]["share"] == pytest.approx(np.abs(slopes[5]).sum() / sum(np.abs(row).sum() for row in slopes), rel=1e-5)
 
 
 def test_an_update_that_is_not_a_policys_has_no_rows():
-    assert make_contribution_rows(make_update(contributes=False, part="critic")) == []
+    assert read_back(make_update(contributes=False, part="critic")) == []
 
 
 HEAD = make_head("rl", 12, 11, 2, 0.0)

@@ -39,17 +39,25 @@ class MemoryLogger:
         self.updates: list[tuple[str, int, UpdateRecord]] = []
         self.spans: list[tuple[str, int, Span]] = []
 
-    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
+    async def log_step(
+        self,
+        stage: str,
+        step: int,
+        policy_version: int,
+        metrics: Mapping[str, float],
+        *,
+        updates: Sequence[UpdateRecord] = (),
+        spans: Sequence[Span] = (),
+    ) -> None:
         self.steps.append((stage, step, policy_version, metrics))
+        self.updates += [(stage, step, update) for update in updates]
+        self.spans += [(stage, step, span) for span in spans]
 
     async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
         self.samples.append((stage, step, len(samples)))
 
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
         raise AssertionError("loops do not evaluate by themselves")
-
-    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None:
-        self.updates += [(stage, step, update) for update in updates]
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
         self.spans += [(stage, step, span) for span in spans]

@@ -4,13 +4,14 @@ import io
 import json
 import math
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
 
 from rollouts.errors import MetricError
 from rollouts.metrics.progress import compute_eta_s, format_duration, open_progress
-from rollouts.metrics.record import check_metric, encode_row, encode_rows, flatten_metrics, make_row
+from rollouts.metrics.record import check_metric, encode_row, encode_rows, flatten_metrics, make_head, make_row
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.types import Mean, Total
 
@@ -18,7 +19,7 @@ from rollouts.types import Mean, Total
 
 
 def test_a_row_is_its_head_and_then_the_metrics_in_order():
-    row = make_row("rl", 3, 2, 1, 1700000000.12345, {"reward/mean": 0.5, "loss/total": 1})
+    row = make_row(make_head("rl", 3, 2, 1, 1700000000.12345), {"reward/mean": 0.5, "loss/total": 1})
     assert list(row.items()) == [
         ("schema", 1),
         ("stage", "rl"),
@@ -29,10 +30,6 @@ def test_a_row_is_its_head_and_then_the_metrics_in_order():
         ("reward/mean", 0.5),
         ("loss/total", 1.0),
     ]
-
-
-def test_an_evaluation_row_carries_its_name():
-    assert make_row("rl", 3, 2, 1, 0.0, {"eval/heldout/avg@4": 0.5}, name="heldout")["name"] == "heldout"
 
 
 @pytest.mark.parametrize(
@@ -92,6 +89,24 @@ def test_rows_are_encoded_as_one_line_each():
     assert encode_rows([]) == b""
     with pytest.raises(MetricError, match=r"field \[1\]\.reward = nan"):
         encode_rows([{"reward": 1.0}, {"reward": math.nan}])
+
+
+class Named(msgspec.Struct, omit_defaults=True):
+    text: str | msgspec.UnsetType = msgspec.UNSET
+    number: float | msgspec.UnsetType = msgspec.UNSET
+
+
+def test_every_row_begins_with_the_head_that_all_share():
+    head = {"stage": 'a"{', "step": 3}
+    rows = [{"text": '\n{"}'}, {"text": "x", "number": 0.5}]
+    lines = b'{"stage":"a\\"{","step":3,"text":"\\n{\\"}"}\n{"stage":"a\\"{","step":3,"text":"x","number":0.5}\n'
+    assert encode_rows(rows, head=head) == lines
+    assert encode_rows([Named(**row) for row in rows], head=head) == lines
+    assert encode_rows([], head=head) == b""
+    assert encode_rows([Named("\ud800")], head={"step": 3}) == b'{"step":3,"text":"?"}\n'
+    assert encode_rows([{"text": "x"}], head={"stage": "\ud800"}) == b'{"stage":"?","text":"x"}\n'
+    with pytest.raises(MetricError, match=r"field \[1\]\.number = nan"):
+        encode_rows([Named("a"), Named("b", math.nan)], head=head)
 
 
 def test_half_a_surrogate_pair_does_not_end_a_run():

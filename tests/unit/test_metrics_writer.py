@@ -293,7 +293,7 @@ async def test_a_span_is_a_row(tmp_path: Path):
 async def test_no_update_makes_no_file(tmp_path: Path):
     run_dir = RunDir(tmp_path)
     async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=0, token_arrays_bytes=1 << 20) as logger:
-        await logger.log_updates("rl", 1, 0, [])
+        await logger.log_step("rl", 1, 0, {}, updates=[], spans=[])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluations.jsonl", "metrics.jsonl", "samples.jsonl"]
 
 
@@ -310,7 +310,7 @@ def make_update(index: int, *, contributes: bool = True) -> UpdateRecord:
 async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(tmp_path: Path):
     run_dir = RunDir(tmp_path)
     async with open_jsonl_logger(run_dir, attempt=2, samples_per_step=0, token_arrays_bytes=1 << 20) as logger:
-        await logger.log_updates("rl", 4, 3, [make_update(0), make_update(1), make_update(2, contributes=False)])
+        await logger.log_step("rl", 4, 3, {}, updates=[make_update(0), make_update(1), make_update(2, contributes=False)])
         assert logger.statistics()["contribution_rows"] == 4
         assert logger.statistics()["updates"] == 3
     rows = read_rows(run_dir.contributions)
@@ -332,9 +332,9 @@ async def test_arrays_that_the_disk_refuses_are_left_out_and_their_rows_are_not(
     async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=0, token_arrays_bytes=1 << 20) as logger:
         with monkeypatch.context() as patch:
             patch.setattr(TokenShards, "write", refuse)
-            await logger.log_updates("rl", 1, 0, [make_update(0)])
-            await logger.log_updates("rl", 2, 1, [make_update(0)])
-        await logger.log_updates("rl", 3, 2, [make_update(0)])
+            await logger.log_step("rl", 1, 0, {}, updates=[make_update(0)])
+            await logger.log_step("rl", 2, 1, {}, updates=[make_update(0)])
+        await logger.log_step("rl", 3, 2, {}, updates=[make_update(0)])
     rows = read_rows(run_dir.contributions)
     assert [(row["step"], row.get("offset")) for row in rows[:4]] == [(1, None), (1, None), (2, None), (2, None)]
     assert all("offset" in row for row in rows[4:])

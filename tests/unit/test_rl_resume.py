@@ -48,7 +48,16 @@ class Rows:
         self.steps: list[dict[str, float]] = []
         self.samples: list[tuple[str, str]] = []
 
-    async def log_step(self, stage: str, step: int, policy_version: int, metrics: Mapping[str, float]) -> None:
+    async def log_step(
+        self,
+        stage: str,
+        step: int,
+        policy_version: int,
+        metrics: Mapping[str, float],
+        *,
+        updates: Sequence[UpdateRecord] = (),
+        spans: Sequence[Span] = (),
+    ) -> None:
         self.steps.append({name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))})
 
     async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
@@ -57,7 +66,6 @@ class Rows:
     async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
         raise AssertionError("nothing is evaluated here")
 
-    async def log_updates(self, stage: str, step: int, policy_version: int, updates: Sequence[UpdateRecord]) -> None: ...
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
 
 

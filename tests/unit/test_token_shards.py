@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -13,7 +14,7 @@ import pytest
 
 from rollouts.errors import RecordError, StorageError
 from rollouts.metrics.contributions import UpdateRecord
-from rollouts.metrics.token_shards import Block, TokenShards, decode_block, encode_blocks, list_shards, read_token_arrays
+from rollouts.metrics.token_shards import PREFIX, Block, TokenShards, decode_block, encode_blocks, list_shards, read_token_arrays
 from rollouts.run_dir import RunDir
 from rollouts.types import ForwardBackwardResult, OptimStepResult, RolloutBatch, Sample, TokenArrays
 
@@ -74,6 +75,57 @@ def test_what_was_written_is_read_back_column_by_column(tmp_path: Path):
         for name, values in found.items():
             assert values.dtype == np.dtype(kinds.get(name, "<f4")), name
             np.testing.assert_array_equal(values, wanted[name][index], err_msg=name)
+
+
+def levels(mask: Any, inside: float, outside: float) -> Any:
+    return np.where(mask, np.float32(inside), np.float32(outside)).astype(np.float32)
+
+
+def test_a_column_of_one_value_within_the_mask_and_one_without_takes_no_bytes_and_is_read_back_bit_by_bit(tmp_path: Path):
+    masks = (np.array([0, 0, 1, 1, 1], bool), np.ones(3, bool), np.zeros(2, bool), np.zeros(0, bool), np.array([1, 0, 1], bool))
+    pairs = [(0.1, 0.0), (-0.0, 1.0), (2.0, -0.0), (1.0, 1.0), (np.nan, 0.0)]
+    advantages = tuple(levels(mask, *pair) for mask, pair in zip(masks, pairs, strict=True))
+    versions = tuple(np.where(mask, 7 + row, -1) for row, mask in enumerate(masks))
+    weights = (*(levels(mask, 1.0, 0.0) for mask in masks[:4]), np.array([0.5, 0.0, 0.25], np.float32))
+    tokens = tuple(np.arange(len(mask)) for mask in masks)
+    samples = tuple(Sample(id=f"s{row}", prompt="p", tokens=ids, loss_mask=mask) for row, (ids, mask) in enumerate(zip(tokens, masks, strict=True)))
+    zeros = tuple(np.zeros(len(mask), np.float32) for mask in masks)
+    batch = RolloutBatch(tokens=tokens, loss_masks=masks, advantages=advantages, weight_versions=versions, samples=samples)
+    forward = ForwardBackwardResult(
+        loss=0.0, denominator=1.0, metrics={}, per_token=TokenArrays(log_probs=zeros, slopes=zeros, weights=weights)
+    )  # fmt: skip
+    update = dataclasses.replace(make_update(), batch=batch, forward=forward)
+    run_dir = RunDir(tmp_path / "run")
+    rows = write(run_dir, update)
+    for row, versions_, weights_, advantages_ in zip(rows, versions, weights, advantages, strict=True):
+        found = read_token_arrays(run_dir, row)
+        assert found["version"].tolist() == versions_.tolist()
+        assert found["weight"].tobytes() == weights_.tobytes()
+        assert found["advantage"].tobytes() == advantages_.tobytes(), "a zero keeps its sign and a NaN stays"
+    payloads = [PREFIX.unpack_from(block.data)[2] for block in encode_blocks(update)]
+    assert payloads == [5 * 9, 3 * 9, 2 * 9, 0, 3 * (9 + 4 + 4)], "a token's id, mask and log_prob are 9 bytes; a NaN and two weights are kept"
+
+
+def test_many_rows_are_the_same_blocks_as_each_by_itself():
+    """Rows are encoded many at once."""
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(0, 4000, 30)
+    batch = RolloutBatch(
+        tokens=tuple(rng.integers(0, 1000, n) for n in lengths),
+        loss_masks=tuple(rng.random(n) < 0.5 for n in lengths),
+        advantages=tuple(np.full(n, rng.normal(), np.float32) for n in lengths),
+    )
+    update = dataclasses.replace(make_update(), batch=batch, forward=ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={}))
+    alone = [
+        encode_blocks(
+            dataclasses.replace(
+                update,
+                batch=RolloutBatch(tokens=batch.tokens[row : row + 1], loss_masks=batch.loss_masks[row : row + 1], advantages=(advantages,)),
+            )
+        )
+        for row, advantages in enumerate(batch.advantages or ())
+    ]
+    assert encode_blocks(update) == [block for blocks in alone for block in blocks]
 
 
 def test_a_column_that_a_batch_lacks_is_absent(tmp_path: Path):
@@ -211,7 +263,7 @@ def test_a_block_of_a_later_version_with_an_unknown_type_is_refused(tmp_path: Pa
     import json
     import zlib
 
-    from rollouts.metrics.token_shards import MAGIC, PREFIX
+    from rollouts.metrics.token_shards import MAGIC
 
     header = json.dumps({"id": "s", "length": 2, "columns": [["tokens", "<O8"]]}).encode()
     data = PREFIX.pack(MAGIC, len(header), 16, zlib.crc32(b"\0" * 16, zlib.crc32(header))) + header + b"\0" * 16
