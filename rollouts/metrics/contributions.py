@@ -65,8 +65,8 @@ class _Row(msgspec.Struct, omit_defaults=True):
     length: int | UnsetType = UNSET
 
 
-def encode_contributions(head: Mapping[str, Any], update: UpdateRecord, places: Sequence[Place] = ()) -> bytes:
-    """The rows of the update as lines, in the order of the batch; none of an update that has none.
+def encode_contributions(head: Mapping[str, Any], update: UpdateRecord, lengths: IntArray, places: Sequence[Place] = ()) -> bytes:
+    """The rows of the update as lines, in the order of the batch; none of an update that has none. lengths: [B] tokens that train.
 
     `places`: of every row, or empty where no arrays are kept. Shares of an update that changed nothing are 0; where a
     backend gives no per-token arrays they are absent. See docs/run_directory.md. Raises MetricError for a reward that is not finite.
@@ -74,7 +74,7 @@ def encode_contributions(head: Mapping[str, Any], update: UpdateRecord, places: 
     if not update.contributes:
         return b""
     batch, forward, traced = update.batch, update.forward, update.forward.per_token
-    lengths, count = batch.response_lengths, len(batch)
+    count = len(batch)
     skipped = forward.skipped or update.optim.skipped
     shares: Iterable[Any] = LACKING
     if skipped is not None:
@@ -150,8 +150,8 @@ def _round(values: NDArray[Any]) -> list[float]:
 # --- the audit log ---------------------------------------------------------------------------------------------------------------
 
 
-def format_update(head: Mapping[str, Any], update: UpdateRecord) -> str:
-    """The line of an update, without its newline. `head`: of a row, as make_head gives it.
+def format_update(head: Mapping[str, Any], update: UpdateRecord, lengths: IntArray) -> str:
+    """The line of an update, without its newline. head: of a row, as make_head gives it; lengths: [B] tokens that train.
 
     Names and values in columns, so that it reads by eye and splits at spaces; a value that the update does not have is "-".
     """
@@ -174,7 +174,7 @@ def format_update(head: Mapping[str, Any], update: UpdateRecord) -> str:
         f"lr {optim.lr:.3e}",
         f"samples {len(update.batch):>5d}",
         f"zero_advantage {left_out:>5d}",
-        f"tokens {int(update.batch.response_lengths.sum()):>8d}",
+        f"tokens {int(lengths.sum()):>8d}",
     ]
     line = "  ".join(fields)
     return line if skipped is None else f"{line}  skipped: {' '.join(skipped.split())}"

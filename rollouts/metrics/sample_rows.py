@@ -12,6 +12,7 @@ ROW_BYTES = 700  # of a row's JSON beside prompt, response and failure
 TEXT_CHARS = 2000  # of each text of a failure
 FAILURE_TEXTS = ("class", "function", "message", "traceback")
 VALUE_CHARS = 120  # of the JSON of one value of metadata; a longer one is cut
+TEXTS = b',"prompt":"","response":""'
 BARE = b',"prompt":"","response":"","rewards":{},"rewards_cut":999999,"metadata":{"failure":{}},"metadata_cut":999999'  # around what may be cut
 
 
@@ -21,28 +22,45 @@ def make_sample_row(head: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
     Of the rewards' parts, and then of the metadata, what comes first is kept while there is room in ROW_BYTES; rewards_cut and metadata_cut say
     how many were left out. The texts of a failure stand beside that, each up to TEXT_CHARS.
     """
+    known = {**head, "id": sample.id}
+    if sample.group_index is not None:
+        known["group_index"] = sample.group_index
+    known["status"] = sample.status.value
+    if sample.reward is not None:
+        known["reward"] = sample.reward
     versions = sample.weight_versions[sample.loss_mask]
-    fields = {
-        "id": sample.id,
-        "group_index": sample.group_index,
-        "status": sample.status.value,
-        "reward": sample.reward,
-        "tokens": len(sample.tokens),
-        "response_length": len(versions),
-        "weight_version_min": int(versions.min()) if len(versions) else None,
-        "weight_version_max": int(versions.max()) if len(versions) else None,
-    }
-    known = {name: value for name, value in fields.items() if value is not None}
-    room = ROW_BYTES - len(encode_row({**head, **known})) - len(BARE)
+    known |= {"tokens": len(sample.tokens), "response_length": len(versions)}
+    if len(versions):
+        known |= {"weight_version_min": int(versions.min()), "weight_version_max": int(versions.max())}
+    texts = {"prompt": sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt), "response": sample.response}
+    parts = {name: values for name, values in (("rewards", sample.rewards), ("metadata", sample.metadata)) if values}
+    if all(map(_is_short, parts.values())) and len(encode_row({**known, **parts})) + len(TEXTS) <= ROW_BYTES:  # as most are
+        return {**known, **texts, **parts}
+    return {**known, **texts, **_cut(sample, room=ROW_BYTES - len(encode_row(known)) - len(BARE))}
+
+
+def _is_short(values: Mapping[str, JSONValue]) -> bool:
+    """Whether each value is a text, a number or nothing whose JSON has up to VALUE_CHARS. A failure never is: it has rules of its own."""
+    if "failure" in values:
+        return False
+    for value in values.values():
+        kind = type(value)
+        short = kind is float or kind is bool or value is None or (kind is str and len(value) <= VALUE_CHARS) or (kind is int and abs(value) < 1 << 63)
+        if not short:
+            return False
+    return True
+
+
+def _cut(sample: Sample, *, room: int) -> dict[str, Any]:
+    """The rewards' parts and the metadata as far as they fit into `room` bytes, a failure beside that, and how many were left out."""
     rewards, rewards_cut, left = keep_what_fits(sample.rewards, room)
     failed = "failure" in sample.metadata
     others = {key: value for key, value in sample.metadata.items() if key != "failure"} if failed else sample.metadata
     metadata, metadata_cut, _ = keep_what_fits(others, left)
     if failed:
         metadata["failure"] = shorten_failure(sample.metadata["failure"])
-    texts = {"prompt": sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt), "response": sample.response}
     cuttable = {"rewards": rewards, "rewards_cut": rewards_cut, "metadata": metadata, "metadata_cut": metadata_cut}
-    return {**head, **known, **texts, **{name: value for name, value in cuttable.items() if value}}
+    return {name: value for name, value in cuttable.items() if value}
 
 
 def keep_what_fits(values: Mapping[str, JSONValue], room: int) -> tuple[dict[str, JSONValue], int, int]:

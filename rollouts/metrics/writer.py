@@ -130,9 +130,11 @@ class JsonlLogger:
     def _write_step(self, head: Row, row: Row, updates: Sequence[UpdateRecord], spans: Sequence[Span]) -> int:
         """The number of rows of contributions."""
         if updates:
-            rows = [encode_contributions(head, update, self._write_arrays(head["stage"], update)) for update in updates]
+            lengths = [update.batch.response_lengths for update in updates]
+            pairs = list(zip(updates, lengths, strict=True))
+            rows = [encode_contributions(head, update, of, self._write_arrays(head["stage"], update)) for update, of in pairs]
             self._files.append("contributions", b"".join(rows))
-            self._files.append(UPDATES, join_lines(format_update(head, update).encode() for update in updates))
+            self._files.append(UPDATES, join_lines(format_update(head, *pair).encode() for pair in pairs))
         self._append("metrics", [row])
         if spans:
             self._append("spans", [span.fields() for span in spans], head)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,11 @@ def make_update(**changes: Any) -> UpdateRecord:
 
 def read_back(update: UpdateRecord, places: Sequence[Place] = ()) -> list[dict[str, Any]]:
     """The rows that are written, without a head."""
-    return [json.loads(line) for line in encode_contributions({}, update, places).splitlines()]
+    return [json.loads(line) for line in encode_contributions({}, update, update.batch.response_lengths, places).splitlines()]
+
+
+def write_line(head: Mapping[str, Any], update: UpdateRecord) -> str:
+    return format_update(head, update, update.batch.response_lengths)
 
 
 def test_a_row_says_which_sample_with_which_advantage_weight_and_share():
@@ -93,7 +97,7 @@ def test_an_update_whose_gradient_was_not_finite_says_why_and_gives_nobody_a_sha
         assert (row["skipped"], row["share"], row["loss"]) == ("the gradient norm is inf", 0.0, -0.0625)
         assert "weight" not in row
     head = {"time_unix": 0.0, "attempt": 1, "stage": "rl", "step": 3, "policy_version": 2}
-    words = format_update(head, update).split()
+    words = write_line(head, update).split()
     assert words[words.index("grad_norm") + 1 :][:2] == ["-", "-"]
 
 
@@ -130,7 +134,7 @@ HEAD = make_head("rl", 12, 11, 2, 0.0)
 
 
 def test_the_line_of_an_update_reads_by_column():
-    line = format_update(HEAD, make_update())
+    line = write_line(HEAD, make_update())
     words = (
         "1970-01-01T00:00:00Z attempt 2 rl step 12 update 1 version 12 loss -6.250000e-02 kl +1.000e-01 beta 5.000e-02 "
         "grad_norm 2.500e+00 clipped lr 3.000e-04 samples 2 zero_advantage 0 tokens 3"
@@ -144,7 +148,7 @@ def test_lines_are_aligned_and_what_an_update_has_not_is_a_dash():
     bare = dataclasses.replace(
         update, update=0, forward=forward, kl_coef=None, optim=OptimStepResult(step=1, lr=1e-5, grad_norm=0.1, clipped=False)
     )
-    lines = [format_update(HEAD, one) for one in (update, bare, dataclasses.replace(update, part="critic", contributes=False))]
+    lines = [write_line(HEAD, one) for one in (update, bare, dataclasses.replace(update, part="critic", contributes=False))]
     for word in ("step", "update", "version", "loss", "kl ", "beta", "grad_norm", "lr ", "samples", "zero_advantage", "tokens"):
         assert len({line.index(word) for line in lines}) == 1, word
     assert "kl          -" in lines[1] and "beta         -" in lines[1] and "zero_advantage     1" in lines[1] and "whole" in lines[1]
@@ -154,5 +158,5 @@ def test_lines_are_aligned_and_what_an_update_has_not_is_a_dash():
 def test_a_skipped_update_says_why_on_its_one_line():
     forward = ForwardBackwardResult(loss=None, denominator=3.0, metrics={}, skipped="the loss is\nnan")
     optim = OptimStepResult(step=7, lr=3e-4, grad_norm=None, clipped=False, skipped="the loss is nan")
-    line = format_update(HEAD, make_update(forward=forward, optim=optim))
+    line = write_line(HEAD, make_update(forward=forward, optim=optim))
     assert line.endswith("  skipped: the loss is nan") and "\n" not in line and "grad_norm         -" in line
