@@ -45,8 +45,8 @@ def _is_short(values: Mapping[str, JSONValue]) -> bool:
         return False
     for value in values.values():
         kind = type(value)
-        short = kind is float or kind is bool or value is None or (kind is str and len(value) <= VALUE_CHARS) or (kind is int and abs(value) < 1 << 63)
-        if not short:
+        short = value is None or kind is float or kind is bool
+        if not (short or (kind is str and len(value) <= VALUE_CHARS) or (kind is int and abs(value) < 1 << 63)):
             return False
     return True
 
