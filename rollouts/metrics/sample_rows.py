@@ -44,9 +44,13 @@ def _is_short(values: Mapping[str, JSONValue]) -> bool:
     if "failure" in values:
         return False
     for value in values.values():
-        kind = type(value)
-        short = value is None or kind is float or kind is bool
-        if not (short or (kind is str and len(value) <= VALUE_CHARS) or (kind is int and abs(value) < 1 << 63)):
+        if isinstance(value, str):
+            short = len(value) <= VALUE_CHARS
+        elif isinstance(value, int):  # bool too
+            short = -(1 << 63) <= value < 1 << 63
+        else:
+            short = value is None or isinstance(value, float)
+        if not short:
             return False
     return True
 
