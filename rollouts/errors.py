@@ -13,7 +13,8 @@
     ├── RecordError                 what is asked of a run's record is not in it, was removed or is damaged  (exit 2)
     ├── TrackerError                a tracker cannot be used: its package is missing, or it cannot be set up     (exit 2 at start)
     │   ├── SinkUnavailable         a tracker's service did not take rows now; they are sent again
-    │   └── SinkRefused             a tracker's service will not take rows until a person acts (a wrong key)
+    │   ├── SinkRefused             a tracker's service will not take rows until a person acts (a wrong key)
+    │   └── RowsRefused             a tracker's service will never take one of these rows; it is looked for, said and left out
     ├── UserFunctionError           a generate, reward or filter function raised or returned nonsense
     │   ├── RewardTimeout           a reward function took longer than it may
     │   └── RewardCrashed           a reward function ended or spoiled the process it ran in
@@ -107,6 +108,10 @@ class SinkUnavailable(TrackerError):
 
 class SinkRefused(TrackerError):
     """A tracker's service will not take rows until a person changes something: a key, a permission, a quota."""
+
+
+class RowsRefused(TrackerError):
+    """A tracker's service will never take these rows together: one of them is at fault, or they are too many. In parts it takes the others."""
 
 
 class UserFunctionError(RolloutsError):

@@ -11,20 +11,24 @@ from rollouts.errors import ConfigError, TrackerError
 
 # As in rollouts.trackers.sinks; here so that --help loads little.
 NAMES = ("tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prometheus")
+EXIT_CODES = (
+    "exit codes: 0 nothing is left to be sent; 1 a tracker did not take everything; 2 wrong usage; 3 with --once, another process, as the run's own, "
+    "follows the run for a tracker already; 130 Ctrl-C"
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds the subcommand `track`."""
     what = "send a run's metrics to trackers, also while it runs, from where the last time ended"
-    parser = commands.add_parser("track", help=what, description=what, allow_abbrev=False)
+    parser = commands.add_parser("track", help=what, description=what, epilog=EXIT_CODES, allow_abbrev=False)
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
     parser.add_argument("--to", action="append", required=True, metavar="NAME", help=f"a tracker, may be given again: {', '.join(NAMES)}")
-    parser.add_argument("--once", action="store_true", help="send what is there and end, though the run may go on")
+    parser.add_argument("--once", action="store_true", help="send what is there and end, though the run may go on, and wait for no other follower")
     parser.set_defaults(run=run_track)
 
 
 def run_track(arguments: argparse.Namespace) -> int:
-    """0 when the run is over, or with --once at once, and everything was sent; 1 if a tracker did not take everything; 130 for Ctrl-C.
+    """An exit code, as EXIT_CODES says. Of 1 and 3 it is 1.
 
     Raises RunDirError for a directory that is no run, ConfigError for a tracker that is none or whose package is missing.
     """
@@ -32,7 +36,7 @@ def run_track(arguments: argparse.Namespace) -> int:
 
     from rollouts.run_dir import RunDir
     from rollouts.trackers.launch import describe_catching_up
-    from rollouts.trackers.position import check_followable, position_path, read_position
+    from rollouts.trackers.position import Position, check_followable, describe_left_out, position_path, read_position
     from rollouts.trackers.supervisor import Limits, supervise, wait_unlocked
 
     root, names = arguments.run_dir, list(dict.fromkeys(arguments.to))
@@ -41,17 +45,24 @@ def run_track(arguments: argparse.Namespace) -> int:
     for name in names:
         read_position(position_path(root, name))  # one that cannot be read is said before anything starts
     wait_over = trio.lowlevel.checkpoint if arguments.once else partial(wait_unlocked, RunDir(root))
+    outcomes = None
     try:
-        behind = trio.run(partial(supervise, root, names, wait_over=wait_over, limits=Limits(), say_for=lambda name: say))
-    except KeyboardInterrupt:
+        follow = partial(supervise, root, names, wait_over=wait_over, limits=Limits(), say_for=lambda name: say, once=arguments.once)
+        outcomes = trio.run(follow)
+    except* KeyboardInterrupt:  # trio hands it out of a nursery in a group
         say(f"stopped; {describe_catching_up(root, names)}")
+    if outcomes is None:
         return 130
+    more = {"sent": "", "behind": ", not all", "held": "; another process follows the run for it already"}
     for name in names:
-        position = read_position(position_path(root, name))
-        print(f"{name}: {position.number if position else 0} rows sent{', not all' if name in behind else ''}")
+        position = read_position(position_path(root, name)) or Position("")
+        left_out = describe_left_out(position)
+        print(f"{name}: {position.number - position.left_out.rows} rows sent{f' ({left_out})' if left_out else ''}{more[outcomes[name]]}")
+    behind = [name for name in names if outcomes[name] == "behind"]
     if behind:
         say(describe_catching_up(root, behind))
-    return 1 if behind else 0
+        return 1
+    return 3 if "held" in outcomes.values() else 0
 
 
 def check_names(names: list[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -17,9 +18,9 @@ import trio
 
 from rollouts.errors import ConfigError, RunDirError, TrackerError
 from rollouts.run_dir import RunDir
-from rollouts.trackers.position import Position, count_unsent, position_path, read_position
+from rollouts.trackers.position import Position, count_unsent, describe_left_out, position_path, read_position
 from rollouts.trackers.sinks import SINKS, check_sink
-from rollouts.trackers.supervisor import DRAIN_S
+from rollouts.trackers.supervisor import DRAIN_S, open_pidfd, wait_pidfd
 
 END_S = 2.0  # most that a run waits at its end for its followers to have sent everything
 SUPERVISOR = (sys.executable, "-m", "rollouts.trackers.supervisor")
@@ -64,6 +65,10 @@ async def open_trackers(
         if behind:
             left = f"they have {DRAIN_S:.0f} s more" if is_running(process) else "their followers have ended"
             say(f"not everything was sent to {', '.join(behind)}, {left}; {describe_catching_up(run_dir.root, behind)}")
+        for name in names:
+            left_out = read_left_out(run_dir.root, name)
+            if left_out:
+                say(f"warning: {name} does not have all rows: {left_out}; {run_dir.root / 'trackers' / f'{name}.log'} says why")
 
 
 def start_followers(run_dir: RunDir, names: Sequence[str], command: Sequence[str]) -> tuple[int, int]:
@@ -86,15 +91,12 @@ def start_followers(run_dir: RunDir, names: Sequence[str], command: Sequence[str
 
 async def wait_process(pid: int) -> None:
     """Until the child has ended. It is not reaped: is_running does."""
-    if not hasattr(os, "pidfd_open"):
-        await trio.to_thread.run_sync(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT), abandon_on_cancel=True)
+    descriptor = open_pidfd(pid)
+    if descriptor is not None:
+        await wait_pidfd(descriptor)
         return
-    descriptor = os.pidfd_open(pid)
-    try:
-        await trio.lowlevel.wait_readable(descriptor)
-    finally:
-        trio.lowlevel.notify_closing(descriptor)
-        os.close(descriptor)
+    with contextlib.suppress(ChildProcessError):  # it is gone, where a program ignores SIGCHLD
+        await trio.to_thread.run_sync(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT), abandon_on_cancel=True)
 
 
 def is_running(pid: int) -> bool:
@@ -113,6 +115,15 @@ def is_behind(root: Path, name: str) -> bool:
         return True
 
 
+def read_left_out(root: Path, name: str) -> str:
+    """What the tracker's service refused for good, as far as its position tells; empty where that is nothing."""
+    try:
+        position = read_position(position_path(root, name))
+    except (OSError, RunDirError):
+        return ""
+    return "" if position is None else describe_left_out(position)
+
+
 def describe_catching_up(root: Path, names: Sequence[str]) -> str:
     """The command that sends what is left."""
-    return f"to send the rest: python -m rollouts track {root} {' '.join(f'--to {name}' for name in names)} --once"
+    return f"to send the rest: python -m rollouts track {shlex.quote(str(root))} {' '.join(f'--to {name}' for name in names)} --once"

@@ -1,24 +1,32 @@
 """OpenTelemetry: metrics as gauges and spans, as OTLP over HTTP (protobuf) to a collector.
 
 Every point has the time of its row and every span its own, so what is sent after an outage lands where it belongs. The SDK's metrics API stamps
-points when they are sent; the messages are therefore made here and posted by httpx2.
-
-Environment: OTEL_EXPORTER_OTLP_ENDPOINT (default http://localhost:4318), OTEL_EXPORTER_OTLP_METRICS_ENDPOINT and …_TRACES_ENDPOINT for whole
-addresses, OTEL_EXPORTER_OTLP_HEADERS (name=value,…, percent-encoded: keys go here), OTEL_EXPORTER_OTLP_TIMEOUT (milliseconds),
-OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES.
+points when they are sent; the messages are therefore made here and posted by httpx2. Environment: rollouts.trackers.otlp_environment.
 
 A batch that is sent again has the same points and, for its spans, the same ids: a service that stores by time or id has them once.
+
+    2xx                     taken
+    400, 413, 422           these rows are at fault: RowsRefused; but a single row only where the collector takes a message without any
+    408, 429, 5xx, silence  SinkUnavailable: tried again
+    others (401, 403, 404)  SinkRefused: a person must act
+
+Sources: opentelemetry.io/docs/specs/otlp (failures, throttling; 408 and all of 5xx are tried again here, for nothing is to be lost).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from urllib.parse import unquote, urlsplit
 
 import httpx2
-from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest, ExportMetricsServiceResponse
+from google.protobuf.message import DecodeError
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+    ExportMetricsPartialSuccess,
+    ExportMetricsServiceRequest,
+    ExportMetricsServiceResponse,
+)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest, ExportTraceServiceResponse
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, InstrumentationScope, KeyValue
 from opentelemetry.proto.metrics.v1.metrics_pb2 import Gauge, Metric, NumberDataPoint, ResourceMetrics, ScopeMetrics
@@ -26,15 +34,17 @@ from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
 from rollouts import __version__
-from rollouts.errors import SinkRefused, SinkUnavailable, TrackerError
+from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
 from rollouts.metrics.names import find_metric
-from rollouts.trackers.sinks import RunInfo, TrackedRow
+from rollouts.trackers.otlp_environment import SIGNALS, Signal, read_resource, read_route
+from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow
 
-DEFAULT_ENDPOINT = "http://localhost:4318"
-DEFAULT_TIMEOUT_S = 10.0
-RETRYABLE = frozenset({408, 429, 500, 502, 503, 504})
+ROWS_AT_FAULT = frozenset({400, 413, 422})
+WORDS = 300  # characters of a collector's words that are worth a line
 UNITS = {"": "1", "s": "s", "bytes": "By", "share": "1", "tokens/s": "{tokens}/s"}  # as OpenTelemetry writes them; others go into braces
+# Kept while the process lives, for a sink that is opened anew after a failure.
 _taken: dict[tuple[str, str], int] = {}  # by run and signal: the number of the last row that the collector took, for a batch of which it took half
+_left_out: dict[str, int] = {}  # by run: points and spans that the collector took batches without
 
 
 def open_sink(run: RunInfo) -> OtlpSink:
@@ -46,30 +56,23 @@ class OtlpSink:
     """Posts each batch as one request of metrics and one of spans."""
 
     def __init__(self, run: RunInfo) -> None:
-        environment = run.environment
         self._run = run
-        self._urls = {signal: find_url(environment, signal) for signal in ("metrics", "traces")}
+        self._routes = {signal: read_route(run.environment, signal) for signal in SIGNALS}
         self._scope = InstrumentationScope(name="rollouts", version=__version__)
         self._resource = Resource(attributes=make_attributes(read_resource(run)))
-        headers = {**read_pairs(environment, "OTEL_EXPORTER_OTLP_HEADERS"), "content-type": "application/x-protobuf"}
-        self._client = httpx2.Client(headers=headers, timeout=read_timeout_s(environment), follow_redirects=False)
+        self._client = httpx2.Client(follow_redirects=False)
+        before = (run.mark or {}).get("left_out", 0)
+        _left_out.setdefault(run.id, before if isinstance(before, int) else 0)
 
-    def send(self, rows: Sequence[TrackedRow]) -> None:
-        """Returns when the collector has taken the batch. Raises SinkUnavailable, with the seconds that it asks to be left alone, or SinkRefused."""
-        points = [row for row in rows if row.file != "spans" and self._is_new("metrics", row)]
-        if points:
-            scope = ScopeMetrics(scope=self._scope, metrics=make_metrics(points))
-            request = ExportMetricsServiceRequest(resource_metrics=[ResourceMetrics(resource=self._resource, scope_metrics=[scope])])
-            answer = ExportMetricsServiceResponse.FromString(self._post("metrics", request.SerializeToString()))
-            warn_of_rejected("points", answer.partial_success.rejected_data_points, answer.partial_success.error_message)
-            _taken[self._run.id, "metrics"] = max(row.number for row in points)
-        spans = [row for row in rows if row.file == "spans" and self._is_new("traces", row)]
-        if spans:
-            scope = ScopeSpans(scope=self._scope, spans=[make_span(self._run, row) for row in spans])
-            request = ExportTraceServiceRequest(resource_spans=[ResourceSpans(resource=self._resource, scope_spans=[scope])])
-            answer = ExportTraceServiceResponse.FromString(self._post("traces", request.SerializeToString()))
-            warn_of_rejected("spans", answer.partial_success.rejected_spans, answer.partial_success.error_message)
-            _taken[self._run.id, "traces"] = max(row.number for row in spans)
+    def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
+        """Returns when the collector has taken the batch. Raises SinkUnavailable, with the seconds that it asks to be left alone, SinkRefused, or
+        RowsRefused, with the collector's words."""
+        for signal in SIGNALS:
+            new = [row for row in rows if (row.file == "spans") == (signal == "traces") and self._is_new(signal, row)]
+            if new:
+                self._export(signal, new)
+                _taken[self._run.id, signal] = max(row.number for row in new)
+        return {"left_out": _left_out[self._run.id]} if _left_out[self._run.id] else None
 
     def close(self) -> None:
         """Closes the connection."""
@@ -78,25 +81,93 @@ class OtlpSink:
     def _is_new(self, signal: str, row: TrackedRow) -> bool:
         return row.number > _taken.get((self._run.id, signal), -1)
 
-    def _post(self, signal: str, body: bytes) -> bytes:
-        url = self._urls[signal]
-        where = f"{urlsplit(url).hostname}:{urlsplit(url).port or ''}".rstrip(":")  # without what else an address may hold
+    def _export(self, signal: Signal, rows: Sequence[TrackedRow]) -> None:
         try:
-            answer = self._client.post(url, content=body)
+            body = self._make_body(signal, rows)
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # of a row that another program wrote
+            raise RowsRefused(f"it cannot be told as OTLP ({error!r})") from error
+        try:
+            answer = self._post(signal, body)
+        except RowsRefused:
+            if len(rows) == 1:
+                self._check_route(signal)
+            raise
+        count, message = read_partial_success(signal, answer)
+        if count:  # the collector would not take them the next time either
+            _left_out[self._run.id] += count
+            logging.getLogger("rollouts").warning("the collector left out %d values of %s: %s", count, signal, message)
+
+    def _make_body(self, signal: Signal, rows: Sequence[TrackedRow]) -> bytes:
+        if signal == "metrics":
+            scope = ScopeMetrics(scope=self._scope, metrics=make_metrics(rows))
+            return ExportMetricsServiceRequest(resource_metrics=[ResourceMetrics(resource=self._resource, scope_metrics=[scope])]).SerializeToString()
+        spans = ScopeSpans(scope=self._scope, spans=[make_span(self._run, row) for row in rows])
+        return ExportTraceServiceRequest(resource_spans=[ResourceSpans(resource=self._resource, scope_spans=[spans])]).SerializeToString()
+
+    def _check_route(self, signal: Signal) -> None:
+        """Raises SinkRefused where even a message without rows is refused, which a collector has to take: the rows are not at fault, and must not be
+        left out for a wrong port or a resource attribute that the service does not like."""
+        try:
+            self._post(signal, self._make_body(signal, ()))
+        except RowsRefused as error:
+            raise SinkRefused(f"{error}, even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_RESOURCE_ATTRIBUTES") from error
+
+    def _post(self, signal: Signal, body: bytes) -> httpx2.Response:
+        route = self._routes[signal]
+        try:
+            answer = self._client.post(route.url, content=body, headers=route.headers, timeout=route.timeout_s)
         except httpx2.HTTPError as error:
-            raise SinkUnavailable(f"the collector at {where} cannot be reached ({type(error).__name__})") from error
-        if answer.status_code == 200:
-            return answer.content if "protobuf" in answer.headers.get("content-type", "protobuf") else b""
-        message = f"the collector at {where} answered {answer.status_code} to {signal}"
-        if answer.status_code in RETRYABLE:
+            raise SinkUnavailable(f"the collector at {route.host} cannot be reached ({type(error).__name__})") from error
+        if answer.is_success:
+            return answer
+        message = f"the collector at {route.host} answered {answer.status_code} to {signal}"
+        if answer.status_code in (408, 429) or answer.status_code >= 500:
             raise SinkUnavailable(message, retry_after_s=read_retry_after_s(answer.headers.get("retry-after")))
+        if answer.status_code in ROWS_AT_FAULT:
+            raise RowsRefused(f"{message}: {read_words(answer)}")
         raise SinkRefused(f"{message}; check OTEL_EXPORTER_OTLP_ENDPOINT and OTEL_EXPORTER_OTLP_HEADERS")
 
 
-def warn_of_rejected(what: str, count: int, message: str) -> None:
-    """Says what a collector took a batch without: it would not take it the next time either."""
-    if count:
-        logging.getLogger("rollouts").warning("the collector left out %d %s: %s", count, what, message or "it does not say why")
+# --- answers -------------------------------------------------------------------------------------------------------------------
+
+
+def read_partial_success(signal: Signal, answer: httpx2.Response) -> tuple[int, str]:
+    """How many values a collector took a batch without, and why. (0, "") of an answer that is no OTLP message: it says that the batch is taken."""
+    if "protobuf" not in answer.headers.get("content-type", "protobuf"):
+        return 0, ""
+    try:
+        if signal == "metrics":
+            metrics = ExportMetricsServiceResponse.FromString(answer.content).partial_success
+            return metrics.rejected_data_points, clean_words(metrics.error_message)
+        spans = ExportTraceServiceResponse.FromString(answer.content).partial_success
+        return spans.rejected_spans, clean_words(spans.error_message)
+    except DecodeError:
+        return 0, ""
+
+
+def read_words(answer: httpx2.Response) -> str:
+    """What a collector says of a refusal: the message of a google.rpc.Status, as protobuf or JSON, or a text."""
+    kind = answer.headers.get("content-type", "")
+    try:
+        if "protobuf" in kind:
+            # A google.rpc.Status has its message where this one has it, and its package is not needed for anything else.
+            return clean_words(ExportMetricsPartialSuccess.FromString(answer.content).error_message)
+        if "json" in kind:
+            return clean_words(str(json.loads(answer.content)["message"]))
+    except (DecodeError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return clean_words(answer.content[: 4 * WORDS].decode(errors="replace"))
+
+
+def clean_words(text: str) -> str:
+    """The text in one line, without what would steer a terminal."""
+    line = " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+    return line if 0 < len(line) <= WORDS else f"{line[:WORDS]}…" if line else "it does not say why"
+
+
+def read_retry_after_s(text: str | None) -> float | None:
+    """Seconds of a Retry-After header; None for none, and for a date."""
+    return float(text) if text and text.strip().isdecimal() else None
 
 
 # --- messages ------------------------------------------------------------------------------------------------------------------
@@ -157,47 +228,3 @@ def make_attributes(values: Mapping[str, str | int | float]) -> list[KeyValue]:
         KeyValue(key=key, value=AnyValue(int_value=value) if isinstance(value, int) else AnyValue(string_value=str(value)))
         for key, value in values.items()
     ]
-
-
-# --- the environment -----------------------------------------------------------------------------------------------------------
-
-
-def find_url(environment: Mapping[str, str], signal: str) -> str:
-    """Where a signal is posted to. Raises TrackerError for what is no http address."""
-    whole = environment.get(f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT", "")
-    url = whole or f"{(environment.get('OTEL_EXPORTER_OTLP_ENDPOINT') or DEFAULT_ENDPOINT).rstrip('/')}/v1/{signal}"
-    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
-        raise TrackerError(f"the OTLP endpoint of {signal} is no http address; set OTEL_EXPORTER_OTLP_ENDPOINT to one like {DEFAULT_ENDPOINT}")
-    return url
-
-
-def read_pairs(environment: Mapping[str, str], name: str) -> dict[str, str]:
-    """name=value,… as OpenTelemetry writes it. Raises TrackerError, without the value, for another text."""
-    pairs: dict[str, str] = {}
-    for part in filter(None, map(str.strip, environment.get(name, "").split(","))):
-        key, equals, value = part.partition("=")
-        if not equals or not key.strip():
-            raise TrackerError(f"{name} is to be name=value,name=value with percent-encoded values; one of its parts is not")
-        pairs[key.strip()] = unquote(value.strip())
-    return pairs
-
-
-def read_timeout_s(environment: Mapping[str, str]) -> float:
-    """Seconds for one request. Raises TrackerError."""
-    text = environment.get("OTEL_EXPORTER_OTLP_TIMEOUT", "")
-    if not text:
-        return DEFAULT_TIMEOUT_S
-    if not text.isdecimal() or int(text) == 0:
-        raise TrackerError(f"OTEL_EXPORTER_OTLP_TIMEOUT={text!r} is to be a whole number of milliseconds above 0, for example 10000")
-    return int(text) / 1000
-
-
-def read_resource(run: RunInfo) -> dict[str, str]:
-    """What names the run in the service."""
-    name = run.environment.get("OTEL_SERVICE_NAME", "") or "rollouts"
-    return {"service.name": name, **read_pairs(run.environment, "OTEL_RESOURCE_ATTRIBUTES"), "service.instance.id": run.id, "rollouts.run": run.name}
-
-
-def read_retry_after_s(text: str | None) -> float | None:
-    """Seconds of a Retry-After header; None for none, and for a date."""
-    return float(text) if text and text.strip().isdecimal() else None

@@ -2,7 +2,8 @@
 
     files     where the next row begins, per file        everything before it was taken
     sending   where the rows being sent end              stored before they are sent: after a kill exactly these are sent again
-    number    rows taken so far
+    number    rows taken so far, or left out
+    left_out  how many of them the service refused for good, and which was the last
     handed    rows that a library took after these, without saying whether the service has them: sent again after a kill
     mark      what the sink said of them
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import json
+import math
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +26,7 @@ from rollouts.trackers.sinks import Mark, TrackedRow
 
 SCHEMA = 1
 BATCH_BYTES = 8 << 20  # of one batch; a single longer row is a batch of its own
+TAIL_BYTES = 1 << 16  # of a file's end that are read at once when its last newline is looked for
 
 
 class Place(NamedTuple):
@@ -31,6 +34,13 @@ class Place(NamedTuple):
 
     part: int  # 0 is NAME.jsonl, n is NAME.n.jsonl
     offset: int  # bytes from the beginning of the part, always the beginning of a row
+
+
+class LeftOut(NamedTuple):
+    """Rows that the tracker's service refused for good."""
+
+    rows: int = 0
+    last: str = ""  # which row was the last of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +53,7 @@ class Position:
     number: int = 0
     handed: int = 0
     mark: Mark | None = None
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     def place(self, file: str) -> Place:
         return self.files.get(file, Place(0, 0))
@@ -53,6 +64,11 @@ class Batch(NamedTuple):
 
     rows: list[TrackedRow]
     ends: dict[str, Place]
+    places: list[Place]  # for each row, where the next one of its file begins
+
+    def find_ends(self, begin: int, end: int) -> dict[str, Place]:
+        """Where each file's next row begins after rows `begin` to `end` of the batch, without what was passed over after the last of them."""
+        return {row.file: place for row, place in zip(self.rows[begin:end], self.places[begin:end], strict=True)}
 
 
 def position_path(root: Path, name: str) -> Path:
@@ -77,6 +93,7 @@ def read_position(path: Path) -> Position | None:
             number=int(held["number"]),
             handed=int(held["handed"]),
             mark=held["mark"],
+            left_out=LeftOut(int(held["left_out"]["rows"]), str(held["left_out"]["last"])) if "left_out" in held else LeftOut(),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunDirError(f"{path} does not say how far the tracker is ({error!r}); remove it to send the whole run again, as a new one") from error
@@ -92,6 +109,7 @@ def write_position(path: Path, position: Position) -> None:
         "number": position.number,
         "handed": position.handed,
         "mark": position.mark,
+        "left_out": position.left_out._asdict(),
     }
     partial = path.with_name(f".tmp-{path.name}")
     with partial.open("w", encoding="utf-8") as file:
@@ -118,6 +136,15 @@ def advance(position: Position, ends: Mapping[str, Place], rows: int, mark: Mark
     )
 
 
+def describe_left_out(position: Position) -> str:
+    """What the tracker will never have, empty where that is nothing."""
+    rows, last = position.left_out
+    values = (position.mark or {}).get("left_out")  # of a sink whose service may take a batch without some of its values
+    said = [f"{rows} refused for good and left out, the last: {last}"] if rows else []
+    said += [f"{values} values left out by the service"] if isinstance(values, int) and values else []
+    return "; ".join(said)
+
+
 # --- the rows after a position -----------------------------------------------------------------------------------------------
 
 
@@ -131,6 +158,7 @@ def read_batch(
     sources = [_read_lines(root, file, position, say) for file in files]
     rows: list[TrackedRow] = []
     ends: dict[str, Place] = {}
+    places: list[Place] = []
     size = 0
     for line in heapq.merge(*sources, key=lambda line: line.time_unix):
         if position.sending is None and (len(rows) == limit or (rows and size + line.size > batch_bytes)):
@@ -139,18 +167,34 @@ def read_batch(
         ends[line.file] = line.end
         if line.row is not None:
             rows.append(TrackedRow(line.file, line.row, position.number + len(rows)))
-    return Batch(rows, ends if position.sending is None else dict(position.sending))
+            places.append(line.end)
+    return Batch(rows, ends if position.sending is None else dict(position.sending), places)
 
 
 def count_unsent(root: Path, files: Sequence[str], position: Position) -> int:
-    """Bytes of rows that were not taken yet."""
+    """Bytes of rows that were not taken yet. A torn last line, as a killed writer leaves, is no row. Raises OSError."""
     unsent = 0
     for file in files:
         part, offset = position.place(file)
         while (path := part_path(root, file, part)).exists():
-            unsent += max(0, path.stat().st_size - offset)
+            has_next = part_path(root, file, part + 1).exists()
+            unsent += max(0, (path.stat().st_size if has_next else find_last_row_end(path, offset)) - offset)
             part, offset = part + 1, 0
     return unsent
+
+
+def find_last_row_end(path: Path, start: int) -> int:
+    """Where the last line of a file ends that has its newline; `start` if none that begins after it has one. Raises OSError."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > start:
+            begin = max(start, end - TAIL_BYTES)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                return begin + newline + 1
+            end = begin
+    return start
 
 
 def part_path(root: Path, file: str, part: int) -> Path:
@@ -221,10 +265,10 @@ def _parse_row(line: bytes) -> Mapping[str, Any] | None:
     try:
         row = json.loads(line)
         whole = isinstance(row["stage"], str) and isinstance(row["step"], int) and isinstance(row["attempt"], int)
-        float(row["time_unix"])
-    except (ValueError, KeyError, TypeError):
+        timed = isinstance(row["time_unix"], int | float) and math.isfinite(row["time_unix"])
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return row if whole else None
+    return row if whole and timed else None
 
 
 def _parse_places(held: Mapping[str, Any]) -> dict[str, Place]:

@@ -44,6 +44,8 @@ class PrometheusSink:
         except OSError as error:
             raise SinkRefused(f"port {port} of this machine cannot be had ({error}); set OTEL_EXPORTER_PROMETHEUS_PORT to a free one") from error
         self._server.read_page = lambda: self._page
+        # A thread, though the project has none elsewhere: a follower's worker has no event loop, and blocks by design, so that the system's alarm
+        # can end a library that hangs. Prometheus must be answered meanwhile. All that the threads share is a page of bytes, replaced as a whole.
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
         self._thread.start()
 

@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rollouts.errors import SinkRefused, SinkUnavailable, TrackerError
+from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable, TrackerError
 from rollouts.trackers.sinks import RunInfo, TrackedRow
 
 TAG = "rollouts.run_id"
 FORBIDDEN = re.compile(r"[^/\w.\- :]")  # in the name of a metric or parameter
 METRICS_PER_CALL, PARAMS_PER_CALL, PARAM_CHARS = 1000, 100, 500  # what every server takes
+WORDS = 300  # characters of a server's words that are worth a line
 # A server that does not answer is asked again by the follower, not for minutes by the client; a user's own values stay.
 PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
@@ -62,7 +63,7 @@ class MlflowSink:
         self._failure = failure
 
     def send(self, rows: Sequence[TrackedRow]) -> None:
-        """One call for each thousand metrics. Raises SinkRefused or SinkUnavailable."""
+        """One call for each thousand metrics. Raises SinkRefused, SinkUnavailable or RowsRefused."""
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
         metrics = [Metric(*value) for tracked in rows for value in list_metrics(tracked)]
@@ -70,6 +71,10 @@ class MlflowSink:
             for start in range(0, len(metrics), METRICS_PER_CALL):
                 self._client.log_batch(self._run_id, metrics=metrics[start : start + METRICS_PER_CALL], synchronous=True)
         except self._failure as error:
+            failure: Any = error
+            # A row for a run that was deleted is refused in the same way as a bad row.
+            if failure.get_http_status_code() == 400 and self._client.get_run(self._run_id).info.lifecycle_stage == "active":
+                raise RowsRefused(" ".join(str(error).split())[:WORDS]) from error
             raise translate(error) from error
 
     def close(self) -> None:

@@ -67,7 +67,9 @@ class Sink(Protocol):
         Rows come in the order of each file. After a failure or a kill the sink is opened anew, and the first batch is exactly the rows of the last
         one, in the same order and with the same numbers (of one that confirms at close, all rows since it was opened come again). A mark is stored
         with the position, and handed back in RunInfo when the sink is opened again.
-        Raises SinkUnavailable (tried again later) or SinkRefused (a person must act: tried rarely). Anything else counts as unavailable.
+        Under `left_out` a mark may count values that the service took the batches without.
+        Raises SinkUnavailable (tried again later), SinkRefused (a person must act: tried rarely) or RowsRefused (these rows are at fault: they come
+        again in halves, and one that is refused alone is left out). Anything else counts as unavailable.
         """
         ...
 

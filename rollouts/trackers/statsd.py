@@ -92,13 +92,15 @@ def find_address(environment: Mapping[str, str]) -> Address:
     """Where the environment says that datagrams go. Raises TrackerError."""
     url = environment.get("DD_DOGSTATSD_URL", "")
     if url:
-        parts = urlsplit(url)
-        if parts.scheme == "unix" and parts.path:
+        try:
+            parts, port = urlsplit(url), urlsplit(url).port
+        except ValueError:
+            parts, port = None, 0
+        if parts and parts.scheme == "unix" and parts.path:
             return Address(True, unquote(parts.path))
-        if parts.scheme != "udp" or not parts.hostname:
-            raise TrackerError(f"DD_DOGSTATSD_URL={url!r} is to be udp://HOST:PORT or unix:///PATH")
-        port = parts.netloc.removeprefix(parts.hostname).rpartition(":")[2]
-        return Address(True, None, parts.hostname, check_port("DD_DOGSTATSD_URL", port))
+        if parts is None or parts.scheme != "udp" or not parts.hostname or port == 0:
+            raise TrackerError("DD_DOGSTATSD_URL is to be udp://HOST:PORT or unix:///PATH")
+        return Address(True, None, parts.hostname, port or DEFAULT_PORT)
     if environment.get("DD_AGENT_HOST") or environment.get("DD_DOGSTATSD_PORT"):
         port = check_port("DD_DOGSTATSD_PORT", environment.get("DD_DOGSTATSD_PORT", ""))
         return Address(True, None, environment.get("DD_AGENT_HOST") or DEFAULT_HOST, port)

@@ -11,26 +11,25 @@ What a worker and its library say passes through here, so that no secret of the 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import trio
 
 from rollouts.errors import RunDirError
-from rollouts.run_dir import RunDir, is_locked
+from rollouts.run_dir import RunDir, find_activity
 from rollouts.trackers.position import position_path, read_position
 from rollouts.trackers.secrets import find_secrets, hide_secrets
-from rollouts.trackers.worker import DONE, LOOK_S, REFUSED, UNUSABLE, choose_wait
+from rollouts.trackers.worker import DONE, HELD, LOOK_S, ONCE, REFUSED, UNUSABLE, choose_wait
 
 DRAIN_S = 30.0  # after the end of a run that started its followers: then they go, whatever is not sent
 PATIENCE_S = 300.0  # after the end of the run, without a row taken: then `rollouts track` gives up
@@ -40,6 +39,7 @@ OUTPUT_S = 1.0  # after a worker's end, for its last words, which a process that
 WORKER = (sys.executable, "-m", "rollouts.trackers.worker")
 
 Say = Callable[[str], None]
+Outcome = Literal["sent", "behind", "held"]  # everything; not everything; nothing, as another process follows the run for this tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,15 @@ async def supervise(
     wait_over: Callable[[], Awaitable[None]],
     limits: Limits,
     say_for: Callable[[str], Say],
+    once: bool = False,
     command: Sequence[str] = WORKER,
-) -> list[str]:
-    """Follows the run at `root` until it is over and all is sent. The names of those trackers that did not take everything.
+) -> dict[str, Outcome]:
+    """Follows the run at `root` until it is over and all is sent. What became of each tracker.
 
-    `wait_over` returns when nothing is written any more. `command`, followed by root, name and a process id, is a worker.
+    `wait_over` returns when nothing is written any more. `once`: where another process follows the run for a tracker it is not waited for.
+    `command`, followed by root, name and a process id, is a worker.
     """
-    behind: list[str] = []
+    outcomes: dict[str, Outcome] = dict.fromkeys(names, "behind")
     over = trio.Event()
 
     async def notice_end() -> None:
@@ -71,8 +73,8 @@ async def supervise(
         over.set()
 
     async def follow_one(name: str) -> None:
-        if not await keep_following(root, name, over=over, limits=limits, say=say_for(name), command=command):
-            behind.append(name)
+        words = [*command, str(root), name, str(os.getpid()), *((ONCE,) if once else ())]
+        outcomes[name] = await keep_following(root, name, over=over, limits=limits, say=say_for(name), command=words)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(notice_end)
@@ -80,27 +82,32 @@ async def supervise(
             for name in names:
                 followers.start_soon(follow_one, name)
         nursery.cancel_scope.cancel()
-    return [name for name in names if name in behind]
+    return outcomes
 
 
-async def keep_following(root: Path, name: str, *, over: trio.Event, limits: Limits, say: Say, command: Sequence[str]) -> bool:
-    """Runs workers until one has sent everything (true), or the limits are reached or the service refuses after the run's end (false)."""
+async def keep_following(root: Path, name: str, *, over: trio.Event, limits: Limits, say: Say, command: Sequence[str]) -> Outcome:
+    """Runs workers until one has sent everything, or is not to wait for another follower, or the limits are reached or the service refuses after
+    the run's end."""
     failures = 0
     async with trio.open_nursery() as nursery:
         nursery.start_soon(end_in_time, root, name, over, limits, nursery.cancel_scope)
         while True:
             before, began = count_sent(root, name), trio.current_time()
-            code = await run_worker([*command, str(root), name, str(os.getpid())], over=over, say=say)
-            if code in (DONE, REFUSED) or (code == UNUSABLE and over.is_set()):
+            try:
+                code = await run_worker(command, over=over, say=say)
+                end = describe_end(code)
+            except OSError as error:  # too many processes, no memory: the other trackers' workers go on meanwhile
+                code, end = None, f"cannot start ({error})"
+            if code in (DONE, REFUSED, HELD) or (code == UNUSABLE and over.is_set()):
                 nursery.cancel_scope.cancel()
-                return code == DONE
+                return "sent" if code == DONE else "held" if code == HELD else "behind"
             if count_sent(root, name) > before or trio.current_time() - began > SHORT_S:
                 failures = 0
             failures += 1
             wait_s = choose_wait(failures, asked_s=None, over=over.is_set(), draw=random.random)
-            say(f"{name}: its follower {describe_end(code)}; it starts again in {wait_s:.1f} s")
+            say(f"{name}: its follower {end}; it starts again in {wait_s:.1f} s")
             await trio.sleep(wait_s)
-    return False
+    return "behind"
 
 
 async def end_in_time(root: Path, name: str, over: trio.Event, limits: Limits, scope: trio.CancelScope) -> None:
@@ -177,16 +184,29 @@ def get_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 async def wait_exit(process: subprocess.Popen[bytes]) -> None:
     """Until the process has ended."""
-    if not hasattr(os, "pidfd_open"):
+    descriptor = open_pidfd(process.pid)
+    if descriptor is None:
         await trio.to_thread.run_sync(process.wait, abandon_on_cancel=True)
         return
-    descriptor = os.pidfd_open(process.pid)
+    await wait_pidfd(descriptor)
+    process.wait()
+
+
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that can be read when the process has ended. None where it is gone, or the system has no such thing, or none left."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None
+
+
+async def wait_pidfd(descriptor: int) -> None:
+    """Until the process has ended. The descriptor is closed then."""
     try:
         await trio.lowlevel.wait_readable(descriptor)
     finally:
         trio.lowlevel.notify_closing(descriptor)
         os.close(descriptor)
-    process.wait()
 
 
 def kill_group(leader: int) -> None:
@@ -211,27 +231,9 @@ async def read_lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[str]:
 
 
 async def wait_unlocked(run_dir: RunDir) -> None:
-    """Until no run is at work in the directory. No system tells when a lock is given back, so it is looked at now and then."""
-    while is_at_work(run_dir):  # noqa: ASYNC110
+    """Until no run can be at work in the directory. No system tells when a lock is given back, so it is looked at now and then."""
+    while find_activity(run_dir).may_go_on:  # noqa: ASYNC110
         await trio.sleep(LOOK_S)
-
-
-def is_at_work(run_dir: RunDir) -> bool:
-    """Whether a process holds the run's lock. A lock of another machine may not be seen here: that run goes on until it has a summary."""
-    locked = is_locked(run_dir)
-    if locked is None:
-        return not run_dir.summary.exists()
-    if locked or not run_dir.lock.exists():
-        return locked
-    return read_host(run_dir) not in ("", socket.gethostname()) and not run_dir.summary.exists()
-
-
-def read_host(run_dir: RunDir) -> str:
-    """The machine that used the directory last, empty where nothing says so."""
-    try:
-        return str(json.loads(run_dir.lock.read_text(encoding="utf-8"))["host"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 # --- started by a run --------------------------------------------------------------------------------------------------------
@@ -239,11 +241,10 @@ def read_host(run_dir: RunDir) -> str:
 
 async def wait_starter(parent: int) -> None:
     """Until the process that started this one closes its end of stdin, or ends: a child that it forked may hold that end."""
-    descriptors = [0]
-    if hasattr(os, "pidfd_open"):
-        if os.getppid() != parent:
-            return
-        descriptors.append(os.pidfd_open(parent))
+    pidfd = open_pidfd(parent)
+    if os.getppid() != parent:  # looked at afterwards: the number may be another process's by now
+        return
+    descriptors = [0] if pidfd is None else [0, pidfd]
     async with trio.open_nursery() as nursery:
         for descriptor in descriptors:
             nursery.start_soon(wait_readable, descriptor, nursery.cancel_scope)
@@ -269,7 +270,7 @@ def main(argv: Sequence[str], *, command: Sequence[str] = WORKER) -> int:
     def say_for(name: str) -> Say:
         return partial(append_line, root / "trackers" / f"{name}.log")
 
-    behind = trio.run(
+    outcomes = trio.run(
         partial(
             supervise,
             root,
@@ -280,7 +281,7 @@ def main(argv: Sequence[str], *, command: Sequence[str] = WORKER) -> int:
             command=command,
         )
     )
-    return 1 if behind else 0
+    return 0 if set(outcomes.values()) <= {"sent"} else 1
 
 
 if __name__ == "__main__":

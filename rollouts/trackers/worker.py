@@ -2,6 +2,7 @@
 
     files ──► read_batch ──► position: sending ──► sink.send ──► position: taken ──► …
     a failure          ──► the sink is opened anew from the stored position, after a wait that doubles
+    rows refused       ──► sent in halves, down to the row at fault: that one is said, counted and left out
     a sink that hangs  ──► the system's alarm ends the process: a call into a library that blocks can be ended in no other way
     stdin              ──► a byte: the run is over, end when all is sent; its end: the supervisor is gone, end now
 
@@ -25,9 +26,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollouts.errors import RunDirError, SinkUnavailable, TrackerError
+from rollouts.errors import RowsRefused, RunDirError, SinkUnavailable, TrackerError
 from rollouts.run_dir import RunDir
-from rollouts.trackers.position import Batch, Position, advance, open_position, position_path, read_batch, write_position
+from rollouts.trackers.position import Batch, LeftOut, Position, advance, open_position, position_path, read_batch, write_position
 from rollouts.trackers.secrets import remove_secrets
 from rollouts.trackers.sinks import SINKS, RunInfo, Sink, SinkKind, TrackedRow, open_sink
 
@@ -35,7 +36,8 @@ LOOK_S = 0.5  # between two looks at the files: nothing tells a process that ano
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0  # after a failure
 LAST_WAIT_S = 5.0  # the longest once the run is over: little time is left
 REFUSED_WAIT_S = 300.0  # after a refusal: a person has to act
-DONE, REFUSED, UNUSABLE, ABANDONED = 0, 3, 4, 5  # exit codes
+DONE, REFUSED, UNUSABLE, ABANDONED, HELD = 0, 3, 4, 5, 6  # exit codes
+ONCE = "once"  # the last word of a worker's command that is not to wait for another follower to end
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 NICE = 10  # the run goes first
 
@@ -137,7 +139,7 @@ def send_rows(following: Following, control: Control, *, troubled: bool = False)
                     break
                 control.wait(LOOK_S)
                 continue
-            position = send_batch(following, sink, position, batch)
+            position = send_batch(following, sink, position, batch, control)
             if troubled:
                 following.say("takes rows again")
             troubled = False
@@ -146,23 +148,51 @@ def send_rows(following: Following, control: Control, *, troubled: bool = False)
         write_position(following.position_path, position)
 
 
-def send_batch(following: Following, sink: Sink, position: Position, batch: Batch) -> Position:
-    """The position after the sink has taken the batch. Stored, but of one that confirms at close only how many rows it holds."""
-    path, confirms_at_close = following.position_path, following.kind.confirms_at_close
-    mark = None
-    if batch.rows:
-        position = replace(position, sending=batch.ends)
-        if not confirms_at_close:
-            write_position(path, position)
-        with alarm_after(following.kind.deadline_s):
-            mark = sink.send([following.add_aliases(row) for row in batch.rows])
-    position = advance(position, batch.ends, len(batch.rows), mark)
-    if confirms_at_close:
-        confirmed = open_position(path)
-        write_position(path, replace(confirmed, handed=position.number - confirmed.number))
-    else:
-        write_position(path, position)
+def send_batch(following: Following, sink: Sink, position: Position, batch: Batch, control: Control) -> Position:
+    """The stored position after the sink has taken the batch, whole or, where it refuses rows of it, in halves without those that it refuses alone.
+
+    A half that is taken counts at once: what comes again after a failure is the rest of the batch, in the same order and with the same numbers.
+    """
+    if not batch.rows:
+        return store(following, advance(position, batch.ends, 0, None))
+    position = replace(position, sending=batch.ends)
+    if not following.kind.confirms_at_close:
+        write_position(following.position_path, position)
+    pieces = [(0, len(batch.rows))]  # (begin, end), the first one last
+    while pieces:
+        begin, end = pieces.pop()
+        rows, mark = batch.rows[begin:end], None
+        try:
+            with alarm_after(following.kind.deadline_s):
+                mark = sink.send([following.add_aliases(row) for row in rows])
+        except RowsRefused as error:
+            control.wait(0)
+            if len(rows) > 1:
+                middle = (begin + end) // 2
+                pieces += [(middle, end), (begin, middle)]
+                continue
+            following.say(f"refuses {describe_row(rows[0])} for good; it is left out: {error}")
+            position = replace(position, left_out=LeftOut(position.left_out.rows + 1, describe_row(rows[0])))
+        ends = batch.find_ends(begin, end) if pieces else batch.ends
+        position = store(following, replace(advance(position, ends, len(rows), mark), sending=batch.ends if pieces else None))
     return position
+
+
+def store(following: Following, position: Position) -> Position:
+    """The position, which is on disk now; of a sink that confirms at close only how many rows it holds is. Raises OSError."""
+    if following.kind.confirms_at_close:
+        confirmed = open_position(following.position_path)
+        write_position(following.position_path, replace(confirmed, handed=position.number - confirmed.number))
+    else:
+        write_position(following.position_path, position)
+    return position
+
+
+def describe_row(tracked: TrackedRow) -> str:
+    """Which row it is, for a person who looks for it in the files."""
+    row = tracked.row
+    name = f" {row['name']!r}" if "name" in row else ""
+    return f"row{name} of {tracked.file}.jsonl (stage {row['stage']}, step {row['step']}, attempt {row['attempt']})"
 
 
 @contextmanager
@@ -214,18 +244,19 @@ def choose_aliases(root: Path) -> Callable[[TrackedRow], TrackedRow]:
 
 
 @contextmanager
-def holding(path: Path, control: Control, say: Say) -> Iterator[None]:
-    """One follower of a run for one tracker: waits for another to end, as one that still sends the last rows of the attempt before."""
+def holding(path: Path, control: Control, say: Say, *, once: bool) -> Iterator[bool]:
+    """One follower of a run for one tracker: waits for another to end, as one that still sends the last rows of the attempt before. False, with
+    `once`, while there is another."""
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         said = False
-        while not try_lock(descriptor):
+        while not (held := try_lock(descriptor)) and not once:
             if not said:
                 say("another process follows the run for this tracker; waiting for it to end")
             said = True
             control.wait(LOOK_S)
-        yield
+        yield held
     finally:
         os.close(descriptor)
 
@@ -257,8 +288,8 @@ def die_with(parent: int) -> None:
 
 
 def main(argv: Sequence[str], *, kinds: Mapping[str, SinkKind] = SINKS, open_named: Callable[[str, RunInfo], Sink] = open_sink) -> int:
-    """The worker of a tracker: ROOT NAME PARENT_PID. Its exit code."""
-    root, name, parent = Path(argv[0]), argv[1], int(argv[2])
+    """The worker of a tracker: ROOT NAME PARENT_PID [ONCE]. Its exit code."""
+    root, name, parent, once = Path(argv[0]), argv[1], int(argv[2]), ONCE in argv[3:]
     die_with(parent)
     with contextlib.suppress(OSError):
         os.nice(NICE)
@@ -269,8 +300,8 @@ def main(argv: Sequence[str], *, kinds: Mapping[str, SinkKind] = SINKS, open_nam
     control = Control(0)
     following = Following(root, name, kinds[name], lambda run: open_named(name, run), say, choose_aliases(root))
     try:
-        with holding(root / "trackers" / f"{name}.lock", control, say):
-            return follow(following, control)
+        with holding(root / "trackers" / f"{name}.lock", control, say, once=once) as held:
+            return follow(following, control) if held else HELD
     except (RunDirError, OSError) as error:
         say(f"cannot follow the run: {error}")
         return UNUSABLE

@@ -1,59 +1,38 @@
-"""Following a run's files: what is read, in which order, from where; what is sent again; what the sink's failures cost."""
+"""Following a run's files: what is read, in which order, from where; what is unsent; names, secrets and settings."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 
 from rollouts.cli.settings import check_output
 from rollouts.config.load import load_config
 from rollouts.config.schema import TRACKERS, RunConfig
-from rollouts.errors import ConfigError, RunDirError, SinkRefused, SinkUnavailable, TrackerError
-from rollouts.trackers import commands, sinks, worker
-from rollouts.trackers.launch import check_trackers
-from rollouts.trackers.position import Place, Position, advance, count_unsent, open_position, position_path, read_batch, read_position, write_position
+from rollouts.doctor.record import examine_trackers
+from rollouts.errors import ConfigError, RunDirError
+from rollouts.run_dir import RunDir
+from rollouts.trackers import commands, sinks
+from rollouts.trackers.launch import check_trackers, describe_catching_up
+from rollouts.trackers.position import (
+    LeftOut,
+    Place,
+    Position,
+    advance,
+    count_unsent,
+    open_position,
+    position_path,
+    read_batch,
+    read_position,
+    write_position,
+)
 from rollouts.trackers.secrets import find_secrets, hide_secrets, remove_secrets
-from rollouts.trackers.sinks import SINKS, Mark, RunInfo, SinkKind, TrackedRow
-from rollouts.trackers.worker import DONE, REFUSED, Control, Following, choose_aliases, choose_wait, follow, read_config
+from rollouts.trackers.sinks import SINKS, TrackedRow
+from rollouts.trackers.worker import choose_aliases, read_config
+from tests.unit.tracker_fakes import FILES, steps
 from tests.unit.tracker_files import BEGAN, append, make_row, make_run
-
-FILES = ("metrics", "evaluations")
-
-
-class FakeControl(Control):
-    """The run is over from the start; waits take no time and are kept."""
-
-    def __init__(self) -> None:
-        self.over = True
-        self.waits: list[float] = []
-
-    def wait(self, seconds: float) -> None:
-        if seconds:
-            self.waits.append(seconds)
-
-
-class FakeSink:
-    """Keeps what it takes; raises what `faults` has for each send, before or (as a lost answer) after it took the rows."""
-
-    def __init__(self, store: list[TrackedRow], faults: list[Exception | None], *, after: bool = False) -> None:
-        self.store, self.faults, self.after = store, faults, after
-
-    def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
-        fault = self.faults.pop(0) if self.faults else None
-        if fault is not None and not self.after:
-            raise fault
-        self.store += rows
-        if fault is not None:
-            raise fault
-        return {"rows": len(self.store)}
-
-    def close(self) -> None:
-        return
 
 
 @pytest.fixture
@@ -61,18 +40,9 @@ def root(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def make_following(root: Path, sink: FakeSink, said: list[str], *, batch_rows: int = 3, confirms_at_close: bool = False) -> Following:
-    kind = SinkKind("", FILES, deadline_s=30.0, batch_rows=batch_rows, confirms_at_close=confirms_at_close)
-    return Following(root, "fake", kind, lambda run: sink, said.append, lambda row: row)
-
-
 def read_all(root: Path, position: Position, *, limit: int = 100, **options: int) -> tuple[list[TrackedRow], Position]:
     batch = read_batch(root, FILES, position, limit=limit, say=pytest.fail, **options)
     return batch.rows, advance(position, batch.ends, len(batch.rows), None)
-
-
-def steps(rows: Sequence[TrackedRow]) -> list[object]:
-    return [row.row["step"] for row in rows]
 
 
 # --- reading -----------------------------------------------------------------------------------------------------------------
@@ -155,6 +125,39 @@ def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(ro
     assert "is not what it was" in said[0]
 
 
+@pytest.mark.parametrize("time_unix", ["NaN", "Infinity", '"12"', "null", "1" + "0" * 400, "[" * 3000 + "]" * 3000])
+def test_a_row_without_a_time_is_passed_over(root: Path, time_unix: str):
+    (root / "metrics.jsonl").write_text(f'{{"stage": "rl", "step": 1, "attempt": 1, "time_unix": {time_unix}}}\n')
+    append(root, make_row(2))
+    said: list[str] = []
+    assert steps(read_batch(root, FILES, Position("id"), limit=9, say=said.append).rows) == [2]
+    assert len(said) == 1
+
+
+def test_a_torn_last_line_of_a_killed_writer_is_not_unsent(root: Path):
+    append(root, make_row(1), make_row(2))
+    _, position = read_all(root, Position("id"))
+    size = (root / "metrics.jsonl").stat().st_size
+    assert count_unsent(root, FILES, Position("id")) == size
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "rl", "note": "' + "x" * 200_000)  # longer than what is read at once
+    assert count_unsent(root, FILES, position) == 0
+    assert count_unsent(root, FILES, Position("id")) == size
+    append(root, make_row(3), part=1)  # a line that is no longer the last one is passed over: it is still to be read
+    assert count_unsent(root, FILES, position) == 200_025 + (root / "metrics.1.jsonl").stat().st_size
+
+
+def test_doctor_has_no_advice_for_a_tracker_that_lacks_only_a_torn_line(root: Path):
+    append(root, make_row(1))
+    _, position = read_all(root, Position("id"))
+    path = position_path(root, "statsd")
+    path.parent.mkdir()
+    write_position(path, position)
+    with (root / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "rl", "st')
+    assert [(finding.level, finding.message) for finding in examine_trackers(RunDir(root), running=False)] == [("ok", "1 rows sent")]
+
+
 # --- the position ------------------------------------------------------------------------------------------------------------
 
 
@@ -162,9 +165,19 @@ def test_a_position_is_read_back_as_it_was_written(root: Path):
     path = position_path(root, "fake")
     first = open_position(path)
     assert len(first.id) == 32
-    whole = replace(first, files={"metrics": Place(2, 7)}, sending={"metrics": Place(2, 9)}, number=3, handed=1, mark={"size": 4})
+    sending = {"metrics": Place(2, 9)}
+    whole = replace(first, files={"metrics": Place(2, 7)}, sending=sending, number=3, handed=1, mark={"size": 4}, left_out=LeftOut(1, "x"))
     write_position(path, whole)
     assert read_position(path) == whole == open_position(path)
+
+
+def test_a_position_of_an_earlier_version_has_nothing_left_out(root: Path):
+    path = position_path(root, "fake")
+    open_position(path)
+    held = json.loads(path.read_text())
+    del held["left_out"]
+    path.write_text(json.dumps(held))
+    assert open_position(path).left_out == LeftOut(0, "")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "id": "a", "files": {"metrics": {"part": -1, "offset": 0}}}'])
@@ -176,124 +189,9 @@ def test_a_position_that_cannot_be_read_is_refused_with_the_way_out(root: Path, 
         open_position(path)
 
 
-# --- sending -----------------------------------------------------------------------------------------------------------------
-
-
-def test_everything_is_sent_once_and_a_second_follower_goes_on_from_there(root: Path):
-    append(root, *(make_row(step) for step in range(1, 8)))
-    store: list[TrackedRow] = []
-    said: list[str] = []
-    following = make_following(root, FakeSink(store, []), said)
-    assert follow(following, FakeControl()) == DONE
-    append(root, make_row(8))
-    assert follow(following, FakeControl()) == DONE
-    assert steps(store) == list(range(1, 9))
-    assert [row.number for row in store] == list(range(8))
-    position = open_position(following.position_path)
-    assert (position.number, position.mark, position.sending, said) == (8, {"rows": 8}, None, [])
-
-
-def test_a_service_that_is_away_gets_the_rows_later_and_that_is_said_once(root: Path):
-    append(root, *(make_row(step) for step in range(1, 5)))
-    store: list[TrackedRow] = []
-    said: list[str] = []
-    faults: list[Exception | None] = [None, *[SinkUnavailable("no route")] * 4]
-    control = FakeControl()
-    assert follow(make_following(root, FakeSink(store, faults), said), control, draw=lambda: 0.0) == DONE
-    assert steps(store) == [1, 2, 3, 4]
-    assert control.waits == [0.5, 1.0, 2.0, 4.0]
-    assert said == ["does not take rows: no route; tried again until it does", "takes rows again"]
-
-
-def test_rows_of_which_the_answer_was_lost_come_again_with_their_numbers(root: Path):
-    append(root, *(make_row(step) for step in range(1, 5)))
-    store: list[TrackedRow] = []
-    sink = FakeSink(store, [OSError("reset")], after=True)
-    assert follow(make_following(root, sink, []), FakeControl()) == DONE
-    assert [(row.row["step"], row.number) for row in store] == [(1, 0), (2, 1), (3, 2), (1, 0), (2, 1), (3, 2), (4, 3)]
-
-
-def test_a_refusal_ends_the_follower_only_when_the_run_is_over(root: Path):
-    append(root, make_row(1))
-    said: list[str] = []
-    control = FakeControl()
-    control.over = False
-
-    def end_run(seconds: float) -> None:
-        control.waits += [seconds] if seconds else []
-        control.over = len(control.waits) >= 2
-
-    control.wait = end_run  # pyright: ignore[reportAttributeAccessIssue]
-    faults: list[Exception | None] = [SinkRefused("wrong key")] * 9
-    assert follow(make_following(root, FakeSink([], faults), said), control) == REFUSED
-    assert control.waits == [300.0, 300.0]
-    assert said == ["refuses rows: wrong key; tried again until it does", "refuses rows: wrong key"]
-
-
-def test_settings_of_the_environment_that_are_wrong_are_a_refusal(root: Path):
-    said: list[str] = []
-    following = make_following(root, FakeSink([], []), said)
-
-    def open_sink(run: RunInfo) -> FakeSink:
-        raise TrackerError("PORT=x is no port")
-
-    assert follow(replace(following, open_sink=open_sink), FakeControl()) == REFUSED
-    assert said == ["refuses rows: PORT=x is no port"]
-
-
-def test_a_library_that_confirms_at_close_has_its_rows_counted_only_then(root: Path):
-    append(root, *(make_row(step) for step in range(1, 5)))
-    held: list[tuple[int, int]] = []
-
-    class Late(FakeSink):
-        closings: list[Exception | None] = [OSError("upload failed"), None]
-
-        def close(self) -> None:
-            position = open_position(position_path(root, "fake"))
-            held.append((position.number, position.handed))
-            fault = self.closings.pop(0)
-            if fault is not None:
-                raise fault
-
-    store: list[TrackedRow] = []
-    following = make_following(root, Late(store, []), [], confirms_at_close=True)
-    assert follow(following, FakeControl()) == DONE
-    assert held == [(0, 4), (0, 4)]
-    assert [row.number for row in store] == [0, 1, 2, 3] * 2
-    assert open_position(following.position_path).number == 4
-
-
-@pytest.mark.parametrize(
-    ("failures", "asked_s", "over", "draw", "expected"),
-    [
-        (1, None, False, 0.0, 0.5),
-        (4, None, False, 0.0, 4.0),
-        (4, None, False, 1.0, 2.0),
-        (9999, None, False, 0.0, 60.0),
-        (9, None, True, 0.0, 5.0),
-        (1, 20.0, False, 0.0, 20.0),
-        (1, 1e9, False, 0.0, 300.0),
-        (1, 20.0, True, 0.0, 5.0),
-    ],
-)
-def test_waits_double_up_to_a_limit_and_heed_the_service(failures: int, asked_s: float | None, over: bool, draw: float, expected: float):
-    assert choose_wait(failures, asked_s=asked_s, over=over, draw=lambda: draw) == expected
-
-
-def test_the_end_of_the_pipe_ends_the_process(monkeypatch: pytest.MonkeyPatch):
-    def leave(code: int) -> NoReturn:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(worker, "leave", leave)
-    readable, writable = os.pipe()
-    control = Control(readable)
-    os.write(writable, b"o")
-    control.wait(30.0)
-    assert control.over
-    os.close(writable)
-    with pytest.raises(SystemExit, match="5"):
-        control.wait(30.0)
-    os.close(readable)
+def test_the_command_that_sends_the_rest_can_be_pasted():
+    expected = "to send the rest: python -m rollouts track 'runs/my demo' --to otlp --to wandb --once"
+    assert describe_catching_up(Path("runs/my demo"), ["otlp", "wandb"]) == expected
 
 
 # --- names and secrets -------------------------------------------------------------------------------------------------------
@@ -351,6 +249,10 @@ def test_settings_that_look_like_secrets_are_left_out(root: Path):
     assert remove_secrets(settings) == {
         "max_new_tokens": 7, "keys": "kept", "url": "http://***@host/x", "list": [{"hf_token": "***"}], "secret": ""
     }  # fmt: skip
+    assert set(remove_secrets({"PGPASSWORD": "x", "azure_storage_connection_string": "x"}).values()) == {"***"}
+    args = ["--api-key", "abc", "--dtype", "half", "--hf-token=abc", "--seed=1", "--flag", "--key", "x"]
+    hidden = ["--api-key", "***", "--dtype", "half", "--hf-token=***", "--seed=1", "--flag", "--key", "***"]
+    assert remove_secrets({"args": args}) == {"args": hidden}
 
 
 def test_secrets_of_the_environment_are_blotted_out_of_what_is_said():
@@ -358,24 +260,6 @@ def test_secrets_of_the_environment_are_blotted_out_of_what_is_said():
     secrets = find_secrets({"WANDB_API_KEY": "0123456789", **headers, "URI": "https://me:passphrase@host", "HOME": "/root"})
     text = hide_secrets("key 0123456789 or abcdefgh, passphrase, https://other:word@host, /root", secrets)
     assert text == "key *** or ***, ***, https://***@host, /root"
-
-
-def test_a_sink_is_told_its_run_and_the_mark_of_the_last_position(root: Path):
-    append(root, make_row(1))
-    seen: list[RunInfo] = []
-    sink = FakeSink([], [])
-    following = make_following(root, sink, [])
-
-    def open_sink(run: RunInfo) -> FakeSink:
-        seen.append(run)
-        return sink
-
-    following = replace(following, open_sink=open_sink)
-    follow(following, FakeControl())
-    follow(following, FakeControl())
-    assert [run.mark for run in seen] == [None, {"rows": 1}]
-    assert seen[0].id == seen[1].id
-    assert (seen[0].name, seen[0].root, seen[0].config["name"]) == ("run", root, "t")
 
 
 def test_a_secret_is_hidden_without_its_percent_signs_and_with_an_at_sign_in_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -15,10 +16,10 @@ import pytest
 import trio
 
 from rollouts.run_dir import RunDir
-from rollouts.trackers.commands import run_track
+from rollouts.trackers.commands import add_parser, run_track
 from rollouts.trackers.launch import open_trackers
-from rollouts.trackers.position import position_path, read_position
-from rollouts.trackers.supervisor import Limits, is_at_work, supervise
+from rollouts.trackers.position import LeftOut, Position, position_path, read_position, write_position
+from rollouts.trackers.supervisor import Limits, supervise
 from tests.unit.tracker_files import append, make_row, make_run, read_events, write_supervisor, write_worker
 
 pytest.importorskip("tensorboard")
@@ -32,10 +33,11 @@ def root(tmp_path: Path) -> Path:
 
 
 async def follow_once(root: Path, command: Sequence[str], said: list[str], limits: Limits | None = None) -> list[str]:
-    """What `track --once` does, with workers that have faults."""
-    return await supervise(
+    """What `track` does of a run that is over, with workers that have faults: the trackers that did not take everything."""
+    outcomes = await supervise(
         root, NAMES, wait_over=trio.lowlevel.checkpoint, limits=limits or Limits(), say_for=lambda name: said.append, command=command
     )
+    return [name for name, outcome in outcomes.items() if outcome != "sent"]
 
 
 async def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -228,17 +230,61 @@ def test_two_followers_of_one_tracker_take_turns(root: Path, tmp_path: Path):
     assert read_events(root)["loss/total"] == WHOLE
 
 
+def test_a_worker_that_cannot_be_started_is_said_and_tried_again(root: Path):
+    """As when the machine has no processes left."""
+    append(root, make_row(1))
+    said: list[str] = []
+    assert trio.run(follow_once, root, ["/nowhere/python"], said, Limits(drain_s=0.8)) == NAMES
+    assert len(said) >= 2
+    assert "tensorboard: its follower cannot start ([Errno 2]" in said[0]
+
+
+def test_a_machine_without_process_descriptors_costs_the_run_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As in a sandbox or under an old kernel, or when no descriptor is left."""
+
+    def refuse(pid: int, flags: int = 0) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    command, _ = write_supervisor(tmp_path)
+    said: list[str] = []
+
+    async def run() -> None:
+        async with open_trackers(RunDir(root), NAMES, say=said.append, end_s=20.0, command=command):
+            append(root, make_row(1))
+
+    trio.run(run)
+    assert (said, count_rows(root)) == ([], 1)
+    append(root, make_row(2))
+    assert trio.run(follow_once, root, write_worker(tmp_path)[0], said) == []
+    assert count_rows(root) == 2
+
+
+def test_a_run_says_at_its_end_what_a_tracker_has_refused_for_good(root: Path):
+    path = position_path(root, "tensorboard")
+    path.parent.mkdir()
+    write_position(path, Position("id", number=3, left_out=LeftOut(2, "row of metrics.jsonl (stage rl, step 7, attempt 1)")))
+    said: list[str] = []
+
+    async def run() -> None:
+        async with open_trackers(RunDir(root), NAMES, say=said.append, command=[sys.executable, "-c", ""]):
+            pass
+
+    trio.run(run)
+    assert len(said) == 1
+    assert "tensorboard does not have all rows: 2 refused for good and left out, the last: row of metrics.jsonl (stage rl, step 7" in said[0]
+    assert str(root / "trackers" / "tensorboard.log") in said[0]
+
+
 # --- the command -------------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_follows_a_run_until_its_lock_is_free(root: Path, capfd: pytest.CaptureFixture[str]):
-    import argparse
     import fcntl
 
     append(root, make_row(1))
     lock = os.open(root / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    assert is_at_work(RunDir(root))
     command = [sys.executable, "-c", TRACK, str(root), "--to", "tensorboard"]
     track = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     trio.run(wait_until, lambda: count_rows(root) == 1)
@@ -249,6 +295,67 @@ def test_the_command_follows_a_run_until_its_lock_is_free(root: Path, capfd: pyt
     assert (track.returncode, out) == (0, "tensorboard: 2 rows sent\n")
     assert run_track(argparse.Namespace(run_dir=root, to=["tensorboard"], once=True)) == 0
     assert capfd.readouterr().out == "tensorboard: 2 rows sent\n"
+
+
+def lock_tracker(root: Path) -> int:
+    """What a follower of the run holds while it is at work; given back when it is closed."""
+    import fcntl
+
+    (root / "trackers").mkdir(exist_ok=True)
+    held = os.open(root / "trackers" / "tensorboard.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def test_once_ends_though_another_process_follows_the_run(root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", "0")
+    append(root, make_row(1))
+    once = argparse.Namespace(run_dir=root, to=["tensorboard", "prometheus"], once=True)
+    held = lock_tracker(root)
+    assert run_track(once) == 3
+    assert capfd.readouterr().out == "tensorboard: 0 rows sent; another process follows the run for it already\nprometheus: 1 rows sent\n"
+    os.close(held)
+    assert run_track(once) == 0
+    assert capfd.readouterr().out == "tensorboard: 1 rows sent\nprometheus: 1 rows sent\n"
+
+
+def test_without_once_another_follower_is_waited_for_and_that_is_said_once(root: Path):
+    append(root, make_row(1))
+    held = lock_tracker(root)
+    command = [sys.executable, "-c", TRACK, str(root), "--to", "tensorboard"]
+    track = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert track.stderr is not None
+    waits = "tensorboard: another process follows the run for this tracker; waiting for it to end\n"
+    assert track.stderr.readline() == waits
+    assert track.poll() is None
+    os.close(held)
+    out, err = track.communicate(timeout=30)
+    assert (track.returncode, out, err) == (0, "tensorboard: 1 rows sent\n", "")
+
+
+def test_ctrl_c_ends_it_with_the_command_that_goes_on(root: Path):
+    import fcntl
+
+    append(root, make_row(1))
+    lock = os.open(root / "run.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    command = [sys.executable, "-c", TRACK, str(root), "--to", "tensorboard"]
+    track = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    trio.run(wait_until, lambda: count_rows(root) == 1)
+    track.send_signal(signal.SIGINT)
+    out, err = track.communicate(timeout=30)
+    os.close(lock)
+    assert (track.returncode, out) == (130, "")
+    assert err == f"stopped; to send the rest: python -m rollouts track {root} --to tensorboard --once\n"
+    assert find_processes(str(root)) == []
+
+
+def test_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]):
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["track", "--help"])
+    assert "3 with --once, another process" in " ".join(capsys.readouterr().out.split())
 
 
 TRACK = """

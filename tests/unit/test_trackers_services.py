@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import trio
 
-from rollouts.errors import SinkRefused, SinkUnavailable
+from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable
 from rollouts.trackers.sinks import RunInfo, TrackedRow
 from rollouts.trackers.supervisor import Limits, supervise
 from tests.unit.tracker_files import BEGAN, append, make_row, make_run, write_worker
@@ -88,7 +88,7 @@ class TestTrackio:
         follow = partial(
             supervise, root, ["trackio"], wait_over=trio.lowlevel.checkpoint, limits=Limits(), say_for=lambda name: said.append, command=command
         )
-        assert trio.run(follow) == []
+        assert trio.run(follow) == {"trackio": "sent"}
         assert said
         with contextlib.closing(sqlite3.connect(database)) as connection:
             rows = connection.execute("SELECT step FROM metrics ORDER BY step").fetchall()
@@ -206,6 +206,18 @@ class TestMlflow:
         ]  # fmt: skip
         assert run.data.metrics["rl/eval/heldout/avg_at_4"] == 0.25
         assert run.data.metrics["eval_reward"] == 0.25
+
+    def test_a_row_that_it_does_not_take_is_at_fault_and_a_run_that_was_deleted_is_not(self, tmp_path: Path, client: Any):
+        from rollouts.trackers.sink_mlflow import open_sink
+
+        sink = open_sink(make_info(tmp_path / "run"))
+        with pytest.raises(RowsRefused, match="maximum length of 250"):
+            sink.send([TrackedRow("metrics", make_row(1, **{"a/" + "b" * 300: 1.0}))])
+        sink.send(ROWS)
+        (run,) = client.search_runs([client.get_experiment_by_name("rollouts").experiment_id])
+        client.delete_run(run.info.run_id)
+        with pytest.raises(SinkRefused, match="deleted"):
+            sink.send(ROWS)
 
     def test_a_server_that_is_away_is_tried_again_later(self, tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch):
         from rollouts.trackers.sink_mlflow import open_sink

@@ -1,4 +1,5 @@
-"""The sinks that speak to a service through a socket: OTLP, StatsD and DogStatsD, Prometheus. Each against a real one on this machine."""
+"""The sinks that speak to a service through a socket: StatsD and DogStatsD, Prometheus; OTLP's is beside this file. Each against a real one on this
+machine."""
 
 from __future__ import annotations
 
@@ -7,9 +8,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -17,9 +16,7 @@ import pytest
 
 from rollouts.errors import SinkRefused, SinkUnavailable, TrackerError
 from rollouts.trackers.sinks import RunInfo, TrackedRow
-
-ID = "0123456789abcdef" * 2
-BEGAN = 1_800_000_000.0
+from tests.unit.tracker_collector import BEGAN, ID, Collector, free_port, make_info, make_row, metrics_rows, open_collector
 
 
 @pytest.fixture(autouse=True)
@@ -27,196 +24,10 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("NO_PROXY", "*")
 
 
-def make_info(run_id: str = ID, **environment: str) -> RunInfo:
-    return RunInfo(run_id, "my run", Path("/nowhere"), {}, environment)
-
-
-def make_row(step: int, **more: object) -> dict[str, object]:
-    head = {"schema": 1, "stage": "rl", "step": step, "policy_version": step - 1, "attempt": 1, "time_unix": BEGAN + step}
-    return {**head, **more}
-
-
-def metrics_rows(count: int) -> list[TrackedRow]:
-    rows = [make_row(step, **{"reward/mean": step / 4, "loss/total": -0.5 * step, "time/step": 2.0}) for step in range(1, count + 1)]
-    return [TrackedRow("metrics", row, number) for number, row in enumerate(rows)]
-
-
-# --- OTLP --------------------------------------------------------------------------------------------------------------------
-
-
-class Collector(ThreadingHTTPServer):
-    """Stores what is posted to it, or does as the next of its faults says: a status, with or without Retry-After, or "hang"."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), CollectorHandler)
-        self.faults: list[object] = []
-        self.bodies: dict[str, list[bytes]] = {"/v1/metrics": [], "/v1/traces": []}
-        self.headers: list[dict[str, str]] = []
-        self.released = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that give up are part of the tests."""
-
-    def points(self) -> list[tuple[str, int, float, dict[str, object]]]:
-        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-
-        found = []
-        for body in self.bodies["/v1/metrics"]:
-            for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
-                for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
-                    for point in metric.gauge.data_points:
-                        labels = {entry.key: entry.value.string_value or entry.value.int_value for entry in point.attributes}
-                        found.append((metric.name, point.time_unix_nano, point.as_double, labels))
-        return found
-
-
-class CollectorHandler(BaseHTTPRequestHandler):
-    server: Collector  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        fault = self.server.faults.pop(0) if self.server.faults else None
-        if fault == "hang":
-            self.server.released.wait(30)
-            return
-        self.server.headers.append({name.lower(): value for name, value in self.headers.items()})
-        if fault is None:
-            self.server.bodies[self.path].append(body)
-        status, more = fault if isinstance(fault, tuple) else (200, {})
-        self.send_response(status)
-        for name, value in {"Content-Length": "0", "Content-Type": "application/x-protobuf", **more}.items():
-            self.send_header(name, value)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-        """Nothing."""
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    server = Collector()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    yield server
-    server.released.set()
-    server.shutdown()
-    server.server_close()
-    thread.join()
-
-
-def free_port(kind: int = socket.SOCK_STREAM) -> int:
-    with socket.socket(socket.AF_INET, kind) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class TestOtlp:
-    @pytest.fixture(autouse=True)
-    def _fresh(self, monkeypatch: pytest.MonkeyPatch):
-        pytest.importorskip("opentelemetry.proto")
-        from rollouts.trackers import otlp
-
-        monkeypatch.setattr(otlp, "_taken", {})
-
-    def open(self, url: str, **environment: str):
-        from rollouts.trackers.otlp import open_sink
-
-        return open_sink(make_info(OTEL_EXPORTER_OTLP_ENDPOINT=url, **environment))
-
-    def test_a_point_has_the_time_of_its_row_and_the_labels_of_its_stage(self, collector: Collector):
-        sink = self.open(collector.url)
-        sink.send([TrackedRow("metrics", make_row(3, **{"reward/mean": 0.25}), 0, {"reward": 0.25})])
-        labels = {"stage": "rl", "attempt": 1}
-        at = 1_800_000_003 * 10**9
-        assert sorted(collector.points()) == sorted(
-            [
-                ("reward", at, 0.25, labels),
-                ("rollouts.policy_version", at, 2.0, labels),
-                ("rollouts.reward.mean", at, 0.25, labels),
-                ("rollouts.step", at, 3.0, labels),
-            ],
-            key=lambda point: point[0],
-        )
-        sink.close()
-
-    def test_everything_arrives_once_after_a_collector_that_refuses_hangs_and_fails(self, collector: Collector):
-        """Refused, hung, 503 with Retry-After, a bad gateway between metrics and spans; the follower opens the sink anew and sends the same batch."""
-        spans = [TrackedRow("spans", make_row(step, name="train", track="trainer", start_unix=BEGAN, duration_s=1.5), 9 + step) for step in (1, 2)]
-        rows = [*metrics_rows(5), *spans]
-        with pytest.raises(SinkUnavailable, match="cannot be reached"):
-            self.open(f"http://127.0.0.1:{free_port()}").send(rows)
-        collector.faults = ["hang", (503, {"Retry-After": "7"}), None, (502, {})]
-        failures: list[SinkUnavailable] = []
-        for _ in range(4):
-            sink = self.open(collector.url, OTEL_EXPORTER_OTLP_TIMEOUT="300")
-            try:
-                sink.send(rows)
-            except SinkUnavailable as error:
-                failures.append(error)
-            sink.close()
-        assert [error.retry_after_s for error in failures] == [None, 7.0, None]
-        losses = [(at, value) for name, at, value, _ in collector.points() if name == "rollouts.loss.total"]
-        assert losses == [((1_800_000_000 + step) * 10**9, -0.5 * step) for step in range(1, 6)]
-        assert len(collector.points()) == 5 * 5  # three metrics, step and policy_version of five rows
-        assert len(collector.bodies["/v1/traces"]) == 1
-
-    def test_a_span_keeps_its_time_and_the_same_row_has_the_same_ids(self, collector: Collector):
-        from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
-        from rollouts.trackers import otlp
-
-        row = make_row(4, name="generate", track="vllm-0", start_unix=BEGAN + 0.25, duration_s=0.5, id="g1-s0", tokens=12)
-        for _ in range(2):  # as after a kill, which leaves nothing to remember
-            otlp._taken.clear()
-            self.open(collector.url).send([TrackedRow("spans", row, 8)])
-        first, second = (
-            ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans[0] for body in collector.bodies["/v1/traces"]
-        )
-        assert first == second
-        assert (len(first.trace_id), len(first.span_id), first.name) == (16, 8, "generate")
-        assert first.start_time_unix_nano == 1_800_000_000_250_000_000
-        assert first.end_time_unix_nano - first.start_time_unix_nano == 500_000_000
-        labels = {entry.key: entry.value.string_value or entry.value.int_value for entry in first.attributes}
-        assert labels == {"track": "vllm-0", "stage": "rl", "step": 4, "policy_version": 3, "attempt": 1, "id": "g1-s0", "tokens": 12}
-
-    def test_headers_come_from_the_environment_and_stand_in_no_message(self, collector: Collector):
-        collector.faults = [None, (401, {})]
-        sink = self.open(collector.url.replace("http://", "http://user:hidden@"), OTEL_EXPORTER_OTLP_HEADERS="x-key=top%20secret,tenant=1")
-        sink.send(metrics_rows(1))
-        assert (collector.headers[0]["x-key"], collector.headers[0]["tenant"]) == ("top secret", "1")
-        with pytest.raises(SinkRefused, match="answered 401") as raised:
-            sink.send([TrackedRow("metrics", make_row(2, **{"reward/mean": 0.5}), 1)])
-        assert "secret" not in str(raised.value)
-        assert "hidden" not in str(raised.value)
-
-    @pytest.mark.parametrize(
-        ("environment", "message"),
-        [
-            ({"OTEL_EXPORTER_OTLP_ENDPOINT": "localhost:4318"}, "no http address"),
-            ({"OTEL_EXPORTER_OTLP_HEADERS": "topsecret"}, "name=value"),
-            ({"OTEL_EXPORTER_OTLP_TIMEOUT": "soon"}, "milliseconds"),
-        ],
-    )
-    def test_settings_that_cannot_be_read_are_refused_by_name(self, environment: dict[str, str], message: str):
-        from rollouts.trackers.otlp import open_sink
-
-        with pytest.raises(TrackerError, match=message) as raised:
-            open_sink(make_info(**environment))
-        assert "topsecret" not in str(raised.value)
-
-    def test_a_signal_may_have_an_address_of_its_own(self):
-        from rollouts.trackers.otlp import find_url
-
-        environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1/base/", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://b/x"}
-        assert find_url(environment, "metrics") == "http://a:1/base/v1/metrics"
-        assert find_url(environment, "traces") == "https://b/x"
-        assert find_url({}, "metrics") == "http://localhost:4318/v1/metrics"
+    with open_collector() as server:
+        yield server
 
 
 # --- StatsD --------------------------------------------------------------------------------------------------------------------
