@@ -23,10 +23,14 @@ A .jsonl file that has grown to its limit goes on in the next part: metrics.json
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from rollouts.errors import RunDirError
 
@@ -199,15 +203,70 @@ def parse_step(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
+# --- whether a run is at work ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Whether a run is at work in a directory, as far as this machine can tell."""
+
+    where: Literal["here", "elsewhere", "nowhere", "unknown"]
+    """`elsewhere`: another machine used the directory last and left no summary; `unknown`: so did this one, or one that is not named, and the lock
+    cannot be asked."""
+    locked: bool  # seen from here: then a process is at work beyond doubt
+    finished: bool  # there is a summary
+    host: str = ""  # that used the directory last, empty where nothing says so
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether a run is at work, or may be."""
+        return self.where != "nowhere"
+
+    @property
+    def certain(self) -> bool:
+        return self.locked or not self.may_go_on
+
+    @property
+    def state(self) -> str:
+        """`running`, `perhaps running`, `finished` or `stopped`."""
+        if self.may_go_on:
+            return "running" if self.locked else "perhaps running"
+        return "finished" if self.finished else "stopped"
+
+
+def find_activity(run_dir: RunDir) -> Activity:
+    """Whether a run is at work in the directory, by its lock, by the machine that the lock's file names, and by its summary. Only reads.
+
+    The lock of another machine may not be seen here, and some file systems have none: such a run may be at work until it has a summary.
+    """
+    locked, finished = is_locked(run_dir), run_dir.summary.exists()
+    named = str(read_holder(run_dir).get("host", ""))
+    host = ascii(named)[1:-1]  # shown on terminals, which the file shall not steer
+    if not locked and (finished or not run_dir.lock.exists()):
+        return Activity("nowhere", False, finished, host)
+    if named not in ("", socket.gethostname()):
+        return Activity("elsewhere", bool(locked), finished, host)
+    return Activity("unknown" if locked is None else "here" if locked else "nowhere", bool(locked), finished, host)
+
+
+def describe_activity(activity: Activity) -> str:
+    """The state, where, if not here, and why it is not certain."""
+    if activity.where == "elsewhere":
+        return f"{activity.state} on {activity.host}{'' if activity.locked else ', whose lock may not be seen here'}"
+    return f"{activity.state}: its lock cannot be asked" if activity.where == "unknown" else activity.state
+
+
 def is_locked(run_dir: RunDir) -> bool | None:
-    """Whether a process is at work in the directory, by its lock. False where nobody has ever locked it; None where the file system has no locks.
+    """Whether a process holds the lock, as this machine sees it. False where nobody has ever locked it; None where it cannot be asked.
 
     Asking takes a shared lock for a moment, which never keeps a run from starting: it tries again.
     """
     try:
         descriptor = os.open(run_dir.lock, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -217,3 +276,12 @@ def is_locked(run_dir: RunDir) -> bool | None:
     finally:
         os.close(descriptor)
     return False
+
+
+def read_holder(run_dir: RunDir) -> Mapping[str, Any]:
+    """What the file of the lock says of the process that locked it last; nothing where it cannot be read."""
+    try:
+        holder: Any = json.loads(run_dir.lock.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return holder if isinstance(holder, dict) else {}

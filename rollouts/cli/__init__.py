@@ -17,6 +17,7 @@ from typing import NamedTuple
 from rollouts import __version__
 from rollouts.cli.settings import check_loss
 from rollouts.errors import ConfigError, DataError, ModelError, PlugInError, RolloutsError, RunDirError
+from rollouts.inspect.terminal import make_safe
 
 __all__ = ["check_loss", "main", "make_parser"]
 
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except RolloutsError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{type(error).__name__}: {make_safe(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, BAD_INPUT) else 1
 
 

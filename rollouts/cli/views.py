@@ -111,14 +111,15 @@ def run_query(arguments: argparse.Namespace) -> int:
     """Prints what the statement answers. Raises ConfigError for SQL that cannot be run, RunDirError for a directory that is no run."""
     from rollouts.inspect.commands import make_console
     from rollouts.inspect.query import format_answer_csv, format_answer_json, make_answer_table, query_run
+    from rollouts.inspect.terminal import write_lines
 
     answer = query_run(arguments.run_dir, arguments.sql)
     for note in answer.notes:
         print(note, file=sys.stderr)
     if arguments.csv:
-        print(format_answer_csv(answer), end="")
+        write_lines(format_answer_csv(answer))
     elif arguments.json:
-        print(format_answer_json(answer), end="")
+        write_lines(format_answer_json(answer))
     else:
         make_console().print(make_answer_table(answer))
     return 0

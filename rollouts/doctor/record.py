@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from rollouts.checkpoints.manifest import compute_sha256, read_manifest
 from rollouts.errors import CheckpointError, RunDirError
-from rollouts.inspect.tail import is_running
+from rollouts.inspect.tail import format_duration
 from rollouts.metrics.jsonl import parse_row
 from rollouts.preflight.findings import Finding
-from rollouts.preflight.run_directory import read_holder
-from rollouts.run_dir import RunDir, check_links, list_parts, parse_step
+from rollouts.run_dir import Activity, RunDir, check_links, describe_activity, find_activity, list_parts, parse_step, read_holder
 from rollouts.trackers.launch import describe_catching_up
-from rollouts.trackers.position import count_unsent, position_path, read_position
+from rollouts.trackers.position import count_unsent, describe_left_out, position_path, read_position
 from rollouts.trackers.sinks import SINKS
 
 SHOWN = 5  # damaged lines that are named
@@ -25,8 +25,9 @@ def examine_run(run_dir: RunDir, *, deep: bool) -> list[Finding]:
         check_links(run_dir)
     except RunDirError as error:
         return [Finding("error", "run", str(error))]
-    running = is_running(run_dir)
-    findings = [describe_life(run_dir, running)]
+    activity = find_activity(run_dir)
+    running = activity.may_go_on
+    findings = [describe_life(run_dir, activity)]
     skipped = 0.0
     for path in run_dir.row_files:
         parts = list_parts(path)
@@ -40,14 +41,23 @@ def examine_run(run_dir: RunDir, *, deep: bool) -> list[Finding]:
     return [*findings, *examine_checkpoints(run_dir, deep=deep), *examine_trackers(run_dir, running=running)]
 
 
-def describe_life(run_dir: RunDir, running: bool) -> Finding:
-    """Whether the run is at work, finished, or neither."""
-    if running:
+def describe_life(run_dir: RunDir, activity: Activity) -> Finding:
+    """Whether the run is at work, finished, neither, or all that is known where that cannot be told."""
+    if activity.locked:
         holder = read_holder(run_dir)
         return Finding("ok", "run", f"{run_dir.root} is at work: process {holder.get('pid', '?')} on {holder.get('host', '?')}")
-    if run_dir.summary.exists():
+    if not activity.certain:
+        text = f"{run_dir.root} is {describe_activity(activity)}; {describe_last_row(run_dir)}; if nobody is at work there, go on with --resume"
+        return Finding("warning", "run", text)
+    if activity.finished:
         return Finding("ok", "run", f"{run_dir.root} is finished")
     return Finding("warning", "run", f"{run_dir.root} is neither at work nor finished: it was stopped or has died; go on with --resume")
+
+
+def describe_last_row(run_dir: RunDir) -> str:
+    """How long ago the newest row was written, by the times of the files."""
+    times = [part.stat().st_mtime for path in run_dir.row_files for part in list_parts(path)]
+    return f"last row {format_duration(max(0.0, time.time() - max(times)))} ago" if times else "it has no row yet"
 
 
 def examine_rows(parts: list[Path], *, running: bool) -> tuple[Finding, float]:
@@ -123,5 +133,8 @@ def examine_trackers(run_dir: RunDir, *, running: bool) -> Iterator[Finding]:
         if behind and not running:
             text = f"{behind} bytes of rows were not sent; {describe_catching_up(run_dir.root, [name])}"
             yield Finding("warning", f"tracker {name}", text)
-        else:
+        left_out = describe_left_out(position)
+        if left_out:
+            yield Finding("warning", f"tracker {name}", f"it does not have all rows: {left_out}; {path.with_suffix('.log')} may say why")
+        if not left_out and (running or not behind):
             yield Finding("ok", f"tracker {name}", f"{position.number} rows sent{f', {behind} bytes to go' if behind else ''}")

@@ -13,10 +13,10 @@ from rich.text import Text
 
 from rollouts.config.spelling import nearest_names
 from rollouts.errors import ConfigError, RunDirError
-from rollouts.inspect.plot import DOT_BITS
 from rollouts.inspect.read import RunRecord
 from rollouts.inspect.sparklines import format_number, mean_by_range
 
+DOT_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Unicode braille: 4 rows of 2 dots
 COLOURS = ("cyan", "yellow", "magenta", "green", "red", "blue")  # of the runs, in turn
 SHOWN_NAMES = 8  # of metrics that an error lists
 
@@ -131,19 +131,21 @@ def draw_chart(panel: Sequence[Curve], options: ChartOptions, *, colours: Sequen
 def place_dots(
     steps: np.ndarray, values: np.ndarray, *, first: int, last: int, low: float, high: float, options: ChartOptions
 ) -> list[tuple[int, int, int]]:
-    """(line, character, bit) of a dot for each of the 2 × width columns of dots: the mean of the values in its range of steps, or what lies on a
-    straight line between its neighbours where there is none."""
+    """(line, character, bit) of the dots of a line without gaps. In each of the 2 × width columns of dots it is at the mean of the values in the
+    column's range of steps, or on the straight line between those beside it where there is none; it rises and falls halfway between columns."""
     means = mean_by_range(steps, values, first=first, last=last, ranges=2 * options.width)
     held = np.flatnonzero(~np.isnan(means))
     places = held * (2 * options.width - 1) // max(1, len(means) - 1)
     columns = np.arange(places[0], places[-1] + 1)
-    rows = 4 * options.height - 1
-    dots: list[tuple[int, int, int]] = []
-    for column, mean in zip(columns.tolist(), np.interp(columns, places, means[held]).tolist(), strict=True):
-        share = (mean - low) / (high - low) if high > low else 0.5
-        dot = rows - round(share * rows)
-        dots.append((dot // 4, column // 2, DOT_BITS[dot % 4][column % 2]))
-    return dots
+    lowest = 4 * options.height - 1
+    shares = (np.interp(columns, places, means[held]) - low) / (high - low) if high > low else np.full(len(columns), 0.5)
+    rows = lowest - np.rint(shares * lowest)
+    halfway = (rows[:-1] + rows[1:]) / 2
+    before, after = np.concatenate([rows[:1], halfway]), np.concatenate([halfway, rows[-1:]])
+    begins = np.ceil(np.minimum(rows, np.minimum(before, after))).astype(int)
+    ends = np.floor(np.maximum(rows, np.maximum(before, after))).astype(int)
+    spans = zip(columns.tolist(), begins.tolist(), ends.tolist(), strict=True)
+    return [(row // 4, column // 2, DOT_BITS[row % 4][column % 2]) for column, begin, end in spans for row in range(begin, end + 1)]
 
 
 def lay_out(

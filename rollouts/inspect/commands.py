@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from rollouts.inspect.read import RunRecord
 
 PLAIN_WIDTH = 160  # columns where the output is no terminal
-WIDEST_CURVE = 72
+NARROWEST_CURVE, WIDEST_CURVE = 20, 72
 SAMPLE_ORDERS = ("step", "reward", "length", "tokens", "lag", "group")  # what rollouts.inspect.samples sorts by
 COLOURS = ("advantage", "logprob_diff", "mask")  # what rollouts.inspect.transcripts colours by
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
@@ -58,10 +59,12 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def make_console() -> Console:
-    """The terminal, or PLAIN_WIDTH columns where there is none."""
-    from rich.console import Console
+    """The terminal, or PLAIN_WIDTH columns where there is none. What it prints stays as it is, but for what would steer the terminal."""
+    from rollouts.inspect.console import SafeConsole
 
-    return Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, markup=False)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # where it does not take lines and curves, a question mark
+    return SafeConsole(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, markup=False, emoji=False)
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
@@ -95,11 +98,13 @@ def print_run(console: Console, record: RunRecord, *, last: int, samples: int) -
     from rollouts.inspect.phases import make_phase_table
     from rollouts.inspect.plot import draw_curves
     from rollouts.inspect.sparklines import make_sparkline_table
-    from rollouts.inspect.table import describe_state, format_sample, make_evaluation_table, make_stage_table, make_step_table, make_summary_lines
+    from rollouts.inspect.table import describe_state, make_evaluation_table, make_stage_table, make_step_table, make_summary_lines
+    from rollouts.inspect.transcripts import print_sample
     from rollouts.run_dir import RunDir
 
     logged = open_columns(RunDir(record.root), "samples")
-    print_part(console, draw_curves(record, width=min(WIDEST_CURVE, console.width - 14)))
+    for curve in draw_curves(record, width=max(NARROWEST_CURVE, min(WIDEST_CURVE, console.width - 14))):
+        print_part(console, curve)
     for stage in record.stages:
         print_part(console, make_sparkline_table(record, stage, width=console.width))
     print_part(console, make_step_table(record, last=last, width=console.width))
@@ -111,17 +116,21 @@ def print_run(console: Console, record: RunRecord, *, last: int, samples: int) -
     print_part(console, make_failure_table(collect_failures(record, logged), width=console.width))
     print_part(console, "\n".join(list_trouble(record)))
     console.print(f"{record.root}: {describe_state(record)}", soft_wrap=True)
-    console.print(make_stage_table(record))
+    if record.stages:
+        stages = make_stage_table(record, width=console.width)
+        console.print(stages, soft_wrap=isinstance(stages, str))
     for line in [*make_summary_lines(record), *dict.fromkeys([*record.notes, *logged.notes])]:
         console.print(line, soft_wrap=True)
     for row in record.samples[-samples:] if samples > 0 else ():
-        console.print(format_sample(row), soft_wrap=True)
+        print_sample(console, row)
 
 
 def print_part(console: Console, part: object) -> None:
     """A part and an empty line; nothing for a part that is empty."""
+    from rich.text import Text
+
     if part:
-        console.print(part, soft_wrap=isinstance(part, str))
+        console.print(part, soft_wrap=isinstance(part, str | Text))
         console.print()
 
 

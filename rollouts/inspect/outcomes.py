@@ -11,9 +11,11 @@ from rich.table import Table
 from rollouts.inspect.columns import Columns
 from rollouts.inspect.read import RunRecord, sum_by_name
 from rollouts.inspect.table import DROPPED, FAILED, make_plain_table
+from rollouts.inspect.terminal import make_safe
 from rollouts.metrics.jsonl import Row
 
 EVALUATION = "eval-"  # stage of the samples of an evaluation
+NARROW = 80  # columns of a terminal below which an example takes several lines
 LAGS = 8  # rows of the table of lags; what is further behind is one row
 OTHER_TROUBLE = (  # metric, what its sum counts
     ("optim/skipped_steps", "optimizer steps changed nothing, for loss or gradient was not finite"),
@@ -57,7 +59,7 @@ def describe_failure(row: Row) -> str:
     if not isinstance(failure, dict):
         return ""
     words = [str(failure[name]) for name in ("function", "message") if failure.get(name)]
-    return " ".join(": ".join(words).split())
+    return make_safe(" ".join(": ".join(words).split()), one_line=True)
 
 
 def make_failure_table(failures: Sequence[Failure], *, width: int) -> Table | None:
@@ -68,9 +70,11 @@ def make_failure_table(failures: Sequence[Failure], *, width: int) -> Table | No
     table.add_column("class", no_wrap=True)
     table.add_column("samples", justify="right", no_wrap=True)
     table.add_column("last at step", no_wrap=True)
-    table.add_column("for example", no_wrap=True, overflow="ellipsis", max_width=max(20, width - 50))
+    narrow = width < NARROW
+    table.add_column("for example", no_wrap=not narrow, overflow="fold" if narrow else "ellipsis", max_width=max(20, width - 50))
     for failure in failures:
-        table.add_row(failure.kind, f"{failure.samples}", failure.last, failure.example or "none was logged")
+        example = failure.example or "none was logged"
+        table.add_row(failure.kind, f"{failure.samples}", failure.last, example[:width] if narrow else example)
     return table
 
 
@@ -131,7 +135,7 @@ def describe_lags(lags: Lags, *, width: int) -> Table | str | None:
     table.add_column("samples", justify="right", no_wrap=True)
     table.add_column("share", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, style="cyan")
-    room = max(10, min(50, width - 46))
+    room = max(4, min(50, width - 46))
     for lag, count in enumerate(lags.counts.tolist()):
         table.add_row(f"{LAGS} or more" if lag == LAGS else str(lag), str(count), f"{100 * count / total:.1f} %", "█" * round(count / total * room))
     return table

@@ -58,7 +58,7 @@ def make_phase_table(record: RunRecord, stage: str, *, width: int) -> Table | No
     for heading in ("s/step", "share"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True, style="cyan")
-    room = max(10, min(50, width - 46))
+    room = max(4, min(50, width - 46))
     for phase in phases:
         name = f"  of it {phase.name.removeprefix(f'{phase.within}_')}" if phase.within else phase.name
         bar = BAR * round(min(1.0, phase.share) * room)

@@ -1,4 +1,4 @@
-"""Curves of a run: in braille dots on a terminal, and as a PNG."""
+"""The curves that every run has, on a terminal, and a picture with more of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from rollouts.errors import RunDirError
+from rollouts.inspect.chart import ChartOptions, Curve, draw_chart
 from rollouts.inspect.read import RunRecord, series
 from rollouts.inspect.table import ACCURACY
+from rollouts.inspect.terminal import make_safe
 from rollouts.metrics.jsonl import Row
 
-DOT_BITS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Unicode braille: 4 rows of 2 dots
 CURVES = (("reward/mean", "reward"), ("loss/total", "loss"))
+HEIGHT = 8  # lines of a curve on a terminal
 EVALUATIONS = "evaluations"
 DRAWN = 2000  # points of a curve of the PNG, which is 600 dots wide
 PANELS = (  # of the PNG: metric, title
@@ -27,47 +31,10 @@ PANELS = (  # of the PNG: metric, title
 )
 
 
-def draw_curve(steps: Sequence[int], values: Sequence[float], *, title: str, width: int = 60, height: int = 8) -> str:
-    """A curve as text: a title, `height` lines of `width` characters with 2 x 4 dots each, labelled with the extremes, and the step range.
-
-    A dot column shows the mean of the values that fall into it, so that no step is left out of a long run. Empty for no values.
-    """
-    assert len(steps) == len(values), (len(steps), len(values))
-    if not values:
-        return ""
-    low, high = min(values), max(values)
-    columns = mean_by_column(steps, values, 2 * width)
-    bits = [[0] * width for _ in range(height)]
-    for column, value in columns.items():
-        share = (value - low) / (high - low) if high > low else 0.5
-        dot = (4 * height - 1) - round(share * (4 * height - 1))
-        bits[dot // 4][column // 2] |= DOT_BITS[dot % 4][column % 2]
-    labels = [f"{high:.4g}", *[""] * (height - 2), f"{low:.4g}"]
-    margin = max(len(label) for label in labels)
-    lines = [f"{label:>{margin}} ┤{''.join(chr(0x2800 + cell) for cell in row)}" for label, row in zip(labels, bits, strict=True)]
-    span = f"{steps[0]}{f'step {steps[-1]}':>{width - len(str(steps[0]))}}"
-    return "\n".join([f"{'':>{margin}}  {title}", *lines, f"{'':>{margin}}  {span}"])
-
-
-def mean_by_column(steps: Sequence[int], values: Sequence[float], columns: int) -> dict[int, float]:
-    """The mean value in each of `columns` equal ranges of steps, those that hold a step; column 0 holds the first, the last one the last."""
-    first, last = min(steps), max(steps)
-    held: dict[int, list[float]] = {}
-    for step, value in zip(steps, values, strict=True):
-        column = (step - first) * (columns - 1) // (last - first) if last > first else 0
-        held.setdefault(column, []).append(value)
-    return {column: sum(inside) / len(inside) for column, inside in held.items()}
-
-
-def draw_curves(record: RunRecord, *, width: int = 60, height: int = 8) -> str:
-    """Reward and loss of every stage that has at least two steps of it, one below the other."""
-    drawn: list[str] = []
-    for stage in record.stages:
-        for name, label in CURVES:
-            steps, values = series(record.stage_rows(stage), name)
-            if len(values) > 1:
-                drawn.append(draw_curve(steps, values, title=f"{stage} {label}", width=width, height=height))
-    return "\n\n".join(drawn)
+def draw_curves(record: RunRecord, *, width: int = 60) -> list[Text]:
+    """Reward and loss of every stage that has at least two steps of it."""
+    curves = [Curve("", stage, label, *record.series(stage, name)) for stage in record.stages for name, label in CURVES]
+    return [draw_chart([curve], ChartOptions(width=width, height=HEIGHT)) for curve in curves if len(curve.values) > 1]
 
 
 def save_png(record: RunRecord, path: Path) -> None:
@@ -152,7 +119,7 @@ def draw_evaluations(axes: Any, rows: Sequence[Row]) -> None:
                 steps.append(row["step"])
                 values.append(100 * value)
     for label, (steps, values) in lines.items():
-        axes.plot(steps, values, marker="o", label=label)
+        axes.plot(steps, values, marker="o", label=make_safe(label))
     axes.set_ylim(0, 100)
     if lines:
         axes.legend(fontsize=8)

@@ -22,7 +22,8 @@ from rich.table import Table
 from rollouts.config.spelling import nearest
 from rollouts.errors import ConfigError, RunDirError
 from rollouts.inspect.read import open_run_dir
-from rollouts.metrics.jsonl import parse_row
+from rollouts.inspect.terminal import make_safe
+from rollouts.metrics.jsonl import has_place, parse_row
 from rollouts.run_dir import check_links, list_parts
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 VIEWS = ("metrics", "evaluations", "samples", "contributions", "spans")
 KEPT_TYPES = ("BIGINT", "UBIGINT", "HUGEINT", "DOUBLE", "BOOLEAN", "VARCHAR", "JSON")  # of a column; what looks like a date is text that looks so
+HEAD_TYPES = {"stage": "VARCHAR", "step": "BIGINT", "attempt": "BIGINT"}  # of the columns by which the newest attempt is found
 SHOWN_NAMES = 4  # of columns that an error lists
 SHOWN_ROWS = 200  # of a table
 SHOWN_CHARACTERS = 200  # of a cell of a table
@@ -44,14 +46,14 @@ class Answer:
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
-    notes: tuple[str, ...]  # for a person: a torn line that was left out
+    notes: tuple[str, ...]  # for a person: lines that were left out
 
 
 def query_run(root: Path, sql: str) -> Answer:
     """The answer to one SQL statement that reads, over the views of the run at `root`. Changes nothing on disk.
 
-    Raises ConfigError if duckdb is not installed, or for SQL that is wrong or does more than read; RunDirError where `root` is no run directory
-    or has no rows of a kind that the statement names.
+    Raises ConfigError if duckdb is not installed, or for SQL that is wrong or does more than read; RunDirError where `root` is no run directory,
+    has no rows of a kind that the statement names, or a line among them that is damaged.
     """
     duck = load_duckdb()
     run_dir = open_run_dir(root)
@@ -67,7 +69,7 @@ def query_run(root: Path, sql: str) -> Answer:
             if not parts:
                 raise RunDirError(f"{root} has no {name}.jsonl with rows: nothing was logged there; the views are {', '.join(VIEWS)}")
             columns[name] = make_view(duck, connection, name, parts)
-            notes += describe_torn(parts[-1])
+            notes += check_lines(connection, name, parts)
             files += parts
         lock(connection, files)
         try:
@@ -117,11 +119,13 @@ def make_view(duck: Any, connection: duckdb.DuckDBPyConnection, name: str, parts
     except duck.Error as error:
         raise RunDirError(f"{parts[0]}: {first_line(error)}") from error
     types = {str(row[0]): str(row[1]) if str(row[1]) in KEPT_TYPES else "VARCHAR" for row in found}
-    missing = [column for column in ("stage", "step", "attempt") if column not in types]
-    if missing:
-        raise RunDirError(f"{parts[0]} has no column {missing[0]!r}; rollouts did not write it")
+    if any(types.get(column) != kind for column, kind in HEAD_TYPES.items()):
+        find_damage(parts)
+    types |= HEAD_TYPES
     declared = ", ".join(f"{quote_name(column)}: {quote_text(kind)}" for column, kind in types.items())
-    connection.execute(f"CREATE VIEW {name}_all AS SELECT * FROM read_json({options}, columns = {{{declared}}}) WHERE attempt IS NOT NULL")
+    connection.execute(f"CREATE VIEW {name}_lines AS SELECT * FROM read_json({options}, columns = {{{declared}}})")
+    head = "stage IS NOT NULL AND step IS NOT NULL AND attempt IS NOT NULL"
+    connection.execute(f"CREATE VIEW {name}_all AS SELECT * FROM {name}_lines WHERE {head}")
     key = "stage, step, name" if name == "evaluations" and "name" in types else "stage, step"
     newest = f"SELECT * FROM {name}_all QUALIFY attempt = max(attempt) OVER (PARTITION BY {key})"
     connection.execute(f"CREATE VIEW {name} AS {newest}")
@@ -136,6 +140,57 @@ def lock(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:
     connection.execute(f"SET allowed_paths = [{', '.join(quote_text(str(path)) for path in files)}]")
     connection.execute("SET enable_external_access = false")
     connection.execute("SET lock_configuration = true")
+
+
+def check_lines(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path]) -> list[str]:
+    """What a person should know of lines that no row of the view NAME_all is of: a torn last one, or rows that only duckdb cannot read.
+
+    Raises RunDirError naming the first line that is damaged or that rollouts did not write, as all readers do.
+    """
+    torn = describe_torn(parts[-1])
+    rows = connection.execute(f"SELECT count(*) FROM {name}_lines WHERE stage IS NULL OR step IS NULL OR attempt IS NULL").fetchone()
+    left_out = int(rows[0]) - len(torn) if rows else 0
+    if left_out <= 0:
+        return torn
+    first = find_damage(parts)
+    # none: a line was torn when duckdb saw it, and has been ended since
+    return [*torn, f"{left_out} rows of {name} are left out: duckdb takes no half of a character in a text; the first is {first}"] if first else torn
+
+
+def find_damage(parts: Sequence[Path]) -> str:
+    """Where the first line is that strict readers of JSON refuse and ours take, "" if there is none.
+
+    Raises RunDirError naming the first line that is damaged or that rollouts did not write.
+    """
+    first = ""
+    for part in parts:
+        for number, line, whole in iterate_lines(part):
+            row = parse_row(line)
+            if not whole and row is None and part is parts[-1]:
+                continue
+            if row is None:
+                raise RunDirError(f"{part}:{number} is not a JSON object ({line[:40]!r}…); the file is damaged: restore it, or delete that line")
+            if not (isinstance(row.get("stage"), str) and has_place(row)):
+                raise RunDirError(f"{part}:{number} has no text 'stage' and whole 'step' and 'attempt'; rollouts did not write it")
+            first = first or ("" if is_text(line) else f"{part}:{number}")
+    return first
+
+
+def iterate_lines(part: Path) -> Iterator[tuple[int, bytes, bool]]:
+    """Number, text and whether it has its newline of each line that is not empty."""
+    with part.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, line.rstrip(b"\n"), line.endswith(b"\n")
+
+
+def is_text(line: bytes) -> bool:
+    """Whether strict readers of JSON take the line."""
+    try:
+        msgspec.json.decode(line)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+    return True
 
 
 def describe_torn(part: Path) -> list[str]:
@@ -191,23 +246,24 @@ def quote_text(text: str) -> str:
 def make_answer_table(answer: Answer) -> Table:
     """The first SHOWN_ROWS rows."""
     left = len(answer.rows) - SHOWN_ROWS
-    caption = f"{len(answer.rows)} rows, {left} of them not shown: --csv and --json print all" if left > 0 else f"{len(answer.rows)} rows"
+    count = "1 row" if len(answer.rows) == 1 else f"{len(answer.rows)} rows"
+    caption = f"{count}, {left} of them not shown: --csv and --json print all" if left > 0 else count
     table = Table(caption=caption, caption_justify="left")
     first = answer.rows[0] if answer.rows else ()
     for place, column in enumerate(answer.columns):
         is_number = place < len(first) and isinstance(first[place], int | float)
-        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+        table.add_column(make_safe(column, one_line=True), justify="right" if is_number else "left", overflow="fold")
     for row in answer.rows[:SHOWN_ROWS]:
         table.add_row(*(format_cell(value) for value in row))
     return table
 
 
 def format_cell(value: Any) -> str:
-    """A value on one line; what would steer a terminal is escaped."""
+    """A value on one line; what would steer a terminal is written out."""
     if value is None:
         return ""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    shown = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text[:SHOWN_CHARACTERS])
+    shown = make_safe(text[:SHOWN_CHARACTERS], one_line=True)
     return f"{shown}…" if len(text) > SHOWN_CHARACTERS else shown
 
 

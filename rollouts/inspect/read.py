@@ -11,9 +11,12 @@ from typing import Any, overload
 import numpy as np
 
 from rollouts.errors import RunDirError
+from rollouts.inspect.column_rows import is_number
 from rollouts.inspect.columns import Columns, open_columns
 from rollouts.metrics.jsonl import Row, newest_attempts, read_rows
 from rollouts.run_dir import RunDir, checkpoint_manifest, parse_step
+
+NUMBERS = frozenset({"time_unix", "start_unix", "duration_s", "tokens"})  # fields that are numbers, beside the metrics
 
 
 class ColumnRows(Sequence[Row]):
@@ -43,7 +46,7 @@ class ColumnRows(Sequence[Row]):
         if name not in self.columns.metrics:
             return np.empty(0, dtype=np.int64), np.empty(0)
         values = self.columns.column(name)[self.indices]
-        held = ~np.isnan(values)
+        held = np.isfinite(values)
         return self.columns.column("step")[self.indices][held], values[held]
 
 
@@ -100,7 +103,7 @@ def read_run(root: Path, *, with_samples: bool = False) -> RunRecord:
     record = RunRecord(
         root=root,
         metrics=(),
-        evaluations=sort_rows(newest_attempts(evaluations)),
+        evaluations=sort_rows([keep_numbers(row) for row in newest_attempts(evaluations)]),
         samples=samples,
         summary=read_summary(run_dir.summary),
         attempts=max([int(columns.column("attempt").max(initial=0)), *(row["attempt"] for row in evaluations)]),
@@ -133,6 +136,11 @@ def read_checked(path: Path, *, report: Callable[[str], None] | None = None) -> 
         if not isinstance(row.get("stage"), str) or not isinstance(row.get("step"), int) or not isinstance(row.get("attempt"), int):
             raise RunDirError(f"{path}:{number} has no text 'stage' and whole 'step' and 'attempt'; rollouts did not write it")
     return rows
+
+
+def keep_numbers(row: Row) -> Row:
+    """The row without what should be a number and is none: metrics and times that are texts or not finite, as other writers may leave them."""
+    return {name: value for name, value in row.items() if is_number(value) or ("/" not in name and name not in NUMBERS)}
 
 
 def sort_rows(rows: Sequence[Row]) -> tuple[Row, ...]:

@@ -208,7 +208,7 @@ def searched_texts(line: bytes) -> list[str]:
     try:
         row = _text_decoder.decode(line)
         prompt, response, metadata = row.prompt, row.response, row.metadata
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         known = parse_row(line) or {}
         prompt, response, metadata = known.get("prompt"), known.get("response"), known.get("metadata")
     failure = metadata.get("failure") if isinstance(metadata, dict) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from rich.table import Table
@@ -11,7 +12,9 @@ from rollouts.inspect.read import RunRecord
 from rollouts.inspect.table import make_plain_table
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-NARROW = 100  # columns of a terminal below which numbers have three digits
+HEADINGS = ("first", "last", "min", "max")
+FORMS = ((4, 4), (3, 4), (2, 4), (3, 2), (3, 1))  # digits and how many of HEADINGS (of one the last): the first that leaves COURSE columns
+COURSE = 12  # columns of a course, at least
 SHOWN = 12  # metrics of a stage
 TELLING = (  # the first SHOWN that a stage has and that are not 0 throughout
     "reward/mean",
@@ -38,24 +41,35 @@ TELLING = (  # the first SHOWN that a stage has and that are not 0 throughout
 
 
 def make_sparkline_table(record: RunRecord, stage: str, *, width: int) -> Table | None:
-    """The telling metrics of a stage: course, first, last, lowest and highest value. None if it has fewer than two steps."""
+    """The telling metrics of a stage: course, first, last, lowest and highest value, fewer in a narrow terminal. None for fewer than two steps."""
     chosen = [(name, *record.series(stage, name)) for name in TELLING]
     shown = [(name, steps, values) for name, steps, values in chosen if len(values) > 1 and values.any()][:SHOWN]
     if not shown:
         return None
-    digits = 3 if width < NARROW else 4
     begin, end = min(steps[0] for _, steps, _ in shown), max(steps[-1] for _, steps, _ in shown)
-    numbers = [[format_number(value, digits) for value in (values[0], values[-1], values.min(), values.max())] for _, _, values in shown]
-    fixed = max(len(name) for name, _, _ in shown) + sum(max(5, *(len(row[place]) for row in numbers)) + 2 for place in range(4)) + 4
-    room = max(8, min(60, width - fixed))
+    names, columns, room = fit_columns([name for name, _, _ in shown], [values for _, _, values in shown], width)
     table = make_plain_table(f"{stage}, steps {begin} to {end}")
     table.add_column("metric", no_wrap=True)
     table.add_column("course", no_wrap=True, style="cyan")
-    for heading in ("first", "last", "min", "max"):
+    for heading in names:
         table.add_column(heading, justify="right", no_wrap=True)
-    for (name, steps, values), row in zip(shown, numbers, strict=True):
+    for (name, steps, values), row in zip(shown, zip(*columns, strict=True), strict=True):
         table.add_row(name, draw_sparkline(steps, values, first=int(begin), last=int(end), width=room), *row)
     return table
+
+
+def fit_columns(metrics: Sequence[str], values: Sequence[np.ndarray], width: int) -> tuple[Sequence[str], list[list[str]], int]:
+    """Which of HEADINGS there is room for, the numbers below each, and how wide a course may be."""
+    found: tuple[Sequence[str], list[list[str]], int] = ((), [], 0)
+    for digits, count in FORMS:
+        names = HEADINGS[:count] if count > 1 else ("last",)
+        numbers = {"first": lambda row: row[0], "last": lambda row: row[-1], "min": np.min, "max": np.max}
+        columns = [[format_number(float(numbers[name](row)), digits) for row in values] for name in names]
+        taken = max(map(len, metrics)) + 4 + sum(max(map(len, [name, *column])) + 2 for name, column in zip(names, columns, strict=True))
+        found = names, columns, max(4, min(60, width - taken))
+        if width - taken >= COURSE:
+            break
+    return found
 
 
 def draw_sparkline(steps: np.ndarray, values: np.ndarray, *, first: int, last: int, width: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from rollouts.inspect.column_rows import is_number
 from rollouts.inspect.read import RunRecord, series, sum_by_name
 from rollouts.metrics.jsonl import Row
 
@@ -31,28 +32,38 @@ COLUMNS = (  # heading, metrics of which the first present is shown, format
 ACCURACY = re.compile(r"eval/(?P<name>.+)/(?P<stat>(?:avg|pass)@\d+|accuracy)")
 RANKED_RIGHT = "accuracy"  # the statistic of held-out pairs: the share that is ranked right
 MARGIN = "rewards/margins"  # of held-out preferences
+STAGE_HEADINGS = ("stage", "steps", "reward first → last", "loss first → last", "minutes", "groups dropped", "failed")
 DROPPED = "groups/dropped/"
 FAILED = "fail/"
 
 
-def make_stage_table(record: RunRecord) -> Table:
-    """One row per stage: how far, how the reward and the loss moved, how long, what was dropped and what failed."""
+def make_stage_table(record: RunRecord, *, width: int = 160) -> Table | str:
+    """One row per stage: how far, how the reward and the loss moved, how long, what was dropped and what failed. Lines where a table does not fit."""
+    rows = [describe_stage(record, stage) for stage in record.stages]
+    lines = [STAGE_HEADINGS, *rows]
+    if count_fitting(lines, width) < len(STAGE_HEADINGS):
+        return "\n".join(", ".join(f"{name} {cell}" for name, cell in zip(STAGE_HEADINGS, row, strict=True) if cell) for row in rows)
     table = Table()
-    for heading in ("stage", "steps", "reward first → last", "loss first → last", "minutes", "groups dropped", "failed"):
+    for heading in STAGE_HEADINGS:
         table.add_column(heading, justify="left" if heading in ("stage", "groups dropped", "failed") else "right")
-    for stage in record.stages:
-        rows = record.stage_rows(stage)
-        minutes = sum(series(rows, "time/step")[1]) / 60
-        table.add_row(
-            stage,
-            str(rows[-1]["step"]),
-            format_first_last(rows, "reward/mean", "{:.3f}"),
-            format_first_last(rows, "loss/total", "{:.4g}"),
-            f"{minutes:.1f}",
-            format_counts(sum_by_name(rows, DROPPED)),
-            format_counts(sum_by_name(rows, FAILED)),
-        )
+    for row in rows:
+        table.add_row(*row)
     return table
+
+
+def describe_stage(record: RunRecord, stage: str) -> tuple[str, ...]:
+    """A cell for each of STAGE_HEADINGS, empty where there is nothing to say."""
+    rows = record.stage_rows(stage)
+    minutes = sum(series(rows, "time/step")[1]) / 60
+    return (
+        stage,
+        str(rows[-1]["step"]),
+        format_first_last(rows, "reward/mean", "{:.3f}"),
+        format_first_last(rows, "loss/total", "{:.4g}"),
+        f"{minutes:.1f}",
+        format_counts(sum_by_name(rows, DROPPED)),
+        format_counts(sum_by_name(rows, FAILED)),
+    )
 
 
 def describe_state(record: RunRecord) -> str:
@@ -103,7 +114,7 @@ def make_step_table(record: RunRecord, *, last: int, width: int = 160) -> Table 
     headings = ["stage", "step", *(heading for heading, _, _ in columns)]
     kept = count_fitting([headings, *lines], width)
     left = len(headings) - kept
-    title = f"last {len(rows)} steps" + (f" ({left} more columns in a wider terminal)" if left else "")
+    title = ("last step" if len(rows) == 1 else f"last {len(rows)} steps") + (f" ({left} more columns in a wider terminal)" if left else "")
     table = Table(title=title, title_justify="left", title_style="bold")
     for heading in headings[:kept]:
         table.add_column(heading, justify="left" if heading == "stage" else "right")
@@ -134,7 +145,7 @@ def format_value(value: float | None, form: str) -> str:
 
 def find_value(row: Row, names: Sequence[str]) -> float | None:
     """The first of the metrics that the row has."""
-    return next((row[name] for name in names if name in row), None)
+    return next((row[name] for name in names if is_number(row.get(name))), None)
 
 
 def format_first_last(rows: Sequence[Row], name: str, form: str) -> str:
@@ -169,12 +180,3 @@ def make_summary_lines(record: RunRecord) -> list[str]:
 def format_fact(value: Any) -> str:
     """A number with at most two decimals, anything else as it is."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
-
-
-def format_sample(row: Row) -> str:
-    """A sample as a person reads it: what identifies it, the prompt, the response, the reward."""
-    prompt = row.get("prompt", "")
-    text = prompt if isinstance(prompt, str) else "\n".join(f"[{turn['role']}] {turn['content']}" for turn in prompt)
-    reward = f"{row['reward']:.3f}" if "reward" in row else "none"
-    facts = [f"{row['stage']} step {row['step']}", row.get("id", ""), row.get("status", ""), f"reward {reward}"]
-    return f"── {' · '.join(facts)} · {row.get('response_length', 0)} tokens\n{text}\n→ {row.get('response', '')}\n"

@@ -19,15 +19,17 @@ from pathlib import Path
 
 import numpy as np
 import trio
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from rollouts.inspect.outcomes import OTHER_TROUBLE, describe_failure
-from rollouts.inspect.read import open_run_dir
+from rollouts.inspect.read import keep_numbers, open_run_dir
 from rollouts.inspect.sparklines import draw_sparkline, format_number
+from rollouts.inspect.terminal import make_safe
 from rollouts.metrics.jsonl import Row, has_place, parse_row
-from rollouts.run_dir import RunDir, is_locked, list_parts, parse_part
+from rollouts.run_dir import Activity, RunDir, describe_activity, find_activity, list_parts, parse_part
 
 START_BYTES = 8 << 20  # of a file's end that is read at first
 PACE_ROWS = 20  # rows whose times tell how long a step takes
@@ -72,7 +74,7 @@ class FileCursor:
         end = data.rfind(b"\n") + 1
         self.offset += end
         found = (parse_row(line) for line in data[:end].split(b"\n") if line)
-        return [row for row in found if row is not None and has_place(row)]
+        return [keep_numbers(row) for row in found if row is not None and has_place(row) and isinstance(row.get("stage"), str)]
 
 
 def find_start(part: Path) -> int:
@@ -141,7 +143,7 @@ class RunView:
             self.warnings.append(f"{row['stage']} step {row['step']}: {row.get('id', '')}: {describe_failure(row)}")
 
     def _take_span(self, row: Row) -> None:
-        if row.get("name") != "generate" or "tokens" not in row:
+        if row.get("name") != "generate" or not row.keys() >= {"start_unix", "duration_s", "tokens"}:
             return
         if self.engine_step != (row["stage"], row["step"]):
             self.engine_step, self.engines = (row["stage"], row["step"]), {}
@@ -165,17 +167,13 @@ def read_steps(run_dir: RunDir) -> dict[str, int]:
     return {name: table["steps"] for name, table in settings.items() if isinstance(table, dict) and isinstance(table.get("steps"), int)}
 
 
-def is_running(run_dir: RunDir) -> bool:
-    """Whether a process holds the lock of the run. Where it cannot be asked: no."""
-    return bool(is_locked(run_dir))
-
-
 def estimate_left_s(view: RunView) -> float | None:
     """Seconds that the rest of the stage takes at the pace of its last rows; None where that is not known."""
     last = view.last
     if last is None or last["stage"] not in view.steps:
         return None
-    times = [row["time_unix"] for (stage, _), row in view.rows.items() if stage == last["stage"] and row["attempt"] == last["attempt"]][-PACE_ROWS:]
+    rows = [row for (stage, _), row in view.rows.items() if stage == last["stage"] and row["attempt"] == last["attempt"]]
+    times = [row["time_unix"] for row in rows[-PACE_ROWS:] if "time_unix" in row]
     if len(times) < 2:
         return None
     pace = statistics.median(after - before for before, after in pairwise(times))
@@ -194,24 +192,11 @@ def describe_row(view: RunView, row: Row) -> str:
     return "  ".join([f"{row['stage']} {row['step']}{f'/{total}' if total else ''}", *facts])
 
 
-def draw_screen(view: RunView, *, running: bool, width: int, now_unix: float) -> Text:
+def draw_screen(view: RunView, activity: Activity, *, width: int, now_unix: float) -> Text:
     """What is known of the run, at most about 25 lines of `width` characters."""
     last = view.last
-    state = "running" if running else "finished" if RunDir(view.root).summary.exists() else "not running, not finished"
-    lines = [f"{view.root}: {state}"]
-    if last is None:
-        return Text("\n".join([*lines, "no step has ended yet"]), no_wrap=True, overflow="ellipsis")
-    total, left = view.steps.get(last["stage"]), estimate_left_s(view)
-    place = f"{last['stage']} step {last['step']}{f' of {total}' if total else ''}, attempt {last['attempt']}"
-    ago = f"{format_duration(max(0.0, now_unix - last['time_unix']))} ago"
-    lines.append(", ".join([place, ago, *([f"{format_duration(left)} left"] if left is not None and running else [])]))
-    lines += draw_course(view, last["stage"], width)
-    facts = [f"{heading} {format_number(last[metric])}" for heading, metric in FACTS if metric in last]
-    lines.append("   ".join(facts))
-    phases = {name[5:]: value for name, value in last.items() if name.startswith("time/") and name not in ("time/step", "time/weight_sync_pause")}
-    if phases:
-        lines.append("phases    " + "  ".join(f"{name} {value:.2f} s" for name, value in sorted(phases.items(), key=lambda item: -item[1])))
-    lines += [f"engine    {name}: {held[0]:.0f} requests, {held[1]:.0f} tokens in step {view.engine_step[1]}" for name, held in view.engines.items()]
+    lines = [f"{view.root}: {describe_activity(activity)}"]
+    lines += ["no step has ended yet"] if last is None else draw_step(view, last, activity, width=width, now_unix=now_unix)
     if view.evaluation is not None:
         shown = [f"{name} {format_number(value)}" for name, value in view.evaluation.items() if name.startswith("eval/") and isinstance(value, float)]
         lines.append(f"evaluated {view.evaluation['stage']} step {view.evaluation['step']}: {', '.join(shown[:4])}")
@@ -220,6 +205,22 @@ def draw_screen(view: RunView, *, running: bool, width: int, now_unix: float) ->
     lines += [f"sample    {describe_sample(row)}" for row in view.samples]
     lines += [f"warning   {text}" for text in view.warnings]
     return Text("\n".join(clip(line, width) for line in lines))
+
+
+def draw_step(view: RunView, last: Row, activity: Activity, *, width: int, now_unix: float) -> list[str]:
+    """Where the run is, and what its newest row says."""
+    total, left = view.steps.get(last["stage"]), estimate_left_s(view)
+    place = f"{last['stage']} step {last['step']}{f' of {total}' if total else ''}, attempt {last['attempt']}"
+    ago = [f"{format_duration(max(0.0, now_unix - last['time_unix']))} ago"] if "time_unix" in last else []
+    lines = [", ".join([place, *ago, *([f"{format_duration(left)} left"] if left is not None and activity.may_go_on else [])])]
+    lines += draw_course(view, last["stage"], width)
+    facts = [f"{heading} {format_number(last[metric])}" for heading, metric in FACTS if metric in last]
+    lines.append("   ".join(facts))
+    phases = {name[5:]: value for name, value in last.items() if name.startswith("time/") and name not in ("time/step", "time/weight_sync_pause")}
+    if phases:
+        lines.append("phases    " + "  ".join(f"{name} {value:.2f} s" for name, value in sorted(phases.items(), key=lambda item: -item[1])))
+    engines = view.engines.items()
+    return [*lines, *(f"engine    {name}: {held[0]:.0f} requests, {held[1]:.0f} tokens in step {view.engine_step[1]}" for name, held in engines)]
 
 
 def draw_course(view: RunView, stage: str, width: int) -> list[str]:
@@ -241,30 +242,31 @@ def describe_sample(row: Row) -> str:
 
 
 def clip(line: str, width: int) -> str:
-    """The line as it can stand on a terminal: what would steer it is escaped, and it ends at the border."""
-    shown = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in line[: 2 * width])
-    return shown if len(shown) <= width else f"{shown[: width - 1]}…"
+    """The line as it can stand on a terminal: what would steer it is written out, and it ends at the border, where letters take two columns too."""
+    shown = make_safe(line[: 2 * width], one_line=True)
+    return shown if cell_len(shown) <= width else f"{set_cell_size(shown, width - 1)}…"
 
 
 async def follow(
-    root: Path, *, every_s: float, once: bool, running: Callable[[], bool], show: Callable[[RunView, list[Row], bool], None]
+    root: Path, *, every_s: float, once: bool, find: Callable[[], Activity], show: Callable[[RunView, list[Row], Activity], None]
 ) -> None:
     """Calls `show` with the view, the rows of metrics that are new, and whether the run goes on: at first, and after each look that found a change.
 
-    Returns after a look that began when the run was over, so that no row is missed. Raises RunDirError for a directory that is no run.
+    `find` tells whether the run is at work. Returns after a look that began when it was not, so that no row is missed, and goes on where that cannot
+    be known. Raises RunDirError for a directory that is no run.
     """
     run_dir = open_run_dir(root)
     view = RunView(root, read_steps(run_dir))
     cursors = {path.stem: FileCursor(path) for path in (run_dir.metrics, run_dir.evaluations, run_dir.samples, run_dir.spans)}
-    shown: bool | None = None
+    shown: Activity | None = None
     while True:
-        goes_on = running()
+        activity = find()
         new = {name: cursor.read_new() for name, cursor in cursors.items()}
         fresh = [row for name, rows in new.items() for row in view.take(name, rows)]
-        if any(new.values()) or goes_on != shown:
-            show(view, fresh, goes_on)
-            shown = goes_on
-        if once or not goes_on:
+        if any(new.values()) or activity != shown:
+            show(view, fresh, activity)
+            shown = activity
+        if once or not activity.may_go_on:
             return
         await trio.sleep(every_s)
 
@@ -273,23 +275,26 @@ async def follow_on_console(root: Path, console: Console, every_s: float, once: 
     """Follows a run on a terminal: a screen that is drawn again, or where there is no terminal one line for each step. Raises RunDirError."""
     run_dir = open_run_dir(root)
 
-    def screen(view: RunView, running: bool) -> Text:
-        return draw_screen(view, running=running, width=console.width, now_unix=time.time())
+    def find() -> Activity:
+        return find_activity(run_dir)
+
+    def screen(view: RunView, activity: Activity) -> Text:
+        return draw_screen(view, activity, width=console.width, now_unix=time.time())
 
     if once or not console.is_terminal:
-        def show_lines(view: RunView, fresh: list[Row], running: bool) -> None:
-            if once or not running:
-                console.print(screen(view, running), soft_wrap=True)
+        def show_lines(view: RunView, fresh: list[Row], activity: Activity) -> None:
+            if once or not activity.may_go_on:
+                console.print(screen(view, activity), soft_wrap=True)
             else:
                 console.print("\n".join(clip(describe_row(view, row), console.width) for row in fresh[-PRINTED_ROWS:]), soft_wrap=True)
 
-        await follow(root, every_s=every_s, once=once, running=lambda: is_running(run_dir), show=show_lines)
+        await follow(root, every_s=every_s, once=once, find=find, show=show_lines)
         return
     with Live(console=console, auto_refresh=False) as live:
         await follow(
             root,
             every_s=every_s,
             once=once,
-            running=lambda: is_running(run_dir),
-            show=lambda view, _, running: live.update(screen(view, running), refresh=True),
+            find=find,
+            show=lambda view, _, activity: live.update(screen(view, activity), refresh=True),
         )

@@ -8,7 +8,8 @@ times and places are held in memory, 24 bytes a span.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import IO, Any
 import msgspec
 import numpy as np
 
-from rollouts.errors import RunDirError
+from rollouts.errors import RunDirError, StorageError
 from rollouts.metrics.jsonl import Row, has_place, parse_row
 from rollouts.run_dir import RunDir
 
+Attempts = dict[tuple[str, int], int]  # by stage and step
 encode = msgspec.json.Encoder().encode
 PID = 1
 FIRST_TRACKS = ("trainer", "checkpoints", "rewards")  # engines come below them
@@ -31,21 +33,27 @@ SORT_STEP = 1000  # between the places of tracks, so that their lanes fit in
 def export_trace(root: Path, output: Path, *, steps: range | None = None) -> int:
     """How many spans were written to `output`, which appears when it is complete. Of a step that was repeated, the newest attempt's.
 
-    Raises RunDirError where `root` has no spans (of these steps), or a file is damaged.
+    Raises RunDirError where `root` has no spans (of these steps), or a file is damaged; StorageError where `output` cannot be written.
     """
+    if not root.is_dir():
+        raise RunDirError(f"{root} is not a directory; name a run directory, for example one in runs/")
     run_dir = RunDir(root)
     parts = run_dir.parts(run_dir.spans)
-    places = find_spans(parts, steps)
+    newest = find_attempts(row for _, _, row in _iterate(parts))
+    places = find_spans(parts, newest, steps)
     if not len(places):
         which = "spans.jsonl has no span" + (f" of steps {steps[0]} to {steps[-1]}" if steps else "")
         raise RunDirError(f"{root}: {which}; name the directory of a run that has trained a step")
     partial = output.with_name(f".tmp-{output.name}")
     try:
         with partial.open("wb") as file:
-            _write_trace(file, run_dir, parts, places, steps)
+            _write_trace(file, run_dir, places, newest, steps)
         partial.replace(output)
+    except OSError as error:
+        raise StorageError(f"{output} cannot be written ({error}); name another file with --output FILE") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
     return len(places)
 
 
@@ -54,12 +62,17 @@ def export_trace(root: Path, output: Path, *, steps: range | None = None) -> int
 PLACE = np.dtype([("start_us", np.int64), ("shorter", np.int64), ("part", np.int32), ("size", np.int32), ("offset", np.int64)])
 
 
-def find_spans(parts: Sequence[Path], steps: range | None) -> np.ndarray:
-    """Where the rows of the newest attempts lie, by the time at which their spans began, of equal times the longest first."""
-    newest: dict[tuple[str, int], int] = {}
-    for _, _, row in _iterate(parts):
+def find_attempts(rows: Iterable[Row]) -> Attempts:
+    """The highest attempt by stage and step."""
+    newest: Attempts = {}
+    for row in rows:
         key = row["stage"], row["step"]
         newest[key] = max(newest.get(key, 0), row["attempt"])
+    return newest
+
+
+def find_spans(parts: Sequence[Path], newest: Attempts, steps: range | None) -> np.ndarray:
+    """Where the rows of the newest attempts lie, by the time at which their spans began, of equal times the longest first."""
     places = np.empty(1024, PLACE)
     count = 0
     for number, (offset, size), row in _iterate(parts):
@@ -146,13 +159,14 @@ class _Lanes:
         ]
 
 
-def _write_trace(file: IO[bytes], run_dir: RunDir, parts: Sequence[Path], places: np.ndarray, steps: range | None) -> None:
+def _write_trace(file: IO[bytes], run_dir: RunDir, places: np.ndarray, newest: Attempts, steps: range | None) -> None:
     origin_us = int(places["start_us"][0])
     about = {"run": run_dir.root.resolve().name, "start_unix": origin_us / 1e6}
     file.write(b'{"displayTimeUnit":"ms","otherData":' + encode(about) + b',"traceEvents":[\n')
     process = {"ph": "M", "pid": PID, "tid": 0, "name": "process_name", "args": {"name": about["run"]}}
     file.write(encode(process))
-    for event in chain(_iterate_events(parts, places, origin_us), _iterate_counters(run_dir, origin_us, steps)):
+    events = _iterate_events(run_dir.parts(run_dir.spans), places, origin_us)
+    for event in chain(events, _iterate_counters(run_dir, newest, origin_us, steps)):
         file.write(b",\n" + encode(event))
     file.write(b"\n]}\n")
 
@@ -184,16 +198,27 @@ def _iterate_events(parts: Sequence[Path], places: np.ndarray, origin_us: int) -
             file.close()
 
 
-def _iterate_counters(run_dir: RunDir, origin_us: int, steps: range | None) -> Iterator[dict[str, Any]]:
-    """Requests that each member of a fleet answered and that waited, as the rows of metrics say."""
+def _iterate_counters(run_dir: RunDir, spans: Attempts, origin_us: int, steps: range | None) -> Iterator[dict[str, Any]]:
+    """Requests that each member of a fleet answered and that waited, as the rows of metrics say, from the trace's beginning on.
+
+    Of a step that was repeated, the newest attempt's; there may be spans of it and no row yet.
+    """
+    rows = find_attempts(_iterate_metrics(run_dir))
+    for row in _iterate_metrics(run_dir):
+        key = row["stage"], row["step"]
+        if row["attempt"] < max(rows[key], spans.get(key, 0)) or (steps is not None and row["step"] not in steps):
+            continue
+        values = {key.split("/")[1]: value for key, value in row.items() if key.startswith("engine/") and key.endswith("/in_flight")}
+        at_us = round(row["time_unix"] * 1e6) - origin_us if isinstance(row.get("time_unix"), int | float) else -1
+        if values and at_us >= 0:
+            values["queued"] = row.get("fleet/queued", 0.0)
+            yield {"ph": "C", "pid": PID, "name": "requests in flight", "ts": at_us, "args": values}
+
+
+def _iterate_metrics(run_dir: RunDir) -> Iterator[Row]:
     for path in run_dir.parts(run_dir.metrics):
         with path.open("rb") as file:
             for line in file:
                 row = parse_row(line)
-                if row is None or not has_place(row) or (steps is not None and row["step"] not in steps):
-                    continue
-                values = {key.split("/")[1]: value for key, value in row.items() if key.startswith("engine/") and key.endswith("/in_flight")}
-                if values and isinstance(row.get("time_unix"), int | float):
-                    values["queued"] = row.get("fleet/queued", 0.0)
-                    at_us = max(0, round(row["time_unix"] * 1e6) - origin_us)
-                    yield {"ph": "C", "pid": PID, "name": "requests in flight", "ts": at_us, "args": values}
+                if row is not None and has_place(row) and isinstance(row.get("stage"), str):
+                    yield row

@@ -6,7 +6,7 @@ scale is symmetric about 0, reaches to the value of the sample that is furthest 
 
 from __future__ import annotations
 
-import sys
+import json
 from collections.abc import Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from rich.text import Text
 from rollouts.errors import RecordError
 from rollouts.inspect.columns import Columns, open_columns
 from rollouts.inspect.samples import FoundSamples
+from rollouts.inspect.terminal import make_safe, write_lines
 from rollouts.inspect.token_texts import Decode, load_decoder, split_text
 from rollouts.metrics.jsonl import Row
 from rollouts.metrics.token_shards import read_token_arrays
@@ -54,8 +55,15 @@ class Marks(NamedTuple):
 def print_json(found: FoundSamples) -> None:
     """The rows as JSON lines on stdout."""
     for row in found.rows:
-        sys.stdout.write(msgspec.json.encode(row).decode() + "\n")
-    sys.stdout.flush()
+        write_lines(encode_json(row) + "\n")
+
+
+def encode_json(value: Any) -> str:
+    """The value as JSON on one line."""
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:  # half a character, which only an escape can say
+        return json.dumps(value, separators=(",", ":"))
 
 
 def print_samples(console: Console, found: FoundSamples, *, color: str | None = None) -> None:
@@ -99,14 +107,14 @@ def describe_found(found: FoundSamples) -> str:
 
 def print_sample(console: Console, row: Row, marked: Text | None = None) -> None:
     """One sample: a headline, prompt and response, or the marked tokens of both, and what failed."""
-    console.print(Text(describe_sample(row), style="bold"), soft_wrap=True)
+    console.print(Text(make_safe(describe_sample(row), one_line=True), style="bold"), soft_wrap=True)
     if marked is not None:
         console.print(marked, soft_wrap=True)
     else:
         for label, text in list_turns(row):
-            console.print(Text.assemble((f"{label} ", "bold cyan"), text), soft_wrap=True)
+            console.print(Text.assemble((f"{make_safe(label, one_line=True)} ", "bold cyan"), make_safe(text)), soft_wrap=True)
     for line in list_facts(row):
-        console.print(Text(line, style="dim"), soft_wrap=True)
+        console.print(Text(make_safe(line), style="dim"), soft_wrap=True)
     console.print()
 
 
@@ -115,7 +123,8 @@ def describe_sample(row: Row) -> str:
     reward = row.get("reward")
     facts = [f"{row['stage']} step {row['step']}", str(row.get("id", ""))]
     facts += [f"group {row['group_index']}"] if "group_index" in row else []
-    facts += [str(row.get("status", "")), "no reward" if reward is None else f"reward {reward:.3f}", f"{row.get('response_length', 0)} tokens"]
+    facts += [str(row.get("status", "")), f"reward {reward:.3f}" if isinstance(reward, int | float) else "no reward"]
+    facts += [f"{row.get('response_length', 0)} tokens"]
     oldest, version = row.get("weight_version_min"), row.get("policy_version")
     if isinstance(oldest, int) and isinstance(version, int) and version > oldest:
         facts.append(f"{version - oldest} version{'' if version - oldest == 1 else 's'} behind")
@@ -124,9 +133,9 @@ def describe_sample(row: Row) -> str:
 
 def list_turns(row: Row) -> list[tuple[str, str]]:
     """Label and text of each turn of the prompt that says anything, and of the response."""
-    prompt = row.get("prompt", "")
-    turns = [("prompt", prompt)] if isinstance(prompt, str) else [describe_turn(turn) for turn in prompt]
-    return [*((f"[{label}]", text) for label, text in turns if text), ("→", str(row.get("response", "")))]
+    prompt = row.get("prompt") or ""
+    turns = [describe_turn(turn) for turn in prompt] if isinstance(prompt, list) else [("prompt", str(prompt))]
+    return [*((f"[{label}]", text) for label, text in turns if text), ("→", str(row.get("response") or ""))]
 
 
 def describe_turn(turn: Any) -> tuple[str, str]:
@@ -134,15 +143,16 @@ def describe_turn(turn: Any) -> tuple[str, str]:
     if not isinstance(turn, dict):
         return "prompt", str(turn)
     content = turn.get("content", "")
-    return str(turn.get("role", "")), content if isinstance(content, str) else msgspec.json.encode(content).decode()
+    return str(turn.get("role", "")), content if isinstance(content, str) else encode_json(content)
 
 
 def list_facts(row: Row) -> list[str]:
     """Lines below the text: parts of the reward, what failed."""
     lines: list[str] = []
     parts = row.get("rewards")
-    if isinstance(parts, dict) and len(parts) > 1:
-        lines.append("rewards: " + ", ".join(f"{name} {value:.3g}" for name, value in parts.items() if isinstance(value, int | float)))
+    known = {name: value for name, value in parts.items() if isinstance(value, int | float)} if isinstance(parts, dict) else {}
+    if len(known) > 1:
+        lines.append("rewards: " + ", ".join(f"{name} {value:.3g}" for name, value in known.items()))
     metadata = row.get("metadata")
     failure = metadata.get("failure") if isinstance(metadata, dict) else None
     if isinstance(failure, dict):
@@ -195,7 +205,7 @@ def mark_tokens(marks: Marks, decode: Decode, color: str, *, plain: bool) -> Tex
     text = Text()
     pieces = [(int(levels[begin]), words) for begin, _, words in split_text(marks.tokens.tolist(), decode)]
     for level, run in groupby(pieces, key=lambda piece: piece[0]):
-        words = "".join(word for _, word in run)
+        words = make_safe("".join(word for _, word in run))
         if plain and level:
             words = f"{{{'+' * level or '-' * -level} {words}}}"
         text.append(words, style=None if plain or not level else TRAINED if color == "mask" else STYLES[level])

@@ -15,8 +15,7 @@ from typing import Any, Literal
 
 from rollouts.distributed.launch import Launch
 from rollouts.errors import RunDirError
-from rollouts.preflight.run_directory import read_holder
-from rollouts.run_dir import RunDir
+from rollouts.run_dir import RunDir, read_holder
 
 Restart = Literal["yes", "no", "if another rank says so"]
 NO_IDS = frozenset({"", "none"})  # what torchrun calls a run that was given no id

@@ -17,7 +17,7 @@ from typing import Any
 from rollouts.config.load import check_same_run, load_config
 from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
-from rollouts.run_dir import RunDir, check_links, is_locked
+from rollouts.run_dir import RunDir, check_links, is_locked, read_holder
 
 PARTIAL_CONFIG = ".tmp-config.toml"  # all that a run leaves that was killed while it wrote its first file: nothing of it is lost
 
@@ -107,15 +107,6 @@ def write_holder(descriptor: int, launch: Mapping[str, Any] | None) -> None:
         os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
     except OSError:  # a full disk, say: the lock holds without it, and who is refused is told less
         pass
-
-
-def read_holder(run_dir: RunDir) -> Mapping[str, Any]:
-    """What the file of the lock says; nothing where it cannot be read."""
-    try:
-        holder: Any = json.loads(run_dir.lock.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return holder if isinstance(holder, dict) else {}
 
 
 def _drop_in_child() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from rich.text import Text
 
 PAGE = """<!doctype html><html data-ready="true"><meta charset="utf-8">
 <style>{stylesheet} body {{ margin: 0; padding: 16px; background: {background}; color: {foreground} }}
-pre {{ margin: 0; font: 14px/18px "DejaVu Sans Mono", monospace }}</style>
+pre {{ margin: 0; font: 14px/18px "DejaVu Sans Mono", monospace }} i {{ display: inline-block; width: 1ch; font-style: normal }}</style>
 <pre>{code}</pre>"""
 
 
@@ -47,5 +48,6 @@ def write_terminal_page(words: Sequence[str], path: Path, *, columns: int, last:
     lines = capture_terminal(words, columns=columns).rstrip("\n").split("\n")[-last:]
     console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text(f"$ python -m rollouts {' '.join(words)}\n", style="bold"), Text.from_ansi("\n".join(lines)), sep="", soft_wrap=True)
-    path.write_text(console.export_html(code_format=PAGE), encoding="utf-8")
+    page = console.export_html(code_format=PAGE)
+    path.write_text(re.sub("[\u2800-\u28ff]", r"<i>\g<0></i>", page), encoding="utf-8")  # braille is of another font, in which it is wider
     return len(lines) + 1

@@ -21,19 +21,11 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import EngineError, EngineSilent, EngineUnreachable, WeightSyncError
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.weight_sync.broadcast import (
-    Broadcast,
-    FlatBucket,
-    Signal,
-    flatten_tensors,
-    listen_for_group,
-    make_gloo_group,
-    open_sglang_broadcast,
-    open_vllm_broadcast,
-    run_both,
-    split_tensors,
-    wait_work,
-)
+from rollouts.weight_sync.broadcast import Broadcast
+from rollouts.weight_sync.broadcast_sglang import listen_for_group, make_gloo_group, open_sglang_broadcast
+from rollouts.weight_sync.broadcast_vllm import open_vllm_broadcast
+from rollouts.weight_sync.broadcast_waits import Signal, run_both, wait_work
+from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_tensors
 
 CPU = torch.device("cpu")
 WEIGHTS = {f"w{index}": torch.arange(4, dtype=torch.float32) + index for index in range(6)}  # 16 bytes each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,13 @@ def write_run(root: Path, factor: float = 1.0) -> Path:
 
 def make_curve(values: list[float], run: str = "a") -> Curve:
     return Curve(run, "rl", "loss/total", np.arange(1, len(values) + 1), np.array(values))
+
+
+def read_dots(lines: list[str], column: int) -> set[int]:
+    """The rows of dots, from above, that are set in a column of dots, by Unicode's numbering: left 1, 2, 3, 7 and right 4, 5, 6, 8 from above."""
+    numbers = ((1, 2, 3, 7), (4, 5, 6, 8))[column % 2]
+    cells = [ord(line.split("┤")[1][column // 2]) - 0x2800 for line in lines]
+    return {4 * row + place for row, cell in enumerate(cells) for place, number in enumerate(numbers) if cell >> (number - 1) & 1}
 
 
 def test_a_pattern_chooses_all_metrics_that_match_in_each_stage(tmp_path: Path):
@@ -62,10 +70,20 @@ def test_smoothing_is_the_mean_of_a_value_and_those_before_it():
 
 def test_a_rising_line_goes_from_the_lower_left_to_the_upper_right():
     lines = draw_chart([make_curve([0.0, 1.0])], ChartOptions(width=2, height=2)).plain.splitlines()
-    # 4 columns of dots, 8 rows: heights 0, 1/3, 2/3, 1 of 7 are rows 7, 5, 2, 0 from above
-    assert lines[1] == "1 ┤⠀" + chr(0x2800 + 0x04 + 0x08)
-    assert lines[2] == "0 ┤" + chr(0x2800 + 0x40 + 0x10) + "⠀"
+    # 4 columns of dots, 8 rows: heights 0, 1/3, 2/3, 1 of 7 are rows 7, 5, 2, 0 from above; halfway between them are rows 6, 3.5 and 1
+    columns = [{7, 6}, {6, 5, 4}, {3, 2, 1}, {1, 0}]
+    assert [read_dots(lines[1:3], column) for column in range(4)] == columns
     assert lines[3].strip() == "1step 2"
+
+
+@pytest.mark.parametrize("values", [[0.0, 9.0, 1.0, 8.0, 0.0, 0.0, 9.0, 4.0], [float(step % 7) for step in range(20)]])
+def test_a_curve_of_few_steps_is_one_line_without_gaps(values: list[float]):
+    lines = draw_chart([make_curve(values)], ChartOptions(width=30, height=5)).plain.splitlines()[1:6]
+    columns = [read_dots(lines, column) for column in range(60)]
+    for column in columns:
+        assert column == set(range(min(column), max(column) + 1)), "no gap within a column"
+    for one, other in pairwise(columns):
+        assert min(one) <= max(other) + 1 and min(other) <= max(one) + 1, "nor between two"
 
 
 def test_a_logarithmic_curve_leaves_out_what_has_none_and_labels_values():

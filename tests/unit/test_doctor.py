@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import resource
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -210,6 +212,16 @@ def test_a_run_that_died_and_skipped_steps_are_warnings(run: Path):
     }  # fmt: skip
     (run / "summary.json").write_text("{}")
     assert levels(record.examine_run(RunDir(run), deep=False))["run"] == "ok"
+
+
+def test_a_run_whose_machine_cannot_be_asked_may_be_at_work(run: Path):
+    (run / "run.lock").write_text('{"pid": 7, "host": "node3"}')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "r')  # as it is while a row is written
+    os.utime(run / "metrics.jsonl", (0.0, time.time() - 60.0))
+    life, rows = record.examine_run(RunDir(run), deep=False)[:2]
+    assert (life.level, rows.level) == ("warning", "ok")
+    assert "is perhaps running on node3, whose lock may not be seen here; last row 6" in life.message  # 60 s, or a few more
 
 
 def test_a_torn_line_is_a_warning_and_a_damaged_one_a_problem(run: Path):

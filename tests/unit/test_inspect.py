@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rollouts.cli import main
 from rollouts.errors import RunDirError
-from rollouts.inspect.plot import choose_evaluations, choose_panels, draw_curve, draw_curves, mean_by_column, save_png, smooth, thin_out
+from rollouts.inspect.plot import choose_evaluations, choose_panels, draw_curves, save_png, smooth, thin_out
 from rollouts.inspect.read import read_run, series, sum_by_name
 from rollouts.inspect.table import (
     describe_state,
     find_newest_checkpoint,
     format_counts,
-    format_sample,
     make_evaluation_table,
     make_stage_table,
     make_step_table,
@@ -232,7 +232,7 @@ def test_an_empty_run_has_no_tables_of_steps_or_evaluations(tmp_path: Path):
     assert make_step_table(record, last=5) is None
     assert make_evaluation_table(record) is None
     assert make_summary_lines(record) == []
-    assert draw_curves(record) == ""
+    assert draw_curves(record) == []
 
 
 def test_the_summary_is_told_in_three_lines(tmp_path: Path):
@@ -243,47 +243,27 @@ def test_the_summary_is_told_in_three_lines(tmp_path: Path):
     ]
 
 
-def test_samples_read_as_text_with_every_turn(tmp_path: Path):
-    chat, text = (format_sample(row) for row in read_run(write_run(tmp_path), with_samples=True).samples)
-    assert chat == "── rl step 4 · p1-0 · completed · reward 1.000 · 2 tokens\n[system] Add.\n[user] 1+1?\n→ 2\n"
-    assert text.startswith("── rl step 4 · p1-0 · completed · reward none · 2 tokens\ntext\n")
+def test_samples_read_as_text_with_every_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["inspect", str(write_run(tmp_path)), "--samples", "2"]) == 0
+    chat, text = capsys.readouterr().out.split("── ")[1:]
+    assert chat == "rl step 4 · p1-0 · completed · reward 1.000 · 2 tokens\n[system] Add.\n[user] 1+1?\n→ 2\n\n"
+    assert text.startswith("rl step 4 · p1-0 · completed · no reward · 2 tokens\n[prompt] text\n→ 2\n")
 
 
 # --- curves -------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_rising_line_climbs_from_the_lowest_dot_to_the_highest():
-    # 4 columns of dots, 8 rows: values 0 to 3 stand 0, 7/3, 14/3 and 7 dots above the lowest, that is in rows 7, 5, 2 and 0 from the top.
-    # Cell (top left): row 2 right dot = 0x20. Top right: row 0 right dot = 0x08; column 2 is its left column, row 2 = 0x04.
-    curve = draw_curve([1, 2, 3, 4], [0.0, 1.0, 2.0, 3.0], title="up", width=2, height=2)
-    dots = [line.split("┤")[1] for line in curve.splitlines() if "┤" in line]
-    assert dots == [chr(0x2800) + chr(0x2800 + 0x04 + 0x08), chr(0x2800 + 0x40 + 0x10) + chr(0x2800)]
-
-
-def test_a_curve_is_labelled_with_its_extremes_and_steps():
-    lines = draw_curve([5, 10], [0.25, 12.5], title="rl reward", width=20, height=3).splitlines()
-    assert [line.split("┤")[0].strip() for line in lines[1:-1]] == ["12.5", "", "0.25"]
-    assert lines[0].strip() == "rl reward"
-    assert lines[-1].split() == ["5", "step", "10"]
-    assert {len(line) for line in lines[1:]} == {len("12.5 ┤") + 20}
-
-
-def test_a_flat_curve_is_drawn_in_the_middle_and_nothing_is_not_drawn():
-    dots = [line.split("┤")[1] for line in draw_curve([1, 2], [7.0, 7.0], title="", width=2, height=3).splitlines() if "┤" in line]
-    assert [set(line) == {chr(0x2800)} for line in dots] == [True, False, True]
-    assert draw_curve([], [], title="x") == ""
-
-
-def test_many_steps_share_a_column_by_their_mean():
-    assert mean_by_column([0, 1, 2, 3], [1.0, 3.0, 5.0, 7.0], 2) == {0: 3.0, 1: 7.0}
-    assert mean_by_column([4], [1.0], 10) == {0: 1.0}
-
-
 def test_curves_are_drawn_for_what_each_stage_has(tmp_path: Path):
-    text = draw_curves(read_run(write_run(tmp_path)))
-    assert "sft loss" in text
-    assert "rl reward" in text
-    assert "sft reward" not in text
+    curves = draw_curves(read_run(write_run(tmp_path)), width=20)
+    assert [curve.plain.splitlines()[0].strip() for curve in curves] == ["sft loss", "rl reward"]
+    assert [len(curve.plain.splitlines()) for curve in curves] == [10, 10], "a title, eight lines of curve, the steps"
+
+
+def test_a_run_of_few_steps_is_a_line_and_no_dots(tmp_path: Path):
+    write_rows(tmp_path / "metrics.jsonl", [make_metric_row("rl", step, reward__mean=step % 3) for step in range(1, 9)])
+    (curve,) = draw_curves(read_run(tmp_path), width=40)
+    cells = [line.split("┤")[1] for line in curve.plain.splitlines() if "┤" in line]
+    assert all(any(line[column] != chr(0x2800) for line in cells) for column in range(40)), "each column of characters has a part of the line"
 
 
 def test_a_long_curve_keeps_the_lowest_and_the_highest_value_of_each_stretch():

@@ -24,7 +24,7 @@ from rollouts.inspect.outcomes import Failure, collect_failures, count_lags, des
 from rollouts.inspect.phases import Phase, compute_phases, make_phase_table
 from rollouts.inspect.read import read_run
 from rollouts.inspect.sparklines import draw_sparkline, format_number, make_sparkline_table, mean_by_range
-from rollouts.inspect.table import count_fitting, make_step_table
+from rollouts.inspect.table import count_fitting, make_stage_table, make_step_table
 from rollouts.run_dir import RunDir
 
 
@@ -80,6 +80,38 @@ def test_the_sparkline_table_fits_and_has_first_last_min_and_max(tmp_path: Path,
     assert text.splitlines()[0] == "rl, steps 1 to 4"
     assert text.splitlines()[2].split() == ["reward/mean", "▃▁█▆", "0.5", "0.75", "0.25", "1"]
     assert "off_policy" not in text, "what is 0 throughout tells nothing"
+
+
+@pytest.mark.parametrize(("width", "headings"), [(100, "first last min max"), (60, "first last"), (40, "last")])
+def test_a_narrow_terminal_has_fewer_numbers_and_whole_ones(tmp_path: Path, width: int, headings: str):
+    metrics = [make_row("rl", step, groups__zero_std_frac=1.2345e-5 * step, reward__mean=-0.012345 * step) for step in range(1, 9)]
+    lines = show(make_sparkline_table(read_run(write_run(tmp_path, metrics=metrics)), "rl", width=width), width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[1].split() == ["metric", "course", *headings.split()]
+    assert "…" not in "".join(lines)
+
+
+def test_a_narrow_terminal_has_a_stage_on_a_line(tmp_path: Path):
+    record = read_run(write_run(tmp_path, metrics=[make_row("rl", step, reward__mean=step / 4, time__step=60.0, fail__reward=1) for step in (1, 2)]))
+    assert make_stage_table(record, width=60) == "stage rl, steps 2, reward first → last 0.250 → 0.500, minutes 2.0, failed reward 2"
+    assert not isinstance(make_stage_table(record, width=100), str)
+
+
+def test_what_is_no_number_is_in_no_table_and_no_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Rows as another writer may leave them: NaN as a word, beyond what a number takes, a truth value, nothing."""
+    rows = [make_row("rl", step, reward__mean=0.25 * step, time__step=1.0) for step in (1, 2, 3)]
+    odd = [{"reward/mean": "NaN"}, {"reward/mean": None, "loss/total": "Infinity"}, {"reward/mean": True}]
+    metrics = rows + [make_row("rl", 4 + place) | fields for place, fields in enumerate(odd)]
+    run = write_run(tmp_path / "run", metrics=metrics)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"stage":"rl","step":7,"attempt":1,"reward/mean":1e999}\n{"stage":"rl","step":8,"attempt":1,"reward/mean":NaN}\n')
+    evaluation = make_row("rl", 8, eval__heldout__failed="none") | {"name": "heldout", "eval/heldout/avg@1": "NaN"}
+    (run / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    assert read_run(run).series("rl", "reward/mean")[1].tolist() == [0.25, 0.5, 0.75]
+    assert main(["inspect", str(run)]) == 0
+    assert "NaN" not in (out := capsys.readouterr().out) and "nan" not in out and "inf" not in out
+    assert main(["tail", str(run), "--once"]) == 0
+    assert "reward/mean 0.25 ▁▅█ 0.75" in capsys.readouterr().out
 
 
 def test_one_step_has_no_course(tmp_path: Path):
@@ -241,6 +273,22 @@ def test_a_difference_is_from_the_first_run():
 def test_runs_of_one_name_are_told_apart_by_what_is_above_them():
     assert name_runs([Path("/x/a/run"), Path("/x/b/run")]) == ["a/run", "b/run"]
     assert name_runs([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
+
+
+# --- what there is little of --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_steps_has_no_empty_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "config.toml").write_text("")
+    assert main(["inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == f"{tmp_path}: not finished, 0 attempts, no checkpoint"
+    assert "┃" not in out
+
+
+def test_one_step_is_the_last_step(tmp_path: Path):
+    record = read_run(write_run(tmp_path, metrics=[make_row("rl", 1, reward__mean=0.5)]))
+    assert show(make_step_table(record, last=10)).splitlines()[0].strip() == "last step"
 
 
 # --- the command --------------------------------------------------------------------------------------------------------------

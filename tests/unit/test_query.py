@@ -10,6 +10,7 @@ import pytest
 from rollouts.cli import main
 from rollouts.errors import ConfigError, RunDirError
 from rollouts.inspect.query import format_cell, query_run
+from rollouts.inspect.read import read_run
 
 pytest.importorskip("duckdb")
 
@@ -52,6 +53,42 @@ def test_a_torn_last_line_is_left_out_and_said(run: Path):
     answer = query_run(run, "SELECT count(*) FROM metrics_all")
     assert answer.rows == ((3,),)
     assert "the last line is torn (19 bytes)" in answer.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"stage": "rl", "st', r"metrics\.jsonl:2 is not a JSON object"),
+        (b"\x00\x00\x00", r"metrics\.jsonl:2 is not a JSON object"),
+        (b'{"stage":"rl","step":7,"attempt":1}{"stage":"rl"}', r"metrics\.jsonl:2 is not a JSON object"),
+        (b"[1]", r"metrics\.jsonl:2 is not a JSON object"),
+        (b'{"stage":"rl","step":7,"attempt":1,"reward/mean":"\xff"}', r"metrics\.jsonl:2 is not a JSON object"),
+        (b'{"stage":"rl","step":"seven","attempt":1}', r"metrics\.jsonl:2 has no text 'stage' and whole 'step'"),
+        (b'{"reward/mean": 7}', r"metrics\.jsonl:2 has no text 'stage' and whole 'step'"),
+    ],
+)
+def test_a_damaged_line_in_the_middle_is_refused_as_by_inspect(run: Path, line: bytes, message: str):
+    path = run / "metrics.jsonl"
+    first, second = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([first, line, second, b""]))
+    with pytest.raises(RunDirError, match=message):
+        query_run(run, "SELECT count(*) FROM metrics")
+    with pytest.raises(RunDirError, match=message):
+        read_run(run)
+
+
+def test_a_torn_line_before_another_part_is_refused(run: Path):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "rl", "st')
+    with pytest.raises(RunDirError, match=r"metrics\.jsonl:3 is not a JSON object"):
+        query_run(run, "SELECT count(*) FROM metrics")
+
+
+def test_rows_that_only_duckdb_does_not_take_are_counted_with_the_first(run: Path):
+    write_rows(run / "samples.jsonl", {"id": "a"}, {"id": "b", "response": "\ud800"}, {"id": "c", "response": "\udfff"})
+    answer = query_run(run, "SELECT id FROM samples")
+    assert answer.rows == (("a",),)
+    assert answer.notes == (f"2 rows of samples are left out: duckdb takes no half of a character in a text; the first is {run}/samples.jsonl:2",)
 
 
 def test_a_column_that_is_not_there_names_the_nearest(run: Path):

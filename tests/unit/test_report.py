@@ -21,8 +21,8 @@ import pytest
 
 from rollouts.errors import RunDirError, StorageError
 from rollouts.inspect.columns import open_columns
-from rollouts.inspect.report import add_parser
-from rollouts.inspect.report.choose import TEXT_CHARS, choose_samples, encode_page_json, shorten_row, spread_out
+from rollouts.inspect.report import add_parser, token_view
+from rollouts.inspect.report.choose import TEXT_CHARS, choose_samples, encode_page_json, shorten_row, spread_out, take
 from rollouts.inspect.report.curves import bucket_size, downsample, make_curves, make_phases, shorten
 from rollouts.inspect.report.failures import collect_messages, describe_class
 from rollouts.inspect.report.gather import gather_run
@@ -31,6 +31,7 @@ from rollouts.inspect.report.settings import find_differences, flatten_settings
 from rollouts.inspect.report.spreads import make_spread, whole_edges
 from rollouts.inspect.report.token_view import make_token_values
 from rollouts.inspect.report.updates import parse_update, read_updates
+from rollouts.inspect.transcripts import find_contribution
 from rollouts.run_dir import RunDir
 from tests.browser.written_run import NASTY, head, make_metrics, make_samples, write_rows, write_run
 
@@ -164,6 +165,11 @@ def test_a_run_that_has_begun_only_has_a_report(tmp_path: Path) -> None:
     facts = gather_run(root, sample_bytes=1000).facts
     assert facts["state"] == "stopped"
     assert (facts["stages"], facts["curves"], facts["samples"]["total"]) == ([], {}, 0)
+    (root / "run.lock").write_text('{"pid": 7, "host": "node3"}')
+    (root / "metrics.jsonl").write_text('{"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1, "time_unix": 86400.0}\n')
+    facts = gather_run(root, sample_bytes=1000).facts
+    assert facts["state"] == "perhaps running"
+    assert dict(facts["facts"])["state"] == "perhaps running on node3, whose lock may not be seen here; last row 1970-01-02 00:00 UTC, 1 attempt"
     assert write_report([root], root / "report.html") > 1000
 
 
@@ -273,6 +279,70 @@ def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_
     assert any(json.loads(text)["id"] == facts["failures"]["messages"][0]["sample"] for text in samples)
 
 
+def test_a_huge_sample_keeps_no_other_one_out(tmp_path: Path) -> None:
+    root = write_run(tmp_path / "huge", steps=150, per_step=8)
+    usual = (root / "samples.jsonl").read_text()
+    huge = [head("rl", step) | {"id": f"huge{step}", "response": "x" * 3_000_000, "reward": 9.0, "status": "failed"} for step in (1, 150)]
+    (root / "samples.jsonl").write_text(json.dumps(huge[0]) + "\n" + usual + json.dumps(huge[1]) + "\n")
+    facts, samples = gather_run(root, sample_bytes=200_000)
+    shown = [json.loads(text) for text in samples]
+    assert sum(len(text.encode()) for text in samples) <= 200_000
+    assert len(shown) > 150, "of some 800 bytes each"
+    assert max(row["step"] for row in shown if row["id"] != "huge150") == 150, "the newest step is there"
+    assert "huge1" in {row["id"] for row in shown}, "cut to 20,000 characters it fits"
+    assert facts["samples"]["total"] == 1202
+
+
+def test_what_does_not_fit_is_passed_over() -> None:
+    costs = np.array([5.0, 100.0, 3.0, 4.0, 1.0, 1.0])
+    taken = np.zeros(6, dtype=bool)
+    assert take(np.array([1, 0, 2, 3, 4, 5]), taken, costs, 10.0).tolist() == [0, 2, 4, 5]  # 5 + 3, then 4 is too much, 1 + 1
+    assert taken.tolist() == [True, False, True, False, True, True]
+    assert take(np.array([1, 3]), taken, costs, 3.0).tolist() == []
+
+
+def test_a_report_of_long_samples_and_many_tokens_stays_within_its_bytes(tmp_path: Path) -> None:
+    """A run whose samples and token arrays would take more than 20 MB, with letters of three bytes: in whole, and as one of ten runs."""
+    root = write_long_run(tmp_path / "long")
+    for limit, rows, with_arrays in ((12_000_000, 120, 25), (1_200_000, 10, 3)):
+        facts, texts = gather_run(root, sample_bytes=limit)
+        assert sum(len(text.encode()) for text in texts) <= limit
+        assert len(texts) >= rows
+        assert sum('"arrays":' in text for text in texts) >= with_arrays
+    assert facts["samples"]["total"] == 150
+    assert write_report([root] * 10, tmp_path / "report.html") < 15_000_000
+
+
+def write_long_run(root: Path) -> Path:
+    """150 samples of 30,000 letters and of 4,000 tokens each."""
+    root.mkdir()
+    (root / "config.toml").write_text("")
+    length = 4000
+    columns = {"tokens": ("<i4", [123_456.0] * length), "mask": ("|u1", [1.0] * length), "advantage": ("<f4", [-1.23456] * length)}
+    columns |= {"mu": ("<f4", [-0.123456] * length), "log_prob": ("<f4", [-2.23456] * length)}
+    write_block(root, "s", columns)
+    samples = [head("rl", step) | {"id": f"s{step}", "status": "completed", "response": "語" * 30_000, "reward": 1.0} for step in range(1, 151)]
+    (root / "samples.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
+    where = {"update": 0, "shard": "rl-1-000000.bin", "offset": 0, "length": length}
+    block = (root / "tokens" / "rl-1-000000.bin").read_bytes()
+    shard = b""
+    rows = []
+    for step in range(1, 151):
+        rows.append(head("rl", step) | where | {"id": f"s{step}", "offset": len(shard)})
+        shard += rename_block(block, f"s{step}")
+    (root / "tokens" / "rl-1-000000.bin").write_bytes(shard)
+    write_rows(root / "contributions.jsonl", rows)
+    return root
+
+
+def rename_block(block: bytes, sample: str) -> bytes:
+    """The block as that of another sample."""
+    _, size, payload, _ = struct.unpack_from("<4sIII", block)
+    header = json.dumps(json.loads(block[16 : 16 + size]) | {"id": sample}).encode()
+    body = header + block[16 + size :]
+    return struct.pack("<4sIII", b"tok1", len(header), payload, zlib.crc32(body)) + body
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 7, 64])
 def test_every_beginning_of_a_spread_order_is_spread(length: int) -> None:
     order = spread_out(np.arange(length))
@@ -324,6 +394,24 @@ def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path) -
     assert re.search(r"Tokens are shown by number: .*no tokenizer\.json.*1 shown samples were removed", " ".join(facts["notes"]))
 
 
+def test_values_are_those_of_the_first_update_of_the_step_as_samples_shows_them(run: Path) -> None:
+    rows = [head("rl", 20) | {"update": update, "id": "s20-1", "row": 1, "advantage": 0.5, "weight": 1.0 - update / 8} for update in (2, 3, 4)]
+    write_rows(run / "contributions.jsonl", rows)
+    _, texts = gather_run(run, sample_bytes=10**6)
+    samples = {sample["id"]: sample for sample in map(json.loads, texts)}
+    contributions = open_columns(RunDir(run), "contributions")
+    assert samples["s20-1"]["weight"] == 0.75 == find_contribution(contributions, head("rl", 20) | {"id": "s20-1"})["weight"]
+
+
+def test_a_step_whose_updates_are_not_all_read_has_no_values(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [head("rl", step) | {"update": update, "id": f"s{step}-1", "weight": 1.0 - update} for step in (19, 20) for update in (0, 1)]
+    write_rows(run / "contributions.jsonl", rows)
+    contributions = open_columns(RunDir(run), "contributions")
+    samples = [head("rl", step) | {"id": f"s{step}-1"} for step in (19, 20)]
+    monkeypatch.setattr(token_view, "ROWS_READ", 3)
+    assert [(key, row["weight"]) for key, row in token_view.read_contributions(contributions, samples).items()] == [(("rl", 20, "s20-1"), 1.0)]
+
+
 # --- settings and updates --------------------------------------------------------------------------------------------------------
 
 
@@ -341,4 +429,21 @@ def test_lines_of_the_audit_log_are_columns(run: Path) -> None:
     ]  # fmt: skip
     assert updates["total"] == 20
     assert updates["lines"][6][-1] == "skipped: the loss is not finite"
+    assert updates["unread"] == 0
     assert parse_update("whatever a later version writes") is None
+
+
+def test_a_line_that_cannot_be_read_spoils_no_other(run: Path) -> None:
+    path = run / "updates.log"
+    lines = path.read_text().splitlines(keepends=True)
+    whole = read_updates(RunDir(run))
+    path.write_text("".join([*lines[:3], lines[3][:40] + lines[4], "\x00\x00\n", *lines[5:], lines[0][:-9]]))
+    updates = read_updates(RunDir(run))
+    assert updates["columns"] == whole["columns"]
+    assert updates["lines"] == whole["lines"][:3] + whole["lines"][5:]
+    assert (updates["total"], updates["unread"]) == (18, 3)  # two lines that were joined, one of zeros, one without its end
+
+
+def test_lines_that_are_all_of_another_form_are_shown_as_they_are(run: Path) -> None:
+    (run / "updates.log").write_text("one\ntwo\n")
+    assert read_updates(RunDir(run)) == {"columns": [], "lines": [["one"], ["two"]], "total": 2, "unread": 0}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,7 @@ import pytest
 from rollouts.config.load import load_config
 from rollouts.errors import RunDirError
 from rollouts.preflight.run_directory import check_run_dir, check_unlocked, lock_run_dir
-from rollouts.run_dir import RunDir, is_locked
+from rollouts.run_dir import Activity, RunDir, describe_activity, find_activity, is_locked
 
 HOLD = """
 import sys
@@ -159,5 +161,63 @@ def test_who_only_asks_whether_a_run_is_at_work_keeps_none_from_starting(tmp_pat
     assert is_locked(run_dir) is False
 
 
-def test_a_directory_that_nobody_locked_is_not_locked(tmp_path: Path):
-    assert is_locked(RunDir(tmp_path)) is False
+# --- whether a run is at work ------------------------------------------------------------------------------------------------
+
+
+def test_nobody_is_at_work_where_nobody_ever_was(tmp_path: Path):
+    for root in (tmp_path, tmp_path / "missing"):
+        assert is_locked(RunDir(root)) is False
+        assert find_activity(RunDir(root)) == Activity("nowhere", locked=False, finished=False)
+
+
+def test_a_run_is_at_work_here_while_its_lock_is_held(tmp_path: Path):
+    run_dir, host = RunDir(tmp_path), socket.gethostname()
+    descriptor = lock_run_dir(run_dir)
+    assert find_activity(run_dir) == Activity("here", locked=True, finished=False, host=host)
+    run_dir.summary.touch()  # written last, and the process has yet to end
+    assert find_activity(run_dir).where == "here"
+    os.close(descriptor)
+    assert find_activity(run_dir) == Activity("nowhere", locked=False, finished=True, host=host)
+    run_dir.summary.unlink()
+    assert describe_activity(find_activity(run_dir)) == "stopped"
+
+
+def test_a_lock_of_another_machine_that_is_not_seen_proves_nothing_until_there_is_a_summary(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    run_dir.lock.write_text(json.dumps({"pid": 7, "host": "no\x1b[2Jde3"}))
+    assert find_activity(run_dir).host == "no\\x1b[2Jde3"
+    run_dir.lock.write_text('{"pid": 7, "host": "node3"}\n')
+    activity = find_activity(run_dir)
+    assert activity == Activity("elsewhere", locked=False, finished=False, host="node3")
+    assert (activity.state, activity.certain, activity.may_go_on) == ("perhaps running", False, True)
+    assert describe_activity(activity) == "perhaps running on node3, whose lock may not be seen here"
+    run_dir.summary.touch()
+    assert find_activity(run_dir) == Activity("nowhere", locked=False, finished=True, host="node3")
+
+
+def test_a_lock_of_another_machine_that_is_seen_is_proof(tmp_path: Path):
+    run_dir = RunDir(tmp_path)
+    with run_dir.lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write('{"pid": 7, "host": "node3"}\n')
+        file.flush()
+        assert describe_activity(find_activity(run_dir)) == "running on node3"
+
+
+@pytest.mark.parametrize(("holder", "where"), [("", "unknown"), ("[]", "unknown"), ('{"host": "node3"}', "elsewhere")])
+def test_without_locks_a_run_may_be_at_work_until_it_has_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, where: str):
+    run_dir = RunDir(tmp_path)
+    refuse_with(monkeypatch, fcntl, "flock", errno.ENOSYS)
+    run_dir.lock.write_text(holder)
+    activity = find_activity(run_dir)
+    assert (activity.where, activity.state, activity.certain) == (where, "perhaps running", False)
+    run_dir.summary.touch()
+    assert find_activity(run_dir).state == "finished"
+
+
+def test_a_lock_that_may_not_be_opened_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run_dir = RunDir(tmp_path)
+    run_dir.lock.touch()
+    refuse_with(monkeypatch, os, "open", errno.EACCES)
+    assert is_locked(run_dir) is None
+    assert describe_activity(find_activity(run_dir)) == "perhaps running: its lock cannot be asked"

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trio
 from rich.console import Console
-from trio.testing import MockClock
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from rollouts.cli import main
 from rollouts.inspect import tail
-from rollouts.inspect.tail import FileCursor, RunView, describe_row, draw_screen, estimate_left_s, follow, follow_on_console, is_running
+from rollouts.inspect.tail import FileCursor, RunView, clip, describe_row, draw_screen, estimate_left_s, follow, follow_on_console
 from rollouts.metrics.jsonl import Row
-from rollouts.run_dir import RunDir
+from rollouts.run_dir import Activity
 
+HERE, OVER = Activity("here", locked=True, finished=False), Activity("nowhere", locked=False, finished=False)
 HEAD = {"schema": 1, "stage": "rl", "policy_version": 0, "attempt": 1}
 
 
@@ -99,7 +99,7 @@ def test_the_screen_says_where_the_run_is(run: Path):
     view.take("samples", [{**HEAD, "step": 2, "id": "a", "status": "completed", "reward": 1, "response": "x\x1b[2Jy\nz"}])
     span = {**HEAD, "step": 2, "name": "generate", "track": "vllm-1", "start_unix": 1.0, "duration_s": 1.0, "tokens": 7}
     view.take("spans", [span, span])
-    lines = draw_screen(view, running=True, width=200, now_unix=125.0).plain.splitlines()
+    lines = draw_screen(view, HERE, width=200, now_unix=125.0).plain.splitlines()
     assert lines[0] == f"{run}: running"
     assert lines[1] == "rl step 2 of 12, attempt 1, 5 s ago, 2 min left"
     text = "\n".join(lines)
@@ -111,12 +111,35 @@ def test_the_screen_says_where_the_run_is(run: Path):
     assert "warning   rl step 2: 1 optimizer steps changed nothing" in text
 
 
+def test_a_run_of_evaluations_only_shows_them(run: Path):
+    view = RunView(run)
+    view.take("evaluations", [{**HEAD, "stage": "base", "step": 0, "name": "heldout", "eval/heldout/avg@1": 0.5}])
+    lines = draw_screen(view, HERE, width=200, now_unix=125.0).plain.splitlines()
+    assert lines[1:] == ["no step has ended yet", "evaluated base step 0: eval/heldout/avg@1 0.5"]
+
+
+def test_a_row_of_another_writer_is_shown_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]):
+    """No time, numbers that are none, a span and a sample without what they should have."""
+    odd = {"reward/mean": "NaN", "fail/reward": "many", "optim/skipped_steps": "x", "time/train": "long"}
+    append(run / "metrics.jsonl", json.dumps({**HEAD, "step": 2, **odd}) + "\n" + json.dumps({"stage": "rl", "step": 3, "attempt": 1}) + "\n")
+    (run / "spans.jsonl").write_text(json.dumps({**HEAD, "step": 2, "name": "generate", "tokens": "many", "start_unix": None}) + "\n")
+    (run / "samples.jsonl").write_text(json.dumps({**HEAD, "step": 2, "reward": "NaN", "response": None}) + "\n")
+    assert main(["tail", str(run), "--once"]) == 0
+    assert "rl step 3 of 12, attempt 1\n" in capsys.readouterr().out
+
+
+def test_a_line_ends_at_the_border_where_letters_take_two_columns():
+    assert clip("日本語のテキスト", 9) == "日本語の…"
+    assert clip("日本語のテキスト", 8) == "日本語 …"  # half of a letter cannot be shown
+    assert clip("plain", 5) == "plain"
+
+
 def test_a_row_is_one_line():
     view = RunView(Path("r"), {"rl": 12})
     assert describe_row(view, json.loads(line(3, **{"time/step": 2.5}))) == "rl 3/12  reward 0.3  s/step 2.5"
 
 
-def follow_in_virtual_time(root: Path, events: list[tuple[float, Callable[[], object]]], end_s: float) -> list[tuple[float, list[int], bool]]:
+def follow_in_virtual_time(root: Path, events: Sequence[tuple[float, Callable[[], object]]], end_s: float) -> list[tuple[float, list[int], bool]]:
     """(time, new steps, running) of each call, while the events happen at their times and the run ends at `end_s`."""
     seen: list[tuple[float, list[int], bool]] = []
 
@@ -133,8 +156,8 @@ def follow_in_virtual_time(root: Path, events: list[tuple[float, Callable[[], ob
                 root,
                 every_s=0.5,
                 once=False,
-                running=lambda: trio.current_time() - start < end_s,
-                show=lambda _, fresh, running: seen.append((trio.current_time() - start, steps(fresh), running)),
+                find=lambda: HERE if trio.current_time() - start < end_s else OVER,
+                show=lambda _, fresh, activity: seen.append((trio.current_time() - start, steps(fresh), activity == HERE)),
             )
 
     trio.run(both, clock=MockClock(autojump_threshold=0))
@@ -147,13 +170,24 @@ def test_following_shows_each_change_and_ends_with_the_run(run: Path):
     assert follow_in_virtual_time(run, events, end_s=3.0) == [(0.0, [1], True), (1.5, [2], True), (3.0, [3], False)]
 
 
-def test_a_run_is_running_while_its_lock_is_held(run: Path):
-    run_dir = RunDir(run)
-    assert not is_running(run_dir)
-    with run_dir.lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert is_running(run_dir)
-    assert not is_running(run_dir)
+def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run / "run.lock").write_text('{"pid": 1, "host": "node3"}\n')
+
+    async def finish() -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(follow_on_console, run, Console(width=200), 0.5, False)
+            await wait_all_tasks_blocked()
+            assert "rl 1/12" in capsys.readouterr().out
+            (run / "summary.json").write_text("{}")
+
+    trio.run(finish, clock=MockClock(autojump_threshold=0))
+    assert f"{run}: finished\n" in capsys.readouterr().out
+
+
+def test_the_screen_says_what_cannot_be_known(run: Path):
+    view = RunView(run)
+    far = Activity("elsewhere", locked=False, finished=False, host="node3")
+    assert draw_screen(view, far, width=200, now_unix=0.0).plain.startswith(f"{run}: perhaps running on node3, whose lock may not be seen here\n")
 
 
 def test_on_a_terminal_the_screen_is_drawn_again(run: Path):
@@ -166,7 +200,7 @@ def test_on_a_terminal_the_screen_is_drawn_again(run: Path):
 def test_tail_prints_the_screen_of_a_run_that_is_over(run: Path, capsys: pytest.CaptureFixture[str]):
     for words in (["--once"], []):
         assert main(["tail", str(run), *words]) == 0
-        assert "not running, not finished" in capsys.readouterr().out
+        assert ": stopped\n" in capsys.readouterr().out
     assert main(["tail", str(run), "--every", "0"]) == 2
     assert main(["tail", str(run / "nothing")]) == 2
 

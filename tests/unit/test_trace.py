@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollouts.errors import ConfigError, RunDirError
+from rollouts.errors import ConfigError, RunDirError, StorageError
 from rollouts.inspect.trace import export_trace
 from rollouts.inspect.trace_command import parse_steps
 
@@ -128,6 +128,25 @@ def test_requests_in_flight_are_counters(tmp_path: Path):
     (root / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     (counter,) = (event for event in export(root)["traceEvents"] if event["ph"] == "C")
     assert counter == {"ph": "C", "pid": 1, "name": "requests in flight", "ts": 2_000_000, "args": {"vllm_0": 3.0, "queued": 5.0}}
+
+
+def test_counters_are_of_the_newest_attempts_and_not_from_before_the_trace(tmp_path: Path):
+    first = [make_row("train", "trainer", 10.0 * step, 1.0, step=step) for step in (2, 3, 4)]
+    root = write(tmp_path / "run", [*first, make_row("train", "trainer", 50.0, 1.0, step=4, attempt=2)])
+    # step 1 ended before the first span began; step 3 was repeated; of step 4 the second attempt has spans, and no row yet
+    rows = [(1, 1, 11.0, 1.0), (2, 1, 21.0, 2.0), (3, 1, 31.0, 3.0), (4, 1, 41.0, 4.0), (3, 2, 49.0, 9.0)]
+    head = {"schema": 1, "stage": "rl", "policy_version": 0}
+    lines = [{**head, "step": step, "attempt": attempt, "time_unix": BEGAN + at, "engine/a/in_flight": n} for step, attempt, at, n in rows]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    counters = [(event["ts"], event["args"]["a"]) for event in export(root)["traceEvents"] if event["ph"] == "C"]
+    assert counters == [(1_000_000, 2.0), (29_000_000, 9.0)]  # µs after 20 s, when the first span that is shown began
+    assert [event["args"]["a"] for event in export(root, steps=range(3, 4))["traceEvents"] if event["ph"] == "C"] == [9.0]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path):
+    root = write(tmp_path / "run", [make_row("train", "trainer", 0.0, 1.0)])
+    with pytest.raises(StorageError, match=r"missing/t\.json cannot be written .*--output"):
+        export_trace(root, tmp_path / "missing" / "t.json")
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path):

@@ -15,7 +15,9 @@ from rollouts.metrics.jsonl import Row
 
 Indices = NDArray[np.int64]
 TEXT_CHARS = 20_000  # of a prompt's message, a response or another text; a longer one is cut
+LONG_ROW = 2 * TEXT_CHARS  # bytes that a longer row counts as, for prompt and response are cut
 GROWTH = 1.1  # a row takes about so much more in the page than in its file
+FIRST_SHARE = 0.25  # of the bytes, at most, for what was asked for first
 SHARES = (("newest steps", 0.25), ("failed", 0.15), ("best rewards", 0.1), ("worst rewards", 0.1))  # of the bytes; evenly chosen steps take the rest
 LEFT_OUT = frozenset({"schema", "attempt", "time_unix"})  # of a row, in the page
 
@@ -28,8 +30,11 @@ class Choice(NamedTuple):
 
 
 def choose_samples(columns: Columns, rows: Indices, limit_bytes: int, *, first: Sequence[int] = ()) -> Choice:
-    """All of the rows if they fit, else `first`, the newest steps of each stage, failed ones, best and worst rewards, and whole steps evenly."""
-    costs = columns.column("length")[rows] * GROWTH
+    """All of the rows if they fit, else `first`, the newest steps of each stage, failed ones, best and worst rewards, and whole steps evenly.
+
+    What a row takes is estimated by its bytes in the file, as the page cuts it: who reads it knows, and keeps the limit.
+    """
+    costs = np.minimum(columns.column("length")[rows], LONG_ROW) * GROWTH
     if costs.sum() <= limit_bytes:
         return Choice(rows, "")
     finders = {
@@ -39,8 +44,7 @@ def choose_samples(columns: Columns, rows: Indices, limit_bytes: int, *, first: 
         "worst rewards": order_rewards(columns, rows, best=False),
     }
     taken = np.zeros(len(rows), dtype=bool)
-    chosen = [np.searchsorted(rows, np.array(sorted(first), dtype=np.int64))]
-    taken[chosen[0]] = True
+    chosen = [take(np.searchsorted(rows, np.array(first, dtype=np.int64)), taken, costs, FIRST_SHARE * limit_bytes)]
     left = limit_bytes - costs[chosen[0]].sum()
     for name, share in SHARES:
         chosen.append(take(finders[name], taken, costs, share * limit_bytes))
@@ -51,9 +55,18 @@ def choose_samples(columns: Columns, rows: Indices, limit_bytes: int, *, first: 
 
 
 def take(places: Indices, taken: NDArray[np.bool_], costs: NDArray[np.float64], limit: float) -> Indices:
-    """The first of the places that are not taken yet and together cost no more than the limit; marks them as taken."""
+    """The places that are not taken yet, in their order as long as they cost no more than the limit together; marks them as taken.
+
+    One that costs more than is left is passed over: a huge row keeps no other one out.
+    """
+    found = [np.empty(0, dtype=np.int64)]
     free = places[~taken[places]]
-    fits = free[np.cumsum(costs[free]) <= limit]
+    while len(free := free[costs[free] <= limit]):
+        ends = np.cumsum(costs[free])
+        count = int(np.searchsorted(ends, limit, side="right"))
+        found.append(free[:count])
+        free, limit = free[count:], limit - ends[count - 1]
+    fits = np.concatenate(found)
     taken[fits] = True
     return fits
 

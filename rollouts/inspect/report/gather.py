@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +19,9 @@ from rollouts.inspect.report.failures import DROPPED, FAILED, make_failures
 from rollouts.inspect.report.headline import make_facts, make_tiles
 from rollouts.inspect.report.settings import flatten_settings
 from rollouts.inspect.report.spreads import make_spreads
-from rollouts.inspect.report.token_view import TOKEN_BYTES, TOKENS_MAX, add_token_values
+from rollouts.inspect.report.token_view import ARRAY_BYTES, add_token_values
 from rollouts.inspect.report.updates import read_updates
-from rollouts.run_dir import RunDir, is_locked
+from rollouts.run_dir import Activity, RunDir, describe_activity, find_activity
 
 POINTS = 2000  # of a curve, at most
 POINTS_AT_LEAST = 100
@@ -48,12 +49,12 @@ def gather_run(root: Path, *, points: int = POINTS, sample_bytes: int) -> RunRep
     failures = make_failures(metrics, every, samples, sample_rows)
     shown, how, remark = gather_samples(record, samples, sample_rows, sample_bytes, [message.pop("row") for message in failures["messages"]])
     seconds = {stage: sum_seconds(metrics, found) for stage, found in rows.items()}
-    state = find_state(record, run_dir)
+    activity = find_activity(run_dir)
     facts = {
         "name": root.resolve().name,
-        "state": state,
+        "state": activity.state,
         "tiles": make_tiles(record, sum(len(found) for found in rows.values()), sum(seconds.values()), failures),
-        "facts": make_facts(record, state, sum(seconds.values()), begin),
+        "facts": make_facts(record, describe_state(activity, metrics), sum(seconds.values()), begin),
         "notes": [note for note in (*record.notes, *samples.notes, remark) if note],
         "stages": [describe_stage(record, stage, found, seconds[stage]) for stage, found in rows.items()],
         "curves": {stage: make_curves(metrics, found, points=points, begin_unix=begin) for stage, found in rows.items()},
@@ -88,11 +89,12 @@ def sum_seconds(metrics: Columns, rows: np.ndarray[Any, Any]) -> float:
     return float(np.nansum(gaps[together]) + first)
 
 
-def find_state(record: RunRecord, run_dir: RunDir) -> str:
-    """`running` while a process holds the run's lock, else `finished` or `stopped`."""
-    if is_locked(run_dir):
-        return "running"
-    return "stopped" if record.summary is None else "finished"
+def describe_state(activity: Activity, metrics: Columns) -> str:
+    """Whether the run is at work; where that is not certain, also when its last row was written."""
+    times = metrics.column("time_unix")
+    if activity.certain or not metrics.rows or np.isnan(times).all():
+        return describe_activity(activity)
+    return f"{describe_activity(activity)}; last row {datetime.fromtimestamp(float(np.nanmax(times)), UTC):%Y-%m-%d %H:%M UTC}"
 
 
 def describe_stage(record: RunRecord, stage: str, rows: np.ndarray[Any, Any], seconds: float) -> dict[str, Any]:
@@ -139,20 +141,21 @@ def gather_samples(
     """Samples as JSON texts, by stage, step and place in the file, in words how they were chosen, and a remark on their tokens."""
     if not len(rows):
         return [], "", ""
-    room = limit_bytes - (min(TOKENS_MAX * TOKEN_BYTES, limit_bytes // 3) if RunDir(record.root).contributions.exists() else 0)
+    for_tokens = min(ARRAY_BYTES, limit_bytes // 3) if RunDir(record.root).contributions.exists() else 0
+    room = limit_bytes - for_tokens
     choice = choose_samples(columns, rows, room, first=first)
     held: list[tuple[int, dict[str, Any]]] = []
     left = room
     for index, row in zip(choice.rows.tolist(), columns.iterate_rows(choice.rows), strict=True):
         short = shorten_row(row)
-        left -= len(encode_page_json(short).encode(errors="replace"))
-        if left < 0:
-            break
-        held.append((index, short))
+        size = len(encode_page_json(short).encode(errors="replace"))
+        if size <= left:
+            held.append((index, short))
+            left -= size
     stage, step = columns.column("stage"), columns.column("step")
     held.sort(key=lambda found: (int(stage[found[0]]), int(step[found[0]]), found[0]))
     shown = [row for _, row in held]
-    remark = add_token_values(RunDir(record.root), shown)
+    remark = add_token_values(RunDir(record.root), shown, limit_bytes=for_tokens)
     how = choice.how if len(shown) == len(choice.rows) else choice.how or "as many as fit"
     return [encode_page_json(row) for row in shown], how, remark
 

@@ -9,21 +9,22 @@ import numpy as np
 
 from rollouts.errors import RecordError
 from rollouts.inspect.columns import Columns, open_columns
+from rollouts.inspect.report.choose import encode_page_json
 from rollouts.inspect.report.curves import shorten
 from rollouts.inspect.token_texts import Decode, load_decoder, split_text
 from rollouts.metrics.jsonl import Row
 from rollouts.run_dir import RunDir
 
 ROWS_READ = 60_000  # of contributions.jsonl
-TOKENS_MAX = 120_000  # of all samples together
+ARRAY_BYTES = 3_400_000  # of all samples of a run together: some 120,000 tokens
 SAMPLE_TOKENS = 4_000  # of one sample; the rest is cut
-TOKEN_BYTES = 28  # that a token takes in the page, about
 DIGITS = 3
 SHARED = ("advantage", "weight", "share")  # of a contribution's row, shown with the sample
 
 
-def add_token_values(run_dir: RunDir, samples: Sequence[Row]) -> str:
-    """Adds advantage, weight and share to samples that were trained, and `arrays` to those whose per-token arrays are there, the newest first.
+def add_token_values(run_dir: RunDir, samples: Sequence[Row], *, limit_bytes: int) -> str:
+    """Adds advantage, weight and share to samples that were trained, and `arrays` to those whose per-token arrays are there, the newest first, as
+    long as they take no more than `limit_bytes` in the page. All are those of a sample's first update.
 
     Returns a remark for a person, empty if there is none.
     """
@@ -32,21 +33,24 @@ def add_token_values(run_dir: RunDir, samples: Sequence[Row]) -> str:
         return ""
     trained = read_contributions(columns, samples)
     decode, remark = load_decode(run_dir) if any("shard" in row for row in trained.values()) else (None, "")
-    left, missing = TOKENS_MAX, 0
+    left, missing = limit_bytes, 0
     for sample in sorted(samples, key=lambda row: -row["step"]):
         row = trained.get((sample["stage"], sample["step"], sample.get("id")))
         if row is None:
             continue
         sample.update({name: row[name] for name in SHARED if name in row})
-        if left <= 0 or "shard" not in row:
+        if not left or "shard" not in row:
             continue
         try:
             arrays = read_arrays(run_dir, row)
         except RecordError:
             missing += 1
             continue
-        sample["arrays"] = make_token_values(arrays, decode)
-        left -= len(sample["arrays"]["pieces"])
+        values = make_token_values(arrays, decode)
+        size = len(encode_page_json(values).encode(errors="replace"))
+        if size <= left:
+            sample["arrays"] = values
+        left = left - size if size <= left else 0
     removed = f"Per-token arrays of {missing} shown samples were removed to make room, or are damaged." if missing else ""
     return " ".join(text for text in (remark, removed) if text)
 
@@ -60,14 +64,25 @@ def load_decode(run_dir: RunDir) -> tuple[Decode | None, str]:
 
 
 def read_contributions(columns: Columns, samples: Sequence[Row]) -> dict[tuple[str, int, Any], Row]:
-    """The rows of the samples' last updates, by stage, step and id; of more than ROWS_READ candidates the newest."""
+    """The row of each sample's first update, in which the trainer is as far from the engine as the samples are off policy, by stage, step and id.
+
+    Of more than ROWS_READ candidates the newest are read, whole steps of them.
+    """
     wanted = np.zeros(columns.rows, dtype=bool)
     steps = columns.column("step")
     for stage in {row["stage"] for row in samples}:
         own = np.array(sorted({row["step"] for row in samples if row["stage"] == stage}))
         wanted |= columns.match_text("stage", stage) & np.isin(steps, own)
-    found = np.flatnonzero(wanted & columns.newest())[-ROWS_READ:]
-    return {(row["stage"], row["step"], row.get("id")): row for row in columns.read_rows(found)}
+    every = np.flatnonzero(wanted & columns.newest())
+    found = every[-ROWS_READ:]
+    if len(found) < len(every):  # a step of which some rows are not read may lack the first update
+        cut = every[-ROWS_READ - 1]
+        stages = columns.column("stage")
+        found = found[(steps[found] != steps[cut]) | (stages[found] != stages[cut])]
+    first: dict[tuple[str, int, Any], Row] = {}
+    for row in columns.iterate_rows(found):
+        first.setdefault((row["stage"], row["step"], row.get("id")), row)
+    return first
 
 
 def read_arrays(run_dir: RunDir, row: Row) -> Mapping[str, Any]:

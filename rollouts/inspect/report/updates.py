@@ -29,17 +29,21 @@ COLUMNS = {  # word in the line: heading
 
 
 def read_updates(run_dir: RunDir) -> dict[str, Any]:
-    """The first and the newest lines in columns, and how many there are. Lines that have another form are shown as they are, all of them."""
+    """The first and the newest lines in columns, how many there are in all, and how many are left out beside them, torn or of another form.
+
+    Where all are of another form, as a later version may write them, they are shown as they are, without columns.
+    """
     if not run_dir.updates_log.exists():
-        return {"columns": [], "lines": [], "total": 0}
-    lines = run_dir.updates_log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return {"columns": [], "lines": [], "total": 0, "unread": 0}
+    *lines, torn = run_dir.updates_log.read_text(encoding="utf-8", errors="replace").split("\n")
     shown = lines if len(lines) <= FIRST + NEWEST else [*lines[:FIRST], *lines[-NEWEST:]]
-    parsed = [parse_update(line) for line in shown]
-    if any(fields is None for fields in parsed):
-        return {"columns": [], "lines": [[line] for line in shown], "total": len(lines)}
-    rows = [fields for fields in parsed if fields is not None]
+    rows = [fields for line in shown if (fields := parse_update(line)) is not None]
+    if not rows:
+        return {"columns": [], "lines": [[line] for line in shown], "total": len(lines), "unread": int(bool(torn))}
+    unread = len(shown) - len(rows)
     names = [name for name in COLUMNS if any(fields.get(name, "") not in ("", "-") for fields in rows)]
-    return {"columns": [COLUMNS[name] for name in names], "lines": [[fields.get(name, "") for name in names] for fields in rows], "total": len(lines)}
+    cells = [[fields.get(name, "") for name in names] for fields in rows]
+    return {"columns": [COLUMNS[name] for name in names], "lines": cells, "total": len(lines) - unread, "unread": unread + int(bool(torn))}
 
 
 def parse_update(line: str) -> dict[str, str] | None:

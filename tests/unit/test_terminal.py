@@ -1,0 +1,157 @@
+"""Texts of a record on a terminal: nothing that a model, a server or a user's function wrote can steer it."""
+
+from __future__ import annotations
+
+import io
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollouts.cli import main
+from rollouts.inspect.console import SafeConsole
+from rollouts.inspect.samples import SampleQuery, find_samples
+from rollouts.inspect.terminal import make_safe, write_lines
+from rollouts.inspect.transcripts import print_samples
+
+CLEAR = "\x1b[2J\x1b[H"
+NASTY = f"{CLEAR}\x1b]0;title\x07\x9b31m\r\x08\x7f\u202etxt.exe\u2066"
+HEAD = {"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1, "time_unix": 1.0}
+
+
+def is_steering(letter: str) -> bool:
+    return letter not in "\t\n" and (unicodedata.category(letter) in ("Cc", "Cs") or unicodedata.bidirectional(letter) in STEERING_CLASSES)
+
+
+STEERING_CLASSES = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")  # of Unicode: what begins or ends a run of another direction
+
+
+def test_every_character_that_steers_is_written_out_and_no_other():
+    for code in range(0x110000):
+        letter = chr(code)
+        assert (make_safe(letter) != letter) == is_steering(letter), hex(code)
+
+
+def test_an_escape_is_told_and_text_stays_text():
+    assert make_safe("a\x1b[2Jb\x9b\u202e") == "a\\x1b[2Jb\\x9b\\u202e"
+    kept = "tab\there,\nnext line; naïve 日本語 👩‍👩‍👧 ﬁ  \\x1b"
+    assert make_safe(kept) == kept
+
+
+def test_a_line_stays_one_line():
+    assert make_safe("a\tb\nc\u2028d\u2029\x1b", one_line=True) == "a\\tb\\nc\\u2028d\\u2029\\x1b"
+
+
+def test_a_console_writes_no_text_that_steers_in_tables_titles_and_styles():
+    console = SafeConsole(file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor", markup=False, highlight=False)
+    table = Table(title=f"title{CLEAR}")
+    table.add_column(f"head{CLEAR}")
+    table.add_row(f"cell{CLEAR}")
+    for part in (table, f"plain{CLEAR}", Text(f"styled{CLEAR}", "bold red")):
+        console.print(part)
+        console.print(part, soft_wrap=True)
+    assert isinstance(console.file, io.StringIO)
+    written = console.file.getvalue()
+    assert "\x1b[2J" not in written
+    assert written.count("plain\\x1b[2J\\x1b[H") == written.count("styled\\x1b[2J\\x1b[H") == 2
+    assert "\x1b[1;31m" in written, "its own colours stay"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_for_programs_are_safe_on_a_terminal_and_as_they_are_elsewhere(monkeypatch: pytest.MonkeyPatch):
+    for out, expected in ((Terminal(), "a\\x1bb\n"), (io.StringIO(), "a\x1bb\n")):
+        monkeypatch.setattr("sys.stdout", out)
+        write_lines("a\x1bb\n")
+        assert out.getvalue() == expected
+
+
+# --- the commands -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run in which everything that is text says what would steer a terminal."""
+    failure = {"class": f"reward{NASTY}", "function": f"grade{NASTY}", "message": f"Timed out{NASTY}"}
+    sample = {**HEAD, "id": f"s0{NASTY}", "status": "completed", "reward": 1.0, "rewards": {f"a{NASTY}": 1.0, "b": 0.5}}
+    failed = {**sample, "id": "s1", "status": "failed", "metadata": {"failure": failure}}
+    chat = [{"role": f"user{NASTY}", "content": f"add{NASTY}"}, {"role": "tool", "content": [{"text": NASTY}]}]
+    texts = {"prompt": chat, "response": f"two\nlines\t{NASTY}"}
+    write_rows(tmp_path / "samples.jsonl", {**sample, **texts}, {**failed, **texts})
+    metrics = {"reward/mean": 0.5, "loss/total": 1.0, "time/step": 1.0}
+    metrics |= {f"fail/reward{NASTY}": 1.0, f"groups/dropped/{NASTY}": 1.0, f"time/{NASTY}": 0.5}
+    write_rows(tmp_path / "metrics.jsonl", {**HEAD, **metrics}, {**HEAD, **metrics, "step": 2})
+    write_rows(tmp_path / "evaluations.jsonl", {**HEAD, "name": f"heldout{NASTY}", f"eval/{NASTY}/avg@1": 0.5})
+    span = {**HEAD, "name": "generate", "track": f"vllm{NASTY}", "start_unix": 1.0, "duration_s": 1.0, "tokens": 3}
+    write_rows(tmp_path / "spans.jsonl", {**span, "step": 2})
+    (tmp_path / "summary.json").write_text(json.dumps({"mode": NASTY, "versions": {"torch": NASTY}}))
+    return tmp_path
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["samples"],
+        ["samples", "--status", "failed"],
+        ["samples", "--color", "mask"],
+        ["inspect", "--samples", "2"],
+        ["tail", "--once"],
+        ["plot", "*"],
+        ["query", "SELECT * FROM samples"],
+        ["query", f'SELECT 1 AS "{NASTY}" FROM metrics'],
+        ["query", f'SELECT "{NASTY}" FROM metrics'],
+        ["samples", "--stage", NASTY],
+        ["plot", NASTY],
+    ],
+)
+def test_no_command_lets_a_record_steer_the_terminal(run: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
+    if words[0] == "query":
+        pytest.importorskip("duckdb")
+    main([words[0], str(run), *words[1:]])
+    written = capsys.readouterr()
+    text = written.out + written.err
+    assert not [letter for letter in text if is_steering(letter)]
+    assert "\\x1b" in text
+
+
+def test_a_transcript_keeps_its_lines_and_tabs(run: Path):
+    console = Console(width=200, file=io.StringIO(), highlight=False, markup=False)
+    print_samples(console, find_samples(run, SampleQuery(status="completed")))
+    assert isinstance(console.file, io.StringIO)
+    written = console.file.getvalue()
+    assert "→ two\nlines " in written
+    assert not [letter for letter in written if is_steering(letter)], "whatever console it is printed on"
+
+
+def test_words_between_colons_are_no_pictures(run: Path, capsys: pytest.CaptureFixture[str]):
+    write_rows(run / "evaluations.jsonl", {**HEAD, "name": ":warning:", "eval/:warning:/avg@1": 0.5})
+    assert main(["inspect", str(run)]) == 0
+    assert ":warning:" in capsys.readouterr().out
+
+
+def test_an_output_that_takes_no_lines_and_curves_gets_question_marks(run: Path, monkeypatch: pytest.MonkeyPatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", out)
+    assert main(["tail", str(run), "--once"]) == 0
+    out.flush()
+    assert b"reward/mean 0.5 ?? 0.5" in out.buffer.getvalue()
+
+
+def test_half_a_character_is_printed_as_what_it_is(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run / "samples.jsonl").write_text(json.dumps({**HEAD, "prompt": "p", "response": "a\ud800b"}) + "\n")
+    assert main(["samples", str(run)]) == 0
+    assert "→ a\\ud800b" in capsys.readouterr().out
+    assert main(["samples", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["response"] == "a\ud800b"
