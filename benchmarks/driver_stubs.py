@@ -9,18 +9,17 @@ import zlib
 from collections.abc import Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import trio
 
+from benchmarks.stub_engine import IdleEngine
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
 from rollouts.metrics.writer import JsonlLogger
-from rollouts.protocols import PauseMode
 from rollouts.testing.fakes import FakeTokenizer
-from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, Sample
+from rollouts.types import Completion, EngineLoad, GenerateRequest, Sample
 
 TOKEN_S = 0.03  # virtual
 
@@ -47,15 +46,11 @@ class Answers:
         )
 
 
-class StubEngine:
+class StubEngine(IdleEngine):
     """Answers every request at once beside all others, each token TOKEN_S after the one before."""
 
     def __init__(self, name: str, answers: Answers) -> None:
-        self.features = EngineFeatures(
-            vocab_size=258, context_length=1 << 20, in_memory_update=False, update_from_checkpoint=True, shares_weights=False,
-            keep_pause=False, deterministic=False, name=name,
-        )  # fmt: skip
-        self.version = 0
+        super().__init__(name, context_length=1 << 20)
         self.answered = 0  # requests that came to their end
         self._answers = answers
         self._aborts: set[trio.CancelScope] = set()
@@ -79,50 +74,9 @@ class StubEngine:
             scope.cancel()
         await trio.lowlevel.checkpoint()
 
-    async def weight_version(self) -> int:
-        await trio.lowlevel.checkpoint()
-        return self.version
-
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
-        await trio.lowlevel.checkpoint()
-        self.version = version
-        return {}
-
-    async def checksum(self) -> str | None:
-        await trio.lowlevel.checkpoint()
-        return None
-
-    async def pause(self, mode: PauseMode) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def resume(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def health(self) -> bool:
-        await trio.lowlevel.checkpoint()
-        return True
-
     async def load(self) -> EngineLoad:
         await trio.lowlevel.checkpoint()
         return EngineLoad(running=len(self._aborts), waiting=0)
-
-    async def release_memory(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def restore_memory(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def begin_update(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    def receive_bucket(self, bucket: Sequence[tuple[str, Any]]) -> None:
-        raise AssertionError("in_memory_update is False")
-
-    async def finish_update(self, version: int) -> None:
-        await trio.lowlevel.checkpoint()
-
-    def statistics(self) -> Mapping[str, float]:
-        return {}
 
 
 class LetterTokenizer(FakeTokenizer):

@@ -36,12 +36,13 @@ import torch
 import trio
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from benchmarks.forced_lengths import run_engine, run_generate
 from benchmarks.harness import Turn, compute_ratio, finish
 from rollouts.device_thread import DeviceThread, open_device_thread
-from rollouts.engines.local import LocalEngine, open_local_engine
+from rollouts.engines.local import open_local_engine
 from rollouts.errors import ModelError
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.types import Completion, GenerateRequest, IntArray, SamplingParams
+from rollouts.types import Completion, IntArray
 
 PROMPT_LENGTH = 64
 SHORTEST, LONGEST = 16, 128
@@ -66,8 +67,12 @@ class Workload:
 
     def rows(self) -> list[tuple[list[int], int]]:
         """Prompt and length of each (prompt, sample), in that order."""
+        return [(prompt.tolist(), length) for prompt, length in zip(*self.requests(), strict=True)]
+
+    def requests(self) -> tuple[list[IntArray], list[int]]:
+        """Prompts and lengths of all (prompt, sample), in that order."""
         samples = self.lengths.shape[1]
-        return [(self.prompts[index // samples].tolist(), int(length)) for index, length in enumerate(self.lengths.ravel())]
+        return [self.prompts[index // samples] for index in range(self.lengths.size)], self.lengths.ravel().tolist()
 
 
 def make_workload(*, num_prompts: int, samples: int, vocab_size: int) -> Workload:
@@ -99,38 +104,11 @@ def load_model(name: str) -> tuple[PreTrainedModel, str]:
 # --- the sides ---------------------------------------------------------------------------------------------------------------
 
 
-async def run_engine(engine: LocalEngine, workload: Workload, name: str) -> list[Completion]:
-    """One completion per (prompt, sample), in that order."""
-    completions: dict[int, Completion] = {}
-
-    async def generate_one(index: int, prompt: list[int], length: int) -> None:
-        sampling = SamplingParams(max_new_tokens=length)
-        request = GenerateRequest(request_id=f"{name}-{index}", prompt_ids=np.asarray(prompt, np.int64), sampling=sampling)
-        completions[index] = await engine.generate(request)
-
-    async with trio.open_nursery() as nursery:
-        for index, (prompt, length) in enumerate(workload.rows()):
-            nursery.start_soon(generate_one, index, prompt, length)
-    return [completions[index] for index in range(workload.lengths.size)]
-
-
-def run_generate(model: PreTrainedModel, workload: Workload) -> None:
+def run_padded(model: PreTrainedModel, workload: Workload) -> None:
     """The padded batch, decoded to the longest."""
     ids = torch.from_numpy(np.repeat(workload.prompts, workload.lengths.shape[1], axis=0))
     longest = int(workload.lengths.max())
-    with torch.inference_mode():
-        out = model.generate(  # pyright: ignore[reportCallIssue]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=longest,
-            min_new_tokens=longest,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+    out = run_generate(model, ids, longest)
     assert out.shape[1] == PROMPT_LENGTH + longest, out.shape
 
 
@@ -285,19 +263,19 @@ async def measure(arguments: argparse.Namespace) -> int:
         open_local_engine(model, device_thread=device_thread, mode="shared", trainer_version=lambda: 0) as engine,
         open_peers(peers, model_name, workload, arguments) as vllm,
     ):
-        completions = await run_engine(engine, workload, "compared")
+        completions = await run_engine(engine, *workload.requests(), "compared")
         difference = await device_thread.submit(lambda: compute_difference(model, workload, completions))
         assert difference <= 1e-3, f"the engine's log-probs are not the model's: {difference:.3g} nats"
         gemm_rate = await device_thread.submit(measure_gemm_rate)
 
         async def take_engine_turn() -> Turn:
             wall, cpu = time.perf_counter(), time.process_time()
-            await run_engine(engine, workload, f"{time.monotonic_ns()}")
+            await run_engine(engine, *workload.requests(), f"{time.monotonic_ns()}")
             return Turn(time.perf_counter() - wall, time.process_time() - cpu)
 
         sides: dict[str, Side] = {"engine": take_engine_turn}
         if "generate" in peers:
-            sides["generate"] = lambda: take_device_turn(device_thread, lambda: run_generate(model, workload))
+            sides["generate"] = lambda: take_device_turn(device_thread, lambda: run_padded(model, workload))
         if "generate_batch" in peers:
             own = copy.deepcopy(model)  # whose attention it exchanges
             batching: Side = lambda: take_device_turn(device_thread, lambda: run_generate_batch(own, workload))  # noqa: E731

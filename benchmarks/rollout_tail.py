@@ -27,25 +27,25 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import trio
 import trio.testing
 
+from benchmarks.stub_engine import IdleEngine
 from rollouts.config.schema import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.fleet import Member, open_fleet
 from rollouts.errors import EngineUnreachable
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
-from rollouts.protocols import InferenceEngine, PauseMode
+from rollouts.protocols import InferenceEngine
 from rollouts.testing.fakes import FakeTokenizer, fake_uniform
-from rollouts.types import Completion, EngineFeatures, EngineLoad, FinishReason, GenerateRequest, Sample, SampleGroup, SamplingParams
+from rollouts.types import Completion, EngineLoad, FinishReason, GenerateRequest, Sample, SampleGroup, SamplingParams
 
 ENGINES = 8
 NUM_PROMPTS = 32
@@ -98,16 +98,12 @@ class _Running:
     aborted: trio.Event = field(default_factory=trio.Event)
 
 
-class SlotEngine:
+class SlotEngine(IdleEngine):
     """`slots` requests decode side by side, each a token every TOKEN_S; the others wait in order of arrival."""
 
     def __init__(self, name: str, slots: int, lengths: Lengths, *, fault_rate: float = 0.0) -> None:
-        self.features = EngineFeatures(
-            vocab_size=258, context_length=10 * MAX_NEW_TOKENS, in_memory_update=False, update_from_checkpoint=True, shares_weights=False,
-            keep_pause=False, deterministic=False, name=name,
-        )  # fmt: skip
+        super().__init__(name, context_length=10 * MAX_NEW_TOKENS)
         self.slots = slots
-        self.version = 0
         self.decoded = 0  # tokens
         self.requests = 0
         self._lengths = lengths
@@ -184,50 +180,9 @@ class SlotEngine:
             running.started.set()
         await trio.lowlevel.checkpoint()
 
-    async def weight_version(self) -> int:
-        await trio.lowlevel.checkpoint()
-        return self.version
-
-    async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
-        await trio.lowlevel.checkpoint()
-        self.version = version
-        return {}
-
-    async def checksum(self) -> str | None:
-        await trio.lowlevel.checkpoint()
-        return None
-
-    async def pause(self, mode: PauseMode) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def resume(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def health(self) -> bool:
-        await trio.lowlevel.checkpoint()
-        return True
-
     async def load(self) -> EngineLoad:
         await trio.lowlevel.checkpoint()
         return EngineLoad(running=self._decoding, waiting=len(self._waiting))
-
-    async def release_memory(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def restore_memory(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    async def begin_update(self) -> None:
-        await trio.lowlevel.checkpoint()
-
-    def receive_bucket(self, bucket: Sequence[tuple[str, Any]]) -> None:
-        raise AssertionError("in_memory_update is False")
-
-    async def finish_update(self, version: int) -> None:
-        await trio.lowlevel.checkpoint()
-
-    def statistics(self) -> Mapping[str, float]:
-        return {}
 
 
 class LeastOutstanding(SlotEngine):

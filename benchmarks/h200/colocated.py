@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.h200.generating import generate
+from benchmarks.forced_lengths import run_engine
 from benchmarks.h200.place import (
     GIB,
     NO_PEAK,
@@ -53,7 +53,7 @@ async def measure_step(place: Place, report: Report) -> None:
                     await thread.submit(lambda: reset_peak(place))
                 lengths = place.rng.lognormal(np.log(0.4 * longest), 0.8, rows).astype(np.int64).clip(min(8, longest), longest)
                 clock = [await read_clock(thread, place)]
-                completions = await generate(engine, repeated, lengths.tolist(), f"step{step}")
+                completions = await run_engine(engine, repeated, lengths.tolist(), f"step{step}")
                 clock.append(await read_clock(thread, place))
                 batch = make_grpo_batch(repeated, completions, samples=samples)
                 clock.append(await read_clock(thread, place))

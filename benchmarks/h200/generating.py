@@ -8,35 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
-import trio
 from torch import Tensor
 
+from benchmarks.forced_lengths import run_engine, run_generate
 from benchmarks.h200.place import Place, draw_tokens, make_backend, make_model, open_thread, read_clock, synchronize, time_job
 from benchmarks.h200.report import Report
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.device_thread import DeviceThread
 from rollouts.engines.local import LocalEngine, open_local_engine
-from rollouts.types import Completion, GenerateRequest, IntArray, SamplingParams
+from rollouts.types import Completion, IntArray
 from rollouts.weight_sync.sync import stream_into
 
 LARGEST_ERROR = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # nats, the mean; beyond it the tokens are another model's
 
 
 # --- decoding ----------------------------------------------------------------------------------------------------------------------
-
-
-async def generate(engine: LocalEngine, prompts: Sequence[IntArray], lengths: Sequence[int], name: str) -> list[Completion]:
-    """A completion of each prompt, of the given length, in that order."""
-    completions: dict[int, Completion] = {}
-
-    async def generate_one(index: int) -> None:
-        sampling = SamplingParams(max_new_tokens=int(lengths[index]))
-        completions[index] = await engine.generate(GenerateRequest(request_id=f"{name}-{index}", prompt_ids=prompts[index], sampling=sampling))
-
-    async with trio.open_nursery() as nursery:
-        for index in range(len(prompts)):
-            nursery.start_soon(generate_one, index)
-    return [completions[index] for index in range(len(prompts))]
 
 
 DECODE = (
@@ -74,10 +60,10 @@ async def measure_decode(place: Place, report: Report) -> None:
 
             async def seconds_of(count: int, length: int, name: str) -> float:
                 began = await read_clock(thread, place)
-                await generate(engine, prompts[:count], [length] * count, name)
+                await run_engine(engine, prompts[:count], [length] * count, name)
                 return await read_clock(thread, place) - began
 
-            completions = await generate(engine, prompts, [long] * rows, "first")  # captures and grows everything
+            completions = await run_engine(engine, prompts, [long] * rows, "first")  # captures and grows everything
             error = await thread.submit(lambda: compute_error(model, prompts, completions, place))
             report.add("g3_mean_error", error)
             assert error <= LARGEST_ERROR[place.dtype], f"the engine's log-probs differ from the model's by {error:.1e} nats in the mean"
@@ -116,19 +102,7 @@ def time_generate(model: Any, prompts: Sequence[IntArray], place: Place, *, shor
     def seconds_of(length: int) -> float:
         synchronize(place)
         began = time.perf_counter()
-        with torch.inference_mode():
-            model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=length,
-                min_new_tokens=length,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
+        run_generate(model, ids, length)
         synchronize(place)
         return time.perf_counter() - began
 
@@ -154,7 +128,7 @@ async def measure_sync(place: Place, report: Report) -> None:
         async with open_local_engine(
             model, device_thread=thread, mode="copied", trainer_version=lambda: 0, max_rows=8, max_context=128, copy_dtype=place.dtype
         ) as engine:
-            await generate(engine, [draw_tokens(place, 16, place.shape.vocab)], [4], "before")
+            await run_engine(engine, [draw_tokens(place, 16, place.shape.vocab)], [4], "before")
             times: list[float] = []
             for version in range(1, 7):
                 await thread.submit(lambda: change_weights(model))
@@ -163,7 +137,7 @@ async def measure_sync(place: Place, report: Report) -> None:
                 times.append(await read_clock(thread, place) - began)
                 assert await engine.weight_version() == version
             await check_copied(model, engine, place)
-            await generate(engine, [draw_tokens(place, 16, place.shape.vocab)], [4], "after")
+            await run_engine(engine, [draw_tokens(place, 16, place.shape.vocab)], [4], "after")
             sync_s = float(np.median(times[1:]))
             num_bytes = sum(parameter.numel() for parameter in model.parameters()) * place.dtype.itemsize
             report.add("g4_gb", num_bytes / 1e9)

@@ -17,8 +17,8 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -135,10 +135,27 @@ async def open_fsdp_backend(
         dtype=dtype,
         head=head,
     )
-    token, number = trio.lowlevel.current_trio_token(), FIRST if device_thread is None else BESIDE
-    own = open_device_thread(name="trainer", torch_threads=count_threads(threads, ranks)) if device_thread is None else None
+    number = FIRST if device_thread is None else BESIDE
+    async with open_trainers(hub, ranks, options, number=number, device_thread=device_thread) as (trainer, thread):
+        if head == "scalar":
+            set_padding_token(trainer.model, tokenizer)
+        log_plan(trainer.model, trainer.plan)
+        packing = PackingOptions(
+            micro_batch_tokens=micro_batch_tokens,
+            micro_batch_cost=MICRO_BATCH_COST if ranks.device.type == "cpu" else micro_batch_tokens,
+            share_prefix=share_prefix,
+            skip_zero_advantage=skip_zero_advantage,
+            attention_cost=find_attention_cost(trainer.model),
+        )
+        yield FSDPTrainingBackend(trainer, hub, thread, optim=optim, total_steps=total_steps, packing=packing, tokenizer=tokenizer, number=number)
 
-    told = False  # the other ranks
+
+@asynccontextmanager
+async def open_trainers(
+    hub: CommandSender, ranks: Ranks, options: ShardedOptions, *, number: int, device_thread: DeviceThread | None
+) -> AsyncIterator[tuple[ShardedTrainer, DeviceThread]]:
+    """This rank's trainer, while every other rank has its own under the same number, and the device thread: a new one where none is given."""
+    token, told = trio.lowlevel.current_trio_token(), False  # the other ranks
 
     def tell() -> None:
         nonlocal told
@@ -149,34 +166,27 @@ async def open_fsdp_backend(
         trio.from_thread.run_sync(tell, trio_token=token)
         return unwrap_agreed(lambda: open_trainer(options, ranks, check_open))
 
+    own = open_device_thread(name="trainer", torch_threads=count_threads(options.threads, ranks)) if device_thread is None else None
     hub.set_phase(OPENING)
     try:
         async with own or nullcontext(device_thread) as thread:
             assert thread is not None
-            opening = thread.submit(lambda: open_together(thread.check_open))
-            try:
-                trainer = await opening
-            except trio.Cancelled:
-                if own is None:  # the thread goes on: what it was given must be over before the others are told that it is closed
-                    with trio.CancelScope(shield=True):
-                        await opening
-                raise
-            if head == "scalar":
-                set_padding_token(trainer.model, tokenizer)
-            log_plan(trainer.model, trainer.plan)
-            packing = PackingOptions(
-                micro_batch_tokens=micro_batch_tokens,
-                micro_batch_cost=MICRO_BATCH_COST if ranks.device.type == "cpu" else micro_batch_tokens,
-                share_prefix=share_prefix,
-                skip_zero_advantage=skip_zero_advantage,
-                attention_cost=find_attention_cost(trainer.model),
-            )
-            yield FSDPTrainingBackend(
-                trainer, hub, thread, optim=optim, total_steps=total_steps, packing=packing, tokenizer=tokenizer, number=number
-            )
+            trainer = await wait_opened(thread.submit(lambda: open_together(thread.check_open)), thread_stays=own is None)
+            yield trainer, thread
     finally:
         if told:
             hub.send(Command("close_backend", {"backend": number}))
+
+
+async def wait_opened(opening: DeviceFuture[ShardedTrainer], *, thread_stays: bool) -> ShardedTrainer:
+    """What was opened. Where the thread stays open, what it was given is over also when this is cancelled: the others hear then that it is closed."""
+    try:
+        return await opening
+    except trio.Cancelled:
+        if thread_stays:
+            with trio.CancelScope(shield=True):
+                await opening
+        raise
 
 
 def unwrap_agreed(work: Callable[[], T]) -> T:
@@ -450,29 +460,41 @@ async def serve_backend(link: CommandReceiver, ranks: Ranks, options: ShardedOpt
         jobs_in, jobs = trio.open_memory_channel[Job](math.inf)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(take_commands, link, jobs_in, nursery)
-            async for command, held in jobs:
-                number = command.fields["backend"]
-                if command.name == "close_backend":
-                    trainers.pop(number, None)
-                    continue
-                try:
-                    if command.name == "open_backend":
-                        assert number not in trainers, f"backend {number} is open: leave it before another is opened"
-                        more = ShardedOptions(**command.fields["options"])
-                        path = await trio.to_thread.run_sync(find_path, more.model_path)
-                        trainers[number] = await open_part(link, ranks, dataclasses.replace(more, model_path=str(path)), device_thread)
-                        continue
-                    trainer = trainers[number]
-                    assert trainer is not None, f"{command.name} for a backend that did not open"
-                    link.set_phase(command.fields["phase"])
-                    found = await device_thread.submit(lambda trainer=trainer, command=command: follow(trainer, command))
-                except Exception as error:  # the nursery waits for what is being written; the others, for this rank, need not
-                    link.fail(describe_error(error))
-                    raise
-                if isinstance(found, HeldPart):
-                    held.send_nowait(found)
-                del found  # memory that is free once it is written
-                link.set_phase(WAITING)
+            async for job in jobs:
+                with telling_failure(link):
+                    await do_job(job, trainers, link, ranks, device_thread, find_path)
+
+
+@contextmanager
+def telling_failure(link: CommandReceiver) -> Iterator[None]:
+    """Rank 0 hears of a failure before it leaves: the nursery waits for what is being written; the others, for this rank, need not."""
+    try:
+        yield
+    except Exception as error:
+        link.fail(describe_error(error))
+        raise
+
+
+async def do_job(
+    job: Job, trainers: dict[int, ShardedTrainer | None], link: CommandReceiver, ranks: Ranks, device_thread: DeviceThread, find_path: FindPath
+) -> None:
+    """Does one command of rank 0's. `trainers`, by the backend's number, changes in place. What a capture leaves is kept by its channel alone."""
+    command, number = job.command, job.command.fields["backend"]
+    if command.name == "close_backend":
+        trainers.pop(number, None)
+    elif command.name == "open_backend":
+        assert number not in trainers, f"backend {number} is open: leave it before another is opened"
+        options = ShardedOptions(**command.fields["options"])
+        path = await trio.to_thread.run_sync(find_path, options.model_path)
+        trainers[number] = await open_part(link, ranks, dataclasses.replace(options, model_path=str(path)), device_thread)
+    else:
+        trainer = trainers[number]
+        assert trainer is not None, f"{command.name} for a backend that did not open"
+        link.set_phase(command.fields["phase"])
+        found = await device_thread.submit(lambda: follow(trainer, command))
+        if isinstance(found, HeldPart):
+            job.held.send_nowait(found)
+        link.set_phase(WAITING)
 
 
 async def open_part(link: CommandReceiver, ranks: Ranks, options: ShardedOptions, device_thread: DeviceThread) -> ShardedTrainer | None:

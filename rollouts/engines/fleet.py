@@ -5,23 +5,22 @@
         └──────────────────────────────────────────┘ asked again, elsewhere if there is an elsewhere
 
     supervisor, one an engine   sleeps until the duty of its state: checks a suspect, restarts or reaches a dead one, announces a stale one
-    watcher, one an engine      waits for its process to exit, where there is one
-    service watch, one a fleet  while nobody serves: warns, and after down_limit_s answers all who wait with FleetDown
+    watcher, one an engine      waits for its process to exit, where there is one (both: `fleet_tasks`)
+    outage watch, one a fleet   while nobody serves: warns, and after down_limit_s answers all who wait with FleetDown (`fleet_outage`)
 
-What an event does to an engine is decided in `fleet_state`; here it is only carried out. A seat is taken in the moment in which a waiter is
-woken, and given back in a `finally`: a cancelled caller leaves neither a seat nor a place in the queue behind.
+What an event does to an engine is decided in `fleet_state`; here it is only carried out, on what `fleet_members` keeps of members and
+callers. A seat is taken in the moment in which a waiter is woken, and given back in a `finally`: a cancelled caller leaves neither a seat nor a
+place in the queue behind.
 Weight sync drives the admission side: close_admission → commit or fail, then publish. Nobody else makes an engine serve.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -30,7 +29,10 @@ import numpy as np
 import trio
 
 from rollouts.engines import fleet_state
-from rollouts.engines.fleet_state import CONDITIONS, Duty, EngineState, FleetSettings, Ticket
+from rollouts.engines.fleet_members import Call, CallQueue, LiveMember, Member, unite_features
+from rollouts.engines.fleet_outage import Outage, watch_outages
+from rollouts.engines.fleet_state import CONDITIONS, EngineState, FleetSettings, Ticket
+from rollouts.engines.fleet_tasks import MemberTasks, tend_member
 from rollouts.errors import (
     EngineClosed,
     EngineError,
@@ -51,54 +53,6 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT")
 PINS_KEPT = 65_536  # affinity keys remembered; the oldest is forgotten first
 DEFAULTS = FleetSettings()
-NO_TICKET = Ticket(0, 0)  # of a call that has no seat
-
-
-@dataclass(frozen=True)
-class Member:
-    """An engine and what can be done for its server."""
-
-    engine: InferenceEngine
-    restart: Callable[[], Awaitable[None]] | None = None  # brings the server up again under the same address; None: only its owner can
-    wait_exited: Callable[[], Awaitable[str]] | None = None  # returns, saying why, when the server's process is gone
-
-
-@dataclass(slots=True, eq=False)
-class _Live:
-    """A member and what is going on for it."""
-
-    member: Member
-    state: EngineState
-    calls: set[_Call] = field(default_factory=set)
-    changed: trio.Event = field(default_factory=trio.Event)  # replaced when set: duty, condition or calls are others
-    working: trio.CancelScope = field(default_factory=trio.CancelScope)  # around a supervisor's question to the engine
-    watching: trio.CancelScope = field(default_factory=trio.CancelScope)  # around wait_exited
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around its tasks
-
-    @property
-    def engine(self) -> InferenceEngine:
-        return self.member.engine
-
-    def wake(self) -> None:
-        changed, self.changed = self.changed, trio.Event()
-        changed.set()
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A caller of generate()."""
-
-    request: GenerateRequest
-    arrival: int
-    event: trio.Event = field(default_factory=trio.Event)  # ends its wait: seated, failed or aborted
-    waiting: bool = False  # in the queue
-    seat: _Live | None = None  # taken for it
-    ticket: Ticket = NO_TICKET  # of that seat
-    avoid: str | None = None  # who failed it last
-    error: EngineError | None = None
-    aborted: bool = False
-    quarantined: bool = False
-    scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around its stay on an engine
 
 
 @asynccontextmanager
@@ -137,22 +91,20 @@ class Fleet:
         self._random = random_
         self._warn = warn
         self._nursery = nursery
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, LiveMember] = {}
         self._former: set[str] = set()  # names of members that left
         self._members = tuple(members)
-        self._calls: dict[str, _Call] = {}
-        self._queue: list[tuple[int, _Call]] = []  # a heap by arrival; those that no longer wait are skipped, and swept out at times
-        self._waiting = 0
+        self._calls: dict[str, Call] = {}
+        self._queue = CallQueue()
         self._arrivals = 0
         self._pins: OrderedDict[str, str] = OrderedDict()
         self._paused = False
         self._closed = False
         self._counts: Counter[str] = Counter()
-        self._served = False  # ever
-        self._down_since: float | None = None
-        self._service_changed = trio.Event()
+        self._outage = Outage()
         self._moved = trio.Event()  # a member changed its condition, or came or went
         self._stale_sender, self.stale_members = trio.open_memory_channel[InferenceEngine](math.inf)
+        self._tasks = MemberTasks(settings, random_.random, self._apply, self._count, self._stale_sender.send_nowait)
 
     def _start(self) -> None:
         if not self._members:
@@ -160,7 +112,7 @@ class Fleet:
         self._features = unite_features([member.engine.features for member in self._members])
         for member in self._members:
             self._add(member, announce_at=None)
-        self._nursery.start_soon(self._watch_service)
+        self._nursery.start_soon(watch_outages, self._outage, self.settings, self._warn_of_outage, self._fail_waiting)
 
     # --- requests ------------------------------------------------------------------------------------------------------------
 
@@ -178,14 +130,14 @@ class Fleet:
         self._check_open()
         if request.request_id in self._calls:
             raise RequestRefused(f"request {request.request_id!r} is in flight in this fleet already; ids must be unique")
-        call = self._calls[request.request_id] = _Call(request, self._arrivals)
+        call = self._calls[request.request_id] = Call(request, self._arrivals)
         self._arrivals += 1
         try:
             return await self._run(call)
         finally:
             del self._calls[request.request_id]
 
-    async def _run(self, call: _Call) -> Completion:
+    async def _run(self, call: Call) -> Completion:
         attempts, overloads, overloaded_since = 0, 0, 0.0
         while not call.aborted:
             live = await self._take_seat(call)
@@ -215,12 +167,11 @@ class Fleet:
         self._check_open()
         return make_empty_completion(call.request)
 
-    async def _take_seat(self, call: _Call) -> _Live | None:
+    async def _take_seat(self, call: Call) -> LiveMember | None:
         """The engine on which a seat has been taken for this call; None when it was aborted. Raises FleetDown, EngineClosed."""
         self._check_open()
-        call.event, call.seat, call.error, call.waiting = trio.Event(), None, None, True
-        heapq.heappush(self._queue, (call.arrival, call))
-        self._waiting += 1
+        call.event, call.seat, call.error = trio.Event(), None, None
+        self._queue.put(call)
         self._dispatch()
         if call.waiting:
             self._note_service()
@@ -233,12 +184,12 @@ class Fleet:
                 self._apply(call.seat, fleet_state.request_dropped(call.seat.state))
             raise
         finally:
-            self._unqueue(call)
+            self._queue.remove(call)
         if call.error is not None:
             raise call.error
         return call.seat
 
-    async def _ask(self, call: _Call, live: _Live) -> Completion | InfrastructureError | None:
+    async def _ask(self, call: Call, live: LiveMember) -> Completion | InfrastructureError | None:
         """What came of asking an engine: an answer that may be delivered, the engine's failure, or None when it left service meanwhile."""
         ticket = call.ticket
         outcome: Completion | InfrastructureError | None = None
@@ -255,7 +206,7 @@ class Fleet:
             return None
         return outcome
 
-    def _refuse_when_overloaded(self, call: _Call, error: EngineOverloaded, since: float) -> None:
+    def _refuse_when_overloaded(self, call: Call, error: EngineOverloaded, since: float) -> None:
         waited_s = trio.current_time() - since
         if waited_s >= self.settings.down_limit_s:
             raise EngineOverloaded(
@@ -264,12 +215,12 @@ class Fleet:
                 retry_after_s=error.retry_after_s,
             ) from error
 
-    def _leave_seat(self, call: _Call, live: _Live) -> None:
+    def _leave_seat(self, call: Call, live: LiveMember) -> None:
         live.calls.discard(call)
         if live.state.leaving:
             live.wake()
 
-    async def _back_off(self, call: _Call, attempts: int) -> None:
+    async def _back_off(self, call: Call, attempts: int) -> None:
         settings = self.settings
         call.event = trio.Event()
         with trio.move_on_after(
@@ -277,7 +228,7 @@ class Fleet:
         ):
             await call.event.wait()
 
-    async def _send(self, call: _Call, live: _Live, ticket: Ticket) -> Completion | InfrastructureError:
+    async def _send(self, call: Call, live: LiveMember, ticket: Ticket) -> Completion | InfrastructureError:
         """Asks, and gives the seat back together with what the engine's state learns from the outcome."""
         learn: Callable[[EngineState], EngineState] = fleet_state.request_dropped
         try:
@@ -310,7 +261,7 @@ class Fleet:
         finally:
             self._apply(live, learn(live.state))
 
-    async def _sit_out_update(self, call: _Call, live: _Live, ticket: Ticket, completion: Completion) -> Completion | InfrastructureError | None:
+    async def _sit_out_update(self, call: Call, live: LiveMember, ticket: Ticket, completion: Completion) -> Completion | InfrastructureError | None:
         """The quarantined answer once its engine is verified. A failed update cancels the call's scope; so does abort_all()."""
         if call.aborted:
             return None
@@ -328,7 +279,7 @@ class Fleet:
         self._doubt(live, ticket, foreign)
         return foreign
 
-    def _find_foreign(self, live: _Live, ticket: Ticket, completion: Completion) -> ReplyError | None:
+    def _find_foreign(self, live: LiveMember, ticket: Ticket, completion: Completion) -> ReplyError | None:
         """The error in an answer with tokens of weights that nobody committed on this engine."""
         versions = completion.weight_versions
         if not len(versions) or live.state.life != ticket.life:
@@ -345,11 +296,7 @@ class Fleet:
     def _dispatch(self) -> None:
         """Seats those who waited longest, for as long as there are seats."""
         now = trio.current_time()
-        while self._waiting and not self._paused and not self._closed:
-            call = self._queue[0][1]
-            if not call.waiting:
-                heapq.heappop(self._queue)
-                continue
+        while not self._paused and not self._closed and (call := self._queue.find_first()) is not None:
             key = call.request.affinity
             chosen = fleet_state.choose_engine(
                 (live.state for live in self._live.values()),
@@ -360,25 +307,14 @@ class Fleet:
             )
             if chosen is None:
                 return
-            heapq.heappop(self._queue)
             live = self._live[chosen.name]
             live.state = fleet_state.request_sent(chosen)
             if key:
                 self._pin(key, chosen.name)
             call.seat, call.ticket, call.scope = live, fleet_state.get_ticket(chosen), trio.CancelScope()
             live.calls.add(call)
-            self._unqueue(call)
+            self._queue.remove(call)
             call.event.set()
-
-    def _unqueue(self, call: _Call) -> None:
-        """No longer waiting. Its entry in the heap is left for later; when such entries prevail they are swept out."""
-        if not call.waiting:
-            return
-        call.waiting = False
-        self._waiting -= 1
-        if len(self._queue) > 2 * self._waiting + 64:
-            self._queue = [entry for entry in self._queue if entry[1].waiting]
-            heapq.heapify(self._queue)
 
     def _pin(self, key: str, name: str) -> None:
         """The first engine of a key stays its engine, until it serves no more."""
@@ -391,7 +327,7 @@ class Fleet:
 
     # --- what engines' states learn ------------------------------------------------------------------------------------------
 
-    def _apply(self, live: _Live, new: EngineState) -> None:
+    def _apply(self, live: LiveMember, new: EngineState) -> None:
         """Makes `new` the engine's state and carries out what follows from it."""
         old = live.state
         live.state = new
@@ -437,138 +373,16 @@ class Fleet:
     def _died(self, state: EngineState, error: object) -> EngineState:
         return fleet_state.died(state, str(error), trio.current_time(), self.settings, draw=self._random.random())
 
-    def _doubt(self, live: _Live, ticket: Ticket, error: InfrastructureError) -> None:
+    def _doubt(self, live: LiveMember, ticket: Ticket, error: InfrastructureError) -> None:
         self._count(error)
         now, draw = trio.current_time(), self._random.random()
         self._apply(live, fleet_state.doubted(live.state, ticket, str(error), now, self.settings, draw=draw))
 
-    # --- supervision ---------------------------------------------------------------------------------------------------------
-
-    def _add(self, member: Member, *, announce_at: float | None) -> None:
-        features = member.engine.features
-        if features.name in self._live:
-            raise EngineSetupError(f"two engines of the fleet are named {features.name!r}; names must be unique, give one another `name`")
-        state = fleet_state.make_engine_state(
-            features.name, can_restart=member.restart is not None, announce_at=announce_at, settings=self.settings
-        )
-        live = self._live[features.name] = _Live(member, state)
-        self._former.discard(features.name)
-        self._nursery.start_soon(self._tend, live)
-
-    async def _tend(self, live: _Live) -> None:
-        """Everything that is done for one member, until it leaves."""
-        with live.scope:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._supervise, live)
-                if live.member.wait_exited is not None:
-                    nursery.start_soon(self._watch_process, live, live.member.wait_exited)
-
-    async def _supervise(self, live: _Live) -> None:
-        while True:
-            duty, changed = live.state.duty, live.changed
-            if duty is None or duty.at > trio.current_time():
-                with trio.move_on_at(math.inf if duty is None else duty.at):
-                    await changed.wait()
-                continue
-            await trio.lowlevel.checkpoint()
-            if live.state.duty is duty:
-                await self._do(live, duty)
-
-    async def _do(self, live: _Live, duty: Duty) -> None:
-        if duty.kind == "rest":
-            self._apply(live, fleet_state.rested(live.state))
-        elif duty.kind == "announce":
-            self._apply(live, fleet_state.announced(live.state))
-            self._stale_sender.send_nowait(live.engine)
-        elif duty.kind == "restart":
-            await self._restart(live)
-        else:
-            live.working = trio.CancelScope()
-            event: Callable[[EngineState], EngineState] | None = None
-            with live.working:
-                event = await (self._see_load(live) if duty.kind == "load" else self._examine(live, duty))
-            if event is not None and live.state.duty is duty:
-                self._apply(live, event(live.state))
-
-    async def _see_load(self, live: _Live) -> Callable[[EngineState], EngineState]:
-        ticket, settings = fleet_state.get_ticket(live.state), self.settings
-        try:
-            with trio.fail_after(settings.check_s):
-                load = await live.engine.load()
-        except (trio.TooSlowError, EngineOverloaded):
-            return fleet_state.rested  # requests tell soon enough
-        except EngineError as error:  # refused, not found: whatever it is, it says something of the engine and nothing of the fleet
-            self._count(error)
-            now, draw, text = trio.current_time(), self._random.random(), str(error)
-            return lambda state: fleet_state.doubted(fleet_state.rested(state), ticket, text, now, settings, draw=draw)
-        return partial(fleet_state.load_seen, running=load.running, waiting=load.waiting, settings=settings)
-
-    async def _examine(self, live: _Live, duty: Duty) -> Callable[[EngineState], EngineState]:
-        """Asks a suspect or a dead engine how it is and which weights it has."""
-        error, version = "its health check says no", None
-        try:
-            with trio.fail_after(self.settings.check_s):
-                if await live.engine.health():
-                    version = await live.engine.weight_version()
-        except trio.TooSlowError:
-            error = f"no answer to a health check in {self.settings.check_s:g} s"
-        except EngineError as raised:
-            error = f"health check: {raised}"
-        now = trio.current_time()
-        if version is not None:
-            if duty.kind == "check":
-                return partial(fleet_state.check_passed, version=version, now=now)
-            return partial(fleet_state.came_back, now=now, settings=self.settings)
-        said = f"{error}; before it: {live.state.last_error}" if duty.kind == "check" and not live.state.failed_checks else error
-        no = fleet_state.check_failed if duty.kind == "check" else fleet_state.not_reached
-        return partial(no, error=said, now=now, settings=self.settings, draw=self._random.random())
-
-    async def _restart(self, live: _Live) -> None:
-        restart = live.member.restart
-        assert restart is not None
-        live.watching.cancel()  # what it says of the old process is known
-        self._apply(live, fleet_state.restart_started(live.state))
-        try:
-            await restart()
-        except Exception as error:  # whatever keeps a server from starting: it is tried again, and reported
-            self._count(error)
-            now, text = trio.current_time(), f"{type(error).__name__}: {error}"
-            self._apply(live, fleet_state.restart_failed(live.state, text, now, self.settings, draw=self._random.random()))
-            return
-        self._apply(live, fleet_state.came_back(live.state, trio.current_time(), self.settings))
-
-    async def _watch_process(self, live: _Live, wait_exited: Callable[[], Awaitable[str]]) -> None:
-        while True:
-            while live.state.condition in ("dead", "restarting"):
-                await live.changed.wait()
-            why = None
-            live.watching = trio.CancelScope()
-            with live.watching:
-                why = await wait_exited()
-            if why is not None:
-                self._apply(live, self._died(live.state, why))
-
     # --- nobody serves -------------------------------------------------------------------------------------------------------
 
     def _note_service(self) -> None:
-        """Keeps the moment since which nobody serves: that of the loss or, before the first update, of the first request.
-
-        An update of engines that served is no outage, however long, nor is the first of all. One that begins in an outage does not end it:
-        only an engine that serves again does.
-        """
-        states = [live.state for live in self._live.values()]
-        down_since = self._down_since
-        if any(fleet_state.in_service(state) for state in states):
-            self._served, down_since = True, None
-        elif any(fleet_state.may_serve(state) for state in states):
-            down_since = down_since if self._served else None
-        elif down_since is None and (self._served or self._waiting):
-            down_since = trio.current_time()
-        if down_since != self._down_since:
-            self._down_since = down_since
-            changed, self._service_changed = self._service_changed, trio.Event()
-            changed.set()
-        if self._waiting and self._is_over():
+        self._outage.note([live.state for live in self._live.values()], is_asked=self._queue.waiting > 0)
+        if self._queue.waiting and self._is_over():
             self._fail_waiting()
 
     def _is_over(self) -> bool:
@@ -579,46 +393,25 @@ class Fleet:
         moved, self._moved = self._moved, trio.Event()
         moved.set()
 
-    async def _watch_service(self) -> None:
-        while True:
-            changed = self._service_changed
-            if self._down_since is None:
-                await changed.wait()
-            else:
-                await self._watch_outage(self._down_since, changed)
-
-    async def _watch_outage(self, since: float, ended: trio.Event) -> None:
-        """Warns every warn_every_s, and once at the limit answers everyone, until the outage ends."""
-        warnings, limit_at = 1, since + self.settings.down_limit_s
-        while not ended.is_set():
-            warn_at = since + warnings * self.settings.warn_every_s
-            with trio.move_on_at(min(warn_at, limit_at)):
-                await ended.wait()
-                return
-            if trio.current_time() >= warn_at:
-                warnings += 1
-                self._warn(f"{self._describe_outage(since)} {self._waiting} requests wait.")
-            if trio.current_time() >= limit_at:
-                limit_at = math.inf
-                self._fail_waiting()
+    def _warn_of_outage(self, since: float) -> None:
+        self._warn(f"{self._describe_outage(since)} {self._queue.waiting} requests wait.")
 
     def _describe_outage(self, since: float) -> str:
         states = "; ".join(fleet_state.describe(live.state) for live in self._live.values()) or "all have left"
         return f"no engine of the fleet has been in service for {trio.current_time() - since:.0f} s: {states}."
 
     def _fail_waiting(self) -> None:
-        for _, call in self._queue:
-            if call.waiting:
-                self._refuse_when_down(call)
+        for call in self._queue.list_waiting():
+            self._refuse_when_down(call)
 
-    def _refuse_when_down(self, call: _Call) -> None:
-        since = self._down_since
+    def _refuse_when_down(self, call: Call) -> None:
+        since = self._outage.since
         if since is None or (trio.current_time() < since + self.settings.down_limit_s and not self._is_over()):
             return
         limit = f"The limit is down_limit_s={self.settings.down_limit_s:g}"
         why = f"No restart is left (max_restarts={self.settings.max_restarts})" if self._is_over() else limit
         call.error = FleetDown(f"{self._describe_outage(since)} {why}; see the engines' logs, then resume: nothing is in flight")
-        self._unqueue(call)
+        self._queue.remove(call)
         call.event.set()
 
     # --- the admission side of a weight update -------------------------------------------------------------------------------
@@ -673,7 +466,7 @@ class Fleet:
         for live in list(self._live.values()):
             self._apply(live, fleet_state.version_published(live.state, version, trio.current_time()))
 
-    def _find(self, engine: InferenceEngine) -> _Live | None:
+    def _find(self, engine: InferenceEngine) -> LiveMember | None:
         """Its member; None when it has left. Raises EngineError for an engine that never was one."""
         name = engine.features.name
         live = self._live.get(name)
@@ -694,6 +487,17 @@ class Fleet:
         self._note_move()
         await trio.lowlevel.checkpoint()
 
+    def _add(self, member: Member, *, announce_at: float | None) -> None:
+        features = member.engine.features
+        if features.name in self._live:
+            raise EngineSetupError(f"two engines of the fleet are named {features.name!r}; names must be unique, give one another `name`")
+        state = fleet_state.make_engine_state(
+            features.name, can_restart=member.restart is not None, announce_at=announce_at, settings=self.settings
+        )
+        live = self._live[features.name] = LiveMember(member, state)
+        self._former.discard(features.name)
+        self._nursery.start_soon(tend_member, live, self._tasks)
+
     async def leave(self, engine: InferenceEngine, *, grace_s: float = 60.0) -> None:
         """Lets a member go: it gets nothing new, what it has not answered within `grace_s` is asked elsewhere. It is not closed."""
         live = self._find(engine)
@@ -707,7 +511,7 @@ class Fleet:
         finally:
             self._remove(live)
 
-    def _remove(self, live: _Live) -> None:
+    def _remove(self, live: LiveMember) -> None:
         for call in live.calls:
             call.scope.cancel()
         live.scope.cancel()
@@ -718,20 +522,20 @@ class Fleet:
         if self._live:
             self._features = unite_features([other.engine.features for other in self._live.values()])
 
-    async def _wait_empty(self, live: _Live) -> None:
+    async def _wait_empty(self, live: LiveMember) -> None:
         while live.calls:
             await live.changed.wait()
 
     # --- the fleet as an engine ----------------------------------------------------------------------------------------------
 
     async def _fan_out(
-        self, lives: Sequence[_Live], ask: Callable[[InferenceEngine], Awaitable[ResultT]]
+        self, lives: Sequence[LiveMember], ask: Callable[[InferenceEngine], Awaitable[ResultT]]
     ) -> tuple[dict[str, ResultT], dict[str, EngineError]]:
         """Answers and errors by engine, when all were asked. An error that is the engine's fault makes it a suspect."""
         answers: dict[str, ResultT] = {}
         errors: dict[str, EngineError] = {}
 
-        async def ask_one(live: _Live) -> None:
+        async def ask_one(live: LiveMember) -> None:
             ticket = fleet_state.get_ticket(live.state)
             try:
                 answers[live.state.name] = await ask(live.engine)
@@ -745,17 +549,17 @@ class Fleet:
                 nursery.start_soon(ask_one, live)
         return answers, errors
 
-    async def _tell_all(self, lives: Sequence[_Live], ask: Callable[[InferenceEngine], Awaitable[ResultT]]) -> dict[str, ResultT]:
+    async def _tell_all(self, lives: Sequence[LiveMember], ask: Callable[[InferenceEngine], Awaitable[ResultT]]) -> dict[str, ResultT]:
         self._check_open()
         answers, errors = await self._fan_out(lives, ask)
         for error in errors.values():
             raise error
         return answers
 
-    def _serving(self) -> list[_Live]:
+    def _serving(self) -> list[LiveMember]:
         return [live for live in self._live.values() if live.state.condition in ("healthy", "suspect")]
 
-    def _reachable(self) -> list[_Live]:
+    def _reachable(self) -> list[LiveMember]:
         return [live for live in self._live.values() if fleet_state.is_reachable(live.state)]
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
@@ -795,7 +599,7 @@ class Fleet:
             if call.seat is not None and not call.waiting and not call.event.is_set():
                 call.event.set()  # between two tries
             if call.waiting:
-                self._unqueue(call)
+                self._queue.remove(call)
                 call.event.set()
             elif call.quarantined:
                 call.scope.cancel()
@@ -815,7 +619,7 @@ class Fleet:
         usages = [load.cache_usage for load in answers.values() if load.cache_usage is not None]
         return EngineLoad(
             running=sum(load.running for load in answers.values()),
-            waiting=sum(load.waiting for load in answers.values()) + self._waiting,
+            waiting=sum(load.waiting for load in answers.values()) + self._queue.waiting,
             cache_usage=max(usages, default=None),
         )
 
@@ -849,7 +653,7 @@ class Fleet:
                 f"engine/{name}/failures": float(state.all_failures),
                 f"engine/{name}/restarts": float(state.restarts),
             }
-        totals = {"fleet/serving": serving, "fleet/queued": self._waiting, "fleet/retries": 0}
+        totals = {"fleet/serving": serving, "fleet/queued": self._queue.waiting, "fleet/retries": 0}
         return values | {name: float(value) for name, value in (totals | self._counts).items()}
 
     # --- life ----------------------------------------------------------------------------------------------------------------
@@ -868,33 +672,6 @@ class Fleet:
             call.event.set()
 
 
-def unite_features(all_features: Sequence[EngineFeatures]) -> EngineFeatures:
-    """What a fleet of such engines supports: the least of each, every gap once. Raises EngineSetupError where they do not fit together."""
-    for features in all_features:
-        if features.vocab_size != all_features[0].vocab_size:
-            raise EngineSetupError(
-                f"{features.name} has a vocabulary of {features.vocab_size}, {all_features[0].name} of {all_features[0].vocab_size}; "
-                "the engines of a fleet serve one model"
-            )
-        if features.shares_weights:
-            raise EngineSetupError(f"{features.name} generates with the trainer's own parameters and needs no fleet; use it as it is")
-    return replace(
-        all_features[0],
-        name="fleet",
-        context_length=min(features.context_length for features in all_features),
-        in_memory_update=False,  # of the members, by weight_sync
-        checksum=False,
-        update_from_checkpoint=all(features.update_from_checkpoint for features in all_features),
-        keep_pause=all(features.keep_pause for features in all_features),
-        deterministic=all(features.deterministic for features in all_features),
-        seeds=all(features.seeds for features in all_features),
-        version_spans=all(features.version_spans for features in all_features),
-        log_probs=all(features.log_probs for features in all_features),
-        frees_memory=all(features.frees_memory for features in all_features),
-        gaps=tuple(dict.fromkeys(gap for features in all_features for gap in features.gaps)),
-    )
-
-
 def make_empty_completion(request: GenerateRequest) -> Completion:
     """The answer to a request that was aborted before anything of it could be kept."""
     none = np.zeros(0, np.int64)
@@ -910,7 +687,7 @@ def make_infrastructure_error(name: str, error: EngineError) -> InfrastructureEr
     return made
 
 
-def _make_left_service(call: _Call, state: EngineState) -> InfrastructureError:
+def _make_left_service(call: Call, state: EngineState) -> InfrastructureError:
     return InfrastructureError(f"{state.name} left service while request {call.request.request_id!r} was on it: {state.last_error}")
 
 

@@ -113,13 +113,9 @@ async def run_rl_training(
     `per_token`: ask the backend for what the loss saw of each token, without which the record knows neither weights nor shares of the samples.
     Raises ConfigError, before anything else, for what is missing or does not fit.
     """
-    hooks = hooks or LoopHooks()
     functions = find_advantages(config, advantages or {})
     control = make_kl_control(config)
-    if state is None and completed_steps and config.kl_control != "fixed":
-        raise ConfigError(f"rl.kl_control={config.kl_control!r} after {completed_steps} steps needs the coefficient it had come to; pass state=")
-    if (critic is None) != (config.critic is None):
-        raise ConfigError(f"rl.critic is {'set' if config.critic else 'not set'}, and critic= is {'missing' if config.critic else 'given'}")
+    check_complete(config, critic=critic, state=state, completed_steps=completed_steps)
     loop = RLLoop(
         backend=backend,
         critic=critic,
@@ -131,7 +127,7 @@ async def run_rl_training(
         functions=functions,
         control=control,
         state=state or start_loop_state(config),
-        hooks=hooks,
+        hooks=hooks or LoopHooks(),
         seed=seed,
         per_token=per_token,
     )
@@ -151,19 +147,17 @@ async def run_rl_training(
                 break
             await metrics_logger.log_step("rl", step, step - 1, done.metrics, updates=done.updates, spans=done.spans)
             history.append(done.metrics)
-            async with saving_first(hooks, step, saved=done.unsynced is None and hooks.saves_after(step)):
-                if done.unsynced is not None:
-                    raise done.unsynced
-                ends = await run_hooks(
-                    settling(hooks, push, rollout_manager),
-                    step,
-                    last_step=config.steps,
-                    eval_every=config.eval_every,
-                    stop_every=config.sync_every,
-                )
-            if ends:
+            if await finish_step(loop, push, step, done.unsynced):
                 break
     return history
+
+
+def check_complete(config: RLTrainingConfig, *, critic: TrainingBackend | None, state: LoopState | None, completed_steps: int) -> None:
+    """Raises ConfigError where the config needs a critic, or the state of the steps before, and it is not given; or a critic is given for nothing."""
+    if state is None and completed_steps and config.kl_control != "fixed":
+        raise ConfigError(f"rl.kl_control={config.kl_control!r} after {completed_steps} steps needs the coefficient it had come to; pass state=")
+    if (critic is None) != (config.critic is None):
+        raise ConfigError(f"rl.critic is {'set' if config.critic else 'not set'}, and critic= is {'missing' if config.critic else 'given'}")
 
 
 # --- a step ------------------------------------------------------------------------------------------------------------------------
@@ -242,6 +236,19 @@ async def run_step(loop: RLLoop, push: WeightPush, step: int, *, first: bool) ->
     policy_updates = list_updates(batches, trained.results, kl_coef=algorithm.settings.kl_coef, contributes=True)
     metrics, spans = collect_metrics(loop, push, algorithm, trained, timer), [*timer.spans(), *hooks.take_spans()]
     return StepDone(metrics, [*critic_updates, *policy_updates], spans, unsynced)
+
+
+async def finish_step(loop: RLLoop, push: WeightPush, step: int, unsynced: WeightSyncError | FleetDown | None) -> bool:
+    """Saves and evaluates after a step that is in the record, where that is due. Whether the run ends here.
+
+    Raises `unsynced`, if not None; the step is saved before that, or before an evaluation's error, leaves.
+    """
+    config, hooks = loop.config, loop.hooks
+    async with saving_first(hooks, step, saved=unsynced is None and hooks.saves_after(step)):
+        if unsynced is not None:
+            raise unsynced
+        hooks = settling(hooks, push, loop.rollout_manager)
+        return await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every, stop_every=config.sync_every)
 
 
 async def train_on_batch(loop: RLLoop, algorithm: Algorithm, batch: RolloutBatch, timer: PhaseTimer, step: int) -> Trained:

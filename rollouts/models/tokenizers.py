@@ -130,7 +130,7 @@ def _write_if_it_can(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapp
     for system in ([], [{"role": "system", "content": "system"}]):
         try:
             return _write_turns(tokenizer, [*system, *messages])
-        except Exception:  # a template raises what its author chose; this one may want a system turn
+        except Exception:  # its author's code: it raises what that chose, and Python what the code meets; it may want a system turn
             continue
     return ""
 

@@ -707,7 +707,7 @@ class _Simulation:
         fleet = trainer.fleet
         left = {
             "requests": len(fleet._calls),
-            "queued": fleet._waiting,
+            "queued": fleet._queue.waiting,
             **{f"{name} seats": len(live.calls) + live.state.in_flight for name, live in fleet._live.items()},
             **{f"{name} tasks": len(engine._server._in_flight) for name, engine in trainer.engines.items()},
             **{f"{name} requests": process.in_flight for name, process in self.processes.items() if process.up},

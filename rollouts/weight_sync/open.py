@@ -18,7 +18,8 @@ from rollouts.engines.open import open_server_fleet
 from rollouts.engines.processes import split_flags
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.protocols import InferenceEngine, SyncWeights, TrainingBackend
-from rollouts.weight_sync.broadcast import open_sglang_broadcast, open_vllm_broadcast
+from rollouts.weight_sync.broadcast_sglang import open_sglang_broadcast
+from rollouts.weight_sync.broadcast_vllm import open_vllm_broadcast
 from rollouts.weight_sync.probe import Probe, make_probe_prompt
 from rollouts.weight_sync.sync import Transport, WeightSync
 

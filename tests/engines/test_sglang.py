@@ -22,7 +22,7 @@ from rollouts.errors import EngineError, EngineSetupError, InfrastructureError, 
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import LONG, disturb, make_request
 from rollouts.types import Completion, GenerateRequest, RolloutBatch
-from rollouts.weight_sync.broadcast import open_sglang_broadcast
+from rollouts.weight_sync.broadcast_sglang import open_sglang_broadcast
 
 from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, run_sglang
 from .model_checks import check_greedy_beside_sampled, check_log_probs, check_tokens_after_a_frozen_update, load, score
