@@ -343,8 +343,11 @@ def test_ctrl_c_ends_it_with_the_command_that_goes_on(root: Path):
     track = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     trio.run(wait_until, lambda: count_rows(root) == 1)
     track.send_signal(signal.SIGINT)
-    out, err = track.communicate(timeout=30)
-    os.close(lock)
+    try:
+        out, err = track.communicate(timeout=30)
+    finally:
+        track.kill()
+        os.close(lock)
     assert (track.returncode, out) == (130, "")
     assert err == f"stopped; to send the rest: python -m rollouts track {root} --to tensorboard --once\n"
     assert find_processes(str(root)) == []
@@ -359,8 +362,9 @@ def test_help_tells_the_exit_codes(capsys: pytest.CaptureFixture[str]):
 
 
 TRACK = """
-import argparse, sys
+import argparse, signal, sys
 from rollouts.trackers.commands import add_parser
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts tests in the background has it ignored
 parser = argparse.ArgumentParser()
 add_parser(parser.add_subparsers())
 arguments = parser.parse_args(["track", *sys.argv[1:]])
