@@ -146,8 +146,8 @@ def stop_after(stage: str, step: int) -> None:
         controls.append(stop)
         await watch(stop, **options)
 
-    async def log_and_stop(self: Any, *arguments: Any) -> Any:
-        await log_step(self, *arguments)
+    async def log_and_stop(self: Any, *arguments: Any, **options: Any) -> Any:
+        await log_step(self, *arguments, **options)
         if arguments[:2] == (stage, step):
             controls[0].request()
 
