@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from rollouts.metrics.record import encode_row
 from rollouts.types import JSONValue, Sample, encode_json
@@ -16,22 +18,41 @@ TEXTS = b',"prompt":"","response":""'
 BARE = b',"prompt":"","response":"","rewards":{},"rewards_cut":999999,"metadata":{"failure":{}},"metadata_cut":999999'  # around what may be cut
 
 
-def make_sample_row(head: Mapping[str, Any], sample: Sample) -> dict[str, Any]:
-    """The row of a sample: `head`, text and numbers, no per-token arrays. What the sample does not have is absent.
+def make_sample_rows(head: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """The row of each sample: `head`, text and numbers, no per-token arrays. What a sample does not have is absent.
 
     Of the rewards' parts, and then of the metadata, what comes first is kept while there is room in ROW_BYTES; rewards_cut and metadata_cut say
     how many were left out. The texts of a failure stand beside that, each up to TEXT_CHARS.
     """
+    return [_make_row(head, sample, *found) for sample, found in zip(samples, _find_versions(samples), strict=True)]
+
+
+def _find_versions(samples: Sequence[Sample]) -> list[tuple[int, int | None, int | None]]:
+    """Of each sample: tokens that train, and the oldest and newest version of them, None of none."""
+    if not samples:
+        return []
+    versions = np.concatenate([sample.weight_versions for sample in samples])[np.concatenate([sample.loss_mask for sample in samples])]
+    counts = np.array([np.count_nonzero(sample.loss_mask) for sample in samples])
+    filled = np.flatnonzero(counts)
+    found: list[tuple[int, int | None, int | None]] = [(0, None, None)] * len(samples)
+    if len(filled):
+        starts = (np.cumsum(counts) - counts)[filled]
+        lowest, highest = (bound.reduceat(versions, starts).tolist() for bound in (np.minimum, np.maximum))
+        for place, *bounds in zip(filled.tolist(), counts[filled].tolist(), lowest, highest, strict=True):
+            found[place] = (bounds[0], bounds[1], bounds[2])
+    return found
+
+
+def _make_row(head: Mapping[str, Any], sample: Sample, trained: int, oldest: int | None, newest: int | None) -> dict[str, Any]:
     known = {**head, "id": sample.id}
     if sample.group_index is not None:
         known["group_index"] = sample.group_index
     known["status"] = sample.status.value
     if sample.reward is not None:
         known["reward"] = sample.reward
-    versions = sample.weight_versions[sample.loss_mask]
-    known |= {"tokens": len(sample.tokens), "response_length": len(versions)}
-    if len(versions):
-        known |= {"weight_version_min": int(versions.min()), "weight_version_max": int(versions.max())}
+    known |= {"tokens": len(sample.tokens), "response_length": trained}
+    if trained:
+        known |= {"weight_version_min": oldest, "weight_version_max": newest}
     texts = {"prompt": sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt), "response": sample.response}
     parts = {name: values for name, values in (("rewards", sample.rewards), ("metadata", sample.metadata)) if values}
     if all(map(_is_short, parts.values())) and len(encode_row({**known, **parts})) + len(TEXTS) <= ROW_BYTES:  # as most are

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.errors import RecordError, StorageError
-from rollouts.metrics.contributions import Place, UpdateRecord, chunk_rows
+from rollouts.metrics.contributions import Place, UpdateRecord
 from rollouts.run_dir import RunDir
 
 Array = NDArray[Any]
@@ -36,6 +36,7 @@ PREFIX = Struct("<4sIII")
 BLOCK_BYTES_MAX = 1 << 30  # more is damage: a row of a hundred million tokens
 TYPES = {"tokens": "<i4", "mask": "|u1", "version": "<i4"}  # of columns; the others are <f4
 LEVELLED = ("version", "slope", "weight", "advantage")  # columns that mostly have one value where the mask is 1 and one where it is 0
+CHUNK_TOKENS = 1 << 16  # that numpy is given at once
 KNOWN_TYPES = ("<i4", "|u1", "<f4")
 
 
@@ -57,6 +58,16 @@ def encode_blocks(update: UpdateRecord) -> list[Block]:
     for rows in chunk_rows(update.batch.tokens):
         blocks += _encode_rows(ids[rows], {name: values[rows] for name, values in columns.items()})
     return blocks
+
+
+def chunk_rows(rows: Sequence[Array]) -> Iterator[slice]:
+    """Neighbouring rows of some CHUNK_TOKENS values together: enough for one call of numpy, and no more memory than that."""
+    begin, total = 0, 0
+    for end, row in enumerate(rows, 1):
+        total += len(row)
+        if total >= CHUNK_TOKENS or end == len(rows):
+            yield slice(begin, end)
+            begin, total = end, 0
 
 
 def _encode_rows(ids: Sequence[str], columns: Mapping[str, Sequence[Array]]) -> Iterator[Block]:

@@ -28,7 +28,7 @@ from rollouts.metrics.contributions import Place, UpdateRecord, encode_contribut
 from rollouts.metrics.progress import Progress
 from rollouts.metrics.record import encode_rows, make_head, make_row
 from rollouts.metrics.record_files import PART_BYTES, UPDATES, RecordFiles, join_lines
-from rollouts.metrics.sample_rows import make_sample_row, select_evenly
+from rollouts.metrics.sample_rows import make_sample_rows, select_evenly
 from rollouts.metrics.spans import Span
 from rollouts.metrics.token_shards import TokenShards, encode_blocks
 from rollouts.run_dir import RunDir
@@ -95,7 +95,7 @@ class JsonlLogger:
         chosen = [samples[index] for index in select_evenly(len(samples), self._samples_per_step)]
         reach("metrics.before_samples")
         if chosen:
-            await self._turns.take(lambda: self._append("samples", [make_sample_row(head, sample) for sample in chosen]))
+            await self._turns.take(lambda: self._append("samples", make_sample_rows(head, chosen)))
         reach("metrics.after_samples")
         self._counts["sample_rows"] += len(chosen)
         await trio.lowlevel.checkpoint_if_cancelled()

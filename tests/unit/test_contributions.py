@@ -126,6 +126,20 @@ def test_shares_of_many_rows_add_up_to_1():
     assert rows[5]["share"] == pytest.approx(np.abs(slopes[5]).sum() / sum(np.abs(row).sum() for row in slopes), rel=1e-5)
 
 
+def test_numbers_are_written_with_as_many_digits_as_they_are_worth():
+    rewards = [1.63, -0.1, 123456.7, 1e-7, 0.0, -2.0, 3e-30, 7e20]
+    lengths = [1] * len(rewards)
+    batch = RolloutBatch(
+        tokens=tuple(np.zeros(n, np.int64) for n in lengths),
+        loss_masks=tuple(np.ones(n, bool) for n in lengths),
+        rewards=np.array(rewards, np.float32),
+    )
+    rows = read_back(make_update(batch=batch, forward=ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={})))
+    exact = [float(np.float32(reward)) for reward in rewards]
+    assert [row["reward"] for row in rows[:6]] == [float(f"{value:.9g}") for value in exact[:6]]
+    assert [row["reward"] for row in rows[6:]] == exact[6:]
+
+
 def test_an_update_that_is_not_a_policys_has_no_rows():
     assert read_back(make_update(contributes=False, part="critic")) == []
 
