@@ -5,6 +5,7 @@ Axes: P prompts, G samples per prompt, B = P*G rows, T tokens of one row (prompt
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -332,7 +333,7 @@ TOKEN_LEVEL = (  # fields of RolloutBatch beside `tokens` that have one array [T
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: response_lengths is kept
 class RolloutBatch:
     """What one training step consumes: B ragged rows. Every token-level field is one array [T_i] per row. SFT leaves rewards None."""
 
@@ -344,6 +345,7 @@ class RolloutBatch:
     old_log_probs: tuple[FloatArray, ...] | None = None  # nats; trainer's recompute, when rl.recompute_old
     ref_log_probs: tuple[FloatArray, ...] | None = None  # nats; frozen reference
     advantages: tuple[FloatArray, ...] | None = None
+    mean_advantages: FloatArray | None = None  # [B] of each row over the tokens that train, 0 of none; for the record
     returns: tuple[FloatArray, ...] | None = None  # what a critic's values are to become, in the reward's unit
     old_values: tuple[FloatArray, ...] | None = None  # the critic's own, before the first update on the batch
     group_indices: IntArray | None = None  # [B]
@@ -362,7 +364,7 @@ class RolloutBatch:
             for row, (inner, tokens) in enumerate(zip(value, self.tokens, strict=True)):
                 if len(inner) != len(tokens):
                     raise ValueError(f"RolloutBatch.{name}[{row}] has {len(inner)} values for {len(tokens)} tokens")
-        for name in ("rewards", "group_indices"):
+        for name in ("rewards", "mean_advantages", "group_indices"):
             value = getattr(self, name)
             if value is not None and len(value) != rows:
                 raise ValueError(f"RolloutBatch.{name} has {len(value)} values for {rows} rows")
@@ -374,7 +376,7 @@ class RolloutBatch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
+    @functools.cached_property
     def response_lengths(self) -> IntArray:
         """[B] number of tokens that train in each row."""
         return np.asarray([np.count_nonzero(mask) for mask in self.loss_masks], np.int64)

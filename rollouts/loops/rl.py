@@ -369,8 +369,11 @@ async def generate_and_log(
             reach("rollout.batch_ready")
             await metrics_logger.log_samples("rl", step, step - 1, batch.samples)
         finally:
-            with trio.CancelScope(shield=True):  # a write of a few kilobytes
-                await metrics_logger.log_samples("rl", step, step - 1, rollout_manager.failed_samples() if failed is None else failed)
+            if failed is None:
+                failed = rollout_manager.failed_samples()
+            if failed:
+                with trio.CancelScope(shield=True):  # a write of a few kilobytes
+                    await metrics_logger.log_samples("rl", step, step - 1, failed)
         return batch
     raise StepInterrupted(f"step {step} was cut while its batch was made")
 

@@ -75,10 +75,11 @@ def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: Adv
         assert batch.ref_log_probs is not None
         policy_log_probs = batch.old_log_probs or batch.rollout_log_probs
         rewards, _ = subtract_kl(rewards, policy_log_probs, batch.ref_log_probs, batch.loss_masks, config.kl_coef, trajectories=trajectories)
+    lengths = batch.response_lengths
     inputs = AdvantageInputs(
         rewards=rewards.astype(np.float64),
         group_indices=batch.group_indices,
-        lengths=batch.response_lengths,
+        lengths=lengths,
         named_rewards=collect_named_rewards(batch.samples),
         reward_weights=config.rollout.reward_weights,
         samples=batch.samples,
@@ -99,10 +100,14 @@ def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: Adv
         raise
     except Exception as error:
         raise UserFunctionError(f"rl.advantage={config.advantage!r} failed: {type(error).__name__}: {error}") from error
+    means = advantages
     if isinstance(advantages, tuple):  # one array per row
-        advantages = np.concatenate([row[mask] for row, mask in zip(tokens, batch.loss_masks, strict=True)])
+        trained = [row[mask] for row, mask in zip(tokens, batch.loss_masks, strict=True)]
+        means = np.asarray([row.mean() if len(row) else 0.0 for row in trained], np.float32)
+        advantages = np.concatenate(trained)
     metrics["advantage/abs_mean"] = float(np.abs(advantages).mean())
-    return dataclasses.replace(batch, advantages=tokens, returns=returns), metrics
+    means = np.where(lengths, means, np.float32(0.0))
+    return dataclasses.replace(batch, advantages=tokens, mean_advantages=means, returns=returns), metrics
 
 
 def make_token_rewards(batch: RolloutBatch, config: RLTrainingConfig) -> tuple[FloatArray, ...]:

@@ -8,9 +8,9 @@ Rows and lines are made where they are written, off the event loop.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -22,8 +22,6 @@ from numpy.typing import NDArray
 from rollouts.metrics.record import encode_rows
 from rollouts.types import FloatArray, ForwardBackwardResult, IntArray, OptimStepResult, RolloutBatch
 
-DIGITS = 9  # significant ones of a row's numbers, which come from float32
-MEAN_DIGITS = 6  # of means, whose sums are in float32
 LACKING = repeat(UNSET)  # a column that an update does not have
 NONE = "-"  # in a line: what the update does not have
 
@@ -78,20 +76,15 @@ def encode_contributions(head: Mapping[str, Any], update: UpdateRecord, lengths:
     batch, forward, traced = update.batch, update.forward, update.forward.per_token
     count = len(batch)
     skipped = forward.skipped or update.optim.skipped
-    shares: Iterable[Any] = LACKING
-    if skipped is not None:
-        shares = [0.0] * count
-    elif traced is not None:
-        shares = _compute_shares(traced.slopes)
     columns: Iterable[Iterable[Any]] = (  # made at once: a large batch has thousands of rows
         [sample.id for sample in batch.samples] if batch.samples else LACKING,
         LACKING if batch.group_indices is None else batch.group_indices.tolist(),
         range(count),
-        LACKING if batch.advantages is None else _compute_means(batch.advantages, lengths),
-        LACKING if traced is None or skipped is not None else _compute_means(traced.weights, lengths),
-        shares,
+        _list(_find_advantages(batch, lengths)),
+        _list(None if traced is None or skipped is not None else _compute_means(traced.weights, lengths)),
+        _list(np.zeros(count) if skipped is not None else None if traced is None else _compute_shares(traced.slopes)),
         lengths.tolist(),
-        LACKING if batch.rewards is None else _round(batch.rewards),
+        [sample.reward for sample in batch.samples] if batch.samples else LACKING if batch.rewards is None else batch.rewards.tolist(),
         *(zip(*places, strict=True) if places else (LACKING, LACKING, LACKING)),
     )
     shared = {"update": update.update, "loss": forward.loss, "denominator": forward.denominator, "skipped": skipped}
@@ -101,18 +94,23 @@ def encode_contributions(head: Mapping[str, Any], update: UpdateRecord, lengths:
     return encode_rows(rows, head={**head, **known})
 
 
-def _compute_shares(slopes: Sequence[FloatArray]) -> list[float]:
+def _find_advantages(batch: RolloutBatch, lengths: IntArray) -> NDArray[Any] | None:
+    """[B] the mean of each row; nothing where the batch has no advantages."""
+    if batch.mean_advantages is not None:
+        return batch.mean_advantages
+    return None if batch.advantages is None else _compute_means(batch.advantages, lengths)
+
+
+def _compute_shares(slopes: Sequence[FloatArray]) -> NDArray[np.float64]:
     """Of each row; 0 for all where no slope is, or one is not finite: such an update changes nothing."""
     sums = _sum_rows([np.abs(row) for row in slopes])
     total = float(sums.sum())
-    return _round(sums / total) if 0 < total < math.inf else [0.0] * len(slopes)
+    return sums / total if 0 < total < math.inf else np.zeros(len(slopes))
 
 
-def _compute_means(values: Sequence[FloatArray], lengths: IntArray) -> list[Any]:
-    """Of each row over so many tokens, all others being 0; 0 of none. UNSET for a mean that is not finite, which JSON cannot say."""
-    sums = _sum_rows(values)
-    means = _round(sums / np.maximum(lengths, 1), MEAN_DIGITS)
-    return means if np.isfinite(sums).all() else [mean if math.isfinite(mean) else UNSET for mean in means]
+def _compute_means(values: Sequence[FloatArray], lengths: IntArray) -> NDArray[np.float64]:
+    """Of each row over so many tokens, all others being 0; 0 of none."""
+    return _sum_rows(values) / np.maximum(lengths, 1)
 
 
 def _sum_rows(rows: Sequence[FloatArray]) -> NDArray[np.float64]:
@@ -121,13 +119,11 @@ def _sum_rows(rows: Sequence[FloatArray]) -> NDArray[np.float64]:
     return np.fromiter((np.vdot(row, ones[: len(row)]) for row in rows), np.float64, len(rows))
 
 
-def _round(values: NDArray[Any], digits: int = DIGITS) -> list[float]:
-    """To significant digits, all in a few calls: one for each would take longer than all else that a row needs. What is not finite stays."""
-    wide = np.asarray(values, np.float64)
-    sizes = np.abs(wide)
-    usual = (sizes > 1e-9) & (sizes < 10.0**digits)  # others have digits enough, or powers of ten that are not exact
-    scales = 10.0 ** (digits - 1 - np.floor(np.log10(np.where(usual, sizes, 1.0))))
-    return np.where(usual, np.rint(wide * scales) / scales, wide).tolist()
+def _list(values: NDArray[Any] | None) -> Iterable[Any]:
+    """A column; UNSET for a number that is not finite, which JSON cannot say."""
+    if values is None:
+        return LACKING
+    return values.tolist() if np.isfinite(values).all() else [value if math.isfinite(value) else UNSET for value in values.tolist()]
 
 
 # --- the audit log ---------------------------------------------------------------------------------------------------------------
@@ -140,11 +136,11 @@ def format_update(head: Mapping[str, Any], update: UpdateRecord, lengths: IntArr
     """
     forward, optim = update.forward, update.optim
     kl, left_out = (metric.value if (metric := forward.metrics.get(name)) else None for name in ("kl/ref", "advantage/skipped_rows"))
-    time = datetime.fromtimestamp(head["time_unix"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(head["time_unix"]))
     stage = f"{head['stage']}{'.' if update.part else ''}{update.part}"
     skipped = forward.skipped or optim.skipped
     fields = [
-        time,
+        written,
         f"attempt {head['attempt']:<2d}",
         f"{stage:<12s}",
         f"step {head['step']:>6d}",

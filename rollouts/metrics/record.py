@@ -72,9 +72,11 @@ def encode_row(row: Mapping[str, Any]) -> bytes:
     """The row as one line of JSON, without its newline. Raises MetricError naming the field of a number that is not finite."""
     try:
         line = _encode(row)
+        suspicious = b"null" in line  # what the encoder makes of such a number, and also a None or a text
     except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold: a question mark in its place
         line = json.dumps(row, separators=(",", ":"), ensure_ascii=False, default=_convert).encode("utf-8", "replace")
-    if b"null" in line or b"NaN" in line or b"Infinity" in line:  # what the encoders make of such numbers, and also a None or a text
+        suspicious = True
+    if suspicious:
         _check_finite("", row)
     return line
 

@@ -14,50 +14,45 @@ ROW_BYTES = 700  # of a row's JSON beside prompt, response and failure
 TEXT_CHARS = 2000  # of each text of a failure
 FAILURE_TEXTS = ("class", "function", "message", "traceback")
 VALUE_CHARS = 120  # of the JSON of one value of metadata; a longer one is cut
-TEXTS = b',"prompt":"","response":""'
+NO_TEXTS = {"prompt": "", "response": ""}
 BARE = b',"prompt":"","response":"","rewards":{},"rewards_cut":999999,"metadata":{"failure":{}},"metadata_cut":999999'  # around what may be cut
 
 
-def make_sample_rows(head: Mapping[str, Any], samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """The row of each sample: `head`, text and numbers, no per-token arrays. What a sample does not have is absent.
+def encode_sample_rows(head: Mapping[str, Any], samples: Sequence[Sample]) -> bytes:
+    """The row of each sample as a line: `head`, text and numbers, no per-token arrays. What a sample does not have is absent.
 
     Of the rewards' parts, and then of the metadata, what comes first is kept while there is room in ROW_BYTES; rewards_cut and metadata_cut say
     how many were left out. The texts of a failure stand beside that, each up to TEXT_CHARS.
     """
-    return [_make_row(head, sample, *found) for sample, found in zip(samples, _find_versions(samples), strict=True)]
+    beginning = encode_row(head)[:-1] + b","
+    return b"".join(beginning + _encode_row(sample, room=ROW_BYTES - len(beginning))[1:] + b"\n" for sample in samples)
 
 
-def _find_versions(samples: Sequence[Sample]) -> list[tuple[int, int | None, int | None]]:
-    """Of each sample: tokens that train, and the oldest and newest version of them, None of none."""
-    if not samples:
-        return []
-    versions = np.concatenate([sample.weight_versions for sample in samples])[np.concatenate([sample.loss_mask for sample in samples])]
-    counts = np.array([np.count_nonzero(sample.loss_mask) for sample in samples])
-    filled = np.flatnonzero(counts)
-    found: list[tuple[int, int | None, int | None]] = [(0, None, None)] * len(samples)
-    if len(filled):
-        starts = (np.cumsum(counts) - counts)[filled]
-        lowest, highest = (bound.reduceat(versions, starts).tolist() for bound in (np.minimum, np.maximum))
-        for place, *bounds in zip(filled.tolist(), counts[filled].tolist(), lowest, highest, strict=True):
-            found[place] = (bounds[0], bounds[1], bounds[2])
-    return found
-
-
-def _make_row(head: Mapping[str, Any], sample: Sample, trained: int, oldest: int | None, newest: int | None) -> dict[str, Any]:
-    known = {**head, "id": sample.id}
+def _encode_row(sample: Sample, *, room: int) -> bytes:
+    """The row's JSON without a head, which has `room` bytes beside its texts."""
+    row: dict[str, Any] = {"id": sample.id}
     if sample.group_index is not None:
-        known["group_index"] = sample.group_index
-    known["status"] = sample.status.value
+        row["group_index"] = sample.group_index
+    row["status"] = sample.status.value
     if sample.reward is not None:
-        known["reward"] = sample.reward
-    known |= {"tokens": len(sample.tokens), "response_length": trained}
-    if trained:
-        known |= {"weight_version_min": oldest, "weight_version_max": newest}
-    texts = {"prompt": sample.prompt if isinstance(sample.prompt, str) else list(sample.prompt), "response": sample.response}
+        row["reward"] = sample.reward
+    versions = sample.weight_versions[sample.loss_mask]
+    row |= {"tokens": len(sample.tokens), "response_length": len(versions)}
+    if len(versions):
+        row |= {"weight_version_min": int(np.minimum.reduce(versions)), "weight_version_max": int(np.maximum.reduce(versions))}
+    texts = {"prompt": sample.prompt, "response": sample.response}
     parts = {name: values for name, values in (("rewards", sample.rewards), ("metadata", sample.metadata)) if values}
-    if all(map(_is_short, parts.values())) and len(encode_row({**known, **parts})) + len(TEXTS) <= ROW_BYTES:  # as most are
-        return {**known, **texts, **parts}
-    return {**known, **texts, **_cut(sample, room=ROW_BYTES - len(encode_row(known)) - len(BARE))}
+    if all(map(_is_short, parts.values())):  # as most are
+        whole = encode_row({**row, **texts, **parts})
+        if len(whole) - _count_chars(sample) <= room or len(encode_row({**row, **NO_TEXTS, **parts})) <= room:
+            return whole
+    return encode_row({**row, **texts, **_cut(sample, room=room + 1 - len(encode_row(row)) - len(BARE))})
+
+
+def _count_chars(sample: Sample) -> int:
+    """Of prompt and response; the JSON of a text has at least a byte for each."""
+    prompt = sample.prompt
+    return len(sample.response) + (len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt))
 
 
 def _is_short(values: Mapping[str, JSONValue]) -> bool:

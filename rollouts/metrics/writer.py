@@ -28,7 +28,7 @@ from rollouts.metrics.contributions import Place, UpdateRecord, encode_contribut
 from rollouts.metrics.progress import Progress
 from rollouts.metrics.record import encode_rows, make_head, make_row
 from rollouts.metrics.record_files import PART_BYTES, UPDATES, RecordFiles, join_lines
-from rollouts.metrics.sample_rows import make_sample_rows, select_evenly
+from rollouts.metrics.sample_rows import encode_sample_rows, select_evenly
 from rollouts.metrics.spans import Span
 from rollouts.metrics.token_shards import TokenShards, encode_blocks
 from rollouts.run_dir import RunDir
@@ -91,11 +91,11 @@ class JsonlLogger:
 
     async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
         """Appends up to samples_per_step of the samples, evenly spaced, so that every group has a chance to be seen."""
-        head = self._make_head(stage, step, policy_version)
         chosen = [samples[index] for index in select_evenly(len(samples), self._samples_per_step)]
         reach("metrics.before_samples")
         if chosen:
-            await self._turns.take(lambda: self._append("samples", make_sample_rows(head, chosen)))
+            head = self._make_head(stage, step, policy_version)
+            await self._turns.take(lambda: self._files.append("samples", encode_sample_rows(head, chosen)))
         reach("metrics.after_samples")
         self._counts["sample_rows"] += len(chosen)
         await trio.lowlevel.checkpoint_if_cancelled()

@@ -126,18 +126,29 @@ def test_shares_of_many_rows_add_up_to_1():
     assert rows[5]["share"] == pytest.approx(np.abs(slopes[5]).sum() / sum(np.abs(row).sum() for row in slopes), rel=1e-5)
 
 
-def test_numbers_are_written_with_as_many_digits_as_they_are_worth():
-    rewards = [1.63, -0.1, 123456.7, 1e-7, 0.0, -2.0, 3e-30, 7e20]
-    lengths = [1] * len(rewards)
+def test_numbers_are_those_that_were_used_to_the_last_bit():
+    rewards = np.array([1.63, -0.1, 123456.7, 1e-7, 0.0, -2.0, 3e-30, 7e20], np.float32)
+    means = np.array([1 / 3, -1e-6, 2.5, 0.0, 1e10, -7e-20, 1.0, 0.1], np.float32)
     batch = RolloutBatch(
-        tokens=tuple(np.zeros(n, np.int64) for n in lengths),
-        loss_masks=tuple(np.ones(n, bool) for n in lengths),
-        rewards=np.array(rewards, np.float32),
+        tokens=tuple(np.zeros(1, np.int64) for _ in rewards),
+        loss_masks=tuple(np.ones(1, bool) for _ in rewards),
+        rewards=rewards,
+        mean_advantages=means,
     )
     rows = read_back(make_update(batch=batch, forward=ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={})))
-    exact = [float(np.float32(reward)) for reward in rewards]
-    assert [row["reward"] for row in rows[:6]] == [float(f"{value:.9g}") for value in exact[:6]]
-    assert [row["reward"] for row in rows[6:]] == exact[6:]
+    assert [row["reward"] for row in rows] == rewards.tolist()
+    assert [row["advantage"] for row in rows] == means.tolist()
+
+
+def test_a_reward_reads_as_in_samples_jsonl():
+    batch = RolloutBatch(
+        tokens=(np.zeros(1, np.int64),),
+        loss_masks=(np.ones(1, bool),),
+        rewards=np.array([0.1], np.float32),
+        samples=(Sample(id="a", prompt="p", tokens=np.zeros(1, np.int64), loss_mask=np.ones(1, bool), reward=0.1),),
+    )
+    [row] = read_back(make_update(batch=batch, forward=ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={})))
+    assert row["reward"] == 0.1, "not 0.10000000149011612, the float32"
 
 
 def test_an_update_that_is_not_a_policys_has_no_rows():

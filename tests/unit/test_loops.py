@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,7 +161,7 @@ async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
     assert [(step, version) for _, step, version, _ in logger.steps] == [(1, 0), (2, 1), (3, 2)]
     assert [(version, trainer) for version, trainer, _ in synced] == [(1, 1), (2, 2), (3, 3)]
     assert len(backend.batches) == 6, "each batch is used updates_per_batch times"
-    assert [size for _, _, size in logger.samples] == [4, 0, 4, 0, 4, 0], "the trained and the failed samples of each step"
+    assert [size for _, _, size in logger.samples] == [4, 4, 4], "the trained samples of each step; none failed"
     assert diary.entries == [("evaluate", 2), ("save", 3)]
     row = history[0]
     assert row["reward/mean"] == 0.5
@@ -327,6 +328,17 @@ def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
     batch, _ = add_advantages(rows, rl_config(advantage="rloo"))
     assert batch.advantages is not None
     assert [row.tolist() for row in batch.advantages] == [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0]]
+    assert batch.mean_advantages is not None
+    assert batch.mean_advantages.tolist() == [1.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize("answer", [[0.5, -2.0], [[9.0, 0.25, 0.75], [9.0, 9.0, 9.0]]], ids=["per row", "per token"])
+def test_a_rows_mean_advantage_is_over_the_tokens_that_train(answer: Any):
+    rows = batch_of([1.0, 0.0], [7, 7], [0, 0])
+    rows = dataclasses.replace(rows, loss_masks=(rows.loss_masks[0], np.zeros(3, np.bool_)))
+    batch, _ = add_advantages(rows, rl_config(advantage="mine:grade"), lambda _: [np.asarray(row) for row in answer])
+    assert batch.mean_advantages is not None
+    assert batch.mean_advantages.tolist() == [0.5, 0.0], "0 of a row without any"
 
 
 def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
@@ -369,6 +381,7 @@ def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token
     assert found.advantages is not None and found.returns is not None
     np.testing.assert_allclose(found.advantages[0], [0.0, 0.025, 0.65], rtol=1e-5)
     np.testing.assert_allclose(found.returns[0], [0.0, 0.525, 0.9], rtol=1e-5)
+    np.testing.assert_allclose(found.mean_advantages, [0.3375], rtol=1e-5)  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert metrics["kl/ref_per_sample"] == pytest.approx(1.5)
     assert metrics["advantage/abs_mean"] == pytest.approx(0.3375, rel=1e-5)
     free, _ = add_advantages(batch, rl_config(critic=critic, advantage="gae", advantage_params={"lam": 0.5, "whiten": False}))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.metrics.record import encode_row, make_head
-from rollouts.metrics.sample_rows import keep_what_fits, make_sample_rows, select_evenly, shorten_failure, shorten_json
+from rollouts.metrics.sample_rows import encode_sample_rows, keep_what_fits, select_evenly, shorten_failure, shorten_json
 from rollouts.types import Sample, Status
 
 HEAD = make_head("eval-preference", 1_000_000, 1_000_000, 999, 1_700_000_000.123)
@@ -24,6 +24,13 @@ values = st.recursive(
 )
 failures = st.fixed_dictionaries({name: st.text(max_size=3000) for name in ("class", "function", "message", "traceback")})
 finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+def make_rows(samples: list[Sample]) -> list[dict[str, Any]]:
+    """What the lines say."""
+    data = encode_sample_rows(HEAD, samples)
+    assert not data or data.endswith(b"\n")
+    return [json.loads(line) for line in data.splitlines()]
 
 
 def count_beside_texts(row: dict[str, Any]) -> int:
@@ -59,7 +66,7 @@ def test_a_row_is_at_most_700_bytes_beside_its_texts(
         status=Status.TRUNCATED,
         metadata=metadata,
     )
-    [row] = make_sample_rows(HEAD, [sample])
+    [row] = make_rows( [sample])
     assert count_beside_texts(row) <= ROW_BYTES
     assert json.loads(encode_row(row))["id"] == sample_id
     others = {key: value for key, value in row.get("metadata", {}).items() if key != "failure"}
@@ -72,7 +79,7 @@ def test_a_row_is_at_most_700_bytes_beside_its_texts(
 def test_an_everyday_sample_is_kept_whole():
     metadata = {"question": "What is 17 * 23?", "answer": "391", "source": "arithmetic", "prompt_id": 12345, "level": {"digits": 2, "carry": True}}
     rewards = {"format": 1.0, "length": 0.25, "correct": 1.0}
-    [row] = make_sample_rows(HEAD, [Sample(id="p00012345-3", prompt="?", response="391", reward=0.75, rewards=rewards, metadata=metadata)])
+    [row] = make_rows( [Sample(id="p00012345-3", prompt="?", response="391", reward=0.75, rewards=rewards, metadata=metadata)])
     assert row["metadata"] == metadata
     assert row["rewards"] == rewards
     assert "metadata_cut" not in row
@@ -81,7 +88,7 @@ def test_an_everyday_sample_is_kept_whole():
 
 def test_long_values_are_shortened_before_a_key_is_left_out():
     metadata = {"document": 5000 * "x", "source": "web", "numbers": list(range(5000)), "last": 1}
-    [row] = make_sample_rows(HEAD, [Sample(id="a", prompt="?", metadata=metadata)])
+    [row] = make_rows( [Sample(id="a", prompt="?", metadata=metadata)])
     assert row["metadata"]["document"] == 120 * "x" + "… (5000 characters)"
     assert row["metadata"]["source"] == "web"
     assert row["metadata"]["numbers"].endswith("… (23891 characters)")
@@ -119,8 +126,8 @@ def test_rows_made_together_have_each_its_own_versions():
         return Sample(id=name, prompt="?", tokens=np.arange(len(mask)), loss_mask=np.array(mask, bool), weight_versions=np.array(versions, np.int64))
 
     samples = [sample("a", [-1, 3, 5, 4], [0, 1, 1, 1]), sample("b", [-1, -1], [0, 0]), sample("c", [9, 7, -1], [1, 0, 0]), sample("d", [], [])]
-    rows = make_sample_rows(HEAD, samples)
+    rows = make_rows( samples)
     spans = [(row["response_length"], row.get("weight_version_min"), row.get("weight_version_max")) for row in rows]
     assert spans == [(3, 3, 5), (0, None, None), (1, 9, 9), (0, None, None)]
     assert [row["tokens"] for row in rows] == [4, 2, 3, 0]
-    assert make_sample_rows(HEAD, []) == []
+    assert make_rows( []) == []
