@@ -15,9 +15,11 @@ import trio
 import trio.testing
 
 from rollouts.device_thread import open_device_thread
-from rollouts.engines.local import LocalEngine, open_local_engine, whole_model
-from rollouts.engines.local.opening import DEFAULT_CONTEXT, open_decoder
-from rollouts.engines.local.whole_model import CacheSlots
+from rollouts.engines.local import LocalEngine, open_local_engine, opening, whole_model
+from rollouts.engines.local import decoder as decoder_module
+from rollouts.engines.local.decoder import take_apart
+from rollouts.engines.local.opening import DEFAULT_CONTEXT, PROBE_LENGTHS, open_decoder, probe_difference
+from rollouts.engines.local.whole_model import CacheSlots, take_whole
 from rollouts.errors import EngineError, ModelError
 from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny_model
@@ -359,6 +361,30 @@ def test_the_fast_path_needs_no_excuse(tiny_paths: dict[str, Path]):
     opened = open_decoder(load_hf_model(tiny_paths["qwen3"]), max_context=100)
     assert opened.describe() == "the embedded engine runs this model by its fast path"
     assert not opened.refused
+
+
+def test_in_half_precision_what_is_never_sampled_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    """Logits eight times as large, as trained models have them: bfloat16 leaves 0.4 nats on some of the tokens in the tail."""
+    model = make_model("Llama").to(torch.bfloat16)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8)
+    whole, decoder = take_whole(model, None), take_apart(model, max_context=64, autocast_dtype=None)
+    with monkeypatch.context() as patch:
+        patch.setattr(opening, "is_exact", lambda _: True)
+        assert probe_difference(whole, decoder, PROBE_LENGTHS) > 0.25, "or this shows nothing"
+    assert probe_difference(whole, decoder, PROBE_LENGTHS) < 0.15
+    assert open_decoder(model, max_context=64).path == "fast"
+
+
+def test_in_half_precision_a_wrong_position_is_seen(monkeypatch: pytest.MonkeyPatch):
+    right = decoder_module.FastDecoder.decode
+
+    def late(self: Any, ids: torch.Tensor, positions: torch.Tensor, kv: Any, *, length: int) -> torch.Tensor:
+        return right(self, ids, positions + 1, kv, length=length + 1)
+
+    monkeypatch.setattr(decoder_module.FastDecoder, "decode", late)
+    opened = open_decoder(make_model("Llama").to(torch.bfloat16), max_context=64)
+    assert "its log-probs differ from the model's own by" in opened.refused["fast"]
 
 
 async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_longer_one(tiny_paths: dict[str, Path]):

@@ -17,9 +17,14 @@ FLOAT32_TOLERANCE = 1e-4  # nats
 HALF_TOLERANCE = 0.25  # nats; bfloat16 keeps 8 bits
 
 
+def is_exact(dtype: torch.dtype) -> bool:
+    """Whether two ways of one computation in `dtype` agree for every token."""
+    return dtype in (torch.float32, torch.float64)
+
+
 def tolerance_of(dtype: torch.dtype) -> float:
     """How far, in nats, log-probs computed in `dtype` in two ways may lie apart by rounding."""
-    return FLOAT32_TOLERANCE if dtype in (torch.float32, torch.float64) else HALF_TOLERANCE
+    return FLOAT32_TOLERANCE if is_exact(dtype) else HALF_TOLERANCE
 
 
 class Slots(Protocol):
