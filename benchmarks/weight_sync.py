@@ -302,6 +302,8 @@ async def measure_vllm(
             least.append(floor)
         answers = await ask(engine, vocab_size)
         snapshot = next((folder / "weights").glob("v*"))
+    for path in model.glob("*token*"):  # a server starts with a tokenizer, which an update does not need
+        shutil.copy(path, snapshot)
     async with run_server(snapshot, folder) as process, open_engine(process, vocab_size) as fresh:
         assert_same(answers, await ask(fresh, vocab_size))
     shares = [pause / total for pause, total in zip(pauses, totals, strict=True)]
