@@ -79,7 +79,7 @@ def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: Adv
     inputs = AdvantageInputs(
         rewards=rewards.astype(np.float64),
         group_indices=batch.group_indices,
-        lengths=lengths,
+        lengths=lengths.copy(),  # the batch keeps its own, whatever a function does with this
         named_rewards=collect_named_rewards(batch.samples),
         reward_weights=config.rollout.reward_weights,
         samples=batch.samples,

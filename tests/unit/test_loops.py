@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import trio
 
-from rollouts.advantages import ADVANTAGES
+from rollouts.advantages import ADVANTAGES, AdvantageInputs
 from rollouts.cli import check_loss
 from rollouts.config.schema import CriticConfig, DataSourceConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
 from rollouts.data.data_buffer import DataBuffer
@@ -386,6 +386,16 @@ def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token
     assert metrics["advantage/abs_mean"] == pytest.approx(0.3375, rel=1e-5)
     free, _ = add_advantages(batch, rl_config(critic=critic, advantage="gae", advantage_params={"lam": 0.5, "whiten": False}))
     np.testing.assert_allclose(free.returns[0], [0.0, 0.5 + (-0.25 + 0.5 * 0.75), 1.0], rtol=1e-5)  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_an_advantage_function_that_writes_into_its_lengths_changes_nothing_of_the_batch():
+    def spoil(inputs: AdvantageInputs) -> list[float]:
+        assert inputs.lengths is not None
+        inputs.lengths[:] = 99
+        return [1.0, 2.0]
+
+    batch, _ = add_advantages(batch_of([1.0, 0.0], [7, 7], [0, 0]), rl_config(advantage="mine:spoil"), spoil)
+    assert batch.response_lengths.tolist() == [2, 2]
 
 
 def test_an_advantage_without_returns_is_no_use_to_a_critic():
