@@ -20,7 +20,7 @@ from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
 from rollouts.metrics.record import encode_rows
-from rollouts.types import FloatArray, ForwardBackwardResult, IntArray, OptimStepResult, RolloutBatch
+from rollouts.types import FloatArray, ForwardBackwardResult, IntArray, OptimStepResult, RolloutBatch, Sample
 
 LACKING = repeat(UNSET)  # a column that an update does not have
 NONE = "-"  # in a line: what the update does not have
@@ -76,15 +76,20 @@ def encode_contributions(head: Mapping[str, Any], update: UpdateRecord, lengths:
     batch, forward, traced = update.batch, update.forward, update.forward.per_token
     count = len(batch)
     skipped = forward.skipped or update.optim.skipped
+    weights = shares = None
+    if skipped is not None:
+        shares = np.zeros(count)
+    elif traced is not None:
+        weights, shares = _compute_means(traced.weights, lengths), _compute_shares(traced.slopes)
     columns: Iterable[Iterable[Any]] = (  # made at once: a large batch has thousands of rows
         [sample.id for sample in batch.samples] if batch.samples else LACKING,
         LACKING if batch.group_indices is None else batch.group_indices.tolist(),
         range(count),
         _list(_find_advantages(batch, lengths)),
-        _list(None if traced is None or skipped is not None else _compute_means(traced.weights, lengths)),
-        _list(np.zeros(count) if skipped is not None else None if traced is None else _compute_shares(traced.slopes)),
+        _list(weights),
+        _list(shares),
         lengths.tolist(),
-        [sample.reward for sample in batch.samples] if batch.samples else LACKING if batch.rewards is None else batch.rewards.tolist(),
+        LACKING if batch.rewards is None else _list_rewards(batch.rewards, batch.samples),
         *(zip(*places, strict=True) if places else (LACKING, LACKING, LACKING)),
     )
     shared = {"update": update.update, "loss": forward.loss, "denominator": forward.denominator, "skipped": skipped}
@@ -117,6 +122,12 @@ def _sum_rows(rows: Sequence[FloatArray]) -> NDArray[np.float64]:
     """[B] sums, in float32. By BLAS, row by row, which touches each value once and asks for no memory: this is most of what a row costs."""
     ones = np.ones(max(map(len, rows), default=0), np.float32)
     return np.fromiter((np.vdot(row, ones[: len(row)]) for row in rows), np.float64, len(rows))
+
+
+def _list_rewards(rewards: FloatArray, samples: Sequence[Sample]) -> list[float | None]:
+    """Those that trained; with the digits of samples.jsonl where they are the samples' own, which the batch has in float32."""
+    own = [sample.reward for sample in samples]
+    return own if np.array_equal(np.asarray(own, np.float32), rewards) else rewards.tolist()
 
 
 def _list(values: NDArray[Any] | None) -> Iterable[Any]:

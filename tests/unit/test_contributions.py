@@ -147,8 +147,12 @@ def test_a_reward_reads_as_in_samples_jsonl():
         rewards=np.array([0.1], np.float32),
         samples=(Sample(id="a", prompt="p", tokens=np.zeros(1, np.int64), loss_mask=np.ones(1, bool), reward=0.1),),
     )
-    [row] = read_back(make_update(batch=batch, forward=ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={})))
+    forward = ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={})
+    [row] = read_back(make_update(batch=batch, forward=forward))
     assert row["reward"] == 0.1, "not 0.10000000149011612, the float32"
+    shaped = dataclasses.replace(batch, rewards=np.array([0.25], np.float32))
+    [row] = read_back(make_update(batch=shaped, forward=forward))
+    assert row["reward"] == 0.25, "what trained, where that is another"
 
 
 def test_an_update_that_is_not_a_policys_has_no_rows():

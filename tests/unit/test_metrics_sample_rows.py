@@ -66,7 +66,7 @@ def test_a_row_is_at_most_700_bytes_beside_its_texts(
         status=Status.TRUNCATED,
         metadata=metadata,
     )
-    [row] = make_rows( [sample])
+    [row] = make_rows([sample])
     assert count_beside_texts(row) <= ROW_BYTES
     assert json.loads(encode_row(row))["id"] == sample_id
     others = {key: value for key, value in row.get("metadata", {}).items() if key != "failure"}
@@ -79,7 +79,7 @@ def test_a_row_is_at_most_700_bytes_beside_its_texts(
 def test_an_everyday_sample_is_kept_whole():
     metadata = {"question": "What is 17 * 23?", "answer": "391", "source": "arithmetic", "prompt_id": 12345, "level": {"digits": 2, "carry": True}}
     rewards = {"format": 1.0, "length": 0.25, "correct": 1.0}
-    [row] = make_rows( [Sample(id="p00012345-3", prompt="?", response="391", reward=0.75, rewards=rewards, metadata=metadata)])
+    [row] = make_rows([Sample(id="p00012345-3", prompt="?", response="391", reward=0.75, rewards=rewards, metadata=metadata)])
     assert row["metadata"] == metadata
     assert row["rewards"] == rewards
     assert "metadata_cut" not in row
@@ -88,7 +88,7 @@ def test_an_everyday_sample_is_kept_whole():
 
 def test_long_values_are_shortened_before_a_key_is_left_out():
     metadata = {"document": 5000 * "x", "source": "web", "numbers": list(range(5000)), "last": 1}
-    [row] = make_rows( [Sample(id="a", prompt="?", metadata=metadata)])
+    [row] = make_rows([Sample(id="a", prompt="?", metadata=metadata)])
     assert row["metadata"]["document"] == 120 * "x" + "… (5000 characters)"
     assert row["metadata"]["source"] == "web"
     assert row["metadata"]["numbers"].endswith("… (23891 characters)")
@@ -126,8 +126,8 @@ def test_rows_made_together_have_each_its_own_versions():
         return Sample(id=name, prompt="?", tokens=np.arange(len(mask)), loss_mask=np.array(mask, bool), weight_versions=np.array(versions, np.int64))
 
     samples = [sample("a", [-1, 3, 5, 4], [0, 1, 1, 1]), sample("b", [-1, -1], [0, 0]), sample("c", [9, 7, -1], [1, 0, 0]), sample("d", [], [])]
-    rows = make_rows( samples)
+    rows = make_rows(samples)
     spans = [(row["response_length"], row.get("weight_version_min"), row.get("weight_version_max")) for row in rows]
     assert spans == [(3, 3, 5), (0, None, None), (1, 9, 9), (0, None, None)]
     assert [row["tokens"] for row in rows] == [4, 2, 3, 0]
-    assert make_rows( []) == []
+    assert make_rows([]) == []
