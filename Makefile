@@ -107,6 +107,7 @@ soak: install-dev
 
 check: install-dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
 bench: install-bench

@@ -1,8 +1,10 @@
-"""Time, page faults, kernel time and peak memory of our training step on a CPU, under settings of the memory allocator and of OpenMP.
+"""Time, page faults, kernel time and peak memory of our training step on a CPU, under settings of the memory
+allocator and of OpenMP.
 
     python -m benchmarks.allocator [--rounds 2] [--threads 2] [--quick]
 
-The step of benchmarks.train_step (SmolLM2-135M, float32), in processes that differ in their environment only, taking turns:
+The step of benchmarks.train_step (SmolLM2-135M, float32), in processes that differ in their environment only,
+taking turns:
 
     plain   as glibc comes
     kept    freed memory is never given back to the kernel, blocks up to 32 MiB come from the heap, one arena for all threads
@@ -13,8 +15,9 @@ The step of benchmarks.train_step (SmolLM2-135M, float32), in processes that dif
     bound     each of them stays on one core
     alone     the step on one thread
 
-The first step, in which AdamW's moments are made, is apart: what warming up costs. Metrics are ratios to `plain` (below 1: better) and
-plain's own numbers; there is no target: docs/operations.md says what follows from them.
+The first step, in which AdamW's moments are made, is apart: what warming up costs. Metrics are ratios to
+`plain` (below 1: better) and plain's own numbers; there is no target: docs/operations.md says what follows
+from them.
 """
 
 from __future__ import annotations
@@ -49,7 +52,10 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     "bound": {"OMP_PROC_BIND": "TRUE"},
     "alone": {},
 }
-SETS = (("plain", "kept", "huge", "both"), ("plain", "passive", "bound", "alone"))  # that take turns; more would not fit into memory
+SETS = (
+    ("plain", "kept", "huge", "both"),
+    ("plain", "passive", "bound", "alone"),
+)  # that take turns; more would not fit into memory
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | str | None]:
@@ -57,7 +63,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
     batch = folder / "batch.npz"
     make_step_batch(vocab_size=int(read_text_config(model)["vocab_size"])).save(batch)
     tokens = GROUPS * SAMPLES * (PROMPT_LENGTH + LONGEST)
-    command = ["--model", str(model), "--batch", str(batch), "--micro-batch-tokens", str(tokens), "--share-prefix"]
+    command = [
+        "--model",
+        str(model),
+        "--batch",
+        str(batch),
+        "--micro-batch-tokens",
+        str(tokens),
+        "--share-prefix",
+    ]
     metrics: dict[str, float | str | None] = {}
     for number, names in enumerate(SETS[:1] if arguments.quick else SETS):
         turns, peaks = take_turns(names, command, folder, rounds=arguments.rounds, threads=arguments.threads)
@@ -113,12 +127,15 @@ def describe_plain(turns: Sequence[dict[str, Any]], peak: float) -> dict[str, fl
     }
 
 
-def compare_with_plain(name: str, turns: dict[str, list[dict[str, Any]]], peaks: dict[str, float]) -> dict[str, float]:
+def compare_with_plain(
+    name: str, turns: dict[str, list[dict[str, Any]]], peaks: dict[str, float]
+) -> dict[str, float]:
     """Ratios of one to `plain`, of the same turns."""
     middle, plain = take_medians(turns[name]), take_medians(turns["plain"])
     print(
-        f"{name:7} step {middle['wall_s']:.2f} s wall (plain {plain['wall_s']:.2f}), {middle['cpu_s']:.2f} s CPU, {middle['system_s']:.2f} of it in "
-        f"the kernel, {middle['faults']:,.0f} faults; first {turns[name][0]['cpu_s']:.2f} s CPU; peak {peaks[name] / 2**30:.2f} GiB",
+        f"{name:7} step {middle['wall_s']:.2f} s wall (plain {plain['wall_s']:.2f}), {middle['cpu_s']:.2f} s"
+        f" CPU, {middle['system_s']:.2f} of it in the kernel, {middle['faults']:,.0f} faults; first"
+        f" {turns[name][0]['cpu_s']:.2f} s CPU; peak {peaks[name] / 2**30:.2f} GiB",
         flush=True,
     )
     return {
@@ -130,7 +147,9 @@ def compare_with_plain(name: str, turns: dict[str, list[dict[str, Any]]], peaks:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="of two steps of each")

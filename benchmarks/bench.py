@@ -2,10 +2,12 @@
 
     python -m benchmarks.bench [NAME ...] [--args="--quick"] [--render] [--add FILE]
 
-Without names, the CPU set. Each runs in a process of its own; one that fails does not stop the others, and keeps its earlier result. The last line
-of a benchmark's output goes into benchmarks/results/bench-DATE.json, beside the newest results of the others, and from there into the page, with the
-notes of benchmarks/notes.md. Results with `--quick` among `--args` are for a look: they and their page go to runs/bench. --render runs nothing and
-writes the page again. --add takes the output of a benchmark that ran elsewhere, such as h200. Exit status 1 if a benchmark failed or missed a target.
+Without names, the CPU set. Each runs in a process of its own; one that fails does not stop the others, and
+keeps its earlier result. The last line of a benchmark's output goes into benchmarks/results/bench-DATE.json,
+beside the newest results of the others, and from there into the page, with the notes of benchmarks/notes.md.
+Results with `--quick` among `--args` are for a look: they and their page go to runs/bench. --render runs
+nothing and writes the page again. --add takes the output of a benchmark that ran elsewhere, such as h200.
+Exit status 1 if a benchmark failed or missed a target.
 """
 
 from __future__ import annotations
@@ -25,11 +27,23 @@ from typing import Any
 from benchmarks.bench_page import Results, write_page
 from benchmarks.harness import describe_machine, read_versions
 
-ROOT = Path(__file__).resolve().parents[1]  # the working directory, so that commands read as a user would write them
+ROOT = (
+    Path(__file__).resolve().parents[1]
+)  # the working directory, so that commands read as a user would write them
 CPU_SET = (
     "packing", "logprob_head", "train_step", "prefix_share", "engine_cpu", "weight_sync", "async_overlap", "driver_scale", "e2e_reward",
 )  # fmt: skip
-ON_REQUEST = ("http_client", "rollout_tail", "reward_workers", "ranks", "allocator", "viewer", "record_cost", "h200_tiny", "h200")
+ON_REQUEST = (
+    "http_client",
+    "rollout_tail",
+    "reward_workers",
+    "ranks",
+    "allocator",
+    "viewer",
+    "record_cost",
+    "h200_tiny",
+    "h200",
+)
 RESULTS = Path("benchmarks/results")
 NOTES = Path("benchmarks/notes.md")
 PAGE = Path("docs/benchmarks.md")
@@ -44,7 +58,8 @@ def make_arguments(name: str, args: Sequence[str]) -> list[str]:
 
 
 def parse_result(text: str) -> dict[str, Any] | None:
-    """The object that a benchmark's output ends with, in the form of harness.finish; None if it ends with none.
+    """The object that a benchmark's output ends with, in the form of harness.finish; None if it ends with
+    none.
 
     Benchmarks that are older than that form print numbers under names of their own, which become metrics.
     """
@@ -57,7 +72,11 @@ def parse_result(text: str) -> dict[str, Any] | None:
         return None
     if isinstance(found.get("metrics"), dict) and isinstance(found.get("met"), dict):
         return found
-    rest = {name: value for name, value in found.items() if name not in ("benchmark", "machine", "versions", "metrics", "targets")}
+    rest = {
+        name: value
+        for name, value in found.items()
+        if name not in ("benchmark", "machine", "versions", "metrics", "targets")
+    }
     metrics = flatten({**rest, **(found["metrics"] if isinstance(found.get("metrics"), dict) else {})})
     return {"benchmark": found.get("benchmark"), "peer": "", "metrics": metrics, "targets": {}, "met": {}}
 
@@ -66,22 +85,36 @@ def flatten(value: Any, name: str = "") -> dict[str, float | str | None]:
     """Numbers and words of nested objects and lists, by the path to them, joined by dots."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
-        return {path: leaf for key, inner in items for path, leaf in flatten(inner, f"{name}.{key}" if name else str(key)).items()}
+        return {
+            path: leaf
+            for key, inner in items
+            for path, leaf in flatten(inner, f"{name}.{key}" if name else str(key)).items()
+        }
     return {name: value}
 
 
 def run_benchmark(name: str, args: Sequence[str]) -> dict[str, Any] | None:
-    """What the benchmark found, with when and how it ran; None if it found nothing. Its output goes to runs/bench/NAME.log, and here when it ends."""
+    """What the benchmark found, with when and how it ran; None if it found nothing. Its output goes to
+    runs/bench/NAME.log, and here when it ends.
+    """
     arguments, log = make_arguments(name, args), RUNS / f"{name}.log"
     RUNS.mkdir(parents=True, exist_ok=True)
     print(f"== python {shlex.join(arguments)}   (log: {log})", flush=True)
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}  # the log is there to be watched
-        child = subprocess.Popen([sys.executable, *arguments], stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        child = subprocess.Popen(
+            [sys.executable, *arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
         try:
             status: int | str = child.wait(LIMIT_S)
-        except BaseException as error:  # a benchmark's servers and children end with it, also when this is interrupted
+        except (
+            BaseException
+        ) as error:  # a benchmark's servers and children end with it, also when this is interrupted
             os.killpg(child.pid, signal.SIGKILL)
             child.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
@@ -97,7 +130,9 @@ def run_benchmark(name: str, args: Sequence[str]) -> dict[str, Any] | None:
     return describe_run({**here, **found}, arguments, exit_status=status, wall_s=time.monotonic() - began)
 
 
-def describe_run(found: Mapping[str, Any], arguments: Sequence[str], *, exit_status: int, wall_s: float | None) -> dict[str, Any]:
+def describe_run(
+    found: Mapping[str, Any], arguments: Sequence[str], *, exit_status: int, wall_s: float | None
+) -> dict[str, Any]:
     """A result with when and how it came about."""
     return {
         **found,
@@ -112,7 +147,9 @@ def describe_run(found: Mapping[str, Any], arguments: Sequence[str], *, exit_sta
 def read_commit() -> str | None:
     """The commit that is checked out; None outside of a checkout."""
     try:
-        asked = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False)
+        asked = subprocess.run(
+            ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         return None
     return asked.stdout.strip() or None if asked.returncode == 0 else None
@@ -134,7 +171,9 @@ def write_results(folder: Path, results: Results, *, date: str) -> Path:
 
 def main() -> int:
     os.chdir(ROOT)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join((*CPU_SET, *ON_REQUEST))}")
     parser.add_argument("--args", default="", help="passed on to each benchmark, as one word: --args=--quick")
     parser.add_argument("--render", action="store_true", help="run nothing")
@@ -144,7 +183,9 @@ def main() -> int:
     if unknown:
         parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join((*CPU_SET, *ON_REQUEST))}")
     args = shlex.split(arguments.args)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # by an exception, so that run_benchmark ends its child
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # by an exception, so that run_benchmark ends its child
     folder, page = (RUNS, RUNS / "benchmarks.md") if "--quick" in args else (RESULTS, PAGE)
     new: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
@@ -153,7 +194,9 @@ def main() -> int:
         if found is None or not found["benchmark"]:
             parser.error(f"--add {arguments.add}: its last line is no JSON object of a benchmark")
         name = str(found["benchmark"])
-        new[name] = describe_run(found, make_arguments(name, []), exit_status=int(False in found["met"].values()), wall_s=None)
+        new[name] = describe_run(
+            found, make_arguments(name, []), exit_status=int(False in found["met"].values()), wall_s=None
+        )
     for name in () if arguments.render or arguments.add else arguments.names or CPU_SET:
         result = run_benchmark(name, args)
         if result is None:
@@ -165,7 +208,12 @@ def main() -> int:
     if new:
         write_results(folder, results, date=time.strftime("%Y-%m-%d", time.gmtime()))
     write_page(page, results, cpu_set=CPU_SET, others=ON_REQUEST, notes=NOTES)
-    missed = [f"{name}: {metric}" for name, result in new.items() for metric, met in result["met"].items() if met is False]
+    missed = [
+        f"{name}: {metric}"
+        for name, result in new.items()
+        for metric, met in result["met"].items()
+        if met is False
+    ]
     for line in (*(f"failed: {name}" for name in failed), *(f"missed: {miss}" for miss in missed)):
         print(line)
     print(f"{page} is written from {len(results)} results")

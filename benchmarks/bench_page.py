@@ -23,11 +23,15 @@ are measured in the same run. Ratios are of such pairs of turns. *Load* is that 
 """
 
 
-def write_page(path: Path, results: Results, *, cpu_set: Sequence[str], others: Sequence[str], notes: Path) -> None:
+def write_page(
+    path: Path, results: Results, *, cpu_set: Sequence[str], others: Sequence[str], notes: Path
+) -> None:
     """Writes the page."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = notes.read_text(encoding="utf-8") if notes.exists() else ""
-    path.write_text(format_page(results, cpu_set=cpu_set, others=others, notes=parse_notes(text)), encoding="utf-8")
+    path.write_text(
+        format_page(results, cpu_set=cpu_set, others=others, notes=parse_notes(text)), encoding="utf-8"
+    )
 
 
 def parse_notes(text: str) -> dict[str, str]:
@@ -36,10 +40,19 @@ def parse_notes(text: str) -> dict[str, str]:
     return {name.strip(): body.strip() for name, _, body in (section.partition("\n") for section in sections)}
 
 
-def format_page(results: Results, *, cpu_set: Sequence[str], others: Sequence[str], notes: Mapping[str, str]) -> str:
-    """The whole page: all targets, then a section for each benchmark of the set, the GPU's, and each other one that has a result."""
+def format_page(
+    results: Results, *, cpu_set: Sequence[str], others: Sequence[str], notes: Mapping[str, str]
+) -> str:
+    """The whole page: all targets, then a section for each benchmark of the set, the GPU's, and each other
+    one that has a result.
+    """
     shown = [*cpu_set, *(name for name in others if name in results or name == "h200")]
-    lines = [HEAD, "## Targets\n", "| benchmark | metric | value | target | met | peer |", "|---|---|---|---|---|---|"]
+    lines = [
+        HEAD,
+        "## Targets\n",
+        "| benchmark | metric | value | target | met | peer |",
+        "|---|---|---|---|---|---|",
+    ]
     lines += [line for name in shown if name in results for line in format_targets(name, results[name])]
     missing = [name for name in shown if name not in results]
     lines += ["", f"Not run yet: {', '.join(missing)}."] if missing else []
@@ -54,27 +67,60 @@ def format_targets(name: str, result: Mapping[str, Any]) -> list[str]:
     for metric, target in result["targets"].items():
         met = result["met"].get(metric)
         said = {True: "yes", False: "**no**", None: "not measured"}[met]
-        lines.append(f"| [{name}](#{name}) | {metric} | {format_value(result['metrics'].get(metric))} | {target} | {said} | {result['peer']} |")
+        lines.append(
+            f"| [{name}](#{name}) | {metric} | {format_value(result['metrics'].get(metric))} | {target} |"
+            f" {said} | {result['peer']} |"
+        )
     return lines
 
 
 def format_section(name: str, result: Mapping[str, Any] | None, note: str) -> list[str]:
     """What it measures, its command, when and where it ran, all metrics, what was not measured, and the note."""
     about, command = read_about(name)
-    lines = [f"## {name}", "", about, "", "```sh", command if result is None else shlex.join(result["command"]), "```", ""]
+    lines = [
+        f"## {name}",
+        "",
+        about,
+        "",
+        "```sh",
+        command if result is None else shlex.join(result["command"]),
+        "```",
+        "",
+    ]
     if result is None:
-        targets = ["", "| metric | target |", "|---|---|", *(f"| {metric} | {target} |" for metric, target in TARGETS.items())]
+        targets = [
+            "",
+            "| metric | target |",
+            "|---|---|",
+            *(f"| {metric} | {target} |" for metric, target in TARGETS.items()),
+        ]
         lines += ["Not run yet.", *(targets if name == "h200" else [])]
     else:
         lines += [format_circumstances(result)]
         unmeasured: Mapping[str, str] = result.get("unmeasured", {})
-        shown = {metric: value for metric, value in result["metrics"].items() if not (value is None and metric in unmeasured)}
+        shown = {
+            metric: value
+            for metric, value in result["metrics"].items()
+            if not (value is None and metric in unmeasured)
+        }
         if name != "h200_tiny":  # whose numbers mean nothing
-            lines += ["", "| metric | value |", "|---|---|", *(f"| {metric} | {format_value(value)} |" for metric, value in shown.items())]
+            lines += [
+                "",
+                "| metric | value |",
+                "|---|---|",
+                *(f"| {metric} | {format_value(value)} |" for metric, value in shown.items()),
+            ]
         reasons = dict.fromkeys(unmeasured.values())
         lines += [""] if reasons else []
-        lines += [f"- not measured ({why}): {', '.join(metric for metric, own in unmeasured.items() if own == why)}" for why in reasons]
-        lines += ["", *(f"**{part} failed**: {why}" for part, why in result["failures"].items())] if result.get("failures") else []
+        lines += [
+            f"- not measured ({why}): {', '.join(metric for metric, own in unmeasured.items() if own == why)}"
+            for why in reasons
+        ]
+        lines += (
+            ["", *(f"**{part} failed**: {why}" for part, why in result["failures"].items())]
+            if result.get("failures")
+            else []
+        )
     return [*lines, "", note] if note else lines
 
 
@@ -103,9 +149,13 @@ def format_value(value: object) -> str:
 
 
 def read_about(name: str) -> tuple[str, str]:
-    """The first paragraph of the docstring of a benchmark and the command in it, without importing it. ("", command) where there is no file."""
+    """The first paragraph of the docstring of a benchmark and the command in it, without importing it. ("",
+    command) where there is no file.
+    """
     module = "h200" if name == "h200_tiny" else name
-    path = next((path for path in (FOLDER / f"{module}.py", FOLDER / module / "__main__.py") if path.exists()), None)
+    path = next(
+        (path for path in (FOLDER / f"{module}.py", FOLDER / module / "__main__.py") if path.exists()), None
+    )
     command = f"python -m benchmarks.{module}" + (" --tiny" if name == "h200_tiny" else "")
     if path is None:
         return "", command

@@ -1,10 +1,14 @@
-"""What a rollout costs the driver's process as more of them are in flight. Virtual time: waiting costs nothing, CPU time is what counts.
+"""What a rollout costs the driver's process as more of them are in flight. Virtual time: waiting costs
+nothing, CPU time is what counts.
 
-    python -m benchmarks.driver_scale [--sizes 64 512 2048 8192] [--rollouts 8192] [--rounds 2] [--python-collector] [--quick]
+    python -m benchmarks.driver_scale [--sizes 64 512 2048 8192] [--rollouts 8192] [--rounds 2]
+    [--python-collector] [--quick]
 
-The real RL loop with the real manager, fleet, groups, rewards, filter, ledger, advantages and JSONL logger runs on stub engines, which answer after
-300 to 1000 tokens of 30 ms with arrays of tokens, log-probs and versions, and on a backend without a model. A rollout's cost is the CPU time of the
-process less that of the same stub calls made by nothing but a nursery, over the rollouts that came to their end; the first steps are left out.
+The real RL loop with the real manager, fleet, groups, rewards, filter, ledger, advantages and JSONL logger
+runs on stub engines, which answer after 300 to 1000 tokens of 30 ms with arrays of tokens, log-probs and
+versions, and on a backend without a model. A rollout's cost is the CPU time of the process less that of the
+same stub calls made by nothing but a nursery, over the rollouts that came to their end; the first steps are
+left out.
 
     sizes      samples in flight, 64 to 8192, on 8 engines, groups of 8; staleness 0 (each batch waited for) and 1 (carried over)
     engines    1 to 64, 2048 in flight
@@ -14,8 +18,9 @@ process less that of the same stub calls made by nothing but a nursery, over the
     collector  of that cost, what Python's garbage collector takes; it is set as train.py sets it, unless --python-collector
     memory     Python's own count: per rollout in flight, and per token of rollouts that are held, by the slope between two lengths
 
-Peers: the driver's own smallest size, and that writer. Targets: <= 1.3 times the cost from 64 to 8192 in flight, <= 0.03 of the CPU time for logging,
-<= 40 kB a rollout in flight and <= 10 B a token held. `--quick`: half of the sizes and of the rollouts, one round.
+Peers: the driver's own smallest size, and that writer. Targets: <= 1.3 times the cost from 64 to 8192 in
+flight, <= 0.03 of the CPU time for logging, <= 40 kB a rollout in flight and <= 10 B a token held. `--quick`:
+half of the sizes and of the rollouts, one round.
 """
 
 from __future__ import annotations
@@ -38,7 +43,14 @@ import numpy as np
 import trio
 import trio.testing
 
-from benchmarks.driver_stubs import TOKEN_S, Answers, LetterTokenizer, StubEngine, TimedLogger, watch_collector
+from benchmarks.driver_stubs import (
+    TOKEN_S,
+    Answers,
+    LetterTokenizer,
+    StubEngine,
+    TimedLogger,
+    watch_collector,
+)
 from benchmarks.harness import Ratio, compute_ratio, finish, take_turns
 from integration_training.train import COLLECTOR_THRESHOLDS
 from rollouts.config.schema import RLTrainingConfig
@@ -68,7 +80,7 @@ TARGETS = {
 }
 
 
-# --- what is asked of the driver ---------------------------------------------------------------------------------------------
+# --- what is asked of the driver ----------------------------------------------------------------------------
 
 
 async def score(sample: Sample) -> dict[str, float]:
@@ -80,7 +92,7 @@ async def keep_most(group: SampleGroup) -> bool:
     return group.group_index % 5 != 0
 
 
-# --- one run -----------------------------------------------------------------------------------------------------------------
+# --- one run ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +168,13 @@ class CostedLogger(MetricsLogger, Protocol):
     cpu_s: float
 
 
-async def drive(shape: Shape, *, steps: int, folder: Path, make_logger: Callable[[JsonlLogger], CostedLogger] = TimedLogger) -> Record:
+async def drive(
+    shape: Shape,
+    *,
+    steps: int,
+    folder: Path,
+    make_logger: Callable[[JsonlLogger], CostedLogger] = TimedLogger,
+) -> Record:
     """Runs the loop for `steps` steps."""
     answers = Answers(shape.shortest, shape.longest)
     engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
@@ -166,16 +184,27 @@ async def drive(shape: Shape, *, steps: int, folder: Path, make_logger: Callable
         watch = stack.enter_context(watch_collector())
         seats = 2 * shape.in_flight  # of each engine, so that nobody waits for a seat
         settings = FleetSettings(start_concurrency=seats, max_concurrency=seats)
-        fleet = await stack.enter_async_context(open_fleet([Member(engine) for engine in engines], settings=settings, warn=print))
+        fleet = await stack.enter_async_context(
+            open_fleet([Member(engine) for engine in engines], settings=settings, warn=print)
+        )
         backend = await stack.enter_async_context(open_fake_backend(step_s=0.1))
-        jsonl = await stack.enter_async_context(open_jsonl_logger(RunDir(folder), attempt=1, samples_per_step=SAMPLE_ROWS, in_thread=False))
+        jsonl = await stack.enter_async_context(
+            open_jsonl_logger(RunDir(folder), attempt=1, samples_per_step=SAMPLE_ROWS, in_thread=False)
+        )
         logger = make_logger(jsonl)
         commit_all(fleet, engines, 0)
-        data_buffer = DataBuffer([{"prompt": f"What is {index} plus {index}?"} for index in range(1 << 14)], seed=0)
+        data_buffer = DataBuffer(
+            [{"prompt": f"What is {index} plus {index}?"} for index in range(1 << 14)], seed=0
+        )
         manager = make_manager(data_buffer, fleet, config, backend)
 
         async def sync_weights(
-            backend: TrainingBackend, engines_: Sequence[InferenceEngine], version: int, /, *, released: trio.Event | None = None
+            backend: TrainingBackend,
+            engines_: Sequence[InferenceEngine],
+            version: int,
+            /,
+            *,
+            released: trio.Event | None = None,
         ) -> Mapping[str, float]:
             await trio.lowlevel.checkpoint()
             if released is not None:
@@ -183,15 +212,23 @@ async def drive(shape: Shape, *, steps: int, folder: Path, make_logger: Callable
             commit_all(fleet, engines, version)
             assert isinstance(backend, FakeBackend)
             backend.batches.clear()  # a real backend keeps none
-            record.note(logging_s=logger.cpu_s, answered=sum(engine.answered for engine in engines), collector_s=watch.cpu_s)
+            record.note(
+                logging_s=logger.cpu_s,
+                answered=sum(engine.answered for engine in engines),
+                collector_s=watch.cpu_s,
+            )
             return {}
 
         record.note(logging_s=0.0, answered=0, collector_s=watch.cpu_s)
-        await run_rl_training(backend, data_buffer, manager, [fleet], config, logger, sync_weights=sync_weights)
+        await run_rl_training(
+            backend, data_buffer, manager, [fleet], config, logger, sync_weights=sync_weights
+        )
     return record
 
 
-def make_manager(data_buffer: DataBuffer, engine: InferenceEngine, config: RLTrainingConfig, backend: TrainingBackend) -> AsyncRolloutManager:
+def make_manager(
+    data_buffer: DataBuffer, engine: InferenceEngine, config: RLTrainingConfig, backend: TrainingBackend
+) -> AsyncRolloutManager:
     return AsyncRolloutManager(
         data_buffer,
         engine,
@@ -251,7 +288,7 @@ def measure(shape: Shape, *, rollouts: int) -> Cost:
     )
 
 
-# --- logging, and memory -------------------------------------------------------------------------------------------------------
+# --- logging, and memory ------------------------------------------------------------------------------------
 
 
 async def make_batch(shape: Shape) -> Sequence[Sample]:
@@ -261,15 +298,24 @@ async def make_batch(shape: Shape) -> Sequence[Sample]:
     return found[0]
 
 
-async def look_at_batch(shape: Shape, look: Callable[[Sequence[Sample]], object], *, in_flight: Callable[[], object] | None = None) -> None:
-    """Calls `look` with the samples of one batch, and before that `in_flight` while all of them are generated; it is then not waited for."""
+async def look_at_batch(
+    shape: Shape, look: Callable[[Sequence[Sample]], object], *, in_flight: Callable[[], object] | None = None
+) -> None:
+    """Calls `look` with the samples of one batch, and before that `in_flight` while all of them are
+    generated; it is then not waited for.
+    """
     answers = Answers(shape.shortest, shape.longest)
     engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
     config = make_config(shape, steps=1)
     settings = FleetSettings(start_concurrency=shape.in_flight, max_concurrency=shape.in_flight)
-    async with open_fleet([Member(engine) for engine in engines], settings=settings, warn=print) as fleet, open_fake_backend() as backend:
+    async with (
+        open_fleet([Member(engine) for engine in engines], settings=settings, warn=print) as fleet,
+        open_fake_backend() as backend,
+    ):
         commit_all(fleet, engines, 0)
-        data_buffer = DataBuffer([{"prompt": f"What is {index} plus {index}?"} for index in range(1 << 14)], seed=0)
+        data_buffer = DataBuffer(
+            [{"prompt": f"What is {index} plus {index}?"} for index in range(1 << 14)], seed=0
+        )
         manager = make_manager(data_buffer, fleet, config, backend)
         async with trio.open_nursery() as nursery:
 
@@ -291,7 +337,12 @@ def measure_in_flight_bytes() -> float:
     def count(in_flight: int) -> int:
         seen: list[int] = []
         tracemalloc.start()
-        run_virtual(look_at_batch, Shape(in_flight=in_flight), lambda _: None, in_flight=lambda: seen.append(tracemalloc.get_traced_memory()[0]))
+        run_virtual(
+            look_at_batch,
+            Shape(in_flight=in_flight),
+            lambda _: None,
+            in_flight=lambda: seen.append(tracemalloc.get_traced_memory()[0]),
+        )
         tracemalloc.stop()
         return seen[0]
 
@@ -340,17 +391,22 @@ def measure_rows(samples: Sequence[Sample], *, rounds: int) -> tuple[float, floa
         folder, whole = Path(name), Path(name) / "whole.jsonl"
         trio.run(log, folder)
         write_whole_records(whole, samples)
-        both = [[json.loads(line) for line in path.read_text().splitlines()] for path in (RunDir(folder).samples, whole)]
+        both = [
+            [json.loads(line) for line in path.read_text().splitlines()]
+            for path in (RunDir(folder).samples, whole)
+        ]
         assert [[(row["id"], row["response"], row["reward"]) for row in rows] for rows in both] == 2 * [
             [(sample.id, sample.response, sample.reward) for sample in samples]
         ]
-        ours, peer = take_turns(lambda: trio.run(log, folder), lambda: write_whole_records(whole, samples), rounds=rounds)
+        ours, peer = take_turns(
+            lambda: trio.run(log, folder), lambda: write_whole_records(whole, samples), rounds=rounds
+        )
     ours_s, peer_s = [turn.cpu_s for turn in ours], [turn.cpu_s for turn in peer]
     to_us = 1e6 / len(samples)
     return statistics.median(ours_s) * to_us, statistics.median(peer_s) * to_us, compute_ratio(ours_s, peer_s)
 
 
-# --- the tables ----------------------------------------------------------------------------------------------------------------
+# --- the tables ---------------------------------------------------------------------------------------------
 
 
 def measure_turns(shapes: Mapping[str, Shape], *, rollouts: int, rounds: int) -> dict[str, Cost]:
@@ -359,10 +415,16 @@ def measure_turns(shapes: Mapping[str, Shape], *, rollouts: int, rounds: int) ->
     for number in range(rounds):
         for label in list(shapes)[:: -1 if number % 2 else 1]:
             found[label].append(measure(shapes[label], rollouts=rollouts))
-    means = {label: Cost(**{name: statistics.mean(getattr(cost, name) for cost in costs) for name in FIELDS}) for label, costs in found.items()}
+    means = {
+        label: Cost(**{name: statistics.mean(getattr(cost, name) for cost in costs) for name in FIELDS})
+        for label, costs in found.items()
+    }
     for label, cost in means.items():
         share = cost.logging_us / cost.driver_us
-        print(f"{label:<34}{cost.driver_us:10.0f}{cost.stub_us:8.0f}{cost.collector_us:11.0f}{cost.logging_us:9.1f}{share:9.2%}", flush=True)
+        print(
+            f"{label:<34}{cost.driver_us:10.0f}{cost.stub_us:8.0f}{cost.collector_us:11.0f}{cost.logging_us:9.1f}{share:9.2%}",
+            flush=True,
+        )
     return means
 
 
@@ -373,40 +435,75 @@ def compare_ends(costs: Mapping[str, Cost]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rollouts", type=int, default=8192, help="of each size and round, at least")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--python-collector", action="store_true", help="the garbage collector as Python sets it, not as training does")
+    parser.add_argument(
+        "--python-collector",
+        action="store_true",
+        help="the garbage collector as Python sets it, not as training does",
+    )
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     if not options.python_collector:
         gc.set_threshold(*COLLECTOR_THRESHOLDS)
-    sizes, rollouts, rounds = ((64, 8192), 4096, 1) if options.quick else (options.sizes, options.rollouts, options.rounds)
+    sizes, rollouts, rounds = (
+        ((64, 8192), 4096, 1) if options.quick else (options.sizes, options.rollouts, options.rounds)
+    )
     metrics: dict[str, float | None] = {}
     print("CPU us a rollout                      driver    stub  collector  logging    share", flush=True)
     measure(Shape(in_flight=sizes[0]), rollouts=512)  # warms up
     share = 0.0
     for staleness, name in ((0, ""), (1, "_staleness_1")):
-        shapes = {f"{size} in flight, staleness {staleness}": Shape(in_flight=size, staleness=staleness) for size in sizes}
+        shapes = {
+            f"{size} in flight, staleness {staleness}": Shape(in_flight=size, staleness=staleness)
+            for size in sizes
+        }
         costs = measure_turns(shapes, rollouts=rollouts, rounds=rounds)
         for size, cost in zip(sizes, costs.values(), strict=True):
             metrics[f"us_per_rollout_{size}{name}"] = round(cost.driver_us, 1)
             metrics[f"collector_us_{size}{name}"] = round(cost.collector_us, 1)
         metrics[f"growth_{sizes[0]}_to_{sizes[-1]}{name}"] = compare_ends(costs)
         share = max(share, *(cost.logging_us / cost.driver_us for cost in costs.values()))
-    engines = {f"{count} engines, {MIDDLE} in flight": Shape(in_flight=MIDDLE, engines=count) for count in ((1, 64) if options.quick else (1, 8, 64))}
+    engines = {
+        f"{count} engines, {MIDDLE} in flight": Shape(in_flight=MIDDLE, engines=count)
+        for count in ((1, 64) if options.quick else (1, 8, 64))
+    }
     metrics["growth_engines_1_to_64"] = compare_ends(measure_turns(engines, rollouts=rollouts, rounds=rounds))
-    groups = {f"groups of {size}, {MIDDLE} in flight": Shape(in_flight=MIDDLE, group=size) for size in ((4, 64) if options.quick else (4, 16, 64))}
+    groups = {
+        f"groups of {size}, {MIDDLE} in flight": Shape(in_flight=MIDDLE, group=size)
+        for size in ((4, 64) if options.quick else (4, 16, 64))
+    }
     metrics["growth_groups_4_to_64"] = compare_ends(measure_turns(groups, rollouts=rollouts, rounds=rounds))
     metrics["logging_share"] = round(share, 4)
-    ours_us, peer_us, ratio = measure_rows(run_virtual(make_batch, Shape(in_flight=512)), rounds=2 if options.quick else 4)
-    print(f"a row for every rollout: {ours_us:.0f} us, json with arrays and a flush each {peer_us:.0f} us: {ratio} times")
-    metrics |= {"us_per_sample_row": round(ours_us, 1), "us_per_whole_record": round(peer_us, 1), "row_times_peer": round(ratio.median, 2)}
+    ours_us, peer_us, ratio = measure_rows(
+        run_virtual(make_batch, Shape(in_flight=512)), rounds=2 if options.quick else 4
+    )
+    print(
+        f"a row for every rollout: {ours_us:.0f} us, json with arrays and a flush each {peer_us:.0f} us:"
+        f" {ratio} times"
+    )
+    metrics |= {
+        "us_per_sample_row": round(ours_us, 1),
+        "us_per_whole_record": round(peer_us, 1),
+        "row_times_peer": round(ratio.median, 2),
+    }
     metrics["kb_per_rollout_in_flight"] = round(measure_in_flight_bytes() / 1000, 2)
     metrics["bytes_per_token_held"] = round(measure_token_bytes(), 2)
-    print(f"memory: {metrics['kb_per_rollout_in_flight']} kB a rollout in flight, {metrics['bytes_per_token_held']} B a token held", flush=True)
-    return finish("driver_scale", peer="own smallest size; a json record flushed for each rollout", metrics=metrics, targets=TARGETS)
+    print(
+        f"memory: {metrics['kb_per_rollout_in_flight']} kB a rollout in flight,"
+        f" {metrics['bytes_per_token_held']} B a token held",
+        flush=True,
+    )
+    return finish(
+        "driver_scale",
+        peer="own smallest size; a json record flushed for each rollout",
+        metrics=metrics,
+        targets=TARGETS,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""What benchmarks.driver_scale puts around the driver: engines that only wait, and clocks on the logger and the garbage collector."""
+"""What benchmarks.driver_scale puts around the driver: engines that only wait, and clocks on the logger and
+the garbage collector.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ TOKEN_S = 0.03  # virtual
 
 
 class Answers:
-    """Lengths and content of answers, the same for a request whoever asks it. Views of one pool: making an answer copies nothing."""
+    """Lengths and content of answers, the same for a request whoever asks it. Views of one pool: making an
+    answer copies nothing.
+    """
 
     def __init__(self, shortest: int, longest: int) -> None:
         draw = np.random.default_rng(0)
@@ -80,7 +84,9 @@ class StubEngine(IdleEngine):
 
 
 class LetterTokenizer(FakeTokenizer):
-    """A letter a token: responses are text of a real length, and decoding costs next to nothing, as a real tokenizer's would not."""
+    """A letter a token: responses are text of a real length, and decoding costs next to nothing, as a real
+    tokenizer's would not.
+    """
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
         return bytes(token_ids).decode("ascii")
@@ -103,12 +109,18 @@ class TimedLogger:
         updates: Sequence[UpdateRecord] = (),
         spans: Sequence[Span] = (),
     ) -> None:
-        await self._time(self._logger.log_step(stage, step, policy_version, metrics, updates=updates, spans=spans))
+        await self._time(
+            self._logger.log_step(stage, step, policy_version, metrics, updates=updates, spans=spans)
+        )
 
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
+    async def log_samples(
+        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
+    ) -> None:
         await self._time(self._logger.log_samples(stage, step, policy_version, samples))
 
-    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
+    async def log_evaluation(
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+    ) -> None:
         await self._time(self._logger.log_evaluation(stage, step, policy_version, name, metrics))
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:

@@ -1,21 +1,25 @@
-"""Time to reward, end to end: our run of train.py against TRL's GRPOTrainer.train(), with the same settings and the same prompts in order.
+"""Time to reward, end to end: our run of train.py against TRL's GRPOTrainer.train(), with the same settings
+and the same prompts in order.
 
     python -m benchmarks.e2e_reward [--quick] [--tasks digits sums] [--seeds 1] [--steps 12]
 
-SmolLM2-135M-Instruct, 8 prompts x 8 samples a step, at most 16 new tokens, temperature 1, GRPO with clip 0.2, no KL, one update a batch, the
-loss's mean over all tokens, AdamW at a constant rate, gradients clipped to 1, float32, 2 threads, no evaluation. benchmarks/e2e/tasks.py has the
-tasks.
-Ours is the ordinary program with its embedded engine; TRL generates with model.generate, and with --batching also by transformers' continuous
-batching, of which the faster counts. TRL's micro-batch is its whole batch (--micro-batch-rows), ours as many tokens.
+SmolLM2-135M-Instruct, 8 prompts x 8 samples a step, at most 16 new tokens, temperature 1, GRPO with clip 0.2,
+no KL, one update a batch, the loss's mean over all tokens, AdamW at a constant rate, gradients clipped to 1,
+float32, 2 threads, no evaluation. benchmarks/e2e/tasks.py has the tasks. Ours is the ordinary program with
+its embedded engine; TRL generates with model.generate, and with --batching also by transformers' continuous
+batching, of which the faster counts. TRL's micro-batch is its whole batch (--micro-batch-rows), ours as many
+tokens.
 
-Both sides are programs of their own, one after the other, in turns by seed and task. A run's time to reward is the seconds of its steps until
-the mean reward of the last five reaches a threshold that both reach: nine tenths of the lower of the two best such means, above where they
-began. Start-up is reported apart. Both sides sample anew, so that their curves are compared, not their tokens: `reward_gap` is the mean
-difference of rewards by step (ours - TRL's).
+Both sides are programs of their own, one after the other, in turns by seed and task. A run's time to reward
+is the seconds of its steps until the mean reward of the last five reaches a threshold that both reach: nine
+tenths of the lower of the two best such means, above where they began. Start-up is reported apart. Both sides
+sample anew, so that their curves are compared, not their tokens: `reward_gap` is the mean difference of
+rewards by step (ours - TRL's).
 
-Metrics, the median over runs: `time_ratio`, TRL's time to reward / ours; `step_ratio`, the same of a median step; `memory_ratio`, ours / TRL's
-peak of the process tree; seconds of a step by part; tied groups. Targets: time_ratio >= 3.0, memory_ratio <= 0.6. --quick: three steps of one task
-and no threshold, so that time_ratio is that of steps.
+Metrics, the median over runs: `time_ratio`, TRL's time to reward / ours; `step_ratio`, the same of a median
+step; `memory_ratio`, ours / TRL's peak of the process tree; seconds of a step by part; tied groups. Targets:
+time_ratio >= 3.0, memory_ratio <= 0.6. --quick: three steps of one task and no threshold, so that time_ratio
+is that of steps.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ def rolling_means(rewards: Sequence[float], window: int = WINDOW) -> list[float]
 
 
 def find_threshold(ours: Sequence[float], peer: Sequence[float]) -> float:
-    """A reward that both rolling means reach: from the higher of their starts, SHARE_OF_BEST of the way to the lower of their best."""
+    """A reward that both rolling means reach: from the higher of their starts, SHARE_OF_BEST of the way to
+    the lower of their best.
+    """
     curves = rolling_means(ours), rolling_means(peer)
     start, best = max(curve[0] for curve in curves), min(max(curve) for curve in curves)
     return best if best <= start else start + SHARE_OF_BEST * (best - start)
@@ -71,14 +77,17 @@ def describe(name: str, result: RunResult) -> None:
     rewards = [step.reward for step in result.steps]
     wall, generate = median_step(result), median_step(result, "generate_s")
     print(
-        f"{name}: start-up {result.startup_s:.1f} s, step {wall:.2f} s (generate {generate:.2f}, rest {wall - generate:.2f}), peak "
-        f"{result.peak_bytes / 2**30:.2f} GiB, tied {statistics.fmean(step.tied for step in result.steps):.2f}, reward "
-        f"{' '.join(f'{reward:.2f}' for reward in rewards)}",
+        f"{name}: start-up {result.startup_s:.1f} s, step {wall:.2f} s (generate {generate:.2f}, rest"
+        f" {wall - generate:.2f}), peak {result.peak_bytes / 2**30:.2f} GiB, tied"
+        f" {statistics.fmean(step.tied for step in result.steps):.2f}, reward"
+        f" {' '.join(f'{reward:.2f}' for reward in rewards)}",
         flush=True,
     )
 
 
-def run_pair(setting: Setting, folder: Path, *, ours_first: bool, batching: bool) -> tuple[RunResult, RunResult | None]:
+def run_pair(
+    setting: Setting, folder: Path, *, ours_first: bool, batching: bool
+) -> tuple[RunResult, RunResult | None]:
     """Ours, and the faster of TRL's; None where it is not installed."""
     ours = run_ours(setting, folder / "ours") if ours_first else None
     peer = None
@@ -103,7 +112,10 @@ def compare(ours: RunResult, peer: RunResult, *, quick: bool) -> dict[str, float
         "time_ratio": step_ratio,
         "step_ratio": step_ratio,
         "generate_ratio": median_step(peer, "generate_s") / median_step(ours, "generate_s"),
-        "rest_ratio": (median_step(peer) - median_step(peer, "generate_s")) / (median_step(ours) - median_step(ours, "generate_s")),
+        "rest_ratio": (
+            (median_step(peer) - median_step(peer, "generate_s"))
+            / (median_step(ours) - median_step(ours, "generate_s"))
+        ),
         "memory_ratio": ours.peak_bytes / peer.peak_bytes,
         "startup_ratio": peer.startup_s / ours.startup_s,
         "reward_gap": statistics.fmean(own - other for own, other in zip(*rewards, strict=True)),
@@ -122,7 +134,9 @@ def describe_side(name: str, results: Sequence[RunResult]) -> dict[str, float]:
         f"{name}_startup_s": statistics.median(result.startup_s for result in results),
         f"{name}_peak_gib": statistics.median(result.peak_bytes for result in results) / 2**30,
         f"{name}_tied": statistics.fmean(step.tied for result in results for step in result.steps),
-        f"{name}_last_reward": statistics.fmean(rolling_means([step.reward for step in result.steps])[-1] for result in results),
+        f"{name}_last_reward": statistics.fmean(
+            rolling_means([step.reward for step in result.steps])[-1] for result in results
+        ),
     }
 
 
@@ -135,7 +149,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
     turns = [(task, seed) for seed in range(arguments.seeds) for task in arguments.tasks]
     for number, (task, seed) in enumerate(turns):
         lr = arguments.lr or LEARNING_RATES[task]
-        setting = Setting(task, model, arguments.steps, lr, seed, arguments.threads, arguments.micro_batch_rows)
+        setting = Setting(
+            task, model, arguments.steps, lr, seed, arguments.threads, arguments.micro_batch_rows
+        )
         place = folder / f"{task}-{seed}"
         place.mkdir()
         own, peer = run_pair(setting, place, ours_first=number % 2 == 0, batching=arguments.batching)
@@ -153,7 +169,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
         by_task[f"time_ratio_{task}"] = round(statistics.median(found), 3) if found else None
     names = list(pairs[0]) if pairs else list(TARGETS)
     return {
-        **{name: round(statistics.median(pair[name] for pair in pairs), 3) if pairs else None for name in names},
+        **{
+            name: round(statistics.median(pair[name] for pair in pairs), 3) if pairs else None
+            for name in names
+        },
         **by_task,
         **{name: round(value, 3) for name, value in describe_side("ours", ours).items()},
         **({name: round(value, 3) for name, value in describe_side("trl", peers).items()} if peers else {}),
@@ -164,7 +183,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", nargs="+", choices=tuple(LEARNING_RATES), default=list(LEARNING_RATES))
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
     parser.add_argument("--seeds", type=int, default=1)
@@ -172,14 +193,18 @@ def main() -> int:
     parser.add_argument("--lr", type=float, default=0.0, help="in place of the task's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--micro-batch-rows", type=int, default=64, help="of TRL's; a divisor of 64")
-    parser.add_argument("--batching", action="store_true", help="run TRL with transformers' continuous batching too")
+    parser.add_argument(
+        "--batching", action="store_true", help="run TRL with transformers' continuous batching too"
+    )
     parser.add_argument("--quick", action="store_true", help="three steps of one task")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.tasks, arguments.seeds, arguments.steps = ["sums"], 1, 3
     with tempfile.TemporaryDirectory(prefix="e2e_reward-") as folder:
         metrics = measure(arguments, Path(folder))
-    return finish("e2e_reward", peer=PEER, metrics=metrics, targets=TARGETS, packages=("accelerate", "datasets"))
+    return finish(
+        "e2e_reward", peer=PEER, metrics=metrics, targets=TARGETS, packages=("accelerate", "datasets")
+    )
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""The embedded engine against `model.generate`, transformers' continuous batching and vLLM: the same prompts and forced response lengths.
+"""The embedded engine against `model.generate`, transformers' continuous batching and vLLM: the same prompts
+and forced response lengths.
 
-    python -m benchmarks.engine_cpu [--quick] [--threads 2] [--vllm-python .venv-vllm/bin/python] [--vllm-eager] [--only generate]
+    python -m benchmarks.engine_cpu [--quick] [--threads 2] [--vllm-python .venv-vllm/bin/python]
+    [--vllm-eager] [--only generate]
 
-P prompts x G samples, prompts of 64 tokens, response lengths lognormal around 45 (sigma 0.65), clipped to 16..128, no stop tokens,
-temperature 1, float32. Every side is credited with the forced lengths. All take turns in the order A B C D D C B A.
+P prompts x G samples, prompts of 64 tokens, response lengths lognormal around 45 (sigma 0.65), clipped to
+16..128, no stop tokens, temperature 1, float32. Every side is credited with the forced lengths. All take
+turns in the order A B C D D C B A.
 
     generate        one padded batch, decoded to the longest, as it must be; it returns no log-probs
     generate_batch  continuous batching of transformers, with log-probs
     vllm            LLM.generate in one process of the Python that has vLLM, with log-probs; compiled by its default, unless --vllm-eager
 
-All processes are pinned to the same `--threads` cores, so tokens per second and core compare as the wall times do. The engine's log-probs
-are compared with the model's own before anything is timed.
-`fraction_of_gemm`: 2 floating point operations a weight and token, against the rate of a 1536 x 1536 x 1536 product in the same run.
-Targets: ratio_generate >= 3, ratio_vllm_per_core >= 0.8, log_prob_difference_max <= 1e-4 nats. A peer that cannot run is None, and why is printed.
+All processes are pinned to the same `--threads` cores, so tokens per second and core compare as the wall
+times do. The engine's log-probs are compared with the model's own before anything is timed.
+`fraction_of_gemm`: 2 floating point operations a weight and token, against the rate of a 1536 x 1536 x 1536
+product in the same run. Targets: ratio_generate >= 3, ratio_vllm_per_core >= 0.8, log_prob_difference_max <=
+1e-4 nats. A peer that cannot run is None, and why is printed.
 """
 
 from __future__ import annotations
@@ -72,13 +76,20 @@ class Workload:
     def requests(self) -> tuple[list[IntArray], list[int]]:
         """Prompts and lengths of all (prompt, sample), in that order."""
         samples = self.lengths.shape[1]
-        return [self.prompts[index // samples] for index in range(self.lengths.size)], self.lengths.ravel().tolist()
+        return [
+            self.prompts[index // samples] for index in range(self.lengths.size)
+        ], self.lengths.ravel().tolist()
 
 
 def make_workload(*, num_prompts: int, samples: int, vocab_size: int) -> Workload:
     rng = np.random.default_rng(0)
     prompts = rng.integers(100, vocab_size, (num_prompts, PROMPT_LENGTH))
-    lengths = rng.lognormal(np.log(45), 0.65, (num_prompts, samples)).round().astype(np.int64).clip(SHORTEST, LONGEST)
+    lengths = (
+        rng.lognormal(np.log(45), 0.65, (num_prompts, samples))
+        .round()
+        .astype(np.int64)
+        .clip(SHORTEST, LONGEST)
+    )
     return Workload(prompts, lengths)
 
 
@@ -101,7 +112,7 @@ def load_model(name: str) -> tuple[PreTrainedModel, str]:
     return LlamaForCausalLM(config).eval(), "random"
 
 
-# --- the sides ---------------------------------------------------------------------------------------------------------------
+# --- the sides ----------------------------------------------------------------------------------------------
 
 
 def run_padded(model: PreTrainedModel, workload: Workload) -> None:
@@ -117,7 +128,9 @@ def run_generate_batch(model: Any, workload: Workload) -> None:
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
     rows = workload.rows()
-    settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0)
+    settings = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0
+    )
     batching = ContinuousBatchingConfig(
         page_size=PAGE,
         num_blocks=len(rows) * -(-(PROMPT_LENGTH + LONGEST) // PAGE) + 1,
@@ -127,7 +140,12 @@ def run_generate_batch(model: Any, workload: Workload) -> None:
         use_async_batching=False,
     )
     left = len(rows)
-    options = {"generation_config": settings, "continuous_batching_config": batching, "block": True, "warmup": False}
+    options = {
+        "generation_config": settings,
+        "continuous_batching_config": batching,
+        "block": True,
+        "warmup": False,
+    }
     with torch.inference_mode(), model.continuous_batching_context_manager(**options) as manager:
         for index, (prompt, length) in enumerate(rows):
             manager.add_request(prompt, request_id=str(index), max_new_tokens=length)
@@ -136,7 +154,9 @@ def run_generate_batch(model: Any, workload: Workload) -> None:
             if answer is None:
                 assert manager.is_running(), "the thread of generate_batch ended"
             elif answer.is_finished():
-                assert len(answer.generated_tokens) == len(answer.logprobs) == rows[int(answer.request_id)][1], answer.error
+                assert (
+                    len(answer.generated_tokens) == len(answer.logprobs) == rows[int(answer.request_id)][1]
+                ), answer.error
                 left -= 1
 
 
@@ -147,7 +167,9 @@ async def take_device_turn(device_thread: DeviceThread, work: Callable[[], None]
 
 
 @asynccontextmanager
-async def open_vllm(python: Path, model_name: str, workload: Workload, *, threads: int, eager: bool) -> AsyncIterator[tuple[Side, str] | str]:
+async def open_vllm(
+    python: Path, model_name: str, workload: Workload, *, threads: int, eager: bool
+) -> AsyncIterator[tuple[Side, str] | str]:
     """A side that runs vLLM, and its version; or why there is none."""
     if not python.is_file():
         yield f"there is no {python}"
@@ -163,11 +185,27 @@ async def open_vllm(python: Path, model_name: str, workload: Workload, *, thread
     }
     with tempfile.TemporaryDirectory() as folder:
         file, log = Path(folder, "workload.json"), Path(folder, "log")
-        file.write_text(json.dumps({"prompts": [prompt for prompt, _ in workload.rows()], "lengths": [length for _, length in workload.rows()]}))
-        command = [str(python), str(Path(__file__).with_name("engine_cpu_vllm.py")), str(resolve_model(model_name)), str(file)]
+        file.write_text(
+            json.dumps(
+                {
+                    "prompts": [prompt for prompt, _ in workload.rows()],
+                    "lengths": [length for _, length in workload.rows()],
+                }
+            )
+        )
+        command = [
+            str(python),
+            str(Path(__file__).with_name("engine_cpu_vllm.py")),
+            str(resolve_model(model_name)),
+            str(file),
+        ]
         async with await trio.open_file(log, "wb") as errors:
             process = await trio.lowlevel.open_process(
-                [*command, "--eager"] if eager else command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors.wrapped, env=environment
+                [*command, "--eager"] if eager else command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors.wrapped,
+                env=environment,
             )
         try:
             ready: dict[str, Any] = {}
@@ -204,7 +242,7 @@ async def ask(process: trio.Process, line: str) -> dict[str, Any]:
     return json.loads(answer)
 
 
-# --- what is compared --------------------------------------------------------------------------------------------------------
+# --- what is compared ---------------------------------------------------------------------------------------
 
 
 def compute_difference(model: PreTrainedModel, workload: Workload, completions: list[Completion]) -> float:
@@ -243,7 +281,11 @@ def summarise(turns: dict[str, list[Turn]], workload: Workload, cores: int) -> d
             continue
         wall = compute_ratio([turn.wall_s for turn in turns["engine"]], [turn.wall_s for turn in turns[name]])
         cpu = compute_ratio([turn.cpu_s for turn in turns["engine"]], [turn.cpu_s for turn in turns[name]])
-        metrics |= {metric: round(wall.median, 3), f"{metric}_lowest": round(wall.lowest, 3), f"{metric}_highest": round(wall.highest, 3)}
+        metrics |= {
+            metric: round(wall.median, 3),
+            f"{metric}_lowest": round(wall.lowest, 3),
+            f"{metric}_highest": round(wall.highest, 3),
+        }
         metrics[f"{metric}_of_cpu_time"] = round(cpu.median, 3)
     return metrics
 
@@ -260,7 +302,9 @@ async def measure(arguments: argparse.Namespace) -> int:
     version = None
     async with (
         open_device_thread(name="benchmark", torch_threads=arguments.threads) as device_thread,
-        open_local_engine(model, device_thread=device_thread, mode="shared", trainer_version=lambda: 0) as engine,
+        open_local_engine(
+            model, device_thread=device_thread, mode="shared", trainer_version=lambda: 0
+        ) as engine,
         open_peers(peers, model_name, workload, arguments) as vllm,
     ):
         completions = await run_engine(engine, *workload.requests(), "compared")
@@ -278,7 +322,9 @@ async def measure(arguments: argparse.Namespace) -> int:
             sides["generate"] = lambda: take_device_turn(device_thread, lambda: run_padded(model, workload))
         if "generate_batch" in peers:
             own = copy.deepcopy(model)  # whose attention it exchanges
-            batching: Side = lambda: take_device_turn(device_thread, lambda: run_generate_batch(own, workload))  # noqa: E731
+            batching: Side = lambda: take_device_turn(  # noqa: E731
+                device_thread, lambda: run_generate_batch(own, workload)
+            )
             try:
                 await batching()
                 sides["generate_batch"] = batching
@@ -290,7 +336,10 @@ async def measure(arguments: argparse.Namespace) -> int:
             for name in (*sides, *reversed(sides)):
                 turn = await sides[name]()
                 turns.setdefault(name, []).append(turn)
-                print(f"round {number}: {name:15s} {turn.wall_s:7.2f} s wall {turn.cpu_s:7.2f} s CPU", flush=True)
+                print(
+                    f"round {number}: {name:15s} {turn.wall_s:7.2f} s wall {turn.cpu_s:7.2f} s CPU",
+                    flush=True,
+                )
         saved = engine.statistics()["prefill_tokens_saved"]
     weights = sum(value.numel() for value in model.parameters())
     tokens = workload.tokens + workload.prompts.size
@@ -318,20 +367,32 @@ async def open_peers(
     if "vllm" not in peers or model_name == "random":
         yield None
         return
-    async with open_vllm(Path(arguments.vllm_python), model_name, workload, threads=arguments.threads, eager=arguments.vllm_eager) as opened:
+    async with open_vllm(
+        Path(arguments.vllm_python),
+        model_name,
+        workload,
+        threads=arguments.threads,
+        eager=arguments.vllm_eager,
+    ) as opened:
         if isinstance(opened, str):
             print(f"vllm: {opened}")
         yield None if isinstance(opened, str) else opened
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2, help="and cores")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="4 prompts x 4 samples, one round, generate alone")
+    parser.add_argument(
+        "--quick", action="store_true", help="4 prompts x 4 samples, one round, generate alone"
+    )
     parser.add_argument("--only", nargs="*", choices=PEERS, help="these peers")
-    parser.add_argument("--vllm-python", default=os.environ.get("ROLLOUTS_VLLM_PYTHON", ".venv-vllm/bin/python"))
+    parser.add_argument(
+        "--vllm-python", default=os.environ.get("ROLLOUTS_VLLM_PYTHON", ".venv-vllm/bin/python")
+    )
     parser.add_argument("--vllm-eager", action="store_true", help="vLLM without its compiler")
     arguments = parser.parse_args()
     if arguments.only is None:

@@ -1,8 +1,9 @@
 """vLLM's side of engine_cpu: a program for the Python that has vLLM, which imports nothing of ours.
 
-Started as `python engine_cpu_vllm.py MODEL_DIRECTORY WORKLOAD.json`; the workload is {"prompts": [64 lists of ids], "lengths": [64]}. For each
-line on its input it generates all of it, in this process, and answers with a line {"wall_s": …, "cpu_s": …, "tokens": …}. The first answer,
-{"ready": version}, comes when the model is loaded and has made two tokens of each.
+Started as `python engine_cpu_vllm.py MODEL_DIRECTORY WORKLOAD.json`; the workload is {"prompts": [64 lists of
+ids], "lengths": [64]}. For each line on its input it generates all of it, in this process, and answers with a
+line {"wall_s": …, "cpu_s": …, "tokens": …}. The first answer, {"ready": version}, comes when the model is
+loaded and has made two tokens of each.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ def main() -> None:
 
     workload: Any = json.loads(Path(sys.argv[2]).read_text("utf-8"))
     prompts = [{"prompt_token_ids": ids} for ids in workload["prompts"]]
-    sampling = [vllm.SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=length, logprobs=0) for length in workload["lengths"]]
+    sampling = [
+        vllm.SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=length, logprobs=0)
+        for length in workload["lengths"]
+    ]
     model = vllm.LLM(
         sys.argv[1],
         dtype="float32",
@@ -40,7 +44,11 @@ def main() -> None:
         assert all(len(output.outputs[0].logprobs) == len(output.outputs[0].token_ids) for output in outputs)
         return {**took, "tokens": sum(len(output.outputs[0].token_ids) for output in outputs)}
 
-    model.generate(prompts, vllm.SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=2, logprobs=0), use_tqdm=False)
+    model.generate(
+        prompts,
+        vllm.SamplingParams(temperature=1.0, ignore_eos=True, max_tokens=2, logprobs=0),
+        use_tqdm=False,
+    )
     print(json.dumps({"ready": vllm.__version__}), file=answers, flush=True)
     for _ in sys.stdin:
         print(json.dumps(generate()), file=answers, flush=True)

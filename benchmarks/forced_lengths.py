@@ -13,13 +13,17 @@ from rollouts.engines.local import LocalEngine
 from rollouts.types import Completion, GenerateRequest, IntArray, SamplingParams
 
 
-async def run_engine(engine: LocalEngine, prompts: Sequence[IntArray], lengths: Sequence[int], name: str) -> list[Completion]:
+async def run_engine(
+    engine: LocalEngine, prompts: Sequence[IntArray], lengths: Sequence[int], name: str
+) -> list[Completion]:
     """A completion of each prompt, of the given length, in that order."""
     completions: dict[int, Completion] = {}
 
     async def generate_one(index: int) -> None:
         sampling = SamplingParams(max_new_tokens=int(lengths[index]))
-        completions[index] = await engine.generate(GenerateRequest(request_id=f"{name}-{index}", prompt_ids=prompts[index], sampling=sampling))
+        completions[index] = await engine.generate(
+            GenerateRequest(request_id=f"{name}-{index}", prompt_ids=prompts[index], sampling=sampling)
+        )
 
     async with trio.open_nursery() as nursery:
         for index in range(len(prompts)):
@@ -28,7 +32,9 @@ async def run_engine(engine: LocalEngine, prompts: Sequence[IntArray], lengths: 
 
 
 def run_generate(model: Any, ids: Tensor, length: int) -> Tensor:
-    """What `model.generate` makes of prompts [B, T] of one length: all rows go on for `length` tokens, [B, T + length]."""
+    """What `model.generate` makes of prompts [B, T] of one length: all rows go on for `length` tokens, [B, T
+    + length].
+    """
     with torch.inference_mode():
         return model.generate(
             ids,

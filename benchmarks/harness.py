@@ -1,7 +1,9 @@
-"""What every benchmark here shares: turns of ours and the peer, ceilings of the machine, and the JSON object that a benchmark ends with.
+"""What every benchmark here shares: turns of ours and the peer, ceilings of the machine, and the JSON object
+that a benchmark ends with.
 
-    {"benchmark": name, "peer": what it is compared with, "metrics": {name: number}, "targets": {metric: ">= 2.0"},
-     "met": {metric: true, or null where it was not measured}, "machine": {...}, "versions": {...}}
+{"benchmark": name, "peer": what it is compared with, "metrics": {name: number}, "targets": {metric: ">=
+2.0"},
+ "met": {metric: true, or null where it was not measured}, "machine": {...}, "versions": {...}}
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def take_turn(work: Callable[[], object]) -> Turn:
     return Turn(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def take_turns(ours: Callable[[], object], peer: Callable[[], object], *, rounds: int) -> tuple[list[Turn], list[Turn]]:
+def take_turns(
+    ours: Callable[[], object], peer: Callable[[], object], *, rounds: int
+) -> tuple[list[Turn], list[Turn]]:
     """`rounds` times A B B A: turns of ours and of the peer, of which the n-th of each stand side by side."""
     first: list[Turn] = []
     second: list[Turn] = []
@@ -67,7 +71,7 @@ def compute_ratio(ours: Sequence[float], peer: Sequence[float]) -> Ratio:
     return Ratio(statistics.median(pairs), min(pairs), max(pairs))
 
 
-# --- the machine -------------------------------------------------------------------------------------------------------------
+# --- the machine --------------------------------------------------------------------------------------------
 
 
 def peak_rss_bytes() -> int:
@@ -86,7 +90,9 @@ def read_cpu_name() -> str:
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU, cores that this process may use, memory, load at this moment and, where torch is loaded and sees one, the GPU."""
+    """CPU, cores that this process may use, memory, load at this moment and, where torch is loaded and sees
+    one, the GPU.
+    """
     machine: dict[str, Any] = {
         "cpu": read_cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -110,7 +116,7 @@ def read_versions(*more: str) -> dict[str, str]:
     return versions
 
 
-# --- the end -----------------------------------------------------------------------------------------------------------------
+# --- the end ------------------------------------------------------------------------------------------------
 
 
 def meets(value: float | None, target: str) -> bool | None:
@@ -134,8 +140,9 @@ def finish(
 ) -> int:
     """Prints the JSON object as the last line; exit status: 1 if a target that was measured is missed.
 
-    `targets`: metric to ">= 2.0" or "<= 0.6"; a metric that is absent or None was not measured. Where given, the object also says why, by metric
-    (`unmeasured`), and which parts of the benchmark failed and why (`failures`).
+    `targets`: metric to ">= 2.0" or "<= 0.6"; a metric that is absent or None was not measured. Where given,
+    the object also says why, by metric (`unmeasured`), and which parts of the benchmark failed and why
+    (`failures`).
     """
     met: dict[str, bool | None] = {}
     for name, target in targets.items():
@@ -150,7 +157,11 @@ def finish(
         "met": met,
         "machine": describe_machine(),
         "versions": read_versions(*packages),
-        **{name: dict(reasons) for name, reasons in (("unmeasured", unmeasured), ("failures", failures)) if reasons},
+        **{
+            name: dict(reasons)
+            for name, reasons in (("unmeasured", unmeasured), ("failures", failures))
+            if reasons
+        },
     }
     print(json.dumps(result, allow_nan=False), flush=True)
     return 1 if False in met.values() else 0

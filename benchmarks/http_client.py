@@ -1,12 +1,14 @@
-"""HTTP clients against a stub inference server: CPU of the client for each request, with 16 to 2048 of them in flight.
+"""HTTP clients against a stub inference server: CPU of the client for each request, with 16 to 2048 of them
+in flight.
 
     python -m benchmarks.http_client [--quick] [--rounds 3] [--bar 1.5]
 
-One run. A server process takes token ids and answers, after 50 ms, 256 tokens with their log-probs (about 7 KB of JSON). Each client (ours,
-aiohttp on asyncio, httpx and httpx2 on trio) runs in a process of its own, one at each level, in an order that turns round from one round
-to the next; a ratio is the median of the rounds'. CPU is user + system time of the client's process per answered and parsed request,
-between two moments of steady state: the first when as many requests are answered as are in flight (imports and connecting are before it),
-the second `requests` answers later. The last line is JSON.
+One run. A server process takes token ids and answers, after 50 ms, 256 tokens with their log-probs (about 7
+KB of JSON). Each client (ours, aiohttp on asyncio, httpx and httpx2 on trio) runs in a process of its own,
+one at each level, in an order that turns round from one round to the next; a ratio is the median of the
+rounds'. CPU is user + system time of the client's process per answered and parsed request, between two
+moments of steady state: the first when as many requests are answered as are in flight (imports and connecting
+are before it), the second `requests` answers later. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -57,10 +59,23 @@ def allow_many_files() -> None:
 
 
 class StubServer(asyncio.Protocol):
-    """Answers every request HOLD_S later with the same bytes; as little work as can be, so that it is never the server that is measured."""
+    """Answers every request HOLD_S later with the same bytes; as little work as can be, so that it is never
+    the server that is measured.
+    """
 
-    body = msgspec.json.encode(Reply("0" * 32, list(range(100_000, 100_000 + TOKENS)), [-0.123456789 - i / 1000 for i in range(TOKENS)], "stop"))
-    answer = b"HTTP/1.1 200 OK\r\nserver: stub\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    body = msgspec.json.encode(
+        Reply(
+            "0" * 32,
+            list(range(100_000, 100_000 + TOKENS)),
+            [-0.123456789 - i / 1000 for i in range(TOKENS)],
+            "stop",
+        )
+    )
+    answer = (
+        b"HTTP/1.1 200 OK\r\nserver: stub\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+        % len(body)
+        + body
+    )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -106,7 +121,13 @@ class Meter:
 
 async def ask_for_ever(ask: Ask, meter: Meter) -> None:
     while True:
-        body = msgspec.json.encode({"request_id": "0" * 32, "prompt_ids": list(range(50_000, 50_000 + TOKENS)), "max_new_tokens": TOKENS})
+        body = msgspec.json.encode(
+            {
+                "request_id": "0" * 32,
+                "prompt_ids": list(range(50_000, 50_000 + TOKENS)),
+                "max_new_tokens": TOKENS,
+            }
+        )
         reply = msgspec.json.decode(await ask(body), type=Reply)
         assert len(reply.log_probs) == TOKENS
         meter.tick()
@@ -137,7 +158,9 @@ async def measure_trio(name: str, port: int, in_flight: int, count: int) -> Mete
     async with library.AsyncClient(limits=limits, timeout=60.0, trust_env=False) as client:
 
         async def ask_httpx(body: bytes) -> bytes:
-            reply = await client.post(f"{url}/generate", content=body, headers={"content-type": "application/json"})
+            reply = await client.post(
+                f"{url}/generate", content=body, headers={"content-type": "application/json"}
+            )
             assert reply.status_code == 200
             return reply.content
 
@@ -174,7 +197,11 @@ def run_client(name: str, port: int, in_flight: int, count: int) -> None:
 
     allow_many_files()
     on_asyncio = name == "aiohttp"
-    meter = asyncio.run(measure_aiohttp(port, in_flight, count)) if on_asyncio else trio.run(measure_trio, name, port, in_flight, count)
+    meter = (
+        asyncio.run(measure_aiohttp(port, in_flight, count))
+        if on_asyncio
+        else trio.run(measure_trio, name, port, in_flight, count)
+    )
     print(json.dumps({"cpu_us": meter.cpu_s / count * 1e6, "per_s": count / meter.wall_s}))
 
 
@@ -191,19 +218,26 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             port = server.stdout.readline().strip()
             for number, level, name in plan_measurements(arguments):
                 count = min(256, level) if name in SLOW else max(512, 2 * level)
-                result = run_process([*this, "--client", name, "--port", port, "--level", str(level), "--requests", str(count)])
+                result = run_process(
+                    [*this, "--client", name, "--port", port, "--level", str(level), "--requests", str(count)]
+                )
                 if result is None:
                     print(f"round {number}: {name:8} {level:5} not finished within {LIMIT_S:g} s", flush=True)
                     continue
                 cpu_us.setdefault((name, level), []).append(result["cpu_us"])
-                print(f"round {number}: {name:8} {level:5} {result['cpu_us']:9.0f} us {result['per_s']:7.0f}/s", flush=True)
+                print(
+                    f"round {number}: {name:8} {level:5} {result['cpu_us']:9.0f} us {result['per_s']:7.0f}/s",
+                    flush=True,
+                )
         finally:
             server.kill()
     return summarize(cpu_us)
 
 
 def plan_measurements(arguments: argparse.Namespace) -> Iterator[tuple[int, int, str]]:
-    """(round, level, client) in the order that they are measured in; the clients of a level in alternating order."""
+    """(round, level, client) in the order that they are measured in; the clients of a level in alternating
+    order.
+    """
     for number in range(arguments.rounds):
         for level in LEVELS:
             for name in CLIENTS if number % 2 == 0 else CLIENTS[::-1]:
@@ -212,7 +246,9 @@ def plan_measurements(arguments: argparse.Namespace) -> Iterator[tuple[int, int,
 
 
 def run_process(command: list[str]) -> dict[str, float] | None:
-    """What the client measured; None when it was too slow. Killed from outside: a deadline inside did not end httpx."""
+    """What the client measured; None when it was too slow. Killed from outside: a deadline inside did not end
+    httpx.
+    """
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
@@ -224,11 +260,16 @@ def summarize(cpu_us: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
     """Medians; a ratio is the median of the ratios of each round, as far as both have it."""
 
     def ratio(above: tuple[str, int], below: tuple[str, int]) -> float | None:
-        pairs = [first / second for first, second in zip(cpu_us.get(above, []), cpu_us.get(below, []), strict=False)]
+        pairs = [
+            first / second
+            for first, second in zip(cpu_us.get(above, []), cpu_us.get(below, []), strict=False)
+        ]
         return round(statistics.median(pairs), 3) if pairs else None
 
     metrics: dict[str, Any] = {}
-    for (name, level), values in sorted(cpu_us.items(), key=lambda item: (CLIENTS.index(item[0][0]), item[0][1])):
+    for (name, level), values in sorted(
+        cpu_us.items(), key=lambda item: (CLIENTS.index(item[0][0]), item[0][1])
+    ):
         metrics[f"{name}_{level}_cpu_us"] = round(statistics.median(values), 1)
         metrics[f"{name}_{level}_cpu_us_min_max"] = [round(min(values), 1), round(max(values), 1)]
     for name in CLIENTS[1:]:
@@ -250,11 +291,20 @@ def summarize(cpu_us: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--slow-rounds", type=int, default=1, help=f"rounds in which {', '.join(SLOW)} takes part")
+    parser.add_argument(
+        "--slow-rounds", type=int, default=1, help=f"rounds in which {', '.join(SLOW)} takes part"
+    )
     parser.add_argument("--quick", action="store_true", help="two rounds, without the slow ones")
-    parser.add_argument("--bar", type=float, default=0.0, help="exit 1 when ours at 2048 costs more than this many times what it costs at 16")
+    parser.add_argument(
+        "--bar",
+        type=float,
+        default=0.0,
+        help="exit 1 when ours at 2048 costs more than this many times what it costs at 16",
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--client", choices=CLIENTS, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)

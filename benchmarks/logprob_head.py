@@ -1,9 +1,11 @@
-"""The log-prob head beside TRL's and beside plain log_softmax: time, memory and error of one forward and backward pass. CPU.
+"""The log-prob head beside TRL's and beside plain log_softmax: time, memory and error of one forward and
+backward pass. CPU.
 
     python -m benchmarks.logprob_head [--positions 2048] [--rounds 3] [--threads 2] [--quick]
 
-N positions, V = 49,152 and H = 576 (SmolLM2-135M), random states and a head whose logits have a standard deviation of 4. Each side gives the
-log-prob of one target per position and the entropy as a metric, then takes the gradients of states and head for random upstream gradients.
+N positions, V = 49,152 and H = 576 (SmolLM2-135M), random states and a head whose logits have a standard
+deviation of 4. Each side gives the log-prob of one target per position and the entropy as a metric, then
+takes the gradients of states and head for random upstream gradients.
 
     ours    rollouts.losses.logprobs.linear_logprobs
     TRL     trl.kernels.ChunkedLogProbFunction as GRPOTrainer calls it: its own chunk, outputs log_probs and entropy
@@ -17,8 +19,8 @@ log-prob of one target per position and the entropy as a metric, then takes the 
     gemm_share   8·N·V·H operations (logits, twice, and the two products of the gradients) / time, as a share of the rate at which
                  torch.mm multiplies 2048-cubed float32 matrices in the same run
 
---quick times 512 positions in one round; memory is that of all positions. Where TRL is not installed its metrics are None.
-The last line is JSON; exit status 1 if a target is missed.
+--quick times 512 positions in one round; memory is that of all positions. Where TRL is not installed its
+metrics are None. The last line is JSON; exit status 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ TARGETS = {
     "max_error": "<= 1e-5",
     "bfloat16_error_vs_trl": "<= 0.25",
 }
-Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # hidden [N, H], weight [V, H], targets [N] to log-probs and entropy
+Head = Callable[
+    [Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
+]  # hidden [N, H], weight [V, H], targets [N] to log-probs and entropy
 
 
 def run_ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,7 +78,9 @@ def load_trl() -> Head | None:
         return None
 
     def run_trl(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        found = ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, ("log_probs", "entropy"))
+        found = ChunkedLogProbFunction.apply(
+            hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, ("log_probs", "entropy")
+        )
         return found[0], found[1]
 
     return run_trl
@@ -89,7 +95,9 @@ def make_inputs(positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     """hidden, weight, targets and the upstream gradients of the log-probs."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(positions, HIDDEN, generator=generator).to(dtype).requires_grad_()
-    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).mul_(4 / HIDDEN**0.5).to(dtype).requires_grad_()
+    weight = (
+        torch.randn(VOCABULARY, HIDDEN, generator=generator).mul_(4 / HIDDEN**0.5).to(dtype).requires_grad_()
+    )
     targets = torch.randint(0, VOCABULARY, (positions,), generator=generator)
     return hidden, weight, targets, torch.randn(positions, generator=generator)
 
@@ -101,11 +109,13 @@ def run_pass(head: Head, hidden: Tensor, weight: Tensor, targets: Tensor, upstre
     return [log_probs.detach(), entropy.detach(), *gradients]
 
 
-# --- error ------------------------------------------------------------------------------------------------------------------
+# --- error --------------------------------------------------------------------------------------------------
 
 
 def compute_errors(dtype: torch.dtype) -> dict[str, float]:
-    """Of each side that is installed, the largest relative error of the four results against float64 on the same, rounded inputs."""
+    """Of each side that is installed, the largest relative error of the four results against float64 on the
+    same, rounded inputs.
+    """
     hidden, weight, targets, upstream = make_inputs(ERROR_POSITIONS, dtype)
     wide_hidden, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     wanted = run_pass(run_naive, wide_hidden, wide_weight, targets, upstream.double())
@@ -114,13 +124,20 @@ def compute_errors(dtype: torch.dtype) -> dict[str, float]:
         head = find_head(name)
         if head is not None:
             found = run_pass(head, hidden, weight, targets, upstream)
-            each = [float((one.double() - two).norm() / two.norm()) for one, two in zip(found, wanted, strict=True)]
-            print(f"  {name:5} log-probs {each[0]:.1e}  entropy {each[1]:.1e}  d hidden {each[2]:.1e}  d weight {each[3]:.1e}", flush=True)
+            each = [
+                float((one.double() - two).norm() / two.norm())
+                for one, two in zip(found, wanted, strict=True)
+            ]
+            print(
+                f"  {name:5} log-probs {each[0]:.1e}  entropy {each[1]:.1e}  d hidden {each[2]:.1e}  d weight"
+                f" {each[3]:.1e}",
+                flush=True,
+            )
             errors[name] = max(each)
     return errors
 
 
-# --- memory -----------------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 def read_status_bytes(field: str) -> int:
@@ -143,15 +160,31 @@ def measure_extra_memory(name: str, positions: int, dtype: torch.dtype) -> int:
 
 
 def measure_apart(name: str, positions: int, dtype: str, threads: int) -> int | None:
-    """`measure_extra_memory` in a process of its own; None where the side is not installed or the platform does not count pages so."""
+    """`measure_extra_memory` in a process of its own; None where the side is not installed or the platform
+    does not count pages so.
+    """
     if find_head(name) is None or not Path("/proc/self/clear_refs").exists():
         return None
-    options = ["--memory-of", name, "--positions", str(positions), "--dtype", dtype, "--threads", str(threads)]
-    done = subprocess.run([sys.executable, "-m", "benchmarks.logprob_head", *options], stdout=subprocess.PIPE, text=True, check=True)
+    options = [
+        "--memory-of",
+        name,
+        "--positions",
+        str(positions),
+        "--dtype",
+        dtype,
+        "--threads",
+        str(threads),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.logprob_head", *options],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# --- time -------------------------------------------------------------------------------------------------------------------
+# --- time ---------------------------------------------------------------------------------------------------
 
 
 def measure_gemm_rate() -> float:
@@ -184,11 +217,17 @@ def time_sides(positions: int, dtype: torch.dtype, rounds: int) -> dict[str, flo
             metrics |= {f"speed_vs_{name}": None, f"cpu_speed_vs_{name}": None}
             print(f"  {name}: not installed", flush=True)
             continue
-        tolerance = 1e-4 if dtype == torch.float32 else 0.1  # the peers round bfloat16 logits before the softmax
-        for what, one, two in zip(("log-probs", "entropy", "d hidden", "d weight"), found, run_pass(peer, *inputs), strict=True):
+        tolerance = (
+            1e-4 if dtype == torch.float32 else 0.1
+        )  # the peers round bfloat16 logits before the softmax
+        for what, one, two in zip(
+            ("log-probs", "entropy", "d hidden", "d weight"), found, run_pass(peer, *inputs), strict=True
+        ):
             difference = float((one.float() - two.float()).norm() / one.float().norm())
             assert difference < tolerance, (name, what, difference)
-        ours, theirs = take_turns(lambda: run_pass(run_ours, *inputs), lambda head=peer: run_pass(head, *inputs), rounds=turns)
+        ours, theirs = take_turns(
+            lambda: run_pass(run_ours, *inputs), lambda head=peer: run_pass(head, *inputs), rounds=turns
+        )
         print_turns("ours", ours)
         print_turns(name, theirs)
         walls = compute_ratio([turn.wall_s for turn in ours], [turn.wall_s for turn in theirs])
@@ -199,14 +238,22 @@ def time_sides(positions: int, dtype: torch.dtype, rounds: int) -> dict[str, flo
     return metrics
 
 
-def measure_row(dtype_name: str, *, positions: int, timed_positions: int, rounds: int, threads: int) -> dict[str, float | None]:
+def measure_row(
+    dtype_name: str, *, positions: int, timed_positions: int, rounds: int, threads: int
+) -> dict[str, float | None]:
     """All metrics of one dtype."""
     dtype: torch.dtype = getattr(torch, dtype_name)
     print(f"{dtype_name}: errors over {ERROR_POSITIONS} positions", flush=True)
     errors = compute_errors(dtype)
     print(f"{dtype_name}: memory of {positions} positions", flush=True)
     extra = {name: measure_apart(name, positions, dtype_name, threads) for name in ("ours", "trl", "naive")}
-    print("  " + "  ".join(f"{name} {'-' if size is None else f'{size / 2**20:.0f} MiB'}" for name, size in extra.items()), flush=True)
+    print(
+        "  "
+        + "  ".join(
+            f"{name} {'-' if size is None else f'{size / 2**20:.0f} MiB'}" for name, size in extra.items()
+        ),
+        flush=True,
+    )
     print(f"{dtype_name}: time of {timed_positions} positions", flush=True)
     metrics = time_sides(timed_positions, dtype, rounds)
     ours, trl, naive = (extra[name] for name in ("ours", "trl", "naive"))
@@ -221,7 +268,9 @@ def measure_row(dtype_name: str, *, positions: int, timed_positions: int, rounds
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--positions", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3, help="turns A B B A beside TRL")
     parser.add_argument("--threads", type=int, default=2)
@@ -235,9 +284,14 @@ def main() -> int:
         return 0
     timed = min(512, options.positions) if options.quick else options.positions
     rounds = 1 if options.quick else options.rounds
-    metrics: dict[str, float | str | None] = {"positions": timed, "gemm_gflops": round(measure_gemm_rate() / 1e9, 1)}
+    metrics: dict[str, float | str | None] = {
+        "positions": timed,
+        "gemm_gflops": round(measure_gemm_rate() / 1e9, 1),
+    }
     for dtype, prefix in (("float32", ""), ("bfloat16", "bfloat16_")):
-        row = measure_row(dtype, positions=options.positions, timed_positions=timed, rounds=rounds, threads=options.threads)
+        row = measure_row(
+            dtype, positions=options.positions, timed_positions=timed, rounds=rounds, threads=options.threads
+        )
         metrics |= {f"{prefix}{name}": value for name, value in row.items()}
     peer = "TRL's ChunkedLogProbFunction as GRPOTrainer calls it; log_softmax of all logits"
     return finish("logprob_head", peer=peer, metrics=metrics, targets=TARGETS)

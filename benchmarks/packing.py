@@ -2,9 +2,10 @@
 
     python -m benchmarks.packing [--quick] [--verl DIRECTORY]
 
-512 to 16,384 samples of lognormal lengths (sigma 0.8, mean 1,500 before the cut at 16,384 tokens) for 8 to 512 ranks, micro-batches of one
-packed row of at most 16,384 nodes, every array of every micro-batch made; costs by the FLOPs of a 1.5B model (28 layers of width 1,536). Once with
-samples that share nothing, once in groups of 8 with a prompt of 100 to 500 tokens. Before anything is timed, the tokens that each trained token
+512 to 16,384 samples of lognormal lengths (sigma 0.8, mean 1,500 before the cut at 16,384 tokens) for 8 to
+512 ranks, micro-batches of one packed row of at most 16,384 nodes, every array of every micro-batch made;
+costs by the FLOPs of a 1.5B model (28 layers of width 1,536). Once with samples that share nothing, once in
+groups of 8 with a prompt of 100 to 500 tokens. Before anything is timed, the tokens that each trained token
 is predicted from are read back from the arrays.
 
     fill              useful tokens / computed ones, padding and ranks without work included; the least of all sizes, nothing shared
@@ -14,10 +15,11 @@ is predicted from are read back from the arrays.
     growth_exponent   slope of log CPU time over log samples, from the fewest to the most
     groups_*          the same in groups, prompts counted once; with ranks about one group a micro-batch is cut, and its prompt computed twice
 
-Peers. padding: rows in their order, as many as keep to the budget, padded by trl.trainer.utils.pad; and sorted by length first. TRL's
-TokenBudgetBatcher of its asynchronous trainer (512 samples: it goes token by token). verl's seqlen_balancing (an unpacked wheel's directory;
-None without it): partition over ranks, then over each rank's micro-batches, from lengths to numbers of rows; beside it ours from
-lengths to numbers of rows. Its rule: as many samples for each rank, then as many micro-batches as all fit into.
+Peers. padding: rows in their order, as many as keep to the budget, padded by trl.trainer.utils.pad; and
+sorted by length first. TRL's TokenBudgetBatcher of its asynchronous trainer (512 samples: it goes token by
+token). verl's seqlen_balancing (an unpacked wheel's directory; None without it): partition over ranks, then
+over each rank's micro-batches, from lengths to numbers of rows; beside it ours from lengths to numbers of
+rows. Its rule: as many samples for each rank, then as many micro-batches as all fit into.
 
 Targets: fill >= 0.985, budget_fill >= 0.985, imbalance <= 1.03, growth_exponent <= 1.15.
 """
@@ -53,14 +55,17 @@ QUICK_SIZES = {512: 8, 1024: 16, 2048: 32}
 PEER_SIZE = 4096
 MEAN, SIGMA, VOCAB = 1500, 0.8, 150_000
 GROUP = 8
-MICRO_BATCH_COST = 512  # tokens: gathering a layer's weights and starting its kernels, next to 16,384 tokens of work
+MICRO_BATCH_COST = (
+    512  # tokens: gathering a layer's weights and starting its kernels, next to 16,384 tokens of work
+)
 ATTENTION = estimate_attention_cost(layers=28, attention_width=1536, parameters=1_540_000_000)
 
 
 class Rows(NamedTuple):
     tokens: list[IntArray]
     masks: list[BoolArray]
-    useful: IntArray  # [B] tokens that a row adds to what must be computed; a group's prompt counts for its first row
+    # [B] tokens that a row adds to what must be computed; a group's prompt counts for its first row
+    useful: IntArray
 
     def take(self, count: int) -> Rows:
         return Rows(self.tokens[:count], self.masks[:count], self.useful[:count])
@@ -79,13 +84,17 @@ def make_rows(count: int, *, group: int) -> Rows:
         given = int(prompts[row // group])
         if row % group == 0:
             prompt = rng.integers(0, VOCAB, given)
-        tokens.append(np.concatenate([prompt, rng.integers(0, VOCAB, length)]) if given else rng.integers(0, VOCAB, length))
+        tokens.append(
+            np.concatenate([prompt, rng.integers(0, VOCAB, length)])
+            if given
+            else rng.integers(0, VOCAB, length)
+        )
         masks.append(np.arange(len(tokens[-1])) >= (given or min(100, length // 2)))
         useful.append(len(tokens[-1]) - 1 - (given if row % group else 0))  # the last token is only a target
     return Rows(tokens, masks, np.asarray(useful))
 
 
-# --- ours ------------------------------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
 def pack(rows: Rows, ranks: int) -> tuple[list[MicroBatch], list[list[int | None]]]:
@@ -110,15 +119,24 @@ def find_costs(micro_batches: Sequence[MicroBatch]) -> list[float]:
 def check(rows: Rows, micro_batches: Sequence[MicroBatch]) -> None:
     """Every trained token comes back once, and the last one of each row is predicted from what precedes it."""
     assert sum(len(one.token_pairs) for one in micro_batches) == sum(int(mask.sum()) for mask in rows.masks)
-    found = spread_to_rows(micro_batches, [one.targets.astype(np.float32) for one in micro_batches], rows.tokens)
+    found = spread_to_rows(
+        micro_batches, [one.targets.astype(np.float32) for one in micro_batches], rows.tokens
+    )
     for values, ids, mask in zip(found, rows.tokens, rows.masks, strict=True):
         assert np.array_equal(values, np.where(mask, ids, 0)), "a trained token is missing, or is another"
     for one in micro_batches:
         lasts = np.flatnonzero(np.append(np.diff(one.token_rows) > 0, True))
-        for row, place, pair in zip(one.rows.tolist(), one.token_positions[lasts].tolist(), one.token_pairs[lasts].tolist(), strict=True):
+        for row, place, pair in zip(
+            one.rows.tolist(),
+            one.token_positions[lasts].tolist(),
+            one.token_pairs[lasts].tolist(),
+            strict=True,
+        ):
             node = int(one.predictors[pair])
             seen = np.flatnonzero(one.subtree_end[0, : node + 1] > node)
-            assert np.array_equal(one.input_ids[0, seen], rows.tokens[row][:place]), f"row {row} is not what its last token sees"
+            assert np.array_equal(one.input_ids[0, seen], rows.tokens[row][:place]), (
+                f"row {row} is not what its last token sees"
+            )
             assert np.array_equal(one.position_ids[0, seen], np.arange(place))
 
 
@@ -128,11 +146,19 @@ class Quality(NamedTuple):
     round_imbalance: float
 
 
-def measure(rows: Rows, micro_batches: Sequence[MicroBatch], dealt: Sequence[Sequence[int | None]]) -> Quality:
+def measure(
+    rows: Rows, micro_batches: Sequence[MicroBatch], dealt: Sequence[Sequence[int | None]]
+) -> Quality:
     ranks, costs = len(dealt), find_costs(micro_batches)
-    idle = sum(number is None for mine in dealt for number in mine) * min(one.computed_tokens for one in micro_batches)
+    idle = sum(number is None for mine in dealt for number in mine) * min(
+        one.computed_tokens for one in micro_batches
+    )
     computed = sum(one.computed_tokens for one in micro_batches) + idle
-    return Quality(float(rows.useful.sum()) / computed, compute_imbalance(costs, dealt), compute_round_cost(costs, ranks) * ranks / sum(costs))
+    return Quality(
+        float(rows.useful.sum()) / computed,
+        compute_imbalance(costs, dealt),
+        compute_round_cost(costs, ranks) * ranks / sum(costs),
+    )
 
 
 def take_cpu_s(work: Callable[[], object], *, times: int) -> float:
@@ -161,10 +187,13 @@ def measure_sizes(rows: Rows, sizes: dict[int, int], label: str) -> dict[str, fl
         budget_fills.append(float(part.useful.sum()) / (len(alone) * BUDGET))
         alone_fills.append(float(part.useful.sum()) / sum(one.computed_tokens for one in alone))
         del alone
-        cpu[count] = take_cpu_s(lambda part=part, ranks=ranks: pack(part, ranks), times=5 if count <= PEER_SIZE else 2)
+        cpu[count] = take_cpu_s(
+            lambda part=part, ranks=ranks: pack(part, ranks), times=5 if count <= PEER_SIZE else 2
+        )
         print(
-            f"{label} {count:6} samples {ranks:4} ranks: {cpu[count]:.3f} CPU s, fill {found[-1].fill:.4f}, one rank's budgets "
-            f"{budget_fills[-1]:.4f}, imbalance {found[-1].imbalance:.4f}, of rounds {found[-1].round_imbalance:.4f}",
+            f"{label} {count:6} samples {ranks:4} ranks: {cpu[count]:.3f} CPU s, fill {found[-1].fill:.4f},"
+            f" one rank's budgets {budget_fills[-1]:.4f}, imbalance {found[-1].imbalance:.4f}, of rounds"
+            f" {found[-1].round_imbalance:.4f}",
             flush=True,
         )
     slope = float(np.polyfit(np.log(list(cpu)), np.log(list(cpu.values())), 1)[0])
@@ -184,12 +213,20 @@ def measure_sizes(rows: Rows, sizes: dict[int, int], label: str) -> dict[str, fl
 def measure_copy(rows: Rows, ranks: int) -> float:
     """CPU seconds that only copying the arrays takes: no packing is faster."""
     micro_batches, _ = pack(rows, ranks)
-    arrays = [getattr(one, name) for one in micro_batches for name in ("input_ids", "position_ids", "subtree_end", "predictors", "targets")]
-    arrays += [getattr(one, name) for one in micro_batches for name in ("token_rows", "token_positions", "token_pairs")]
+    arrays = [
+        getattr(one, name)
+        for one in micro_batches
+        for name in ("input_ids", "position_ids", "subtree_end", "predictors", "targets")
+    ]
+    arrays += [
+        getattr(one, name)
+        for one in micro_batches
+        for name in ("token_rows", "token_positions", "token_pairs")
+    ]
     return take_cpu_s(lambda: [array.copy() for array in arrays], times=3)
 
 
-# --- peers -----------------------------------------------------------------------------------------------------------------------------
+# --- peers --------------------------------------------------------------------------------------------------
 
 
 def find_padding_fill(rows: Rows, *, sort: bool) -> float:
@@ -221,13 +258,18 @@ def load_trl_batcher() -> tuple[Any, Any] | None:
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     try:
         trainer = importlib.import_module("trl.experimental.async_grpo.async_grpo_trainer")
-        return trainer.TokenBudgetBatcher, importlib.import_module("trl.experimental.async_grpo.packing").TreeRow
+        return (
+            trainer.TokenBudgetBatcher,
+            importlib.import_module("trl.experimental.async_grpo.packing").TreeRow,
+        )
     except (ImportError, AttributeError):
         return None
 
 
 def measure_trl(rows: Rows, ranks: int) -> dict[str, float | None]:
-    """TRL's batcher beside ours on few samples in groups: ratio of CPU time, and how full and even its rows are."""
+    """TRL's batcher beside ours on few samples in groups: ratio of CPU time, and how full and even its rows
+    are.
+    """
     loaded = load_trl_batcher()
     if loaded is None:
         print("TRL's TokenBudgetBatcher is not installed: not measured")
@@ -255,11 +297,16 @@ def measure_trl(rows: Rows, ranks: int) -> dict[str, float | None]:
     rounds = run()
     nodes = np.asarray([[len(row.tokens) for row in one] for one in rounds])
     costs = np.asarray([[len(row.tokens) + ATTENTION * row.load for row in one] for one in rounds])
-    held = sum(len(row.samples) for one in rounds for row in one)  # it leaves the last, unfinished round for the next step
+    held = sum(
+        len(row.samples) for one in rounds for row in one
+    )  # it leaves the last, unfinished round for the next step
     useful = float(nodes.sum()) if held < len(samples) else float(rows.useful.sum())
     ours, theirs = take_turns(lambda: pack(rows, ranks), run, rounds=1)
     ratio = compute_ratio([turn.cpu_s for turn in ours], [turn.cpu_s for turn in theirs])
-    print(f"TRL's TokenBudgetBatcher, {len(samples)} samples ({held} in full rounds), {ranks} ranks: {ratio} times our CPU time")
+    print(
+        f"TRL's TokenBudgetBatcher, {len(samples)} samples ({held} in full rounds), {ranks} ranks: {ratio}"
+        " times our CPU time"
+    )
     return {
         "trl_cpu_ratio": ratio.median * len(samples) / held,
         "trl_fill": useful / float(nodes.sum()) if held == len(samples) else None,
@@ -271,13 +318,22 @@ def measure_trl(rows: Rows, ranks: int) -> dict[str, float | None]:
 def load_verl(directory: Path | None) -> ModuleType | None:
     """verl.utils.seqlen_balancing of an unpacked wheel; None without one.
 
-    The file is loaded by itself: its package wants Ray, but what it imports from there its partitioning functions do not use, so those names
-    are empty meanwhile.
+    The file is loaded by itself: its package wants Ray, but what it imports from there its partitioning
+    functions do not use, so those names are empty meanwhile.
     """
     path = None if directory is None else directory / "verl/utils/seqlen_balancing.py"
     if path is None or not path.is_file():
         return None
-    empty = {name: ModuleType(name) for name in ("verl", "verl.protocol", "verl.utils", "verl.utils.tensordict_utils", "verl.utils.device")}
+    empty = {
+        name: ModuleType(name)
+        for name in (
+            "verl",
+            "verl.protocol",
+            "verl.utils",
+            "verl.utils.tensordict_utils",
+            "verl.utils.device",
+        )
+    }
     vars(empty["verl.protocol"])["DataProto"] = vars(empty["verl.utils.device"])["get_device_name"] = None
     vars(empty["verl.utils"])["tensordict_utils"] = empty["verl.utils.tensordict_utils"]
     spec = importlib.util.spec_from_file_location("verl_seqlen_balancing", path)
@@ -303,7 +359,15 @@ def measure_verl(module: ModuleType | None, rows: Rows, ranks: int) -> dict[str,
     """verl's partitions beside ours, from lengths to numbers of rows, nothing shared."""
     if module is None:
         print("verl: give an unpacked wheel with --verl: not measured")
-        return dict.fromkeys(("verl_plan_cpu_ratio", "verl_budget_fill", "verl_imbalance", "verl_round_imbalance", "plan_cpu_s"))
+        return dict.fromkeys(
+            (
+                "verl_plan_cpu_ratio",
+                "verl_budget_fill",
+                "verl_imbalance",
+                "verl_round_imbalance",
+                "plan_cpu_s",
+            )
+        )
     torch = importlib.import_module("torch")
     lengths = np.asarray([len(ids) - 1 for ids in rows.tokens])
 
@@ -313,15 +377,23 @@ def measure_verl(module: ModuleType | None, rows: Rows, ranks: int) -> dict[str,
         shares = module.get_seqlen_balanced_partitions(loads, ranks, equal_size=True)
         count = max(-(-int(lengths[mine].sum()) // BUDGET) for mine in shares)
         while True:
-            split = [module.get_seqlen_balanced_partitions([loads[row] for row in mine], count, equal_size=False) for mine in shares]
-            dealt = [[[mine[index] for index in part] for part in parts] for mine, parts in zip(shares, split, strict=True)]
+            split = [
+                module.get_seqlen_balanced_partitions([loads[row] for row in mine], count, equal_size=False)
+                for mine in shares
+            ]
+            dealt = [
+                [[mine[index] for index in part] for part in parts]
+                for mine, parts in zip(shares, split, strict=True)
+            ]
             if all(int(lengths[part].sum()) <= BUDGET for parts in dealt for part in parts):
                 return dealt
             count += 1
 
     def ours() -> list[list[int | None]]:
         found = sort_rows(rows.tokens, np.arange(len(lengths)), lengths, share=False)
-        plan = plan_one_row(found, BUDGET, ranks=ranks, micro_batch_cost=MICRO_BATCH_COST, attention_cost=ATTENTION)
+        plan = plan_one_row(
+            found, BUDGET, ranks=ranks, micro_batch_cost=MICRO_BATCH_COST, attention_cost=ATTENTION
+        )
         return deal_rounds([float(prices[found.numbers[one.order]].sum()) for one in plan], ranks)
 
     prices = lengths * (1 + ATTENTION * (lengths + 1) / 2)
@@ -330,7 +402,10 @@ def measure_verl(module: ModuleType | None, rows: Rows, ranks: int) -> dict[str,
     costs = np.sort(np.asarray([[prices[part].sum() for part in parts] for parts in dealt]), axis=1)[:, ::-1]
     first, second = take_turns(ours, theirs, rounds=2)
     ratio = compute_ratio([turn.cpu_s for turn in first], [turn.cpu_s for turn in second])
-    print(f"verl's seqlen_balancing, {len(lengths)} samples, {ranks} ranks: {ratio} times the CPU time of our plan")
+    print(
+        f"verl's seqlen_balancing, {len(lengths)} samples, {ranks} ranks: {ratio} times the CPU time of our"
+        " plan"
+    )
     return {
         "verl_plan_cpu_ratio": ratio.median,
         "verl_budget_fill": float(lengths.sum()) / (costs.size * BUDGET),
@@ -341,7 +416,9 @@ def measure_verl(module: ModuleType | None, rows: Rows, ranks: int) -> dict[str,
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="benchmarks.packing", description="Packing for ranks: fill, balance, CPU time.")
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.packing", description="Packing for ranks: fill, balance, CPU time."
+    )
     parser.add_argument("--quick", action="store_true", help="up to 2,048 samples")
     parser.add_argument("--verl", type=Path, help="directory of an unpacked wheel of verl")
     options = parser.parse_args(argv)
@@ -370,7 +447,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "growth_exponent": "<= 1.15",
         "groups_growth_exponent": "<= 1.15",
     }
-    return finish("packing", peer="padding (TRL), TRL's TokenBudgetBatcher, verl's seqlen_balancing", metrics=metrics, targets=targets)
+    return finish(
+        "packing",
+        peer="padding (TRL), TRL's TokenBudgetBatcher, verl's seqlen_balancing",
+        metrics=metrics,
+        targets=targets,
+    )
 
 
 if __name__ == "__main__":

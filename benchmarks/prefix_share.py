@@ -1,17 +1,21 @@
-"""Forward and backward of a group whose prompt is computed once, against the same with the prompt computed for every sample; both are ours.
+"""Forward and backward of a group whose prompt is computed once, against the same with the prompt computed
+for every sample; both are ours.
 
     python -m benchmarks.prefix_share [--quick] [--rounds 1] [--threads N]
 
-SmolLM2-135M in float32 (or random weights of its shape), groups of n samples with prompts of P and completions of C tokens, P/C/n of 128/64/8,
-256/256/8 and 1024/256/8. Both sides are packed without padding, at most 4,096 tokens a micro-batch, logits for completions only, and take turns
-A B B A. The loss is Σ w·log p over the completions, with random w. Gradients of all parameters are compared before anything is timed.
+SmolLM2-135M in float32 (or random weights of its shape), groups of n samples with prompts of P and
+completions of C tokens, P/C/n of 128/64/8, 256/256/8 and 1024/256/8. Both sides are packed without padding,
+at most 4,096 tokens a micro-batch, logits for completions only, and take turns A B B A. The loss is Σ w·log p
+over the completions, with random w. Gradients of all parameters are compared before anything is timed.
 
-Ideal: the ratio of operations, 6 for each weight and token (those of the head: for each completion token) and 12·layers·heads·size for each pair
-of a query and a key. Metrics of each shape: `speedup` (CPU time: threads wait for each other where the machine has other work), `speedup_wall`,
-`ideal`, `fraction_of_ideal` = speedup / ideal; `min_fraction_of_ideal` and `min_speedup` over all shapes; `gradient_error`, the largest relative
-difference of a parameter's gradient; `peak_bytes_shared` and `peak_bytes_dense` (last shape): what a pass holds at most beside the weights, with
-packed rows and with tries under a dense mask. `prefix_grouper`: null, that package is not measured.
-Targets: min_fraction_of_ideal >= 0.85, min_speedup >= 1.0, gradient_error <= 1e-4. --quick: the first shape, one round.
+Ideal: the ratio of operations, 6 for each weight and token (those of the head: for each completion token) and
+12·layers·heads·size for each pair of a query and a key. Metrics of each shape: `speedup` (CPU time: threads
+wait for each other where the machine has other work), `speedup_wall`, `ideal`, `fraction_of_ideal` = speedup
+/ ideal; `min_fraction_of_ideal` and `min_speedup` over all shapes; `gradient_error`, the largest relative
+difference of a parameter's gradient; `peak_bytes_shared` and `peak_bytes_dense` (last shape): what a pass
+holds at most beside the weights, with packed rows and with tries under a dense mask. `prefix_grouper`: null,
+that package is not measured. Targets: min_fraction_of_ideal >= 0.85, min_speedup >= 1.0, gradient_error <=
+1e-4. --quick: the first shape, one round.
 """
 
 from __future__ import annotations
@@ -60,7 +64,10 @@ def make_group(prompt: int, completion: int, samples: int, vocab_size: int) -> G
     """Random tokens; every completion begins with another one."""
     rng = np.random.default_rng(0)
     start = rng.integers(0, vocab_size, prompt)
-    rest = [np.concatenate([[first], rng.integers(0, vocab_size, completion - 1)]) for first in rng.permutation(vocab_size)[:samples]]
+    rest = [
+        np.concatenate([[first], rng.integers(0, vocab_size, completion - 1)])
+        for first in rng.permutation(vocab_size)[:samples]
+    ]
     masks = [np.arange(prompt + completion) >= prompt] * samples
     weights = torch.from_numpy(rng.standard_normal((samples, prompt + completion)).astype(np.float32))
     return Group([np.concatenate([start, one]) for one in rest], masks, weights)
@@ -74,8 +81,19 @@ def load_model() -> Any:
     except ModelError:
         from transformers import LlamaConfig, LlamaForCausalLM
 
-        sizes: dict[str, Any] = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
-        config = LlamaConfig(**sizes, num_key_value_heads=3, vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True)
+        sizes: dict[str, Any] = {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+        }
+        config = LlamaConfig(
+            **sizes,
+            num_key_value_heads=3,
+            vocab_size=49152,
+            max_position_embeddings=8192,
+            tie_word_embeddings=True,
+        )
         return LlamaForCausalLM(config).eval()
 
 
@@ -83,7 +101,9 @@ def run_pass(model: Any, plan: ForwardPlan, group: Group, micro_batches: Sequenc
     """Adds the group's gradient."""
     for part in micro_batches:
         found = compute_micro_batch_log_probs(model, part, plan=plan, temperature=1.0)
-        weights = group.weights[torch.from_numpy(part.rows[part.token_rows]), torch.from_numpy(part.token_positions)]
+        weights = group.weights[
+            torch.from_numpy(part.rows[part.token_rows]), torch.from_numpy(part.token_positions)
+        ]
         (found.log_probs[torch.from_numpy(part.token_pairs)] * weights).sum().backward()
 
 
@@ -103,13 +123,19 @@ def count_operations(model: Any, micro_batches: Sequence[MicroBatch]) -> float:
     """Of forward and backward, as the module's first lines say."""
     config = model.config
     head = config.vocab_size * config.hidden_size
-    linear = sum(module.weight.numel() for module in model.model.modules() if isinstance(module, torch.nn.Linear))
+    linear = sum(
+        module.weight.numel() for module in model.model.modules() if isinstance(module, torch.nn.Linear)
+    )
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * size
     total = 0.0
     for part in micro_batches:
         pairs = float((part.position_ids + 1).sum())
-        total += 6 * linear * part.computed_tokens + 6 * head * len(part.predictors) + 12 * config.num_hidden_layers * width * pairs
+        total += (
+            6 * linear * part.computed_tokens
+            + 6 * head * len(part.predictors)
+            + 12 * config.num_hidden_layers * width * pairs
+        )
     return total
 
 
@@ -129,7 +155,9 @@ def measure_peak(model: Any, plan: ForwardPlan, group: Group, micro_batches: Seq
     return float(peak)
 
 
-def measure_shape(model: Any, plan: ForwardPlan, shape: tuple[int, int, int], rounds: int) -> dict[str, float]:
+def measure_shape(
+    model: Any, plan: ForwardPlan, shape: tuple[int, int, int], rounds: int
+) -> dict[str, float]:
     """Metrics of one shape."""
     group = make_group(*shape, model.config.vocab_size)
     shared, unshared = group.pack(share_prefix=True), group.pack(share_prefix=False)
@@ -145,13 +173,23 @@ def measure_shape(model: Any, plan: ForwardPlan, shape: tuple[int, int, int], ro
         run_pass(model, plan, group, micro_batches)
         model.zero_grad(set_to_none=True)
 
-    turns: tuple[list[Turn], list[Turn]] = take_turns(lambda: run(shared), lambda: run(unshared), rounds=rounds)
+    turns: tuple[list[Turn], list[Turn]] = take_turns(
+        lambda: run(shared), lambda: run(unshared), rounds=rounds
+    )
     speedup = compute_ratio(*([turn.cpu_s for turn in side] for side in turns))
     wall = compute_ratio(*([turn.wall_s for turn in side] for side in turns))
     ideal = count_operations(model, unshared) / count_operations(model, shared)
     name = "_".join(map(str, shape))
-    print(f"{name}: {speedup} times as fast (wall {wall}), ideal {ideal:.2f}, gradient error {error:.1e}", flush=True)
-    numbers = {"speedup": speedup.median, "speedup_wall": wall.median, "ideal": ideal, "fraction_of_ideal": speedup.median / ideal}
+    print(
+        f"{name}: {speedup} times as fast (wall {wall}), ideal {ideal:.2f}, gradient error {error:.1e}",
+        flush=True,
+    )
+    numbers = {
+        "speedup": speedup.median,
+        "speedup_wall": wall.median,
+        "ideal": ideal,
+        "fraction_of_ideal": speedup.median / ideal,
+    }
     return {**{f"{key}_{name}": value for key, value in numbers.items()}, "gradient_error": error}
 
 
@@ -165,20 +203,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     model = load_model()
     plan = plan_forward(model)
-    assert plan.choose_layout(max(prompt + completion for prompt, completion, _ in SHAPES)) == "packed", plan.reason
+    assert plan.choose_layout(max(prompt + completion for prompt, completion, _ in SHAPES)) == "packed", (
+        plan.reason
+    )
     shapes = SHAPES[:1] if options.quick else SHAPES
     metrics: dict[str, float | str | None] = {"gradient_error": 0.0}
     for shape in shapes:
         found = measure_shape(model, plan, shape, 1 if options.quick else options.rounds)
-        metrics |= {**found, "gradient_error": max(found["gradient_error"], float(metrics["gradient_error"] or 0.0))}
+        metrics |= {
+            **found,
+            "gradient_error": max(found["gradient_error"], float(metrics["gradient_error"] or 0.0)),
+        }
     for key in ("fraction_of_ideal", "speedup"):
-        metrics[f"min_{key}"] = min(float(metrics[f"{key}_{'_'.join(map(str, shape))}"] or 0.0) for shape in shapes)
+        metrics[f"min_{key}"] = min(
+            float(metrics[f"{key}_{'_'.join(map(str, shape))}"] or 0.0) for shape in shapes
+        )
     if not options.quick:
         group = make_group(*shapes[-1], model.config.vocab_size)
         metrics["peak_bytes_shared"] = measure_peak(model, plan, group, group.pack(share_prefix=True))
         dense = dataclasses.replace(plan, packed_up_to=0)
-        metrics["peak_bytes_dense"] = measure_peak(model, dense, group, group.pack(share_prefix=True, padding_free=False))
-    metrics["prefix_grouper"] = None  # not measured: the package changes attention only, and has no pass of its own to time
+        metrics["peak_bytes_dense"] = measure_peak(
+            model, dense, group, group.pack(share_prefix=True, padding_free=False)
+        )
+    metrics["prefix_grouper"] = (
+        None  # not measured: the package changes attention only, and has no pass of its own to time
+    )
     metrics["threads"] = options.threads
     return finish("prefix_share", peer=PEER, metrics=metrics, targets=TARGETS)
 

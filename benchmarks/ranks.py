@@ -1,14 +1,16 @@
-"""Memory of each rank while a sharded model is loaded, trained, saved and copied for a later save, on 1, 2 and 4 ranks (gloo, CPU).
+"""Memory of each rank while a sharded model is loaded, trained, saved and copied for a later save, on 1, 2
+and 4 ranks (gloo, CPU).
 
     python -m benchmarks.ranks [--quick] [--ranks 1 2 4] [--bar 1.15]
 
-A random Llama whose weights dominate (353 MB in float32; --quick: 53 MB), tied, two steps of SFT with AdamW on one short row a rank.
-Phases: load (meta device, own slices of the files), train (forward, backward, AdamW), export (Hugging Face directory and optimizer state, while
-training waits), capture (the same copied to memory, and written from there), resume (read back). Measured is VmHWM of /proc/self/status, reset
-before each phase by writing 5 to /proc/self/clear_refs: the peak of what is resident, libraries and pages of mapped files included. "own" is
-the peak less what was resident after the same phases with a model of 0.4 MB, which loads every library: what sharding is about. max/min is over
-the ranks of one run, of own. The last line is JSON; the exit code says whether all max/min are below the bar and own memory falls with the
-number of ranks.
+A random Llama whose weights dominate (353 MB in float32; --quick: 53 MB), tied, two steps of SFT with AdamW
+on one short row a rank. Phases: load (meta device, own slices of the files), train (forward, backward,
+AdamW), export (Hugging Face directory and optimizer state, while training waits), capture (the same copied to
+memory, and written from there), resume (read back). Measured is VmHWM of /proc/self/status, reset before each
+phase by writing 5 to /proc/self/clear_refs: the peak of what is resident, libraries and pages of mapped files
+included. "own" is the peak less what was resident after the same phases with a model of 0.4 MB, which loads
+every library: what sharding is about. max/min is over the ranks of one run, of own. The last line is JSON;
+the exit code says whether all max/min are below the bar and own memory falls with the number of ranks.
 """
 
 from __future__ import annotations
@@ -25,13 +27,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
-PHASES = {"open_trainer": "load", "forward_backward": "train", "optim_step": "train", "save": "export", "capture": "capture", "load": "resume"}
+PHASES = {
+    "open_trainer": "load",
+    "forward_backward": "train",
+    "optim_step": "train",
+    "save": "export",
+    "capture": "capture",
+    "load": "resume",
+}
 SIZES = {False: (768, 2048, 12, 4096), True: (512, 1408, 4, 1024)}  # hidden, feed-forward, layers, tokens
 SMALL = (64, 128, 1, 256)
 MB = 1e6
 
 
-# --- one rank --------------------------------------------------------------------------------------------------------------------------
+# --- one rank -----------------------------------------------------------------------------------------------
 
 
 def read_status(field: str) -> int:
@@ -82,7 +91,7 @@ def run_rank(model: str, folder: Path) -> None:
             for name, phase in PHASES.items():
                 if hasattr(ShardedTrainer, name):
                     setattr(ShardedTrainer, name, peaks.measure(phase, getattr(ShardedTrainer, name)))
-            setattr(HeldPart, "write", peaks.measure(PHASES["capture"], HeldPart.write))  # noqa: B010
+            setattr(HeldPart, "write", peaks.measure(PHASES["capture"], HeldPart.write))
             if launch.rank == 0:
                 for name in ("small", "large"):
                     await drive(connected, Path(model) / name, folder / name)
@@ -106,7 +115,9 @@ async def drive(connected: Any, model: Path, folder: Path) -> None:
     tokens = tuple(rng.integers(3, 250, 32) for _ in range(ranks.world_size))
     masks = tuple(np.arange(len(row)) > 8 for row in tokens)
     batch = RolloutBatch(tokens=tokens, loss_masks=masks)
-    async with open_fsdp_backend(model, hub=connected.hub, ranks=ranks, optim=OptimConfig(), total_steps=2, micro_batch_tokens=64) as backend:
+    async with open_fsdp_backend(
+        model, hub=connected.hub, ranks=ranks, optim=OptimConfig(), total_steps=2, micro_batch_tokens=64
+    ) as backend:
         for _ in range(2):
             await backend.forward_backward(batch, LossSpec("sft")).result()
             await backend.optim_step().result()
@@ -118,7 +129,7 @@ async def drive(connected: Any, model: Path, folder: Path) -> None:
         await backend.load(folder / "checkpoint").result()
 
 
-# --- all ---------------------------------------------------------------------------------------------------------------------------------
+# --- all ----------------------------------------------------------------------------------------------------
 
 
 def make_models(path: Path, *, quick: bool) -> int:
@@ -151,16 +162,26 @@ def run(ranks: int, model: Path, folder: Path) -> list[dict[str, int]]:
     from rollouts.distributed.launch import torchrun_command
 
     folder.mkdir()
-    command = torchrun_command(ranks, ["-m", "benchmarks.ranks", "--rank-of", str(model), str(folder)], max_restarts=0)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}  # what is freed goes back to the system at once
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900, check=False)
+    command = torchrun_command(
+        ranks, ["-m", "benchmarks.ranks", "--rank-of", str(model), str(folder)], max_restarts=0
+    )
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MALLOC_MMAP_THRESHOLD_": "262144",
+    }  # what is freed goes back to the system at once
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=900, check=False
+    )
     if done.returncode:
         raise SystemExit(f"{ranks} ranks ended with {done.returncode}\n{done.stderr[:8000]}")
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--bar", type=float, default=1.15)
@@ -173,16 +194,32 @@ def main() -> None:
         folder = Path(temporary)
         weights = make_models(folder / "model", quick=args.quick)
         found = {ranks: run(ranks, folder / "model", folder / f"ranks-{ranks}") for ranks in args.ranks}
-    print(f"weights: {weights / MB:.0f} MB in float32; resident before the model: {found[args.ranks[0]][0]['before'] / MB:.0f} MB a rank")
-    print(f"{'ranks':>5}  {'phase':<7} {'peak, highest':>14} {'own, highest':>13} {'own, lowest':>12} {'max/min':>8}")
+    print(
+        f"weights: {weights / MB:.0f} MB in float32; resident before the model:"
+        f" {found[args.ranks[0]][0]['before'] / MB:.0f} MB a rank"
+    )
+    print(
+        f"{'ranks':>5}  {'phase':<7} {'peak, highest':>14} {'own, highest':>13} {'own, lowest':>12}"
+        f" {'max/min':>8}"
+    )
     rows: list[dict[str, Any]] = []
     for ranks, peaks in found.items():
         for phase in dict.fromkeys(PHASES.values()):
             own = [peak[phase] - peak["before"] for peak in peaks]
             ratio = max(own) / min(own)
-            rows.append({"ranks": ranks, "phase": phase, "own_mb": [round(value / MB, 1) for value in own], "max_over_min": round(ratio, 3)})
+            rows.append(
+                {
+                    "ranks": ranks,
+                    "phase": phase,
+                    "own_mb": [round(value / MB, 1) for value in own],
+                    "max_over_min": round(ratio, 3),
+                }
+            )
             highest = max(peak[phase] for peak in peaks)
-            print(f"{ranks:>5}  {phase:<7} {highest / MB:>11.0f} MB {max(own) / MB:>10.0f} MB {min(own) / MB:>9.0f} MB {ratio:>8.2f}")
+            print(
+                f"{ranks:>5}  {phase:<7} {highest / MB:>11.0f} MB {max(own) / MB:>10.0f} MB"
+                f" {min(own) / MB:>9.0f} MB {ratio:>8.2f}"
+            )
     highest_own = {(row["ranks"], row["phase"]): max(row["own_mb"]) for row in rows}
     falls = all(
         highest_own[more, phase] < highest_own[fewer, phase]

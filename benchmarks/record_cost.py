@@ -1,17 +1,20 @@
-"""What a run's record costs the driver's process: the CPU time of the writer over that of the whole driver, in the loop of benchmarks.driver_scale.
+"""What a run's record costs the driver's process: the CPU time of the writer over that of the whole driver,
+in the loop of benchmarks.driver_scale.
 
     python -m benchmarks.record_cost [--sizes 64 512 2048] [--rollouts 4096] [--rounds 3] [--quick]
 
-The loop runs on its stub engines in virtual time, with a logger that keeps what it is told. The same calls are then made to the real logger in real
-time, with its thread, and the CPU time of the process is counted: rows made, encoded and written, and the thread's own cost.
+The loop runs on its stub engines in virtual time, with a logger that keeps what it is told. The same calls
+are then made to the real logger in real time, with its thread, and the CPU time of the process is counted:
+rows made, encoded and written, and the thread's own cost.
 
     rows         us a rollout of what goes to the files of rows, and its share of the driver's CPU time, the record included, for each number of
                  samples in flight; the largest is `rows_share`
     arrays       what per-token arrays add, which train.py keeps unless output.token_arrays_gib = 0: bytes for every token of the run
     share        of both together; the largest is `record_share`
 
-Each update is traced, as a trainer's is: log-prob, slope and weight of every token. Peer: the driver's own work. Target: <= 0.03 of the driver's CPU
-time, at every number in flight. `--quick`: fewer rollouts, two sizes, two rounds.
+Each update is traced, as a trainer's is: log-prob, slope and weight of every token. Peer: the driver's own
+work. Target: <= 0.03 of the driver's CPU time, at every number in flight. `--quick`: fewer rollouts, two
+sizes, two rounds.
 """
 
 from __future__ import annotations
@@ -66,12 +69,18 @@ class KeptCalls:
         spans: Sequence[Span] = (),
     ) -> None:
         traced = [add_traces(update) for update in updates]
-        self.calls.append(("log_step", (stage, step, policy_version, dict(metrics)), {"updates": traced, "spans": spans}))
+        self.calls.append(
+            ("log_step", (stage, step, policy_version, dict(metrics)), {"updates": traced, "spans": spans})
+        )
 
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
+    async def log_samples(
+        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
+    ) -> None:
         self.calls.append(("log_samples", (stage, step, policy_version, samples), {}))
 
-    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
+    async def log_evaluation(
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+    ) -> None:
         self.calls.append(("log_evaluation", (stage, step, policy_version, name, dict(metrics)), {}))
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
@@ -110,21 +119,29 @@ def measure_driver(shape: Shape, *, rollouts: int) -> Run:
 
     with tempfile.TemporaryDirectory() as folder:
         gc.collect()
-        record: Record = run_virtual(drive, shape, steps=steps + skipped, folder=Path(folder), make_logger=make_logger)
+        record: Record = run_virtual(
+            drive, shape, steps=steps + skipped, folder=Path(folder), make_logger=make_logger
+        )
     answered = record.answered[-1] - record.answered[skipped]
     gc.collect()
     began = time.process_time()
     run_virtual(call_stubs, shape, answered)
     stub_s = time.process_time() - began
     calls = [call for call in made[0].calls if call[1][1] > skipped]
-    return Run(driver_us=1e6 * (record.cpu_s[-1] - record.cpu_s[skipped] - stub_s) / answered, rollouts=answered, calls=calls)
+    return Run(
+        driver_us=1e6 * (record.cpu_s[-1] - record.cpu_s[skipped] - stub_s) / answered,
+        rollouts=answered,
+        calls=calls,
+    )
 
 
 async def replay_calls(calls: Sequence[Call], *, arrays_bytes: int) -> dict[str, float]:
     """CPU seconds of the process that each kind of call took, the writer's thread included."""
     taken = dict.fromkeys(CALLS, 0.0)
     with tempfile.TemporaryDirectory() as folder:
-        async with open_jsonl_logger(RunDir(Path(folder)), attempt=1, samples_per_step=SAMPLE_ROWS, token_arrays_bytes=arrays_bytes) as logger:
+        async with open_jsonl_logger(
+            RunDir(Path(folder)), attempt=1, samples_per_step=SAMPLE_ROWS, token_arrays_bytes=arrays_bytes
+        ) as logger:
             for name, arguments, options in calls:
                 log: Callable[..., Awaitable[None]] = getattr(logger, name)
                 began = time.process_time()
@@ -147,16 +164,24 @@ def measure_shares(sizes: Sequence[int], *, rollouts: int, rounds: int) -> dict[
     """The metrics of this benchmark, printed as a table."""
     metrics: dict[str, float | None] = {}
     shares: dict[str, float] = {"rows_share": 0.0, "record_share": 0.0}
-    print(f"CPU us a rollout{'driver':>10}{'rows':>8}{'share':>8}{'arrays':>8}{'share':>8}   of rows: step  samples  spans", flush=True)
+    print(
+        f"CPU us a rollout{'driver':>10}{'rows':>8}{'share':>8}{'arrays':>8}{'share':>8}   of rows: step "
+        " samples  spans",
+        flush=True,
+    )
     for size in sizes:
         run = measure_driver(Shape(in_flight=size), rollouts=rollouts)
         costs = measure_record(run, rounds=rounds)
         rows_us = sum(costs.values())
         both_us = max(rows_us, sum(measure_record(run, rounds=rounds, arrays_bytes=ARRAYS_BYTES).values()))
-        found = {name: us / (run.driver_us + us) for name, us in (("rows_share", rows_us), ("record_share", both_us))}
+        found = {
+            name: us / (run.driver_us + us)
+            for name, us in (("rows_share", rows_us), ("record_share", both_us))
+        }
         shares = {name: max(share, found[name]) for name, share in shares.items()}
         print(
-            f"{size:>6} in flight{run.driver_us:10.0f}{rows_us:8.1f}{found['rows_share']:8.2%}{both_us - rows_us:8.1f}{found['record_share']:8.2%}"
+            f"{size:>6} in"
+            f" flight{run.driver_us:10.0f}{rows_us:8.1f}{found['rows_share']:8.2%}{both_us - rows_us:8.1f}{found['record_share']:8.2%}"
             f"{costs['log_step']:16.1f}{costs['log_samples']:9.1f}{costs['log_spans']:7.1f}",
             flush=True,
         )
@@ -167,16 +192,25 @@ def measure_shares(sizes: Sequence[int], *, rollouts: int, rounds: int) -> dict[
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--rollouts", type=int, default=4096, help="of each size, at least")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     gc.set_threshold(*COLLECTOR_THRESHOLDS)
-    sizes, rollouts, rounds = ((64, 512), 1024, 2) if options.quick else (options.sizes, options.rollouts, options.rounds)
+    sizes, rollouts, rounds = (
+        ((64, 512), 1024, 2) if options.quick else (options.sizes, options.rollouts, options.rounds)
+    )
     measure_driver(Shape(in_flight=sizes[0]), rollouts=256)  # warms up
-    return finish("record_cost", peer="the driver's own work", metrics=measure_shares(sizes, rollouts=rollouts, rounds=rounds), targets=TARGETS)
+    return finish(
+        "record_cost",
+        peer="the driver's own work",
+        metrics=measure_shares(sizes, rollouts=rollouts, rounds=rounds),
+        targets=TARGETS,
+    )
 
 
 if __name__ == "__main__":

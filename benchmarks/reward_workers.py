@@ -1,11 +1,13 @@
-"""Reward workers before and after a storm: calls per second of a cheap reward, then many hostile calls, then the cheap reward again.
+"""Reward workers before and after a storm: calls per second of a cheap reward, then many hostile calls, then
+the cheap reward again.
 
     python -m benchmarks.reward_workers [--quick] [--workers 2] [--rounds 5]
 
-One run. The storm is an infinite loop, a segfault, an exit, a fork, endless output, an allocation of 10 GB and a child that leaves its
-session, each killed in its own way. A second pool that no storm hits says what the reward takes "before": it is measured in turns with the
-one after its storms, A B B A, so that what else the machine does falls on both. The ratio is the median of the turns'. Also measured: how
-long a replacement takes to answer, and that no process is left. The last line is JSON.
+One run. The storm is an infinite loop, a segfault, an exit, a fork, endless output, an allocation of 10 GB
+and a child that leaves its session, each killed in its own way. A second pool that no storm hits says what
+the reward takes "before": it is measured in turns with the one after its storms, A B B A, so that what else
+the machine does falls on both. The ratio is the median of the turns'. Also measured: how long a replacement
+takes to answer, and that no process is left. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +39,12 @@ TIMEOUT_S = 0.5
 TOKENS = 512
 CHEAP = "rollouts.rewards.exact:exact_match"
 SAMPLE = Sample(
-    id="g0-s0", prompt="1 + 1?", response="2", tokens=np.arange(TOKENS), rollout_log_probs=np.full(TOKENS, -0.5), metadata={"answer": "2"}
+    id="g0-s0",
+    prompt="1 + 1?",
+    response="2",
+    tokens=np.arange(TOKENS),
+    rollout_log_probs=np.full(TOKENS, -0.5),
+    metadata={"answer": "2"},
 )
 
 
@@ -103,7 +110,15 @@ async def storm(workers: RewardWorkers, *, rounds: int) -> dict[str, int]:
         try:
             await call_reward(named(workers, name), SAMPLE)
         except UserFunctionError as error:
-            ends["timeouts" if isinstance(error, RewardTimeout) else "crashes" if isinstance(error, RewardCrashed) else "other"] += 1
+            ends[
+                (
+                    "timeouts"
+                    if isinstance(error, RewardTimeout)
+                    else "crashes"
+                    if isinstance(error, RewardCrashed)
+                    else "other"
+                )
+            ] += 1
             return
         raise AssertionError(f"{name} gave a reward")
 
@@ -122,7 +137,9 @@ def find_descendants() -> set[int]:
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         try:
-            parents[int(entry.name)] = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+            parents[int(entry.name)] = int(
+                (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+            )
         except (OSError, ValueError):
             continue
     found = {os.getpid()}
@@ -135,7 +152,12 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     before: list[float] = []
     after: list[float] = []
     ends: dict[str, int] = {}
-    pool: dict[str, Any] = {"count": arguments.workers, "timeout_s": TIMEOUT_S, "memory_bytes": 1 << 30, "output_bytes": 1 << 16}
+    pool: dict[str, Any] = {
+        "count": arguments.workers,
+        "timeout_s": TIMEOUT_S,
+        "memory_bytes": 1 << 30,
+        "output_bytes": 1 << 16,
+    }
     options: dict[str, Any] = {"calls": arguments.calls, "at_once": 2 * arguments.workers}
     async with open_reward_workers(**pool) as calm, open_reward_workers(**pool) as workers:
         calm_reward, reward = (each.reward(CHEAP, Path.cwd()) for each in (calm, workers))
@@ -144,9 +166,18 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             for name, count in (await storm(workers, rounds=arguments.storm)).items():
                 ends[name] = ends.get(name, 0) + count
             await call_many(reward, 4 * arguments.workers)  # every new worker imports its function once
-            for measured, each in ((before, calm_reward), (after, reward), (after, reward), (before, calm_reward)):
+            for measured, each in (
+                (before, calm_reward),
+                (after, reward),
+                (after, reward),
+                (before, calm_reward),
+            ):
                 measured.append(await measure_calls_per_s(each, **options))
-            print(f"round {number}: before {before[-2]:.0f} {before[-1]:.0f}, after {after[-2]:.0f} {after[-1]:.0f} calls/s", flush=True)
+            print(
+                f"round {number}: before {before[-2]:.0f} {before[-1]:.0f}, after {after[-2]:.0f}"
+                f" {after[-1]:.0f} calls/s",
+                flush=True,
+            )
         counters = workers.statistics()
         closing = time.perf_counter()
     close_ms = (time.perf_counter() - closing) * 1000
@@ -171,13 +202,20 @@ async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "metrics": metrics,
         "targets": {"ratio": TARGET_RATIO},
         "met": ratio >= TARGET_RATIO and metrics["processes_left"] == 0 and ends["other"] == 0,
-        "machine": {"cpus": os.cpu_count(), "system": platform.system(), "release": platform.release(), "workers": arguments.workers},
+        "machine": {
+            "cpus": os.cpu_count(),
+            "system": platform.system(),
+            "release": platform.release(),
+            "workers": arguments.workers,
+        },
         "versions": {"python": platform.python_version(), "trio": version("trio"), "numpy": version("numpy")},
     }
 
 
 async def measure_replacement_ms(rounds: int) -> float:
-    """Median time from the end of the only worker's hostile call, cancelled, to the answer of its successor, import included."""
+    """Median time from the end of the only worker's hostile call, cancelled, to the answer of its successor,
+    import included.
+    """
     taken: list[float] = []
     async with open_reward_workers(count=1, timeout_s=TIMEOUT_S, memory_bytes=1 << 30) as workers:
         reward = workers.reward(CHEAP, Path.cwd())
@@ -192,11 +230,18 @@ async def measure_replacement_ms(rounds: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--calls", type=int, default=1000, help="of the cheap reward, per measurement")
     parser.add_argument("--rounds", type=int, default=5, help="storms, each with four measurements after it")
-    parser.add_argument("--storm", type=int, default=3, help=f"calls of each of the {len(HOSTILE)} hostile functions in one storm")
+    parser.add_argument(
+        "--storm",
+        type=int,
+        default=3,
+        help=f"calls of each of the {len(HOSTILE)} hostile functions in one storm",
+    )
     parser.add_argument("--quick", action="store_true", help="200 calls, two rounds, small storms")
     parser.add_argument("--bar", type=float, default=0.0, help="exit 1 below this ratio")
     arguments = parser.parse_args()
@@ -204,7 +249,12 @@ def main() -> int:
         arguments.calls, arguments.rounds, arguments.storm = 200, 2, 1
     result = trio.run(measure, arguments)
     print(json.dumps(result))
-    return 1 if arguments.bar and (result["metrics"]["ratio"] < arguments.bar or result["metrics"]["processes_left"]) else 0
+    return (
+        1
+        if arguments.bar
+        and (result["metrics"]["ratio"] < arguments.bar or result["metrics"]["processes_left"])
+        else 0
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""The long tail of response lengths: slots kept busy by the rollout manager, compared with a barrier and with the ideal. Virtual time.
+"""The long tail of response lengths: slots kept busy by the rollout manager, compared with a barrier and with
+the ideal. Virtual time.
 
     python -m benchmarks.rollout_tail [--batches 100] [--sigmas 0.5 0.8 1.0] [--slots-per-engine 32] [--quick]
 
-8 stub engines decode one token per slot and step of 20 ms; what they have no slot for waits in order. P = 32 groups of 8 samples make a batch,
-lengths are lognormal with a mean of 400 tokens, a filter drops 30 % of the groups by their index. The manager runs as it does in training, with a
-new version after every batch and max_staleness so large that nothing must be waited for; training itself takes no time. The barrier launches P
-groups on the same slots and waits for all of them, again and again (what TRL does). The ideal keeps all slots decoding and delivers every token
-that the filter lets through.
+8 stub engines decode one token per slot and step of 20 ms; what they have no slot for waits in order. P = 32
+groups of 8 samples make a batch, lengths are lognormal with a mean of 400 tokens, a filter drops 30 % of the
+groups by their index. The manager runs as it does in training, with a new version after every batch and
+max_staleness so large that nothing must be waited for; training itself takes no time. The barrier launches P
+groups on the same slots and waits for all of them, again and again (what TRL does). The ideal keeps all slots
+decoding and delivers every token that the filter lets through.
 
     efficiency     tokens of delivered samples / (slots * makespan)
     of ideal       efficiency / (1 - share of the drawn tokens that the filter drops)
@@ -14,8 +16,9 @@ that the filter lets through.
     waste          tokens decoded that are neither delivered, nor of a filtered group, nor held for the next batch / tokens decoded
     end            tokens held at the end / tokens decoded: the run stops there, so efficiency lacks them
 
-Prefill is free in this model, also that of a sample that goes on. The last part sends the same load through the fleet while 1 % of the requests
-break in the middle, and prints the throughput lost. The last line is JSON; exit status 1 if a target is missed.
+Prefill is free in this model, also that of a sample that goes on. The last part sends the same load through
+the fleet while 1 % of the requests break in the middle, and prints the throughput lost. The last line is
+JSON; exit status 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -45,7 +48,15 @@ from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.protocols import InferenceEngine
 from rollouts.testing.fakes import FakeTokenizer, fake_uniform
-from rollouts.types import Completion, EngineLoad, FinishReason, GenerateRequest, Sample, SampleGroup, SamplingParams
+from rollouts.types import (
+    Completion,
+    EngineLoad,
+    FinishReason,
+    GenerateRequest,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+)
 
 ENGINES = 8
 NUM_PROMPTS = 32
@@ -68,7 +79,9 @@ class SilentTokenizer(FakeTokenizer):
 
 
 class Lengths:
-    """Lognormal lengths [tokens] with mean MEAN_TOKENS, cut at MAX_NEW_TOKENS; drawn by group, so that they depend on nothing else."""
+    """Lognormal lengths [tokens] with mean MEAN_TOKENS, cut at MAX_NEW_TOKENS; drawn by group, so that they
+    depend on nothing else.
+    """
 
     def __init__(self, sigma: float) -> None:
         self._sigma = sigma
@@ -77,7 +90,9 @@ class Lengths:
     def of_group(self, group_index: int) -> np.ndarray:
         if group_index not in self._of_group:
             draw = np.random.default_rng([group_index, round(1000 * self._sigma)])
-            lengths = draw.lognormal(math.log(MEAN_TOKENS) - self._sigma**2 / 2, self._sigma, SAMPLES_PER_PROMPT)
+            lengths = draw.lognormal(
+                math.log(MEAN_TOKENS) - self._sigma**2 / 2, self._sigma, SAMPLES_PER_PROMPT
+            )
             self._of_group[group_index] = np.clip(np.ceil(lengths), 1, MAX_NEW_TOKENS).astype(int)
         return self._of_group[group_index]
 
@@ -89,7 +104,7 @@ def is_filtered(group_index: int) -> bool:
     return fake_uniform("filter", group_index) < FILTER_RATE
 
 
-# --- the stub ----------------------------------------------------------------------------------------------------------------
+# --- the stub -----------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -149,15 +164,23 @@ class SlotEngine(IdleEngine):
         try:
             with trio.move_on_at(began + limit * TOKEN_S) as scope:
                 await running.aborted.wait()
-            count = limit if scope.cancelled_caught else max(0, min(limit, int((trio.current_time() - began) / TOKEN_S + 1e-6)))
+            count = (
+                limit
+                if scope.cancelled_caught
+                else max(0, min(limit, int((trio.current_time() - began) / TOKEN_S + 1e-6)))
+            )
         finally:
-            steps = math.ceil((trio.current_time() - began) / TOKEN_S - 1e-6)  # the one that an abort cuts short included
+            steps = math.ceil(
+                (trio.current_time() - began) / TOKEN_S - 1e-6
+            )  # the one that an abort cuts short included
             self.decoded += max(0, min(limit, steps))
             self._free_slot()
         return count
 
     def _next_step_at(self) -> float:
-        """When the engine's next step begins: a request joins between steps, and the steps of two engines don't coincide."""
+        """When the engine's next step begins: a request joins between steps, and the steps of two engines
+        don't coincide.
+        """
         return math.ceil((trio.current_time() - self._phase_s) / TOKEN_S - 1e-6) * TOKEN_S + self._phase_s
 
     def _leave(self, running: _Running) -> None:
@@ -213,7 +236,7 @@ def _complete(request: GenerateRequest, count: int, version: int, finish: Finish
     )
 
 
-# --- one run -----------------------------------------------------------------------------------------------------------------
+# --- one run ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +255,9 @@ class Run:
     cpu_s: float
 
 
-async def run_manager(sigma: float, *, slots: int, batches: int, through_fleet: bool, fault_rate: float) -> Run:
+async def run_manager(
+    sigma: float, *, slots: int, batches: int, through_fleet: bool, fault_rate: float
+) -> Run:
     cpu = time.process_time()
     lengths, version = Lengths(sigma), [0]
     engines = [SlotEngine(f"stub-{index}", slots, lengths, fault_rate=fault_rate) for index in range(ENGINES)]
@@ -263,7 +288,9 @@ async def run_manager(sigma: float, *, slots: int, batches: int, through_fleet: 
                 lags.append(version[0] - (sample.oldest_version or 0))
             version[0] += 1
             publish()
-        return summarise(manager, engines, lengths, delivered, lags, slots=slots, cpu_s=time.process_time() - cpu)
+        return summarise(
+            manager, engines, lengths, delivered, lags, slots=slots, cpu_s=time.process_time() - cpu
+        )
 
 
 def make_manager(engine: InferenceEngine, version: list[int]) -> AsyncRolloutManager:
@@ -277,7 +304,9 @@ def make_manager(engine: InferenceEngine, version: list[int]) -> AsyncRolloutMan
         DataBuffer([{"prompt": f"p{index}"} for index in range(4096)], seed=0),
         engine,
         generate=make_chat_generate(SilentTokenizer()),
-        config=RolloutConfig(num_prompts=NUM_PROMPTS, samples_per_prompt=SAMPLES_PER_PROMPT, over_sampling=OVER_SAMPLING),
+        config=RolloutConfig(
+            num_prompts=NUM_PROMPTS, samples_per_prompt=SAMPLES_PER_PROMPT, over_sampling=OVER_SAMPLING
+        ),
         reward=reward,
         filters=[keep],
         sampling=SamplingParams(max_new_tokens=MAX_NEW_TOKENS),
@@ -288,16 +317,32 @@ def make_manager(engine: InferenceEngine, version: list[int]) -> AsyncRolloutMan
 
 
 def summarise(
-    manager: AsyncRolloutManager, engines: Sequence[SlotEngine], lengths: Lengths, delivered: list[int], lags: list[int], *, slots: int, cpu_s: float
+    manager: AsyncRolloutManager,
+    engines: Sequence[SlotEngine],
+    lengths: Lengths,
+    delivered: list[int],
+    lags: list[int],
+    *,
+    slots: int,
+    cpu_s: float,
 ) -> Run:
     state, statistics = manager.state_dict(), manager.statistics()
     held_groups = {group["group_index"] for group in [*state["held"], *state["unfinished"]]}
     held = sum(sum(sample["loss_mask"]) for group in state["held"] for sample in group["samples"])
     for group in state["unfinished"]:
-        there = [sample for member in group["members"] for sample in (member["segments"] or [member["partial"]]) if sample is not None]
+        there = [
+            sample
+            for member in group["members"]
+            for sample in member["segments"] or [member["partial"]]
+            if sample is not None
+        ]
         held += sum(sum(sample["loss_mask"]) for sample in there)
     launched = range(state["next_group_index"])
-    filtered = sum(int(lengths.of_group(index).sum()) for index in launched if is_filtered(index) and index not in held_groups)
+    filtered = sum(
+        int(lengths.of_group(index).sum())
+        for index in launched
+        if is_filtered(index) and index not in held_groups
+    )
     drawn = sum(int(lengths.of_group(index).sum()) for index in launched)
     drawn_filtered = sum(int(lengths.of_group(index).sum()) for index in launched if is_filtered(index))
     passing = np.concatenate([lengths.of_group(index) for index in launched if not is_filtered(index)])
@@ -331,33 +376,61 @@ def run_barrier(sigma: float, *, slots: int, batches: int) -> float:
     return useful * TOKEN_S / (slots * ENGINES * seconds)
 
 
-def simulate(sigma: float, *, slots: int, batches: int, through_fleet: bool = False, fault_rate: float = 0.0) -> Run:
+def simulate(
+    sigma: float, *, slots: int, batches: int, through_fleet: bool = False, fault_rate: float = 0.0
+) -> Run:
     async def main() -> Run:
-        return await run_manager(sigma, slots=slots, batches=batches, through_fleet=through_fleet, fault_rate=fault_rate)
+        return await run_manager(
+            sigma, slots=slots, batches=batches, through_fleet=through_fleet, fault_rate=fault_rate
+        )
 
     return trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--batches", type=int, default=100)
     parser.add_argument("--sigmas", type=float, nargs="+", default=[0.5, 0.8, 1.0])
-    parser.add_argument("--slots-per-engine", type=int, default=NUM_PROMPTS * SAMPLES_PER_PROMPT // ENGINES, help="default: a slot for every sample")
+    parser.add_argument(
+        "--slots-per-engine",
+        type=int,
+        default=NUM_PROMPTS * SAMPLES_PER_PROMPT // ENGINES,
+        help="default: a slot for every sample",
+    )
     parser.add_argument("--no-faults", action="store_true", help="leaves out the runs through the fleet")
-    parser.add_argument("--quick", action="store_true", help="40 batches, sigma 0.8; the end of the run then weighs more")
+    parser.add_argument(
+        "--quick", action="store_true", help="40 batches, sigma 0.8; the end of the run then weighs more"
+    )
     options = parser.parse_args()
     batches, sigmas = (40, [0.8]) if options.quick else (options.batches, options.sigmas)
     slots = options.slots_per_engine
-    record: dict[str, Any] = {"benchmark": "rollout_tail", "batches": batches, "slots": slots * ENGINES, "sigmas": {}}
+    record: dict[str, Any] = {
+        "benchmark": "rollout_tail",
+        "batches": batches,
+        "slots": slots * ENGINES,
+        "sigmas": {},
+    }
     missed: list[str] = []
-    print(f"P={NUM_PROMPTS} G={SAMPLES_PER_PROMPT} engines={ENGINES} slots={slots * ENGINES} batches={batches} max_staleness={MAX_STALENESS}")
-    print("sigma  efficiency  of ideal  barrier  x barrier  length  waste    end  lag mean/max  stale  cpu s", flush=True)
+    print(
+        f"P={NUM_PROMPTS} G={SAMPLES_PER_PROMPT} engines={ENGINES} slots={slots * ENGINES} batches={batches}"
+        f" max_staleness={MAX_STALENESS}"
+    )
+    print(
+        "sigma  efficiency  of ideal  barrier  x barrier  length  waste    end  lag mean/max  stale  cpu s",
+        flush=True,
+    )
     for sigma in sigmas:
-        run, barrier = simulate(sigma, slots=slots, batches=batches), run_barrier(sigma, slots=slots, batches=batches)
+        run, barrier = (
+            simulate(sigma, slots=slots, batches=batches),
+            run_barrier(sigma, slots=slots, batches=batches),
+        )
         times = run.efficiency / barrier
         print(
-            f"{sigma:5.1f}  {run.efficiency:10.3f}  {run.of_ideal:8.3f}  {barrier:7.3f}  {times:9.2f}  {run.length:6.3f}  "
-            f"{run.waste:5.2%}  {run.end:5.2%}  {run.lag_mean:4.2f} / {run.lag_max:3d}  {run.stale:5.0f}  {run.cpu_s:5.0f}",
+            f"{sigma:5.1f}  {run.efficiency:10.3f}  {run.of_ideal:8.3f}  {barrier:7.3f}  {times:9.2f} "
+            f" {run.length:6.3f}  {run.waste:5.2%}  {run.end:5.2%}  {run.lag_mean:4.2f} / {run.lag_max:3d} "
+            f" {run.stale:5.0f}  {run.cpu_s:5.0f}",
             flush=True,
         )
         checks = {
@@ -375,7 +448,10 @@ def main() -> int:
         calm = simulate(0.8, slots=slots, batches=batches, through_fleet=True)
         faulty = simulate(0.8, slots=slots, batches=batches, through_fleet=True, fault_rate=FAULT_RATE)
         loss = 1 - faulty.efficiency / calm.efficiency
-        print(f"fleet, sigma 0.8: of ideal {calm.of_ideal:.3f}; {FAULT_RATE:.0%} of the requests break: {faulty.of_ideal:.3f}, loss {loss:.2%}")
+        print(
+            f"fleet, sigma 0.8: of ideal {calm.of_ideal:.3f}; {FAULT_RATE:.0%} of the requests break:"
+            f" {faulty.of_ideal:.3f}, loss {loss:.2%}"
+        )
         record["fleet"] = {"of_ideal": calm.of_ideal, "of_ideal_with_faults": faulty.of_ideal, "loss": loss}
         missed += ["fault_loss"] if loss > TARGETS["fault_loss"] else []
     print("missed: " + ", ".join(missed) if missed else "all targets reached")

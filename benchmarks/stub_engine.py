@@ -1,4 +1,6 @@
-"""What the stub engines of benchmarks.driver_stubs and benchmarks.rollout_tail have in common: all but generating, being cut off, and the load."""
+"""What the stub engines of benchmarks.driver_stubs and benchmarks.rollout_tail have in common: all but
+generating, being cut off, and the load.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from rollouts.types import EngineFeatures
 
 
 class IdleEngine:
-    """The calls of an InferenceEngine that cost a stub nothing; weights come from checkpoints, of which only the version is kept."""
+    """The calls of an InferenceEngine that cost a stub nothing; weights come from checkpoints, of which only
+    the version is kept.
+    """
 
     def __init__(self, name: str, *, context_length: int) -> None:
         self.features = EngineFeatures(

@@ -1,17 +1,20 @@
-"""A training step of ours against TRL's GRPOTrainer's own: the same rollouts, loss, clipping, AdamW and micro-batches, in float32.
+"""A training step of ours against TRL's GRPOTrainer's own: the same rollouts, loss, clipping, AdamW and
+micro-batches, in float32.
 
     python -m benchmarks.train_step [--quick] [--rounds 3] [--micro-batch-rows 32]
 
-SmolLM2-135M, 4 groups of 8, prompts of 64 tokens, responses lognormal around 40 and at most 64. Each side is a process of its own, and they
-take turns A B B A. TRL's trainer runs its own loop (compute_loss, backward, clipping, fused AdamW) and is given the rollouts where it would
-generate; it pads, and computes a group's prompt once for each of its samples. We take micro-batches of as many tokens as TRL's have.
+SmolLM2-135M, 4 groups of 8, prompts of 64 tokens, responses lognormal around 40 and at most 64. Each side is
+a process of its own, and they take turns A B B A. TRL's trainer runs its own loop (compute_loss, backward,
+clipping, fused AdamW) and is given the rollouts where it would generate; it pads, and computes a group's
+prompt once for each of its samples. We take micro-batches of as many tokens as TRL's have.
 
-First, both gradients of the same batch are compared, with old log-probs that are not the policy's own. Metrics: `speedup` (wall) and
-`cpu_ratio`, TRL's step / ours; `peak_rss_ratio`, ours / TRL's after loading; `sharing_gain`, our step with sharing of prompts off / ours;
-`skipping_gain`, ours / our step with one group of four whose rewards are equal, which we skip; `fraction_of_gemm`: operations that the step
-needs (6 for each weight and token, each prompt once, the head on responses only) per second, of those of matrix products of the model's shapes,
-measured in the same run. TRL's process takes 13 GiB.
-Targets: speedup >= 2.0, peak_rss_ratio <= 0.6, gradient_error <= 1e-4. Without TRL only our own numbers are there.
+First, both gradients of the same batch are compared, with old log-probs that are not the policy's own.
+Metrics: `speedup` (wall) and `cpu_ratio`, TRL's step / ours; `peak_rss_ratio`, ours / TRL's after loading;
+`sharing_gain`, our step with sharing of prompts off / ours; `skipping_gain`, ours / our step with one group
+of four whose rewards are equal, which we skip; `fraction_of_gemm`: operations that the step needs (6 for each
+weight and token, each prompt once, the head on responses only) per second, of those of matrix products of the
+model's shapes, measured in the same run. TRL's process takes 13 GiB. Targets: speedup >= 2.0, peak_rss_ratio
+<= 0.6, gradient_error <= 1e-4. Without TRL only our own numbers are there.
 """
 
 from __future__ import annotations
@@ -31,7 +34,15 @@ from typing import Any
 import torch
 
 from benchmarks.e2e.children import Child, open_child
-from benchmarks.e2e.step_batch import GROUPS, LONGEST, MAX_GRAD_NORM, PROMPT_LENGTH, SAMPLES, StepBatch, make_step_batch
+from benchmarks.e2e.step_batch import (
+    GROUPS,
+    LONGEST,
+    MAX_GRAD_NORM,
+    PROMPT_LENGTH,
+    SAMPLES,
+    StepBatch,
+    make_step_batch,
+)
 from benchmarks.harness import Turn, compute_ratio, finish
 from rollouts.models.load import load_hf_model, resolve_model
 
@@ -59,7 +70,9 @@ class Setting:
 
 
 def open_ours(setting: Setting, name: str, batch: Path, *flags: str) -> Any:
-    return open_child("benchmarks.e2e.step_ours", setting.ours(batch, *flags), log=setting.folder / f"{name}.log")
+    return open_child(
+        "benchmarks.e2e.step_ours", setting.ours(batch, *flags), log=setting.folder / f"{name}.log"
+    )
 
 
 def open_trl(setting: Setting, name: str, batch: Path) -> Any:
@@ -75,7 +88,10 @@ def compare_gradients(ours: Path, trl: Path, norm_limit: float) -> float:
         assert names == sorted(peer.keys()), sorted(set(own.keys()) ^ set(peer.keys()))
         norm = sum(float(own.get_tensor(name).double().square().sum()) for name in names) ** 0.5
         scale = min(1.0, norm_limit / (norm + 1e-6))
-        wrong = sum(float((own.get_tensor(name).double() * scale - peer.get_tensor(name).double()).square().sum()) for name in names)
+        wrong = sum(
+            float((own.get_tensor(name).double() * scale - peer.get_tensor(name).double()).square().sum())
+            for name in names
+        )
         right = sum(float(peer.get_tensor(name).double().square().sum()) for name in names)
     return (wrong / right) ** 0.5
 
@@ -98,7 +114,9 @@ def check_gradients(setting: Setting, batch: Path) -> float:
 
 
 def count_flops(model: Any, batch: StepBatch) -> float:
-    """What the step needs: 6 operations for each weight of the layers and token, prompts once per group, and of the head and trained token."""
+    """What the step needs: 6 operations for each weight of the layers and token, prompts once per group, and
+    of the head and trained token.
+    """
     head = model.get_output_embeddings().weight.numel()
     layers = sum(parameter.numel() for parameter in model.get_decoder().layers.parameters())
     responses = float(batch.lengths.sum())
@@ -106,7 +124,9 @@ def count_flops(model: Any, batch: StepBatch) -> float:
 
 
 def measure_gemm(model: Any, *, tokens: int, threads: int) -> float:
-    """Operations per second of float32 products of one layer's shapes, `tokens` rows at a time: forward, gradient of input and of weight."""
+    """Operations per second of float32 products of one layer's shapes, `tokens` rows at a time: forward,
+    gradient of input and of weight.
+    """
     torch.set_num_threads(threads)
     config = model.config
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -132,7 +152,13 @@ def take_rounds(children: dict[str, Child], order: Sequence[str], rounds: int) -
     for number in range(rounds):
         for name in order:
             turns[name].append(children[name].take_turn(do="step"))
-        print(f"round {number}: " + ", ".join(f"{name} {statistics.median(turn.wall_s for turn in turns[name]):.2f} s" for name in turns), flush=True)
+        print(
+            f"round {number}: "
+            + ", ".join(
+                f"{name} {statistics.median(turn.wall_s for turn in turns[name]):.2f} s" for name in turns
+            ),
+            flush=True,
+        )
     return turns
 
 
@@ -140,7 +166,9 @@ def ratio_of(turns: dict[str, list[Turn]], ours: str, peer: str, field: str) -> 
     """Median of peer / ours over turns that stood side by side."""
     if not turns.get(ours) or not turns.get(peer):
         return None
-    found = compute_ratio([getattr(turn, field) for turn in turns[ours]], [getattr(turn, field) for turn in turns[peer]])
+    found = compute_ratio(
+        [getattr(turn, field) for turn in turns[ours]], [getattr(turn, field) for turn in turns[peer]]
+    )
     print(f"{peer} / {ours}, {field}: {found}")
     return round(found.median, 3)
 
@@ -158,7 +186,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
     del model
     has_trl = find_spec("trl") is not None
     error = check_gradients(setting, batch_path)
-    metrics: dict[str, float | str | None] = {"gradient_error": float(f"{error:.2g}") if has_trl else None, "gemm_gflops": round(gemm / 1e9, 1)}
+    metrics: dict[str, float | str | None] = {
+        "gradient_error": float(f"{error:.2g}") if has_trl else None,
+        "gemm_gflops": round(gemm / 1e9, 1),
+    }
     if not has_trl:
         print("trl is not installed: only our own steps are measured")
 
@@ -199,11 +230,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float | st
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="bundled:smollm2-135m-instruct")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="of A B B A")
-    parser.add_argument("--micro-batch-rows", type=int, default=GROUPS * SAMPLES, help="of TRL's; a divisor of 32")
+    parser.add_argument(
+        "--micro-batch-rows", type=int, default=GROUPS * SAMPLES, help="of TRL's; a divisor of 32"
+    )
     parser.add_argument("--quick", action="store_true", help="one round, without the variants")
     arguments = parser.parse_args()
     if arguments.quick:

@@ -2,8 +2,9 @@
 
     python -m benchmarks.viewer [--quick] [--rounds 3] [--steps 100000] [--samples 1000000]
 
-A run is made up in a temporary directory: metrics that drift, two attempts that overlap, sample rows of about 550 bytes with chat prompts,
-failures and old weights, in files of 256 MiB. Each command is a process of its own, from its start to its end, output included:
+A run is made up in a temporary directory: metrics that drift, two attempts that overlap, sample rows of about
+550 bytes with chat prompts, failures and old weights, in files of 256 MiB. Each command is a process of its
+own, from its start to its end, output included:
 
     first     the first `inspect` builds the index of metrics and samples; reported apart
     inspect   everything that it prints; its picture is up to date
@@ -12,8 +13,9 @@ failures and old weights, in files of 256 MiB. Each command is a process of its 
     again     `inspect` after another 1,000 steps were written: only these are read
     report    the HTML file, and its size
 
-The slowest of the rounds counts. Targets: inspect and samples once indexed <= 2 and 3 s, the report <= 20 s and 25 MiB. Peer: none; what the same
-`inspect` takes without its index is the first one. `--quick`: a twentieth of the rows, two rounds.
+The slowest of the rounds counts. Targets: inspect and samples once indexed <= 2 and 3 s, the report <= 20 s
+and 25 MiB. Peer: none; what the same `inspect` takes without its index is the first one. `--quick`: a
+twentieth of the rows, two rounds.
 """
 
 from __future__ import annotations
@@ -38,14 +40,46 @@ METRICS = 60
 PART_BYTES = 256 << 20
 BLOCK = 2000  # rows that are made at a time
 NAMED = (  # metrics that viewers look for; the others are engine/eNN/load
-    *("reward/mean", "reward/std", "loss/total", "entropy/mean", "response_length/mean", "truncated/frac", "optim/grad_norm", "optim/lr"),
-    *("kl/ref", "mismatch_kl/mean", "clip_ratio", "off_policy/mean", "off_policy/max", "groups/drawn", "groups/kept", "groups/zero_std_frac"),
-    *("groups/dropped/zero_std", "fail/reward", "fail/generate", "time/generate", "time/train", "time/weight_sync", "time/step"),
-    *("perf/generated_tokens_per_s", "perf/trained_tokens_per_s", "advantage/abs_mean", "ratio/mean", "ratio/max"),
+    *(
+        "reward/mean",
+        "reward/std",
+        "loss/total",
+        "entropy/mean",
+        "response_length/mean",
+        "truncated/frac",
+        "optim/grad_norm",
+        "optim/lr",
+    ),
+    *(
+        "kl/ref",
+        "mismatch_kl/mean",
+        "clip_ratio",
+        "off_policy/mean",
+        "off_policy/max",
+        "groups/drawn",
+        "groups/kept",
+        "groups/zero_std_frac",
+    ),
+    *(
+        "groups/dropped/zero_std",
+        "fail/reward",
+        "fail/generate",
+        "time/generate",
+        "time/train",
+        "time/weight_sync",
+        "time/step",
+    ),
+    *(
+        "perf/generated_tokens_per_s",
+        "perf/trained_tokens_per_s",
+        "advantage/abs_mean",
+        "ratio/mean",
+        "ratio/max",
+    ),
 )
 TEXT = (
-    "the sum of both numbers is carried over to the next digit and then we add what is left to find that the answer must be even so it"
-    " cannot be seven because a square has no such remainder"
+    "the sum of both numbers is carried over to the next digit and then we add what is left to find that the"
+    " answer must be even so it cannot be seven because a square has no such remainder"
 )
 RARE = "Quokka"  # one row in a thousand
 TARGETS = {"inspect_s": "<= 2", "samples_s": "<= 3", "report_s": "<= 20", "report_mib": "<= 25"}
@@ -64,10 +98,19 @@ def make_metric_rows(first: int, last: int, attempt: int, rng: np.random.Generat
         values[:, names.index("fail/generate")] = 0
         values[:, names.index("groups/dropped/zero_std")] = rng.integers(0, 2, len(steps))
         values[:, names.index("groups/drawn")] = 8
-        values[:, names.index("time/step")] = sum(values[:, names.index(f"time/{phase}")] for phase in ("generate", "train", "weight_sync"))
+        values[:, names.index("time/step")] = sum(
+            values[:, names.index(f"time/{phase}")] for phase in ("generate", "train", "weight_sync")
+        )
         lines: list[bytes] = []
         for step, row in zip(steps.tolist(), values.tolist(), strict=True):
-            head = {"schema": 1, "stage": "rl", "step": step, "policy_version": step - 1, "attempt": attempt, "time_unix": 1.7e9 + step}
+            head = {
+                "schema": 1,
+                "stage": "rl",
+                "step": step,
+                "policy_version": step - 1,
+                "attempt": attempt,
+                "time_unix": 1.7e9 + step,
+            }
             lines.append(encoder.encode(head | dict(zip(names, row, strict=True))))
         yield b"\n".join(lines) + b"\n"
 
@@ -98,7 +141,11 @@ def make_sample_rows(samples: int, steps: int, rng: np.random.Generator) -> Iter
                 "status": "failed" if failed else "truncated" if draw[0] < 100 else "completed",
                 "prompt": [{"role": "user", "content": f"Calculate {draw[2]} + {draw[3]}."}],
                 "response": f"{text} {RARE}" if number % 1000 == 0 else text,
-                **({} if failed else {"reward": rewards[place], "rewards": {"exact": rewards[place], "well_formed": 1.0}}),
+                **(
+                    {}
+                    if failed
+                    else {"reward": rewards[place], "rewards": {"exact": rewards[place], "well_formed": 1.0}}
+                ),
                 "tokens": 30 + draw[1] % 200,
                 "response_length": 10 + draw[1] % 200,
                 "weight_version_min": max(0, step - 1 - draw[0] % 3),
@@ -106,7 +153,11 @@ def make_sample_rows(samples: int, steps: int, rng: np.random.Generator) -> Iter
                 "metadata": {"answer": str(draw[2] + draw[3]), "prompt_id": f"row-{draw[1]}", "epoch": 0},
             }
             if failed:
-                row["metadata"]["failure"] = {"class": "reward", "function": "grade", "message": f"timed out after {draw[1]} ms"}
+                row["metadata"]["failure"] = {
+                    "class": "reward",
+                    "function": "grade",
+                    "message": f"timed out after {draw[1]} ms",
+                }
             lines.append(encoder.encode(row))
         yield b"\n".join(lines) + b"\n"
 
@@ -141,7 +192,9 @@ def time_command(*words: str) -> float:
     """Seconds from the start of `python -m rollouts WORDS` to its end. Raises CalledProcessError if it fails."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # a user's Python keeps what it has compiled
     begin = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "rollouts", *words], env=environment, check=True, stdout=subprocess.PIPE)
+    subprocess.run(
+        [sys.executable, "-m", "rollouts", *words], env=environment, check=True, stdout=subprocess.PIPE
+    )
     return time.perf_counter() - begin
 
 
@@ -162,16 +215,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     share, rounds = (20, 2) if arguments.quick else (1, arguments.rounds)
     with tempfile.TemporaryDirectory(prefix="viewer-") as folder:
-        metrics = measure(Path(folder) / "run", steps=arguments.steps // share, samples=arguments.samples // share, rounds=rounds)
-    return finish("viewer", peer="none", metrics=metrics, targets=TARGETS, packages=("msgspec", "rich", "matplotlib"))
+        metrics = measure(
+            Path(folder) / "run",
+            steps=arguments.steps // share,
+            samples=arguments.samples // share,
+            rounds=rounds,
+        )
+    return finish(
+        "viewer", peer="none", metrics=metrics, targets=TARGETS, packages=("msgspec", "rich", "matplotlib")
+    )
 
 
 def measure(root: Path, *, steps: int, samples: int, rounds: int) -> dict[str, float]:
     """Seconds and sizes, by name."""
     begin = time.perf_counter()
     write_run(root, steps=steps, samples=samples)
-    sizes = {name: sum(path.stat().st_size for path in root.glob(f"{name}*.jsonl")) / 2**20 for name in ("metrics", "samples")}
-    print(f"{steps} steps, {samples} samples: {sizes['metrics']:.0f} and {sizes['samples']:.0f} MiB, made in {time.perf_counter() - begin:.1f} s")
+    sizes = {
+        name: sum(path.stat().st_size for path in root.glob(f"{name}*.jsonl")) / 2**20
+        for name in ("metrics", "samples")
+    }
+    print(
+        f"{steps} steps, {samples} samples: {sizes['metrics']:.0f} and {sizes['samples']:.0f} MiB, made in"
+        f" {time.perf_counter() - begin:.1f} s"
+    )
     run = str(root)
     metrics = {"metrics_mib": round(sizes["metrics"], 1), "samples_mib": round(sizes["samples"], 1)}
     metrics["first_s"] = time_slowest(1, "inspect", run)
@@ -179,10 +245,14 @@ def measure(root: Path, *, steps: int, samples: int, rounds: int) -> dict[str, f
     metrics["inspect_s"] = time_slowest(rounds, "inspect", run)
     if importlib.util.find_spec("matplotlib") is not None:
         metrics["picture_s"] = time_slowest(rounds, "inspect", run, "--png", str(root.parent / "curves.png"))
-    metrics["samples_filter_s"] = time_slowest(rounds, "samples", run, "--status", "truncated", "--sort", "reward", "--reverse")
+    metrics["samples_filter_s"] = time_slowest(
+        rounds, "samples", run, "--status", "truncated", "--sort", "reward", "--reverse"
+    )
     metrics["samples_grep_s"] = time_slowest(rounds, "samples", run, "--grep", RARE.lower())
     metrics["samples_s"] = max(metrics["samples_filter_s"], metrics["samples_grep_s"])
-    write_parts(root / "metrics.9.jsonl", make_metric_rows(steps + 1, steps + 1000, 2, np.random.default_rng(1)))
+    write_parts(
+        root / "metrics.9.jsonl", make_metric_rows(steps + 1, steps + 1000, 2, np.random.default_rng(1))
+    )
     metrics["again_s"] = time_slowest(1, "inspect", run)
     report = root.parent / "report.html"
     metrics["report_s"] = time_slowest(1, "report", run, "-o", str(report))

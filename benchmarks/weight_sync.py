@@ -1,9 +1,10 @@
-"""New weights of SmolLM2-135M on their way from the trainer to engines, beside the cost of copying or writing as many bytes.
+"""New weights of SmolLM2-135M on their way from the trainer to engines, beside the cost of copying or writing
+as many bytes.
 
     python -m benchmarks.weight_sync [--rounds 3] [--threads 2] [--quick]
 
-The weights are those after real AdamW steps at learning rates of 1e-6 and 1e-5; 538 MB in float32, 269 MB in bfloat16. Ours and the floor take turns
-A B B A in one run.
+The weights are those after real AdamW steps at learning rates of 1e-6 and 1e-5; 538 MB in float32, 269 MB in
+bfloat16. Ours and the floor take turns A B B A in one run.
 
     shared     an embedded engine with the trainer's own parameters: nothing to move; seconds of a whole update
     copied     an embedded engine with a copy, updated in memory, against a copy of as many bytes into memory that is there already
@@ -11,12 +12,14 @@ A B B A in one run.
     vllm       an update of a vLLM server on this CPU through the fleet: snapshot, pause, load, probe, checksum; and the pause alone
     peer       the server's own reload of the same directory, nothing else: no export, no versions, no proof
 
-What an engine says after an update, greedy tokens and log-probs, is asserted to be that of one which loaded the snapshot afresh, bit for bit; of
-a vLLM server another one is started for it. Broadcasts in memory to a vLLM server run over NCCL, so on a CPU they are not measured. An encoding of
-what changed does not exist; of it only the share of bfloat16 values that one step changes is told. Files go where temporary files go (TMPDIR).
+What an engine says after an update, greedy tokens and log-probs, is asserted to be that of one which loaded
+the snapshot afresh, bit for bit; of a vLLM server another one is started for it. Broadcasts in memory to a
+vLLM server run over NCCL, so on a CPU they are not measured. An encoding of what changed does not exist; of
+it only the share of bfloat16 values that one step changes is told. Files go where temporary files go
+(TMPDIR).
 
-Targets: copied <= 1.3 times the copy; disk (export and load) <= 1.5 times write, fsync and read; pause of the server <= 0.2 of the update.
-`--quick`: one round, no server.
+Targets: copied <= 1.3 times the copy; disk (export and load) <= 1.5 times write, fsync and read; pause of the
+server <= 0.2 of the update. `--quick`: one round, no server.
 """
 
 from __future__ import annotations
@@ -70,7 +73,7 @@ TARGETS = {
 }
 
 
-# --- floors ------------------------------------------------------------------------------------------------------------------
+# --- floors -------------------------------------------------------------------------------------------------
 
 
 class Floors:
@@ -136,10 +139,15 @@ class Beside:
 
     def __str__(self) -> str:
         ratios = [own / least for own, least in zip(self.ours, self.floor, strict=True)]
-        return f"{self.ours_s:.3f} s, floor {self.floor_s:.3f} s: {self.times:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        return (
+            f"{self.ours_s:.3f} s, floor {self.floor_s:.3f} s: {self.times:.2f} ({min(ratios):.2f} to"
+            f" {max(ratios):.2f})"
+        )
 
 
-async def take_turns(ours: Callable[[], Awaitable[object]], floor: Callable[[], Awaitable[object]], *, rounds: int) -> Beside:
+async def take_turns(
+    ours: Callable[[], Awaitable[object]], floor: Callable[[], Awaitable[object]], *, rounds: int
+) -> Beside:
     """A B B A, once before that for nothing."""
     beside = Beside()
     await ours()
@@ -152,11 +160,13 @@ async def take_turns(ours: Callable[[], Awaitable[object]], floor: Callable[[], 
     return beside
 
 
-# --- the trainer -------------------------------------------------------------------------------------------------------------
+# --- the trainer --------------------------------------------------------------------------------------------
 
 
 def make_training_batch(vocab_size: int) -> RolloutBatch:
-    """8 rows of 64 random tokens, trained on as they are: the steps of AdamW that follow are of the size of its learning rate."""
+    """8 rows of 64 random tokens, trained on as they are: the steps of AdamW that follow are of the size of
+    its learning rate.
+    """
     draw = np.random.default_rng(0)
     tokens = tuple(draw.integers(0, vocab_size, 64) for _ in range(8))
     masks = tuple(np.arange(64) >= 8 for _ in tokens)
@@ -180,11 +190,13 @@ async def measure_changes(backend: PyTorchTrainingBackend, batch: RolloutBatch) 
         await train(backend, batch, lr)
         after = await backend.get_weights().result()
         changed = sum(int((before[name].bfloat16() != after[name].bfloat16()).sum()) for name in before)
-        found[f"changed_bf16_share_lr_{lr:.0e}".replace("e-0", "e-")] = round(changed / sum(weight.numel() for weight in before.values()), 5)
+        found[f"changed_bf16_share_lr_{lr:.0e}".replace("e-0", "e-")] = round(
+            changed / sum(weight.numel() for weight in before.values()), 5
+        )
     return found
 
 
-# --- the same answers ----------------------------------------------------------------------------------------------------------
+# --- the same answers ---------------------------------------------------------------------------------------
 
 
 async def ask(engine: InferenceEngine, vocab_size: int) -> list[Completion]:
@@ -193,7 +205,9 @@ async def ask(engine: InferenceEngine, vocab_size: int) -> list[Completion]:
     for number in range(ANSWERS):
         prompt = np.random.default_rng(number).integers(0, vocab_size, 24)
         sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS, temperature=0.0)
-        request = GenerateRequest(request_id=f"greedy-{number}-{time.monotonic_ns()}", prompt_ids=prompt, sampling=sampling)
+        request = GenerateRequest(
+            request_id=f"greedy-{number}-{time.monotonic_ns()}", prompt_ids=prompt, sampling=sampling
+        )
         answers.append(await engine.generate(request))
     return answers
 
@@ -204,18 +218,29 @@ def assert_same(answers: Sequence[Completion], fresh: Sequence[Completion]) -> N
         assert np.array_equal(one.log_probs, other.log_probs), np.abs(one.log_probs - other.log_probs).max()
 
 
-async def ask_fresh(snapshot: Path, dtype: torch.dtype, device_thread: DeviceThread, vocab_size: int) -> list[Completion]:
+async def ask_fresh(
+    snapshot: Path, dtype: torch.dtype, device_thread: DeviceThread, vocab_size: int
+) -> list[Completion]:
     model = await device_thread.submit(lambda: load_hf_model(snapshot, dtype=dtype))
-    # a copy, for what comes out of a file may lie at addresses for which matrix products take other instructions
-    async with open_local_engine(model, device_thread=device_thread, mode="copied", max_context=CONTEXT) as engine:
+    # a copy, for what comes out of a file may lie at addresses for which matrix products take other
+    # instructions
+    async with open_local_engine(
+        model, device_thread=device_thread, mode="copied", max_context=CONTEXT
+    ) as engine:
         return await ask(engine, vocab_size)
 
 
-# --- embedded and disk -----------------------------------------------------------------------------------------------------------
+# --- embedded and disk --------------------------------------------------------------------------------------
 
 
 async def measure_embedded(
-    backend: PyTorchTrainingBackend, device_thread: DeviceThread, batch: RolloutBatch, folder: Path, dtype: torch.dtype, *, rounds: int
+    backend: PyTorchTrainingBackend,
+    device_thread: DeviceThread,
+    batch: RolloutBatch,
+    folder: Path,
+    dtype: torch.dtype,
+    *,
+    rounds: int,
 ) -> dict[str, float]:
     """copied, export and disk in one dtype."""
     label = "fp32" if dtype is torch.float32 else "bf16"
@@ -223,7 +248,12 @@ async def measure_embedded(
     vocab_size, floors, numbers = backend.model.config.vocab_size, Floors(size, folder), iter(range(1, 1000))
     kept: list[Path] = []
     async with open_local_engine(
-        backend.model, device_thread=device_thread, mode="copied", copy_dtype=dtype, trainer_version=lambda: 0, max_context=CONTEXT
+        backend.model,
+        device_thread=device_thread,
+        mode="copied",
+        copy_dtype=dtype,
+        trainer_version=lambda: 0,
+        max_context=CONTEXT,
     ) as engine:
 
         async def stream() -> None:
@@ -251,9 +281,14 @@ async def measure_embedded(
         disk = await take_turns(export_and_load, in_thread(floors.write_and_read), rounds=rounds)
         last = await ask(engine, vocab_size)
         assert_same(last, await ask_fresh(kept[0], dtype, device_thread, vocab_size))
-        assert any(not np.array_equal(one.log_probs, other.log_probs) for one, other in zip(last, fresh, strict=True)), "nothing was trained"
+        assert any(
+            not np.array_equal(one.log_probs, other.log_probs) for one, other in zip(last, fresh, strict=True)
+        ), "nothing was trained"
     shutil.rmtree(kept[0])
-    print(f"{label}, {size / 1e6:.0f} MB\n  copied  {copied}\n  export  {exported}\n  disk    {disk}", flush=True)
+    print(
+        f"{label}, {size / 1e6:.0f} MB\n  copied  {copied}\n  export  {exported}\n  disk    {disk}",
+        flush=True,
+    )
     return {
         f"copied_{label}_s": round(copied.ours_s, 4), f"copied_{label}_times_memcpy": round(copied.times, 2),
         f"export_{label}_s": round(exported.ours_s, 3), f"export_{label}_times_write": round(exported.times, 2),
@@ -261,9 +296,16 @@ async def measure_embedded(
     }  # fmt: skip
 
 
-async def measure_shared(backend: PyTorchTrainingBackend, device_thread: DeviceThread, vocab_size: int) -> float:
+async def measure_shared(
+    backend: PyTorchTrainingBackend, device_thread: DeviceThread, vocab_size: int
+) -> float:
     """Seconds of an update that moves nothing."""
-    options = {"device_thread": device_thread, "mode": "shared", "trainer_version": lambda: backend.weight_version, "max_context": CONTEXT}
+    options = {
+        "device_thread": device_thread,
+        "mode": "shared",
+        "trainer_version": lambda: backend.weight_version,
+        "max_context": CONTEXT,
+    }
     async with open_local_engine(backend.model, **options) as engine:
         sync = WeightSync(Probe(make_probe_prompt(vocab_size), tolerance=1e-3))
         seconds: list[float] = []
@@ -273,7 +315,7 @@ async def measure_shared(backend: PyTorchTrainingBackend, device_thread: DeviceT
     return statistics.median(seconds)
 
 
-# --- a vLLM server ---------------------------------------------------------------------------------------------------------------
+# --- a vLLM server ------------------------------------------------------------------------------------------
 
 
 async def measure_vllm(
@@ -284,8 +326,16 @@ async def measure_vllm(
     size = 4 * sum(parameter.numel() for parameter in backend.model.parameters())
     floors = Floors(size, folder)
     totals, pauses, peers, least = [], [], [], []
-    async with run_server(model, folder) as process, open_engine(process, vocab_size) as engine, make_fleet(engine) as fleet:
-        sync = WeightSync(Probe(make_probe_prompt(vocab_size), tolerance=1e-3), snapshot_dir=folder / "weights", admission=fleet)
+    async with (
+        run_server(model, folder) as process,
+        open_engine(process, vocab_size) as engine,
+        make_fleet(engine) as fleet,
+    ):
+        sync = WeightSync(
+            Probe(make_probe_prompt(vocab_size), tolerance=1e-3),
+            snapshot_dir=folder / "weights",
+            admission=fleet,
+        )
         for version in range(1, 2 + 2 * rounds):
             await train(backend, batch, LEARNING_RATES[version % 2])
             await backend.set_weight_version(version).result()
@@ -308,8 +358,9 @@ async def measure_vllm(
         assert_same(answers, await ask(fresh, vocab_size))
     shares = [pause / total for pause, total in zip(pauses, totals, strict=True)]
     print(
-        f"vllm, {size / 1e6:.0f} MB: {statistics.median(totals):.2f} s, of which paused {statistics.median(pauses):.2f} s; "
-        f"its reload alone {statistics.median(peers):.2f} s; write, fsync, read {statistics.median(least):.2f} s",
+        f"vllm, {size / 1e6:.0f} MB: {statistics.median(totals):.2f} s, of which paused"
+        f" {statistics.median(pauses):.2f} s; its reload alone {statistics.median(peers):.2f} s; write,"
+        f" fsync, read {statistics.median(least):.2f} s",
         flush=True,
     )
     return {
@@ -317,22 +368,32 @@ async def measure_vllm(
         "vllm_pause_s": round(statistics.median(pauses), 3),
         "vllm_pause_share": round(statistics.median(shares), 3),
         "vllm_reload_s": round(statistics.median(peers), 3),
-        "vllm_times_reload": round(statistics.median(total / peer for total, peer in zip(totals, peers, strict=True)), 2),
-        "vllm_pause_times_reload": round(statistics.median(pause / peer for pause, peer in zip(pauses, peers, strict=True)), 2),
-        "vllm_times_floor": round(statistics.median(total / floor for total, floor in zip(totals, least, strict=True)), 2),
+        "vllm_times_reload": round(
+            statistics.median(total / peer for total, peer in zip(totals, peers, strict=True)), 2
+        ),
+        "vllm_pause_times_reload": round(
+            statistics.median(pause / peer for pause, peer in zip(pauses, peers, strict=True)), 2
+        ),
+        "vllm_times_floor": round(
+            statistics.median(total / floor for total, floor in zip(totals, least, strict=True)), 2
+        ),
     }
 
 
 @asynccontextmanager
 async def run_server(model: Path, folder: Path) -> AsyncIterator[EngineProcess]:
     """A server in float32 on this CPU."""
-    command = EngineCommand(kind="vllm", python=VLLM_PYTHON.absolute(), model=model, context_length=CONTEXT, dtype="float32")
+    command = EngineCommand(
+        kind="vllm", python=VLLM_PYTHON.absolute(), model=model, context_length=CONTEXT, dtype="float32"
+    )
     async with open_engine_processes(command, count=1, log_dir=folder / "logs") as (process,):
         yield process
 
 
 def open_engine(process: EngineProcess, vocab_size: int) -> AbstractAsyncContextManager[VLLMEngine]:
-    return open_vllm_engine(process.url, name=process.name, api_key=process.api_key, vocab_size=vocab_size, context_length=CONTEXT)
+    return open_vllm_engine(
+        process.url, name=process.name, api_key=process.api_key, vocab_size=vocab_size, context_length=CONTEXT
+    )
 
 
 def make_fleet(engine: InferenceEngine) -> AbstractAsyncContextManager[Fleet]:
@@ -342,11 +403,13 @@ def make_fleet(engine: InferenceEngine) -> AbstractAsyncContextManager[Fleet]:
 async def reload(process: EngineProcess, path: Path) -> None:
     """The server's own call, past everything of ours."""
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
-    async with httpx.AsyncClient(timeout=600.0, headers={"Authorization": f"Bearer {process.api_key}"}) as client:
+    async with httpx.AsyncClient(
+        timeout=600.0, headers={"Authorization": f"Bearer {process.api_key}"}
+    ) as client:
         (await client.post(f"{process.url}/collective_rpc", json=body)).raise_for_status()
 
 
-# --- the whole -----------------------------------------------------------------------------------------------------------------
+# --- the whole ----------------------------------------------------------------------------------------------
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float | None]:
@@ -355,11 +418,15 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float 
     metrics: dict[str, float | None] = {}
     async with open_device_thread(name="benchmark", torch_threads=options.threads) as device_thread:
         optim = OptimConfig(lr=LEARNING_RATES[1])
-        async with open_pytorch_backend(model, optim=optim, total_steps=1000, autocast="off", device_thread=device_thread) as backend:
+        async with open_pytorch_backend(
+            model, optim=optim, total_steps=1000, autocast="off", device_thread=device_thread
+        ) as backend:
             batch = make_training_batch(backend.model.config.vocab_size)
             metrics |= await measure_changes(backend, batch)
             print(f"bfloat16 values that one step changes: {metrics}", flush=True)
-            metrics["shared_s"] = round(await measure_shared(backend, device_thread, backend.model.config.vocab_size), 6)
+            metrics["shared_s"] = round(
+                await measure_shared(backend, device_thread, backend.model.config.vocab_size), 6
+            )
             for dtype in (torch.float32, torch.bfloat16):
                 metrics |= await measure_embedded(backend, device_thread, batch, folder, dtype, rounds=rounds)
             if options.quick or not VLLM_PYTHON.exists():
@@ -372,14 +439,23 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of A B B A")
-    parser.add_argument("--threads", type=int, default=2, help="torch's, of the device thread and of the floors")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="torch's, of the device thread and of the floors"
+    )
     parser.add_argument("--quick", action="store_true", help="one round, no server")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="weight-sync-") as folder:
         metrics = trio.run(measure, options, Path(folder))
-    return finish("weight_sync", peer="memcpy; write, fsync and read; vLLM's own reload", metrics=metrics, targets=TARGETS)
+    return finish(
+        "weight_sync",
+        peer="memcpy; write, fsync and read; vLLM's own reload",
+        metrics=metrics,
+        targets=TARGETS,
+    )
 
 
 if __name__ == "__main__":

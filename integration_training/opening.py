@@ -1,7 +1,7 @@
 """What a stage of a run has open: a backend, what generates, what saves.
 
-    Run      what every stage reads: config, rows, functions, tokenizer, the record
-    Stage    what is open while one runs; `open_stage` opens it from a model directory
+Run      what every stage reads: config, rows, functions, tokenizer, the record
+Stage    what is open while one runs; `open_stage` opens it from a model directory
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from rollouts.preflight.estimate import read_free_memory
 from rollouts.preflight.functions import Functions, weigh
 from rollouts.preflight.preferences import PreparedLabels, PreparedPairs
 from rollouts.preflight.rows import Rows
-from rollouts.protocols import InferenceEngine, LogProbScorer, MetricsLogger, RewardFn, SyncWeights, TrainingBackend
+from rollouts.protocols import (
+    InferenceEngine,
+    LogProbScorer,
+    MetricsLogger,
+    RewardFn,
+    SyncWeights,
+    TrainingBackend,
+)
 from rollouts.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -63,11 +70,15 @@ class Run:
     tokenizer: Any
     template: TemplateOptions
     stop_ids: tuple[int, ...]
-    base_model: Path  # the directory that the first stage starts from; started servers load it before they get the trainer's weights
+    # the directory that the first stage starts from; started servers load it before they get the trainer's
+    # weights
+    base_model: Path
     logger: MetricsLogger
     stop: StopControl  # requested by the first SIGINT or SIGTERM
     device: str  # where this process computes: cpu, cuda, or cuda:N where it is one of several
-    ranks: OpenRanks | None = None  # the processes that train together, of which this is rank 0; None: this one is alone
+    ranks: OpenRanks | None = (
+        None  # the processes that train together, of which this is rank 0; None: this one is alone
+    )
     spans: SpanRecorder = field(default_factory=SpanRecorder)  # when what goes on beside the loop was done
 
 
@@ -85,14 +96,23 @@ class Stage:
 
 @asynccontextmanager
 async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[Stage]:
-    """A backend with the weights at `model_path` and a fresh optimizer, and what generates with them: for RL as the config says."""
+    """A backend with the weights at `model_path` and a fresh optimizer, and what generates with them: for RL
+    as the config says.
+    """
     from rollouts.backends.open import choose_autocast_dtype
 
-    async with open_backend(run, stage, model_path) as backend, open_critic(run, stage, backend, model_path) as critic:
+    async with (
+        open_backend(run, stage, model_path) as backend,
+        open_critic(run, stage, backend, model_path) as critic,
+    ):
         saved = backend if critic is None else pair_backends(backend, critic)
         served = stage == "rl" and run.config.engine.kind != "local"
         dtype = choose_autocast_dtype(choose_autocast(run.config), run.device)
-        open_engine = open_servers(run, backend, dtype) if served else open_embedded(run, stage, backend, dtype, model_path)
+        open_engine = (
+            open_servers(run, backend, dtype)
+            if served
+            else open_embedded(run, stage, backend, dtype, model_path)
+        )
         async with open_engine as (engine, sync_weights), open_checkpoints(run, stage, saved) as checkpoints:
             yield Stage(backend, critic, saved, engine, sync_weights, checkpoints)
 
@@ -112,8 +132,12 @@ def open_backend(
         "threads": config.model.threads,
         "deterministic": config.deterministic,
         "micro_batch_tokens": section.micro_batch_tokens,
-        "share_prefix": config.rl.share_prefix if config.rl and stage == "rl" else stage != "sft",  # pairs share their prompt
-        "skip_zero_advantage": bool(config.rl and stage == "rl" and config.rl.skip_zero_advantage and not config.rl.kl_stop),
+        "share_prefix": (
+            config.rl.share_prefix if config.rl and stage == "rl" else stage != "sft"
+        ),  # pairs share their prompt
+        "skip_zero_advantage": bool(
+            config.rl and stage == "rl" and config.rl.skip_zero_advantage and not config.rl.kl_stop
+        ),
         "gradient_checkpointing": config.model.gradient_checkpointing,
         "compile_backend": "inductor" if config.model.compile else None,
         "seed": config.seed,
@@ -124,14 +148,20 @@ def open_backend(
         return open_pytorch_backend(model_path, device=run.device, **options)
     from rollouts.backends.fsdp import open_fsdp_backend
 
-    options |= {"reduce_each_micro_batch": config.distributed.reduce_each_micro_batch, "cpu_offload": config.distributed.cpu_offload}
+    options |= {
+        "reduce_each_micro_batch": config.distributed.reduce_each_micro_batch,
+        "cpu_offload": config.distributed.cpu_offload,
+    }
     return open_fsdp_backend(model_path, hub=run.ranks.hub, ranks=run.ranks.ranks, **options)
 
 
 @asynccontextmanager
-async def open_critic(run: Run, stage: str, policy: Backend, model_path: Path) -> AsyncIterator[Backend | None]:
-    """The critic beside the policy that was opened at `model_path`, on its device thread: that of the checkpoint, or a new one; None without
-    [rl.critic]."""
+async def open_critic(
+    run: Run, stage: str, policy: Backend, model_path: Path
+) -> AsyncIterator[Backend | None]:
+    """The critic beside the policy that was opened at `model_path`, on its device thread: that of the
+    checkpoint, or a new one; None without [rl.critic].
+    """
     config = run.config.rl.critic if run.config.rl and stage == "rl" else None
     if config is None:
         yield None
@@ -139,11 +169,15 @@ async def open_critic(run: Run, stage: str, policy: Backend, model_path: Path) -
     from rollouts.backends.policy_and_critic import CRITIC
     from rollouts.preflight.reward_models import find_critic_start
 
-    if model_path.parent == run.run_dir.stage_checkpoints(stage):  # only this stage's own: a model of another run may have brought its critic
+    if model_path.parent == run.run_dir.stage_checkpoints(
+        stage
+    ):  # only this stage's own: a model of another run may have brought its critic
         path = model_path / CRITIC
     else:
         find = partial(find_critic_start, run.config, run.run_dir, config.model)
-        path = await trio.to_thread.run_sync(find) if config.model else model_path  # in a thread: other ranks take silence for an end
+        path = (
+            await trio.to_thread.run_sync(find) if config.model else model_path
+        )  # in a thread: other ranks take silence for an end
     options = {"head": "scalar", "skip_zero_advantage": False, "device_thread": policy.device_thread}
     async with open_backend(run, stage, path, optim=config.optim, **options) as critic:
         yield critic
@@ -181,7 +215,11 @@ def choose_keep(config: RunConfig) -> Keep:
     """Which checkpoints of a stage stay."""
     from rollouts.checkpoints.writer import Keep
 
-    best_by = f"eval/{HELD_OUT}/avg@{config.eval.samples_per_prompt}" if config.output.keep_best and config.eval else None
+    best_by = (
+        f"eval/{HELD_OUT}/avg@{config.eval.samples_per_prompt}"
+        if config.output.keep_best and config.eval
+        else None
+    )
     return Keep(config.output.keep_checkpoints, best_by)
 
 
@@ -200,7 +238,9 @@ def warn(text: str) -> None:
 async def open_embedded(
     run: Run, stage: str, backend: Backend, autocast_dtype: torch.dtype | None, model_path: Path
 ) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
-    """An engine in this process, in the trainer's precision. Where the trainer is several ranks, it has the model at `model_path` to itself."""
+    """An engine in this process, in the trainer's precision. Where the trainer is several ranks, it has the
+    model at `model_path` to itself.
+    """
     from rollouts.engines.local import open_local_engine
     from rollouts.models.load import load_hf_model
     from rollouts.weight_sync.open import choose_tolerance
@@ -228,11 +268,17 @@ async def open_embedded(
     ) as engine:
         if engine.path != "fast":
             say(engine.describe())
-        probe = Probe(make_probe_prompt(engine.features.vocab_size), choose_tolerance(exact=autocast_dtype is None))
+        probe = Probe(
+            make_probe_prompt(engine.features.vocab_size), choose_tolerance(exact=autocast_dtype is None)
+        )
         sync = WeightSync(probe, snapshot_dir=run.run_dir.weights, spans=run.spans)
 
         async def sync_afresh(
-            backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, *, released: trio.Event | None = None
+            backend: TrainingBackend,
+            engines: Sequence[InferenceEngine],
+            version: int,
+            *,
+            released: trio.Event | None = None,
         ) -> Mapping[str, float]:
             # SFT never names a new version, and a WeightSync loads what was proven once no second time
             return await WeightSync(probe, snapshot_dir=run.run_dir.weights)(backend, engines, version)
@@ -244,7 +290,9 @@ async def open_embedded(
 async def open_servers(
     run: Run, backend: Backend, autocast_dtype: torch.dtype | None
 ) -> AsyncIterator[tuple[InferenceEngine, SyncWeights]]:
-    """A fleet of inference servers, each of them kept at the trainer's version, and brought there again when it comes back."""
+    """A fleet of inference servers, each of them kept at the trainer's version, and brought there again when
+    it comes back.
+    """
     from rollouts.weight_sync.open import open_synced_fleet
 
     async with open_synced_fleet(
@@ -264,8 +312,12 @@ async def open_servers(
 
 
 @asynccontextmanager
-async def open_reference(run: Run, backend: Backend, start: Path, newest: Path | None) -> AsyncIterator[LogProbScorer | None]:
-    """The model that RL started from, or what has become of it by the checkpoint `newest`; None when no KL term needs it."""
+async def open_reference(
+    run: Run, backend: Backend, start: Path, newest: Path | None
+) -> AsyncIterator[LogProbScorer | None]:
+    """The model that RL started from, or what has become of it by the checkpoint `newest`; None when no KL
+    term needs it.
+    """
     config = run.config.rl
     if config is None or not needs_reference(config):
         yield None
@@ -277,11 +329,22 @@ async def open_reference(run: Run, backend: Backend, start: Path, newest: Path |
 
 @asynccontextmanager
 async def open_scorer(
-    run: Run, backend: Backend, start: Path, newest: Path | None, micro_batch_tokens: int, completed_steps: Callable[[], int]
+    run: Run,
+    backend: Backend,
+    start: Path,
+    newest: Path | None,
+    micro_batch_tokens: int,
+    completed_steps: Callable[[], int],
 ) -> AsyncIterator[LogProbScorer]:
-    """The reference of [reference]: the model at `start`, frozen, or following the policy, from where it was at the checkpoint `newest`."""
+    """The reference of [reference]: the model at `start`, frozen, or following the policy, from where it was
+    at the checkpoint `newest`.
+    """
     config = run.config.reference
-    common: dict[str, Any] = {"device_thread": backend.device_thread, "micro_batch_tokens": micro_batch_tokens, "device": run.device}
+    common: dict[str, Any] = {
+        "device_thread": backend.device_thread,
+        "micro_batch_tokens": micro_batch_tokens,
+        "device": run.device,
+    }
     if config.update == "none":
         from rollouts.reference.open import open_reference
 
@@ -292,7 +355,9 @@ async def open_scorer(
             "api_key": read_key(config.api_key_env),
             "vocab_size": int(backend.model.config.get_text_config().vocab_size),
         }
-        async with open_reference(start, dtype=config.dtype, where=config.where, say=say, **common, **elsewhere) as frozen:
+        async with open_reference(
+            start, dtype=config.dtype, where=config.where, say=say, **common, **elsewhere
+        ) as frozen:
             yield frozen
         return
     import torch
@@ -300,23 +365,34 @@ async def open_scorer(
     from rollouts.reference.moving import REFERENCE, FollowingReference, make_rule, open_moving_reference
 
     saved = newest / REFERENCE if newest is not None and (newest / REFERENCE).is_dir() else start
-    rule = make_rule(config.update, every=config.every, ema_decay=config.ema_decay, policy_weight=config.policy_weight)
-    async with open_moving_reference(saved, rule=rule, dtype=getattr(torch, config.dtype), **common) as moving:
+    rule = make_rule(
+        config.update, every=config.every, ema_decay=config.ema_decay, policy_weight=config.policy_weight
+    )
+    async with open_moving_reference(
+        saved, rule=rule, dtype=getattr(torch, config.dtype), **common
+    ) as moving:
         yield FollowingReference(moving, backend, completed_steps)
 
 
 def read_key(name: str) -> str | None:
-    """The key in the environment variable `name`; None where no name is given. Raises ConfigError if it is not set."""
+    """The key in the environment variable `name`; None where no name is given. Raises ConfigError if it is
+    not set.
+    """
     if not name:
         return None
     if name not in os.environ:
-        raise ConfigError(f"reference.api_key_env={name!r}, but there is no such environment variable; export it, or leave api_key_env out")
+        raise ConfigError(
+            f"reference.api_key_env={name!r}, but there is no such environment variable; export it, or leave"
+            " api_key_env out"
+        )
     return os.environ[name]
 
 
 @asynccontextmanager
 async def open_reward(run: Run, backend: Backend) -> AsyncIterator[RewardFn | None]:
-    """What scores the samples of RL: the user's function, a reward model, or both together. Raises ConfigError for a model with other tokens."""
+    """What scores the samples of RL: the user's function, a reward model, or both together. Raises
+    ConfigError for a model with other tokens.
+    """
     from rollouts.rewards.reward_model import add_model_reward, open_model_reward
 
     config = run.config.rl
@@ -326,7 +402,9 @@ async def open_reward(run: Run, backend: Backend) -> AsyncIterator[RewardFn | No
     from rollouts.preflight.reward_models import REWARD, check_tokens, find_reward_model
     from rollouts.reference.score import open_frozen_reference
 
-    path = await trio.to_thread.run_sync(partial(find_reward_model, run.config, run.run_dir, REWARD, config.rollout.reward_model))
+    path = await trio.to_thread.run_sync(
+        partial(find_reward_model, run.config, run.run_dir, REWARD, config.rollout.reward_model)
+    )
     await trio.to_thread.run_sync(check_tokens, path, REWARD, run.tokenizer)
     options: dict[str, Any] = {"micro_batch_tokens": config.micro_batch_tokens, "device": run.device}
     async with (

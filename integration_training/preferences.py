@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from integration_training.opening import Run, Stage, open_backend, open_checkpoints, open_scorer, say
-from integration_training.reports import PAIRS, evaluate_now, evaluate_once, has_evaluation, sync_for_evaluation
+from integration_training.reports import (
+    PAIRS,
+    evaluate_now,
+    evaluate_once,
+    has_evaluation,
+    sync_for_evaluation,
+)
 from integration_training.saving import completed_steps, restore, save_step
 from rollouts.crash_points import reach
 from rollouts.loops.hooks import LoopHooks
@@ -26,7 +32,10 @@ Measure = Callable[[], Awaitable[dict[str, float]]]
 
 
 def make_hooks(
-    run: Run, checkpoints: CheckpointWriter, save: Callable[[int], Awaitable[None]], evaluate: Callable[[int], Awaitable[None]]
+    run: Run,
+    checkpoints: CheckpointWriter,
+    save: Callable[[int], Awaitable[None]],
+    evaluate: Callable[[int], Awaitable[None]],
 ) -> LoopHooks:
     """What a loop without prompts is handed."""
     return LoopHooks(
@@ -42,12 +51,16 @@ def make_hooks(
 
 
 def is_due(step: int, eval_every: int) -> bool:
-    """Whether held-out samples are evaluated after `step`, which is not the last: before the first step, and every `eval_every` of them."""
+    """Whether held-out samples are evaluated after `step`, which is not the last: before the first step, and
+    every `eval_every` of them.
+    """
     return step == 0 or (eval_every > 0 and step % eval_every == 0)
 
 
 async def log_pairs(run: Run, stage: str, step: int, version: int, measure: Measure) -> None:
-    """Evaluates the held-out preferences after `step`, unless the record has it. Within a phase of the stop: see log_pairs_once."""
+    """Evaluates the held-out preferences after `step`, unless the record has it. Within a phase of the stop:
+    see log_pairs_once.
+    """
     if not has_evaluation(run, stage, step, PAIRS):
         with run.spans.measure("evaluate"):
             metrics = await measure()
@@ -60,7 +73,7 @@ async def log_pairs_once(run: Run, stage: str, step: int, version: int, measure:
         await log_pairs(run, stage, step, version, measure)
 
 
-# --- on the policy ---------------------------------------------------------------------------------------------------------------
+# --- on the policy ------------------------------------------------------------------------------------------
 
 
 def make_loss(run: Run, backend: Backend, prepared: PreparedPairs | PreparedLabels) -> AsyncRowLoss:
@@ -73,17 +86,31 @@ def make_loss(run: Run, backend: Backend, prepared: PreparedPairs | PreparedLabe
     if isinstance(prepared, PreparedPairs):
         return on_thread(backend.device_thread.submit, make_pair_loss(config.loss, config.loss_params))
     good = sum(sample.desirable for sample in prepared.training.samples)
-    loss = make_kto_loss(config.loss_params, num_desirable=good, num_undesirable=len(prepared.training.samples) - good)
+    loss = make_kto_loss(
+        config.loss_params, num_desirable=good, num_undesirable=len(prepared.training.samples) - good
+    )
     return on_thread(backend.device_thread.submit, loss)
 
 
 async def train_preference(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
-    """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at `start`, which is the reference."""
+    """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at
+    `start`, which is the reference.
+    """
     from rollouts.errors import StepInterrupted
     from rollouts.loops.linearised import finish_or_interrupt
-    from rollouts.loops.preference import evaluate_preferences, run_preference_training, score_mixture, score_samples
+    from rollouts.loops.preference import (
+        evaluate_preferences,
+        run_preference_training,
+        score_mixture,
+        score_samples,
+    )
 
-    config, backend, completed, stage = run.config.preference, opened.backend, completed_steps(newest), "preference"
+    config, backend, completed, stage = (
+        run.config.preference,
+        opened.backend,
+        completed_steps(newest),
+        "preference",
+    )
     assert config is not None
     prepared: Any = run.preferences[stage]  # of pairs or of labels, which the functions below tell apart
     training, held_out = prepared.training, prepared.held_out
@@ -98,18 +125,27 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
             reference = await stack.enter_async_context(scorer)
         if config.reference == "precomputed":
             try:
-                async with open_scorer(run, backend, start, newest, config.micro_batch_tokens, lambda: 0) as scorer:  # gone before training begins
+                async with open_scorer(
+                    run, backend, start, newest, config.micro_batch_tokens, lambda: 0
+                ) as scorer:  # gone before training begins
                     scored = partial(score_mixture, training, config, scorer)
                     training = await finish_or_interrupt(backend, run.stop, "reference", scored)
-                    held_out = await finish_or_interrupt(backend, run.stop, "reference", partial(score_samples, held_out, config, scorer))
+                    held_out = await finish_or_interrupt(
+                        backend, run.stop, "reference", partial(score_samples, held_out, config, scorer)
+                    )
             except StepInterrupted:
                 return completed
 
         async def measure() -> dict[str, float]:
-            return await evaluate_preferences(backend, held_out, config, loss=loss, reference=reference, name=PAIRS)
+            return await evaluate_preferences(
+                backend, held_out, config, loss=loss, reference=reference, name=PAIRS
+            )
 
         async def save(step: int) -> None:
-            await run.stop.save(lambda: save_step(run, opened, stage, step, {}, reference=reference), what=f"step {step} of {stage}")
+            await run.stop.save(
+                lambda: save_step(run, opened, stage, step, {}, reference=reference),
+                what=f"step {step} of {stage}",
+            )
 
         async def evaluate_step(step: int) -> None:
             await log_pairs(run, stage, step, backend.weight_version, measure)
@@ -153,15 +189,27 @@ async def evaluate_pairs_once(run: Run, opened: Stage, start: Path) -> None:
         scorer = open_scorer(run, backend, start, newest, config.micro_batch_tokens, lambda: config.steps)
         reference = await stack.enter_async_context(scorer) if needed else None
         loss = make_loss(run, backend, prepared)
-        measure = partial(evaluate_preferences, backend, prepared.held_out, config, loss=loss, reference=reference, name=PAIRS)
+        measure = partial(
+            evaluate_preferences,
+            backend,
+            prepared.held_out,
+            config,
+            loss=loss,
+            reference=reference,
+            name=PAIRS,
+        )
         await log_pairs_once(run, "preference", config.steps, backend.weight_version, measure)
 
 
-# --- reward models ---------------------------------------------------------------------------------------------------------------
+# --- reward models ------------------------------------------------------------------------------------------
 
 
-async def run_reward_model(run: Run, stage: str, newest: Path | None, start: Path, before: tuple[str, int], *, last: bool) -> int:
-    """How many steps of the stage are complete: a scalar head on the model at `start`, or `newest`, trained. Nothing is generated."""
+async def run_reward_model(
+    run: Run, stage: str, newest: Path | None, start: Path, before: tuple[str, int], *, last: bool
+) -> int:
+    """How many steps of the stage are complete: a scalar head on the model at `start`, or `newest`, trained.
+    Nothing is generated.
+    """
     from rollouts.loops.linearised import on_thread
     from rollouts.loops.reward_model import evaluate_reward_model, run_reward_model_training
     from rollouts.losses.row_losses import make_score_loss, measure_calibration
@@ -170,12 +218,21 @@ async def run_reward_model(run: Run, stage: str, newest: Path | None, start: Pat
     assert config is not None and isinstance(prepared, PreparedPairs)
     for line in describe_counts(stage, prepared, config.max_length):
         say(line)
-    async with open_backend(run, stage, newest or start) as backend, open_checkpoints(run, stage, backend) as checkpoints:
+    async with (
+        open_backend(run, stage, newest or start) as backend,
+        open_checkpoints(run, stage, backend) as checkpoints,
+    ):
         reach("stage.opened")
         if newest is not None:
             await restore(backend, newest)
         on_backend = partial(on_thread, backend.device_thread.submit)
-        measure = partial(evaluate_reward_model, backend, prepared.held_out, measure=on_backend(measure_calibration), name=PAIRS)
+        measure = partial(
+            evaluate_reward_model,
+            backend,
+            prepared.held_out,
+            measure=on_backend(measure_calibration),
+            name=PAIRS,
+        )
 
         async def write(step: int) -> float:
             await checkpoints.save(step, {}, last=step == config.steps or run.stop.is_requested())

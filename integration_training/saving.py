@@ -21,16 +21,25 @@ def completed_steps(checkpoint: Path | None) -> int:
 
 
 async def restore(backend: Saved, checkpoint: Path) -> None:
-    """Puts the weights and the optimizer of `checkpoint`, which was read through, into `backend`. Raises CheckpointError if it is another model's."""
+    """Puts the weights and the optimizer of `checkpoint`, which was read through, into `backend`. Raises
+    CheckpointError if it is another model's.
+    """
     reach("resume.verified")
     await backend.load(checkpoint).result()
     reach("resume.restored")
 
 
 async def save_step(
-    run: Run, opened: Stage, stage: str, step: int, state: dict[str, Any], *, reference: LogProbScorer | None = None
+    run: Run,
+    opened: Stage,
+    stage: str,
+    step: int,
+    state: dict[str, Any],
+    *,
+    reference: LogProbScorer | None = None,
 ) -> float:
-    """Saves step `step` of `stage`: the last one before this returns, others while training goes on. A reference that moves is saved with it.
+    """Saves step `step` of `stage`: the last one before this returns, others while training goes on. A
+    reference that moves is saved with it.
 
     Returns the seconds that a save takes.
     """
@@ -40,7 +49,9 @@ async def save_step(
 
     section = stage_config(run.config, stage)
     last = step == section.steps or run.stop.is_requested()
-    between = isinstance(section, RLTrainingConfig) and step % section.sync_every != 0  # two updates of the engine
+    between = (
+        isinstance(section, RLTrainingConfig) and step % section.sync_every != 0
+    )  # two updates of the engine
     engine_weights = await hold_engine_weights(opened.engine, step) if between else None
     write_more = engine_weights
     if isinstance(reference, FollowingReference):

@@ -1,15 +1,16 @@
-"""Trains a language model in stages: supervised fine-tuning, preferences (the DPO family, KTO), a reward model, reinforcement learning.
+"""Trains a language model in stages: supervised fine-tuning, preferences (the DPO family, KTO), a reward
+model, reinforcement learning.
 
     python   integration_training/train.py --config FILE --mode sft+rl [--section.key value …] [--dry-run] [--resume]
     python   integration_training/train.py … --distributed.ranks N                                   N processes that train one model
     torchrun --nproc-per-node=N integration_training/train.py …                                      the same, under a launcher
 
---mode joins stages by +: sft, preference (or dpo), reward_model, rl (or ppo, which is RL with a critic).
-This is the one place where all parts meet: here the command line and the start; what a stage has open is in opening.py, the stages are in
-stages.py and preferences.py, evaluations and the summary in reports.py. Nothing that loads torch is imported before the config is known to be
-good.
-Exit codes: 0 done, or stopped on request after a checkpoint; 1 the run failed; 2 a setting, file or plug-in is wrong; 75 another rank was
-lost; 130 interrupted before training began.
+--mode joins stages by +: sft, preference (or dpo), reward_model, rl (or ppo, which is RL with a critic). This
+is the one place where all parts meet: here the command line and the start; what a stage has open is in
+opening.py, the stages are in stages.py and preferences.py, evaluations and the summary in reports.py. Nothing
+that loads torch is imported before the config is known to be good. Exit codes: 0 done, or stopped on request
+after a checkpoint; 1 the run failed; 2 a setting, file or plug-in is wrong; 75 another rank was lost; 130
+interrupted before training began.
 """
 
 from __future__ import annotations
@@ -53,7 +54,12 @@ from rollouts.errors import (
 from rollouts.loops.stopping import StopControl, end_overdue, end_unconnected, exit_now, watch_signals
 from rollouts.preflight.checks import prepare_rows, read_context_length
 from rollouts.preflight.functions import load_functions, open_functions
-from rollouts.preflight.preferences import PREFERENCE_STAGES, PreparedLabels, PreparedPairs, prepare_preferences
+from rollouts.preflight.preferences import (
+    PREFERENCE_STAGES,
+    PreparedLabels,
+    PreparedPairs,
+    prepare_preferences,
+)
 from rollouts.preflight.ranks import check_ranks, choose_relaunch
 from rollouts.preflight.restarts import choose_resume, confirm_launch, describe_launch
 from rollouts.preflight.reward_models import check_reward_models
@@ -69,7 +75,11 @@ if TYPE_CHECKING:
     from rollouts.backends.ranks import OpenRanks
     from rollouts.metrics.progress import Progress
 
-COLLECTOR_THRESHOLDS = 10_000, 20, 20  # Python's own look at every rollout in flight several times: a quarter of the driver's CPU time at 4096
+COLLECTOR_THRESHOLDS = (
+    10_000,
+    20,
+    20,
+)  # Python's own look at every rollout in flight several times: a quarter of the driver's CPU time at 4096
 BAD_INPUT = (ConfigError, DataError, ModelError, PlugInError, RunDirError, CheckpointError, EngineSetupError)
 
 
@@ -86,26 +96,51 @@ class Command:
 
 
 def parse_command_line(argv: Sequence[str]) -> Command:
-    """Exits with 2 and a usage line when the command line is wrong. Raises ConfigError for a mode that is none."""
-    parser = argparse.ArgumentParser(description="Train a language model in stages.", epilog="any setting: --section.key value", allow_abbrev=False)
-    parser.add_argument("--config", required=True, type=Path, help="a TOML file; `python -m rollouts explain` lists the settings")
-    parser.add_argument("--mode", required=True, help=f"stages joined by +, for example sft+rl: {', '.join(STAGES)}")
-    parser.add_argument("--dry-run", action="store_true", help="check config, files, rows and functions; train nothing")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest complete checkpoint, or start if there is none")
+    """Exits with 2 and a usage line when the command line is wrong. Raises ConfigError for a mode that is
+    none.
+    """
+    parser = argparse.ArgumentParser(
+        description="Train a language model in stages.",
+        epilog="any setting: --section.key value",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        type=Path,
+        help="a TOML file; `python -m rollouts explain` lists the settings",
+    )
+    parser.add_argument(
+        "--mode", required=True, help=f"stages joined by +, for example sft+rl: {', '.join(STAGES)}"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check config, files, rows and functions; train nothing"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest complete checkpoint, or start if there is none",
+    )
     known, overrides = parser.parse_known_args(argv)
-    return Command(known.config, known.mode, parse_mode(known.mode), known.dry_run, known.resume, tuple(overrides))
+    return Command(
+        known.config, known.mode, parse_mode(known.mode), known.dry_run, known.resume, tuple(overrides)
+    )
 
 
-# --- before any model loads --------------------------------------------------------------------------------------------------
+# --- before any model loads ---------------------------------------------------------------------------------
 
 
 def make_template_options(config: RunConfig) -> TemplateOptions:
     """What the chat template is told. Raises ConfigError for a parameter that is not the user's to set."""
-    return TemplateOptions(params=config.model.template_params, thinking=config.sft.thinking if config.sft else "keep")
+    return TemplateOptions(
+        params=config.model.template_params, thinking=config.sft.thinking if config.sft else "keep"
+    )
 
 
 def check_losses(config: RunConfig, stages: Sequence[str]) -> None:
-    """Raises ConfigError if a stage names a loss that is none, or that cannot be called with these parameters on what a batch will hold."""
+    """Raises ConfigError if a stage names a loss that is none, or that cannot be called with these parameters
+    on what a batch will hold.
+    """
     from rollouts.cli import check_loss
 
     for stage, section in (("preference", config.preference), ("rl", config.rl)):
@@ -114,11 +149,18 @@ def check_losses(config: RunConfig, stages: Sequence[str]) -> None:
 
 
 def prepare_all_preferences(
-    config: RunConfig, stages: Sequence[str], rows: Rows, tokenizer: PreTrainedTokenizerBase, *, context_length: int | None
+    config: RunConfig,
+    stages: Sequence[str],
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    context_length: int | None,
 ) -> dict[str, PreparedPairs | PreparedLabels]:
     """The rows of each stage that trains on preferences, tokenized. Raises as prepare_preferences."""
     return {
-        stage: prepare_preferences(config, stage, rows.training[stage], tokenizer, context_length=context_length)
+        stage: prepare_preferences(
+            config, stage, rows.training[stage], tokenizer, context_length=context_length
+        )
         for stage in stages
         if stage in PREFERENCE_STAGES
     }
@@ -128,22 +170,31 @@ def choose_run_device(config: RunConfig, launch: Launch) -> Literal["cpu", "cuda
     """Where this process computes. Raises ConfigError where that is not to be had."""
     from rollouts.models.devices import choose_device
 
-    return choose_device(config.model.device, deterministic=config.deterministic, local_ranks=launch.local_world_size)
+    return choose_device(
+        config.model.device, deterministic=config.deterministic, local_ranks=launch.local_world_size
+    )
 
 
 def write_config(run_dir: RunDir, config: RunConfig) -> None:
-    """Makes the run directory with its resolved config. Only when nothing can be wrong any more, or a corrected command would be refused."""
+    """Makes the run directory with its resolved config. Only when nothing can be wrong any more, or a
+    corrected command would be refused.
+    """
     try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
         write_atomically(run_dir.config, dump_config(config))
     except (OSError, StorageError) as error:
-        raise RunDirError(f"output.dir={run_dir.root} cannot be written ({error}); name another directory with --output.dir DIR") from error
+        raise RunDirError(
+            f"output.dir={run_dir.root} cannot be written ({error}); name another directory with"
+            " --output.dir DIR"
+        ) from error
 
 
-# --- the run -----------------------------------------------------------------------------------------------------------------
+# --- the run ------------------------------------------------------------------------------------------------
 
 
-def print_findings(command: Command, config: RunConfig, launch: Launch, run_dir: RunDir, console: Console) -> int:
+def print_findings(
+    command: Command, config: RunConfig, launch: Launch, run_dir: RunDir, console: Console
+) -> int:
     """The exit code of --dry-run: 0 when nothing would stop the run."""
     from rollouts.cli import check_loss
     from rollouts.models.devices import look_at_device
@@ -151,7 +202,9 @@ def print_findings(command: Command, config: RunConfig, launch: Launch, run_dir:
     from rollouts.preflight.checks import check_run
     from rollouts.preflight.findings import print_findings as show
 
-    local_ranks = max(config.distributed.ranks, launch.local_world_size)  # a process that stays alone answers for all
+    local_ranks = max(
+        config.distributed.ranks, launch.local_world_size
+    )  # a process that stays alone answers for all
     findings = check_run(
         config,
         command.stages,
@@ -160,7 +213,9 @@ def print_findings(command: Command, config: RunConfig, launch: Launch, run_dir:
         base_dir=Path.cwd(),
         check_loss=check_loss,
         check_models=lambda tokenizer: check_reward_models(config, command.stages, run_dir, tokenizer),
-        look_at_device=lambda: look_at_device(config.model.device, deterministic=config.deterministic, local_ranks=local_ranks),
+        look_at_device=lambda: look_at_device(
+            config.model.device, deterministic=config.deterministic, local_ranks=local_ranks
+        ),
     )
     return show(findings, console)
 
@@ -180,13 +235,17 @@ async def run_rank(command: Command, config: RunConfig, launch: Launch) -> int:
     arm_crash_points(os.environ, rank=launch.rank)
     check_losses(config, command.stages)
     choose_device = partial(choose_run_device, config, launch)
-    async with open_ranks(launch, shard_size=config.distributed.shard_size, choose_device=choose_device) as opened:
+    async with open_ranks(
+        launch, shard_size=config.distributed.shard_size, choose_device=choose_device
+    ) as opened:
         await serve_rank(opened, config, find_model=lambda name: resolve_model(name, seed=config.seed))
     return 0
 
 
 @asynccontextmanager
-async def open_other_ranks(launch: Launch, config: RunConfig, model_path: Path, stop: StopControl) -> AsyncIterator[OpenRanks | None]:
+async def open_other_ranks(
+    launch: Launch, config: RunConfig, model_path: Path, stop: StopControl
+) -> AsyncIterator[OpenRanks | None]:
     """The connection with the other ranks, which wait for this one; None where it is alone."""
     if launch.world_size == 1:
         yield None
@@ -197,7 +256,9 @@ async def open_other_ranks(launch: Launch, config: RunConfig, model_path: Path, 
         connecting = trio.CancelScope()
         nursery.start_soon(end_unconnected, stop, connecting)
         choose_device = partial(choose_run_device, config, launch)
-        async with open_ranks(launch, shard_size=config.distributed.shard_size, choose_device=choose_device) as opened:
+        async with open_ranks(
+            launch, shard_size=config.distributed.shard_size, choose_device=choose_device
+        ) as opened:
             connecting.cancel()
             tell_config(opened, config, model_path)
             with stop.telling(opened.hub.end_others):
@@ -208,8 +269,9 @@ async def open_other_ranks(launch: Launch, config: RunConfig, model_path: Path, 
 async def open_record(
     run_dir: RunDir, config: RunConfig, attempt: int, progress: Progress | None, confirm: Callable[[], None]
 ) -> AsyncIterator[MetricsLogger]:
-    """The resolved config, the files of metrics and what follows them. Nothing is written before `confirm`, which raises where the launch may not
-    have the directory."""
+    """The resolved config, the files of metrics and what follows them. Nothing is written before `confirm`,
+    which raises where the launch may not have the directory.
+    """
     from rollouts.metrics.writer import open_jsonl_logger
 
     confirm()
@@ -220,7 +282,11 @@ async def open_record(
     async with (
         open_trackers(run_dir, output.trackers, say=say),
         open_jsonl_logger(
-            run_dir, attempt=attempt, samples_per_step=output.samples_per_step, token_arrays_bytes=arrays, progress=progress
+            run_dir,
+            attempt=attempt,
+            samples_per_step=output.samples_per_step,
+            token_arrays_bytes=arrays,
+            progress=progress,
         ) as logger,
     ):
         yield logger
@@ -233,7 +299,9 @@ async def run_training(command: Command, config: RunConfig, launch: Launch) -> i
 
 
 async def run_locked(command: Command, config: RunConfig, launch: Launch, held: ExitStack) -> int:
-    """The exit code. What can be checked without a model is checked before one loads; then the run directory is locked, until `held` closes."""
+    """The exit code. What can be checked without a model is checked before one loads; then the run directory
+    is locked, until `held` closes.
+    """
     from rollouts.models.load import load_tokenizer, resolve_model, stop_token_ids
 
     arm_crash_points(os.environ, rank=launch.rank)
@@ -251,15 +319,23 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     check_losses(config, command.stages)
     if "rl" in command.stages and config.rl:
         check_engine_config(config.engine)
-    device = choose_run_device(config, launch) if launch.world_size == 1 else ""  # ranks choose when they meet, and hear of a refusal
+    device = (
+        choose_run_device(config, launch) if launch.world_size == 1 else ""
+    )  # ranks choose when they meet, and hear of a refusal
     for note in rows.notes():
         console.print(note, highlight=False, markup=False, soft_wrap=True)
-    model_path = await trio.to_thread.run_sync(lambda: resolve_model(config.model.name, seed=config.seed), abandon_on_cancel=True)
+    model_path = await trio.to_thread.run_sync(
+        lambda: resolve_model(config.model.name, seed=config.seed), abandon_on_cancel=True
+    )
     tokenizer = load_tokenizer(model_path, chat_template=chat_template_path(config))
     check_reward_models(config, command.stages, run_dir, tokenizer)
     stop_ids = stop_token_ids(tokenizer, model_path)
-    preferences = prepare_all_preferences(config, command.stages, rows, tokenizer, context_length=read_context_length(model_path))
-    conversations = prepare_rows(config, command.stages, rows, tokenizer, context_length=read_context_length(model_path))
+    preferences = prepare_all_preferences(
+        config, command.stages, rows, tokenizer, context_length=read_context_length(model_path)
+    )
+    conversations = prepare_rows(
+        config, command.stages, rows, tokenizer, context_length=read_context_length(model_path)
+    )
     reach("start.checked")
     lock = lock_run_dir(run_dir)
     held.callback(os.close, lock)
@@ -289,15 +365,33 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
                 with stop.startup():  # inside: the other ranks end as after a finished run
                     run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
                     reach("start.opened")
-                    template, place = make_template_options(config), str(ranks.ranks.device) if ranks else device
+                    template, place = (
+                        make_template_options(config),
+                        str(ranks.ranks.device) if ranks else device,
+                    )
                     data = rows, conversations, preferences
-                    run = Run(config, run_dir, *data, functions, tokenizer, template, stop_ids, model_path, logger, stop, place, ranks)
+                    run = Run(
+                        config,
+                        run_dir,
+                        *data,
+                        functions,
+                        tokenizer,
+                        template,
+                        stop_ids,
+                        model_path,
+                        logger,
+                        stop,
+                        place,
+                        ranks,
+                    )
                     finished = await run_stages(run, command.stages, model_path)
         nursery.cancel_scope.cancel()
     if not finished:
         with suppress(OSError, ValueError, SystemExit):  # as `say`; rich answers a broken pipe by SystemExit
             console.print(f"stopped; go on with --resume --output.dir {run_dir.root}")
-        exit_now()  # everything is closed; to take an interpreter with torch in it down takes seconds that a stop may not have
+        # everything is closed; to take an interpreter with torch in it down takes seconds that a stop may not
+        # have
+        exit_now()
     reach("end.before_summary")
     summary = write_summary(run, command.stages, time.perf_counter() - started)
     reach("end.summary_written")
@@ -312,9 +406,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = parse_command_line(sys.argv[1:] if argv is None else argv)
         config = load_config(command.config_path, command.overrides)
         check_mode(config, command.mode)
-        relaunch = None if command.dry_run else choose_relaunch(config, os.environ, [__file__, *(sys.argv[1:] if argv is None else argv)])
+        relaunch = (
+            None
+            if command.dry_run
+            else choose_relaunch(config, os.environ, [__file__, *(sys.argv[1:] if argv is None else argv)])
+        )
         if relaunch is not None:
-            os.environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun would set, with a warning; torch's own threads are model.threads
+            os.environ.setdefault(
+                "OMP_NUM_THREADS", "1"
+            )  # what torchrun would set, with a warning; torch's own threads are model.threads
             os.execv(relaunch[0], relaunch)
         launch = read_launch(os.environ)
         check_ranks(config, launch, dry_run=command.dry_run)
@@ -322,7 +422,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return trio.run(run_training if launch.rank == 0 else run_rank, command, config, launch)
     except* RolloutsError as group:
         errors = leaf_errors(group)
-        for error in errors:  # here, because an error of another kind beside it rises from this statement, with its traceback
+        for error in (
+            errors
+        ):  # here, because an error of another kind beside it rises from this statement, with its traceback
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
     except* KeyboardInterrupt:
         print("interrupted before training began", file=sys.stderr)

@@ -1,12 +1,14 @@
-"""Named places in the code where a test can make the process die, raise or hang. Free where nothing is armed: one look-up.
+"""Named places in the code where a test can make the process die, raise or hang. Free where nothing is armed:
+one look-up.
 
     ROLLOUTS_CRASH_AT=checkpoint.before_rename        SIGKILL to this process, as the system's own would come
     ROLLOUTS_RAISE_AT=train.before_optim_step:3       raises CrashPointReached, the third time that the place is reached
     ROLLOUTS_HANG_AT=rollout.dispatch:1:1             the thread that gets there never goes on, on rank 1 only
     ROLLOUTS_LIST_POINTS=FILE                         appends the name of every point that is reached to FILE, one a line
 
-A value is name[:nth][:rank]: nth counts from 1, and without a rank every rank is meant. A program calls arm_crash_points once, at its start; until
-then nothing can be reached, so a process that never asks (a reward worker, a server) is never affected. `rollouts.testing.kill_harness` uses them.
+A value is name[:nth][:rank]: nth counts from 1, and without a rank every rank is meant. A program calls
+arm_crash_points once, at its start; until then nothing can be reached, so a process that never asks (a reward
+worker, a server) is never affected. `rollouts.testing.kill_harness` uses them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from typing import Literal
 from rollouts.errors import ConfigError, CrashPointReached
 
 Action = Literal["crash", "raise", "hang"]
-VARIABLES: Mapping[str, Action] = MappingProxyType({"ROLLOUTS_CRASH_AT": "crash", "ROLLOUTS_RAISE_AT": "raise", "ROLLOUTS_HANG_AT": "hang"})
+VARIABLES: Mapping[str, Action] = MappingProxyType(
+    {"ROLLOUTS_CRASH_AT": "crash", "ROLLOUTS_RAISE_AT": "raise", "ROLLOUTS_HANG_AT": "hang"}
+)
 LIST_VARIABLE = "ROLLOUTS_LIST_POINTS"
 
 POINTS: Mapping[str, str] = MappingProxyType(
@@ -33,21 +37,38 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "start.checked": "Every check before a model loads has passed; nothing is written.",
         "start.directory_made": "The run directory has its config.toml, and no row yet.",
         "start.opened": "Reward workers and metrics files are open; no stage has begun.",
-        "files.partial": "A file that is replaced whole (config.toml, later summary.json) is written under its temporary name.",
+        "files.partial": (
+            "A file that is replaced whole (config.toml, later summary.json) is written under its temporary"
+            " name."
+        ),
         "stage.opened": "A stage's backend and engine are open; nothing is restored or trained.",
         "stage.complete": "A stage has its last checkpoint, and the next has not begun.",
-        "resume.found": "The newest complete checkpoint is chosen; damaged later ones have their names still.",
-        "resume.verified": "Every file of the checkpoint is as it was written; optimizer and positions are not restored.",
+        "resume.found": (
+            "The newest complete checkpoint is chosen; damaged later ones have their names still."
+        ),
+        "resume.verified": (
+            "Every file of the checkpoint is as it was written; optimizer and positions are not restored."
+        ),
         "resume.restored": "Weights and optimizer are restored; the loop's own state is not.",
-        "resume.state_loaded": "DataBuffer and rollout manager have their state; the first step has not begun.",
-        "rollout.drawn": "Prompts are taken from the DataBuffer and entered in the ledger; no request of theirs was made.",
+        "resume.state_loaded": (
+            "DataBuffer and rollout manager have their state; the first step has not begun."
+        ),
+        "rollout.drawn": (
+            "Prompts are taken from the DataBuffer and entered in the ledger; no request of theirs was made."
+        ),
         "rollout.dispatch": "A sample is about to go to its generate function, and so to an engine.",
         "rollout.generated": "A sample has its answer and no reward.",
         "rollout.before_reward": "A reward function is about to be called.",
         "rollout.after_reward": "A reward function has answered.",
-        "rollout.group_finished": "Every sample of a group is done; it is about to be kept, dropped or failed.",
-        "rollout.batch_ready": "A batch is delivered: its groups count as trained in the ledger, and no step has seen them.",
-        "train.before_agreement": "A rank of several has the log-probs of a micro-batch; it has not told the others its loss.",
+        "rollout.group_finished": (
+            "Every sample of a group is done; it is about to be kept, dropped or failed."
+        ),
+        "rollout.batch_ready": (
+            "A batch is delivered: its groups count as trained in the ledger, and no step has seen them."
+        ),
+        "train.before_agreement": (
+            "A rank of several has the log-probs of a micro-batch; it has not told the others its loss."
+        ),
         "train.after_forward_backward": "The gradient of a batch is there; the weights are the old ones.",
         "train.before_optim_step": "The optimizer is about to change the weights.",
         "train.after_optim_step": "The optimizer has changed the weights; their version is the old one.",
@@ -69,10 +90,14 @@ POINTS: Mapping[str, str] = MappingProxyType(
         "checkpoint.after_state": "The loop's own state is written, not synced.",
         "checkpoint.before_manifest": "Every file is hashed and synced; there is no manifest.",
         "checkpoint.after_manifest": "The manifest is written, not synced.",
-        "checkpoint.before_rename": "The temporary directory is complete and synced, under its temporary name.",
+        "checkpoint.before_rename": (
+            "The temporary directory is complete and synced, under its temporary name."
+        ),
         "checkpoint.after_rename": "The checkpoint has its name; its parent directory is not synced.",
         "checkpoint.complete": "The checkpoint is durable.",
-        "checkpoint.retention_hidden": "A checkpoint that goes is renamed out of sight; its files are all there.",
+        "checkpoint.retention_hidden": (
+            "A checkpoint that goes is renamed out of sight; its files are all there."
+        ),
         "checkpoint.retention_done": "Every checkpoint that goes is gone.",
         "end.before_summary": "Training is over; there is no summary.",
         "end.summary_written": "The summary is there; the report is not printed.",
@@ -95,7 +120,9 @@ _listing: list[int] = []  # descriptor of the file that lists what is reached, i
 
 
 def reach(name: str) -> None:
-    """Does at the point `name` what was armed for it, and usually nothing. Raises CrashPointReached where that was asked for."""
+    """Does at the point `name` what was armed for it, and usually nothing. Raises CrashPointReached where
+    that was asked for.
+    """
     assert name in POINTS, f"{name!r} is no crash point; write it into POINTS with a sentence"
     if _listing:
         os.write(_listing[0], f"{name}\n".encode())
@@ -106,7 +133,8 @@ def reach(name: str) -> None:
 def arm_crash_points(environ: Mapping[str, str], *, rank: int = 0) -> None:
     """Arms what the variables of `environ` name for this rank, and disarms everything else.
 
-    Raises ConfigError naming variable and value if there is no such point, the same is given two actions, or the list cannot be written.
+    Raises ConfigError naming variable and value if there is no such point, the same is given two actions, or
+    the list cannot be written.
     """
     armed: dict[str, Armed] = {}
     for variable, action in VARIABLES.items():
@@ -115,7 +143,10 @@ def arm_crash_points(environ: Mapping[str, str], *, rank: int = 0) -> None:
             continue
         name, nth, only_rank = parse_setting(variable, text)
         if name in armed:
-            raise ConfigError(f"{variable}={text!r} names {name}, which {armed[name].action}es already; one action per point: unset one variable")
+            raise ConfigError(
+                f"{variable}={text!r} names {name}, which {armed[name].action}es already; one action per"
+                " point: unset one variable"
+            )
         if only_rank is None or only_rank == rank:
             armed[name] = Armed(action, name, nth, itertools.count(1))
     _armed.clear()
@@ -127,17 +158,31 @@ def arm_crash_points(environ: Mapping[str, str], *, rank: int = 0) -> None:
         try:
             _listing.append(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644))
         except OSError as error:
-            raise ConfigError(f"{LIST_VARIABLE}={path!r} cannot be written ({error.strerror}); name a file in a directory that is there") from error
+            raise ConfigError(
+                f"{LIST_VARIABLE}={path!r} cannot be written ({error.strerror}); name a file in a directory"
+                " that is there"
+            ) from error
 
 
 def parse_setting(variable: str, text: str) -> tuple[str, int, int | None]:
-    """(name, nth, rank) of name[:nth][:rank]; rank is None for every rank. Raises ConfigError naming what is wrong."""
+    """(name, nth, rank) of name[:nth][:rank]; rank is None for every rank. Raises ConfigError naming what is
+    wrong.
+    """
     name, *numbers = text.split(":")
     if name not in POINTS:
         near = difflib.get_close_matches(name, POINTS, n=1, cutoff=0.0)
-        raise ConfigError(f"{variable}={text!r} names no crash point; did you mean {near[0]!r}? All are in rollouts/crash_points.py")
-    if len(numbers) > 2 or not all(number.isascii() and number.isdecimal() for number in numbers) or numbers[:1] == ["0"]:
-        raise ConfigError(f"{variable}={text!r} must be name[:nth][:rank], nth from 1 and rank from 0; try {name}:1")
+        raise ConfigError(
+            f"{variable}={text!r} names no crash point; did you mean {near[0]!r}? All are in"
+            " rollouts/crash_points.py"
+        )
+    if (
+        len(numbers) > 2
+        or not all(number.isascii() and number.isdecimal() for number in numbers)
+        or numbers[:1] == ["0"]
+    ):
+        raise ConfigError(
+            f"{variable}={text!r} must be name[:nth][:rank], nth from 1 and rank from 0; try {name}:1"
+        )
     return name, int(numbers[0]) if numbers else 1, int(numbers[1]) if len(numbers) == 2 else None
 
 
@@ -147,5 +192,8 @@ def _strike(armed: Armed) -> None:
     if armed.action == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
     if armed.action == "raise":
-        raise CrashPointReached(f"{armed.name} was reached for the {armed.nth}. time, and ROLLOUTS_RAISE_AT names it: {POINTS[armed.name]}")
+        raise CrashPointReached(
+            f"{armed.name} was reached for the {armed.nth}. time, and ROLLOUTS_RAISE_AT names it:"
+            f" {POINTS[armed.name]}"
+        )
     threading.Event().wait()  # for ever; a crash gets here too, in the moment before the signal arrives

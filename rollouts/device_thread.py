@@ -1,9 +1,9 @@
 """One thread that owns every torch call, and futures of the work it was given.
 
-    trio task ── submit(job) ──► queue, first in first out ──► the thread runs one job at a time ──► DeviceFuture ──► any number of waiters
-                                                                                                        │
-    leaving the context: normally, everything queued runs first; by an exception, the running job ends and the queued ones are dropped.
-    Either way no job is left behind running, and a failure that nobody awaited is raised (unless something else is being raised).
+trio task ── submit(job) ──► queue, first in first out ──► the thread runs one job at a time ──► DeviceFuture ──► any number of waiters
+                                                                                                    │
+leaving the context: normally, everything queued runs first; by an exception, the running job ends and the queued ones are dropped.
+Either way no job is left behind running, and a failure that nobody awaited is raised (unless something else is being raised).
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ T = TypeVar("T")
 
 
 class DeviceFuture(Generic[T]):
-    """What a job will return. May be awaited many times, by many tasks; cancelling a waiter does not cancel the job."""
+    """What a job will return. May be awaited many times, by many tasks; cancelling a waiter does not cancel
+    the job.
+    """
 
     def __init__(self, thread: DeviceThread) -> None:
         self._thread = thread
@@ -39,7 +41,9 @@ class DeviceFuture(Generic[T]):
         return self._finished.is_set()
 
     async def result(self) -> T:
-        """What the job returned. Raises what it raised; BackendClosed if it was dropped because its context was left by an exception."""
+        """What the job returned. Raises what it raised; BackendClosed if it was dropped because its context
+        was left by an exception.
+        """
         await self._finished.wait()
         if self._error is None:
             return cast(T, self._value)
@@ -70,7 +74,9 @@ class DeviceThread:
         self._token = trio.lowlevel.current_trio_token()
         self._home = threading.get_ident()
         self._unheard: dict[DeviceFuture[Any], BaseException] = {}  # failures that nobody awaited yet
-        self.out_of_step: BaseException | None = None  # of ranks that work together: what this one alone has met; no job may meet the others again
+        self.out_of_step: BaseException | None = (
+            None  # of ranks that work together: what this one alone has met; no job may meet the others again
+        )
         self._open = True
         self._dropping = False
         self._running = 0  # number of the job that runs, or ran last
@@ -88,7 +94,10 @@ class DeviceThread:
         Raises BackendClosed after the context was left, and from any thread but trio's own.
         """
         if threading.get_ident() != self._home:
-            raise BackendClosed(f"device thread {self.name!r} takes jobs from trio's thread only; go through trio.from_thread.run_sync")
+            raise BackendClosed(
+                f"device thread {self.name!r} takes jobs from trio's thread only; go through"
+                " trio.from_thread.run_sync"
+            )
         if not self._open:
             raise BackendClosed(f"device thread {self.name!r} is closed; submit inside its `async with`")
         future: DeviceFuture[T] = DeviceFuture(self)
@@ -97,11 +106,15 @@ class DeviceThread:
         return future
 
     def interrupt(self) -> None:
-        """Every job submitted so far that has boundaries ends at its next one, with StepInterrupted; jobs submitted later run."""
+        """Every job submitted so far that has boundaries ends at its next one, with StepInterrupted; jobs
+        submitted later run.
+        """
         self._interrupted = self._submitted
 
     def is_interrupted(self) -> bool:
-        """For jobs: whether the running one is to end at its next boundary. Where ranks must end together, they agree on this."""
+        """For jobs: whether the running one is to end at its next boundary. Where ranks must end together,
+        they agree on this.
+        """
         return self._running <= self._interrupted
 
     def has_queued(self) -> bool:
@@ -109,27 +122,38 @@ class DeviceThread:
         return not self._jobs.empty()
 
     def check_open(self) -> None:
-        """For long jobs, at each boundary between two pieces of work. Raises StepInterrupted after interrupt(), and BackendClosed if the context
-        is being left by an exception."""
+        """For long jobs, at each boundary between two pieces of work. Raises StepInterrupted after
+        interrupt(), and BackendClosed if the context is being left by an exception.
+        """
         self._check_dropping()
         now = time.perf_counter()
         if self._piece_began is not None:
             self._piece_s = max(self._piece_s, now - self._piece_began)
         self._piece_began = now
         if self.is_interrupted():
-            raise StepInterrupted("the step was interrupted between two micro-batches, as a stop had asked; its gradients are discarded")
+            raise StepInterrupted(
+                "the step was interrupted between two micro-batches, as a stop had asked; its gradients are"
+                " discarded"
+            )
 
     @property
     def longest_piece_s(self) -> float:
-        """Seconds of the longest piece of work of the last job that had boundaries, or of the running one: an interrupt may take so long."""
+        """Seconds of the longest piece of work of the last job that had boundaries, or of the running one: an
+        interrupt may take so long.
+        """
         return max(self._last_piece_s, self._piece_s)
 
     def _check_dropping(self) -> None:
         if self._dropping:
-            raise BackendClosed(f"device thread {self.name!r} is being closed by an exception; the job was stopped between two pieces of work")
+            raise BackendClosed(
+                f"device thread {self.name!r} is being closed by an exception; the job was stopped between"
+                " two pieces of work"
+            )
 
     def statistics(self) -> Mapping[str, float]:
-        """Jobs submitted and not finished (`queued`), jobs finished (`completed`), seconds in jobs (`busy_s`) and in a piece."""
+        """Jobs submitted and not finished (`queued`), jobs finished (`completed`), seconds in jobs (`busy_s`)
+        and in a piece.
+        """
         return {
             "queued": float(self._submitted - self._completed),
             "completed": float(self._completed),
@@ -159,7 +183,9 @@ class DeviceThread:
             self._last_piece_s = max(self._piece_s, time.perf_counter() - self._piece_began)
         self._piece_began, self._piece_s = None, 0.0
 
-    def _deliver(self, future: DeviceFuture[Any], value: Any, error: BaseException | None, seconds: float) -> None:
+    def _deliver(
+        self, future: DeviceFuture[Any], value: Any, error: BaseException | None, seconds: float
+    ) -> None:
         self._completed += 1
         self._busy_s += seconds
         future._finish(value, error)
@@ -170,22 +196,29 @@ class DeviceThread:
         self._jobs.put(None)
 
     def _raise_unheard(self) -> None:
-        # a step that did not run because of an earlier failure adds nothing to that failure, which was heard or is in here too; and an
-        # interrupt is what somebody asked for
-        errors = [error for error in self._unheard.values() if not isinstance(error, EarlierStepFailed | StepInterrupted)]
+        # a step that did not run because of an earlier failure adds nothing to that failure, which was heard
+        # or is in here too; and an interrupt is what somebody asked for
+        errors = [
+            error
+            for error in self._unheard.values()
+            if not isinstance(error, EarlierStepFailed | StepInterrupted)
+        ]
         if len(errors) == 1:
             raise errors[0]
         if errors:
-            raise BaseExceptionGroup(f"{len(errors)} jobs of device thread {self.name!r} failed and nobody awaited them", errors)
+            raise BaseExceptionGroup(
+                f"{len(errors)} jobs of device thread {self.name!r} failed and nobody awaited them", errors
+            )
 
 
 @asynccontextmanager
 async def open_device_thread(*, name: str, torch_threads: int | None = None) -> AsyncIterator[DeviceThread]:
     """A thread that runs jobs in submission order for as long as the context is open.
 
-    `torch_threads` is what torch may use inside one operation on this thread; None leaves torch's own choice. Leaving normally waits for
-    all jobs and then raises failures that nobody awaited: one as it is, several as a group. Leaving by an exception or a cancellation
-    waits only for the running job (shielded, for nothing can interrupt it) and drops the rest, whose futures raise BackendClosed.
+    `torch_threads` is what torch may use inside one operation on this thread; None leaves torch's own choice.
+    Leaving normally waits for all jobs and then raises failures that nobody awaited: one as it is, several as
+    a group. Leaving by an exception or a cancellation waits only for the running job (shielded, for nothing
+    can interrupt it) and drops the rest, whose futures raise BackendClosed.
     """
     thread = DeviceThread(name, torch_threads)
     stopped = trio.Event()

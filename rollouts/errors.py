@@ -79,11 +79,15 @@ class CheckpointError(RolloutsError):
 
 
 class CheckpointDamaged(CheckpointError):
-    """A checkpoint is proven not to be as it was written: a file is missing, or its size or hash differs. Trying again would not help."""
+    """A checkpoint is proven not to be as it was written: a file is missing, or its size or hash differs.
+    Trying again would not help.
+    """
 
 
 class StorageError(RolloutsError):
-    """A disk refuses a write, or gives back other bytes than were written. What was complete before is complete still."""
+    """A disk refuses a write, or gives back other bytes than were written. What was complete before is
+    complete still.
+    """
 
 
 class MetricError(RolloutsError):
@@ -91,11 +95,15 @@ class MetricError(RolloutsError):
 
 
 class RecordError(RolloutsError):
-    """What is asked of a run's record is not in it: it was never written, was removed to make room, or is damaged."""
+    """What is asked of a run's record is not in it: it was never written, was removed to make room, or is
+    damaged.
+    """
 
 
 class TrackerError(RolloutsError):
-    """A tracker cannot be used as it is set up. Raised before a run starts and in a follower's own process, never in a run."""
+    """A tracker cannot be used as it is set up. Raised before a run starts and in a follower's own process,
+    never in a run.
+    """
 
 
 class SinkUnavailable(TrackerError):
@@ -103,7 +111,9 @@ class SinkUnavailable(TrackerError):
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s  # seconds that the service asks to be left alone; None: it does not say
+        self.retry_after_s = (
+            retry_after_s  # seconds that the service asks to be left alone; None: it does not say
+        )
 
 
 class SinkRefused(TrackerError):
@@ -111,7 +121,9 @@ class SinkRefused(TrackerError):
 
 
 class RowsRefused(TrackerError):
-    """A tracker's service will never take these rows together: one of them is at fault, or they are too many. In parts it takes the others."""
+    """A tracker's service will never take these rows together: one of them is at fault, or they are too many.
+    In parts it takes the others.
+    """
 
 
 class UserFunctionError(RolloutsError):
@@ -123,7 +135,9 @@ class RewardTimeout(UserFunctionError):
 
 
 class RewardCrashed(UserFunctionError):
-    """A reward function took its worker process down: a signal, an exit, memory, output without end, a fork. Its sample has failed."""
+    """A reward function took its worker process down: a signal, an exit, memory, output without end, a fork.
+    Its sample has failed.
+    """
 
 
 class BackendError(RolloutsError):
@@ -139,11 +153,14 @@ class BackendClosed(BackendError):
 
 
 class StepInterrupted(BackendError):
-    """A step was given up because a stop was requested. The way out is `backend.reset()`: the weights are those before the step."""
+    """A step was given up because a stop was requested. The way out is `backend.reset()`: the weights are
+    those before the step.
+    """
 
     def __init__(self, message: str, *, updates_done: int = 0) -> None:
         super().__init__(message)
-        self.updates_done = updates_done  # optimizer steps of the step that were done: if not 0, the weights belong to no step
+        # optimizer steps of the step that were done: if not 0, the weights belong to no step
+        self.updates_done = updates_done
 
 
 class DenominatorMismatch(BackendError):
@@ -163,7 +180,9 @@ class EngineClosed(EngineError):
 
 
 class RequestRefused(EngineError):
-    """A request breaks a rule of the engine: too long, a token outside the vocabulary, an unsupported setting."""
+    """A request breaks a rule of the engine: too long, a token outside the vocabulary, an unsupported
+    setting.
+    """
 
 
 class WeightVersionError(EngineError):
@@ -171,11 +190,15 @@ class WeightVersionError(EngineError):
 
 
 class EngineSetupError(EngineError):
-    """A server whose settings would falsify training, or one that does not start. The message names the flag to set."""
+    """A server whose settings would falsify training, or one that does not start. The message names the flag
+    to set.
+    """
 
 
 class FleetDown(EngineError):
-    """No engine of the fleet has been in service for longer than allowed. State can be saved: nothing is in flight."""
+    """No engine of the fleet has been in service for longer than allowed. State can be saved: nothing is in
+    flight.
+    """
 
 
 class InfrastructureError(EngineError):
@@ -195,7 +218,9 @@ class EngineOverloaded(InfrastructureError):
 
     def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s  # seconds that the server asks to be left alone; None: it does not say
+        self.retry_after_s = (
+            retry_after_s  # seconds that the server asks to be left alone; None: it does not say
+        )
 
 
 class ReplyError(InfrastructureError):
@@ -203,7 +228,9 @@ class ReplyError(InfrastructureError):
 
 
 class ScoringError(RolloutsError):
-    """A reference model in another process ended, or answered with something that is no log-prob. It is never taken for a log-prob of 0."""
+    """A reference model in another process ended, or answered with something that is no log-prob. It is never
+    taken for a log-prob of 0.
+    """
 
 
 class WeightSyncError(RolloutsError):
@@ -219,7 +246,9 @@ class ControlError(RolloutsError):
 
 
 class RankLost(RolloutsError):
-    """A process of the run ended, fell silent or failed. The others cannot go on without it; torchrun starts them all again."""
+    """A process of the run ended, fell silent or failed. The others cannot go on without it; torchrun starts
+    them all again.
+    """
 
     def __init__(self, rank: int, phase: str, reason: str) -> None:
         super().__init__(f"rank {rank} was lost during {phase}: {reason}")

@@ -1,4 +1,6 @@
-"""Group filters: which groups are worth training on, and why a group is not. Plain functions of a scored group."""
+"""Group filters: which groups are worth training on, and why a group is not. Plain functions of a scored
+group.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,18 @@ ROUNDING = 1e-6  # by which a sum of parts that should be 0 or 1 may miss it
 def check_reward_nonzero_std(group: SampleGroup, *, min_std: float = 1e-6) -> FilterDecision:
     """Drops a group whose rewards are all alike ("zero_variance"): group-relative advantages would all be 0.
 
-    The standard deviation is the population's, over the whole group. A group of one trajectory has none and is dropped.
+    The standard deviation is the population's, over the whole group. A group of one trajectory has none and
+    is dropped.
     """
     rewards = _rewards_of(group)
     std = float(rewards.std())
     if std > min_std:
         return KEEP
     return FilterDecision(
-        False, "zero_variance", f"standard deviation {std:.3g} of {len(rewards)} rewards around {rewards.mean():.4g} is not above {min_std:.3g}"
+        False,
+        "zero_variance",
+        f"standard deviation {std:.3g} of {len(rewards)} rewards around {rewards.mean():.4g} is not above"
+        f" {min_std:.3g}",
     )
 
 
@@ -39,46 +45,65 @@ def check_min_reward(group: SampleGroup, *, min_reward: float = 0.0) -> FilterDe
     mean = float(rewards.mean())
     if mean >= min_reward:
         return KEEP
-    return FilterDecision(False, "low_reward", f"mean reward {mean:.4g} of {len(rewards)} samples is below {min_reward:.4g}")
+    return FilterDecision(
+        False, "low_reward", f"mean reward {mean:.4g} of {len(rewards)} samples is below {min_reward:.4g}"
+    )
 
 
-def check_mixed_accuracy(group: SampleGroup, *, part: str = "", low: float = 0.0, high: float = 1.0) -> FilterDecision:
-    """Drops a group that is always or never right ("too_easy", "too_hard"): keeps low < accuracy < high, dynamic sampling of DAPO (2503.14476).
+def check_mixed_accuracy(
+    group: SampleGroup, *, part: str = "", low: float = 0.0, high: float = 1.0
+) -> FilterDecision:
+    """Drops a group that is always or never right ("too_easy", "too_hard"): keeps low < accuracy < high,
+    dynamic sampling of DAPO (2503.14476).
 
-    Accuracy is the mean of a part of the reward, or of the reward itself with part "". Named, because a shaped reward (a length penalty)
-    still varies in a group where every answer is right. Raises ValueError if a sample lacks the part, or has a value outside 0 to 1: of
-    rewards of 1 and -1 the mean is no accuracy.
+    Accuracy is the mean of a part of the reward, or of the reward itself with part "". Named, because a
+    shaped reward (a length penalty) still varies in a group where every answer is right. Raises ValueError if
+    a sample lacks the part, or has a value outside 0 to 1: of rewards of 1 and -1 the mean is no accuracy.
     """
     values = _part_of(group, part, "check_mixed_accuracy") if part else _rewards_of(group)
     outside = values[(values < -ROUNDING) | (values > 1 + ROUNDING)]
     if len(outside):
         raise ValueError(
-            f"check_mixed_accuracy: {part or 'the reward'} of a sample of group {group.group_index} is {outside[0]:.4g}; an accuracy is a mean of "
-            "values from 0 to 1: name such a part of the reward with part=, or use check_reward_nonzero_std"
+            f"check_mixed_accuracy: {part or 'the reward'} of a sample of group {group.group_index} is"
+            f" {outside[0]:.4g}; an accuracy is a mean of values from 0 to 1: name such a part of the reward"
+            " with part=, or use check_reward_nonzero_std"
         )
     accuracy = float(values.mean())
     if low < accuracy < high:
         return KEEP
-    reason, rule = ("too_hard", f"not above {low:.4g}") if accuracy <= low else ("too_easy", f"not below {high:.4g}")
-    return FilterDecision(False, reason, f"accuracy {accuracy:.4g} of {len(values)} samples ({part or 'the reward'}) is {rule}")
+    reason, rule = (
+        ("too_hard", f"not above {low:.4g}") if accuracy <= low else ("too_easy", f"not below {high:.4g}")
+    )
+    return FilterDecision(
+        False, reason, f"accuracy {accuracy:.4g} of {len(values)} samples ({part or 'the reward'}) is {rule}"
+    )
 
 
 def check_consensus(group: SampleGroup, *, min_ratio: float = 0.0) -> FilterDecision:
     """Drops a group whose vote found no label, or one with a vote ratio below `min_ratio` ("no_consensus").
 
-    Reads the parts has_label and vote_ratio of rollouts.rewards.consensus. Raises ValueError if a sample lacks them.
+    Reads the parts has_label and vote_ratio of rollouts.rewards.consensus. Raises ValueError if a sample
+    lacks them.
     """
-    has_label, ratio = float(_part_of(group, "has_label", "check_consensus")[0]), float(_part_of(group, "vote_ratio", "check_consensus")[0])
+    has_label, ratio = (
+        float(_part_of(group, "has_label", "check_consensus")[0]),
+        float(_part_of(group, "vote_ratio", "check_consensus")[0]),
+    )
     if has_label and ratio >= min_ratio:
         return KEEP
     rule = f"below {min_ratio:.4g}" if has_label else "no label"
-    return FilterDecision(False, "no_consensus", f"vote ratio {ratio:.4g} of {len(group.samples)} samples: {rule}")
+    return FilterDecision(
+        False, "no_consensus", f"vote ratio {ratio:.4g} of {len(group.samples)} samples: {rule}"
+    )
 
 
 def _part_of(group: SampleGroup, part: str, name: str) -> NDArray[np.float64]:
     """That part of the reward of each trajectory."""
     if any(part not in sample.rewards for sample in group.ends):
-        raise ValueError(f"{name} needs the part {part!r} of the reward, which a sample of group {group.group_index} has not; report it there")
+        raise ValueError(
+            f"{name} needs the part {part!r} of the reward, which a sample of group {group.group_index} has"
+            " not; report it there"
+        )
     return np.asarray([sample.rewards[part] for sample in group.ends], np.float64)
 
 
@@ -88,27 +113,35 @@ def _rewards_of(group: SampleGroup) -> NDArray[np.float64]:
 
 
 def check_response_diversity(group: SampleGroup, *, min_unique_fraction: float = 0.25) -> FilterDecision:
-    """Drops a group in which too few responses differ ("low_diversity"). Responses are compared as text without white space around it."""
+    """Drops a group in which too few responses differ ("low_diversity"). Responses are compared as text
+    without white space around it.
+    """
     unique = len({sample.response.strip() for sample in group.samples})
     fraction = unique / len(group.samples)
     if fraction >= min_unique_fraction:
         return KEEP
-    detail = f"{unique} of {len(group.samples)} responses are distinct, a share of {fraction:.3g}, below {min_unique_fraction:.3g}"
+    detail = (
+        f"{unique} of {len(group.samples)} responses are distinct, a share of {fraction:.3g}, below"
+        f" {min_unique_fraction:.3g}"
+    )
     return FilterDecision(False, "low_diversity", detail)
 
 
 def check_reasonable_length(
     group: SampleGroup, *, min_tokens: int = 1, max_tokens: int = 4096, max_outside_fraction: float = 0.5
 ) -> FilterDecision:
-    """Drops a group in which too many responses are shorter or longer than allowed ("unreasonable_length"). Lengths are trained tokens."""
+    """Drops a group in which too many responses are shorter or longer than allowed ("unreasonable_length").
+    Lengths are trained tokens.
+    """
     lengths = [sample.response_length for sample in group.samples]
     outside = sum(not min_tokens <= length <= max_tokens for length in lengths)
     fraction = outside / len(lengths)
     if fraction <= max_outside_fraction:
         return KEEP
     detail = (
-        f"{outside} of {len(lengths)} responses have a length outside {min_tokens} to {max_tokens} tokens (shortest {min(lengths)}, "
-        f"longest {max(lengths)}), a share of {fraction:.3g}, above {max_outside_fraction:.3g}"
+        f"{outside} of {len(lengths)} responses have a length outside {min_tokens} to {max_tokens} tokens"
+        f" (shortest {min(lengths)}, longest {max(lengths)}), a share of {fraction:.3g}, above"
+        f" {max_outside_fraction:.3g}"
     )
     return FilterDecision(False, "unreasonable_length", detail)
 
@@ -116,7 +149,9 @@ def check_reasonable_length(
 def check_quality_and_diversity(
     group: SampleGroup, *, min_reward: float = 0.0, min_std: float = 1e-6, min_unique_fraction: float = 0.25
 ) -> FilterDecision:
-    """The first objection of check_min_reward, check_reward_nonzero_std and check_response_diversity, in this order."""
+    """The first objection of check_min_reward, check_reward_nonzero_std and check_response_diversity, in this
+    order.
+    """
     decisions = (
         check_min_reward(group, min_reward=min_reward),
         check_reward_nonzero_std(group, min_std=min_std),
@@ -137,7 +172,9 @@ FILTERS: Mapping[str, GroupFilter] = {
 
 
 def make_filter(name: str, **thresholds: float | str) -> GroupFilter:
-    """The filter of that name with some of its thresholds replaced. Raises PlugInError naming the filters, or the thresholds there are."""
+    """The filter of that name with some of its thresholds replaced. Raises PlugInError naming the filters, or
+    the thresholds there are.
+    """
     if name not in FILTERS:
         raise PlugInError(f"filter={name!r} is not one of {', '.join(FILTERS)}")
     known = [parameter for parameter in inspect.signature(FILTERS[name]).parameters if parameter != "group"]

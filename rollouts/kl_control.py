@@ -1,4 +1,6 @@
-"""How the KL coefficient moves from step to step: fixed, or steered towards a target. Plain arithmetic; the caller keeps the coefficient."""
+"""How the KL coefficient moves from step to step: fixed, or steered towards a target. Plain arithmetic; the
+caller keeps the coefficient.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ def keep_kl_coef(kl_coef: float, kl: float, num_samples: int) -> float:
     return kl_coef
 
 
-def compute_adaptive_kl_coef(kl_coef: float, kl: float, num_samples: int, *, target: float, horizon: int, limit: float = 0.2) -> float:
-    """kl_coef · (1 + clip(kl/target − 1, ±limit) · num_samples/horizon): larger when the policy is farther away than wanted.
+def compute_adaptive_kl_coef(
+    kl_coef: float, kl: float, num_samples: int, *, target: float, horizon: int, limit: float = 0.2
+) -> float:
+    """kl_coef · (1 + clip(kl/target − 1, ±limit) · num_samples/horizon): larger when the policy is farther
+    away than wanted.
 
-    kl and target in the same unit, nats per sample in the paper; horizon in samples: after that many at full error the coefficient has
-    moved by `limit`. A KL that is not finite leaves the coefficient alone. Never negative.
-    Paper: Ziegler et al. 2019, 1909.08593. Raises ValueError on a target, horizon or limit that is not positive.
+    kl and target in the same unit, nats per sample in the paper; horizon in samples: after that many at full
+    error the coefficient has moved by `limit`. A KL that is not finite leaves the coefficient alone. Never
+    negative. Paper: Ziegler et al. 2019, 1909.08593. Raises ValueError on a target, horizon or limit that is
+    not positive.
     """
     if not (target > 0 and horizon > 0 and limit > 0):
         raise ValueError(f"target={target}, horizon={horizon}, limit={limit}; all three must be above 0")
@@ -40,22 +46,41 @@ def make_adaptive_kl_control(*, target: float, horizon: int, limit: float = 0.2)
 
 
 def compute_two_sided_kl_coef(
-    kl_coef: float, kl: float, *, target: float, tolerance: float, factor: float = 1.5, lowest: float = 0.0, highest: float = math.inf
+    kl_coef: float,
+    kl: float,
+    *,
+    target: float,
+    tolerance: float,
+    factor: float = 1.5,
+    lowest: float = 0.0,
+    highest: float = math.inf,
 ) -> float:
-    """kl_coef · factor where kl > target + tolerance, kl_coef / factor where kl < target − tolerance, else kl_coef; within lowest to highest.
+    """kl_coef · factor where kl > target + tolerance, kl_coef / factor where kl < target − tolerance, else
+    kl_coef; within lowest to highest.
 
-    kl, target and tolerance in the same unit. Inside the band nothing moves, so the coefficient does not drift with noise; outside it moves
-    by the same factor however far the KL is. A coefficient of 0 stays 0 unless `lowest` lifts it. A KL that is not finite leaves the
-    coefficient alone, bounds included. As the adaptive penalty of PPO (1707.06347, section 4), whose band is target/1.5 to target·1.5, factor 2.
-    Raises ValueError on a target that is not positive, a negative tolerance, a factor not above 1, or bounds other than 0 <= lowest <= highest.
+    kl, target and tolerance in the same unit. Inside the band nothing moves, so the coefficient does not
+    drift with noise; outside it moves by the same factor however far the KL is. A coefficient of 0 stays 0
+    unless `lowest` lifts it. A KL that is not finite leaves the coefficient alone, bounds included. As the
+    adaptive penalty of PPO (1707.06347, section 4), whose band is target/1.5 to target·1.5, factor 2. Raises
+    ValueError on a target that is not positive, a negative tolerance, a factor not above 1, or bounds other
+    than 0 <= lowest <= highest.
     """
     if not (target > 0 and tolerance >= 0 and factor > 1):
-        raise ValueError(f"target={target}, tolerance={tolerance}, factor={factor}; the rule is target > 0, tolerance >= 0 and factor > 1")
+        raise ValueError(
+            f"target={target}, tolerance={tolerance}, factor={factor}; the rule is target > 0, tolerance >= 0"
+            " and factor > 1"
+        )
     if not 0 <= lowest <= highest:
         raise ValueError(f"lowest={lowest}, highest={highest}; the rule is 0 <= lowest <= highest")
     if not math.isfinite(kl):
         return kl_coef
-    moved = kl_coef * factor if kl > target + tolerance else kl_coef / factor if kl < target - tolerance else kl_coef
+    moved = (
+        kl_coef * factor
+        if kl > target + tolerance
+        else kl_coef / factor
+        if kl < target - tolerance
+        else kl_coef
+    )
     return min(max(moved, lowest), highest)
 
 
@@ -63,10 +88,14 @@ def make_two_sided_kl_control(
     *, target: float, tolerance: float, factor: float = 1.5, lowest: float = 0.0, highest: float = math.inf
 ) -> KLControl:
     """The multiplicative controller with its settings bound; see `compute_two_sided_kl_coef`."""
-    compute_two_sided_kl_coef(0.0, target, target=target, tolerance=tolerance, factor=factor, lowest=lowest, highest=highest)
+    compute_two_sided_kl_coef(
+        0.0, target, target=target, tolerance=tolerance, factor=factor, lowest=lowest, highest=highest
+    )
 
     def adapt(kl_coef: float, kl: float, num_samples: int) -> float:
-        return compute_two_sided_kl_coef(kl_coef, kl, target=target, tolerance=tolerance, factor=factor, lowest=lowest, highest=highest)
+        return compute_two_sided_kl_coef(
+            kl_coef, kl, target=target, tolerance=tolerance, factor=factor, lowest=lowest, highest=highest
+        )
 
     return adapt
 
@@ -85,12 +114,14 @@ KL_CONTROLS: dict[str, Callable[..., KLControl]] = {
 
 
 def exceeds_kl_limit(kl: float, *, limit: float) -> bool:
-    """Whether the updates on a batch should end here: the policy is farther from where it was before them than `limit` allows.
+    """Whether the updates on a batch should end here: the policy is farther from where it was before them
+    than `limit` allows.
 
-    kl is the `approx_kl/mean` that an update's forward pass measured on its rows, KL(old || policy) in nats per token: what the updates before it
-    have done. Asked after every update; True once is the end for this batch: a hard stop, which bounds the step where a clip only bounds gradients.
-    A KL that is not finite exceeds every limit. Source: early stopping of PPO in OpenAI's Spinning Up, where the limit is 1.5 times the wanted KL.
-    Raises ValueError on a limit that is not positive.
+    kl is the `approx_kl/mean` that an update's forward pass measured on its rows, KL(old || policy) in nats
+    per token: what the updates before it have done. Asked after every update; True once is the end for this
+    batch: a hard stop, which bounds the step where a clip only bounds gradients. A KL that is not finite
+    exceeds every limit. Source: early stopping of PPO in OpenAI's Spinning Up, where the limit is 1.5 times
+    the wanted KL. Raises ValueError on a limit that is not positive.
     """
     if not limit > 0:
         raise ValueError(f"limit={limit} must be above 0 nats per token; 0.015 is usual")
@@ -98,16 +129,26 @@ def exceeds_kl_limit(kl: float, *, limit: float) -> bool:
 
 
 def compute_adaptive_entropy_coef(
-    entropy_coef: float, entropy: float, *, target: float, step: float = 5e-3, lowest: float = 0.0, highest: float = math.inf
+    entropy_coef: float,
+    entropy: float,
+    *,
+    target: float,
+    step: float = 5e-3,
+    lowest: float = 0.0,
+    highest: float = math.inf,
 ) -> float:
-    """entropy_coef + step where the measured mean entropy, nats, is below target, else entropy_coef − step; within lowest to highest.
+    """entropy_coef + step where the measured mean entropy, nats, is below target, else entropy_coef − step;
+    within lowest to highest.
 
-    The bonus grows only while the policy is less random than wanted, and fades once it is; the paper also leaves it out of the loss at once
-    while the entropy is above target. An entropy that is not finite leaves the coefficient alone. Paper: Skywork-OR1, 2505.22312. Raises
-    ValueError on a negative step, or bounds that are not lowest <= highest.
+    The bonus grows only while the policy is less random than wanted, and fades once it is; the paper also
+    leaves it out of the loss at once while the entropy is above target. An entropy that is not finite leaves
+    the coefficient alone. Paper: Skywork-OR1, 2505.22312. Raises ValueError on a negative step, or bounds
+    that are not lowest <= highest.
     """
     if not (step >= 0 and lowest <= highest):
-        raise ValueError(f"step={step}, lowest={lowest}, highest={highest}; the rule is step >= 0 and lowest <= highest")
+        raise ValueError(
+            f"step={step}, lowest={lowest}, highest={highest}; the rule is step >= 0 and lowest <= highest"
+        )
     if not math.isfinite(entropy):
         return entropy_coef
     return min(max(entropy_coef + (step if entropy < target else -step), lowest), highest)

@@ -1,4 +1,6 @@
-"""The seams of the framework. Behaviour is swapped by passing another function or another object of these shapes."""
+"""The seams of the framework. Behaviour is swapped by passing another function or another object of these
+shapes.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ CoResultT = TypeVar("CoResultT", covariant=True)
 class TrainFuture(Protocol[CoResultT]):
     """Work that a backend has queued. Futures of one backend finish in submission order.
 
-    May be awaited many times, by many tasks. Cancelling a waiter does not cancel the work. A failure that nobody awaited is raised
-    when the backend closes.
+    May be awaited many times, by many tasks. Cancelling a waiter does not cancel the work. A failure that
+    nobody awaited is raised when the backend closes.
     """
 
     async def result(self) -> CoResultT: ...
@@ -52,11 +54,12 @@ WeightSink = Callable[[Sequence[tuple[str, "torch.Tensor"]]], None]
 
 
 class TrainingBackend(Protocol):
-    """A model with its optimizer. Every call below that runs torch returns at once with a TrainFuture; work is done in submission order.
+    """A model with its optimizer. Every call below that runs torch returns at once with a TrainFuture; work
+    is done in submission order.
 
-    When a submitted step fails, every step queued after it fails with EarlierStepFailed, accumulated gradients are discarded, and the
-    backend works again after `reset()`. A loss or gradient that is not finite is not a failed step: nothing changes, its future says
-    `skipped`, later steps run.
+    When a submitted step fails, every step queued after it fails with EarlierStepFailed, accumulated
+    gradients are discarded, and the backend works again after `reset()`. A loss or gradient that is not
+    finite is not a failed step: nothing changes, its future says `skipped`, later steps run.
     """
 
     @property
@@ -67,8 +70,9 @@ class TrainingBackend(Protocol):
     def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> TrainFuture[ForwardBackwardResult]: ...
     def optim_step(self, params: OptimParams | None = None) -> TrainFuture[OptimStepResult]: ...
     def forward(self, batch: RolloutBatch) -> TrainFuture[tuple[FloatArray, ...]]:
-        """Log-probs [T_i] of every row's tokens at batch.temperature, of a model with a scalar head its values before them; 0.0 where the loss
-        mask is 0."""
+        """Log-probs [T_i] of every row's tokens at batch.temperature, of a model with a scalar head its
+        values before them; 0.0 where the loss mask is 0.
+        """
         ...
 
     def stream_weights(self, sink: WeightSink) -> TrainFuture[None]: ...
@@ -80,14 +84,18 @@ class TrainingBackend(Protocol):
 
     def load(self, path: Path) -> TrainFuture[None]: ...
     def interrupt(self) -> None:
-        """forward_backward and forward queued so far end at their next micro-batch: they fail with StepInterrupted. Returns at once.
+        """forward_backward and forward queued so far end at their next micro-batch: they fail with
+        StepInterrupted. Returns at once.
 
-        The rest of the queue is a failed step's. statistics()["longest_piece_s"] says how long a micro-batch takes.
+        The rest of the queue is a failed step's. statistics()["longest_piece_s"] says how long a micro-batch
+        takes.
         """
         ...
 
     def reset(self) -> TrainFuture[None]:
-        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states are as after the last step."""
+        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states
+        are as after the last step.
+        """
         ...
 
     def set_weight_version(self, version: int) -> TrainFuture[None]: ...
@@ -113,11 +121,15 @@ class InferenceEngine(Protocol):
         ...
 
     async def checksum(self) -> str | None:
-        """A fingerprint of the weights, equal for equal weights of one engine; None where features.checksum is False."""
+        """A fingerprint of the weights, equal for equal weights of one engine; None where features.checksum
+        is False.
+        """
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Admits nothing until resume(). abort: requests in flight are answered with what they have; wait: they finish first; keep: they freeze."""
+        """Admits nothing until resume(). abort: requests in flight are answered with what they have; wait:
+        they finish first; keep: they freeze.
+        """
         ...
 
     async def resume(self) -> None: ...
@@ -131,7 +143,9 @@ class InferenceEngine(Protocol):
     async def restore_memory(self) -> None: ...
     async def begin_update(self) -> None: ...
     def receive_bucket(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """A WeightSink: copies one bucket. Raises EngineError on an unknown name or a wrong shape, before anything is copied."""
+        """A WeightSink: copies one bucket. Raises EngineError on an unknown name or a wrong shape, before
+        anything is copied.
+        """
         ...
 
     async def finish_update(self, version: int) -> None: ...
@@ -141,20 +155,27 @@ class InferenceEngine(Protocol):
 class SyncWeights(Protocol):
     """Brings every engine to a version and proves it; returns metrics. Raises WeightSyncError.
 
-    Without overlap it is called without `released`. Where generation runs ahead it sets `released` once the trainer may change its weights.
+    Without overlap it is called without `released`. Where generation runs ahead it sets `released` once the
+    trainer may change its weights.
     """
 
     def __call__(
-        self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, /, *, released: trio.Event = ...
+        self,
+        backend: TrainingBackend,
+        engines: Sequence[InferenceEngine],
+        version: int,
+        /,
+        *,
+        released: trio.Event = ...,
     ) -> Awaitable[Mapping[str, float]]: ...
 
 
 class GenerateFn(Protocol):
     """Completes a sample on the fleet; several samples are segments of one trajectory and share its reward."""
 
-    def __call__(self, sample: Sample, engine: InferenceEngine, sampling: SamplingParams, /) -> (
-        Sample | Sequence[Sample] | Awaitable[Sample | Sequence[Sample]]
-    ): ...
+    def __call__(
+        self, sample: Sample, engine: InferenceEngine, sampling: SamplingParams, /
+    ) -> Sample | Sequence[Sample] | Awaitable[Sample | Sequence[Sample]]: ...
 
 
 RewardValue = float | Mapping[str, float] | RewardResult
@@ -169,7 +190,9 @@ class RewardFn(Protocol):
 class GroupRewardFn(Protocol):
     """Scores the samples of a group together, one value per sample."""
 
-    def __call__(self, samples: Sequence[Sample], /) -> Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]: ...
+    def __call__(
+        self, samples: Sequence[Sample], /
+    ) -> Sequence[RewardValue] | Awaitable[Sequence[RewardValue]]: ...
 
 
 class FilterFn(Protocol):
@@ -179,7 +202,9 @@ class FilterFn(Protocol):
 
 
 class MetricsLogger(Protocol):
-    """Takes what becomes the files of a run. What was logged survives the death of the process when the call returns."""
+    """Takes what becomes the files of a run. What was logged survives the death of the process when the call
+    returns.
+    """
 
     async def log_step(
         self,
@@ -191,8 +216,12 @@ class MetricsLogger(Protocol):
         updates: Sequence[UpdateRecord] = (),
         spans: Sequence[Span] = (),
     ) -> None: ...
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None: ...
-    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None: ...
+    async def log_samples(
+        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
+    ) -> None: ...
+    async def log_evaluation(
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+    ) -> None: ...
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
 
 

@@ -17,7 +17,8 @@
       trackers/NAME.json                 how far a tracker has followed
       index/                             what viewers have computed; not needed
 
-A .jsonl file that has grown to its limit goes on in the next part: metrics.jsonl, metrics.1.jsonl, metrics.2.jsonl, …
+A .jsonl file that has grown to its limit goes on in the next part: metrics.jsonl, metrics.1.jsonl,
+metrics.2.jsonl, …
 """
 
 from __future__ import annotations
@@ -95,9 +96,13 @@ class RunDir:
         return self.root / "checkpoints"
 
     def stage_checkpoints(self, stage: str) -> Path:
-        """Raises RunDirError for a name that is more than a folder's, or when a symbolic link on the way leads out of the run directory."""
+        """Raises RunDirError for a name that is more than a folder's, or when a symbolic link on the way
+        leads out of the run directory.
+        """
         if STAGE_NAME.fullmatch(stage) is None:
-            raise RunDirError(f"stage {stage!r} is to name a folder of checkpoints; use letters, digits, _ and -")
+            raise RunDirError(
+                f"stage {stage!r} is to name a folder of checkpoints; use letters, digits, _ and -"
+            )
         check_inside(self.root, self.checkpoints / stage)
         return self.checkpoints / stage
 
@@ -111,7 +116,9 @@ class RunDir:
 
     @property
     def weights(self) -> Path:
-        """Raises RunDirError when it is a symbolic link that leads out of the run directory: what is pruned there may be another's."""
+        """Raises RunDirError when it is a symbolic link that leads out of the run directory: what is pruned
+        there may be another's.
+        """
         return self._get_own_dir("weights")
 
     @property
@@ -142,16 +149,27 @@ class RunDir:
 
 
 def check_links(run_dir: RunDir) -> None:
-    """Raises RunDirError when one of the run's files or directories is a symbolic link that leads out of the run directory."""
+    """Raises RunDirError when one of the run's files or directories is a symbolic link that leads out of the
+    run directory.
+    """
     rows = [part for path in run_dir.row_files for part in (path, *list_parts(path))]
     files = (run_dir.config, run_dir.updates_log, run_dir.summary, run_dir.lock)
-    folders = (run_dir.checkpoints, run_dir.weights, run_dir.engine_logs, run_dir.tokens, run_dir.index, run_dir.trackers)
+    folders = (
+        run_dir.checkpoints,
+        run_dir.weights,
+        run_dir.engine_logs,
+        run_dir.tokens,
+        run_dir.index,
+        run_dir.trackers,
+    )
     for path in (*files, *rows, *folders):
         check_inside(run_dir.root, path)
 
 
 def list_parts(path: Path) -> list[Path]:
-    """The parts of the .jsonl file `path` that exist, in the order in which they were written; none where its directory is not there."""
+    """The parts of the .jsonl file `path` that exist, in the order in which they were written; none where its
+    directory is not there.
+    """
     try:
         names = [entry.name for entry in os.scandir(path.parent)]
     except (FileNotFoundError, NotADirectoryError):
@@ -187,14 +205,21 @@ def checkpoint_manifest(checkpoint: Path) -> Path:
 
 
 def check_inside(root: Path, path: Path) -> None:
-    """Raises RunDirError when `path`, with .. and symbolic links followed, lies outside `root`, with its own followed, or links lead in a circle.
-    Need not exist."""
+    """Raises RunDirError when `path`, with .. and symbolic links followed, lies outside `root`, with its own
+    followed, or links lead in a circle. Need not exist.
+    """
     try:
         end, inside = path.resolve(), root.resolve()
     except (OSError, RuntimeError) as error:  # pathlib: RuntimeError for links that lead in a circle
-        raise RunDirError(f"{path} cannot be followed ({error}); remove the symbolic link that leads nowhere, or name another output.dir") from error
+        raise RunDirError(
+            f"{path} cannot be followed ({error}); remove the symbolic link that leads nowhere, or name"
+            " another output.dir"
+        ) from error
     if not end.is_relative_to(inside):
-        raise RunDirError(f"{path} leads to {end}, outside {root}; remove that link, or point output.dir itself at the other disk")
+        raise RunDirError(
+            f"{path} leads to {end}, outside {root}; remove that link, or point output.dir itself at the"
+            " other disk"
+        )
 
 
 def parse_step(name: str) -> int | None:
@@ -203,7 +228,7 @@ def parse_step(name: str) -> int | None:
     return int(match.group(1)) if match else None
 
 
-# --- whether a run is at work ------------------------------------------------------------------------------------------------
+# --- whether a run is at work -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +260,11 @@ class Activity:
 
 
 def find_activity(run_dir: RunDir) -> Activity:
-    """Whether a run is at work in the directory, by its lock, by the machine that the lock's file names, and by its summary. Only reads.
+    """Whether a run is at work in the directory, by its lock, by the machine that the lock's file names, and
+    by its summary. Only reads.
 
-    The lock of another machine may not be seen here, and some file systems have none: such a run may be at work until it has a summary.
+    The lock of another machine may not be seen here, and some file systems have none: such a run may be at
+    work until it has a summary.
     """
     locked, finished = is_locked(run_dir), run_dir.summary.exists()
     named = str(read_holder(run_dir).get("host", ""))
@@ -246,18 +273,24 @@ def find_activity(run_dir: RunDir) -> Activity:
         return Activity("nowhere", False, finished, host)
     if named not in ("", socket.gethostname()):
         return Activity("elsewhere", bool(locked), finished, host)
-    return Activity("unknown" if locked is None else "here" if locked else "nowhere", bool(locked), finished, host)
+    return Activity(
+        "unknown" if locked is None else "here" if locked else "nowhere", bool(locked), finished, host
+    )
 
 
 def describe_activity(activity: Activity) -> str:
     """The state, where, if not here, and why it is not certain."""
     if activity.where == "elsewhere":
-        return f"{activity.state} on {activity.host}{'' if activity.locked else ', whose lock may not be seen here'}"
+        return (
+            f"{activity.state} on"
+            f" {activity.host}{'' if activity.locked else ', whose lock may not be seen here'}"
+        )
     return f"{activity.state}: its lock cannot be asked" if activity.where == "unknown" else activity.state
 
 
 def is_locked(run_dir: RunDir) -> bool | None:
-    """Whether a process holds the lock, as this machine sees it. False where nobody has ever locked it; None where it cannot be asked.
+    """Whether a process holds the lock, as this machine sees it. False where nobody has ever locked it; None
+    where it cannot be asked.
 
     Asking takes a shared lock for a moment, which never keeps a run from starting: it tries again.
     """

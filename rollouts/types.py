@@ -29,7 +29,9 @@ class ChatMessage(TypedDict):
     role: str  # system, user, assistant, tool, or what else the chat template knows
     content: str  # "" where the turn is nothing but tool calls
     reasoning_content: NotRequired[str]  # the thinking before the content
-    tool_calls: NotRequired[list[dict[str, JSONValue]]]  # {"type": "function", "function": {"name", "arguments"}}, arguments an object or its text
+    tool_calls: NotRequired[
+        list[dict[str, JSONValue]]
+    ]  # {"type": "function", "function": {"name", "arguments"}}, arguments an object or its text
     tool_call_id: NotRequired[str]  # of a tool's turn: the call that it answers
     name: NotRequired[str]  # of who speaks, mostly the tool
 
@@ -49,7 +51,10 @@ def _frozen_array(owner: str, name: str, value: ArrayLike, dtype: Any, length: i
     if source.ndim != 1:
         raise ValueError(f"{owner}.{name} has {source.ndim} axes; it must be one-dimensional [T]")
     if length is not None and len(source) != length:
-        raise ValueError(f"{owner}.{name} has {len(source)} values for {length} tokens; token-level fields have one value per token")
+        raise ValueError(
+            f"{owner}.{name} has {len(source)} values for {length} tokens; token-level fields have one value"
+            " per token"
+        )
     wanted = np.dtype(dtype)
     if len(source) == 0:
         source = source.astype(wanted)
@@ -65,7 +70,9 @@ def _frozen_array(owner: str, name: str, value: ArrayLike, dtype: Any, length: i
 
 
 def check_json(name: str, value: object) -> None:
-    """Raises ValueError, naming the path, if `value` is not JSON (None, bool, int, finite float, str, list, str-keyed dict)."""
+    """Raises ValueError, naming the path, if `value` is not JSON (None, bool, int, finite float, str, list,
+    str-keyed dict).
+    """
     if value is None or isinstance(value, bool | int | str):
         return
     if isinstance(value, float):
@@ -82,29 +89,40 @@ def check_json(name: str, value: object) -> None:
         for index, inner in enumerate(value):
             check_json(f"{name}[{index}]", inner)
         return
-    raise ValueError(f"{name} is a {type(value).__name__}; it must be a JSON value (numpy scalars: call .item())")
+    raise ValueError(
+        f"{name} is a {type(value).__name__}; it must be a JSON value (numpy scalars: call .item())"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One prompt and what became of it. Lists are accepted for arrays; construction checks lengths, types and metadata.
+    """One prompt and what became of it. Lists are accepted for arrays; construction checks lengths, types and
+    metadata.
 
-    Where a token was not sampled its mask is 0, its log-prob 0.0 and its version -1. Token-level fields left empty are filled so.
-    Raises ValueError naming the field that is wrong.
+    Where a token was not sampled its mask is 0, its log-prob 0.0 and its version -1. Token-level fields left
+    empty are filled so. Raises ValueError naming the field that is wrong.
     """
 
     id: str  # unique in the run; samples of a group share a prompt, not an id
     prompt: str | tuple[ChatMessage, ...]  # text, or chat messages
     response: str = ""  # decoded response tokens, special tokens left out
     tokens: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [T] prompt and response ids
-    loss_mask: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))  # [T] 1 where the token trains
-    rollout_log_probs: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))  # [T] nats, of the distribution sampled from
-    weight_versions: IntArray = field(default_factory=lambda: np.zeros(0, np.int64))  # [T] version that produced the token
+    loss_mask: BoolArray = field(
+        default_factory=lambda: np.zeros(0, np.bool_)
+    )  # [T] 1 where the token trains
+    rollout_log_probs: FloatArray = field(
+        default_factory=lambda: np.zeros(0, np.float32)
+    )  # [T] nats, of the distribution sampled from
+    weight_versions: IntArray = field(
+        default_factory=lambda: np.zeros(0, np.int64)
+    )  # [T] version that produced the token
     reward: float | None = None  # None until scored
     rewards: Mapping[str, float] = field(default_factory=dict)  # named parts of the reward
     group_index: int | None = None  # which draw of a prompt this belongs to; None outside a manager
     status: Status = Status.PENDING
-    metadata: Mapping[str, JSONValue] = field(default_factory=dict)  # JSON values only: the dataset row, notes, failures
+    metadata: Mapping[str, JSONValue] = field(
+        default_factory=dict
+    )  # JSON values only: the dataset row, notes, failures
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -119,7 +137,11 @@ class Sample:
             raise ValueError(f"Sample.tokens holds {int(tokens.min())}; token ids are not negative")
         count = len(tokens)
         put(self, "tokens", tokens)
-        for name, dtype, blank in (("loss_mask", np.bool_, 0), ("rollout_log_probs", np.float32, 0.0), ("weight_versions", np.int64, -1)):
+        for name, dtype, blank in (
+            ("loss_mask", np.bool_, 0),
+            ("rollout_log_probs", np.float32, 0.0),
+            ("weight_versions", np.int64, -1),
+        ):
             value = getattr(self, name)
             filled = np.full(count, blank, dtype) if len(value) == 0 else value
             put(self, name, _frozen_array("Sample", name, filled, dtype, count))
@@ -127,7 +149,11 @@ class Sample:
             raise ValueError("Sample.rollout_log_probs holds a value that is not finite")
         if self.reward is not None:
             put(self, "reward", _finite("Sample.reward", self.reward))
-        put(self, "rewards", {str(key): _finite(f"Sample.rewards[{key!r}]", value) for key, value in self.rewards.items()})
+        put(
+            self,
+            "rewards",
+            {str(key): _finite(f"Sample.rewards[{key!r}]", value) for key, value in self.rewards.items()},
+        )
         put(self, "status", Status(self.status))
         check_json("Sample.metadata", self.metadata)
 
@@ -144,7 +170,9 @@ class Sample:
 
 def _checked_messages(messages: object) -> tuple[ChatMessage, ...]:
     if not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"Sample.prompt is {messages!r}; it must be text or a list of chat messages that is not empty")
+        raise ValueError(
+            f"Sample.prompt is {messages!r}; it must be text or a list of chat messages that is not empty"
+        )
     checked: list[ChatMessage] = []
     for index, message in enumerate(messages):
         try:
@@ -161,12 +189,15 @@ MEDIA_KEYS = ("image", "images", "audio", "audios", "video", "videos")
 def checked_message(message: object) -> ChatMessage:
     """A copy of `message` as one turn, with every key that has a value.
 
-    A content of text parts becomes one text, the parts put together with nothing between them. No content beside tool calls becomes "". A
-    null elsewhere, or an empty list of tool calls, is an absent key. `reasoning` and `thinking` become reasoning_content.
-    Raises ValueError with a text that goes on after the message's name, such as ".content is of type int; it must be text".
+    A content of text parts becomes one text, the parts put together with nothing between them. No content
+    beside tool calls becomes "". A null elsewhere, or an empty list of tool calls, is an absent key.
+    `reasoning` and `thinking` become reasoning_content. Raises ValueError with a text that goes on after the
+    message's name, such as ".content is of type int; it must be text".
     """
     if not isinstance(message, Mapping):
-        raise ValueError(f" is of type {type(message).__name__}; a chat message is an object with a role and a content")
+        raise ValueError(
+            f" is of type {type(message).__name__}; a chat message is an object with a role and a content"
+        )
     turn: dict[str, Any] = {key: value for key, value in message.items() if value is not None}
     calls = _checked_tool_calls(turn.pop("tool_calls", []))
     if calls:
@@ -201,7 +232,9 @@ def _checked_content(content: object) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
         text = part.get("text") if isinstance(part, Mapping) else part
         if kind != "text":
-            raise ValueError(f".content[{index}] is a part of type {kind!r}; only text can train, so leave such rows out")
+            raise ValueError(
+                f".content[{index}] is a part of type {kind!r}; only text can train, so leave such rows out"
+            )
         if not isinstance(text, str):
             raise ValueError(f'.content[{index}] has no text; a part is {{"type": "text", "text": "…"}}')
         parts.append(text)
@@ -219,10 +252,15 @@ def _check_other_keys(turn: Mapping[str, Any]) -> None:
         if turn.get(key):
             raise ValueError(f".{key}: only text can train, so leave such rows out")
     if "function_call" in turn:
-        raise ValueError('.function_call is the old way to call a tool; write tool_calls: [{"type": "function", "function": {…}}]')
+        raise ValueError(
+            '.function_call is the old way to call a tool; write tool_calls: [{"type": "function",'
+            ' "function": {…}}]'
+        )
     for key in ("weight", "train"):
         if turn.get(key, 1) in (0, False):
-            raise ValueError(f".{key} is {turn[key]!r}, which is not read; the turns that train are chosen by sft.train_on")
+            raise ValueError(
+                f".{key} is {turn[key]!r}, which is not read; the turns that train are chosen by sft.train_on"
+            )
     for key, value in turn.items():
         if not isinstance(key, str):
             raise ValueError(f" has the key {key!r}; keys must be text")
@@ -243,7 +281,9 @@ def _checked_tool_call(call: object, name: str) -> dict[str, Any]:
     if (call.get("type") or "function") != "function":
         raise ValueError(f"{name}.type is {call['type']!r}; a tool call is {form}")
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise ValueError(f"{name}.function.name is {function.get('name')!r}; it must be text that is not empty")
+        raise ValueError(
+            f"{name}.function.name is {function.get('name')!r}; it must be text that is not empty"
+        )
     parse_tool_arguments(function.get("arguments"), f"{name}.function.arguments")
     check_json(name, call)
     kept = {key: value for key, value in call.items() if value is not None}
@@ -251,15 +291,21 @@ def _checked_tool_call(call: object, name: str) -> dict[str, Any]:
 
 
 def parse_tool_arguments(arguments: object, name: str) -> dict[str, Any]:
-    """The arguments of a tool call as an object, from one or from its JSON text. Raises ValueError, beginning with `name`, for others."""
+    """The arguments of a tool call as an object, from one or from its JSON text. Raises ValueError, beginning
+    with `name`, for others.
+    """
     value: object = arguments
     if isinstance(arguments, str):
         try:
             value = json.loads(arguments, object_pairs_hook=_unique_keys)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name} is {arguments!r}, which is not the JSON text of an object ({error})") from error
+            raise ValueError(
+                f"{name} is {arguments!r}, which is not the JSON text of an object ({error})"
+            ) from error
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name} is {arguments!r}; it must be an object or its JSON text, {{}} for no arguments")
+        raise ValueError(
+            f"{name} is {arguments!r}; it must be an object or its JSON text, {{}} for no arguments"
+        )
     check_json(name, value)
     return dict(value)
 
@@ -272,13 +318,17 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-SEGMENT_ID = re.compile(r"(.+)\.\d+")  # of a trajectory's second segment and those after it: the id of its first, a dot, a number
+SEGMENT_ID = re.compile(
+    r"(.+)\.\d+"
+)  # of a trajectory's second segment and those after it: the id of its first, a dot, a number
 
 
 def number_trajectories(samples: Sequence[Sample]) -> IntArray:
-    """[B] rows that are segments of one trajectory have one number, from 0 in the order in which trajectories appear.
+    """[B] rows that are segments of one trajectory have one number, from 0 in the order in which trajectories
+    appear.
 
-    A sample `x.1`, `x.2`, … belongs to the sample `x` of its group; where there is no such sample it is a trajectory by itself.
+    A sample `x.1`, `x.2`, … belongs to the sample `x` of its group; where there is no such sample it is a
+    trajectory by itself.
     """
     present = {(sample.group_index, sample.id) for sample in samples}
     numbers: dict[tuple[int | None, str], int] = {}
@@ -305,16 +355,22 @@ class SampleGroup:
 
     group_index: int  # unique in the run
     prompt_id: str  # id of the dataset row
-    samples: tuple[Sample, ...]  # G of them, fewer when some failed; more where trajectories have several segments
+    samples: tuple[
+        Sample, ...
+    ]  # G of them, fewer when some failed; more where trajectories have several segments
 
     @property
     def ends(self) -> tuple[Sample, ...]:
         """One sample per trajectory: the last of its segments. All samples, where none has several."""
-        return tuple(dict(zip(number_trajectories(self.samples).tolist(), self.samples, strict=True)).values())
+        return tuple(
+            dict(zip(number_trajectories(self.samples).tolist(), self.samples, strict=True)).values()
+        )
 
     @property
     def rewards(self) -> FloatArray:
-        """Rewards of a scored group, one per sample; segments share theirs, and `ends` counts it once. Raises ValueError if a sample has none."""
+        """Rewards of a scored group, one per sample; segments share theirs, and `ends` counts it once. Raises
+        ValueError if a sample has none.
+        """
         values = [sample.reward for sample in self.samples]
         if any(value is None for value in values):
             raise ValueError(f"group {self.group_index} has samples without a reward")
@@ -335,7 +391,9 @@ TOKEN_LEVEL = (  # fields of RolloutBatch beside `tokens` that have one array [T
 
 @dataclass(frozen=True, kw_only=True)  # without slots: response_lengths is kept
 class RolloutBatch:
-    """What one training step consumes: B ragged rows. Every token-level field is one array [T_i] per row. SFT leaves rewards None."""
+    """What one training step consumes: B ragged rows. Every token-level field is one array [T_i] per row. SFT
+    leaves rewards None.
+    """
 
     tokens: tuple[IntArray, ...]
     loss_masks: tuple[BoolArray, ...]
@@ -345,13 +403,19 @@ class RolloutBatch:
     old_log_probs: tuple[FloatArray, ...] | None = None  # nats; trainer's recompute, when rl.recompute_old
     ref_log_probs: tuple[FloatArray, ...] | None = None  # nats; frozen reference
     advantages: tuple[FloatArray, ...] | None = None
-    mean_advantages: FloatArray | None = None  # [B] of each row over the tokens that train, 0 of none; for the record
-    returns: tuple[FloatArray, ...] | None = None  # what a critic's values are to become, in the reward's unit
+    mean_advantages: FloatArray | None = (
+        None  # [B] of each row over the tokens that train, 0 of none; for the record
+    )
+    returns: tuple[FloatArray, ...] | None = (
+        None  # what a critic's values are to become, in the reward's unit
+    )
     old_values: tuple[FloatArray, ...] | None = None  # the critic's own, before the first update on the batch
     group_indices: IntArray | None = None  # [B]
     weight_versions: tuple[IntArray, ...] | None = None
     temperature: float = 1.0  # that the rollouts were sampled at; the trainer divides its logits by it
-    samples: tuple[Sample, ...] = ()  # the records behind the rows, for samples.jsonl; backends do not read them
+    samples: tuple[
+        Sample, ...
+    ] = ()  # the records behind the rows, for samples.jsonl; backends do not read them
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -363,7 +427,9 @@ class RolloutBatch:
                 raise ValueError(f"RolloutBatch.{name} has {len(value)} rows; tokens has {rows}")
             for row, (inner, tokens) in enumerate(zip(value, self.tokens, strict=True)):
                 if len(inner) != len(tokens):
-                    raise ValueError(f"RolloutBatch.{name}[{row}] has {len(inner)} values for {len(tokens)} tokens")
+                    raise ValueError(
+                        f"RolloutBatch.{name}[{row}] has {len(inner)} values for {len(tokens)} tokens"
+                    )
         for name in ("rewards", "mean_advantages", "group_indices"):
             value = getattr(self, name)
             if value is not None and len(value) != rows:
@@ -431,7 +497,9 @@ class EngineFeatures:
     deterministic: bool
     name: str = "local"  # what errors and metrics call it; unique in a fleet
     seeds: bool = True  # sampling.seed fixes the random stream of a request
-    version_spans: bool = True  # each token knows the version that produced it; else only whole completions do
+    version_spans: bool = (
+        True  # each token knows the version that produced it; else only whole completions do
+    )
     log_probs: bool = True  # of the distribution sampled from; without them nothing can train
     checksum: bool = False  # checksum() says what the weights are
     frees_memory: bool = True  # release_memory() gives memory back
@@ -473,7 +541,9 @@ class LossSpec:
     """A loss by name, so that it crosses ranks and wires."""
 
     name: str  # a key of losses.LOSSES, or module:function
-    params: Mapping[str, float | int | bool | str] = field(default_factory=dict)  # passed to the loss by keyword
+    params: Mapping[str, float | int | bool | str] = field(
+        default_factory=dict
+    )  # passed to the loss by keyword
     unit: LossUnit = "tokens"  # what the global denominator counts
     constant: float | None = None  # the denominator when unit is "constant"
     per_token: bool = False  # forward_backward is to answer with TokenArrays too
@@ -487,7 +557,7 @@ class OptimParams:
     max_grad_norm: float | None = 1.0  # None: no clipping
 
 
-# --- mergeable metric values -------------------------------------------------------------------------------------------------
+# --- mergeable metric values --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -549,7 +619,9 @@ class Min:
 
 @dataclass(frozen=True, slots=True)
 class EffectiveShare:
-    """Effective sample size of weights over their number, (Σw)² / (n Σw²): 1 when all are equal. Sums merge; the share of parts would not."""
+    """Effective sample size of weights over their number, (Σw)² / (n Σw²): 1 when all are equal. Sums merge;
+    the share of parts would not.
+    """
 
     total: float  # Σw
     square: float  # Σw²
@@ -565,7 +637,9 @@ class EffectiveShare:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedVariance:
-    """1 − Var(target − prediction) / Var(target), biased variances of both: 1 is perfect, 0 no better than the mean. None for constant targets."""
+    """1 − Var(target − prediction) / Var(target), biased variances of both: 1 is perfect, 0 no better than
+    the mean. None for constant targets.
+    """
 
     count: float
     target: float  # Σ target
@@ -604,7 +678,10 @@ def merge_metrics(parts: Iterable[Metrics]) -> dict[str, Metric]:
             elif type(held) is type(metric):
                 merged[name] = held.merge(metric)  # pyright: ignore[reportArgumentType]  (the kinds are equal)
             else:
-                raise ValueError(f"metric {name} is a {type(held).__name__} in one part and a {type(metric).__name__} in another")
+                raise ValueError(
+                    f"metric {name} is a {type(held).__name__} in one part and a {type(metric).__name__} in"
+                    " another"
+                )
     return merged
 
 
@@ -613,16 +690,22 @@ def metric_values(metrics: Metrics) -> dict[str, float]:
     return {name: value for name, metric in metrics.items() if (value := metric.value) is not None}
 
 
-# --- what a backend answers --------------------------------------------------------------------------------------------------
+# --- what a backend answers ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenArrays:
-    """What an update saw of each token: one array [T_i] per row of its batch, 0.0 where the mask is 0 and in a row that was left out."""
+    """What an update saw of each token: one array [T_i] per row of its batch, 0.0 where the mask is 0 and in
+    a row that was left out.
+    """
 
     log_probs: tuple[FloatArray, ...]  # nats: the trainer's own at this update; of a scalar head its values
-    slopes: tuple[FloatArray, ...]  # d(sum / denominator) / d(log-prob): the part of the loss's derivative that goes through the token
-    weights: tuple[FloatArray, ...]  # the correction's weight that multiplied the token's loss; 1 where the loss had none
+    slopes: tuple[
+        FloatArray, ...
+    ]  # d(sum / denominator) / d(log-prob): the part of the loss's derivative that goes through the token
+    weights: tuple[
+        FloatArray, ...
+    ]  # the correction's weight that multiplied the token's loss; 1 where the loss had none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@
     like    in each quarter of steps the mean lies within the means of the runs of the job `of`, its lowest and highest widened by two standard
             errors; step `lag` + 1 is compared with their step 1, for rewards are those of the weights that generated
 
-Metrics that begin with eval/ are read from evaluations.jsonl, of all stages; the others from the rows of one stage of metrics.jsonl.
+Metrics that begin with eval/ are read from evaluations.jsonl, of all stages; the others from the rows of one
+stage of metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Job:
     bars: tuple[Bar, ...] = ()
     flags: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
-    start: str = ""  # a job with one seed, from whose last checkpoint this one starts; empty: from the config's model
+    start: str = (
+        ""  # a job with one seed, from whose last checkpoint this one starts; empty: from the config's model
+    )
     always: bool = True  # False: only when named
 
     def run_names(self) -> list[str]:
@@ -75,7 +78,9 @@ class Verdict:
 
 
 def compute_mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error, s/√n with n − 1 in s, as if the values were independent. At least two values."""
+    """Mean and its standard error, s/√n with n − 1 in s, as if the values were independent. At least two
+    values.
+    """
     assert len(values) >= 2, values
     return float(np.mean(values)), float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
@@ -83,7 +88,8 @@ def compute_mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def compute_rise(values: Sequence[float]) -> tuple[float, float, float]:
     """Means of the first and the last quarter, and their difference in standard errors √(e₁² + e₂²).
 
-    A quarter is len(values) // 4 steps. Where both are constant the difference is ±inf, or 0. Raises ValueError for less than LEAST_STEPS.
+    A quarter is len(values) // 4 steps. Where both are constant the difference is ±inf, or 0. Raises
+    ValueError for less than LEAST_STEPS.
     """
     if len(values) < LEAST_STEPS:
         raise ValueError(f"{len(values)} steps; a quarter has a standard error from {LEAST_STEPS} steps on")
@@ -95,12 +101,16 @@ def compute_rise(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def judge(bar: Bar, values: Sequence[float], others: Sequence[Sequence[float]] = ()) -> Verdict:
-    """The verdict on the values of the bar's metric, in the order of steps. `others`: the values of each run of the job `bar.of`.
+    """The verdict on the values of the bar's metric, in the order of steps. `others`: the values of each run
+    of the job `bar.of`.
 
-    Raises ValueError if there are too few of them, if one is not finite, or if the bar does not suit evaluations.
+    Raises ValueError if there are too few of them, if one is not finite, or if the bar does not suit
+    evaluations.
     """
     if not np.isfinite(values).all():
-        raise ValueError(f"{bar.metric} is not finite in {int((~np.isfinite(values)).sum())} of {len(values)} steps")
+        raise ValueError(
+            f"{bar.metric} is not finite in {int((~np.isfinite(values)).sum())} of {len(values)} steps"
+        )
     if bar.metric.startswith("eval/"):
         return judge_evaluations(bar, values)
     first, last, errors = compute_rise(values)
@@ -108,17 +118,32 @@ def judge(bar: Bar, values: Sequence[float], others: Sequence[Sequence[float]] =
     third = float(thirds.mean())
     match bar.kind:
         case "rises":
-            return Verdict(f"`{bar.metric}` rises by {bar.errors:g} standard errors", first, last, errors, errors >= bar.errors)
+            return Verdict(
+                f"`{bar.metric}` rises by {bar.errors:g} standard errors",
+                first,
+                last,
+                errors,
+                errors >= bar.errors,
+            )
         case "near":
             inside = int((abs(thirds - bar.target) <= bar.tolerance).sum())
             met = abs(third - bar.target) <= bar.tolerance and inside >= 0.75 * len(thirds)
-            text = f"`{bar.metric}` within {bar.tolerance:g} of {bar.target:g}, last third ({inside} of {len(thirds)} steps)"
+            text = (
+                f"`{bar.metric}` within {bar.tolerance:g} of {bar.target:g}, last third ({inside} of"
+                f" {len(thirds)} steps)"
+            )
             return Verdict(text, first, third, math.nan, met)
         case "beyond":
             most = bar.target + bar.tolerance
             return Verdict(f"`{bar.metric}` above {most:g}, last third", first, third, math.nan, third > most)
         case "below":
-            return Verdict(f"`{bar.metric}` at most {bar.target:g} in every step", first, max(values), math.nan, max(values) <= bar.target)
+            return Verdict(
+                f"`{bar.metric}` at most {bar.target:g} in every step",
+                first,
+                max(values),
+                math.nan,
+                max(values) <= bar.target,
+            )
         case "like":
             inside = count_like_quarters(values[bar.lag :], others)
             late = f", {bar.lag} later" if bar.lag else ""
@@ -129,7 +154,9 @@ def judge(bar: Bar, values: Sequence[float], others: Sequence[Sequence[float]] =
 
 
 def count_like_quarters(values: Sequence[float], others: Sequence[Sequence[float]]) -> int:
-    """Quarters of the steps in which the mean of `values` is within the means of `others` and two of its own standard errors."""
+    """Quarters of the steps in which the mean of `values` is within the means of `others` and two of its own
+    standard errors.
+    """
     if len(others) < 2:
         raise ValueError(f"{len(others)} runs to compare with; a spread needs two: make those first")
     size = min(len(values), *(len(other) for other in others)) // 4
@@ -146,21 +173,35 @@ def judge_evaluations(bar: Bar, values: Sequence[float]) -> Verdict:
     if len(values) < 2:
         raise ValueError(f"{bar.metric} was evaluated {len(values)} times; a change needs two")
     if bar.kind not in ("ends", "gains", "falls"):
-        raise ValueError(f"{bar.metric} cannot be judged by {bar.kind!r}; evaluations take 'ends', 'gains' and 'falls'")
+        raise ValueError(
+            f"{bar.metric} cannot be judged by {bar.kind!r}; evaluations take 'ends', 'gains' and 'falls'"
+        )
     return judge_change(bar, values[0], values[-1])
 
 
 def judge_change(bar: Bar, first: float, last: float) -> Verdict:
     """The verdict on two numbers."""
     if bar.kind == "ends":
-        return Verdict(f"`{bar.metric}` at least {bar.least:g} at the end", first, last, math.nan, last >= bar.least)
+        return Verdict(
+            f"`{bar.metric}` at least {bar.least:g} at the end", first, last, math.nan, last >= bar.least
+        )
     higher = bar.kind == "gains"
-    return Verdict(f"`{bar.metric}` {'higher' if higher else 'lower'} at the end", first, last, math.nan, last > first if higher else last < first)
+    return Verdict(
+        f"`{bar.metric}` {'higher' if higher else 'lower'} at the end",
+        first,
+        last,
+        math.nan,
+        last > first if higher else last < first,
+    )
 
 
 def read_values(record: RunRecord, bar: Bar) -> tuple[list[int], list[float]]:
-    """Steps and values of the bar's metric; of an evaluation those of all stages, in the order in which they ran."""
-    return series(record.evaluations if bar.metric.startswith("eval/") else record.stage_rows(bar.stage), bar.metric)
+    """Steps and values of the bar's metric; of an evaluation those of all stages, in the order in which they
+    ran.
+    """
+    return series(
+        record.evaluations if bar.metric.startswith("eval/") else record.stage_rows(bar.stage), bar.metric
+    )
 
 
 def load_jobs(path: Path) -> dict[str, Job]:

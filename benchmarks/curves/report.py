@@ -30,7 +30,9 @@ work shared it. Each panel has one metric of one job over its steps, thin as mea
 def read_results(jobs: Mapping[str, Job], folder: Path) -> dict[str, dict[str, Any]]:
     """The results there are, by the name of the run, in the order of the jobs."""
     paths = {name: folder / f"{name}.json" for job in jobs.values() for name in job.run_names()}
-    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
+    return {
+        name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()
+    }
 
 
 def write_report(jobs: Mapping[str, Job], folder: Path, docs: Path) -> bool:
@@ -38,7 +40,11 @@ def write_report(jobs: Mapping[str, Job], folder: Path, docs: Path) -> bool:
     results = read_results(jobs, folder)
     sections = [HEAD]
     for group in dict.fromkeys(job.group for job in jobs.values()):
-        members = [job for job in jobs.values() if job.group == group and any(name in results for name in job.run_names())]
+        members = [
+            job
+            for job in jobs.values()
+            if job.group == group and any(name in results for name in job.run_names())
+        ]
         if members:
             picture = f"curves/{group.lower().replace(' ', '_')}.png"
             draw_group(members, results, docs / picture)
@@ -60,7 +66,10 @@ def format_group(group: str, jobs: Sequence[Job], results: Results, picture: str
 def format_verdict(name: str, verdict: Mapping[str, Any]) -> str:
     """One line of a table."""
     errors = f"{verdict['errors']:.1f}" if verdict["errors"] is not None else ""
-    return f"| {name} | {verdict['bar']} | {verdict['first']:.4g} | {verdict['last']:.4g} | {errors} | {'yes' if verdict['met'] else '**no**'} |"
+    return (
+        f"| {name} | {verdict['bar']} | {verdict['first']:.4g} | {verdict['last']:.4g} | {errors} |"
+        f" {'yes' if verdict['met'] else '**no**'} |"
+    )
 
 
 def format_command(name: str, result: Mapping[str, Any]) -> str:
@@ -71,12 +80,18 @@ def format_command(name: str, result: Mapping[str, Any]) -> str:
 
 
 def draw_group(jobs: Sequence[Job], results: Results, path: Path) -> None:
-    """A PNG with a panel for each job and metric of its steps; what a bar allows is a band. Nothing where no job has such a metric."""
+    """A PNG with a panel for each job and metric of its steps; what a bar allows is a band. Nothing where no
+    job has such a metric.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from PIL import Image
 
-    panels = [(job, bar) for job in jobs for bar in {bar.metric: bar for bar in job.bars if not bar.metric.startswith("eval/")}.values()]
+    panels = [
+        (job, bar)
+        for job in jobs
+        for bar in {bar.metric: bar for bar in job.bars if not bar.metric.startswith("eval/")}.values()
+    ]
     if not panels:
         return
     columns, rows = min(3, len(panels)), math.ceil(len(panels) / 3)
@@ -89,7 +104,9 @@ def draw_group(jobs: Sequence[Job], results: Results, path: Path) -> None:
         draw_panel(place, job, bar, results)
     path.parent.mkdir(parents=True, exist_ok=True)
     canvas.draw()
-    Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+    Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(COLOURS).save(
+        path, optimize=True
+    )
 
 
 def draw_panel(axes: Any, job: Job, bar: Bar, results: Results) -> None:

@@ -1,7 +1,9 @@
-"""Next letters: a word of a few letters is answered with the letter after each of its letters, "dog" with "eph".
+"""Next letters: a word of a few letters is answered with the letter after each of its letters, "dog" with
+"eph".
 
-A model of 0.1 M parameters learns it from nothing in about a minute, and half of it by a few steps of SFT, so that RL has something to do. There
-are more words than a run draws: a reward that rises rises on prompts that were not seen before.
+A model of 0.1 M parameters learns it from nothing in about a minute, and half of it by a few steps of SFT, so
+that RL has something to do. There are more words than a run draws: a reward that rises rises on prompts that
+were not seen before.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
 LETTERS = "abcdefgh"  # of prompts; answers are made of "bcdefghi"
 LATE = "fghi"
-PUNISH_OVERLONG = make_soft_overlong_punishment(max_tokens=8, buffer_tokens=3)  # a right answer and its end are 5 tokens
+PUNISH_OVERLONG = make_soft_overlong_punishment(
+    max_tokens=8, buffer_tokens=3
+)  # a right answer and its end are 5 tokens
 
 
 def make_rows(*, size: int, seed: int, length: int = 4, wrong: float = 0.0) -> list[dict[str, Any]]:
-    """`size` words of `length` letters with their answers, and the conversation that SFT trains on. Row i depends on (seed, i) alone.
+    """`size` words of `length` letters with their answers, and the conversation that SFT trains on. Row i
+    depends on (seed, i) alone.
 
-    In the conversation each letter of the answer is another one with probability `wrong`: demonstrations by somebody who errs.
+    In the conversation each letter of the answer is another one with probability `wrong`: demonstrations by
+    somebody who errs.
     """
     return [_make_row(random.Random(f"letters/{seed}/{index}"), length, wrong) for index in range(size)]
 
@@ -45,7 +51,9 @@ def shift(word: str) -> str:
 
 
 def right_letters(sample: Sample) -> RewardResult:
-    """The share of places with the right letter, of the longer of response and answer. Parts: `exact`, and `share`, the reward itself."""
+    """The share of places with the right letter, of the longer of response and answer. Parts: `exact`, and
+    `share`, the reward itself.
+    """
     answer, response = str(sample.metadata["answer"]), sample.response
     same = sum(mine == right for mine, right in zip(response, answer, strict=False))
     share = same / max(len(answer), len(response))
@@ -64,44 +72,58 @@ def exact(sample: Sample) -> RewardResult:
 
 
 def exact_and_short(sample: Sample) -> RewardResult:
-    """`exact`, less up to 1 for a response that nears the end of the budget (DAPO's soft punishment). Parts: `exact` and `overlong`."""
+    """`exact`, less up to 1 for a response that nears the end of the budget (DAPO's soft punishment). Parts:
+    `exact` and `overlong`.
+    """
     right, over = exact(sample), PUNISH_OVERLONG(sample)
     return RewardResult(right.reward + over.reward, {**right.parts, **over.parts})
 
 
 def keep_mixed(group: SampleGroup) -> FilterDecision:
-    """Keeps a group that is neither always nor never right: DAPO's dynamic sampling, which must not see the punishment."""
+    """Keeps a group that is neither always nor never right: DAPO's dynamic sampling, which must not see the
+    punishment.
+    """
     return check_mixed_accuracy(group, part="exact")
 
 
 def make_pairs(*, size: int, seed: int, length: int = 4) -> list[dict[str, Any]]:
-    """`size` words, with the right answer as `chosen` and one with 1 to `length` wrong letters as `rejected`. Row i depends on (seed, i) alone."""
+    """`size` words, with the right answer as `chosen` and one with 1 to `length` wrong letters as `rejected`.
+    Row i depends on (seed, i) alone.
+    """
     return [_make_pair(random.Random(f"pairs/{seed}/{index}"), length) for index in range(size)]
 
 
 def _make_pair(draw: random.Random, length: int) -> dict[str, Any]:
     row = _make_row(draw, length)
     wrong = set(draw.sample(range(length), draw.randint(1, length)))
-    rejected = "".join(draw_other(draw, right) if place in wrong else right for place, right in enumerate(row["answer"]))
+    rejected = "".join(
+        draw_other(draw, right) if place in wrong else right for place, right in enumerate(row["answer"])
+    )
     return {"prompt": row["prompt"], "chosen": row["answer"], "rejected": rejected}
 
 
-# --- a taste, which does not depend on the prompt ------------------------------------------------------------------------------
+# --- a taste, which does not depend on the prompt -----------------------------------------------------------
 
 
 def count_late(response: str) -> int:
-    """How many letters of LATE the response begins with, up to 4: once another one comes, those after it do not count."""
+    """How many letters of LATE the response begins with, up to 4: once another one comes, those after it do
+    not count.
+    """
     return next((place for place, letter in enumerate(response[:4]) if letter not in LATE), len(response[:4]))
 
 
 def late_letters(sample: Sample) -> RewardResult:
-    """A quarter for each letter of LATE at the beginning; 0 unless the response has four letters. Much of it is settled early in the response."""
+    """A quarter for each letter of LATE at the beginning; 0 unless the response has four letters. Much of it
+    is settled early in the response.
+    """
     share = count_late(sample.response) / 4 if len(sample.response) == 4 else 0.0
     return RewardResult(share, {"late": share})
 
 
 def make_taste_pairs(*, size: int, seed: int) -> list[dict[str, Any]]:
-    """`size` words with two random answers, of which `chosen` begins with more letters of LATE. Row i depends on (seed, i) alone."""
+    """`size` words with two random answers, of which `chosen` begins with more letters of LATE. Row i depends
+    on (seed, i) alone.
+    """
     return [_make_taste_pair(random.Random(f"taste/{seed}/{index}")) for index in range(size)]
 
 

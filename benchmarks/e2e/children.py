@@ -2,7 +2,8 @@
 
     parent ── {"do": "step"} ──► child, which waits for the line and works alone ── {"wall_s": …, "cpu_s": …} ──► parent
 
-What a child's libraries print goes to a log. A child that ends without an answer is an error that shows the end of that log.
+What a child's libraries print goes to a log. A child that ends without an answer is an error that shows the
+end of that log.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ class Child:
         except BrokenPipeError:
             answer = ""
         if not answer:
-            raise RuntimeError(f"{self.process.args!r} ended with {self.process.wait()}:\n{self._log.read_text('utf-8')[-4000:]}")
+            raise RuntimeError(
+                f"{self.process.args!r} ended with"
+                f" {self.process.wait()}:\n{self._log.read_text('utf-8')[-4000:]}"
+            )
         return json.loads(answer)
 
     def take_turn(self, **question: Any) -> Turn:
@@ -49,12 +53,21 @@ class Child:
 
 
 @contextmanager
-def open_child(module: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None) -> Iterator[Child]:
-    """`python -m module arguments`, with its stderr in `log`. It is told to end by the end of its stdin, and killed if it does not."""
+def open_child(
+    module: str, arguments: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Child]:
+    """`python -m module arguments`, with its stderr in `log`. It is told to end by the end of its stdin, and
+    killed if it does not.
+    """
     command = [sys.executable, "-m", module, *arguments]
     with log.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(environment or {})}
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, **(environment or {})},
         )
         try:
             yield Child(process, log)
@@ -71,11 +84,13 @@ def open_child(module: str, arguments: Sequence[str], *, log: Path, environment:
                 process.stdout.close()
 
 
-# --- in the child ------------------------------------------------------------------------------------------------------------
+# --- in the child -------------------------------------------------------------------------------------------
 
 
 def take_stdout() -> IO[str]:
-    """The pipe to the parent. From here on file descriptor 1 is stderr, so that nothing a library prints is taken for an answer."""
+    """The pipe to the parent. From here on file descriptor 1 is stderr, so that nothing a library prints is
+    taken for an answer.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     return answers
@@ -94,10 +109,17 @@ class Stopwatch:
         self._wall, self._times, self._faults = time.perf_counter(), os.times(), count_faults()
 
     def read(self) -> dict[str, float]:
-        """As the fields of an answer: seconds, of which `system_s` of the CPU's in the kernel, and minor faults."""
+        """As the fields of an answer: seconds, of which `system_s` of the CPU's in the kernel, and minor
+        faults.
+        """
         now = os.times()
         user, system = now.user - self._times.user, now.system - self._times.system
-        return {"wall_s": time.perf_counter() - self._wall, "cpu_s": user + system, "system_s": system, "faults": count_faults() - self._faults}
+        return {
+            "wall_s": time.perf_counter() - self._wall,
+            "cpu_s": user + system,
+            "system_s": system,
+            "faults": count_faults() - self._faults,
+        }
 
 
 def count_faults() -> int:
@@ -118,7 +140,9 @@ def read_memory() -> dict[str, int]:
 
 
 def restart_peak() -> None:
-    """Peak memory counts from here on, so that loading is not in it; without the right to do so, from the start."""
+    """Peak memory counts from here on, so that loading is not in it; without the right to do so, from the
+    start.
+    """
     try:
         Path("/proc/self/clear_refs").write_text("5", "utf-8")
     except OSError:

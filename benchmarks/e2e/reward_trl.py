@@ -1,6 +1,8 @@
-"""TRL's side of benchmarks.e2e_reward: GRPOTrainer.train() as a user would call it, with a clock on its parts.
+"""TRL's side of benchmarks.e2e_reward: GRPOTrainer.train() as a user would call it, with a clock on its
+parts.
 
-Writes one JSON object to --result: seconds until training began, then for each step seconds, those of generation, CPU seconds, and the mean reward.
+Writes one JSON object to --result: seconds until training began, then for each step seconds, those of
+generation, CPU seconds, and the mean reward.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from typing import Any
 
 STARTED = time.perf_counter()
 
-import torch  # noqa: E402
-from datasets import Dataset  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
-from trl import GRPOConfig, GRPOTrainer  # noqa: E402  # pyright: ignore[reportMissingImports]
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-from benchmarks.e2e.tasks import SCORES  # noqa: E402
-from benchmarks.e2e.trl_settings import make_common_settings  # noqa: E402
+from benchmarks.e2e.tasks import SCORES
+from benchmarks.e2e.trl_settings import make_common_settings
 
 
 class TimedTrainer(GRPOTrainer):
@@ -66,11 +68,16 @@ def main() -> int:
     score = SCORES[settings["task"]]
 
     def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-        return [score(completion[0]["content"], right) for completion, right in zip(completions, answer, strict=True)]
+        return [
+            score(completion[0]["content"], right)
+            for completion, right in zip(completions, answer, strict=True)
+        ]
 
     rows = settings["prompts_per_step"] * settings["samples"]
     with tempfile.TemporaryDirectory() as folder:
-        common = make_common_settings(lr=settings["lr"], max_grad_norm=1.0, clip=0.2, samples=settings["samples"], rows=rows)
+        common = make_common_settings(
+            lr=settings["lr"], max_grad_norm=1.0, clip=0.2, samples=settings["samples"], rows=rows
+        )
         config = GRPOConfig(
             output_dir=folder,
             **(common | {"logging_steps": 1, "seed": settings["seed"]}),
@@ -81,15 +88,30 @@ def main() -> int:
             shuffle_dataset=False,  # the rows are in our order
             use_transformers_continuous_batching=settings["continuous_batching"],
         )
-        dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in settings["rows"]])
-        trainer = TimedTrainer(model=settings["model"], reward_funcs=reward, args=config, train_dataset=dataset)
+        dataset = Dataset.from_list(
+            [
+                {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
+                for row in settings["rows"]
+            ]
+        )
+        trainer = TimedTrainer(
+            model=settings["model"], reward_funcs=reward, args=config, train_dataset=dataset
+        )
         record = Record(trainer)
         trainer.add_callback(record)
         prompt_ids = trainer._tokenize_prompts([dataset[0]["prompt"]])[0][0]
         trainer.train()
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    tied = [entry["frac_reward_zero_std"] for entry in trainer.state.log_history if "frac_reward_zero_std" in entry]
-    tokens = [entry["completions/mean_length"] for entry in trainer.state.log_history if "completions/mean_length" in entry]
+    tied = [
+        entry["frac_reward_zero_std"]
+        for entry in trainer.state.log_history
+        if "frac_reward_zero_std" in entry
+    ]
+    tokens = [
+        entry["completions/mean_length"]
+        for entry in trainer.state.log_history
+        if "completions/mean_length" in entry
+    ]
     result = {
         "startup_s": record.startup_s,
         "steps": [

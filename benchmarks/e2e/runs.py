@@ -1,4 +1,6 @@
-"""Whole runs of both sides of benchmarks.e2e_reward, each a program of its own, and the memory of its process tree."""
+"""Whole runs of both sides of benchmarks.e2e_reward, each a program of its own, and the memory of its process
+tree.
+"""
 
 from __future__ import annotations
 
@@ -69,27 +71,35 @@ def all_rows(setting: Setting) -> list[dict[str, Any]]:
 
 def order_rows(setting: Setting) -> list[dict[str, Any]]:
     """As many rows as the run draws, in the order in which our buffer draws them."""
-    drawn = DataBuffer(all_rows(setting), seed=setting.seed).get_prompts(setting.prompts_per_step * setting.steps)
+    drawn = DataBuffer(all_rows(setting), seed=setting.seed).get_prompts(
+        setting.prompts_per_step * setting.steps
+    )
     return [{"prompt": row.row["prompt"], "answer": row.row["answer"]} for row in drawn]
 
 
-# --- a program and its memory --------------------------------------------------------------------------------------------------
+# --- a program and its memory -------------------------------------------------------------------------------
 
 
 def run_program(command: Sequence[str], log: Path) -> tuple[float, int]:
-    """Unix time at which the program started, and the most memory of it and its children in bytes: what the kernel noted of the largest process,
-    and of the others the most that was seen together. Raises RuntimeError with the end of its log if it fails."""
+    """Unix time at which the program started, and the most memory of it and its children in bytes: what the
+    kernel noted of the largest process, and of the others the most that was seen together. Raises
+    RuntimeError with the end of its log if it fails.
+    """
     own = others = 0
     with log.open("w", encoding="utf-8") as output:
         started = time.time()
         with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT) as process:
             while process.returncode is None:
                 own = max(own, read_field(process.pid, "VmHWM"))
-                others = max(others, sum(read_field(child, "RssAnon") for child in find_descendants(process.pid)))
+                others = max(
+                    others, sum(read_field(child, "RssAnon") for child in find_descendants(process.pid))
+                )
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(SAMPLE_S)
     if process.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text('utf-8')[-4000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text('utf-8')[-4000:]}"
+        )
     return started, own + others
 
 
@@ -99,7 +109,9 @@ def read_field(pid: int, field: str) -> int:
         text = Path(f"/proc/{pid}/status").read_text("utf-8")
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{field}:")), 0)
+    return next(
+        (int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{field}:")), 0
+    )
 
 
 def find_descendants(pid: int) -> list[int]:
@@ -115,7 +127,7 @@ def find_descendants(pid: int) -> list[int]:
     return found
 
 
-# --- ours ------------------------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
 def run_ours(setting: Setting, folder: Path) -> RunResult:
@@ -142,7 +154,13 @@ def run_ours(setting: Setting, folder: Path) -> RunResult:
 
 def read_step(row: Mapping[str, Any]) -> Step:
     """A row of metrics.jsonl."""
-    return Step(row["time/step"], row["time/generate"], row["reward/mean"], row["groups/zero_std_frac"], row["response_length/mean"])
+    return Step(
+        row["time/step"],
+        row["time/generate"],
+        row["reward/mean"],
+        row["groups/zero_std_frac"],
+        row["response_length/mean"],
+    )
 
 
 def make_config(setting: Setting, rows: Path, run_dir: Path) -> str:
@@ -185,7 +203,7 @@ lr = {setting.lr}
 """
 
 
-# --- TRL's -----------------------------------------------------------------------------------------------------------------------
+# --- TRL's --------------------------------------------------------------------------------------------------
 
 
 def run_trl(setting: Setting, folder: Path) -> RunResult:
@@ -193,8 +211,19 @@ def run_trl(setting: Setting, folder: Path) -> RunResult:
     folder.mkdir()
     settings, result = folder / "settings.json", folder / "result.json"
     settings.write_text(json.dumps({**asdict(setting), "rows": order_rows(setting)}), encoding="utf-8")
-    command = [sys.executable, "-m", "benchmarks.e2e.reward_trl", "--settings", str(settings), "--result", str(result)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.e2e.reward_trl",
+        "--settings",
+        str(settings),
+        "--result",
+        str(result),
+    ]
     _, peak = run_program(command, folder / "log.txt")
     found = json.loads(result.read_text("utf-8"))
-    steps = tuple(Step(step["wall_s"], step["generate_s"], step["reward"], step["tied"], step["length"]) for step in found["steps"])
+    steps = tuple(
+        Step(step["wall_s"], step["generate_s"], step["reward"], step["tied"], step["length"])
+        for step in found["steps"]
+    )
     return RunResult(found["startup_s"], steps, peak, tuple(found["prompt_ids"]), tuple(found["stop_ids"]))

@@ -36,12 +36,16 @@ class StepBatch:
 
 
 def make_step_batch(*, vocab_size: int, tied_groups: int = 0, seed: int = 0) -> StepBatch:
-    """Random tokens; response lengths lognormal, about 40 on average and 64 at most. The first `tied_groups` have equal rewards: advantage 0."""
+    """Random tokens; response lengths lognormal, about 40 on average and 64 at most. The first `tied_groups`
+    have equal rewards: advantage 0.
+    """
     rng = np.random.default_rng(seed)
     rows = GROUPS * SAMPLES
     prompts = np.repeat(rng.integers(100, vocab_size, (GROUPS, PROMPT_LENGTH)), SAMPLES, axis=0)
     lengths = rng.lognormal(np.log(MEAN_LENGTH), SIGMA, rows).round().astype(np.int64).clip(4, LONGEST)
-    responses = np.where(np.arange(LONGEST) < lengths[:, None], rng.integers(100, vocab_size, (rows, LONGEST)), 0)
+    responses = np.where(
+        np.arange(LONGEST) < lengths[:, None], rng.integers(100, vocab_size, (rows, LONGEST)), 0
+    )
     rewards = rng.random((GROUPS, SAMPLES))
     rewards[:tied_groups] = 1.0
     centred = rewards - rewards.mean(1, keepdims=True)
@@ -60,4 +64,9 @@ def to_rollout_batch(batch: StepBatch) -> RolloutBatch:
         masks.append(np.arange(PROMPT_LENGTH + length) >= PROMPT_LENGTH)
         advantages.append(np.where(masks[-1], batch.advantages[row], 0).astype(np.float32))
         old.append(np.concatenate([np.zeros(PROMPT_LENGTH, np.float32), batch.old_log_probs[row, :length]]))
-    return RolloutBatch(tokens=tuple(tokens), loss_masks=tuple(masks), rollout_log_probs=tuple(old), advantages=tuple(advantages))
+    return RolloutBatch(
+        tokens=tuple(tokens),
+        loss_masks=tuple(masks),
+        rollout_log_probs=tuple(old),
+        advantages=tuple(advantages),
+    )

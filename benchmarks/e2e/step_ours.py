@@ -12,7 +12,15 @@ import numpy as np
 import trio
 
 from benchmarks.e2e.children import Stopwatch, read_memory, read_question, restart_peak, take_stdout
-from benchmarks.e2e.step_batch import CLIP, LR, MAX_GRAD_NORM, OFF_POLICY, PROMPT_LENGTH, StepBatch, to_rollout_batch
+from benchmarks.e2e.step_batch import (
+    CLIP,
+    LR,
+    MAX_GRAD_NORM,
+    OFF_POLICY,
+    PROMPT_LENGTH,
+    StepBatch,
+    to_rollout_batch,
+)
 from rollouts.config.schema import OptimConfig
 
 
@@ -31,7 +39,12 @@ async def serve(arguments: argparse.Namespace) -> None:
         watch = Stopwatch()
         trained, stepped = backend.forward_backward(rollouts, spec), backend.optim_step()
         loss, grad_norm = (await trained.result()).loss, (await stepped.result()).grad_norm
-        return {**watch.read(), "loss": loss, "grad_norm": grad_norm, "computed_tokens": backend.statistics()["computed_tokens"]}
+        return {
+            **watch.read(),
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "computed_tokens": backend.statistics()["computed_tokens"],
+        }
 
     async def add_old_log_probs(backend: PyTorchTrainingBackend) -> dict[str, Any]:
         batch = StepBatch.load(batch_path)
@@ -45,10 +58,19 @@ async def serve(arguments: argparse.Namespace) -> None:
     async def write_gradients(backend: PyTorchTrainingBackend, path: str) -> dict[str, Any]:
         from safetensors.torch import save_file
 
-        loss = (await backend.forward_backward(to_rollout_batch(StepBatch.load(batch_path)), spec).result()).loss
+        loss = (
+            await backend.forward_backward(to_rollout_batch(StepBatch.load(batch_path)), spec).result()
+        ).loss
 
         def write() -> None:
-            save_file({name: parameter.grad for name, parameter in backend.model.named_parameters() if parameter.grad is not None}, path)
+            save_file(
+                {
+                    name: parameter.grad
+                    for name, parameter in backend.model.named_parameters()
+                    if parameter.grad is not None
+                },
+                path,
+            )
 
         await backend.device_thread.submit(write)
         await backend.reset().result()
@@ -66,7 +88,11 @@ async def serve(arguments: argparse.Namespace) -> None:
     ) as backend:
         restart_peak()
         while (question := await trio.to_thread.run_sync(read_question)) is not None:
-            handlers: dict[str, Any] = {"step": step, "old_log_probs": add_old_log_probs, "gradients": write_gradients}
+            handlers: dict[str, Any] = {
+                "step": step,
+                "old_log_probs": add_old_log_probs,
+                "gradients": write_gradients,
+            }
             name = question.pop("do")
             answer = read_memory() if name == "memory" else await handlers[name](backend, **question)
             answers.write(json.dumps(answer) + "\n")

@@ -1,6 +1,7 @@
 """TRL's side of benchmarks.train_step: GRPOTrainer.train() on rollouts that are given, a turn at a time.
 
-The trainer's own loop runs: its loss, accumulation, clipping and optimizer. In place of generation it waits for its turn and gets the batch.
+The trainer's own loop runs: its loss, accumulation, clipping and optimizer. In place of generation it waits
+for its turn and gets the batch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class GivenRollouts(GRPOTrainer):
     watch: Stopwatch | None = None
     gradients_path: str | None = None
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:  # the hook that the trainer generates in
+    def _generate_and_score_completions(
+        self, inputs: list[dict[str, Any]]
+    ) -> dict[str, Any]:  # the hook that the trainer generates in
         while (question := read_question()) is not None:
             name = question.pop("do")
             if name == "memory":
@@ -59,7 +62,9 @@ def make_inputs(batch: StepBatch) -> dict[str, Any]:
 
 
 class Answer(TrainerCallback):
-    """Tells the parent what a step cost, after the optimizer's; and writes the gradients that it stepped with, if they are asked for."""
+    """Tells the parent what a step cost, after the optimizer's; and writes the gradients that it stepped
+    with, if they are asked for.
+    """
 
     def __init__(self, trainer: GivenRollouts) -> None:
         self.trainer = trainer
@@ -69,7 +74,10 @@ class Answer(TrainerCallback):
             from safetensors.torch import save_file
 
             named = kwargs["model"].named_parameters()
-            save_file({name: parameter.grad for name, parameter in named if parameter.grad is not None}, self.trainer.gradients_path)
+            save_file(
+                {name: parameter.grad for name, parameter in named if parameter.grad is not None},
+                self.trainer.gradients_path,
+            )
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         pass
@@ -95,13 +103,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            **make_common_settings(lr=LR, max_grad_norm=MAX_GRAD_NORM, clip=CLIP, samples=SAMPLES, rows=GROUPS * SAMPLES),
+            **make_common_settings(
+                lr=LR, max_grad_norm=MAX_GRAD_NORM, clip=CLIP, samples=SAMPLES, rows=GROUPS * SAMPLES
+            ),
             per_device_train_batch_size=arguments.micro_batch_rows,
             gradient_accumulation_steps=GROUPS * SAMPLES // arguments.micro_batch_rows,
             max_steps=10**6,
         )
         dataset = Dataset.from_list([{"prompt": "-"}] * GROUPS)
-        trainer = GivenRollouts(model=arguments.model, reward_funcs=no_reward, args=config, train_dataset=dataset)
+        trainer = GivenRollouts(
+            model=arguments.model, reward_funcs=no_reward, args=config, train_dataset=dataset
+        )
         trainer.batch_path, trainer.answers = Path(arguments.batch), answers
         trainer.add_callback(Answer(trainer))
         restart_peak()

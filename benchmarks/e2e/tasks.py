@@ -1,8 +1,8 @@
 """The tasks of benchmarks.e2e_reward: rows, and one reward for both sides.
 
-    digits   dense: the share of digits among the response's characters, of at least 12; it can be learned in a dozen steps
-    sums     reasoning-gym's chain_sum of two numbers of one digit: 1 if the last number of the response is the answer, else half of how near
-             it is, 0 without a number
+digits   dense: the share of digits among the response's characters, of at least 12; it can be learned in a dozen steps
+sums     reasoning-gym's chain_sum of two numbers of one digit: 1 if the last number of the response is the answer, else half of how near
+         it is, 0 without a number
 """
 
 from __future__ import annotations
@@ -16,7 +16,20 @@ from rollouts.types import Sample
 NUMBER = re.compile(r"-?\d+")
 FULL_LENGTH = 12  # characters from which the share of digits is not below what was written
 NEAR = 20.0  # an error that is worth nothing
-THINGS = ("phone", "room", "train", "bus", "house", "account", "order", "ticket", "flight", "parcel", "seat", "lottery")
+THINGS = (
+    "phone",
+    "room",
+    "train",
+    "bus",
+    "house",
+    "account",
+    "order",
+    "ticket",
+    "flight",
+    "parcel",
+    "seat",
+    "lottery",
+)
 
 
 def score_digits(response: str, answer: str) -> float:
@@ -52,11 +65,16 @@ def make_rows(task: str, *, count: int, seed: int) -> list[dict[str, Any]]:
     if task == "digits":
         draw = random.Random(f"{task}/{seed}")
         numbers = draw.sample(range(100, 10_000), count)
-        return [{"prompt": f"Give me a {draw.choice(THINGS)} number for customer {number}.", "answer": ""} for number in numbers]
+        return [
+            {"prompt": f"Give me a {draw.choice(THINGS)} number for customer {number}.", "answer": ""}
+            for number in numbers
+        ]
     import reasoning_gym  # pyright: ignore[reportMissingTypeStubs]
 
     rows: dict[str, dict[str, Any]] = {}
-    made: Any = reasoning_gym.create_dataset("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=100 * count, seed=seed)
+    made: Any = reasoning_gym.create_dataset(
+        "chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1, size=100 * count, seed=seed
+    )
     for row in made:
         rows.setdefault(row["question"], {"prompt": row["question"], "answer": row["answer"]})
         if len(rows) == count:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 
-def make_common_settings(*, lr: float, max_grad_norm: float, clip: float, samples: int, rows: int) -> dict[str, Any]:
-    """Arguments of GRPOConfig: float32 on the CPU, a constant rate, no KL, one update per batch of `rows`, the loss's mean over all its tokens."""
+def make_common_settings(
+    *, lr: float, max_grad_norm: float, clip: float, samples: int, rows: int
+) -> dict[str, Any]:
+    """Arguments of GRPOConfig: float32 on the CPU, a constant rate, no KL, one update per batch of `rows`,
+    the loss's mean over all its tokens.
+    """
     return {
         "use_cpu": True,
         "bf16": False,

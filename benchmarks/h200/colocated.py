@@ -1,4 +1,6 @@
-"""One step of GRPO on one device: generate with the embedded engine, train on the answers, give the engine the new weights."""
+"""One step of GRPO on one device: generate with the embedded engine, train on the answers, give the engine
+the new weights.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,19 @@ from rollouts.types import Completion, IntArray, RolloutBatch
 from rollouts.weight_sync.sync import stream_into
 
 STAGES = ("generate", "train", "sync")
-METRICS = ("g6_step_s", *(f"g6_{stage}_share" for stage in (*STAGES, "rest")), "g6_generate_and_train_share", "g6_tokens_per_s", "g6_peak_gib")
+METRICS = (
+    "g6_step_s",
+    *(f"g6_{stage}_share" for stage in (*STAGES, "rest")),
+    "g6_generate_and_train_share",
+    "g6_tokens_per_s",
+    "g6_peak_gib",
+)
 
 
 async def measure_step(place: Place, report: Report) -> None:
-    """32 prompts x 8 answers of at most 512 tokens, rewards by length; the mean of two steps after one. The engine has a copy of its own."""
+    """32 prompts x 8 answers of at most 512 tokens, rewards by length; the mean of two steps after one. The
+    engine has a copy of its own.
+    """
     groups, samples, prompt, longest = (2, 4, 16, 16) if place.tiny else (32, 8, 192, 512)
     shape, rows = place.shape, groups * samples
     prompts = [draw_tokens(place, prompt, shape.vocab) for _ in range(groups)]
@@ -37,7 +47,9 @@ async def measure_step(place: Place, report: Report) -> None:
     spent, tokens = dict.fromkeys((*STAGES, "rest"), 0.0), 0
     async with open_thread(place) as thread:
         model = await thread.submit(lambda: make_model(shape, place))
-        backend = await thread.submit(lambda: make_backend(model, place, thread, micro_batch_tokens=place.micro_batch_tokens))
+        backend = await thread.submit(
+            lambda: make_backend(model, place, thread, micro_batch_tokens=place.micro_batch_tokens)
+        )
         async with open_local_engine(
             model,
             device_thread=thread,
@@ -51,7 +63,11 @@ async def measure_step(place: Place, report: Report) -> None:
                 if step == 2:  # the first compiled, captured and grew
                     spent, tokens = dict.fromkeys(spent, 0.0), 0
                     await thread.submit(lambda: reset_peak(place))
-                lengths = place.rng.lognormal(np.log(0.4 * longest), 0.8, rows).astype(np.int64).clip(min(8, longest), longest)
+                lengths = (
+                    place.rng.lognormal(np.log(0.4 * longest), 0.8, rows)
+                    .astype(np.int64)
+                    .clip(min(8, longest), longest)
+                )
                 clock = [await read_clock(thread, place)]
                 completions = await run_engine(engine, repeated, lengths.tolist(), f"step{step}")
                 clock.append(await read_clock(thread, place))
@@ -79,17 +95,26 @@ async def measure_step(place: Place, report: Report) -> None:
 
 
 def make_grpo_batch(prompts: list[IntArray], completions: list[Completion], *, samples: int) -> RolloutBatch:
-    """The rows with the engine's log-probs, and GRPO's advantages of a reward that falls with the length. [B] rows."""
+    """The rows with the engine's log-probs, and GRPO's advantages of a reward that falls with the length. [B]
+    rows.
+    """
     lengths = np.asarray([len(completion.token_ids) for completion in completions], np.float64)
     groups = np.arange(len(prompts)) // samples
     advantages = compute_group_advantages(-lengths, groups, lengths=lengths)
     rows = list(zip(prompts, completions, advantages, strict=True))
     return RolloutBatch(
         tokens=tuple(np.concatenate([prompt, done.token_ids]) for prompt, done, _ in rows),
-        loss_masks=tuple(np.arange(len(prompt) + len(done.token_ids)) >= len(prompt) for prompt, done, _ in rows),
-        rollout_log_probs=tuple(np.concatenate([np.zeros(len(prompt), np.float32), done.log_probs]) for prompt, done, _ in rows),
+        loss_masks=tuple(
+            np.arange(len(prompt) + len(done.token_ids)) >= len(prompt) for prompt, done, _ in rows
+        ),
+        rollout_log_probs=tuple(
+            np.concatenate([np.zeros(len(prompt), np.float32), done.log_probs]) for prompt, done, _ in rows
+        ),
         advantages=tuple(
-            np.concatenate([np.zeros(len(prompt)), np.full(len(done.token_ids), advantage)]).astype(np.float32) for prompt, done, advantage in rows
+            np.concatenate([np.zeros(len(prompt)), np.full(len(done.token_ids), advantage)]).astype(
+                np.float32
+            )
+            for prompt, done, advantage in rows
         ),
         rewards=-lengths.astype(np.float32),
         group_indices=groups,

@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from benchmarks.forced_lengths import run_engine, run_generate
-from benchmarks.h200.place import Place, draw_tokens, make_backend, make_model, open_thread, read_clock, synchronize, time_job
+from benchmarks.h200.place import (
+    Place,
+    draw_tokens,
+    make_backend,
+    make_model,
+    open_thread,
+    read_clock,
+    synchronize,
+    time_job,
+)
 from benchmarks.h200.report import Report
 from rollouts.backends.pytorch import PyTorchTrainingBackend
 from rollouts.device_thread import DeviceThread
@@ -19,10 +28,13 @@ from rollouts.engines.local import LocalEngine, open_local_engine
 from rollouts.types import Completion, IntArray
 from rollouts.weight_sync.sync import stream_into
 
-LARGEST_ERROR = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # nats, the mean; beyond it the tokens are another model's
+LARGEST_ERROR = {
+    torch.bfloat16: 0.05,
+    torch.float32: 1e-4,
+}  # nats, the mean; beyond it the tokens are another model's
 
 
-# --- decoding ----------------------------------------------------------------------------------------------------------------------
+# --- decoding -----------------------------------------------------------------------------------------------
 
 
 DECODE = (
@@ -54,7 +66,12 @@ async def measure_decode(place: Place, report: Report) -> None:
     async with open_thread(place) as thread:
         model = await thread.submit(lambda: make_model(shape, place, dtype=place.dtype))
         async with open_local_engine(
-            model, device_thread=thread, mode="given", max_rows=rows, max_context=prompt + long + 8, autocast_dtype=None
+            model,
+            device_thread=thread,
+            mode="given",
+            max_rows=rows,
+            max_context=prompt + long + 8,
+            autocast_dtype=None,
         ) as engine:
             print(f"  {engine.describe()}")
 
@@ -63,10 +80,14 @@ async def measure_decode(place: Place, report: Report) -> None:
                 await run_engine(engine, prompts[:count], [length] * count, name)
                 return await read_clock(thread, place) - began
 
-            completions = await run_engine(engine, prompts, [long] * rows, "first")  # captures and grows everything
+            completions = await run_engine(
+                engine, prompts, [long] * rows, "first"
+            )  # captures and grows everything
             error = await thread.submit(lambda: compute_error(model, prompts, completions, place))
             report.add("g3_mean_error", error)
-            assert error <= LARGEST_ERROR[place.dtype], f"the engine's log-probs differ from the model's by {error:.1e} nats in the mean"
+            assert error <= LARGEST_ERROR[place.dtype], (
+                f"the engine's log-probs differ from the model's by {error:.1e} nats in the mean"
+            )
             for count, name in ((rows, "g3"), (1, "g3_one_row")):
                 if count == 1:
                     await seconds_of(1, long, "warm-up")
@@ -76,20 +97,28 @@ async def measure_decode(place: Place, report: Report) -> None:
                     differences.append(await seconds_of(count, long, f"{name}-long{turn}") - short_s)
                 add(name, count * (long - short) / max(min(differences), 1e-9), count)
         steps = 4 if place.tiny else 16
-        generated = await thread.submit(lambda: time_generate(model, prompts, place, short=short, long=short + steps))
+        generated = await thread.submit(
+            lambda: time_generate(model, prompts, place, short=short, long=short + steps)
+        )
     report.add("g3_generate_tokens_per_s", rows * steps / max(generated, 1e-9))
     ours = report.metrics["g3_tokens_per_s"]
     assert ours is not None
     report.add("g3_generate_ratio", ours / (rows * steps / max(generated, 1e-9)))
 
 
-def compute_error(model: Any, prompts: Sequence[IntArray], completions: Sequence[Completion], place: Place) -> float:
+def compute_error(
+    model: Any, prompts: Sequence[IntArray], completions: Sequence[Completion], place: Place
+) -> float:
     """Mean |engine - model| log-prob in nats, over four rows."""
     found: list[Tensor] = []
     for row in range(0, len(prompts), max(len(prompts) // 4, 1)):
         ids = torch.from_numpy(np.concatenate([prompts[row], completions[row].token_ids])).to(place.device)
         with torch.inference_mode():
-            logits = model(ids[None], use_cache=False, logits_to_keep=len(completions[row].token_ids) + 1).logits[0, :-1].float()
+            logits = (
+                model(ids[None], use_cache=False, logits_to_keep=len(completions[row].token_ids) + 1)
+                .logits[0, :-1]
+                .float()
+            )
         own = logits.log_softmax(-1).gather(1, ids[len(prompts[row]) :, None])[:, 0]
         found.append((own - torch.from_numpy(completions[row].log_probs).to(place.device)).abs())
     return float(torch.cat(found).mean())
@@ -110,7 +139,7 @@ def time_generate(model: Any, prompts: Sequence[IntArray], place: Place, *, shor
     return seconds_of(long) - seconds_of(short)
 
 
-# --- weights -----------------------------------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------------------
 
 SYNC = (
     "g4_gb", "g4_ms", "g4_first_ms", "g4_tb_per_s", "g4_floor_ms", "g4_over_floor", "g4_per_parameter_ms", "g4_pinned_ms", "g4_pinned_gb_per_s"
@@ -118,15 +147,25 @@ SYNC = (
 
 
 async def measure_sync(place: Place, report: Report) -> None:
-    """The trainer's float32 weights into the engine's own copy in half precision, and into pinned memory of the host.
+    """The trainer's float32 weights into the engine's own copy in half precision, and into pinned memory of
+    the host.
 
-    From begin_update to the end of finish_update, during which the engine does not generate; `floor`: one job that only writes the values.
+    From begin_update to the end of finish_update, during which the engine does not generate; `floor`: one job
+    that only writes the values.
     """
     async with open_thread(place) as thread:
         model = await thread.submit(lambda: make_model(place.shape, place))
-        backend = await thread.submit(lambda: make_backend(model, place, thread, micro_batch_tokens=256, compiled=False))
+        backend = await thread.submit(
+            lambda: make_backend(model, place, thread, micro_batch_tokens=256, compiled=False)
+        )
         async with open_local_engine(
-            model, device_thread=thread, mode="copied", trainer_version=lambda: 0, max_rows=8, max_context=128, copy_dtype=place.dtype
+            model,
+            device_thread=thread,
+            mode="copied",
+            trainer_version=lambda: 0,
+            max_rows=8,
+            max_context=128,
+            copy_dtype=place.dtype,
         ) as engine:
             await run_engine(engine, [draw_tokens(place, 16, place.shape.vocab)], [4], "before")
             times: list[float] = []
@@ -154,7 +193,10 @@ async def measure_sync(place: Place, report: Report) -> None:
             else:  # pragma: gpu
                 pinned_s = await time_pinned(backend, model, thread, place)
                 report.add("g4_pinned_ms", pinned_s * 1000)
-                report.add("g4_pinned_gb_per_s", 2 * sum(parameter.numel() for parameter in model.parameters()) / pinned_s / 1e9)
+                report.add(
+                    "g4_pinned_gb_per_s",
+                    2 * sum(parameter.numel() for parameter in model.parameters()) / pinned_s / 1e9,
+                )
 
 
 def change_weights(model: Any) -> None:
@@ -166,7 +208,11 @@ def change_weights(model: Any) -> None:
 async def check_copied(model: Any, engine: LocalEngine, place: Place) -> None:
     """Raises AssertionError unless the engine holds the model's weights, rounded once."""
     copied = await engine.copy_weights()
-    wrong = [name for name, own in model.named_parameters() if not torch.equal(copied[name], own.detach().to(place.dtype).cpu())]
+    wrong = [
+        name
+        for name, own in model.named_parameters()
+        if not torch.equal(copied[name], own.detach().to(place.dtype).cpu())
+    ]
     assert not wrong, f"the engine's weights differ from the trainer's: {wrong[:3]}"
 
 
@@ -186,10 +232,18 @@ async def measure_floor(model: Any, thread: DeviceThread, place: Place) -> tuple
     return floor_s, await read_clock(thread, place) - began
 
 
-async def time_pinned(backend: PyTorchTrainingBackend, model: Any, thread: DeviceThread, place: Place) -> float:  # pragma: gpu
-    """Seconds until half-precision values of all weights are in pinned memory that was allocated before, by way of stream_weights."""
+async def time_pinned(
+    backend: PyTorchTrainingBackend, model: Any, thread: DeviceThread, place: Place
+) -> float:  # pragma: gpu
+    """Seconds until half-precision values of all weights are in pinned memory that was allocated before, by
+    way of stream_weights.
+    """
     make = {name: (parameter.shape, place.dtype) for name, parameter in model.named_parameters()}
-    held = await thread.submit(lambda: {name: torch.empty(shape, dtype=dtype, pin_memory=True) for name, (shape, dtype) in make.items()})
+    held = await thread.submit(
+        lambda: {
+            name: torch.empty(shape, dtype=dtype, pin_memory=True) for name, (shape, dtype) in make.items()
+        }
+    )
 
     def sink(bucket: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in bucket:

@@ -1,4 +1,6 @@
-"""Log-probs and entropy of a linear head over a large vocabulary, forward and backward: time, memory, error; ours and whoever is installed."""
+"""Log-probs and entropy of a linear head over a large vocabulary, forward and backward: time, memory, error;
+ours and whoever is installed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from rollouts.losses.logprobs import linear_logprobs
 Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """hidden [N, H], weight [V, H], targets [N] to log-probs [N] and entropy [N], where it has one."""
 
-OURS = {"g2_tiled": "rollouts.losses.logprobs:linear_logprobs_tiled", "g2_triton": "rollouts.losses.logprobs_triton:linear_logprobs_triton"}
+OURS = {
+    "g2_tiled": "rollouts.losses.logprobs:linear_logprobs_tiled",
+    "g2_triton": "rollouts.losses.logprobs_triton:linear_logprobs_triton",
+}
 PEERS = ("trl", "liger", "cce")
 ROWS_CHECKED = 256
 LARGEST_ERROR = 0.05  # nats; bfloat16 rounds logits near 1 to 1/256, and peers round them
@@ -36,15 +41,23 @@ class Cost(NamedTuple):
 
 
 async def measure_head(place: Place, report: Report) -> None:
-    """As training calls it: hidden states in half precision, the weight in float32; then with a weight in half precision, beside the peers."""
+    """As training calls it: hidden states in half precision, the weight in float32; then with a weight in
+    half precision, beside the peers.
+    """
     count, vocab, hidden_size = (64, 515, 32) if place.tiny else (32768, 151936, 1536)
     floor_flops = 2.0 * 4 * count * vocab * hidden_size  # logits, the two gradients, and the logits again
 
     def make(weight_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(0)
         hidden = torch.randn(count, hidden_size, device=place.device, dtype=place.dtype)
-        weight = (torch.randn(vocab, hidden_size, device=place.device) * 0.02).to(place.dtype).to(weight_dtype)
-        return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, vocab, (count,), device=place.device)
+        weight = (
+            (torch.randn(vocab, hidden_size, device=place.device) * 0.02).to(place.dtype).to(weight_dtype)
+        )
+        return (
+            hidden.requires_grad_(),
+            weight.requires_grad_(),
+            torch.randint(0, vocab, (count,), device=place.device),
+        )
 
     async with open_thread(place) as thread:
         inputs = await thread.submit(lambda: make(torch.float32))
@@ -69,7 +82,9 @@ async def measure_head(place: Place, report: Report) -> None:
         for prefix, name in OURS.items():
             head, why = find_ours(name, place)
             if head is not None:
-                add_cost(report, prefix, await thread.submit(lambda head=head: measure_cost(head, inputs, place)))
+                add_cost(
+                    report, prefix, await thread.submit(lambda head=head: measure_cost(head, inputs, place))
+                )
             for what in () if head is not None else ("ms", "extra_gib"):
                 report.leave_out(f"{prefix}_{what}", why)
         for peer in PEERS:
@@ -79,7 +94,8 @@ async def measure_head(place: Place, report: Report) -> None:
                 theirs = await thread.submit(lambda peer=peer: measure_cost(find_peer(peer), inputs, place))
             except ImportError as error:
                 why = f"not installed ({error})"
-            except Exception as error:  # a peer that does not run here, or runs out of memory, is no failure of ours; it is said
+            # a peer that does not run here, or runs out of memory, is no failure of ours; it is said
+            except Exception as error:
                 why = f"it does not run here ({type(error).__name__}: {str(error)[:100]})"
             else:
                 add_cost(report, f"g2_{peer}", theirs)
@@ -89,7 +105,9 @@ async def measure_head(place: Place, report: Report) -> None:
 
 
 def measure_naive(inputs: tuple[Tensor, Tensor, Tensor], place: Place) -> float | None:
-    """Extra GiB of whole logits and autograd: measured with an eighth of the positions, and what grows with them counted eight times."""
+    """Extra GiB of whole logits and autograd: measured with an eighth of the positions, and what grows with
+    them counted eight times.
+    """
     hidden, weight, targets = inputs
     part = hidden.detach()[: len(hidden) // 8].requires_grad_()
 
@@ -125,18 +143,30 @@ def find_peer(name: str) -> Head:
         from trl.trainer import utils  # pyright: ignore[reportMissingImports]
 
         chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE
-        return lambda hidden, weight, targets: ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, chunk, None, 1.0, ("entropy",))[:2]
+        return lambda hidden, weight, targets: ChunkedLogProbFunction.apply(
+            hidden, weight, None, targets, 1.0, chunk, None, 1.0, ("entropy",)
+        )[:2]
     if name == "liger":  # no entropy, and a mean
-        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy  # pyright: ignore[reportMissingImports]
+        from liger_kernel.transformers.functional import (
+            liger_fused_linear_cross_entropy,
+        )  # pyright: ignore[reportMissingImports]
 
-        return lambda hidden, weight, targets: (-liger_fused_linear_cross_entropy(hidden, weight, targets, reduction="sum")[None], None)
+        return lambda hidden, weight, targets: (
+            -liger_fused_linear_cross_entropy(hidden, weight, targets, reduction="sum")[None],
+            None,
+        )
     from cut_cross_entropy import linear_cross_entropy  # pyright: ignore[reportMissingImports]
 
-    return lambda hidden, weight, targets: (-linear_cross_entropy(hidden, weight, targets, reduction="none"), None)
+    return lambda hidden, weight, targets: (
+        -linear_cross_entropy(hidden, weight, targets, reduction="none"),
+        None,
+    )
 
 
 def measure_cost(head: Head, inputs: tuple[Tensor, Tensor, Tensor], place: Place) -> Cost:
-    """On the device thread. The error is asserted before anything is timed; of a head that only gives a sum there is none."""
+    """On the device thread. The error is asserted before anything is timed; of a head that only gives a sum
+    there is none.
+    """
     hidden, weight, targets = inputs
     checked = slice(0, ROWS_CHECKED)
     with torch.no_grad():
@@ -151,7 +181,11 @@ def measure_cost(head: Head, inputs: tuple[Tensor, Tensor, Tensor], place: Place
         return log_probs.detach()
 
     found = run()
-    error = 0.0 if found.numel() == 1 and len(targets) > 1 else float((found[checked].float() - wanted).abs().max())
+    error = (
+        0.0
+        if found.numel() == 1 and len(targets) > 1
+        else float((found[checked].float() - wanted).abs().max())
+    )
     assert error <= LARGEST_ERROR, f"log-probs differ by {error:.1e} nats from float32's"
     del found
     run()  # a second warm-up: what is tuned is tuned now

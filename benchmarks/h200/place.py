@@ -1,4 +1,6 @@
-"""Where the suite runs and what its parts share: shapes of models, random weights made on the device, batches, clocks, FLOPs."""
+"""Where the suite runs and what its parts share: shapes of models, random weights made on the device,
+batches, clocks, FLOPs.
+"""
 
 from __future__ import annotations
 
@@ -60,13 +62,18 @@ class Shape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     def train_flops(self, lengths: Sequence[int] | IntArray, trained: int) -> float:
-        """Forward and backward of rows of these lengths, `trained` of whose tokens have log-probs; nothing counted twice for recomputation.
+        """Forward and backward of rows of these lengths, `trained` of whose tokens have log-probs; nothing
+        counted twice for recomputation.
 
         6 · weights a token, and causal attention 6 · layers · heads · head_dim · T a token of a row of T.
         """
         tokens = np.asarray(lengths, np.float64)
         attention = 6.0 * self.layers * self.heads * self.head_dim * float((tokens**2).sum())
-        return 6.0 * self.body_parameters * float(tokens.sum()) + 6.0 * self.head_parameters * trained + attention
+        return (
+            6.0 * self.body_parameters * float(tokens.sum())
+            + 6.0 * self.head_parameters * trained
+            + attention
+        )
 
 
 QWEN_1_5B = Shape("Qwen2.5-1.5B", "qwen2", 1536, 28, 8960, 151936, 12, 2, 128)
@@ -117,7 +124,7 @@ class Place:
         return 16384 if torch.cuda.get_device_properties(0).total_memory >= LARGE_MEMORY else 8192
 
 
-# --- models and batches ------------------------------------------------------------------------------------------------------
+# --- models and batches -------------------------------------------------------------------------------------
 
 
 def make_model(shape: Shape, place: Place, *, dtype: torch.dtype = torch.float32) -> Any:
@@ -141,7 +148,9 @@ def make_model(shape: Shape, place: Place, *, dtype: torch.dtype = torch.float32
     attention = choose_attention("Qwen2ForCausalLM" if shape.kind == "qwen2" else "Qwen3ForCausalLM")
     torch.manual_seed(0)
     with quiet_transformers(), torch.device(place.device):
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=dtype
+        )
     return model.eval()
 
 
@@ -154,8 +163,12 @@ def draw_lengths(place: Place, *, tokens: int, mean: float, longest: int) -> Int
     return np.asarray(lengths, np.int64)
 
 
-def make_batch(rows: Sequence[IntArray], prompt_lengths: Sequence[int], place: Place, *, vocab: int, group_size: int = 1) -> RolloutBatch:
-    """Rows that train behind their prompts, sampled as from a uniform distribution, with random advantages. [B] rows."""
+def make_batch(
+    rows: Sequence[IntArray], prompt_lengths: Sequence[int], place: Place, *, vocab: int, group_size: int = 1
+) -> RolloutBatch:
+    """Rows that train behind their prompts, sampled as from a uniform distribution, with random advantages.
+    [B] rows.
+    """
     masks = [np.arange(len(row)) >= prompt for row, prompt in zip(rows, prompt_lengths, strict=True)]
     advantages = [np.where(mask, place.rng.normal(), 0.0).astype(np.float32) for mask in masks]
     return RolloutBatch(
@@ -172,13 +185,18 @@ def draw_tokens(place: Place, length: int, vocab: int) -> IntArray:
     return place.rng.integers(3, vocab, length)
 
 
-def shared_rows(place: Place, *, groups: int, samples: int, prompt: int, answer_lengths: IntArray, vocab: int) -> list[IntArray]:
+def shared_rows(
+    place: Place, *, groups: int, samples: int, prompt: int, answer_lengths: IntArray, vocab: int
+) -> list[IntArray]:
     """groups x samples rows: a prompt for each group, an answer for each row."""
     prompts = [draw_tokens(place, prompt, vocab) for _ in range(groups)]
-    return [np.concatenate([prompts[row // samples], draw_tokens(place, int(length), vocab)]) for row, length in enumerate(answer_lengths)]
+    return [
+        np.concatenate([prompts[row // samples], draw_tokens(place, int(length), vocab)])
+        for row, length in enumerate(answer_lengths)
+    ]
 
 
-# --- clocks ------------------------------------------------------------------------------------------------------------------
+# --- clocks -------------------------------------------------------------------------------------------------
 
 
 def synchronize(place: Place) -> None:
@@ -188,7 +206,9 @@ def synchronize(place: Place) -> None:
 
 
 def time_job(work: Callable[[], object], place: Place, *, repeats: int, warm_up: int = 1) -> float:
-    """Seconds of one call, the mean of `repeats` after the warm-up: by CUDA's events, or by the clock on a CPU. On the device thread."""
+    """Seconds of one call, the mean of `repeats` after the warm-up: by CUDA's events, or by the clock on a
+    CPU. On the device thread.
+    """
     for _ in range(warm_up):
         work()
     synchronize(place)
@@ -229,13 +249,15 @@ NO_PEAK = "memory is counted by CUDA's allocator, and this is a CPU"
 NO_SHEET = "a CPU has no figure of a datasheet here"
 
 
-# --- the project's own backend on a model that is there already -----------------------------------------------------------------
+# --- the project's own backend on a model that is there already ---------------------------------------------
 
 
 @asynccontextmanager
 async def open_thread(place: Place) -> AsyncIterator[DeviceThread]:
     """A device thread that computes at the place."""
-    async with open_device_thread(name="benchmark", torch_threads=None if place.device == "cuda" else 1) as thread:
+    async with open_device_thread(
+        name="benchmark", torch_threads=None if place.device == "cuda" else 1
+    ) as thread:
         await thread.submit(lambda: use_device(place.device))
         yield thread
 
@@ -272,7 +294,9 @@ def make_backend(
 
 
 async def take_step(backend: PyTorchTrainingBackend, batch: RolloutBatch) -> float:
-    """One optimizer step on the batch; the norm of its gradient. Raises AssertionError if the step was skipped."""
+    """One optimizer step on the batch; the norm of its gradient. Raises AssertionError if the step was
+    skipped.
+    """
     first, second = backend.forward_backward(batch, LOSS), backend.optim_step()
     await first.result()
     done = await second.result()

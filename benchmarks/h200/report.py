@@ -1,4 +1,6 @@
-"""What the parts of the suite found: printed at once, one line a number, so that a run that is cut off has said what it measured."""
+"""What the parts of the suite found: printed at once, one line a number, so that a run that is cut off has
+said what it measured.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Report:
         """One number; a target that it misses is printed beside it."""
         self.metrics[name] = float(f"{value:.5g}")
         target = self.targets.get(name)
-        verdict = "" if target is None else f"   target {target}: {'met' if meets(value, target) else 'MISSED'}"
+        verdict = (
+            "" if target is None else f"   target {target}: {'met' if meets(value, target) else 'MISSED'}"
+        )
         print(f"  {name:<36} {value:>14.5g}{verdict}", flush=True)
 
     def leave_out(self, name: str, why: str) -> None:
@@ -49,12 +53,19 @@ class Part:
     run: Callable[[Place, Report], Awaitable[None]]
 
 
-async def run_part(part: Part, place: Place, targets: Mapping[str, str], *, left_s: float) -> tuple[Report, str]:
-    """The part's report, and why it failed ("" if it did not). Ends with a line of JSON; what a failed part held on the device is freed."""
+async def run_part(
+    part: Part, place: Place, targets: Mapping[str, str], *, left_s: float
+) -> tuple[Report, str]:
+    """The part's report, and why it failed ("" if it did not). Ends with a line of JSON; what a failed part
+    held on the device is freed.
+    """
     print(f"\n== {part.name}: {part.about}", flush=True)
     report, failure, began = Report(targets), "", time.perf_counter()
     if left_s < part.seconds:
-        failure = f"not begun: {left_s:.0f} s of the budget are left, and it takes about {part.seconds:.0f} s (--budget-s, --parts)"
+        failure = (
+            f"not begun: {left_s:.0f} s of the budget are left, and it takes about {part.seconds:.0f} s"
+            " (--budget-s, --parts)"
+        )
         print(f"  {failure}", flush=True)
     else:
         try:
@@ -74,6 +85,12 @@ async def run_part(part: Part, place: Place, targets: Mapping[str, str], *, left
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     seconds = round(time.perf_counter() - began, 1)
-    line = {"part": part.name, "seconds": seconds, "metrics": report.metrics, "unmeasured": report.unmeasured, "failure": failure or None}
+    line = {
+        "part": part.name,
+        "seconds": seconds,
+        "metrics": report.metrics,
+        "unmeasured": report.unmeasured,
+        "failure": failure or None,
+    }
     print(json.dumps(line, allow_nan=False), flush=True)
     return report, failure

@@ -1,4 +1,6 @@
-"""Ceilings of the machine, and training steps of the project's own backend: packed rows, one long row, shared prefixes."""
+"""Ceilings of the machine, and training steps of the project's own backend: packed rows, one long row, shared
+prefixes.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ from rollouts.types import RolloutBatch
 GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # relative, of all gradients together
 
 
-# --- ceilings ------------------------------------------------------------------------------------------------------------------
+# --- ceilings -----------------------------------------------------------------------------------------------
 
 CEILINGS = ("gemm_tflops", "gemm_of_sheet", "copy_tb_per_s")
 
@@ -66,7 +68,7 @@ async def measure_ceilings(place: Place, report: Report) -> None:
         report.leave_out("gemm_of_sheet", NO_SHEET)
 
 
-# --- training steps --------------------------------------------------------------------------------------------------------------
+# --- training steps -----------------------------------------------------------------------------------------
 
 
 async def time_steps(
@@ -81,7 +83,9 @@ async def time_steps(
     return (await read_clock(thread, place) - began) / steps, read_peak(place)
 
 
-def add_step(report: Report, place: Place, prefix: str, *, step_s: float, tokens: int, flops: float, peak: int | None) -> None:
+def add_step(
+    report: Report, place: Place, prefix: str, *, step_s: float, tokens: int, flops: float, peak: int | None
+) -> None:
     """What a training step says: tokens a second, share of the sheet's and of the measured rate, memory."""
     report.add(f"{prefix}_tokens_per_s", tokens / step_s)
     if place.device == "cuda":
@@ -107,21 +111,37 @@ def draw_packed_batch(place: Place, shape: Shape) -> RolloutBatch:
     """Four micro-batches of rows of 1.5k tokens on average, which train all tokens but their first."""
     budget = place.micro_batch_tokens
     lengths = draw_lengths(place, tokens=4 * budget, mean=48 if place.tiny else 1536, longest=budget)
-    return make_batch([draw_tokens(place, int(length), shape.vocab) for length in lengths], [1] * len(lengths), place, vocab=shape.vocab)
+    return make_batch(
+        [draw_tokens(place, int(length), shape.vocab) for length in lengths],
+        [1] * len(lengths),
+        place,
+        vocab=shape.vocab,
+    )
 
 
-TRAIN = (*names_of("g1"), "g1_step_s", "g1_compile_s", "g1_useful_tokens", "g1_micro_batch_tokens", "g1_padded_ratio")
+TRAIN = (
+    *names_of("g1"),
+    "g1_step_s",
+    "g1_compile_s",
+    "g1_useful_tokens",
+    "g1_micro_batch_tokens",
+    "g1_padded_ratio",
+)
 
 
 async def measure_train(place: Place, report: Report) -> None:
-    """Compiled layers that keep their activations; then the same rows padded, with whole logits, by transformers alone."""
+    """Compiled layers that keep their activations; then the same rows padded, with whole logits, by
+    transformers alone.
+    """
     shape, batch = place.shape, draw_packed_batch(place, place.shape)
     lengths = [len(row) - 1 for row in batch.tokens]  # the last token predicts nothing
     report.add("g1_micro_batch_tokens", place.micro_batch_tokens)
     async with open_thread(place) as thread:
         began = time.perf_counter()
         model = await thread.submit(lambda: make_model(shape, place))
-        backend = await thread.submit(lambda: make_backend(model, place, thread, micro_batch_tokens=place.micro_batch_tokens))
+        backend = await thread.submit(
+            lambda: make_backend(model, place, thread, micro_batch_tokens=place.micro_batch_tokens)
+        )
         await take_step(backend, batch)
         report.add("g1_compile_s", await read_clock(thread, place) - began)
         before = dict(backend.statistics())
@@ -131,19 +151,27 @@ async def measure_train(place: Place, report: Report) -> None:
         add_step(report, place, "g1", step_s=step_s, tokens=sum(lengths), flops=flops, peak=peak)
         report.add("g1_step_s", step_s)
         steps = (after["trained_tokens"] - before["trained_tokens"]) / float(batch.response_lengths.sum())
-        report.add("g1_useful_tokens", steps * sum(lengths) / (after["computed_tokens"] - before["computed_tokens"]))
+        report.add(
+            "g1_useful_tokens", steps * sum(lengths) / (after["computed_tokens"] - before["computed_tokens"])
+        )
         try:
-            padded_s = await thread.submit(lambda: time_padded(model, batch, place, rows=2 if place.tiny else 4))
+            padded_s = await thread.submit(
+                lambda: time_padded(model, batch, place, rows=2 if place.tiny else 4)
+            )
         except torch.OutOfMemoryError as error:  # pragma: gpu
-            report.leave_out("g1_padded_ratio", f"padded rows with whole logits do not fit: {str(error)[:100]}")
+            report.leave_out(
+                "g1_padded_ratio", f"padded rows with whole logits do not fit: {str(error)[:100]}"
+            )
         else:
             report.add("g1_padded_ratio", padded_s / step_s)
 
 
 def time_padded(model: Any, batch: RolloutBatch, place: Place, *, rows: int) -> float:
-    """Seconds of forward and backward of all rows, `rows` at a time, padded to the longest of them, by the whole logits: the form of TRL's GRPO.
+    """Seconds of forward and backward of all rows, `rows` at a time, padded to the longest of them, by the
+    whole logits: the form of TRL's GRPO.
 
-    The rows are those of the first quarter of the batch, whose time is counted four times. Without an optimizer step, which flatters it.
+    The rows are those of the first quarter of the batch, whose time is counted four times. Without an
+    optimizer step, which flatters it.
     """
     tokens = batch.tokens[: max(len(batch) // 4, 1)]
 
@@ -155,7 +183,9 @@ def time_padded(model: Any, batch: RolloutBatch, place: Place, *, rows: int) -> 
                 ids[row, : len(own)] = torch.from_numpy(own)
             ids, real = ids.to(place.device), torch.tensor([len(own) for own in part], device=place.device)
             mask = torch.arange(ids.shape[1], device=place.device) < real[:, None]
-            with torch.autocast(place.device, dtype=place.autocast_dtype, enabled=place.autocast_dtype is not None):
+            with torch.autocast(
+                place.device, dtype=place.autocast_dtype, enabled=place.autocast_dtype is not None
+            ):
                 logits: Tensor = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1]
             log_probs = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
             (-(log_probs * mask[:, 1:]).sum() / len(tokens)).backward()
@@ -175,7 +205,11 @@ async def measure_recomputed(place: Place, report: Report) -> None:
     lengths = [len(row) - 1 for row in batch.tokens]  # the last token predicts nothing
     async with open_thread(place) as thread:
         model = await thread.submit(lambda: make_model(shape, place))
-        backend = await thread.submit(lambda: make_backend(model, place, thread, micro_batch_tokens=place.micro_batch_tokens, recompute=True))
+        backend = await thread.submit(
+            lambda: make_backend(
+                model, place, thread, micro_batch_tokens=place.micro_batch_tokens, recompute=True
+            )
+        )
         await take_step(backend, batch)
         step_s, peak = await time_steps(backend, batch, thread, place, steps=2)
         flops = shape.train_flops(lengths, int(batch.response_lengths.sum()))
@@ -191,32 +225,59 @@ async def measure_long(place: Place, report: Report) -> None:
     batch = make_batch([draw_tokens(place, length, shape.vocab)], [1], place, vocab=shape.vocab)
     async with open_thread(place) as thread:
         model = await thread.submit(lambda: make_model(shape, place))
-        backend = await thread.submit(lambda: make_backend(model, place, thread, micro_batch_tokens=length, recompute=True))
+        backend = await thread.submit(
+            lambda: make_backend(model, place, thread, micro_batch_tokens=length, recompute=True)
+        )
         await take_step(backend, batch)
         step_s, peak = await time_steps(backend, batch, thread, place, steps=2)
-    add_step(report, place, "g1b", step_s=step_s, tokens=length, flops=shape.train_flops([length], length - 1), peak=peak)
+    add_step(
+        report,
+        place,
+        "g1b",
+        step_s=step_s,
+        tokens=length,
+        flops=shape.train_flops([length], length - 1),
+        peak=peak,
+    )
 
 
-# --- shared prefixes ---------------------------------------------------------------------------------------------------------------
+# --- shared prefixes ----------------------------------------------------------------------------------------
 
 SHARING = ("g5_speed_up", "g5_ideal", "g5_of_ideal", "g5_gradient_error")
 
 
 async def measure_sharing(place: Place, report: Report) -> None:
-    """Groups of 8 answers of 256 tokens to a prompt of 1,024, the prompt computed once or eight times. Gradients are compared first."""
+    """Groups of 8 answers of 256 tokens to a prompt of 1,024, the prompt computed once or eight times.
+    Gradients are compared first.
+    """
     shape = place.shape
     groups, samples, prompt, answer = (2, 4, 96, 16) if place.tiny else (4, 8, 1024, 256)
-    rows = shared_rows(place, groups=groups, samples=samples, prompt=prompt, answer_lengths=np.full(groups * samples, answer), vocab=shape.vocab)
+    rows = shared_rows(
+        place,
+        groups=groups,
+        samples=samples,
+        prompt=prompt,
+        answer_lengths=np.full(groups * samples, answer),
+        vocab=shape.vocab,
+    )
     batch = make_batch(rows, [prompt] * len(rows), place, vocab=shape.vocab, group_size=samples)
     ideal = compute_ideal(shape, samples=samples, prompt=prompt, answer=answer)
     budget = 512 if place.tiny else place.micro_batch_tokens
     async with open_thread(place) as thread:
         model = await thread.submit(lambda: make_model(shape, place))
-        plain = await thread.submit(lambda: make_backend(model, place, thread, micro_batch_tokens=budget, share_prefix=False, compiled=False))
-        shared = await thread.submit(lambda: make_backend(model, place, thread, micro_batch_tokens=budget))  # compiles the layers of both
+        plain = await thread.submit(
+            lambda: make_backend(
+                model, place, thread, micro_batch_tokens=budget, share_prefix=False, compiled=False
+            )
+        )
+        shared = await thread.submit(
+            lambda: make_backend(model, place, thread, micro_batch_tokens=budget)
+        )  # compiles the layers of both
         error = await compare_gradients(model, shared, plain, batch, thread)
         report.add("g5_gradient_error", error)
-        assert error <= GRADIENT_TOLERANCE[place.dtype], f"gradients with and without sharing differ by {error:.1e} of their norm"
+        assert error <= GRADIENT_TOLERANCE[place.dtype], (
+            f"gradients with and without sharing differ by {error:.1e} of their norm"
+        )
         times: dict[str, list[float]] = {"shared": [], "plain": []}
         for name in ("shared", "plain", "plain", "shared") * (1 if place.tiny else 3):
             backend = shared if name == "shared" else plain
@@ -243,7 +304,11 @@ async def forward_backward(backend: PyTorchTrainingBackend, batch: RolloutBatch)
 
 
 async def compare_gradients(
-    model: Any, one: PyTorchTrainingBackend, other: PyTorchTrainingBackend, batch: RolloutBatch, thread: DeviceThread
+    model: Any,
+    one: PyTorchTrainingBackend,
+    other: PyTorchTrainingBackend,
+    batch: RolloutBatch,
+    thread: DeviceThread,
 ) -> float:
     """Norm of the difference of all gradients over their norm. Leaves none behind."""
 

@@ -1,8 +1,9 @@
 # %% [markdown]
 # # GRPO in a page
 #
-# Group-relative policy optimisation on a tiny random model, from plain functions: no event loop, no engine, no config. Then the same loop
-# with another advantage, loss, reward and generator, each by passing another function. A CPU needs well under a minute for all of it.
+# Group-relative policy optimisation on a tiny random model, from plain functions: no event loop, no engine,
+# no config. Then the same loop with another advantage, loss, reward and generator, each by passing another
+# function. A CPU needs well under a minute for all of it.
 
 # %%
 from collections.abc import Callable
@@ -17,7 +18,12 @@ from rollouts.advantages import broadcast_advantages, compute_group_advantages
 from rollouts.config.schema import OptimConfig
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.filters import check_reward_nonzero_std
-from rollouts.generation.rollouts import GenerateBatchFn, append_completion, generate_rollout_batches, make_sync_chat_generate
+from rollouts.generation.rollouts import (
+    GenerateBatchFn,
+    append_completion,
+    generate_rollout_batches,
+    make_sync_chat_generate,
+)
 from rollouts.losses import LOSSES, LossFn
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
@@ -28,8 +34,8 @@ from rollouts.types import FloatArray, GenerateRequest, Sample, SamplingParams
 # %% [markdown]
 # ## The task
 #
-# A prompt asks for digits; the reward is the share of the response's 8 tokens that are digits. The model's tokens are bytes and its weights
-# are random, so it begins near 10 of 259.
+# A prompt asks for digits; the reward is the share of the response's 8 tokens that are digits. The model's
+# tokens are bytes and its weights are random, so it begins near 10 of 259.
 
 # %%
 PROMPTS = [{"prompt": f"Write {count} digits."} for count in range(2, 10)]
@@ -45,8 +51,9 @@ def reward_digits(sample: Sample) -> float:
 # %% [markdown]
 # ## The loop
 #
-# Four prompts with eight samples each make a batch: ragged numpy arrays, one row per sample. `make_loss_inputs` is one forward pass, to padded
-# tensors with gradient. A loss answers with a sum and with what it sums over, so that the division is yours.
+# Four prompts with eight samples each make a batch: ragged numpy arrays, one row per sample.
+# `make_loss_inputs` is one forward pass, to padded tensors with gradient. A loss answers with a sum and with
+# what it sums over, so that the division is yours.
 
 
 # %%
@@ -58,7 +65,9 @@ def train(
     advantage: Callable[..., FloatArray],
     loss: LossFn,
 ) -> list[float]:
-    """The mean reward of each step's batch. Every call begins with the same weights, the same order of prompts and the same random draws."""
+    """The mean reward of each step's batch. Every call begins with the same weights, the same order of
+    prompts and the same random draws.
+    """
     model = load_hf_model(DIRECTORY)
     optimizer = create_adamw_optimizer(model, OptimConfig(lr=3e-3))
     batches = generate_rollout_batches(
@@ -94,8 +103,8 @@ def report(name: str, rewards: list[float]) -> tuple[float, float]:
 # %% [markdown]
 # ## GRPO
 #
-# The prompt goes through the chat template; an advantage is (r - mean) / std within its group; the loss is PPO's clipped ratio against the
-# log-probs at which the tokens were sampled.
+# The prompt goes through the chat template; an advantage is (r - mean) / std within its group; the loss is
+# PPO's clipped ratio against the log-probs at which the tokens were sampled.
 
 
 # %%
@@ -118,7 +127,10 @@ grpo = report("GRPO", train_grpo(40))
 # RLOO's leave-one-out baseline with plain REINFORCE, one line.
 
 # %%
-rloo = report("RLOO + REINFORCE", train_grpo(40, advantage=partial(compute_group_advantages, kind="rloo"), loss=LOSSES["reinforce"]))
+rloo = report(
+    "RLOO + REINFORCE",
+    train_grpo(40, advantage=partial(compute_group_advantages, kind="rloo"), loss=LOSSES["reinforce"]),
+)
 
 
 # %% [markdown]
@@ -139,14 +151,18 @@ vowels = report("GRPO for vowels", train_grpo(30, reward=reward_vowels))
 # %% [markdown]
 # ## Another generator
 #
-# Any function from pending samples to finished ones. This one has no chat template: the model goes on after the bare prompt.
+# Any function from pending samples to finished ones. This one has no chat template: the model goes on after
+# the bare prompt.
 
 
 # %%
 def go_on_after_the_prompt(model: Any) -> GenerateBatchFn:
     def generate(samples: list[Sample]) -> list[Sample]:
         prompts = [np.asarray(TOKENIZER.encode(str(sample.prompt))) for sample in samples]
-        requests = [GenerateRequest(request_id=one.id, prompt_ids=ids, sampling=SAMPLING) for one, ids in zip(samples, prompts, strict=True)]
+        requests = [
+            GenerateRequest(request_id=one.id, prompt_ids=ids, sampling=SAMPLING)
+            for one, ids in zip(samples, prompts, strict=True)
+        ]
         completions = sample_completions(model, requests, seed=0)
         return [append_completion(*row, TOKENIZER) for row in zip(samples, prompts, completions, strict=True)]
 
@@ -158,10 +174,15 @@ bare = report("GRPO without the chat template", train_grpo(30, make_generate=go_
 # %% [markdown]
 # ## Did it learn?
 #
-# Random bytes score 10/259 = 0.04 on digits and 5/259 = 0.02 on vowels. The seeds are fixed; a threshold well below what was measured leaves
-# room for the rounding of another machine.
+# Random bytes score 10/259 = 0.04 on digits and 5/259 = 0.02 on vowels. The seeds are fixed; a threshold well
+# below what was measured leaves room for the rounding of another machine.
 
 # %%
-for name, (first, last), threshold in (("GRPO", grpo, 0.8), ("RLOO", rloo, 0.8), ("vowels", vowels, 0.5), ("bare prompt", bare, 0.5)):
+for name, (first, last), threshold in (
+    ("GRPO", grpo, 0.8),
+    ("RLOO", rloo, 0.8),
+    ("vowels", vowels, 0.5),
+    ("bare prompt", bare, 0.5),
+):
     assert first < 0.15, f"{name}: the first batches score {first:.2f}; a random model does not"
     assert last > threshold, f"{name}: the last batches score {last:.2f}, not above {threshold}"

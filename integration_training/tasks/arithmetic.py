@@ -48,9 +48,11 @@ def exact_answer(sample: Sample) -> RewardResult:
 
 
 def close_answer(sample: Sample) -> RewardResult:
-    """1 for the answer and nothing else; for another number half of how near it is: ½·max(0, 1 − |error|/20); 0 for anything else.
+    """1 for the answer and nothing else; for another number half of how near it is: ½·max(0, 1 − |error|/20);
+    0 for anything else.
 
-    A near miss tells a small model more than a plain 0 does. Parts: `exact` and `well_formed`. Raises KeyError like exact_answer.
+    A near miss tells a small model more than a plain 0 does. Parts: `exact` and `well_formed`. Raises
+    KeyError like exact_answer.
     """
     exact = exact_answer(sample)
     response = sample.response.strip()
@@ -61,9 +63,11 @@ def close_answer(sample: Sample) -> RewardResult:
 
 
 def leading_characters(sample: Sample) -> RewardResult:
-    """The share of the answer's characters that the response begins with: 1 for the answer itself, partial credit for a good start.
+    """The share of the answer's characters that the response begins with: 1 for the answer itself, partial
+    credit for a good start.
 
-    Characters after the answer count against it: the share is of the longer of the two texts. Raises KeyError like exact_answer.
+    Characters after the answer count against it: the share is of the longer of the two texts. Raises KeyError
+    like exact_answer.
     """
     answer = str(sample.metadata["answer"]).strip()
     response = sample.response.strip()

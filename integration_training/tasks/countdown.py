@@ -1,15 +1,15 @@
 """Countdown: reach a target number with the given numbers, each used at most once, and + - * /.
 
-    [rl.data]
-    kind = "python"
-    function = "integration_training.tasks.countdown:make_rows"
-    params = { count = 3, largest = 20 }
-    size = 2000
-    seed = 1
+[rl.data]
+kind = "python"
+function = "integration_training.tasks.countdown:make_rows"
+params = { count = 3, largest = 20 }
+size = 2000
+seed = 1
 
-    [rl.rollout]
-    reward = "integration_training.tasks.countdown:reaches_target"
-    filters = ["integration_training.tasks.countdown:keep_solvable"]
+[rl.rollout]
+reward = "integration_training.tasks.countdown:reaches_target"
+filters = ["integration_training.tasks.countdown:keep_solvable"]
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ WELL_FORMED_REWARD = 0.1
 
 
 def make_rows(*, size: int, seed: int, count: int = 3, largest: int = 20) -> list[dict[str, Any]]:
-    """`size` solvable puzzles of `count` numbers from 1 to `largest`; `answer` is one solution. Row i depends on (seed, i) alone."""
+    """`size` solvable puzzles of `count` numbers from 1 to `largest`; `answer` is one solution. Row i depends
+    on (seed, i) alone.
+    """
     return [_make_row(random.Random(f"countdown/{seed}/{index}"), count, largest) for index in range(size)]
 
 
@@ -50,12 +52,16 @@ def _make_row(draw: random.Random, count: int, largest: int) -> dict[str, Any]:
             break
     shown = draw.sample(numbers, len(numbers))
     given = ", ".join(map(str, shown))
-    prompt = f"Use the numbers {given}, each at most once, with + - * / and brackets to make {value}. Answer with the expression only."
+    prompt = (
+        f"Use the numbers {given}, each at most once, with + - * / and brackets to make {value}. Answer with"
+        " the expression only."
+    )
     return {"prompt": prompt, "answer": expression[1:-1], "numbers": shown, "target": int(value)}
 
 
 def reaches_target(sample: Sample) -> RewardResult:
-    """1 if the response is an expression over the given numbers that equals the target; 0.1 if it is one that equals something else; or 0.
+    """1 if the response is an expression over the given numbers that equals the target; 0.1 if it is one that
+    equals something else; or 0.
 
     Parts: `solved` and `well_formed`. A division by zero is not well formed.
     """
@@ -66,13 +72,21 @@ def reaches_target(sample: Sample) -> RewardResult:
         return RewardResult(0.0, {"solved": 0.0, "well_formed": 0.0}, note=str(error))
     extra = Counter(used) - Counter(numbers)
     if extra:
-        return RewardResult(0.0, {"solved": 0.0, "well_formed": 0.0}, note=f"uses {sorted(extra.elements())}, which are not given so often")
+        return RewardResult(
+            0.0,
+            {"solved": 0.0, "well_formed": 0.0},
+            note=f"uses {sorted(extra.elements())}, which are not given so often",
+        )
     solved = float(value == target)
-    return RewardResult(max(solved, WELL_FORMED_REWARD), {"solved": solved, "well_formed": 1.0}, note=f"= {value}")
+    return RewardResult(
+        max(solved, WELL_FORMED_REWARD), {"solved": solved, "well_formed": 1.0}, note=f"= {value}"
+    )
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
-    """The exact value and the numbers used. The text is parsed, never executed. Raises ValueError for anything but + - * / and whole numbers."""
+    """The exact value and the numbers used. The text is parsed, never executed. Raises ValueError for
+    anything but + - * / and whole numbers.
+    """
     if len(expression) > LONGEST_EXPRESSION:
         raise ValueError(f"longer than {LONGEST_EXPRESSION} characters")
     try:
@@ -94,11 +108,15 @@ def _value_of(node: ast.expr, used: list[int]) -> Fraction:
 
 
 def keep_solvable(group: SampleGroup) -> FilterDecision:
-    """Keeps a group in which some samples solve the puzzle and some do not; the others teach nothing about solving."""
+    """Keeps a group in which some samples solve the puzzle and some do not; the others teach nothing about
+    solving.
+    """
     solved = sum(sample.rewards["solved"] for sample in group.samples)
     if 0 < solved < len(group.samples):
         return FilterDecision(keep=True)
-    return FilterDecision(False, "all_or_none_solved", f"{solved:.0f} of {len(group.samples)} samples solve it")
+    return FilterDecision(
+        False, "all_or_none_solved", f"{solved:.0f} of {len(group.samples)} samples solve it"
+    )
 
 
 def check_gold_answers(size: int = 200, seed: int = 0) -> None:

@@ -1,14 +1,14 @@
 """JSON extraction: a sentence about a person becomes an object with the fields that were asked for.
 
-    [rl.data]
-    kind = "python"
-    function = "integration_training.tasks.json_extraction:make_rows"
-    size = 2000
-    seed = 1
+[rl.data]
+kind = "python"
+function = "integration_training.tasks.json_extraction:make_rows"
+size = 2000
+seed = 1
 
-    [rl.rollout]
-    reward = "integration_training.tasks.json_extraction:extracts_fields"
-    filters = ["integration_training.tasks.json_extraction:keep_parsable"]
+[rl.rollout]
+reward = "integration_training.tasks.json_extraction:extracts_fields"
+filters = ["integration_training.tasks.json_extraction:keep_parsable"]
 """
 
 from __future__ import annotations
@@ -19,8 +19,38 @@ from typing import Any
 
 from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 
-NAMES = ("Ada", "Boris", "Chen", "Dalia", "Emeka", "Freya", "Goran", "Hana", "Ivo", "Juno", "Kofi", "Lena", "Mila", "Nuri", "Olga", "Pablo")
-CITIES = ("Lima", "Oslo", "Kyoto", "Accra", "Quito", "Riga", "Cairo", "Perth", "Turin", "Hanoi", "Porto", "Austin")
+NAMES = (
+    "Ada",
+    "Boris",
+    "Chen",
+    "Dalia",
+    "Emeka",
+    "Freya",
+    "Goran",
+    "Hana",
+    "Ivo",
+    "Juno",
+    "Kofi",
+    "Lena",
+    "Mila",
+    "Nuri",
+    "Olga",
+    "Pablo",
+)
+CITIES = (
+    "Lima",
+    "Oslo",
+    "Kyoto",
+    "Accra",
+    "Quito",
+    "Riga",
+    "Cairo",
+    "Perth",
+    "Turin",
+    "Hanoi",
+    "Porto",
+    "Austin",
+)
 JOBS = ("nurse", "baker", "pilot", "teacher", "welder", "farmer", "chemist", "tailor")
 SENTENCES = (
     "{name} is a {age}-year-old {job} who lives in {city}.",
@@ -37,7 +67,12 @@ def make_rows(*, size: int, seed: int) -> list[dict[str, Any]]:
 
 
 def _make_row(draw: random.Random) -> dict[str, Any]:
-    person = {"name": draw.choice(NAMES), "age": draw.randint(18, 90), "job": draw.choice(JOBS), "city": draw.choice(CITIES)}
+    person = {
+        "name": draw.choice(NAMES),
+        "age": draw.randint(18, 90),
+        "job": draw.choice(JOBS),
+        "city": draw.choice(CITIES),
+    }
     chosen = draw.sample(FIELDS, draw.randint(2, 4))
     asked = [field for field in FIELDS if field in chosen]
     sentence = draw.choice(SENTENCES).format(**person)
@@ -46,7 +81,8 @@ def _make_row(draw: random.Random) -> dict[str, Any]:
 
 
 def extracts_fields(sample: Sample) -> RewardResult:
-    """0 unless the response is one JSON object; then 0.2, and 0.8 times the share of fields that are right, extra keys counting as wrong.
+    """0 unless the response is one JSON object; then 0.2, and 0.8 times the share of fields that are right,
+    extra keys counting as wrong.
 
     An age may be a number or its digits as text. Parts: `parsed` and `fields`.
     """
@@ -56,7 +92,9 @@ def extracts_fields(sample: Sample) -> RewardResult:
     except (ValueError, RecursionError) as error:
         return RewardResult(0.0, {"parsed": 0.0, "fields": 0.0}, note=f"not JSON: {error}")
     if not isinstance(found, dict):
-        return RewardResult(0.0, {"parsed": 0.0, "fields": 0.0}, note=f"a {type(found).__name__}, not an object")
+        return RewardResult(
+            0.0, {"parsed": 0.0, "fields": 0.0}, note=f"a {type(found).__name__}, not an object"
+        )
     right = sum(_same(found[key], value) for key, value in wanted.items() if key in found)
     fields = right / len(wanted.keys() | found.keys())
     return RewardResult(0.2 + 0.8 * fields, {"parsed": 1.0, "fields": fields})
@@ -70,15 +108,21 @@ def keep_parsable(group: SampleGroup) -> FilterDecision:
     """Keeps a group in which at least one sample is a JSON object and rewards differ."""
     parsed = sum(sample.rewards["parsed"] for sample in group.samples)
     if parsed == 0:
-        return FilterDecision(False, "nothing_parses", f"none of {len(group.samples)} samples is a JSON object")
+        return FilterDecision(
+            False, "nothing_parses", f"none of {len(group.samples)} samples is a JSON object"
+        )
     if group.rewards.min() == group.rewards.max():
         return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")
     return FilterDecision(keep=True)
 
 
 def check_gold_answers(size: int = 200, seed: int = 0) -> None:
-    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward, or names what the sentence does not."""
+    """Raises AssertionError, showing the row, if a row's own answer does not earn the full reward, or names
+    what the sentence does not.
+    """
     for row in make_rows(size=size, seed=seed):
         assert all(str(value) in row["prompt"] for value in json.loads(row["answer"]).values()), row
-        result = extracts_fields(Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row))
+        result = extracts_fields(
+            Sample(id="gold", prompt=row["prompt"], response=row["answer"], metadata=row)
+        )
         assert result.reward == 1.0, (row, result)

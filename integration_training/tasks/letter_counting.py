@@ -1,14 +1,14 @@
 """Letter counting: how often does a letter occur in a word?
 
-    [rl.data]
-    kind = "python"
-    function = "integration_training.tasks.letter_counting:make_rows"
-    size = 2000
-    seed = 1
+[rl.data]
+kind = "python"
+function = "integration_training.tasks.letter_counting:make_rows"
+size = 2000
+seed = 1
 
-    [rl.rollout]
-    reward = "integration_training.tasks.letter_counting:counts_right"
-    filters = ["integration_training.tasks.letter_counting:keep_mixed"]
+[rl.rollout]
+reward = "integration_training.tasks.letter_counting:counts_right"
+filters = ["integration_training.tasks.letter_counting:keep_mixed"]
 """
 
 from __future__ import annotations
@@ -44,13 +44,16 @@ def _make_row(draw: random.Random) -> dict[str, Any]:
 
 
 def counts_right(sample: Sample) -> RewardResult:
-    """1 if the last number of the response is the count and it is all there is; 0.5 if there are words around it; otherwise 0.
+    """1 if the last number of the response is the count and it is all there is; 0.5 if there are words around
+    it; otherwise 0.
 
     Parts: `right` and `number_only`.
     """
     response = sample.response.strip()
     found = FINAL_NUMBER.search(response)
-    right = float(found is not None and found.group().lstrip("0") == str(sample.metadata["answer"]).lstrip("0"))
+    right = float(
+        found is not None and found.group().lstrip("0") == str(sample.metadata["answer"]).lstrip("0")
+    )
     number_only = float(response.isascii() and response.isdigit())
     return RewardResult(right * (0.5 + 0.5 * number_only), {"right": right, "number_only": number_only})
 

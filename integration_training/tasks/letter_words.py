@@ -1,4 +1,5 @@
-"""Words of small letters, preferred to strings of digits: pairs and labelled responses for [preference] and [reward_model], prompts for [rl].
+"""Words of small letters, preferred to strings of digits: pairs and labelled responses for [preference] and
+[reward_model], prompts for [rl].
 
     [preference.data]
     kind = "python"
@@ -15,8 +16,8 @@
     reward = "integration_training.tasks.letter_words:share_of_letters"
     filters = ["integration_training.tasks.letter_words:keep_apart"]
 
-`reward` stands beside the reward model or instead of it; for loss = "kto" the rows are `make_labels`. What is preferred can be seen character by
-character, so that a random two-layer model learns it in seconds.
+`reward` stands beside the reward model or instead of it; for loss = "kto" the rows are `make_labels`. What is
+preferred can be seen character by character, so that a random two-layer model learns it in seconds.
 """
 
 from __future__ import annotations
@@ -32,14 +33,22 @@ APART = 1e-6  # rewards that are nearer than this are equal: a model's scores of
 
 
 def make_pairs(*, size: int, seed: int) -> list[dict[str, Any]]:
-    """`size` pairs: `chosen` is of letters, `rejected` of digits, each 2 to 5 characters long. Row i depends on (seed, i) alone."""
+    """`size` pairs: `chosen` is of letters, `rejected` of digits, each 2 to 5 characters long. Row i depends
+    on (seed, i) alone.
+    """
     return [_make_pair(random.Random(f"letter_words/{seed}/{index}"), index) for index in range(size)]
 
 
 def make_labels(*, size: int, seed: int) -> list[dict[str, Any]]:
-    """`size` labelled responses: the chosen one of a pair, label true, then the rejected one of the next, label false, and so on."""
+    """`size` labelled responses: the chosen one of a pair, label true, then the rejected one of the next,
+    label false, and so on.
+    """
     return [
-        {"prompt": pair["prompt"], "completion": pair["rejected" if index % 2 else "chosen"], "label": index % 2 == 0}
+        {
+            "prompt": pair["prompt"],
+            "completion": pair["rejected" if index % 2 else "chosen"],
+            "label": index % 2 == 0,
+        }
         for index, pair in enumerate(make_pairs(size=size, seed=seed))
     ]
 
@@ -56,7 +65,8 @@ def _make_pair(draw: random.Random, index: int) -> dict[str, Any]:
 
 
 def share_of_letters(sample: Sample) -> RewardResult:
-    """The share of the response's characters that are of a to h: 1 for a word as it was chosen, 0 for digits and for no response.
+    """The share of the response's characters that are of a to h: 1 for a word as it was chosen, 0 for digits
+    and for no response.
 
     Parts: `letters`, the reward itself.
     """
@@ -66,7 +76,9 @@ def share_of_letters(sample: Sample) -> RewardResult:
 
 
 def keep_apart(group: SampleGroup) -> FilterDecision:
-    """Keeps a group whose samples do not all have the same reward. With a critic a group of equal rewards teaches too: then leave this out."""
+    """Keeps a group whose samples do not all have the same reward. With a critic a group of equal rewards
+    teaches too: then leave this out.
+    """
     if group.rewards.max() - group.rewards.min() > APART:
         return FilterDecision(keep=True)
     return FilterDecision(False, "same_reward", f"every sample has {group.rewards[0]:g}")

@@ -1,15 +1,15 @@
 """Sorting: put a list of numbers into ascending order.
 
-    [rl.data]
-    kind = "python"
-    function = "integration_training.tasks.sorting:make_rows"
-    params = { shortest = 3, longest = 6 }
-    size = 2000
-    seed = 1
+[rl.data]
+kind = "python"
+function = "integration_training.tasks.sorting:make_rows"
+params = { shortest = 3, longest = 6 }
+size = 2000
+seed = 1
 
-    [rl.rollout]
-    reward = "integration_training.tasks.sorting:in_order"
-    filters = ["integration_training.tasks.sorting:keep_unsettled"]
+[rl.rollout]
+reward = "integration_training.tasks.sorting:in_order"
+filters = ["integration_training.tasks.sorting:keep_unsettled"]
 """
 
 from __future__ import annotations
@@ -25,16 +25,26 @@ from rollouts.types import FilterDecision, RewardResult, Sample, SampleGroup
 SEPARATED_NUMBERS = re.compile(r"-?\d+(?:\s*,\s*-?\d+)*")
 
 
-def make_rows(*, size: int, seed: int, shortest: int = 3, longest: int = 6, largest: int = 99) -> list[dict[str, Any]]:
-    """`size` lists of `shortest` to `longest` whole numbers from 0 to `largest`. Row i depends on (seed, i) alone."""
+def make_rows(
+    *, size: int, seed: int, shortest: int = 3, longest: int = 6, largest: int = 99
+) -> list[dict[str, Any]]:
+    """`size` lists of `shortest` to `longest` whole numbers from 0 to `largest`. Row i depends on (seed, i)
+    alone.
+    """
     if not 2 <= shortest <= longest:
         raise ValueError(f"shortest={shortest}, longest={longest}; it must be 2 <= shortest <= longest")
-    return [_make_row(random.Random(f"sorting/{seed}/{index}"), shortest, longest, largest) for index in range(size)]
+    return [
+        _make_row(random.Random(f"sorting/{seed}/{index}"), shortest, longest, largest)
+        for index in range(size)
+    ]
 
 
 def _make_row(draw: random.Random, shortest: int, longest: int, largest: int) -> dict[str, Any]:
     numbers = [draw.randint(0, largest) for _ in range(draw.randint(shortest, longest))]
-    prompt = f"Sort these numbers from the smallest to the largest: {_write(numbers)}\nAnswer with the numbers only, separated by commas."
+    prompt = (
+        f"Sort these numbers from the smallest to the largest: {_write(numbers)}\nAnswer with the numbers"
+        " only, separated by commas."
+    )
     return {"prompt": prompt, "answer": _write(sorted(numbers)), "numbers": numbers}
 
 
@@ -43,7 +53,8 @@ def _write(numbers: list[int]) -> str:
 
 
 def in_order(sample: Sample) -> RewardResult:
-    """1 for the sorted list; for another order of the same numbers half of the share of neighbours in order; otherwise 0.
+    """1 for the sorted list; for another order of the same numbers half of the share of neighbours in order;
+    otherwise 0.
 
     Parts: `sorted`, and `same_numbers`, 1 if the response holds the given numbers and no others.
     """
@@ -61,7 +72,10 @@ def in_order(sample: Sample) -> RewardResult:
 
 def keep_unsettled(group: SampleGroup) -> FilterDecision:
     """Keeps a group unless all of its samples are sorted or none holds the right numbers."""
-    for name, when, why in (("sorted", len(group.samples), "all_sorted"), ("same_numbers", 0, "no_right_numbers")):
+    for name, when, why in (
+        ("sorted", len(group.samples), "all_sorted"),
+        ("same_numbers", 0, "no_right_numbers"),
+    ):
         count = sum(sample.rewards[name] for sample in group.samples)
         if count == when:
             return FilterDecision(False, why, f"{count:.0f} of {len(group.samples)} samples: {name}")

@@ -1,6 +1,8 @@
-"""Advantages by name. numpy only. A function takes AdvantageInputs and plain numbers, and answers with one number per row [B].
+"""Advantages by name. numpy only. A function takes AdvantageInputs and plain numbers, and answers with one
+number per row [B].
 
-Axes: B rows, T_i tokens of row i. With a critic the answer is a GAEResult; in self-play `compute_role_advantages`.
+Axes: B rows, T_i tokens of row i. With a critic the answer is a GAEResult; in self-play
+`compute_role_advantages`.
 """
 
 from __future__ import annotations
@@ -90,78 +92,122 @@ def compute_group_advantages(
     trajectories: ArrayLike | None = None,
     **params: Any,
 ) -> FloatArray:
-    """One advantage per row [B] by a name of ADVANTAGES; rows of equal `group_indices` [B] are compared, in any order of the rows.
+    """One advantage per row [B] by a name of ADVANTAGES; rows of equal `group_indices` [B] are compared, in
+    any order of the rows.
 
-    lengths [B] (tokens that train) and named_rewards are needed by some kinds; params are the kind's own. Rows of equal `trajectories` [B] are
-    segments of one, which counts once. Computed in float64.
-    Raises ValueError on an unknown kind, on lengths that differ, and naming the row whose reward is not finite.
+    lengths [B] (tokens that train) and named_rewards are needed by some kinds; params are the kind's own.
+    Rows of equal `trajectories` [B] are segments of one, which counts once. Computed in float64. Raises
+    ValueError on an unknown kind, on lengths that differ, and naming the row whose reward is not finite.
     """
     if kind not in ADVANTAGES:
         raise ValueError(f"kind={kind!r} is not known; advantages are {', '.join(ADVANTAGES)}")
-    inputs: Any = {"rewards": rewards, "group_indices": group_indices, "lengths": lengths, "named_rewards": named_rewards or {}}
-    advantages = compute_advantages(AdvantageInputs(**inputs | {"trajectories": trajectories}), ADVANTAGES[kind], **params)
+    inputs: Any = {
+        "rewards": rewards,
+        "group_indices": group_indices,
+        "lengths": lengths,
+        "named_rewards": named_rewards or {},
+    }
+    advantages = compute_advantages(
+        AdvantageInputs(**inputs | {"trajectories": trajectories}), ADVANTAGES[kind], **params
+    )
     assert isinstance(advantages, np.ndarray), kind
     return advantages
 
 
-def compute_advantages(inputs: AdvantageInputs, function: AdvantageFn, **params: Any) -> FloatArray | tuple[FloatArray, ...] | GAEResult:
-    """What the function answers, checked: float32 [B], or one float32 array per row when it answers with arrays per token; a GAEResult with both.
+def compute_advantages(
+    inputs: AdvantageInputs, function: AdvantageFn, **params: Any
+) -> FloatArray | tuple[FloatArray, ...] | GAEResult:
+    """What the function answers, checked: float32 [B], or one float32 array per row when it answers with
+    arrays per token; a GAEResult with both.
 
-    Raises ValueError, naming the function, unless it is an array, list or tuple of one finite number, or one array of them, per row.
+    Raises ValueError, naming the function, unless it is an array, list or tuple of one finite number, or one
+    array of them, per row.
     """
     answer = function(inputs, **params)
     name, rows = getattr(function, "__name__", "the advantage function"), len(inputs.rewards)
     if not isinstance(answer, GAEResult):
         return _check_answer(answer, name, rows)
-    advantages, returns = _check_answer(answer.advantages, name, rows), _check_answer(answer.returns, f"{name} for its returns", rows)
+    advantages, returns = (
+        _check_answer(answer.advantages, name, rows),
+        _check_answer(answer.returns, f"{name} for its returns", rows),
+    )
     if isinstance(advantages, np.ndarray) or isinstance(returns, np.ndarray):
-        raise ValueError(f"{name} answered with a GAEResult of numbers; advantages and returns of a critic are one array [T] per row")
+        raise ValueError(
+            f"{name} answered with a GAEResult of numbers; advantages and returns of a critic are one array"
+            " [T] per row"
+        )
     return GAEResult(advantages, returns)
 
 
 def _check_answer(answer: Any, name: str, rows: int) -> FloatArray | tuple[FloatArray, ...]:
-    if not isinstance(answer, np.ndarray | list | tuple) or (isinstance(answer, np.ndarray) and answer.ndim == 0):
-        raise ValueError(f"{name} answered with {type(answer).__name__}; it must be a numpy array or a list, one advantage per row")
+    if not isinstance(answer, np.ndarray | list | tuple) or (
+        isinstance(answer, np.ndarray) and answer.ndim == 0
+    ):
+        raise ValueError(
+            f"{name} answered with {type(answer).__name__}; it must be a numpy array or a list, one advantage"
+            " per row"
+        )
     if len(answer) != rows:
-        raise ValueError(f"{name} answered with {len(answer)} advantages for {rows} rows; there must be one per row")
+        raise ValueError(
+            f"{name} answered with {len(answer)} advantages for {rows} rows; there must be one per row"
+        )
     if rows and np.ndim(answer[0]) == 1:
         tokens = tuple(np.asarray(row, np.float32) for row in answer)
         for index, row in enumerate(tokens):
             if row.ndim != 1 or not np.isfinite(row).all():
-                raise ValueError(f"{name} answered for row {index} with an array of shape {row.shape} that is not [T] of finite numbers")
+                raise ValueError(
+                    f"{name} answered for row {index} with an array of shape {row.shape} that is not [T] of"
+                    " finite numbers"
+                )
         return tokens
     advantages = np.asarray(answer, np.float64)
     bad = np.flatnonzero(~np.isfinite(advantages))
     if advantages.ndim != 1 or len(bad):
-        detail = f"{advantages[bad[0]]} for row {bad[0]}" if advantages.ndim == 1 else f"shape {advantages.shape}"
-        raise ValueError(f"{name} answered with {detail}; an advantage is one finite number per row, or one array [T] per row")
+        detail = (
+            f"{advantages[bad[0]]} for row {bad[0]}" if advantages.ndim == 1 else f"shape {advantages.shape}"
+        )
+        raise ValueError(
+            f"{name} answered with {detail}; an advantage is one finite number per row, or one array [T]"
+            " per row"
+        )
     return advantages.astype(np.float32)
 
 
 def broadcast_advantages(
     advantages: NDArray[Any] | Sequence[float] | Sequence[ArrayLike], loss_masks: Sequence[BoolArray]
 ) -> tuple[FloatArray, ...]:
-    """Each row's advantage on every token that trains, 0 elsewhere: one array [T_i] per row. Raises ValueError if the lengths differ.
+    """Each row's advantage on every token that trains, 0 elsewhere: one array [T_i] per row. Raises
+    ValueError if the lengths differ.
 
     Takes one number per row [B], or one array [T_i] per row, of which only the trained tokens are kept.
     """
     if len(advantages) != len(loss_masks):
-        raise ValueError(f"advantages have {len(advantages)} rows for {len(loss_masks)} loss masks; there must be one per row")
+        raise ValueError(
+            f"advantages have {len(advantages)} rows for {len(loss_masks)} loss masks; there must be one"
+            " per row"
+        )
     rows = []
     for index, (value, mask) in enumerate(zip(advantages, loss_masks, strict=True)):
         values = np.asarray(value, np.float32)
         if values.ndim and values.shape != mask.shape:
-            raise ValueError(f"advantages[{index}] has shape {values.shape} and its loss mask {mask.shape}; one value per token, or one per row")
+            raise ValueError(
+                f"advantages[{index}] has shape {values.shape} and its loss mask {mask.shape}; one value per"
+                " token, or one per row"
+            )
         rows.append(np.where(mask, values, np.float32(0.0)).astype(np.float32))
     return tuple(rows)
 
 
 def check_advantage_params(name: str, function: AdvantageFn, params: Mapping[str, object]) -> None:
-    """Raises ConfigError if the function cannot be called with these parameters, naming the nearest one and all that it takes."""
+    """Raises ConfigError if the function cannot be called with these parameters, naming the nearest one and
+    all that it takes.
+    """
     signature = inspect.signature(function)
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         return
-    accepted = [key for key, parameter in signature.parameters.items() if parameter.kind is parameter.KEYWORD_ONLY]
+    accepted = [
+        key for key, parameter in signature.parameters.items() if parameter.kind is parameter.KEYWORD_ONLY
+    ]
     for key in params:
         if key not in accepted:
             nearest = difflib.get_close_matches(key, accepted, n=1, cutoff=0.6)

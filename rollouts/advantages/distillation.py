@@ -1,8 +1,10 @@
-"""On-policy distillation by sampled tokens: how much likelier a teacher finds each token. numpy only. Axes: B rows, T_i tokens of row i.
+"""On-policy distillation by sampled tokens: how much likelier a teacher finds each token. numpy only. Axes: B
+rows, T_i tokens of row i.
 
-Self-distillation (SDFT, 2601.19897) is the same with a teacher that is the model itself, or a moving average of it, and sees a
-demonstration in its prompt: the student's response is scored after both prompts, and `align_rows` brings the two rows together. Exact
-divergences over the whole vocabulary are in rollouts.losses.distillation.
+Self-distillation (SDFT, 2601.19897) is the same with a teacher that is the model itself, or a moving average
+of it, and sees a demonstration in its prompt: the student's response is scored after both prompts, and
+`align_rows` brings the two rows together. Exact divergences over the whole vocabulary are in
+rollouts.losses.distillation.
 """
 
 from __future__ import annotations
@@ -22,32 +24,45 @@ def compute_distillation_advantages(
     coef: float = 1.0,
     clip: float | None = None,
 ) -> tuple[FloatArray, ...]:
-    """A_t = coef·(teacher_log_prob − log_prob) of each trained token, one array [T_i] per row, 0 elsewhere: minus the k1 of the reverse KL.
+    """A_t = coef·(teacher_log_prob − log_prob) of each trained token, one array [T_i] per row, 0 elsewhere:
+    minus the k1 of the reverse KL.
 
-    log_probs: of the policy that sampled (the rollouts'). With `reinforce` or `importance_sampling` the expected gradient is that of
-    −coef·KL(student || teacher) token by token, without the terms of later tokens (a discount of 0). Add them to task advantages to mix the two.
-    clip: |A_t| is held below it; None: not at all. A teacher's -inf is then −clip; without a clip it is refused. A student's log-prob of a token
-    that it sampled must be finite in any case.
-    Papers: 2306.13649; Thinking Machines 2025, "On-Policy Distillation".
-    Raises ValueError unless coef > 0 and clip > 0, on lengths that differ, and naming the row and token that is not finite.
+    log_probs: of the policy that sampled (the rollouts'). With `reinforce` or `importance_sampling` the
+    expected gradient is that of −coef·KL(student || teacher) token by token, without the terms of later
+    tokens (a discount of 0). Add them to task advantages to mix the two. clip: |A_t| is held below it; None:
+    not at all. A teacher's -inf is then −clip; without a clip it is refused. A student's log-prob of a token
+    that it sampled must be finite in any case. Papers: 2306.13649; Thinking Machines 2025, "On-Policy
+    Distillation". Raises ValueError unless coef > 0 and clip > 0, on lengths that differ, and naming the row
+    and token that is not finite.
     """
     if not coef > 0:
         raise ValueError(f"distillation: coef={coef} must be above 0; 1.0 is usual")
     if clip is not None and not clip > 0:
         raise ValueError(f"distillation: clip={clip} must be above 0, or None for no clip; 5.0 is usual")
     advantages: list[FloatArray] = []
-    for row, (teacher, student, mask) in enumerate(zip(teacher_log_probs, log_probs, loss_masks, strict=True)):
+    for row, (teacher, student, mask) in enumerate(
+        zip(teacher_log_probs, log_probs, loss_masks, strict=True)
+    ):
         if not len(teacher) == len(student) == len(mask):
-            raise ValueError(f"row {row} has {len(teacher)} teacher log-probs, {len(student)} log-probs and {len(mask)} mask values")
+            raise ValueError(
+                f"row {row} has {len(teacher)} teacher log-probs, {len(student)} log-probs and {len(mask)}"
+                " mask values"
+            )
         if len(lost := np.flatnonzero(mask & ~np.isfinite(student))):
-            raise ValueError(f"row {row}, token {lost[0]}: the student's log-prob is {student[lost[0]]}; it must be finite, for it sampled the token")
+            raise ValueError(
+                f"row {row}, token {lost[0]}: the student's log-prob is {student[lost[0]]}; it must be"
+                " finite, for it sampled the token"
+            )
         values = np.zeros(len(mask), np.float64)
         values[mask] = coef * (np.float64(teacher[mask]) - np.float64(student[mask]))
         if clip is not None:
             values = np.clip(values, -clip, clip)
         bad = np.flatnonzero(~np.isfinite(values))
         if len(bad):
-            raise ValueError(f"row {row}, token {bad[0]}: the advantage is {values[bad[0]]}; log-probs must be finite, or give a clip")
+            raise ValueError(
+                f"row {row}, token {bad[0]}: the advantage is {values[bad[0]]}; log-probs must be finite, or"
+                " give a clip"
+            )
         advantages.append(values.astype(np.float32))
     return tuple(advantages)
 
@@ -55,15 +70,22 @@ def compute_distillation_advantages(
 def align_rows(
     teacher_values: Sequence[FloatArray], teacher_masks: Sequence[BoolArray], loss_masks: Sequence[BoolArray]
 ) -> tuple[FloatArray, ...]:
-    """The teacher's values of each response at the student's positions, one array [T_i] per row, 0.0 elsewhere.
+    """The teacher's values of each response at the student's positions, one array [T_i] per row, 0.0
+    elsewhere.
 
-    Both rows end in the same response, after prompts of different lengths, and their masks select it: the k-th masked position of the one is
-    the k-th of the other. Raises ValueError naming a row whose masks select different numbers of tokens: that is another response.
+    Both rows end in the same response, after prompts of different lengths, and their masks select it: the
+    k-th masked position of the one is the k-th of the other. Raises ValueError naming a row whose masks
+    select different numbers of tokens: that is another response.
     """
     aligned: list[FloatArray] = []
-    for row, (values, teacher_mask, mask) in enumerate(zip(teacher_values, teacher_masks, loss_masks, strict=True)):
+    for row, (values, teacher_mask, mask) in enumerate(
+        zip(teacher_values, teacher_masks, loss_masks, strict=True)
+    ):
         if int(teacher_mask.sum()) != int(mask.sum()):
-            raise ValueError(f"row {row}: the teacher's mask selects {int(teacher_mask.sum())} tokens, the student's {int(mask.sum())}")
+            raise ValueError(
+                f"row {row}: the teacher's mask selects {int(teacher_mask.sum())} tokens, the student's"
+                f" {int(mask.sum())}"
+            )
         moved = np.zeros(len(mask), np.float32)
         moved[mask] = values[teacher_mask]
         aligned.append(moved)

@@ -1,7 +1,9 @@
-"""Advantages from a critic's values, over ragged rows. Every row argument is one array [T_i]; what lies outside a loss mask is never read.
+"""Advantages from a critic's values, over ragged rows. Every row argument is one array [T_i]; what lies
+outside a loss mask is never read.
 
-Trained tokens follow one another as if what stands between them (a tool's answer, a template) were not there: the value and the advantage
-of the next trained token are carried over it unchanged. A reward for what happened in between belongs on the trained token before it.
+Trained tokens follow one another as if what stands between them (a tool's answer, a template) were not there:
+the value and the advantage of the next trained token are carried over it unchanged. A reward for what
+happened in between belongs on the trained token before it.
 """
 
 from __future__ import annotations
@@ -35,25 +37,45 @@ def compute_gae(
     critic_lam: float | None = None,
     bootstrap_values: ArrayLike | None = None,
 ) -> GAEResult:
-    """A_t = δ_t + gamma·lam·A_{t+1} with δ_t = r_t + gamma·V_{t+1} − V_t, and returns = A + V, over the trained tokens of each row.
+    """A_t = δ_t + gamma·lam·A_{t+1} with δ_t = r_t + gamma·V_{t+1} − V_t, and returns = A + V, over the
+    trained tokens of each row.
 
-    rewards and values [T_i] per row (values: the critic's before the token). After the last trained token V is 0, unless
-    bootstrap_values [B] says what the critic expects beyond it: give that for truncated rows and 0 for rows that ended. lam is one number or
-    one per row [B] (see `compute_length_adaptive_lambda`). With critic_lam the returns use that lambda instead: VAPO takes 1.
-    A row without trained tokens gives zeros. Computed in float64. Papers: 1506.02438; VAPO, 2504.05118.
-    Raises ValueError on lengths that differ, on gamma or lam outside 0 to 1, and naming the row with a trained value that is not finite.
+    rewards and values [T_i] per row (values: the critic's before the token). After the last trained token V
+    is 0, unless bootstrap_values [B] says what the critic expects beyond it: give that for truncated rows and
+    0 for rows that ended. lam is one number or one per row [B] (see `compute_length_adaptive_lambda`). With
+    critic_lam the returns use that lambda instead: VAPO takes 1. A row without trained tokens gives zeros.
+    Computed in float64. Papers: 1506.02438; VAPO, 2504.05118. Raises ValueError on lengths that differ, on
+    gamma or lam outside 0 to 1, and naming the row with a trained value that is not finite.
     """
     lams = _per_row("lam", lam, len(loss_masks))
-    bootstrap = np.zeros(len(loss_masks)) if bootstrap_values is None else np.asarray(bootstrap_values, np.float64)
+    bootstrap = (
+        np.zeros(len(loss_masks)) if bootstrap_values is None else np.asarray(bootstrap_values, np.float64)
+    )
     if bootstrap.shape != (len(loss_masks),) or not np.isfinite(bootstrap).all():
-        raise ValueError(f"bootstrap_values has shape {bootstrap.shape} for {len(loss_masks)} rows; one finite number per row, 0 where it ended")
-    for name, fraction in (("gamma", np.asarray([gamma])), ("lam", lams), ("critic_lam", np.asarray([0.0 if critic_lam is None else critic_lam]))):
+        raise ValueError(
+            f"bootstrap_values has shape {bootstrap.shape} for {len(loss_masks)} rows; one finite number per"
+            " row, 0 where it ended"
+        )
+    for name, fraction in (
+        ("gamma", np.asarray([gamma])),
+        ("lam", lams),
+        ("critic_lam", np.asarray([0.0 if critic_lam is None else critic_lam])),
+    ):
         if not ((fraction >= 0) & (fraction <= 1)).all():
-            raise ValueError(f"{name}={fraction[~((fraction >= 0) & (fraction <= 1))][0]}; it must be from 0 to 1")
+            raise ValueError(
+                f"{name}={fraction[~((fraction >= 0) & (fraction <= 1))][0]}; it must be from 0 to 1"
+            )
     lengths = np.asarray([int(np.count_nonzero(mask)) for mask in loss_masks], np.int64)
-    kept_rewards, kept_values = _trained("rewards", rewards, loss_masks), _trained("values", values, loss_masks)
+    kept_rewards, kept_values = (
+        _trained("rewards", rewards, loss_masks),
+        _trained("values", values, loss_masks),
+    )
     advantages = _sweep(kept_rewards, kept_values, lengths, bootstrap, gamma, lams)
-    for_critic = advantages if critic_lam is None else _sweep(kept_rewards, kept_values, lengths, bootstrap, gamma, np.full(len(lams), critic_lam))
+    for_critic = (
+        advantages
+        if critic_lam is None
+        else _sweep(kept_rewards, kept_values, lengths, bootstrap, gamma, np.full(len(lams), critic_lam))
+    )
     return GAEResult(_scatter(advantages, loss_masks), _scatter(for_critic + kept_values, loss_masks))
 
 
@@ -66,24 +88,39 @@ def compute_gae_advantages(
     alpha: float | None = None,
     whiten: bool = True,
 ) -> GAEResult:
-    """`compute_gae` over the batch: what a run with a critic takes as its advantages, and the returns that its critic is trained on.
+    """`compute_gae` over the batch: what a run with a critic takes as its advantages, and the returns that
+    its critic is trained on.
 
-    alpha: lam is that of `compute_length_adaptive_lambda` for each row, and `lam` must be left out. whiten: `whiten_advantages` over the batch's
-    tokens; returns stay as they are. A trajectory's segments are episodes of their own, each of which ends with its reward.
-    Raises ConfigError without a critic's values, and for alpha beside lam; else what `compute_gae` raises.
+    alpha: lam is that of `compute_length_adaptive_lambda` for each row, and `lam` must be left out. whiten:
+    `whiten_advantages` over the batch's tokens; returns stay as they are. A trajectory's segments are
+    episodes of their own, each of which ends with its reward. Raises ConfigError without a critic's values,
+    and for alpha beside lam; else what `compute_gae` raises.
     """
     if len(inputs.values) != len(inputs.rewards):
-        raise ConfigError("advantage 'gae' needs a critic's values, and there are none; add [rl.critic], or choose another advantage")
+        raise ConfigError(
+            "advantage 'gae' needs a critic's values, and there are none; add [rl.critic], or choose another"
+            " advantage"
+        )
     if alpha is not None and lam != 0.95:
-        raise ConfigError(f"advantage 'gae' has lam={lam} and alpha={alpha}, which gives each row a lambda of its own; leave one of them out")
+        raise ConfigError(
+            f"advantage 'gae' has lam={lam} and alpha={alpha}, which gives each row a lambda of its own;"
+            " leave one of them out"
+        )
     lengths = [int(np.count_nonzero(mask)) for mask in inputs.loss_masks]
     lams = lam if alpha is None else compute_length_adaptive_lambda(lengths, alpha=alpha)
-    result = compute_gae(inputs.token_rewards, inputs.values, inputs.loss_masks, gamma=gamma, lam=lams, critic_lam=critic_lam)
-    return result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks)) if whiten else result
+    result = compute_gae(
+        inputs.token_rewards, inputs.values, inputs.loss_masks, gamma=gamma, lam=lams, critic_lam=critic_lam
+    )
+    return (
+        result._replace(advantages=whiten_advantages(result.advantages, inputs.loss_masks))
+        if whiten
+        else result
+    )
 
 
 def compute_length_adaptive_lambda(lengths: ArrayLike, *, alpha: float = 0.05) -> Floats:
-    """[B] 1 − 1/(alpha·length), at least 0: long rows get a lambda nearer to 1. Paper: VAPO, 2504.05118. Raises ValueError unless alpha > 0.
+    """[B] 1 − 1/(alpha·length), at least 0: long rows get a lambda nearer to 1. Paper: VAPO, 2504.05118.
+    Raises ValueError unless alpha > 0.
 
     At alpha = 0.05 a row of 20 tokens or fewer gets 0 and one of 100 gets 0.8.
     """
@@ -92,8 +129,11 @@ def compute_length_adaptive_lambda(lengths: ArrayLike, *, alpha: float = 0.05) -
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(np.asarray(lengths, np.float64), 1.0)))
 
 
-def compute_discounted_returns(rewards: Sequence[ArrayLike], loss_masks: Sequence[BoolArray], *, gamma: float = 1.0) -> tuple[FloatArray, ...]:
-    """Reward to go of each trained token, Σ_{s ≥ t} gamma^(s−t)·r_s counted in trained tokens; 0 elsewhere: GAE without a critic.
+def compute_discounted_returns(
+    rewards: Sequence[ArrayLike], loss_masks: Sequence[BoolArray], *, gamma: float = 1.0
+) -> tuple[FloatArray, ...]:
+    """Reward to go of each trained token, Σ_{s ≥ t} gamma^(s−t)·r_s counted in trained tokens; 0 elsewhere:
+    GAE without a critic.
 
     Raises what `compute_gae` raises.
     """
@@ -101,11 +141,15 @@ def compute_discounted_returns(rewards: Sequence[ArrayLike], loss_masks: Sequenc
     return compute_gae(rewards, nothing, loss_masks, gamma=gamma).returns
 
 
-def whiten_advantages(advantages: Sequence[ArrayLike], loss_masks: Sequence[BoolArray], *, ddof: int = 1) -> tuple[FloatArray, ...]:
-    """Per row [T_i]: (A − mean) / sqrt(variance + 1e-8) over all trained tokens of the batch, 0 elsewhere; what PPO does with GAE's advantages.
+def whiten_advantages(
+    advantages: Sequence[ArrayLike], loss_masks: Sequence[BoolArray], *, ddof: int = 1
+) -> tuple[FloatArray, ...]:
+    """Per row [T_i]: (A − mean) / sqrt(variance + 1e-8) over all trained tokens of the batch, 0 elsewhere;
+    what PPO does with GAE's advantages.
 
-    ddof 1: the variance has the number of tokens − 1 in its denominator. Advantages without spread give 0. Whiten the advantages only, not the
-    returns. Raises ValueError on lengths that differ, and naming the row with a trained value that is not finite.
+    ddof 1: the variance has the number of tokens − 1 in its denominator. Advantages without spread give 0.
+    Whiten the advantages only, not the returns. Raises ValueError on lengths that differ, and naming the row
+    with a trained value that is not finite.
     """
     kept = _trained("advantages", advantages, loss_masks)
     counts = np.asarray([int(np.count_nonzero(mask)) for mask in loss_masks], np.int64)
@@ -114,13 +158,23 @@ def whiten_advantages(advantages: Sequence[ArrayLike], loss_masks: Sequence[Bool
     return _scatter(kept, loss_masks)
 
 
-def compute_explained_variance(values: Sequence[ArrayLike], returns: Sequence[ArrayLike], loss_masks: Sequence[BoolArray]) -> float | None:
-    """1 − Var(returns − values) / Var(returns) over all trained tokens: 1 is a perfect critic, 0 one no better than a constant.
+def compute_explained_variance(
+    values: Sequence[ArrayLike], returns: Sequence[ArrayLike], loss_masks: Sequence[BoolArray]
+) -> float | None:
+    """1 − Var(returns − values) / Var(returns) over all trained tokens: 1 is a perfect critic, 0 one no
+    better than a constant.
 
-    None where the returns do not vary, or fewer than two tokens train. Raises ValueError on lengths that differ.
+    None where the returns do not vary, or fewer than two tokens train. Raises ValueError on lengths that
+    differ.
     """
-    predicted = np.concatenate([np.asarray(row, np.float64)[mask] for row, mask in zip(values, loss_masks, strict=True)] or [np.zeros(0)])
-    actual = np.concatenate([np.asarray(row, np.float64)[mask] for row, mask in zip(returns, loss_masks, strict=True)] or [np.zeros(0)])
+    predicted = np.concatenate(
+        [np.asarray(row, np.float64)[mask] for row, mask in zip(values, loss_masks, strict=True)]
+        or [np.zeros(0)]
+    )
+    actual = np.concatenate(
+        [np.asarray(row, np.float64)[mask] for row, mask in zip(returns, loss_masks, strict=True)]
+        or [np.zeros(0)]
+    )
     if len(actual) < 2 or np.ptp(actual) == 0:
         return None
     return float(1.0 - (actual - predicted).var() / actual.var())
@@ -144,7 +198,10 @@ def _trained(name: str, rows: Sequence[ArrayLike], loss_masks: Sequence[BoolArra
     for index, (row, mask) in enumerate(zip(rows, loss_masks, strict=True)):
         values = np.asarray(row, np.float64)
         if values.shape != mask.shape:
-            raise ValueError(f"{name}[{index}] has shape {values.shape} and its loss mask {mask.shape}; one value per token")
+            raise ValueError(
+                f"{name}[{index}] has shape {values.shape} and its loss mask {mask.shape}; one value per"
+                " token"
+            )
         trained = values[mask]
         if not np.isfinite(trained).all():
             raise ValueError(f"{name}[{index}] has a value on a trained token that is not finite")
@@ -152,7 +209,9 @@ def _trained(name: str, rows: Sequence[ArrayLike], loss_masks: Sequence[BoolArra
     return kept
 
 
-def _sweep(rewards: Floats, values: Floats, lengths: NDArray[np.int64], bootstrap: Floats, gamma: float, lams: Floats) -> Floats:
+def _sweep(
+    rewards: Floats, values: Floats, lengths: NDArray[np.int64], bootstrap: Floats, gamma: float, lams: Floats
+) -> Floats:
     """[B, L] advantages, backwards over the tokens of all rows at once."""
     advantages = np.zeros_like(rewards)
     next_value, next_advantage = bootstrap.copy(), np.zeros(len(lengths))

@@ -1,10 +1,11 @@
 """Advantages of samples against the other samples of their prompt, or of the whole batch.
 
-Every function takes AdvantageInputs and returns one number per row [B], in float64. A group of one row, or of equal rewards, has nothing to
-compare: its rows get exactly 0 before anything is whitened. Of a function that works on whole batches this holds for a batch without spread.
+Every function takes AdvantageInputs and returns one number per row [B], in float64. A group of one row, or of
+equal rewards, has nothing to compare: its rows get exactly 0 before anything is whitened. Of a function that
+works on whole batches this holds for a batch without spread.
 
-What is compared are trajectories: one of several segments counts once, with its one reward and the sum of their lengths, and its segments get the
-same advantage. "Row" below means such a trajectory.
+What is compared are trajectories: one of several segments counts once, with its one reward and the sum of
+their lengths, and its segments get the same advantage. "Row" below means such a trajectory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ VARIANCE_EPSILON = 1e-8  # inside the root when a batch is whitened
 P = ParamSpec("P")
 
 
-def per_trajectory(function: Callable[Concatenate[AdvantageInputs, P], Floats]) -> Callable[Concatenate[AdvantageInputs, P], Floats]:
+def per_trajectory(
+    function: Callable[Concatenate[AdvantageInputs, P], Floats],
+) -> Callable[Concatenate[AdvantageInputs, P], Floats]:
     """The function applied to one row per trajectory, its answers spread over the rows [B] of the segments."""
 
     @functools.wraps(function)
@@ -36,41 +39,58 @@ def per_trajectory(function: Callable[Concatenate[AdvantageInputs, P], Floats]) 
 
 
 @per_trajectory
-def compute_grpo_advantages(inputs: AdvantageInputs, *, std_epsilon: float = STD_EPSILON, leave_one_out: bool = False) -> Floats:
-    """(r − mean) / (std + std_epsilon) over the group, std with G − 1 in its denominator. Paper: GRPO, 2402.03300.
+def compute_grpo_advantages(
+    inputs: AdvantageInputs, *, std_epsilon: float = STD_EPSILON, leave_one_out: bool = False
+) -> Floats:
+    """(r − mean) / (std + std_epsilon) over the group, std with G − 1 in its denominator. Paper: GRPO,
+    2402.03300.
 
-    With leave_one_out mean and std are those of the others of the group, not divided where the others are all alike. That jumps: in the
-    group 1, 0, 0, 0 the first row keeps 1, and in 1, 0, 0, 1e-3 it gets 1728. Filter on the std of the whole group in any case.
+    With leave_one_out mean and std are those of the others of the group, not divided where the others are all
+    alike. That jumps: in the group 1, 0, 0, 0 the first row keeps 1, and in 1, 0, 0, 1e-3 it gets 1728.
+    Filter on the std of the whole group in any case.
     """
     if leave_one_out:
         return _over_groups(inputs, lambda rewards: _standardise_by_others(rewards, std_epsilon))
-    return _over_groups(inputs, lambda rewards: (rewards - rewards.mean()) / (rewards.std(ddof=1) + std_epsilon))
+    return _over_groups(
+        inputs, lambda rewards: (rewards - rewards.mean()) / (rewards.std(ddof=1) + std_epsilon)
+    )
 
 
 @per_trajectory
 def compute_centred_advantages(inputs: AdvantageInputs) -> Floats:
-    """r − mean of the group: no division, so hard and easy prompts keep their scale. Paper: Dr. GRPO, 2503.20783."""
+    """r − mean of the group: no division, so hard and easy prompts keep their scale. Paper: Dr. GRPO,
+    2503.20783.
+    """
     return _over_groups(inputs, lambda rewards: rewards - rewards.mean())
 
 
 @per_trajectory
 def compute_rloo_advantages(inputs: AdvantageInputs) -> Floats:
     """r − mean of the others of the group. Paper: RLOO, 2402.14740."""
-    return _over_groups(inputs, lambda rewards: (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1)))
+    return _over_groups(
+        inputs, lambda rewards: (rewards - rewards.mean()) * (len(rewards) / (len(rewards) - 1))
+    )
 
 
 @per_trajectory
 def compute_maxrl_advantages(inputs: AdvantageInputs) -> Floats:
-    """(r − mean) / mean of the group: for rewards of 0 and 1, hard prompts weigh by 1/p. Paper: MaxRL, 2602.02710.
+    """(r − mean) / mean of the group: for rewards of 0 and 1, hard prompts weigh by 1/p. Paper: MaxRL,
+    2602.02710.
 
     A group whose mean is not above 0 gets 0: it has no success to weigh by.
     """
-    return _over_groups(inputs, lambda rewards: (rewards - rewards.mean()) / rewards.mean() if rewards.mean() > 0 else np.zeros_like(rewards))
+    return _over_groups(
+        inputs,
+        lambda rewards: (
+            (rewards - rewards.mean()) / rewards.mean() if rewards.mean() > 0 else np.zeros_like(rewards)
+        ),
+    )
 
 
 @per_trajectory
 def compute_opo_advantages(inputs: AdvantageInputs) -> Floats:
-    """r − Σ(length·r)/Σlength of the group: the baseline of least variance when a row's gradient grows with its length. Paper: OPO, 2505.23585.
+    """r − Σ(length·r)/Σlength of the group: the baseline of least variance when a row's gradient grows with
+    its length. Paper: OPO, 2505.23585.
 
     A group in which nothing trains gets 0. Raises ValueError without lengths.
     """
@@ -87,11 +107,13 @@ def compute_opo_advantages(inputs: AdvantageInputs) -> Floats:
 def compute_pass_at_k_advantages(
     inputs: AdvantageInputs, *, k: int = 0, divide_by_std: bool = False, std_epsilon: float = STD_EPSILON
 ) -> Floats:
-    """What a row adds to the best of k samples: the mean, over the k-subsets S of its group that hold it, of max(S) − max(S without it).
+    """What a row adds to the best of k samples: the mean, over the k-subsets S of its group that hold it, of
+    max(S) − max(S without it).
 
-    k = 0 (or above G) is the whole group: best − second best for the best row, 0 for the others. k = 2 is the mean over the others of
-    max(0, r − r_other). Unbiased for the gradient of E[max of k]. divide_by_std divides by the group's std + std_epsilon.
-    Paper: 2503.19595. Raises ValueError on k = 1, which is `rloo`, and below 0.
+    k = 0 (or above G) is the whole group: best − second best for the best row, 0 for the others. k = 2 is the
+    mean over the others of max(0, r − r_other). Unbiased for the gradient of E[max of k]. divide_by_std
+    divides by the group's std + std_epsilon. Paper: 2503.19595. Raises ValueError on k = 1, which is `rloo`,
+    and below 0.
     """
     if k < 0 or k == 1:
         raise ValueError(f"k={k}; it must be at least 2, or 0 for the whole group (for k = 1 use 'rloo')")
@@ -102,9 +124,13 @@ def compute_pass_at_k_advantages(
         order = np.argsort(rewards, kind="stable")
         ascending = rewards[order]
         subsets = math.comb(size - 1, chosen - 1)
-        ways = np.asarray([math.comb(place, chosen - 2) / subsets for place in range(size)], np.float64)  # of whole numbers: no overflow
+        ways = np.asarray(
+            [math.comb(place, chosen - 2) / subsets for place in range(size)], np.float64
+        )  # of whole numbers: no overflow
         gains = np.zeros(size)
-        for place in range(1, size):  # the row at `place` is the best of a subset; the second best is at one of the places below
+        for place in range(
+            1, size
+        ):  # the row at `place` is the best of a subset; the second best is at one of the places below
             gains[order[place]] = (ways[:place] * (ascending[place] - ascending[:place])).sum()
         return gains / (rewards.std(ddof=1) + std_epsilon) if divide_by_std else gains
 
@@ -122,54 +148,70 @@ def compute_reinforce_pp_advantages(inputs: AdvantageInputs, *, ddof: int = 1) -
 
 @per_trajectory
 def compute_reinforce_pp_baseline_advantages(inputs: AdvantageInputs, *, ddof: int = 1) -> Floats:
-    """r − mean of the group, then whitened over all trained tokens of the batch. Paper: REINFORCE++ with baseline, 2501.03262.
+    """r − mean of the group, then whitened over all trained tokens of the batch. Paper: REINFORCE++ with
+    baseline, 2501.03262.
 
-    Long rows count more in mean and std, so the rows of a group without spread come out near 0 rather than at 0. Raises ValueError without
-    lengths.
+    Long rows count more in mean and std, so the rows of a group without spread come out near 0 rather than at
+    0. Raises ValueError without lengths.
     """
-    return whiten_over_tokens(compute_centred_advantages(inputs), need_lengths(inputs, "reinforce_pp_baseline"), ddof=ddof)
+    return whiten_over_tokens(
+        compute_centred_advantages(inputs), need_lengths(inputs, "reinforce_pp_baseline"), ddof=ddof
+    )
 
 
 @per_trajectory
 def compute_gdpo_advantages(inputs: AdvantageInputs, *, std_epsilon: float = STD_EPSILON) -> Floats:
-    """Each named reward standardised over its group, their weighted sum, standardised over the batch. Paper: GDPO, 2601.05242.
+    """Each named reward standardised over its group, their weighted sum, standardised over the batch. Paper:
+    GDPO, 2601.05242.
 
-    A reward of large scale cannot drown another, as it does when rewards are added first. `rewards` are not read, so a KL term in them is
-    lost. Weights are reward_weights, 1 each if empty; details of a part (`exact.exact` beside `exact`) count only when they have a weight.
-    Raises ValueError without named rewards, and for a weight whose reward is not there.
+    A reward of large scale cannot drown another, as it does when rewards are added first. `rewards` are not
+    read, so a KL term in them is lost. Weights are reward_weights, 1 each if empty; details of a part
+    (`exact.exact` beside `exact`) count only when they have a weight. Raises ValueError without named
+    rewards, and for a weight whose reward is not there.
     """
     weights = _gdpo_weights(inputs)
     total = np.zeros_like(inputs.rewards)
     for name, weight in weights.items():
         values = inputs.named_rewards[name]
         for rows in groups_with_spread(values, inputs.group_indices):
-            total[rows] += weight * (values[rows] - values[rows].mean()) / (values[rows].std(ddof=1) + std_epsilon)
+            total[rows] += (
+                weight * (values[rows] - values[rows].mean()) / (values[rows].std(ddof=1) + std_epsilon)
+            )
     if len(total) < 2 or np.ptp(total) == 0:
         return np.zeros_like(total)
     return (total - total.mean()) / (total.std(ddof=1) + std_epsilon)
 
 
 def compute_remax_advantages(inputs: AdvantageInputs, *, baseline: str = "greedy_reward") -> Floats:
-    """r − the reward of the greedy answer to the same prompt, which the reward function reports as the part `baseline`. Paper: ReMax, 2310.10505.
+    """r − the reward of the greedy answer to the same prompt, which the reward function reports as the part
+    `baseline`. Paper: ReMax, 2310.10505.
 
-    The parts of a mapping are added up, the baseline too, and then r holds it: answer with RewardResult(reward, parts), or give the part the
-    weight 0 in reward_weights. No group is needed; equal rewards do not give 0. Raises ValueError when a row has no such part.
+    The parts of a mapping are added up, the baseline too, and then r holds it: answer with
+    RewardResult(reward, parts), or give the part the weight 0 in reward_weights. No group is needed; equal
+    rewards do not give 0. Raises ValueError when a row has no such part.
     """
     if baseline not in inputs.named_rewards:
         known = ", ".join(inputs.named_rewards) or "none"
-        raise ValueError(f"advantage 'remax' needs the named reward {baseline!r} in every row; there are: {known}. Report it as a part of the reward")
+        raise ValueError(
+            f"advantage 'remax' needs the named reward {baseline!r} in every row; there are: {known}. Report"
+            " it as a part of the reward"
+        )
     return inputs.rewards - inputs.named_rewards[baseline]
 
 
 def use_raw_rewards(inputs: AdvantageInputs) -> Floats:
-    """The rewards as they are: no baseline, no scale. For one sample per prompt, or rewards that are advantages already."""
+    """The rewards as they are: no baseline, no scale. For one sample per prompt, or rewards that are
+    advantages already.
+    """
     return inputs.rewards.copy()
 
 
 def whiten_over_tokens(values: Floats, lengths: NDArray[np.int64], *, ddof: int = 1) -> Floats:
-    """(value − mean) / sqrt(variance + 1e-8) of row values [B], each counted once for each of its `lengths` trained tokens.
+    """(value − mean) / sqrt(variance + 1e-8) of row values [B], each counted once for each of its `lengths`
+    trained tokens.
 
-    ddof 1: the variance has the number of tokens − 1 in its denominator. Values without spread, or fewer than ddof + 1 tokens, give 0.
+    ddof 1: the variance has the number of tokens − 1 in its denominator. Values without spread, or fewer than
+    ddof + 1 tokens, give 0.
     """
     count = int(lengths.sum())
     if count <= ddof or np.ptp(values[lengths > 0]) == 0:
@@ -207,8 +249,16 @@ def _standardise_by_others(rewards: Floats, std_epsilon: float) -> Floats:
 def _gdpo_weights(inputs: AdvantageInputs) -> dict[str, float]:
     named = inputs.named_rewards
     if not named:
-        raise ValueError("advantage 'gdpo' needs named rewards in every row; let the reward function return a mapping, or use 'grpo'")
+        raise ValueError(
+            "advantage 'gdpo' needs named rewards in every row; let the reward function return a mapping, or"
+            " use 'grpo'"
+        )
     missing = [name for name in inputs.reward_weights if name not in named]
     if missing:
-        raise ValueError(f"reward_weights has {missing[0]!r} and there is no such named reward; there are {', '.join(named)}")
-    return dict(inputs.reward_weights) or {name: 1.0 for name in named if name.rpartition(".")[0] not in named}
+        raise ValueError(
+            f"reward_weights has {missing[0]!r} and there is no such named reward; there are"
+            f" {', '.join(named)}"
+        )
+    return dict(inputs.reward_weights) or {
+        name: 1.0 for name in named if name.rpartition(".")[0] not in named
+    }

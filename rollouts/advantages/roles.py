@@ -1,4 +1,6 @@
-"""Advantages in self-play: each role against a running mean of its own rewards. The caller keeps the running means."""
+"""Advantages in self-play: each role against a running mean of its own rewards. The caller keeps the running
+means.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,22 @@ class RoleAdvantages(NamedTuple):
     baselines: dict[str, float]  # running mean reward of each role seen so far
 
 
-def compute_role_advantages(rewards: ArrayLike, roles: Sequence[str], baselines: Mapping[str, float], *, decay: float = 0.95) -> RoleAdvantages:
-    """A = r − b[role], and then b[role] ← decay·b[role] + (1 − decay)·r, row by row in the order given: A is taken before r moves b.
+def compute_role_advantages(
+    rewards: ArrayLike, roles: Sequence[str], baselines: Mapping[str, float], *, decay: float = 0.95
+) -> RoleAdvantages:
+    """A = r − b[role], and then b[role] ← decay·b[role] + (1 − decay)·r, row by row in the order given: A is
+    taken before r moves b.
 
-    Roles of an unfair game (who moves first) have different means; one baseline for all would reward the role. An unknown role starts at 0.
-    The same rewards in another order give other advantages, so keep the order fixed. Paper: SPIRAL's role-conditioned advantage
-    estimation, 2506.24119. Raises ValueError on lengths that differ, a decay outside 0 to 1 (1 excluded), a reward or baseline not finite.
+    Roles of an unfair game (who moves first) have different means; one baseline for all would reward the
+    role. An unknown role starts at 0. The same rewards in another order give other advantages, so keep the
+    order fixed. Paper: SPIRAL's role-conditioned advantage estimation, 2506.24119. Raises ValueError on
+    lengths that differ, a decay outside 0 to 1 (1 excluded), a reward or baseline not finite.
     """
     values = np.asarray(rewards, np.float64)
     if values.shape != (len(roles),):
-        raise ValueError(f"rewards have shape {values.shape} for {len(roles)} roles; there must be one per row")
+        raise ValueError(
+            f"rewards have shape {values.shape} for {len(roles)} roles; there must be one per row"
+        )
     if not 0 <= decay < 1:
         raise ValueError(f"decay={decay}; it must be at least 0 and below 1, 0.95 is usual")
     check_finite(values, "rewards")

@@ -12,7 +12,12 @@ from torch import Tensor
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
 from rollouts.models.layers import compile_layers
-from rollouts.models.log_probs import ForwardPlan, compute_micro_batch_log_probs, compute_micro_batch_states, widen
+from rollouts.models.log_probs import (
+    ForwardPlan,
+    compute_micro_batch_log_probs,
+    compute_micro_batch_states,
+    widen,
+)
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.scalar_head import make_probing_directions
 
@@ -33,10 +38,12 @@ def compile_and_prove(
     backend: str | Callable[..., Any],
     run: Run = lambda work: work(),
 ) -> None:
-    """Compiles the layers, in place, by a backend of torch.compile, and holds their log-probs of a few tokens against those from before.
+    """Compiles the layers, in place, by a backend of torch.compile, and holds their log-probs of a few tokens
+    against those from before.
 
-    run: how `work` is called that runs the model. The programs that training needs are made here, as far as a few tokens need them: seconds on
-    a CPU, minutes for a large model. Raises ModelError if the compiler fails, or its programs differ by more than rounding.
+    run: how `work` is called that runs the model. The programs that training needs are made here, as far as a
+    few tokens need them: seconds on a CPU, minutes for a large model. Raises ModelError if the compiler
+    fails, or its programs differ by more than rounding.
     """
     rng = np.random.default_rng(0)
     vocab_size = int(model.config.get_text_config().vocab_size)
@@ -44,16 +51,24 @@ def compile_and_prove(
     rows = [rng.integers(0, vocab_size, length) for length in LENGTHS[: 1 if layout == "single" else 2]]
     masks = [np.arange(len(row)) > 0 for row in rows]
     share_prefix, padding_free = layout in ("packed", "tries"), layout == "packed"
-    (micro_batch,) = make_micro_batches(rows, masks, micro_batch_tokens=sum(LENGTHS) + 2, share_prefix=share_prefix, padding_free=padding_free)
+    (micro_batch,) = make_micro_batches(
+        rows, masks, micro_batch_tokens=sum(LENGTHS) + 2, share_prefix=share_prefix, padding_free=padding_free
+    )
 
-    directions: list[Tensor] = []  # of a scalar head, which may be 0: what is compared are hidden states in these
+    directions: list[
+        Tensor
+    ] = []  # of a scalar head, which may be 0: what is compared are hidden states in these
 
     def score() -> Tensor:
         if plan.head == "scalar":
-            states = compute_micro_batch_states(model, micro_batch, plan=plan, autocast_dtype=autocast_dtype)[0].detach()
+            states = compute_micro_batch_states(model, micro_batch, plan=plan, autocast_dtype=autocast_dtype)[
+                0
+            ].detach()
             directions.extend([] if directions else [make_probing_directions(states)])
             return widen(states) @ widen(directions[0]).T
-        found = compute_micro_batch_log_probs(model, micro_batch, plan=plan, temperature=1.0, autocast_dtype=autocast_dtype)
+        found = compute_micro_batch_log_probs(
+            model, micro_batch, plan=plan, temperature=1.0, autocast_dtype=autocast_dtype
+        )
         return found.log_probs.detach()
 
     with quiet_transformers():
@@ -62,15 +77,18 @@ def compile_and_prove(
         try:
             found = run(score)
         except Exception as error:  # whatever a compiler raises
-            said = " ".join((str(error).strip() or "no message").splitlines()[:2])  # torch's own words, and the compiler's
+            said = " ".join(
+                (str(error).strip() or "no message").splitlines()[:2]
+            )  # torch's own words, and the compiler's
             raise ModelError(
-                f"model.compile=true, but torch.compile fails on the layers of {type(model).__name__} ({type(error).__name__}: {said}); "
-                "it needs a C++ compiler (g++), and Triton on GPUs; or set model.compile=false"
+                f"model.compile=true, but torch.compile fails on the layers of {type(model).__name__}"
+                f" ({type(error).__name__}: {said}); it needs a C++ compiler (g++), and Triton on GPUs; or"
+                " set model.compile=false"
             ) from error
     worst = float((found - expected).abs().max())
     allowed = HALF_TOLERANCE if (autocast_dtype or model.dtype).itemsize < 4 else FLOAT_TOLERANCE
     if not worst <= allowed:
         raise ModelError(
-            f"model.compile=true, but the compiled layers of {type(model).__name__} differ from the model's by {worst:.1e} nats on a probe; the "
-            f"limit is {allowed:g}; set model.compile=false"
+            f"model.compile=true, but the compiled layers of {type(model).__name__} differ from the model's"
+            f" by {worst:.1e} nats on a probe; the limit is {allowed:g}; set model.compile=false"
         )

@@ -5,10 +5,11 @@
                              ├─ Command (name, numbers) ──────────► the same method on its own device thread
                              └─ ShardedTrainer.method ◄─ collectives ─► ShardedTrainer.method
 
-A command goes out when rank 0's job begins, not when it is submitted: the others never wait inside a collective for rank 0's earlier work,
-and a job that is dropped was never heard of. What writes a checkpoint is no job: a rank does it when it hears of it, beside whatever its device
-thread is in, so that rank 0, which waits for it, never waits for a collective that it has left itself. Versions, schedule, counts and whether
-a step failed are kept by rank 0 alone.
+A command goes out when rank 0's job begins, not when it is submitted: the others never wait inside a
+collective for rank 0's earlier work, and a job that is dropped was never heard of. What writes a checkpoint
+is no job: a rank does it when it hears of it, beside whatever its device thread is in, so that rank 0, which
+waits for it, never waits for a collective that it has left itself. Versions, schedule, counts and whether a
+step failed are kept by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ from rollouts.backends.open_sharded import ShardedOptions, count_threads, open_t
 from rollouts.backends.sharded_capture import HeldPart
 from rollouts.backends.sharded_trainer import ShardedTrainer
 from rollouts.backends.shares import Portion, Share, deal_portions, find_attention_cost, make_portion
-from rollouts.backends.steps import OptimizerSteps, PackingOptions, PreparedBatch, StepQueue, prepare_batch, with_skipped
+from rollouts.backends.steps import (
+    OptimizerSteps,
+    PackingOptions,
+    PreparedBatch,
+    StepQueue,
+    prepare_batch,
+    with_skipped,
+)
 from rollouts.backends.token_traces import collect_token_arrays
 from rollouts.config.schema import OptimConfig
 from rollouts.crash_points import reach
@@ -46,13 +54,24 @@ from rollouts.models.load import ModelHead
 from rollouts.models.scalar_head import set_padding_token
 from rollouts.protocols import WeightSink
 from rollouts.reference.forward_plan import log_plan
-from rollouts.types import FloatArray, ForwardBackwardResult, IntArray, LossSpec, OptimParams, OptimStepResult, RolloutBatch
+from rollouts.types import (
+    FloatArray,
+    ForwardBackwardResult,
+    IntArray,
+    LossSpec,
+    OptimParams,
+    OptimStepResult,
+    RolloutBatch,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-FIRST, BESIDE = 0, 1  # numbers of the backends that are open on the ranks: a policy or whatever trains, a critic beside it
+FIRST, BESIDE = (
+    0,
+    1,
+)  # numbers of the backends that are open on the ranks: a policy or whatever trains, a critic beside it
 WAITING = "waiting for rank 0"
 OPENING = "opening the model"
 
@@ -81,7 +100,7 @@ class CommandReceiver(Protocol):
         ...
 
 
-# --- rank 0 ----------------------------------------------------------------------------------------------------------------------------
+# --- rank 0 -------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -108,23 +127,28 @@ async def open_fsdp_backend(
     head: ModelHead = "tokens",
     device_thread: DeviceThread | None = None,
 ) -> AsyncIterator[FSDPTrainingBackend]:
-    """A backend whose model, gradients and optimizer are spread over `ranks`; on rank 0, while the others are in serve_fsdp_rank.
+    """A backend whose model, gradients and optimizer are spread over `ranks`; on rank 0, while the others are
+    in serve_fsdp_rank.
 
-    Settings as of open_pytorch_backend. micro_batch_tokens: of one rank. reduce_each_micro_batch: see ShardedTrainer. cpu_offload: weights,
-    gradients and moments wait in host memory, where AdamW runs; GPUs hold what a micro-batch needs. device_thread: that of a backend which is open
-    on these ranks and stays open for longer; a second one then trains beside it, a critic beside a policy, and no third. Raises ModelError, and
-    ConfigError for settings that do not go together.
+    Settings as of open_pytorch_backend. micro_batch_tokens: of one rank. reduce_each_micro_batch: see
+    ShardedTrainer. cpu_offload: weights, gradients and moments wait in host memory, where AdamW runs; GPUs
+    hold what a micro-batch needs. device_thread: that of a backend which is open on these ranks and stays
+    open for longer; a second one then trains beside it, a critic beside a policy, and no third. Raises
+    ModelError, and ConfigError for settings that do not go together.
     """
     assert ranks.rank == 0, f"rank {ranks.rank} takes commands: use serve_fsdp_rank"
     check_head(head, skip_zero_advantage=skip_zero_advantage)
     if cpu_offload and ranks.device.type == "cpu":
         raise ConfigError(
-            "distributed.cpu_offload=true, but the ranks train on CPUs: all they have is in host memory; leave it out, or set model.device='cuda'"
+            "distributed.cpu_offload=true, but the ranks train on CPUs: all they have is in host memory;"
+            " leave it out, or set model.device='cuda'"
         )
     options = ShardedOptions(
         model_path=str(model_path),
         optim=optim.model_dump(),
-        autocast="bfloat16" if choose_autocast_dtype(autocast, str(ranks.device)) else "off",  # rank 0's choice: machines may be unlike
+        autocast=(
+            "bfloat16" if choose_autocast_dtype(autocast, str(ranks.device)) else "off"
+        ),  # rank 0's choice: machines may be unlike
         threads=threads,
         deterministic=deterministic,
         gradient_checkpointing=gradient_checkpointing,
@@ -136,7 +160,10 @@ async def open_fsdp_backend(
         head=head,
     )
     number = FIRST if device_thread is None else BESIDE
-    async with open_trainers(hub, ranks, options, number=number, device_thread=device_thread) as (trainer, thread):
+    async with open_trainers(hub, ranks, options, number=number, device_thread=device_thread) as (
+        trainer,
+        thread,
+    ):
         if head == "scalar":
             set_padding_token(trainer.model, tokenizer)
         log_plan(trainer.model, trainer.plan)
@@ -147,14 +174,30 @@ async def open_fsdp_backend(
             skip_zero_advantage=skip_zero_advantage,
             attention_cost=find_attention_cost(trainer.model),
         )
-        yield FSDPTrainingBackend(trainer, hub, thread, optim=optim, total_steps=total_steps, packing=packing, tokenizer=tokenizer, number=number)
+        yield FSDPTrainingBackend(
+            trainer,
+            hub,
+            thread,
+            optim=optim,
+            total_steps=total_steps,
+            packing=packing,
+            tokenizer=tokenizer,
+            number=number,
+        )
 
 
 @asynccontextmanager
 async def open_trainers(
-    hub: CommandSender, ranks: Ranks, options: ShardedOptions, *, number: int, device_thread: DeviceThread | None
+    hub: CommandSender,
+    ranks: Ranks,
+    options: ShardedOptions,
+    *,
+    number: int,
+    device_thread: DeviceThread | None,
 ) -> AsyncIterator[tuple[ShardedTrainer, DeviceThread]]:
-    """This rank's trainer, while every other rank has its own under the same number, and the device thread: a new one where none is given."""
+    """This rank's trainer, while every other rank has its own under the same number, and the device thread: a
+    new one where none is given.
+    """
     token, told = trio.lowlevel.current_trio_token(), False  # the other ranks
 
     def tell() -> None:
@@ -166,12 +209,18 @@ async def open_trainers(
         trio.from_thread.run_sync(tell, trio_token=token)
         return unwrap_agreed(lambda: open_trainer(options, ranks, check_open))
 
-    own = open_device_thread(name="trainer", torch_threads=count_threads(options.threads, ranks)) if device_thread is None else None
+    own = (
+        open_device_thread(name="trainer", torch_threads=count_threads(options.threads, ranks))
+        if device_thread is None
+        else None
+    )
     hub.set_phase(OPENING)
     try:
         async with own or nullcontext(device_thread) as thread:
             assert thread is not None
-            trainer = await wait_opened(thread.submit(lambda: open_together(thread.check_open)), thread_stays=own is None)
+            trainer = await wait_opened(
+                thread.submit(lambda: open_together(thread.check_open)), thread_stays=own is None
+            )
             yield trainer, thread
     finally:
         if told:
@@ -179,7 +228,9 @@ async def open_trainers(
 
 
 async def wait_opened(opening: DeviceFuture[ShardedTrainer], *, thread_stays: bool) -> ShardedTrainer:
-    """What was opened. Where the thread stays open, what it was given is over also when this is cancelled: the others hear then that it is closed."""
+    """What was opened. Where the thread stays open, what it was given is over also when this is cancelled:
+    the others hear then that it is closed.
+    """
     try:
         return await opening
     except trio.Cancelled:
@@ -199,7 +250,9 @@ def unwrap_agreed(work: Callable[[], T]) -> T:
 
 
 class FSDPTrainingBackend:
-    """A TrainingBackend (see rollouts.protocols for its rules) over several ranks; lives on rank 0. Made by open_fsdp_backend."""
+    """A TrainingBackend (see rollouts.protocols for its rules) over several ranks; lives on rank 0. Made by
+    open_fsdp_backend.
+    """
 
     def __init__(
         self,
@@ -222,7 +275,9 @@ class FSDPTrainingBackend:
         self._token = trio.lowlevel.current_trio_token()
         self._packing = packing
         self._tokenizer = tokenizer
-        self._tokenizer_copy: PreTrainedTokenizerBase | None = None  # made when a checkpoint is first written beside training
+        self._tokenizer_copy: PreTrainedTokenizerBase | None = (
+            None  # made when a checkpoint is first written beside training
+        )
         self._captures = itertools.count(1)
         self._steps = OptimizerSteps(optim, total_steps)
         self._queue = StepQueue(device_thread, self._steps.discard_pending)
@@ -234,14 +289,21 @@ class FSDPTrainingBackend:
 
     def statistics(self) -> Mapping[str, float]:
         """As PyTorchTrainingBackend's, over all ranks; the device thread's are rank 0's."""
-        return {**self._steps.statistics(), **self.device_thread.statistics(), "ranks": float(self.ranks.world_size)}
+        return {
+            **self._steps.statistics(),
+            **self.device_thread.statistics(),
+            "ranks": float(self.ranks.world_size),
+        }
 
     def interrupt(self) -> None:
-        """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted. Returns at once."""
+        """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted.
+        Returns at once.
+        """
         self.device_thread.interrupt()
 
     def reset(self) -> DeviceFuture[None]:
-        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states are as after the last step.
+        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states
+        are as after the last step.
 
         Raises BackendError if the ranks are out of step.
         """
@@ -266,7 +328,8 @@ class FSDPTrainingBackend:
         except AgreedFailure as failure:
             self._trainer.discard()
             error = failure.error
-        except BaseException as raised:  # on this rank alone: the others are, or soon will be, in a collective that this one never comes to
+        # on this rank alone: the others are, or soon will be, in a collective that this one never comes to
+        except BaseException as raised:
             self.device_thread.out_of_step = raised
             raise
         raise error
@@ -278,14 +341,20 @@ class FSDPTrainingBackend:
         return self._queue.submit(lambda: self._forward_backward(batch, loss))
 
     def optim_step(self, params: OptimParams | None = None) -> DeviceFuture[OptimStepResult]:
-        """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of `params`."""
+        """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of
+        `params`.
+        """
         return self._queue.submit(lambda: self._optim_step(params))
 
     def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
-        """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values before them. 0.0 elsewhere."""
+        """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values
+        before them. 0.0 elsewhere.
+        """
         return self._queue.submit(lambda: self._forward(batch))
 
-    def _make_shares(self, batch: RolloutBatch, spec: LossSpec | None, dealt: list[PreparedBatch | list[list[Portion]]]) -> list[Share]:
+    def _make_shares(
+        self, batch: RolloutBatch, spec: LossSpec | None, dealt: list[PreparedBatch | list[list[Portion]]]
+    ) -> list[Share]:
         """One share for each rank. `dealt` is told the prepared batch and [rank][round] portions."""
         vocab_size = int(self.model.config.get_text_config().vocab_size)
         prepared = prepare_batch(batch, spec, self._trainer.plan, self._packing, vocab_size=vocab_size)
@@ -297,22 +366,32 @@ class FSDPTrainingBackend:
             attention_cost=packing.attention_cost,
         )
         dealt += [prepared, portions]
-        return [Share(tuple(mine), batch.temperature, spec, prepared.denominator, prepared.expected_count) for mine in portions]
+        return [
+            Share(tuple(mine), batch.temperature, spec, prepared.denominator, prepared.expected_count)
+            for mine in portions
+        ]
 
     def _count(self, dealt: Sequence[Any], *, trains: bool) -> tuple[PreparedBatch, list[list[Portion]]]:
         prepared, portions = dealt
-        self._steps.add_batch(prepared, sum(one.micro_batch.computed_tokens for mine in portions for one in mine), trains=trains)
+        self._steps.add_batch(
+            prepared, sum(one.micro_batch.computed_tokens for mine in portions for one in mine), trains=trains
+        )
         return prepared, portions
 
     def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
         steps, dealt = self._steps, []
-        result = self._together("forward_backward", lambda: self._trainer.forward_backward(lambda: self._make_shares(batch, spec, dealt)))
+        result = self._together(
+            "forward_backward",
+            lambda: self._trainer.forward_backward(lambda: self._make_shares(batch, spec, dealt)),
+        )
         prepared, portions = self._count(dealt, trains=True)
         steps.pending_batches += 1
         if steps.poisoned is None and not math.isfinite(result.total):
             steps.poisoned = f"the loss is {result.total}"
         if steps.poisoned is not None:
-            return ForwardBackwardResult(loss=None, denominator=prepared.denominator, metrics={}, skipped=steps.poisoned)
+            return ForwardBackwardResult(
+                loss=None, denominator=prepared.denominator, metrics={}, skipped=steps.poisoned
+            )
         steps.counts["trained_tokens"] += float(batch.response_lengths.sum())
         reach("train.after_forward_backward")
         return ForwardBackwardResult(
@@ -328,14 +407,18 @@ class FSDPTrainingBackend:
             self._together("skip_step", self._trainer.skip_step)
             return self._steps.skip_step(self._steps.poisoned, params.lr)
         lr, limit = params.lr, params.max_grad_norm
-        norm = self._together("optim_step", lambda: self._trainer.optim_step(lr, limit), lr=lr, max_grad_norm=limit)
+        norm = self._together(
+            "optim_step", lambda: self._trainer.optim_step(lr, limit), lr=lr, max_grad_norm=limit
+        )
         if not math.isfinite(norm):
             return self._steps.skip_step(f"the gradient norm is {norm}", lr)
         return self._steps.finish_step(lr, norm, clipped=limit is not None and norm > limit)
 
     def _forward(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         dealt: list[Any] = []
-        blocks = self._together("forward", lambda: self._trainer.forward(lambda: self._make_shares(batch, None, dealt)))
+        blocks = self._together(
+            "forward", lambda: self._trainer.forward(lambda: self._make_shares(batch, None, dealt))
+        )
         assert blocks is not None
         _, portions = self._count(dealt, trains=False)
         parts: list[MicroBatch] = []
@@ -349,10 +432,14 @@ class FSDPTrainingBackend:
         return spread_to_rows(parts, values, batch.tokens)
 
     def complete_greedily(self, prompt_ids: IntArray, count: int) -> DeviceFuture[FloatArray]:
-        """[count, V] log-probs at each of the policy's own greedy tokens after `prompt_ids`; see rollouts.models.greedy."""
+        """[count, V] log-probs at each of the policy's own greedy tokens after `prompt_ids`; see
+        rollouts.models.greedy.
+        """
         fields = {"prompt_ids": prompt_ids.tolist(), "count": count}
         return self._queue.submit(
-            lambda: self._together("complete_greedily", lambda: self._trainer.complete_greedily(prompt_ids, count), **fields)
+            lambda: self._together(
+                "complete_greedily", lambda: self._trainer.complete_greedily(prompt_ids, count), **fields
+            )
         )
 
     # --- weights
@@ -362,8 +449,12 @@ class FSDPTrainingBackend:
         return self._queue.set_weight_version(version)
 
     def stream_weights(self, sink: WeightSink) -> DeviceFuture[None]:
-        """Hands every parameter, whole, to `sink` in buckets of some MiB (a larger parameter alone). Tied weights come once."""
-        return self._queue.submit(lambda: self._together("stream_weights", lambda: self._trainer.stream_weights(sink)))
+        """Hands every parameter, whole, to `sink` in buckets of some MiB (a larger parameter alone). Tied
+        weights come once.
+        """
+        return self._queue.submit(
+            lambda: self._together("stream_weights", lambda: self._trainer.stream_weights(sink))
+        )
 
     def get_weights(self) -> DeviceFuture[dict[str, Tensor]]:
         """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
@@ -380,30 +471,40 @@ class FSDPTrainingBackend:
         return self._queue.submit(work)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> DeviceFuture[None]:
-        """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape, before anything is copied."""
-        return self._queue.submit(lambda: self._together("load_weights", lambda: self._trainer.load_weights(weights)))
+        """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape,
+        before anything is copied.
+        """
+        return self._queue.submit(
+            lambda: self._together("load_weights", lambda: self._trainer.load_weights(weights))
+        )
 
     def save(self, path: Path) -> DeviceFuture[None]:
-        """Writes the model directory and, in `state/`, everything an exact resume needs; each rank writes about as much, and none holds the
-        whole. Not atomic: see rollouts.checkpoints.save."""
+        """Writes the model directory and, in `state/`, everything an exact resume needs; each rank writes
+        about as much, and none holds the whole. Not atomic: see rollouts.checkpoints.save.
+        """
 
         def work() -> None:
             position = self._steps.position(self._queue.version)
-            self._together("save", lambda: self._trainer.save(path, position, self._tokenizer), path=str(path))
+            self._together(
+                "save", lambda: self._trainer.save(path, position, self._tokenizer), path=str(path)
+            )
 
         return self._queue.submit(work)
 
     def capture(self) -> DeviceFuture[HeldCheckpoint | None]:
-        """What save() would write now, in equal parts in the host memory of the ranks; None if one has no room for its part.
+        """What save() would write now, in equal parts in the host memory of the ranks; None if one has no
+        room for its part.
 
-        The result writes it to a directory that all ranks see, once, each rank its own files in a thread of its own, while steps run; where
-        nothing is written, drop() it.
+        The result writes it to a directory that all ranks see, once, each rank its own files in a thread of
+        its own, while steps run; where nothing is written, drop() it.
         """
         name = f"checkpoint {next(self._captures)}{'' if self._number == FIRST else ' of the critic'}"
 
         def work() -> HeldCheckpoint | None:
             if self._tokenizer_copy is None and self._tokenizer is not None:
-                self._tokenizer_copy = copy.deepcopy(self._tokenizer)  # generation uses the other while this one is written
+                self._tokenizer_copy = copy.deepcopy(
+                    self._tokenizer
+                )  # generation uses the other while this one is written
             position = self._steps.position(self._queue.version)
             held = self._together("capture", lambda: self._trainer.capture(position, self._tokenizer_copy))
             return None if held is None else HeldCheckpoint(self._hub, name, held, backend=self._number)
@@ -419,7 +520,9 @@ class FSDPTrainingBackend:
         return 3 * sum(parameter.numel() * parameter.element_size() for parameter in self.model.parameters())
 
     def load(self, path: Path) -> DeviceFuture[None]:
-        """Restores what save() wrote, on any number of ranks; accumulated gradients are discarded. Raises CheckpointError naming what is wrong."""
+        """Restores what save() wrote, on any number of ranks; accumulated gradients are discarded. Raises
+        CheckpointError naming what is wrong.
+        """
 
         def work() -> None:
             position = self._together("load", lambda: self._trainer.load(path), path=str(path))
@@ -428,11 +531,12 @@ class FSDPTrainingBackend:
         return self._queue.submit(work)
 
 
-# --- the other ranks ---------------------------------------------------------------------------------------------------------------------
+# --- the other ranks ----------------------------------------------------------------------------------------
 
 
 async def serve_fsdp_rank(link: CommandReceiver, ranks: Ranks) -> None:
-    """Does what rank 0's backends ask of this rank, one backend after the other, until rank 0 closes the channel.
+    """Does what rank 0's backends ask of this rank, one backend after the other, until rank 0 closes the
+    channel.
 
     Raises whatever this rank alone has met: the job must end then, for the others wait for it.
     """
@@ -453,9 +557,13 @@ FindPath = Callable[[str], Path]
 """A model directory of rank 0's as this machine has it. Blocks."""
 
 
-async def serve_backend(link: CommandReceiver, ranks: Ranks, options: ShardedOptions, *, find_path: FindPath = Path) -> None:
+async def serve_backend(
+    link: CommandReceiver, ranks: Ranks, options: ShardedOptions, *, find_path: FindPath = Path
+) -> None:
     """This rank's part in one backend, and in one that is opened beside it, until rank 0 closes the first."""
-    async with open_device_thread(name="trainer", torch_threads=count_threads(options.threads, ranks)) as device_thread:
+    async with open_device_thread(
+        name="trainer", torch_threads=count_threads(options.threads, ranks)
+    ) as device_thread:
         trainers = {FIRST: await open_part(link, ranks, options, device_thread)}
         jobs_in, jobs = trio.open_memory_channel[Job](math.inf)
         async with trio.open_nursery() as nursery:
@@ -467,7 +575,9 @@ async def serve_backend(link: CommandReceiver, ranks: Ranks, options: ShardedOpt
 
 @contextmanager
 def telling_failure(link: CommandReceiver) -> Iterator[None]:
-    """Rank 0 hears of a failure before it leaves: the nursery waits for what is being written; the others, for this rank, need not."""
+    """Rank 0 hears of a failure before it leaves: the nursery waits for what is being written; the others,
+    for this rank, need not.
+    """
     try:
         yield
     except Exception as error:
@@ -476,9 +586,16 @@ def telling_failure(link: CommandReceiver) -> Iterator[None]:
 
 
 async def do_job(
-    job: Job, trainers: dict[int, ShardedTrainer | None], link: CommandReceiver, ranks: Ranks, device_thread: DeviceThread, find_path: FindPath
+    job: Job,
+    trainers: dict[int, ShardedTrainer | None],
+    link: CommandReceiver,
+    ranks: Ranks,
+    device_thread: DeviceThread,
+    find_path: FindPath,
 ) -> None:
-    """Does one command of rank 0's. `trainers`, by the backend's number, changes in place. What a capture leaves is kept by its channel alone."""
+    """Does one command of rank 0's. `trainers`, by the backend's number, changes in place. What a capture
+    leaves is kept by its channel alone.
+    """
     command, number = job.command, job.command.fields["backend"]
     if command.name == "close_backend":
         trainers.pop(number, None)
@@ -486,7 +603,9 @@ async def do_job(
         assert number not in trainers, f"backend {number} is open: leave it before another is opened"
         options = ShardedOptions(**command.fields["options"])
         path = await trio.to_thread.run_sync(find_path, options.model_path)
-        trainers[number] = await open_part(link, ranks, dataclasses.replace(options, model_path=str(path)), device_thread)
+        trainers[number] = await open_part(
+            link, ranks, dataclasses.replace(options, model_path=str(path)), device_thread
+        )
     else:
         trainer = trainers[number]
         assert trainer is not None, f"{command.name} for a backend that did not open"
@@ -497,10 +616,14 @@ async def do_job(
         link.set_phase(WAITING)
 
 
-async def open_part(link: CommandReceiver, ranks: Ranks, options: ShardedOptions, device_thread: DeviceThread) -> ShardedTrainer | None:
+async def open_part(
+    link: CommandReceiver, ranks: Ranks, options: ShardedOptions, device_thread: DeviceThread
+) -> ShardedTrainer | None:
     """This rank's part of a model; None where all ranks have failed alike."""
     link.set_phase(OPENING)
-    trainer = await device_thread.submit(lambda: ignore_agreed(lambda: open_trainer(options, ranks, device_thread.check_open)))
+    trainer = await device_thread.submit(
+        lambda: ignore_agreed(lambda: open_trainer(options, ranks, device_thread.check_open))
+    )
     link.set_phase(WAITING)
     return trainer
 
@@ -512,8 +635,12 @@ class Job(NamedTuple):
     held: trio.MemorySendChannel[HeldPart]  # takes what a capture leaves to be written
 
 
-async def take_commands(link: CommandReceiver, jobs: trio.MemorySendChannel[Job], writing: trio.Nursery) -> None:
-    """Hands on what the device thread is to do, and starts in `writing` what only writes, until rank 0 closes the first backend."""
+async def take_commands(
+    link: CommandReceiver, jobs: trio.MemorySendChannel[Job], writing: trio.Nursery
+) -> None:
+    """Hands on what the device thread is to do, and starts in `writing` what only writes, until rank 0 closes
+    the first backend.
+    """
     held_in, held = {}, {}  # of each backend: where its last capture goes
     for number in (FIRST, BESIDE):
         held_in[number], held[number] = trio.open_memory_channel[HeldPart](1)
@@ -523,13 +650,17 @@ async def take_commands(link: CommandReceiver, jobs: trio.MemorySendChannel[Job]
             if command.name == "close_backend" and number == FIRST:
                 return
             if command.name == "write_held":
-                writing.start_soon(write_held, link, held[number], Path(command.fields["path"]), command.fields["name"])
+                writing.start_soon(
+                    write_held, link, held[number], Path(command.fields["path"]), command.fields["name"]
+                )
                 continue
             if command.name == "drop_held":
                 writing.start_soon(held[number].receive)  # once it is captured; nobody keeps what comes
                 continue
             if command.name == "capture":
-                held_in[number], held[number] = trio.open_memory_channel[HeldPart](1)  # of one that was never written nothing is kept
+                held_in[number], held[number] = trio.open_memory_channel[HeldPart](
+                    1
+                )  # of one that was never written nothing is kept
             jobs.send_nowait(Job(command, held_in[number]))
 
 
@@ -549,7 +680,9 @@ def follow(trainer: ShardedTrainer, command: Command) -> object:
         "skip_step": trainer.skip_step,
         "forward_backward": lambda: trainer.forward_backward(None),
         "forward": lambda: trainer.forward(None),
-        "complete_greedily": lambda: trainer.complete_greedily(np.asarray(fields["prompt_ids"]), fields["count"]),
+        "complete_greedily": lambda: trainer.complete_greedily(
+            np.asarray(fields["prompt_ids"]), fields["count"]
+        ),
         "optim_step": lambda: trainer.optim_step(fields["lr"], fields["max_grad_norm"]),
         "stream_weights": lambda: trainer.stream_weights(None),
         "load_weights": lambda: trainer.load_weights(None),

@@ -1,11 +1,12 @@
-"""A checkpoint of which every rank holds its part in host memory, from the copy to the writing, beside whatever the device threads do.
+"""A checkpoint of which every rank holds its part in host memory, from the copy to the writing, beside
+whatever the device threads do.
 
-    rank 0                                                        every other rank
-    capture() ─► HeldCheckpoint                                   capture ─► HeldPart, in a channel
-      called with a path: write_held ────────────────────────────► write_held: its part, in a thread
-        its own part, in a thread ◄── how many files, or what failed ──┘
-        then it names the files of all
-      drop(), where nothing was written: drop_held ──────────────► forgets its part
+rank 0                                                        every other rank
+capture() ─► HeldCheckpoint                                   capture ─► HeldPart, in a channel
+  called with a path: write_held ────────────────────────────► write_held: its part, in a thread
+    its own part, in a thread ◄── how many files, or what failed ──┘
+    then it names the files of all
+  drop(), where nothing was written: drop_held ──────────────► forgets its part
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class HeldCheckpoint:
-    """What capture() leaves on rank 0: a function that writes it to a directory, once. `name`: of this capture alone. `backend`: its number."""
+    """What capture() leaves on rank 0: a function that writes it to a directory, once. `name`: of this
+    capture alone. `backend`: its number.
+    """
 
     def __init__(self, hub: CommandSender, name: str, held: HeldPart, *, backend: int = 0) -> None:
         self._hub = hub
@@ -36,11 +39,14 @@ class HeldCheckpoint:
     async def __call__(self, path: Path) -> None:
         """Every rank writes its part to `path`, which all see; afterwards no rank holds it.
 
-        Raises what any rank has met, after all have ended: OSError of a disk, StorageError, RunDirError, else BackendError.
+        Raises what any rank has met, after all have ended: OSError of a disk, StorageError, RunDirError, else
+        BackendError.
         """
         held, self._held = self._held, None
         assert held is not None, f"{self._name} is written or dropped already"
-        self._hub.send(Command("write_held", {"name": self._name, "path": str(path), "backend": self._backend}))
+        self._hub.send(
+            Command("write_held", {"name": self._name, "path": str(path), "backend": self._backend})
+        )
         counts, failure = {0: 0}, None
         try:
             counts[0] = await trio.to_thread.run_sync(held.write, path)
@@ -64,8 +70,12 @@ class HeldCheckpoint:
             self._hub.send(Command("drop_held", {"name": self._name, "backend": self._backend}))
 
 
-async def write_held(link: CommandReceiver, held: trio.MemoryReceiveChannel[HeldPart], path: Path, name: str) -> None:
-    """Writes this rank's part of a checkpoint, once it is captured, while steps run; answers how many files hold weights, or what has failed."""
+async def write_held(
+    link: CommandReceiver, held: trio.MemoryReceiveChannel[HeldPart], path: Path, name: str
+) -> None:
+    """Writes this rank's part of a checkpoint, once it is captured, while steps run; answers how many files
+    hold weights, or what has failed.
+    """
     try:
         said = str(await trio.to_thread.run_sync((await held.receive()).write, path))
     except Exception as error:  # rank 0 raises it

@@ -1,7 +1,8 @@
-"""What a backend keeps in a checkpoint, as tensors and records that can be written anywhere and at any time later.
+"""What a backend keeps in a checkpoint, as tensors and records that can be written anywhere and at any time
+later.
 
-    device thread:  model, optimizer ──hold_state(copied=True)──► HeldState in host memory ──► training goes on
-    a thread:                                                        └── write(path): model directory and state/
+device thread:  model, optimizer ──hold_state(copied=True)──► HeldState in host memory ──► training goes on
+a thread:                                                        └── write(path): model directory and state/
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ if TYPE_CHECKING:
 class HeldState:
     """A training state between two steps."""
 
-    model: PreTrainedModel  # of which config, names and buffers are read when this is written, which training leaves alone
+    # of which config, names and buffers are read when this is written, which training leaves alone
+    model: PreTrainedModel
     weights: Mapping[str, Tensor]  # parameters under the model's names; a tied weight once
     optimizer: Mapping[str, Tensor]  # moments under parameter names, and torch's random states
     position: Mapping[str, float]  # counters of the backend
     tokenizer: PreTrainedTokenizerBase | None
 
     def write(self, path: Path) -> None:
-        """Writes the model directory `path`, which exists, and its `state/`. Not synced, not atomic. Blocks; raises OSError.
+        """Writes the model directory `path`, which exists, and its `state/`. Not synced, not atomic. Blocks;
+        raises OSError.
 
         May run on any thread, and again after a failure: tensors are only read.
         """
@@ -45,7 +48,9 @@ class HeldState:
         folder = checkpoint_state_dir(path)
         folder.mkdir(exist_ok=True)
         write_safetensors(folder / OPTIMIZER_FILE, self.optimizer)
-        (folder / BACKEND_FILE).write_text(json.dumps(dict(self.position), indent=1, allow_nan=False), encoding="utf-8")
+        (folder / BACKEND_FILE).write_text(
+            json.dumps(dict(self.position), indent=1, allow_nan=False), encoding="utf-8"
+        )
 
 
 def hold_state(
@@ -56,14 +61,18 @@ def hold_state(
     *,
     copied: bool,
 ) -> HeldState:
-    """The state as it is now. On the device thread. copied: in host memory of its own, so that training may go on.
+    """The state as it is now. On the device thread. copied: in host memory of its own, so that training may
+    go on.
 
-    Without a copy the tensors are the trainer's: write before anything trains. `tokenizer` must not be in use while it is written.
+    Without a copy the tensors are the trainer's: write before anything trains. `tokenizer` must not be in use
+    while it is written.
     """
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     moments = collect_optimizer_tensors(model, optimizer)
     if copied:
-        weights, moments = ({name: copy_to_host(tensor) for name, tensor in tensors.items()} for tensors in (weights, moments))
+        weights, moments = (
+            {name: copy_to_host(tensor) for name, tensor in tensors.items()} for tensors in (weights, moments)
+        )
     return HeldState(model, weights, moments, dict(position), tokenizer)
 
 

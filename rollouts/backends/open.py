@@ -47,22 +47,28 @@ async def open_pytorch_backend(
     head: ModelHead = "tokens",
     device_thread: DeviceThread | None = None,
 ) -> AsyncIterator[PyTorchTrainingBackend]:
-    """A backend with float32 master weights from `model_path` and a fresh AdamW; `total_steps` is where its schedule ends.
+    """A backend with float32 master weights from `model_path` and a fresh AdamW; `total_steps` is where its
+    schedule ends.
 
-    device: "cpu", "cuda" (the thread's first) or "cuda:N". threads: torch's, 0 for one per core this process may use. deterministic: only
-    algorithms that give the same bits every time.
-    skip_zero_advantage: see PyTorchTrainingBackend. gradient_checkpointing: layers keep their input only and are computed again for the
-    gradient: the same gradients for less memory and about a third more time. compile_backend: of torch.compile, which then runs the
-    layers ("inductor"), after it took its time to make their programs; log-probs and gradients are the same to rounding. seed: of torch's own
-    generator, from which only a user's loss may draw: the model is in evaluation mode, so dropout is off. Which layout of a batch is exact
-    for it is found out here, with a few tokens. head: "scalar" makes a critic or a reward model of it, with one number for each position; of a
-    causal model's directory the head is new, and 0. device_thread: another backend's, which stays open for longer; `threads` and `seed` are then
-    that one's. Raises ModelError if the directory cannot be trained, ConfigError for settings that do not
-    go together.
+    device: "cpu", "cuda" (the thread's first) or "cuda:N". threads: torch's, 0 for one per core this process
+    may use. deterministic: only algorithms that give the same bits every time. skip_zero_advantage: see
+    PyTorchTrainingBackend. gradient_checkpointing: layers keep their input only and are computed again for
+    the gradient: the same gradients for less memory and about a third more time. compile_backend: of
+    torch.compile, which then runs the layers ("inductor"), after it took its time to make their programs;
+    log-probs and gradients are the same to rounding. seed: of torch's own generator, from which only a user's
+    loss may draw: the model is in evaluation mode, so dropout is off. Which layout of a batch is exact for it
+    is found out here, with a few tokens. head: "scalar" makes a critic or a reward model of it, with one
+    number for each position; of a causal model's directory the head is new, and 0. device_thread: another
+    backend's, which stays open for longer; `threads` and `seed` are then that one's. Raises ModelError if the
+    directory cannot be trained, ConfigError for settings that do not go together.
     """
     check_head(head, skip_zero_advantage=skip_zero_advantage)
     autocast_dtype = choose_autocast_dtype(autocast, device)
-    own = open_device_thread(name="trainer", torch_threads=threads or len(os.sched_getaffinity(0))) if device_thread is None else None
+    own = (
+        open_device_thread(name="trainer", torch_threads=threads or len(os.sched_getaffinity(0)))
+        if device_thread is None
+        else None
+    )
     async with own or nullcontext(device_thread) as thread:
         assert thread is not None
 
@@ -79,7 +85,9 @@ async def open_pytorch_backend(
             if compile_backend is not None:
                 compile_and_prove(loaded, parts[2], autocast_dtype, backend=compile_backend)
             if own is not None:
-                torch.manual_seed(seed)  # loading draws, more or less of it, from one release of transformers to the next
+                torch.manual_seed(
+                    seed
+                )  # loading draws, more or less of it, from one release of transformers to the next
             return parts
 
         model, optimizer, plan = await thread.submit(load)
@@ -101,13 +109,22 @@ async def open_pytorch_backend(
 def check_head(head: ModelHead, *, skip_zero_advantage: bool) -> None:
     """Raises ConfigError if a setting is not for this head."""
     if head == "scalar" and skip_zero_advantage:
-        raise ConfigError("skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too; leave it out")
+        raise ConfigError(
+            "skip_zero_advantage=True with head='scalar': a critic learns from rows without an advantage too;"
+            " leave it out"
+        )
 
 
 def choose_autocast_dtype(autocast: Literal["off", "bfloat16", "auto"], device: str) -> torch.dtype | None:
-    """bfloat16 or None for float32. auto: bfloat16 on a GPU that has it and on a CPU that multiplies it natively; elsewhere it is slower."""
+    """bfloat16 or None for float32. auto: bfloat16 on a GPU that has it and on a CPU that multiplies it
+    natively; elsewhere it is slower.
+    """
     if autocast == "auto":
-        native = torch.cuda.is_bf16_supported(including_emulation=False) if torch.device(device).type == "cuda" else cpu_multiplies_bfloat16()
+        native = (
+            torch.cuda.is_bf16_supported(including_emulation=False)
+            if torch.device(device).type == "cuda"
+            else cpu_multiplies_bfloat16()
+        )
         return torch.bfloat16 if native else None
     return torch.bfloat16 if autocast == "bfloat16" else None
 

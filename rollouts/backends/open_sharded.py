@@ -33,7 +33,8 @@ class ShardedOptions:
     model_path: str
     optim: Mapping[str, Any]  # of OptimConfig
     autocast: Literal["off", "bfloat16", "auto"] = "auto"
-    threads: int = 0  # of torch in each rank; 0: the cores that this process may use, divided by the ranks on this machine
+    # of torch in each rank; 0: the cores that this process may use, divided by the ranks on this machine
+    threads: int = 0
     deterministic: bool = False
     gradient_checkpointing: bool = False
     compile_backend: str | None = None  # of torch.compile; None: layers run as they are written
@@ -45,7 +46,9 @@ class ShardedOptions:
 
 
 def open_trainer(options: ShardedOptions, ranks: Ranks, check_open: Callable[[], None]) -> ShardedTrainer:
-    """This rank's part of a model with a fresh optimizer; no rank holds the whole. Collective. Raises AgreedFailure."""
+    """This rank's part of a model with a fresh optimizer; no rank holds the whole. Collective. Raises
+    AgreedFailure.
+    """
     torch.use_deterministic_algorithms(options.deterministic)
     use_device(ranks.device)
     path = Path(options.model_path)
@@ -61,7 +64,10 @@ def open_trainer(options: ShardedOptions, ranks: Ranks, check_open: Callable[[],
 
     check_same_model(ranks, path)
     model = run_agreed(ranks, load).value
-    optimizer, plan = create_adamw_optimizer(model, OptimConfig.model_validate(options.optim)), plan_sharded_forward(model, ranks)
+    optimizer, plan = (
+        create_adamw_optimizer(model, OptimConfig.model_validate(options.optim)),
+        plan_sharded_forward(model, ranks),
+    )
     check_same_plan(ranks, plan)
     autocast_dtype = choose_autocast_dtype(options.autocast, str(ranks.device))
     if options.compile_backend is not None:

@@ -1,4 +1,6 @@
-"""A policy and its critic as one thing to save and to restore: the critic lies in `critic/` inside the policy's checkpoint."""
+"""A policy and its critic as one thing to save and to restore: the critic lies in `critic/` inside the
+policy's checkpoint.
+"""
 
 from __future__ import annotations
 

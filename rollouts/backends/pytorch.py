@@ -3,7 +3,8 @@
     caller ──forward_backward, optim_step, …──► queue of the device thread ──► model, gradients, optimizer
        ◄───────────── TrainFuture ──────────────────┘ in submission order
 
-A job that raises makes every later job fail with EarlierStepFailed until reset(). What is not finite is skipped, not failed.
+A job that raises makes every later job fail with EarlierStepFailed until reset(). What is not finite is
+skipped, not failed.
 """
 
 from __future__ import annotations
@@ -50,20 +51,32 @@ from rollouts.models.greedy import complete_greedily
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.protocols import WeightSink
 from rollouts.reference.forward_plan import log_plan, plan_forward
-from rollouts.types import FloatArray, ForwardBackwardResult, IntArray, LossSpec, Metrics, OptimParams, OptimStepResult, RolloutBatch, merge_metrics
+from rollouts.types import (
+    FloatArray,
+    ForwardBackwardResult,
+    IntArray,
+    LossSpec,
+    Metrics,
+    OptimParams,
+    OptimStepResult,
+    RolloutBatch,
+    merge_metrics,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class PyTorchTrainingBackend:
-    """A TrainingBackend (see rollouts.protocols for its rules) on one device. Make it with open_pytorch_backend, or from its parts.
+    """A TrainingBackend (see rollouts.protocols for its rules) on one device. Make it with
+    open_pytorch_backend, or from its parts.
 
-    `skip_zero_advantage` leaves rows out whose advantages are all 0, unless the loss has a term of KL, entropy or else that needs them, or is
-    the user's own. The denominator counts them all the same; metrics are then means over the rows that ran. `plan` says
-    which shortcuts are exact for the model; None finds that out with the first batch. The model is put in evaluation mode: dropout would make
-    its log-probs another policy's. A model with a scalar head (rollouts.models.scalar_head) trains alike: where others have the log-prob of a
-    token, it has its value at the position before.
+    `skip_zero_advantage` leaves rows out whose advantages are all 0, unless the loss has a term of KL,
+    entropy or else that needs them, or is the user's own. The denominator counts them all the same; metrics
+    are then means over the rows that ran. `plan` says which shortcuts are exact for the model; None finds
+    that out with the first batch. The model is put in evaluation mode: dropout would make its log-probs
+    another policy's. A model with a scalar head (rollouts.models.scalar_head) trains alike: where others have
+    the log-prob of a token, it has its value at the position before.
     """
 
     def __init__(
@@ -85,7 +98,9 @@ class PyTorchTrainingBackend:
         self.device_thread = device_thread
         self._optimizer = optimizer
         self._tokenizer = tokenizer
-        self._tokenizer_copy: PreTrainedTokenizerBase | None = None  # made when a checkpoint is first written beside training
+        self._tokenizer_copy: PreTrainedTokenizerBase | None = (
+            None  # made when a checkpoint is first written beside training
+        )
         self._autocast_dtype = autocast_dtype
         self._plan = plan
         self._packing = PackingOptions(
@@ -106,11 +121,15 @@ class PyTorchTrainingBackend:
         return self._queue.weight_version
 
     def interrupt(self) -> None:
-        """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted. Returns at once."""
+        """forward_backward and forward queued so far end at their next micro-batch, with StepInterrupted.
+        Returns at once.
+        """
         self.device_thread.interrupt()
 
     def reset(self) -> DeviceFuture[None]:
-        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states are as after the last step."""
+        """Discards accumulated gradients and forgets an earlier failure. Counters and torch's random states
+        are as after the last step.
+        """
 
         def work() -> None:
             self._steps.reset()
@@ -124,7 +143,9 @@ class PyTorchTrainingBackend:
         self._steps.discard_pending()
 
     def statistics(self) -> Mapping[str, float]:
-        """Optimizer steps, skipped ones, tokens trained and computed (padding included), batches by layout, and the device thread's queue."""
+        """Optimizer steps, skipped ones, tokens trained and computed (padding included), batches by layout,
+        and the device thread's queue.
+        """
         return {**self._steps.statistics(), **self.device_thread.statistics()}
 
     # --- training
@@ -134,11 +155,15 @@ class PyTorchTrainingBackend:
         return self._queue.submit(lambda: self._forward_backward(batch, loss))
 
     def optim_step(self, params: OptimParams | None = None) -> DeviceFuture[OptimStepResult]:
-        """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of `params`."""
+        """One step of AdamW with the accumulated gradients; lr and clipping are the schedule's, or those of
+        `params`.
+        """
         return self._queue.submit(lambda: self._optim_step(params))
 
     def forward(self, batch: RolloutBatch) -> DeviceFuture[tuple[FloatArray, ...]]:
-        """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values before them. 0.0 elsewhere."""
+        """Log-probs [T_i] of every row's trained tokens at batch.temperature; of a scalar head its values
+        before them. 0.0 elsewhere.
+        """
         return self._queue.submit(lambda: self._forward(batch))
 
     def _find_plan(self) -> ForwardPlan:
@@ -151,7 +176,11 @@ class PyTorchTrainingBackend:
         vocab_size = int(self.model.get_input_embeddings().num_embeddings)  # pyright: ignore[reportArgumentType]
         prepared = prepare_batch(batch, spec, self._find_plan(), self._packing, vocab_size=vocab_size)
         micro_batches = prepared.pack(1)
-        self._steps.add_batch(prepared, sum(micro_batch.computed_tokens for micro_batch in micro_batches), trains=spec is not None)
+        self._steps.add_batch(
+            prepared,
+            sum(micro_batch.computed_tokens for micro_batch in micro_batches),
+            trains=spec is not None,
+        )
         return prepared, micro_batches
 
     def _forward_backward(self, batch: RolloutBatch, spec: LossSpec) -> ForwardBackwardResult:
@@ -174,7 +203,9 @@ class PyTorchTrainingBackend:
                 state.poisoned = f"the loss is {total}"
                 self._optimizer.zero_grad(set_to_none=True)
             if state.poisoned is not None:
-                return ForwardBackwardResult(loss=None, denominator=denominator, metrics={}, skipped=state.poisoned)
+                return ForwardBackwardResult(
+                    loss=None, denominator=denominator, metrics={}, skipped=state.poisoned
+                )
             (output.sum / denominator).backward()
             metrics.append(with_entropy(output, entropy))
             if trace is not None:
@@ -186,10 +217,16 @@ class PyTorchTrainingBackend:
             loss=total / denominator,
             denominator=denominator,
             metrics=with_skipped(merge_metrics(metrics), prepared),
-            per_token=make_token_arrays(micro_batches, [trace.cpu().numpy() for trace in traces], batch) if spec.per_token else None,
+            per_token=(
+                make_token_arrays(micro_batches, [trace.cpu().numpy() for trace in traces], batch)
+                if spec.per_token
+                else None
+            ),
         )
 
-    def _compute_outputs(self, micro_batch: MicroBatch, batch: RolloutBatch, *, entropy_gradient: bool = False) -> TokenOutputs:
+    def _compute_outputs(
+        self, micro_batch: MicroBatch, batch: RolloutBatch, *, entropy_gradient: bool = False
+    ) -> TokenOutputs:
         return compute_micro_batch_outputs(
             self.model,
             micro_batch,
@@ -229,8 +266,12 @@ class PyTorchTrainingBackend:
         return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
 
     def complete_greedily(self, prompt_ids: IntArray, count: int) -> DeviceFuture[FloatArray]:
-        """[count, V] log-probs at each of the policy's own greedy tokens after `prompt_ids`; see rollouts.models.greedy."""
-        return self._queue.submit(lambda: complete_greedily(self.model, prompt_ids, count, autocast_dtype=self._autocast_dtype))
+        """[count, V] log-probs at each of the policy's own greedy tokens after `prompt_ids`; see
+        rollouts.models.greedy.
+        """
+        return self._queue.submit(
+            lambda: complete_greedily(self.model, prompt_ids, count, autocast_dtype=self._autocast_dtype)
+        )
 
     # --- weights
 
@@ -239,7 +280,9 @@ class PyTorchTrainingBackend:
         return self._queue.set_weight_version(version)
 
     def stream_weights(self, sink: WeightSink) -> DeviceFuture[None]:
-        """Hands every parameter to `sink` in buckets of at most 256 MiB (a larger parameter alone). Tied weights come once."""
+        """Hands every parameter to `sink` in buckets of at most 256 MiB (a larger parameter alone). Tied
+        weights come once.
+        """
 
         def work() -> None:
             for bucket in find_buckets(self.model, BUCKET_BYTES):
@@ -249,14 +292,22 @@ class PyTorchTrainingBackend:
 
     def get_weights(self) -> DeviceFuture[dict[str, Tensor]]:
         """Copies of all parameters on the CPU, by Hugging Face name. Tied weights come once."""
-        return self._queue.submit(lambda: {name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()})
+        return self._queue.submit(
+            lambda: {
+                name: parameter.detach().cpu().clone() for name, parameter in self.model.named_parameters()
+            }
+        )
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> DeviceFuture[None]:
-        """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape, before anything is copied."""
+        """Replaces all parameters. Raises BackendError naming what is missing, unknown or of another shape,
+        before anything is copied.
+        """
         return self._queue.submit(lambda: copy_weights(self.model, weights))
 
     def save(self, path: Path) -> DeviceFuture[None]:
-        """Writes the model directory and, in `state/`, everything an exact resume needs. Not atomic: see rollouts.checkpoints.save."""
+        """Writes the model directory and, in `state/`, everything an exact resume needs. Not atomic: see
+        rollouts.checkpoints.save.
+        """
 
         def work() -> None:
             path.mkdir(parents=True, exist_ok=True)
@@ -265,11 +316,15 @@ class PyTorchTrainingBackend:
         return self._queue.submit(work)
 
     def capture(self) -> DeviceFuture[Callable[[Path], Awaitable[None]]]:
-        """What save() would write now, copied to host memory: the result writes it to a directory later, in a thread, while steps run."""
+        """What save() would write now, copied to host memory: the result writes it to a directory later, in a
+        thread, while steps run.
+        """
 
         def work() -> Callable[[Path], Awaitable[None]]:
             if self._tokenizer_copy is None and self._tokenizer is not None:
-                self._tokenizer_copy = copy.deepcopy(self._tokenizer)  # generation uses the other while this one is written
+                self._tokenizer_copy = copy.deepcopy(
+                    self._tokenizer
+                )  # generation uses the other while this one is written
             held = self._hold(self._tokenizer_copy, copied=True)
 
             async def write(path: Path) -> None:
@@ -288,10 +343,14 @@ class PyTorchTrainingBackend:
         return 3 * sum(parameter.nbytes for parameter in self.model.parameters())
 
     def _hold(self, tokenizer: PreTrainedTokenizerBase | None, *, copied: bool) -> HeldState:
-        return hold_state(self.model, self._optimizer, self._steps.position(self._queue.version), tokenizer, copied=copied)
+        return hold_state(
+            self.model, self._optimizer, self._steps.position(self._queue.version), tokenizer, copied=copied
+        )
 
     def load(self, path: Path) -> DeviceFuture[None]:
-        """Restores what save() wrote, bit for bit; accumulated gradients are discarded. Raises CheckpointError naming what is wrong."""
+        """Restores what save() wrote, bit for bit; accumulated gradients are discarded. Raises
+        CheckpointError naming what is wrong.
+        """
 
         def work() -> None:
             weights = read_model_weights(path, self.model)

@@ -1,7 +1,8 @@
-"""torch's random states in one process: what a checkpoint keeps, and what a step that is given up leaves behind.
+"""torch's random states in one process: what a checkpoint keeps, and what a step that is given up leaves
+behind.
 
-    step ends ──► note() ──► the next step draws ──► it ends: note()
-                                   └──► it is given up ──► restore(): who repeats it, now or after a resume, draws the same
+step ends ──► note() ──► the next step draws ──► it ends: note()
+                               └──► it is given up ──► restore(): who repeats it, now or after a resume, draws the same
 """
 
 from __future__ import annotations

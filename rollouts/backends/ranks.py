@@ -3,8 +3,8 @@
     open_ranks ──► process group (gloo, NCCL) ──► control channel ──┬─► rank 0: the program, which opens backends
                                                                     └─► others: serve_rank, until rank 0 closes the channel
 
-Only rank 0 answers SIGINT and SIGTERM, by stopping: the launcher sends them to all, and a rank that went first would end the run without
-its checkpoint.
+Only rank 0 answers SIGINT and SIGTERM, by stopping: the launcher sends them to all, and a rank that went
+first would end the run without its checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from rollouts.device_thread import open_device_thread
 from rollouts.distributed.commands import Command
 from rollouts.distributed.control import ControlHub, ControlLink, end_after_rank_0, exit_on_lost, open_control
 from rollouts.distributed.launch import Launch
-from rollouts.distributed.process_group import Ranks, all_gather_bytes, broadcast_bytes, close_ranks, init_ranks, meet_ranks
+from rollouts.distributed.process_group import (
+    Ranks,
+    all_gather_bytes,
+    broadcast_bytes,
+    close_ranks,
+    init_ranks,
+    meet_ranks,
+)
 from rollouts.errors import ConfigError, RunDirError
 
 FindModel = Callable[[str], Path]
@@ -63,23 +70,32 @@ class OpenRanks:
 
 
 @asynccontextmanager
-async def open_ranks(launch: Launch, *, shard_size: int = 0, choose_device: ChooseDevice = choose_cpu) -> AsyncIterator[OpenRanks]:
+async def open_ranks(
+    launch: Launch, *, shard_size: int = 0, choose_device: ChooseDevice = choose_cpu
+) -> AsyncIterator[OpenRanks]:
     """This process connected with all others of the run, once they are there.
 
-    Leaving ends the run for the others too: as complete on rank 0 without an exception, else as a failure. A rank that is lost ends this process
-    with exit code 75. Raises ConfigError for a shard_size that does not divide the ranks, and on all of them where they run unlike versions of what
-    computes, have chosen unlike devices, or one could choose none. Ranks that do not drive ignore SIGINT and SIGTERM from the moment when they are
-    connected, and end at once by either before.
+    Leaving ends the run for the others too: as complete on rank 0 without an exception, else as a failure. A
+    rank that is lost ends this process with exit code 75. Raises ConfigError for a shard_size that does not
+    divide the ranks, and on all of them where they run unlike versions of what computes, have chosen unlike
+    devices, or one could choose none. Ranks that do not drive ignore SIGINT and SIGTERM from the moment when
+    they are connected, and end at once by either before.
     """
     if launch.rank:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's handler would wait for the thread that waits for the others
+        signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        )  # Python's handler would wait for the thread that waits for the others
     async with open_device_thread(name="ranks", torch_threads=1) as thread:
-        ranks, agents = await thread.submit(lambda: connect(launch, choose_device=choose_device, shard_size=shard_size))
+        ranks, agents = await thread.submit(
+            lambda: connect(launch, choose_device=choose_device, shard_size=shard_size)
+        )
 
         async def share(data: bytes | None) -> bytes:
             return await thread.submit(lambda: broadcast_bytes(ranks, data))
 
-        async with open_control(launch, share=share, on_lost=end_after_rank_0 if launch.rank else exit_on_lost) as control:
+        async with open_control(
+            launch, share=share, on_lost=end_after_rank_0 if launch.rank else exit_on_lost
+        ) as control:
             if launch.rank:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -88,10 +104,13 @@ async def open_ranks(launch: Launch, *, shard_size: int = 0, choose_device: Choo
 
 
 def connect(launch: Launch, *, choose_device: ChooseDevice, shard_size: int) -> tuple[Ranks, tuple[str, ...]]:
-    """The process group of the run, of ranks with the same programs on alike devices; and what has started each. Blocks until all are there;
-    raises as init_ranks, and ConfigError."""
+    """The process group of the run, of ranks with the same programs on alike devices; and what has started
+    each. Blocks until all are there; raises as init_ranks, and ConfigError.
+    """
     meeting = meet_ranks(launch, word=tell_device(choose_device))
-    ranks = init_ranks(launch, device=check_same_device(meeting.words), shard_size=shard_size, meeting=meeting)
+    ranks = init_ranks(
+        launch, device=check_same_device(meeting.words), shard_size=shard_size, meeting=meeting
+    )
     try:
         check_same_versions(ranks, read_versions())
     except ConfigError:
@@ -108,8 +127,9 @@ def tell_config(opened: OpenRanks, config: RunConfig, model_path: Path) -> None:
 async def serve_rank(opened: OpenRanks, config: RunConfig, *, find_model: FindModel) -> None:
     """What rank 0 asks of this rank, until it closes the channel.
 
-    A model that is not where rank 0 has it, as on another machine, is found by its name. Raises ConfigError if this rank's config is another
-    one, RunDirError if it does not see the run's checkpoints, and whatever this rank alone has met: that ends the run on all ranks.
+    A model that is not where rank 0 has it, as on another machine, is found by its name. Raises ConfigError
+    if this rank's config is another one, RunDirError if it does not see the run's checkpoints, and whatever
+    this rank alone has met: that ends the run on all ranks.
     """
     opened.link.set_phase("waiting for rank 0")
     begin = await receive(opened.link)
@@ -125,13 +145,20 @@ async def serve_rank(opened: OpenRanks, config: RunConfig, *, find_model: FindMo
         options = ShardedOptions(**command.fields["options"])
         opened.link.set_phase("finding the model")
         path = await trio.to_thread.run_sync(find_path, options.model_path)
-        await serve_backend(opened.link, opened.ranks, replace(options, model_path=str(path)), find_path=find_path)
+        await serve_backend(
+            opened.link, opened.ranks, replace(options, model_path=str(path)), find_path=find_path
+        )
 
 
 def find_directory(wanted: str, base_model: str, name: str, find_model: FindModel) -> Path:
-    """The directory `wanted` as this machine has it; `base_model` is rank 0's for the config's `name`, which has its own place everywhere."""
+    """The directory `wanted` as this machine has it; `base_model` is rank 0's for the config's `name`, which
+    has its own place everywhere.
+    """
     if Path(wanted).is_dir():
         return Path(wanted)
     if wanted == base_model:
         return find_model(name)
-    raise RunDirError(f"{wanted} is not to be seen on {socket.gethostname()}; put output.dir on a filesystem that all machines of the run share")
+    raise RunDirError(
+        f"{wanted} is not to be seen on {socket.gethostname()}; put output.dir on a filesystem that all"
+        " machines of the run share"
+    )

@@ -1,7 +1,8 @@
-"""What must be the same on all ranks, compared before anything depends on it: devices, programs, model directories, how the model is run.
+"""What must be the same on all ranks, compared before anything depends on it: devices, programs, model
+directories, how the model is run.
 
-Every check but that of devices is collective. What differs is found by all ranks alike, from what all have told all, and raised on all with
-the same words.
+Every check but that of devices is collective. What differs is found by all ranks alike, from what all have
+told all, and raised on all with the same words.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from rollouts.errors import ConfigError, ModelError
 from rollouts.models.digests import compute_model_digests
 from rollouts.models.log_probs import ForwardPlan
 
-COMPARED = ("torch", "transformers")  # packages that compute: another version may round, or lay a model out, in another way
+COMPARED = (
+    "torch",
+    "transformers",
+)  # packages that compute: another version may round, or lay a model out, in another way
 
 
 DEVICE, CANNOT = "model.device", "error"  # what a rank says of its device
@@ -36,7 +40,9 @@ class Told:
 
 
 def tell_device(choose_device: Callable[[], str]) -> bytes:
-    """What a rank says when it meets the others: where it would compute, or the ConfigError for which it cannot."""
+    """What a rank says when it meets the others: where it would compute, or the ConfigError for which it
+    cannot.
+    """
     try:
         said = {DEVICE: choose_device()}
     except ConfigError as error:
@@ -45,10 +51,11 @@ def tell_device(choose_device: Callable[[], str]) -> bytes:
 
 
 def check_same_device(words: Sequence[bytes]) -> str:
-    """The kind of device on which all ranks compute, by what each has said in tell_device. Not a collective: no process group is there yet, for
-    what one is made of depends on this.
+    """The kind of device on which all ranks compute, by what each has said in tell_device. Not a collective:
+    no process group is there yet, for what one is made of depends on this.
 
-    Raises ConfigError, the same on all ranks: naming the first rank that cannot compute and why, or those whose choice is not rank 0's.
+    Raises ConfigError, the same on all ranks: naming the first rank that cannot compute and why, or those
+    whose choice is not rank 0's.
     """
     told = [Told(rank, *json.loads(word)) for rank, word in enumerate(words)]
     for one in told:
@@ -59,8 +66,8 @@ def check_same_device(words: Sequence[bytes]) -> str:
         return told[0].values[DEVICE]
     name, first, other, others = found
     raise ConfigError(
-        f"{name} comes to {other.values[name]!r} on {_name_ranks(others)} and to {first.values[name]!r} on rank 0 on {first.host}; use machines "
-        "that are alike, or set model.device='cpu' for all"
+        f"{name} comes to {other.values[name]!r} on {_name_ranks(others)} and to {first.values[name]!r} on"
+        f" rank 0 on {first.host}; use machines that are alike, or set model.device='cpu' for all"
     )
 
 
@@ -70,19 +77,23 @@ def read_versions() -> dict[str, str]:
 
 
 def check_same_versions(ranks: Ranks, versions: Mapping[str, str]) -> None:
-    """Raises ConfigError, on all ranks, naming the first package whose version differs, the ranks and both versions."""
+    """Raises ConfigError, on all ranks, naming the first package whose version differs, the ranks and both
+    versions.
+    """
     found = find_difference(_tell_all(ranks, versions))
     if found is None:
         return
     name, first, other, others = found
     raise ConfigError(
-        f"{_name_ranks(others)} {_verb(others, 'run')} {name} {other.values.get(name)} and rank 0 on {first.host} runs {name} "
-        f"{first.values.get(name)}; install the same versions on all machines of the run"
+        f"{_name_ranks(others)} {_verb(others, 'run')} {name} {other.values.get(name)} and rank 0 on"
+        f" {first.host} runs {name} {first.values.get(name)}; install the same versions on all machines of"
+        " the run"
     )
 
 
 def check_same_model(ranks: Ranks, path: Path) -> None:
-    """Raises AgreedFailure with a ModelError naming the first file that differs between the ranks' own model directories.
+    """Raises AgreedFailure with a ModelError naming the first file that differs between the ranks' own model
+    directories.
 
     compute_model_digests says what is compared. A file that cannot be read is an AgreedFailure too.
     """
@@ -93,14 +104,17 @@ def check_same_model(ranks: Ranks, path: Path) -> None:
     name, first, other, others = found
     raise AgreedFailure(
         ModelError(
-            f"{_name_ranks(others)} {_verb(others, 'have')} {_describe_file(other, name)} and rank 0 on {first.host} has "
-            f"{_describe_file(first, name)}; copy the model directory again, so that all machines have the same files"
+            f"{_name_ranks(others)} {_verb(others, 'have')} {_describe_file(other, name)} and rank 0 on"
+            f" {first.host} has {_describe_file(first, name)}; copy the model directory again, so that all"
+            " machines have the same files"
         )
     )
 
 
 def check_same_plan(ranks: Ranks, plan: ForwardPlan) -> None:
-    """Raises AgreedFailure with a ModelError if the ranks would run the model in unlike ways: their collectives would not fit together."""
+    """Raises AgreedFailure with a ModelError if the ranks would run the model in unlike ways: their
+    collectives would not fit together.
+    """
     values = {field.name: repr(getattr(plan, field.name)) for field in dataclasses.fields(plan)}
     found = find_difference(_tell_all(ranks, values))
     if found is None:
@@ -108,14 +122,17 @@ def check_same_plan(ranks: Ranks, plan: ForwardPlan) -> None:
     name, first, other, others = found
     raise AgreedFailure(
         ModelError(
-            f"{_name_ranks(others)} {_verb(others, 'have')} found {name}={other.values[name]} to be exact for the model and rank 0 on "
-            f"{first.host} {name}={first.values[name]}; use machines with the same devices, drivers and libraries"
+            f"{_name_ranks(others)} {_verb(others, 'have')} found {name}={other.values[name]} to be exact for"
+            f" the model and rank 0 on {first.host} {name}={first.values[name]}; use machines with the same"
+            " devices, drivers and libraries"
         )
     )
 
 
 def find_difference(told: Sequence[Told]) -> tuple[str, Told, Told, list[Told]] | None:
-    """(name, rank 0, the first rank that has another value, all that have) of the first name, sorted, whose values differ; None if none does."""
+    """(name, rank 0, the first rank that has another value, all that have) of the first name, sorted, whose
+    values differ; None if none does.
+    """
     first, *rest = told
     for name in sorted({name for one in told for name in one.values}):
         others = [one for one in rest if one.values.get(name) != first.values.get(name)]

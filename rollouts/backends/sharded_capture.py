@@ -1,4 +1,5 @@
-"""A checkpoint of several ranks that is written beside training: each rank copies its part to host memory, and writes it later.
+"""A checkpoint of several ranks that is written beside training: each rank copies its part to host memory,
+and writes it later.
 
     all ranks, on their device threads:   room on every machine? ──► each rank's part of the weights, whole ──► its moments and random states
                                              └─ no: None on all, and the caller saves while training waits
@@ -45,14 +46,18 @@ class HeldPart:
     """What one rank has to write of a checkpoint."""
 
     shard: HeldShard
-    weights: Sequence[Sequence[tuple[str, Tensor]]]  # its part, in the buckets in which it came: files then have it in the order of a save at once
-    names: FileNames  # of the part's files, looked at before training went on: the model's parameters take turns while it runs
-    model: PreTrainedModel  # of which config and conversions are read when this is written, which training leaves alone
+    weights: Sequence[
+        Sequence[tuple[str, Tensor]]
+    ]  # its part, in the buckets in which it came: files then have it in the order of a save at once
+    # of the part's files, looked at before training went on: the model's parameters take turns while it runs
+    names: FileNames
+    # of which config and conversions are read when this is written, which training leaves alone
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None  # on rank 0
 
     def write(self, path: Path) -> int:
-        """Writes this rank's files of the checkpoint `path`, which rank 0 has made and all see; once, on any thread. How many of them hold weights,
-        and wait for their names. Blocks.
+        """Writes this rank's files of the checkpoint `path`, which rank 0 has made and all see; once, on any
+        thread. How many of them hold weights, and wait for their names. Blocks.
 
         Raises OSError, and RunDirError on a rank that does not see `path`.
         """
@@ -79,12 +84,16 @@ def hold_together(
     position: Mapping[str, float],
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> HeldPart | None:
-    """This rank's part of the state as it is now; None, on all ranks, if one of them has no room for it. Collective, on the device thread.
+    """This rank's part of the state as it is now; None, on all ranks, if one of them has no room for it.
+    Collective, on the device thread.
 
     `position` and `tokenizer` are rank 0's.
     """
     plan, told = run_agreed(
-        ranks, lambda: plan_capture(model, ranks), lambda plan: (float(plan.room.machine), plan.room.free, float(plan.needed)), count=3
+        ranks,
+        lambda: plan_capture(model, ranks),
+        lambda plan: (float(plan.room.machine), plan.room.free, float(plan.needed)),
+        count=3,
     )
     if not has_room(told):
         return None
@@ -93,10 +102,18 @@ def hold_together(
 
     def keep(bucket: Sequence[tuple[str, Tensor]]) -> None:
         if not short:
-            attempt(short, lambda: buckets.append([(name, tensor.to("cpu", copy=True)) for name, tensor in bucket]))
+            attempt(
+                short,
+                lambda: buckets.append([(name, tensor.to("cpu", copy=True)) for name, tensor in bucket]),
+            )
 
     def hold() -> HeldShard | None:
-        return attempt(short, lambda: hold_sharded_state(model, optimizer, position, rank=ranks.rank, ranks=ranks.world_size, copied=True))
+        return attempt(
+            short,
+            lambda: hold_sharded_state(
+                model, optimizer, position, rank=ranks.rank, ranks=ranks.world_size, copied=True
+            ),
+        )
 
     gather_parts(ranks, plan.deal.parameters, keep)
     shard, lacking = run_agreed(ranks, hold, lambda _: [float(bool(short))], count=1)
@@ -130,14 +147,18 @@ class CapturePlan:
 
 
 def plan_capture(model: PreTrainedModel, ranks: Ranks) -> CapturePlan:
-    """This rank's plan: its part of the weights, and its rows of two moments where no other replica has them. No communication."""
+    """This rank's plan: its part of the weights, and its rows of two moments where no other replica has them.
+    No communication.
+    """
     deal = deal_weights(model, ranks.rank, ranks.world_size)
     moments = 2 * sum(get_local(weight).nbytes for weight in model.parameters()) if ranks.first_replica else 0
     return CapturePlan(deal, read_room(), deal.nbytes + moments)
 
 
 def has_room(told: NDArray[np.floating[Any]]) -> bool:
-    """Whether every machine has memory for what its ranks need together. `told` [W, 3]: machine, free bytes, bytes needed, of each rank."""
+    """Whether every machine has memory for what its ranks need together. `told` [W, 3]: machine, free bytes,
+    bytes needed, of each rank.
+    """
     for machine in np.unique(told[:, 0]):
         free, needed = told[told[:, 0] == machine, 1], told[told[:, 0] == machine, 2].sum()
         known = free[free != UNKNOWN]
@@ -147,7 +168,9 @@ def has_room(told: NDArray[np.floating[Any]]) -> bool:
 
 
 def attempt(short: list[BaseException], work: Callable[[], Held]) -> Held | None:
-    """`work()`; None, and the failure in `short`, where memory was not to be had: the ranks are told of that and raise nothing."""
+    """`work()`; None, and the failure in `short`, where memory was not to be had: the ranks are told of that
+    and raise nothing.
+    """
     try:
         return work()
     except (MemoryError, RuntimeError) as error:
@@ -158,6 +181,11 @@ def attempt(short: list[BaseException], work: Callable[[], Held]) -> Held | None
 
 
 def check_seen(path: Path, rank: int) -> None:
-    """Raises RunDirError if this rank does not see the directory that rank 0 has made: its part of a checkpoint would lie somewhere else."""
+    """Raises RunDirError if this rank does not see the directory that rank 0 has made: its part of a
+    checkpoint would lie somewhere else.
+    """
     if not path.is_dir():
-        raise RunDirError(f"rank {rank} on {socket.gethostname()} does not see {path}; put output.dir on a filesystem that all machines share")
+        raise RunDirError(
+            f"rank {rank} on {socket.gethostname()} does not see {path}; put output.dir on a filesystem that"
+            " all machines share"
+        )

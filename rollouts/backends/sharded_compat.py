@@ -3,8 +3,8 @@
     reduce_unused    set_reduce_scatter_unused_params: parameters that one rank used are reduced by all
     reset_iteration  reset_iter_state: after a forward without its backward, the next iteration begins afresh
 
-Both reach into private members. Those of 2.11 and 2.12 are as they are for good; what later releases rename is behind their own methods,
-but for `list_groups`.
+Both reach into private members. Those of 2.11 and 2.12 are as they are for good; what later releases rename
+is behind their own methods, but for `list_groups`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,18 @@ def list_groups(model: torch.nn.Module) -> list[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            groups += state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+            groups += (
+                state._fsdp_param_groups
+                if hasattr(state, "_fsdp_param_groups")
+                else [state._fsdp_param_group]
+            )
     return [group for group in groups if group is not None]
 
 
 def reduce_unused(root: torch.nn.Module) -> None:
-    """A parameter without a gradient on this rank is reduced all the same, as zeros: another rank may have one."""
+    """A parameter without a gradient on this rank is reduced all the same, as zeros: another rank may have
+    one.
+    """
     if hasattr(root, "set_reduce_scatter_unused_params"):
         cast(FSDPModule, root).set_reduce_scatter_unused_params(True)
         return
@@ -46,7 +52,8 @@ def _post_backward(group: Any, post_backward: Any, *unused: Any) -> None:
 
 
 def reset_iteration(root: torch.nn.Module) -> None:
-    """Forgets the iteration that was cut: waits for what is in flight, drops its gradients, frees what was gathered. Does not communicate.
+    """Forgets the iteration that was cut: waits for what is in flight, drops its gradients, frees what was
+    gathered. Does not communicate.
 
     A root that has not run yet has nothing to forget.
     """

@@ -1,4 +1,6 @@
-"""A Hugging Face model whose parameters are divided among ranks by FSDP2: how it is divided, run, planned and put in order after a failure."""
+"""A Hugging Face model whose parameters are divided among ranks by FSDP2: how it is divided, run, planned and
+put in order after a failure.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from rollouts.backends.compiled import compile_and_prove
 from rollouts.backends.sharded_compat import list_groups, reduce_unused, reset_iteration
@@ -29,13 +37,16 @@ COMPILE_MEET_S = 60.0  # the same for compilers, which take their own time
 
 
 def shard_model(model: PreTrainedModel, ranks: Ranks, *, cpu_offload: bool = False) -> None:
-    """Divides the parameters of each decoder layer, and of what is around them, among the ranks. Gradients become sums over all ranks.
+    """Divides the parameters of each decoder layer, and of what is around them, among the ranks. Gradients
+    become sums over all ranks.
 
-    Layers gather their parameters when they run and free them afterwards; those of the root (embedding, last norm, head) stay gathered
-    from its forward to its backward. Layers with their own gradient checkpointing must have it before.
+    Layers gather their parameters when they run and free them afterwards; those of the root (embedding, last
+    norm, head) stay gathered from its forward to its backward. Layers with their own gradient checkpointing
+    must have it before.
 
-    Precision: shards, gathered parameters, gradients and their sums all have the dtype of the model, float32 in training; autocast rounds
-    for each product alone. cpu_offload: shards and reduced gradients lie in host memory, pinned; for ranks on GPUs.
+    Precision: shards, gathered parameters, gradients and their sums all have the dtype of the model, float32
+    in training; autocast rounds for each product alone. cpu_offload: shards and reduced gradients lie in host
+    memory, pinned; for ranks on GPUs.
     """
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
     for layer in find_layers(model):
@@ -54,16 +65,19 @@ def _fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
 
 
 def run_unsharded(model: PreTrainedModel, work: Callable[[], T]) -> T:
-    """`work()` as a forward pass of the model, with the root's parameters gathered: then they are plain tensors."""
+    """`work()` as a forward pass of the model, with the root's parameters gathered: then they are plain
+    tensors.
+    """
     return getattr(model, RUN)(work)
 
 
 def plan_sharded_forward(model: PreTrainedModel, ranks: Ranks) -> ForwardPlan:
     """What plan_forward finds; where it takes the model's own head, the whole model runs instead. Collective.
 
-    The own head is a forward pass of the model without its layers, which sharded layers do not stand. What fails on all ranks alike is a finding
-    of the probe, or an AgreedFailure with a ModelError. What fails on this rank alone (memory, a device) is raised as it is: the others
-    are in a collective that this one has left, so it must end.
+    The own head is a forward pass of the model without its layers, which sharded layers do not stand. What
+    fails on all ranks alike is a finding of the probe, or an AgreedFailure with a ModelError. What fails on
+    this rank alone (memory, a device) is raised as it is: the others are in a collective that this one has
+    left, so it must end.
     """
 
     def check_alike(error: Exception) -> None:
@@ -81,8 +95,17 @@ def plan_sharded_forward(model: PreTrainedModel, ranks: Ranks) -> ForwardPlan:
     return dataclasses.replace(plan, head="whole") if plan.head == "own" else plan
 
 
-def compile_sharded(model: PreTrainedModel, plan: ForwardPlan, ranks: Ranks, autocast_dtype: torch.dtype | None, *, backend: str) -> None:
-    """compile_and_prove on all ranks. Collective. Raises AgreedFailure if it fails on all alike; what fails on this rank alone, as it is."""
+def compile_sharded(
+    model: PreTrainedModel,
+    plan: ForwardPlan,
+    ranks: Ranks,
+    autocast_dtype: torch.dtype | None,
+    *,
+    backend: str,
+) -> None:
+    """compile_and_prove on all ranks. Collective. Raises AgreedFailure if it fails on all alike; what fails
+    on this rank alone, as it is.
+    """
 
     def run(work: Callable[[], torch.Tensor]) -> torch.Tensor:
         try:

@@ -1,10 +1,12 @@
-"""What ranks keep of the training state in a checkpoint, each its own rows in its own file, and what other ranks make of it later.
+"""What ranks keep of the training state in a checkpoint, each its own rows in its own file, and what other
+ranks make of it later.
 
     W ranks:   hold_sharded_state ─► state/optimizer-R-of-W.safetensors each; rank 0: state/backend.json
     M ranks:   read_sharded_state ─► own rows, from whichever files have them; random states; checked whole ─► apply
 
-Any M reads what any W wrote, one process among them (optimizer.safetensors). Random states: rank r goes on with that of rank r; a rank that
-is new draws from a seed made of that of rank r mod W, and of r: copies would make two ranks draw the same numbers.
+Any M reads what any W wrote, one process among them (optimizer.safetensors). Random states: rank r goes on
+with that of rank r; a rank that is new draws from a seed made of that of rank r mod W, and of r: copies would
+make two ranks draw the same numbers.
 """
 
 from __future__ import annotations
@@ -48,19 +50,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-# --- saving ----------------------------------------------------------------------------------------------------------------------------
+# --- saving -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class HeldShard:
-    """One rank's part of the training state between two steps, which can be written anywhere and at any time later."""
+    """One rank's part of the training state between two steps, which can be written anywhere and at any time
+    later.
+    """
 
     tensors: Mapping[str, Tensor]  # this rank's rows of the moments, and its random states
     layout: Layout
     position: Mapping[str, float]
 
     def write(self, checkpoint: Path) -> None:
-        """Writes this rank's file in the checkpoint's `state/`; rank 0 the position as well. Blocks; raises OSError.
+        """Writes this rank's file in the checkpoint's `state/`; rank 0 the position as well. Blocks; raises
+        OSError.
 
         Synced where rank 0 will not do it: another machine's memory may hold the bytes back.
         """
@@ -72,15 +77,25 @@ class HeldShard:
         if self.layout.rank:
             fsync_path(file)
         else:
-            (folder / BACKEND_FILE).write_text(json.dumps(dict(self.position), indent=1, allow_nan=False), encoding="utf-8")
+            (folder / BACKEND_FILE).write_text(
+                json.dumps(dict(self.position), indent=1, allow_nan=False), encoding="utf-8"
+            )
 
 
 def hold_sharded_state(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, position: Mapping[str, float], *, rank: int, ranks: int, copied: bool
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    position: Mapping[str, float],
+    *,
+    rank: int,
+    ranks: int,
+    copied: bool,
 ) -> HeldShard:
-    """The state of this rank as it is now. On the device thread; no communication. copied: in host memory of its own.
+    """The state of this rank as it is now. On the device thread; no communication. copied: in host memory of
+    its own.
 
-    Without a copy the tensors are the trainer's: write before anything trains. Of ranks that hold the same rows the first one keeps them.
+    Without a copy the tensors are the trainer's: write before anything trains. Of ranks that hold the same
+    rows the first one keeps them.
     """
     reshard(model)
     tensors = copy_random_states(find_device(model))
@@ -106,17 +121,29 @@ def _is_first_copy(parameter: Tensor, rank: int) -> bool:
         return rank == 0
     coordinates = parameter.device_mesh.get_coordinate()
     assert coordinates is not None
-    return all(place == 0 for place, placement in zip(coordinates, parameter.placements, strict=True) if isinstance(placement, Replicate))
+    return all(
+        place == 0
+        for place, placement in zip(coordinates, parameter.placements, strict=True)
+        if isinstance(placement, Replicate)
+    )
 
 
 def save_sharded_state(
-    checkpoint: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, position: Mapping[str, float], *, rank: int, ranks: int
+    checkpoint: Path,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    position: Mapping[str, float],
+    *,
+    rank: int,
+    ranks: int,
 ) -> None:
-    """Writes this rank's part of `state/`. Every rank calls it, with a checkpoint directory that all of them see; it does not communicate."""
+    """Writes this rank's part of `state/`. Every rank calls it, with a checkpoint directory that all of them
+    see; it does not communicate.
+    """
     hold_sharded_state(model, optimizer, position, rank=rank, ranks=ranks, copied=False).write(checkpoint)
 
 
-# --- loading ---------------------------------------------------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +162,14 @@ class LoadedState:
         set_random_states(self.random_states, device)
 
 
-def read_sharded_state(checkpoint: Path, model: PreTrainedModel, fields: Collection[str], *, rank: int, ranks: int) -> LoadedState:
-    """This rank's part of what any number of ranks, or one process, saved. `fields`: what the position must have.
+def read_sharded_state(
+    checkpoint: Path, model: PreTrainedModel, fields: Collection[str], *, rank: int, ranks: int
+) -> LoadedState:
+    """This rank's part of what any number of ranks, or one process, saved. `fields`: what the position must
+    have.
 
-    Raises CheckpointError naming file and field, on every rank the same but where a disk fails. Does not communicate.
+    Raises CheckpointError naming file and field, on every rank the same but where a disk fails. Does not
+    communicate.
     """
     reshard(model)
     folder = checkpoint_state_dir(checkpoint)
@@ -151,7 +182,9 @@ def read_sharded_state(checkpoint: Path, model: PreTrainedModel, fields: Collect
     for name, step in found.steps.items():
         parameter = parameters[name]
         slices, device = compute_local_slices(parameter), get_local(parameter).device
-        state: dict[str, Any] = {STEP: torch.tensor(step, dtype=torch.float32, device=device)}  # where fused AdamW wants it
+        state: dict[str, Any] = {
+            STEP: torch.tensor(step, dtype=torch.float32, device=device)
+        }  # where fused AdamW wants it
         for kind in ("exp_avg", "exp_avg_sq"):
             local = read_part(found.pieces.get(name, {}).get(kind, ()), slices, parameter.dtype).to(device)
             state[kind] = _spread_like(parameter, local)
@@ -160,10 +193,17 @@ def read_sharded_state(checkpoint: Path, model: PreTrainedModel, fields: Collect
 
 
 def load_sharded_state(
-    checkpoint: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, fields: Collection[str], *, rank: int, ranks: int
+    checkpoint: Path,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    fields: Collection[str],
+    *,
+    rank: int,
+    ranks: int,
 ) -> dict[str, float]:
-    """The position that was saved; the optimizer's part on this rank and torch's random states are as they were. Raises as read_sharded_state,
-    before anything is changed."""
+    """The position that was saved; the optimizer's part on this rank and torch's random states are as they
+    were. Raises as read_sharded_state, before anything is changed.
+    """
     loaded = read_sharded_state(checkpoint, model, fields, rank=rank, ranks=ranks)
     loaded.apply(optimizer, find_device(model))
     return loaded.position
@@ -173,7 +213,12 @@ def _spread_like(parameter: Tensor, local: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
-        local, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
     )
 
 
@@ -188,7 +233,9 @@ def _find_random_states(files: tuple[Path, ...], rank: int, device: torch.device
         try:
             generator.set_state(state)
         except (RuntimeError, TypeError) as error:
-            raise CheckpointError(f"{path}: {key!r} is not a random state of this torch ({error}); {WAY_OUT}") from error
+            raise CheckpointError(
+                f"{path}: {key!r} is not a random state of this torch ({error}); {WAY_OUT}"
+            ) from error
         if rank >= len(files):
             digest = hashlib.sha256(state.numpy().tobytes() + f"rank {rank}".encode()).digest()
             generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -1,10 +1,12 @@
-"""A model, its gradients and its optimizer spread over ranks: what each rank's device thread does of a step. Every method is collective.
+"""A model, its gradients and its optimizer spread over ranks: what each rank's device thread does of a step.
+Every method is collective.
 
     rank 0 packs the batch ──scatter──► each rank's share ──► rounds: forward ─► loss, agreed ─► backward ──► gradients, summed and sharded
 
-All ranks call the same method at the same time; only rank 0 is given what comes from outside and gets results back. Three ways to fail:
-AgreedFailure, raised by all ranks alike, which are in step afterwards; any other error, after which the ranks are out of step and the job
-must end; and loss or gradients that are not finite, which all ranks see alike and report.
+All ranks call the same method at the same time; only rank 0 is given what comes from outside and gets results
+back. Three ways to fail: AgreedFailure, raised by all ranks alike, which are in step afterwards; any other
+error, after which the ranks are out of step and the job must end; and loss or gradients that are not finite,
+which all ranks see alike and report.
 """
 
 from __future__ import annotations
@@ -41,7 +43,14 @@ from rollouts.backends.steps import (
 )
 from rollouts.backends.token_traces import TokenTrace
 from rollouts.crash_points import reach
-from rollouts.distributed.process_group import AgreedFailure, Ranks, all_gather_floats, gather_bytes, run_agreed, scatter_bytes
+from rollouts.distributed.process_group import (
+    AgreedFailure,
+    Ranks,
+    all_gather_floats,
+    gather_bytes,
+    run_agreed,
+    scatter_bytes,
+)
 from rollouts.errors import CheckpointError, ModelError, RolloutsError
 from rollouts.losses import LossFn, LossOutput, resolve_loss, wants_entropy_gradient
 from rollouts.models.export import write_description
@@ -65,18 +74,22 @@ class ShareResult:
 
     total: float  # sum of the loss over the whole batch; not finite: no gradient was kept
     metrics: Metrics  # on rank 0; empty on the others
-    traces: tuple[FloatArray, ...] = ()  # on rank 0, where the loss asks for it, of each rank: [3, tokens of its portions that count]
+    traces: tuple[
+        FloatArray, ...
+    ] = ()  # on rank 0, where the loss asks for it, of each rank: [3, tokens of its portions that count]
 
 
-# --- the trainer ---------------------------------------------------------------------------------------------------------------------
+# --- the trainer --------------------------------------------------------------------------------------------
 
 
 class ShardedTrainer:
-    """One rank's part of the training. Made with a model that shard_model divided and an optimizer over its parameters.
+    """One rank's part of the training. Made with a model that shard_model divided and an optimizer over its
+    parameters.
 
-    check_open: called at each boundary between micro-batches; what it raises on any rank ends the step on all.
-    reduce_each_micro_batch: sum gradients over the ranks after every micro-batch instead of once per batch. That costs communication and
-    saves memory: else each rank holds the whole gradient while it works on a batch of several micro-batches.
+    check_open: called at each boundary between micro-batches; what it raises on any rank ends the step on
+    all. reduce_each_micro_batch: sum gradients over the ranks after every micro-batch instead of once per
+    batch. That costs communication and saves memory: else each rank holds the whole gradient while it works
+    on a batch of several micro-batches.
     """
 
     def __init__(
@@ -105,7 +118,9 @@ class ShardedTrainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def reset(self) -> None:
-        """As after the last step: what was begun since is thrown away, and this rank's random states are as they were. Does not communicate."""
+        """As after the last step: what was begun since is thrown away, and this rank's random states are as
+        they were. Does not communicate.
+        """
         self.discard()
         self._draws.restore()
 
@@ -117,7 +132,9 @@ class ShardedTrainer:
     # --- batches
 
     def forward_backward(self, make_shares: Callable[[], Sequence[Share]] | None) -> ShareResult:
-        """Adds the gradient of sum / denominator to what has accumulated. `make_shares` is rank 0's: one share for each rank."""
+        """Adds the gradient of sum / denominator to what has accumulated. `make_shares` is rank 0's: one
+        share for each rank.
+        """
         self._draws.begin()
         share = self._receive_share(make_shares)
         assert share.spec is not None
@@ -127,7 +144,9 @@ class ShardedTrainer:
         metrics: list[Metrics] = []
         traces: list[Tensor] = []
         for number, portion in enumerate(share.portions):
-            cast(FSDPModule, self.model).set_requires_gradient_sync(self._reduce_each or number == len(share.portions) - 1)
+            cast(FSDPModule, self.model).set_requires_gradient_sync(
+                self._reduce_each or number == len(share.portions) - 1
+            )
             flat = self._compute_outputs(portion, share)
             (output, trace), gathered = self._agree_on_loss(flat, portion, share, loss_fn, metrics)
             total += float(gathered[:, 0].sum())
@@ -140,11 +159,14 @@ class ShardedTrainer:
                 traces.append(trace.read())
         reshard(self.model)
         self._agree_alike(lambda: check_count(share.spec, count, share.expected_count))  # pyright: ignore[reportArgumentType]
-        return ShareResult(total, self._gather_metrics(metrics), self._gather_traces(traces) if share.spec.per_token else ())
+        return ShareResult(
+            total, self._gather_metrics(metrics), self._gather_traces(traces) if share.spec.per_token else ()
+        )
 
     def forward(self, make_shares: Callable[[], Sequence[Share]] | None) -> list[FloatArray] | None:
-        """On rank 0, of each rank: log-probs (of a scalar head: values) [sum of N] of its portions' pairs, in their order. `make_shares` as above,
-        without a loss."""
+        """On rank 0, of each rank: log-probs (of a scalar head: values) [sum of N] of its portions' pairs, in
+        their order. `make_shares` as above, without a loss.
+        """
         share = self._receive_share(make_shares)
         found: list[FloatArray] = []
         with torch.no_grad():
@@ -156,7 +178,9 @@ class ShardedTrainer:
         return None if blocks is None else [np.frombuffer(block, np.float32) for block in blocks]
 
     def complete_greedily(self, prompt_ids: IntArray, count: int) -> FloatArray:
-        """[count, V] log-probs at each greedy token after `prompt_ids`, on every rank: all compute the same, layer by layer together."""
+        """[count, V] log-probs at each greedy token after `prompt_ids`, on every rank: all compute the same,
+        layer by layer together.
+        """
         rows = complete_greedily(self.model, prompt_ids, count, autocast_dtype=self._autocast_dtype)
         reshard(self.model)
         return rows
@@ -168,7 +192,9 @@ class ShardedTrainer:
         return decode_share(scatter_bytes(self.ranks, run_agreed(self.ranks, encode).value))
 
     def _compute_outputs(self, portion: Portion, share: Share) -> TokenOutputs:
-        entropy_gradient = share.spec is not None and wants_entropy_gradient(share.spec.name, share.spec.params)
+        entropy_gradient = share.spec is not None and wants_entropy_gradient(
+            share.spec.name, share.spec.params
+        )
 
         def compute() -> TokenOutputs:
             return compute_micro_batch_outputs(
@@ -180,7 +206,9 @@ class ShardedTrainer:
                 entropy_gradient=entropy_gradient,
             )
 
-        return compute() if self.plan.head == "whole" else run_unsharded(self.model, compute)  # the whole model is the root's own forward
+        return (
+            compute() if self.plan.head == "whole" else run_unsharded(self.model, compute)
+        )  # the whole model is the root's own forward
 
     def _agree_on_loss(
         self, flat: TokenOutputs, portion: Portion, share: Share, loss_fn: LossFn, metrics: list[Metrics]
@@ -197,7 +225,9 @@ class ShardedTrainer:
             metrics.append(with_entropy(output, entropy))
             return output, trace
 
-        return run_agreed(self.ranks, work, lambda found: (float(found[0].sum.detach()), float(found[0].count)), count=2)
+        return run_agreed(
+            self.ranks, work, lambda found: (float(found[0].sum.detach()), float(found[0].count)), count=2
+        )
 
     def _agree_alike(self, check: Callable[[], None]) -> None:
         """A check of what is the same on all ranks: it fails on all or on none."""
@@ -209,18 +239,32 @@ class ShardedTrainer:
     def _gather_metrics(self, metrics: Sequence[Metrics]) -> Metrics:
         data = run_agreed(self.ranks, lambda: encode_metrics(merge_metrics(metrics))).value
         parts = gather_bytes(self.ranks, data)
-        merged = run_agreed(self.ranks, lambda: {} if parts is None else merge_metrics([decode_metrics(part) for part in parts]))
+        merged = run_agreed(
+            self.ranks,
+            lambda: {} if parts is None else merge_metrics([decode_metrics(part) for part in parts]),
+        )
         return merged.value
 
     def _gather_traces(self, traces: Sequence[Tensor]) -> tuple[FloatArray, ...]:
-        data = run_agreed(self.ranks, lambda: torch.cat([torch.zeros(3, 0), *(trace.cpu() for trace in traces)], dim=1).numpy().tobytes()).value
+        data = run_agreed(
+            self.ranks,
+            lambda: (
+                torch.cat([torch.zeros(3, 0), *(trace.cpu() for trace in traces)], dim=1).numpy().tobytes()
+            ),
+        ).value
         blocks = gather_bytes(self.ranks, data)
-        return () if blocks is None else tuple(np.frombuffer(block, np.float32).reshape(3, -1) for block in blocks)
+        return (
+            ()
+            if blocks is None
+            else tuple(np.frombuffer(block, np.float32).reshape(3, -1) for block in blocks)
+        )
 
     # --- the optimizer
 
     def optim_step(self, lr: float, max_grad_norm: float | None) -> float:
-        """The gradient's norm over all ranks, before clipping. Where it is not finite nothing changes but that the gradient is gone."""
+        """The gradient's norm over all ranks, before clipping. Where it is not finite nothing changes but
+        that the gradient is gone.
+        """
         self._draws.note()
         gradients = [get_local(gradient) for gradient in collect_gradients(self.model)]
         mine = float(torch.nn.utils.get_total_norm(gradients))
@@ -240,7 +284,9 @@ class ShardedTrainer:
     # --- weights
 
     def stream_weights(self, sink: WeightSink | None) -> None:
-        """Hands every parameter to rank 0's `sink`, bucket by bucket. The others hold no more than their shards."""
+        """Hands every parameter to rank 0's `sink`, bucket by bucket. The others hold no more than their
+        shards.
+        """
         for bucket in find_buckets(self.model, RANK_BUCKET_BYTES):
             gathered = gather_bucket(self.ranks, bucket)
 
@@ -258,10 +304,14 @@ class ShardedTrainer:
 
     # --- checkpoints
 
-    def save(self, path: Path, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Writes the model directory and its `state/`, each rank its own part. All ranks must see `path`; rank 0's `position` and `tokenizer` count.
+    def save(
+        self, path: Path, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        """Writes the model directory and its `state/`, each rank its own part. All ranks must see `path`;
+        rank 0's `position` and `tokenizer` count.
 
-        Raises AgreedFailure with an OSError if a disk refuses a write on any rank, with a RunDirError if a rank does not see `path`.
+        Raises AgreedFailure with an OSError if a disk refuses a write on any rank, with a RunDirError if a
+        rank does not see `path`.
         """
         rank, world = self.ranks.rank, self.ranks.world_size
 
@@ -284,18 +334,29 @@ class ShardedTrainer:
 
             deal, writer = run_agreed(self.ranks, begin).value
             gather_parts(self.ranks, deal.parameters, writer.take)
-            counts = run_agreed(self.ranks, stack.close, lambda _: [float(len(writer.shards))], count=1).numbers
+            counts = run_agreed(
+                self.ranks, stack.close, lambda _: [float(len(writer.shards))], count=1
+            ).numbers
         run_agreed(self.ranks, lambda: name(counts[:, 0].tolist()))
-        run_agreed(self.ranks, lambda: save_sharded_state(path, self.model, self.optimizer, position, rank=rank, ranks=world))
+        run_agreed(
+            self.ranks,
+            lambda: save_sharded_state(path, self.model, self.optimizer, position, rank=rank, ranks=world),
+        )
 
-    def capture(self, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None) -> HeldPart | None:
-        """This rank's part of what save() would write now, copied to host memory; None, on all ranks, if one has no room for it. Rank 0's
-        `position` and `tokenizer` count; generation must not use the tokenizer while it is written."""
+    def capture(
+        self, position: Mapping[str, float], tokenizer: PreTrainedTokenizerBase | None
+    ) -> HeldPart | None:
+        """This rank's part of what save() would write now, copied to host memory; None, on all ranks, if one
+        has no room for it. Rank 0's `position` and `tokenizer` count; generation must not use the tokenizer
+        while it is written.
+        """
         return hold_together(self.model, self.optimizer, self.ranks, position, tokenizer)
 
     def load(self, path: Path) -> Mapping[str, float]:
-        """The position that save() was given, on any number of ranks; weights, optimizer and random states are as they were. Gradients are
-        discarded. Raises AgreedFailure with a CheckpointError; what does not fit is found before anything is changed."""
+        """The position that save() was given, on any number of ranks; weights, optimizer and random states
+        are as they were. Gradients are discarded. Raises AgreedFailure with a CheckpointError; what does not
+        fit is found before anything is changed.
+        """
         rank, world = self.ranks.rank, self.ranks.world_size
         self.discard()
 
@@ -305,19 +366,23 @@ class ShardedTrainer:
             except ModelError as error:
                 raise CheckpointError(f"{path} is not of this model, or damaged: {error}") from error
 
-        loaded = run_agreed(self.ranks, lambda: read_sharded_state(path, self.model, POSITION_FIELDS, rank=rank, ranks=world)).value
+        loaded = run_agreed(
+            self.ranks, lambda: read_sharded_state(path, self.model, POSITION_FIELDS, rank=rank, ranks=world)
+        ).value
         run_agreed(self.ranks, load_weights)
         loaded.apply(self.optimizer, self.ranks.device)
         self._draws.note()
         return loaded.position
 
 
-# --- metrics as bytes ------------------------------------------------------------------------------------------------------------------
+# --- metrics as bytes ---------------------------------------------------------------------------------------
 
 
 def encode_metrics(metrics: Metrics) -> bytes:
     """JSON; what is not finite is written as Python's json writes it."""
-    return json.dumps({name: [type(metric).__name__, *_list_values(metric)] for name, metric in metrics.items()}).encode()
+    return json.dumps(
+        {name: [type(metric).__name__, *_list_values(metric)] for name, metric in metrics.items()}
+    ).encode()
 
 
 def _list_values(metric: Metric) -> list[float]:

@@ -1,4 +1,6 @@
-"""Whole weights from shards and shards from whole weights, a bucket at a time: rank 0 gets or gives all of them, or each rank gets its own part."""
+"""Whole weights from shards and shards from whole weights, a bucket at a time: rank 0 gets or gives all of
+them, or each rank gets its own part.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from rollouts.backends.steps import split_buckets
 from rollouts.distributed.process_group import Ranks
 from rollouts.models.sharded import get_local
 
-RANK_BUCKET_BYTES = 8 * 2**20  # of whole tensors gathered at once: the rank that gets them holds about three times that beside its shards
+RANK_BUCKET_BYTES = (
+    8 * 2**20
+)  # of whole tensors gathered at once: the rank that gets them holds about three times that beside its shards
 
 
 def rows_of_shard(parameter: Tensor, num_shards: int) -> int:
@@ -28,12 +32,17 @@ def _check_layout(parameter: Tensor) -> DTensor:
     return parameter
 
 
-def gather_bucket(ranks: Ranks, bucket: Sequence[tuple[str, Tensor]], *, to: int = 0) -> list[tuple[str, Tensor]] | None:
+def gather_bucket(
+    ranks: Ranks, bucket: Sequence[tuple[str, Tensor]], *, to: int = 0
+) -> list[tuple[str, Tensor]] | None:
     """On rank `to` the whole tensors of a bucket of one dtype, by one collective; None on the others.
 
-    Every shard is padded to the first one's rows. The ranks of other replicas than that of `to` have nothing to give.
+    Every shard is padded to the first one's rows. The ranks of other replicas than that of `to` have nothing
+    to give.
     """
-    if ranks.rank // ranks.num_shards != to // ranks.num_shards:  # the mesh numbers a replica's ranks one after the other
+    if (
+        ranks.rank // ranks.num_shards != to // ranks.num_shards
+    ):  # the mesh numbers a replica's ranks one after the other
         return None
     pieces: list[Tensor] = []
     for _, parameter in bucket:
@@ -56,9 +65,12 @@ def gather_bucket(ranks: Ranks, bucket: Sequence[tuple[str, Tensor]], *, to: int
 
 
 def gather_parts(
-    ranks: Ranks, parts: Sequence[Sequence[tuple[str, Tensor]]], take: Callable[[list[tuple[str, Tensor]]], None]
+    ranks: Ranks,
+    parts: Sequence[Sequence[tuple[str, Tensor]]],
+    take: Callable[[list[tuple[str, Tensor]]], None],
 ) -> None:
-    """Hands `take` on each rank the whole tensors of its own part of `parts` [W], bucket by bucket. Collective; `take` must not raise.
+    """Hands `take` on each rank the whole tensors of its own part of `parts` [W], bucket by bucket.
+    Collective; `take` must not raise.
 
     In turns: a bucket for every rank is gathered, then all take theirs at the same time.
     """
@@ -82,6 +94,8 @@ def scatter_weight(ranks: Ranks, parameter: Tensor, weight: Tensor | None) -> No
         padded = local.new_zeros((rows * ranks.num_shards, *parameter.shape[1:]))
         padded[: len(weight)] = weight.to(padded)
         shards = list(padded.split(rows))
-        parts = [shards[rank % ranks.num_shards] for rank in range(ranks.world_size)]  # the mesh numbers a replica's ranks one after the other
+        parts = [
+            shards[rank % ranks.num_shards] for rank in range(ranks.world_size)
+        ]  # the mesh numbers a replica's ranks one after the other
     dist.scatter(block, parts, src=0)
     local.copy_(block[: len(local)])

@@ -1,4 +1,6 @@
-"""What a backend keeps in a checkpoint's `state/`: optimizer moments and random state as safetensors, positions as JSON. Never pickle."""
+"""What a backend keeps in a checkpoint's `state/`: optimizer moments and random state as safetensors,
+positions as JSON. Never pickle.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def collect_optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's own tensors under parameter names, and torch's random states. Nothing is copied but those."""
+    """The optimizer's own tensors under parameter names, and torch's random states. Nothing is copied but
+    those.
+    """
     tensors = copy_random_states(model.device)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -30,8 +34,11 @@ def collect_optimizer_tensors(model: PreTrainedModel, optimizer: torch.optim.Opt
     return tensors
 
 
-def load_backend_state(checkpoint: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, fields: Collection[str]) -> dict[str, float]:
-    """The position that was saved, by this process alone or by ranks; the optimizer and torch's random state are as they were.
+def load_backend_state(
+    checkpoint: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, fields: Collection[str]
+) -> dict[str, float]:
+    """The position that was saved, by this process alone or by ranks; the optimizer and torch's random state
+    are as they were.
 
     Raises CheckpointError naming file and field, before anything is changed.
     """
@@ -41,8 +48,8 @@ def load_backend_state(checkpoint: Path, model: PreTrainedModel, optimizer: torc
 def read_model_weights(checkpoint: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     """All weights of the checkpoint, under the names and in the shapes that `model` has them in.
 
-    Some models hold tensors that their files have in pieces (the experts of a mixture); those are put together as loading a model does.
-    Raises CheckpointError if a file cannot be read.
+    Some models hold tensors that their files have in pieces (the experts of a mixture); those are put
+    together as loading a model does. Raises CheckpointError if a file cannot be read.
     """
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
@@ -55,10 +62,16 @@ def read_model_weights(checkpoint: Path, model: PreTrainedModel) -> dict[str, Te
         return weights
     try:
         scalar = has_scalar_head(model)
-        loaded = load_scalar_model(checkpoint, dtype=model.dtype, new_head=False) if scalar else load_hf_model(checkpoint, dtype=model.dtype)
+        loaded = (
+            load_scalar_model(checkpoint, dtype=model.dtype, new_head=False)
+            if scalar
+            else load_hf_model(checkpoint, dtype=model.dtype)
+        )
         return dict(loaded.named_parameters())
     except ModelError as error:
-        raise CheckpointError(f"{checkpoint} cannot be loaded ({error}); resume from another checkpoint") from error
+        raise CheckpointError(
+            f"{checkpoint} cannot be loaded ({error}); resume from another checkpoint"
+        ) from error
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

@@ -1,9 +1,10 @@
-"""What every backend on torch does alike: the queue and its failures, the loss of a micro-batch, the decisions of an optimizer step.
+"""What every backend on torch does alike: the queue and its failures, the loss of a micro-batch, the
+decisions of an optimizer step.
 
-    StepQueue        jobs in order on the device thread; after one that failed, EarlierStepFailed until reset()
-    OptimizerSteps   where the optimizer stands, and whether what has accumulated may be used
-    prepare_batch    denominator, expected count and packing of a batch
-    compute_loss     from log-probs (of a scalar head: values) of a micro-batch to the loss's sum
+StepQueue        jobs in order on the device thread; after one that failed, EarlierStepFailed until reset()
+OptimizerSteps   where the optimizer stands, and whether what has accumulated may be used
+prepare_batch    denominator, expected count and packing of a batch
+compute_loss     from log-probs (of a scalar head: values) of a micro-batch to the loss's sum
 """
 
 from __future__ import annotations
@@ -27,7 +28,16 @@ from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed
 from rollouts.losses import LossFn, LossInputs, LossOutput
 from rollouts.models.log_probs import LAYOUTS, ForwardPlan, Layout, TokenOutputs
 from rollouts.models.optim import compute_lr
-from rollouts.types import BoolArray, LossSpec, Mean, Metrics, OptimParams, OptimStepResult, RolloutBatch, Total
+from rollouts.types import (
+    BoolArray,
+    LossSpec,
+    Mean,
+    Metrics,
+    OptimParams,
+    OptimStepResult,
+    RolloutBatch,
+    Total,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,17 +46,34 @@ T = TypeVar("T")
 TensorT = TypeVar("TensorT", bound=Tensor)
 BUCKET_BYTES = 256 * 2**20
 CLIP_EPS = 1e-6  # what torch.nn.utils.clip_grads_with_norm_ adds to the norm
-OTHER_TERMS = ("kl_coef", "entropy_coef", "mu_penalty_coef")  # parameters of a loss: of terms without an advantage
-# In which a token without an advantage has no gradient and changes no other token's. Of a function of the user nobody knows.
-SKIPPING_LOSSES = ("ppo_clip", "importance_sampling", "reinforce", "cispo", "gspo", "gspo_token", "gmpo", "sapo", "dppo")
+OTHER_TERMS = (
+    "kl_coef",
+    "entropy_coef",
+    "mu_penalty_coef",
+)  # parameters of a loss: of terms without an advantage
+# In which a token without an advantage has no gradient and changes no other token's. Of a function of the
+# user nobody knows.
+SKIPPING_LOSSES = (
+    "ppo_clip",
+    "importance_sampling",
+    "reinforce",
+    "cispo",
+    "gspo",
+    "gspo_token",
+    "gmpo",
+    "sapo",
+    "dppo",
+)
 COUNTS = ("skipped_steps", "trained_tokens", "computed_tokens", "skipped_rows")
 
 
-# --- the queue -----------------------------------------------------------------------------------------------------------------------
+# --- the queue ----------------------------------------------------------------------------------------------
 
 
 class StepQueue:
-    """Jobs of one backend on its device thread, and the version of the weights. `discard` throws away what has accumulated."""
+    """Jobs of one backend on its device thread, and the version of the weights. `discard` throws away what
+    has accumulated.
+    """
 
     def __init__(self, device_thread: DeviceThread, discard: Callable[[], None]) -> None:
         self.device_thread = device_thread
@@ -69,7 +96,9 @@ class StepQueue:
 
         def job() -> T:
             if self._failure is not None:
-                raise EarlierStepFailed(f"a step before this one failed ({self._failure!r}); call reset()") from self._failure
+                raise EarlierStepFailed(
+                    f"a step before this one failed ({self._failure!r}); call reset()"
+                ) from self._failure
             try:
                 return work()
             except BaseException as error:
@@ -100,7 +129,7 @@ class StepQueue:
         return future
 
 
-# --- batches ---------------------------------------------------------------------------------------------------------------------------
+# --- batches ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +154,12 @@ class PreparedBatch:
     pack: Callable[[int], list[MicroBatch]]  # for a number of ranks
 
 
-def prepare_batch(batch: RolloutBatch, spec: LossSpec | None, plan: ForwardPlan, options: PackingOptions, *, vocab_size: int) -> PreparedBatch:
-    """The batch's denominators and packing; `spec` is None for log-probs only. Raises BackendError or ModelError for what cannot be computed."""
+def prepare_batch(
+    batch: RolloutBatch, spec: LossSpec | None, plan: ForwardPlan, options: PackingOptions, *, vocab_size: int
+) -> PreparedBatch:
+    """The batch's denominators and packing; `spec` is None for log-probs only. Raises BackendError or
+    ModelError for what cannot be computed.
+    """
     denominator, expected_count = compute_denominator(batch, spec) if spec is not None else (1.0, 0.0)
     skips = spec is not None and options.skip_zero_advantage and not needs_every_row(spec)
     skip_rows = find_zero_advantage_rows(batch) if skips else None
@@ -153,13 +186,20 @@ def prepare_batch(batch: RolloutBatch, spec: LossSpec | None, plan: ForwardPlan,
 
 
 def compute_denominator(batch: RolloutBatch, spec: LossSpec) -> tuple[float, float]:
-    """What the loss's sum over the whole batch is divided by, and what its counts must add up to. Raises BackendError if nothing trains."""
+    """What the loss's sum over the whole batch is divided by, and what its counts must add up to. Raises
+    BackendError if nothing trains.
+    """
     count = count_unit(batch, spec, np.ones(len(batch), np.bool_))
     if count == 0:
-        raise BackendError(f"none of the batch's {len(batch)} rows has a token to train on; check its loss masks")
+        raise BackendError(
+            f"none of the batch's {len(batch)} rows has a token to train on; check its loss masks"
+        )
     if spec.unit == "constant":
         if spec.constant is None or not spec.constant > 0:
-            raise BackendError(f"LossSpec(unit='constant') has constant={spec.constant}; give the denominator, a number above 0")
+            raise BackendError(
+                f"LossSpec(unit='constant') has constant={spec.constant}; give the denominator, a number"
+                " above 0"
+            )
         return spec.constant, count
     return count, count
 
@@ -186,14 +226,19 @@ def find_zero_advantage_rows(batch: RolloutBatch) -> BoolArray | None:
 
 
 def check_token_ids(batch: RolloutBatch, vocab_size: int) -> None:
-    """Raises BackendError naming the first row with an id outside the model's vocabulary; on an accelerator torch would abort the process."""
+    """Raises BackendError naming the first row with an id outside the model's vocabulary; on an accelerator
+    torch would abort the process.
+    """
     for row, ids in enumerate(batch.tokens):
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
             worst = int(ids.max()) if int(ids.max()) >= vocab_size else int(ids.min())
-            raise BackendError(f"batch.tokens[{row}] has the id {worst}; the model's ids are 0 to {vocab_size - 1}: use the model's own tokenizer")
+            raise BackendError(
+                f"batch.tokens[{row}] has the id {worst}; the model's ids are 0 to {vocab_size - 1}: use the"
+                " model's own tokenizer"
+            )
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------------------------
+# --- losses -------------------------------------------------------------------------------------------------
 
 
 class ComputedLoss(NamedTuple):
@@ -208,14 +253,19 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
     """The loss of one micro-batch. Raises BackendError if the sum has no gradient."""
     micro_batch, device = portion.micro_batch, flat.log_probs.device
     pairs = torch.from_numpy(micro_batch.token_pairs).to(device)
-    place = torch.from_numpy(micro_batch.token_rows).to(device), torch.from_numpy(micro_batch.token_positions).to(device)
+    place = (
+        torch.from_numpy(micro_batch.token_rows).to(device),
+        torch.from_numpy(micro_batch.token_positions).to(device),
+    )
     shape = len(micro_batch.rows), portion.width
 
     def spread(values: Tensor) -> Tensor:
         return torch.zeros(shape, dtype=values.dtype, device=device).index_put(place, values)
 
     fields = {name: spread(torch.from_numpy(values).to(device)) for name, values in portion.fields.items()}
-    entropy = None if flat.entropy is None else flat.entropy[pairs]  # with gradient where the loss has an entropy bonus
+    entropy = (
+        None if flat.entropy is None else flat.entropy[pairs]
+    )  # with gradient where the loss has an entropy bonus
     log_probs = spread(flat.log_probs[pairs])
     weights: list[Tensor] = []  # of a correction
     if spec.per_token:
@@ -229,7 +279,10 @@ def compute_loss(flat: TokenOutputs, portion: Portion, loss_fn: LossFn, spec: Lo
     )
     output = loss_fn(inputs, unit=spec.unit, **spec.params)
     if not output.sum.requires_grad:
-        raise BackendError(f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not detached")
+        raise BackendError(
+            f"loss {spec.name!r} returned a sum without gradient; it must depend on inputs.log_probs, not"
+            " detached"
+        )
     trace = TokenTrace(log_probs, weights[-1] if weights else None, place) if spec.per_token else None
     return ComputedLoss(output, None if entropy is None else entropy.detach(), trace)
 
@@ -243,18 +296,23 @@ def with_entropy(output: LossOutput, entropy: Tensor | None) -> Metrics:
 
 def with_skipped(metrics: Metrics, prepared: PreparedBatch) -> Metrics:
     """The metrics of a batch, which are of the rows that were computed, and how many were not, if any."""
-    return {**metrics, "advantage/skipped_rows": Total(float(prepared.skipped_rows))} if prepared.skipped_rows else metrics
+    return (
+        {**metrics, "advantage/skipped_rows": Total(float(prepared.skipped_rows))}
+        if prepared.skipped_rows
+        else metrics
+    )
 
 
 def check_count(spec: LossSpec, count: float, expected: float) -> None:
     """Raises DenominatorMismatch if the loss's counts over the whole batch are not what its unit says."""
     if not math.isclose(count, expected, rel_tol=1e-6):
         raise DenominatorMismatch(
-            f"loss {spec.name!r} counted {count:g} {spec.unit} where the batch has {expected:g}; its count must be that of its unit"
+            f"loss {spec.name!r} counted {count:g} {spec.unit} where the batch has {expected:g}; its count"
+            " must be that of its unit"
         )
 
 
-# --- optimizer steps -------------------------------------------------------------------------------------------------------------------
+# --- optimizer steps ----------------------------------------------------------------------------------------
 
 
 class OptimizerSteps:
@@ -265,14 +323,20 @@ class OptimizerSteps:
         self.poisoned: str | None = None  # why the pending step will be skipped
         self.pending_batches = 0  # forward_backward calls since the last step
         self.counts: dict[str, float] = dict.fromkeys(COUNTS, 0.0)
-        self._counts_before = dict(self.counts)  # as of the last step: what was computed since, for a step that is given up, did not happen
-        self.layouts: dict[str, float] = dict.fromkeys(LAYOUTS, 0.0)  # batches computed in each since the backend was opened
+        self._counts_before = dict(
+            self.counts
+        )  # as of the last step: what was computed since, for a step that is given up, did not happen
+        self.layouts: dict[str, float] = dict.fromkeys(
+            LAYOUTS, 0.0
+        )  # batches computed in each since the backend was opened
         self._optim = optim
         self._total_steps = total_steps
         self._skipped_in_a_row = 0
 
     def add_batch(self, prepared: PreparedBatch, computed_tokens: int, *, trains: bool) -> None:
-        """Counts a batch that will be computed. Where log-probs alone are, as of a probe, only its layout counts: a resumed run asks for others."""
+        """Counts a batch that will be computed. Where log-probs alone are, as of a probe, only its layout
+        counts: a resumed run asks for others.
+        """
         self.layouts[prepared.layout] += 1
         if not trains:
             return
@@ -280,9 +344,13 @@ class OptimizerSteps:
         self.counts["skipped_rows"] += prepared.skipped_rows
 
     def choose_params(self, params: OptimParams | None) -> OptimParams:
-        """lr and clipping of the next step: the schedule's, or those of `params`. Raises BackendError if nothing has accumulated."""
+        """lr and clipping of the next step: the schedule's, or those of `params`. Raises BackendError if
+        nothing has accumulated.
+        """
         if self.pending_batches == 0:
-            raise BackendError("optim_step without a forward_backward since the last one; there is no gradient to step with")
+            raise BackendError(
+                "optim_step without a forward_backward since the last one; there is no gradient to step with"
+            )
         lr = compute_lr(self.steps, self._total_steps, self._optim)
         return OptimParams(lr=lr, max_grad_norm=self._optim.max_grad_norm) if params is None else params
 
@@ -303,8 +371,9 @@ class OptimizerSteps:
         if in_a_row >= self._optim.max_nonfinite_steps:
             self._skipped_in_a_row = 0  # whoever goes on all the same, goes on for as many again
             raise NonFiniteSteps(
-                f"{in_a_row} steps in a row were not finite, the last because {reason}; optim.max_nonfinite_steps="
-                f"{self._optim.max_nonfinite_steps}: lower optim.lr, or look at samples.jsonl for what the batch holds"
+                f"{in_a_row} steps in a row were not finite, the last because {reason};"
+                f" optim.max_nonfinite_steps={self._optim.max_nonfinite_steps}: lower optim.lr, or look at"
+                " samples.jsonl for what the batch holds"
             )
         return OptimStepResult(step=self.steps, lr=lr, grad_norm=None, clipped=False, skipped=reason)
 
@@ -324,7 +393,12 @@ class OptimizerSteps:
 
     def position(self, weight_version: int) -> dict[str, float]:
         """What a checkpoint keeps of this."""
-        return {"steps": self.steps, "skipped_in_a_row": self._skipped_in_a_row, "weight_version": weight_version, **self.counts}
+        return {
+            "steps": self.steps,
+            "skipped_in_a_row": self._skipped_in_a_row,
+            "weight_version": weight_version,
+            **self.counts,
+        }
 
     def restore(self, position: Mapping[str, float]) -> int:
         """Takes a saved position; the version of the weights then."""
@@ -335,7 +409,9 @@ class OptimizerSteps:
         return int(position["weight_version"])
 
     def statistics(self) -> dict[str, float]:
-        """Optimizer steps, skipped ones, tokens trained and, for that, computed (padding included), batches by layout."""
+        """Optimizer steps, skipped ones, tokens trained and, for that, computed (padding included), batches
+        by layout.
+        """
         layouts = {f"batches_as_{layout}": count for layout, count in self.layouts.items()}
         return {"steps": float(self.steps), **self.counts, **layouts}
 
@@ -344,7 +420,9 @@ POSITION_FIELDS = ("steps", "skipped_in_a_row", "weight_version", *COUNTS)
 
 
 def collect_gradients(model: torch.nn.Module) -> list[Tensor]:
-    """Every gradient; zeros where no row ran at all, for AdamW moves a parameter with a zero gradient and passes over one without."""
+    """Every gradient; zeros where no row ran at all, for AdamW moves a parameter with a zero gradient and
+    passes over one without.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if all(parameter.grad is None for parameter in parameters):
         for parameter in parameters:
@@ -356,25 +434,35 @@ def clip_gradients(gradients: Sequence[Tensor], norm: float, max_norm: float | N
     """Whether the gradients, whose norm is `norm`, were scaled in place to `max_norm`. None: never."""
     if max_norm is None or norm <= max_norm:
         return False
-    for gradient in gradients:  # by a number, in the gradient's own precision: a tensor of the norm would be float32
+    for (
+        gradient
+    ) in gradients:  # by a number, in the gradient's own precision: a tensor of the norm would be float32
         gradient.mul_(max_norm / (norm + CLIP_EPS))
     return True
 
 
-# --- weights -----------------------------------------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------------------
 
 
 def find_buckets(model: torch.nn.Module, bucket_bytes: int) -> list[list[tuple[str, torch.nn.Parameter]]]:
-    """Parameters in buckets of at most `bucket_bytes` (a larger one alone), each bucket of one dtype. Tied ones come once."""
+    """Parameters in buckets of at most `bucket_bytes` (a larger one alone), each bucket of one dtype. Tied
+    ones come once.
+    """
     return split_buckets(model.named_parameters(), bucket_bytes)
 
 
-def split_buckets(parameters: Iterable[tuple[str, TensorT]], bucket_bytes: int) -> list[list[tuple[str, TensorT]]]:
+def split_buckets(
+    parameters: Iterable[tuple[str, TensorT]], bucket_bytes: int
+) -> list[list[tuple[str, TensorT]]]:
     """As find_buckets, of these in their order."""
     buckets: list[list[tuple[str, TensorT]]] = []
     size = 0
     for name, parameter in parameters:
-        if not buckets or size + parameter.nbytes > bucket_bytes or buckets[-1][0][1].dtype != parameter.dtype:
+        if (
+            not buckets
+            or size + parameter.nbytes > bucket_bytes
+            or buckets[-1][0][1].dtype != parameter.dtype
+        ):
             buckets.append([])
             size = 0
         buckets[-1].append((name, parameter))
@@ -383,7 +471,9 @@ def split_buckets(parameters: Iterable[tuple[str, TensorT]], bucket_bytes: int) 
 
 
 def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may come under each of its names."""
+    """Raises BackendError naming the weights that are missing, unknown or of another shape. A tied weight may
+    come under each of its names.
+    """
     parameters: dict[str, Any] = dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - set(parameters)
     missing = sorted(set(parameters) - set(weights))
@@ -393,7 +483,11 @@ def check_weights(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None
         for name, parameter in parameters.items()
         if name in weights and weights[name].shape != parameter.shape
     ]
-    for what, names in (("are missing", missing), ("are not the model's", unknown), ("have another shape", shapes)):
+    for what, names in (
+        ("are missing", missing),
+        ("are not the model's", unknown),
+        ("have another shape", shapes),
+    ):
         _raise_if_any(what, names)
 
 

@@ -1,1 +1,3 @@
-"""Checkpoints that are complete or absent: a Hugging Face model directory, training state in state/, one manifest written last."""
+"""Checkpoints that are complete or absent: a Hugging Face model directory, training state in state/, one
+manifest written last.
+"""

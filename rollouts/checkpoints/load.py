@@ -7,7 +7,13 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollouts.checkpoints.manifest import FileRecord, Manifest, compute_sha256, describe_unreadable, read_manifest
+from rollouts.checkpoints.manifest import (
+    FileRecord,
+    Manifest,
+    compute_sha256,
+    describe_unreadable,
+    read_manifest,
+)
 from rollouts.errors import CheckpointDamaged, CheckpointError
 from rollouts.run_dir import checkpoint_state_dir, parse_step
 from rollouts.types import JSONValue
@@ -26,23 +32,28 @@ def report_nothing(text: str) -> None:
 
 
 def check_checkpoint(path: Path, *, hashes: bool) -> Manifest:
-    """The manifest. Raises CheckpointDamaged naming the first file that is missing, or differs in size or, with `hashes`, in content;
-    CheckpointError where that cannot be known, as when the system does not let a file be read, or the checkpoint is not in its place.
+    """The manifest. Raises CheckpointDamaged naming the first file that is missing, or differs in size or,
+    with `hashes`, in content; CheckpointError where that cannot be known, as when the system does not let a
+    file be read, or the checkpoint is not in its place.
 
-    Sizes cost a stat per file; hashes read every byte, so run those in a thread. Files that the manifest does not name are ignored; one
-    that is a link is refused, for what it leads to lies outside.
+    Sizes cost a stat per file; hashes read every byte, so run those in a thread. Files that the manifest does
+    not name are ignored; one that is a link is refused, for what it leads to lies outside.
     """
     way_out = f"use an older checkpoint, or remove {path} and resume"
     manifest = read_manifest(path)
     if parse_step(path.name) not in (None, manifest.step):
-        raise CheckpointError(f"{path} holds step {manifest.step}; its name says another; rename it to step_{manifest.step}")
+        raise CheckpointError(
+            f"{path} holds step {manifest.step}; its name says another; rename it to step_{manifest.step}"
+        )
     here = path.resolve()
     for record in manifest.files:
         file = path / record.path
         try:
             _check_file(file, here / record.path, record, hashes=hashes, way_out=way_out)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CheckpointDamaged(f"{file} cannot be read ({error.strerror}), but the manifest names it; {way_out}") from error
+            raise CheckpointDamaged(
+                f"{file} cannot be read ({error.strerror}), but the manifest names it; {way_out}"
+            ) from error
         except OSError as error:
             raise describe_unreadable(file, error) from error
     return manifest
@@ -56,11 +67,15 @@ def _check_file(file: Path, place: Path, record: FileRecord, *, hashes: bool, wa
     if size != record.size:
         raise CheckpointDamaged(f"{file} has {size} bytes; the manifest says {record.size}; {way_out}")
     if hashes and compute_sha256(file) != record.sha256:
-        raise CheckpointDamaged(f"{file} has not the SHA-256 that the manifest says: it was changed or damaged; {way_out}")
+        raise CheckpointDamaged(
+            f"{file} has not the SHA-256 that the manifest says: it was changed or damaged; {way_out}"
+        )
 
 
 def is_complete(path: Path) -> bool:
-    """Whether every file that the manifest names is there with its size. Raises CheckpointError where that cannot be known."""
+    """Whether every file that the manifest names is there with its size. Raises CheckpointError where that
+    cannot be known.
+    """
     if not os.path.lexists(path):
         return False
     try:
@@ -70,25 +85,38 @@ def is_complete(path: Path) -> bool:
     return True
 
 
-def list_checkpoints(stage_dir: Path, *, hashes: bool = False, report: Report = report_nothing) -> list[tuple[int, Path]]:
-    """(step, path) of the complete checkpoints of a stage, oldest first. Empty if the directory does not exist.
+def list_checkpoints(
+    stage_dir: Path, *, hashes: bool = False, report: Report = report_nothing
+) -> list[tuple[int, Path]]:
+    """(step, path) of the complete checkpoints of a stage, oldest first. Empty if the directory does not
+    exist.
 
-    Whatever has a checkpoint's name and is none, or a damaged one, is passed over, and `report` gets a line about it. With `hashes` the newest
-    is read through, and where it is damaged the one before it, until one is as it was written. Raises CheckpointError for one that may be
-    whole but cannot be read or used where it is: to pass it over could be to lose it.
+    Whatever has a checkpoint's name and is none, or a damaged one, is passed over, and `report` gets a line
+    about it. With `hashes` the newest is read through, and where it is damaged the one before it, until one
+    is as it was written. Raises CheckpointError for one that may be whole but cannot be read or used where it
+    is: to pass it over could be to lose it.
     """
     return list(_walk_complete(stage_dir, hashes=hashes, report=report))[::-1]
 
 
-def find_newest_checkpoint(stage_dir: Path, *, hashes: bool = False, report: Report = report_nothing) -> Path | None:
-    """The complete checkpoint of the highest step, None if there is none. Like list_checkpoints, but older ones are not looked at."""
+def find_newest_checkpoint(
+    stage_dir: Path, *, hashes: bool = False, report: Report = report_nothing
+) -> Path | None:
+    """The complete checkpoint of the highest step, None if there is none. Like list_checkpoints, but older
+    ones are not looked at.
+    """
     return next((path for _, path in _walk_complete(stage_dir, hashes=hashes, report=report)), None)
 
 
 def list_named(stage_dir: Path) -> list[tuple[int, Path]]:
-    """(step, path) of everything that has a checkpoint's name, newest first. Raises CheckpointError if the directory cannot be read."""
+    """(step, path) of everything that has a checkpoint's name, newest first. Raises CheckpointError if the
+    directory cannot be read.
+    """
     try:
-        return sorted(((step, path) for path in stage_dir.iterdir() if (step := parse_step(path.name)) is not None), reverse=True)
+        return sorted(
+            ((step, path) for path in stage_dir.iterdir() if (step := parse_step(path.name)) is not None),
+            reverse=True,
+        )
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
@@ -101,7 +129,10 @@ def _walk_complete(stage_dir: Path, *, hashes: bool, report: Report) -> Iterator
     for step, path in list_named(stage_dir):
         try:
             if path.is_symlink():
-                raise CheckpointError(f"{path} is a link to {path.readlink()}; put the checkpoint itself there, or remove the link")
+                raise CheckpointError(
+                    f"{path} is a link to {path.readlink()}; put the checkpoint itself there, or remove the"
+                    " link"
+                )
             manifest = check_checkpoint(path, hashes=hashes and not found)
         except CheckpointDamaged as error:
             report(f"skipped a checkpoint that is incomplete or damaged: {error}")
@@ -109,18 +140,24 @@ def _walk_complete(stage_dir: Path, *, hashes: bool, report: Report) -> Iterator
         except OSError as error:
             raise describe_unreadable(path, error) from error
         if manifest.stage != path.parent.name:
-            raise CheckpointError(f"{path} is of the stage {manifest.stage!r}, not {path.parent.name!r}; move it to where it belongs")
+            raise CheckpointError(
+                f"{path} is of the stage {manifest.stage!r}, not {path.parent.name!r}; move it to where it"
+                " belongs"
+            )
         found = True
         yield step, path
 
 
 def check_config_hash(path: Path, config_hash: str) -> None:
-    """Raises CheckpointError when the checkpoint says that it was made with settings that train something else."""
+    """Raises CheckpointError when the checkpoint says that it was made with settings that train something
+    else.
+    """
     made_with = read_manifest(path).config_hash
     if made_with not in (None, config_hash):
         raise CheckpointError(
-            f"{path} was made with other settings than config.toml has (config_hash {made_with[:12]}, here {config_hash[:12]}): it is another "
-            "run's; remove it, or name another directory with --output.dir DIR"
+            f"{path} was made with other settings than config.toml has (config_hash {made_with[:12]}, here"
+            f" {config_hash[:12]}): it is another run's; remove it, or name another directory with"
+            " --output.dir DIR"
         )
 
 
@@ -130,7 +167,11 @@ def load_trainer_state(path: Path) -> dict[str, JSONValue]:
     try:
         state = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error}); use an older checkpoint") from error
+        raise CheckpointError(
+            f"{file} cannot be read ({type(error).__name__}: {error}); use an older checkpoint"
+        ) from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{file} holds a {type(state).__name__}; it must be an object; use an older checkpoint")
+        raise CheckpointError(
+            f"{file} holds a {type(state).__name__}; it must be an object; use an older checkpoint"
+        )
     return state

@@ -1,6 +1,7 @@
 """The file that makes a checkpoint complete: every other file with its size and hash, and a hash of itself.
 
-It knows nothing of what the files are: whatever lies in the directory when it is made belongs to the checkpoint.
+It knows nothing of what the files are: whatever lies in the directory when it is made belongs to the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -42,10 +43,15 @@ class Manifest:
 def compute_manifest(checkpoint: Path, *, stage: str, step: int, config_hash: str | None = None) -> Manifest:
     """The manifest of the files that lie in `checkpoint` now. Reads every byte: run it in a thread.
 
-    Raises CheckpointError for a link or anything else that is neither file nor directory: what it leads to may change.
+    Raises CheckpointError for a link or anything else that is neither file nor directory: what it leads to
+    may change.
     """
     manifest_path = checkpoint_manifest(checkpoint)
-    paths = sorted(path for path in checkpoint.rglob("*") if path != manifest_path and (path.is_symlink() or not path.is_dir()))
+    paths = sorted(
+        path
+        for path in checkpoint.rglob("*")
+        if path != manifest_path and (path.is_symlink() or not path.is_dir())
+    )
     return Manifest(stage, step, tuple(record_file(checkpoint, path) for path in paths), config_hash)
 
 
@@ -63,7 +69,9 @@ def compute_sha256(path: Path) -> str:
 
 
 def drop_from_cache(path: Path) -> None:
-    """Asks the system to forget a file that is synced, so that reading it asks the disk. A hint: what reads next may come from memory still."""
+    """Asks the system to forget a file that is synced, so that reading it asks the disk. A hint: what reads
+    next may come from memory still.
+    """
     if not hasattr(os, "posix_fadvise"):
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -74,13 +82,17 @@ def drop_from_cache(path: Path) -> None:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The file's bytes, the same for the same manifest. Its last field is the SHA-256 of itself without that field."""
+    """The file's bytes, the same for the same manifest. Its last field is the SHA-256 of itself without that
+    field.
+    """
     content: dict[str, Any] = {
         "schema": MANIFEST_SCHEMA,
         "stage": manifest.stage,
         "step": manifest.step,
         "config_hash": manifest.config_hash,
-        "files": [{"path": record.path, "size": record.size, "sha256": record.sha256} for record in manifest.files],
+        "files": [
+            {"path": record.path, "size": record.size, "sha256": record.sha256} for record in manifest.files
+        ],
     }
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
     return (json.dumps(content | {"sha256": digest}, indent=1) + "\n").encode()
@@ -92,8 +104,9 @@ def write_manifest(checkpoint: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointDamaged if it is missing or not as it was written; CheckpointError if it is of a schema
-    that this version does not know, or the system does not let it be read: then nobody knows what the checkpoint is.
+    """The manifest of a checkpoint. Raises CheckpointDamaged if it is missing or not as it was written;
+    CheckpointError if it is of a schema that this version does not know, or the system does not let it be
+    read: then nobody knows what the checkpoint is.
     """
     path = checkpoint_manifest(checkpoint)
     try:
@@ -101,34 +114,57 @@ def read_manifest(checkpoint: Path) -> Manifest:
         content = json.loads(raw)
         schema = content["schema"]
         if schema not in READABLE_SCHEMAS:
-            raise CheckpointError(f"{path} has schema {schema!r}; this version reads {MANIFEST_SCHEMA}: use the version of rollouts that wrote it")
+            raise CheckpointError(
+                f"{path} has schema {schema!r}; this version reads {MANIFEST_SCHEMA}: use the version of"
+                " rollouts that wrote it"
+            )
         manifest = _parse_manifest(content)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointDamaged(f"{checkpoint} has no manifest.json: it was not finished; use an older checkpoint and remove this one") from error
+        raise CheckpointDamaged(
+            f"{checkpoint} has no manifest.json: it was not finished; use an older checkpoint and remove"
+            " this one"
+        ) from error
     except OSError as error:
         raise describe_unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{path} cannot be read ({type(error).__name__}: {error}); use an older checkpoint and remove this one") from error
+        raise CheckpointDamaged(
+            f"{path} cannot be read ({type(error).__name__}: {error}); use an older checkpoint and remove"
+            " this one"
+        ) from error
     if schema == MANIFEST_SCHEMA and raw != encode_manifest(manifest):
-        raise CheckpointDamaged(f"{path} is not as it was written: it was changed or damaged; use an older checkpoint and remove {checkpoint}")
+        raise CheckpointDamaged(
+            f"{path} is not as it was written: it was changed or damaged; use an older checkpoint and remove"
+            f" {checkpoint}"
+        )
     return manifest
 
 
 def describe_unreadable(path: Path, error: OSError) -> CheckpointError:
     """What to raise where the system does not let a file be read that may be as good as ever."""
     return CheckpointError(
-        f"{path} cannot be read now ({error.strerror or error}), which says nothing about what it holds, so nothing was changed; "
-        "see that the disk, the mount and the permissions are in order, and try again"
+        f"{path} cannot be read now ({error.strerror or error}), which says nothing about what it holds, so"
+        " nothing was changed; see that the disk, the mount and the permissions are in order, and try again"
     )
 
 
 def _parse_manifest(content: Mapping[str, Any]) -> Manifest:
-    files = tuple(FileRecord(_relative(record["path"]), int(record["size"]), str(record["sha256"])) for record in content["files"])
+    files = tuple(
+        FileRecord(_relative(record["path"]), int(record["size"]), str(record["sha256"]))
+        for record in content["files"]
+    )
     config_hash = content.get("config_hash")
-    return Manifest(str(content["stage"]), int(content["step"]), files, None if config_hash is None else str(config_hash))
+    return Manifest(
+        str(content["stage"]), int(content["step"]), files, None if config_hash is None else str(config_hash)
+    )
 
 
 def _relative(path: object) -> str:
-    if not isinstance(path, str) or not path or PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\0" in path:
+    if (
+        not isinstance(path, str)
+        or not path
+        or PurePosixPath(path).is_absolute()
+        or ".." in PurePosixPath(path).parts
+        or "\0" in path
+    ):
         raise ValueError(f"path {path!r} does not lie in the checkpoint")
     return path

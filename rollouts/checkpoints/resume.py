@@ -18,10 +18,12 @@ DAMAGED_PREFIX = "damaged-"
 def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Report) -> Path | None:
     """The newest checkpoint of a stage that reads as it was written, every byte of it; None if there is none.
 
-    What unfinished saves left is removed. A newer one that is torn or damaged is reported and loses its name, so that its steps, which are
-    trained again, can be saved again; nothing of it is deleted. Raises CheckpointError, and changes nothing, if the one that is found was made
-    with other settings, if one that may be whole cannot be read, or if there are checkpoints and all of them are damaged: to train all over is
-    for a person to decide. OSError if something cannot be renamed or removed. Only when nobody is saving into `stage_dir`.
+    What unfinished saves left is removed. A newer one that is torn or damaged is reported and loses its name,
+    so that its steps, which are trained again, can be saved again; nothing of it is deleted. Raises
+    CheckpointError, and changes nothing, if the one that is found was made with other settings, if one that
+    may be whole cannot be read, or if there are checkpoints and all of them are damaged: to train all over is
+    for a person to decide. OSError if something cannot be renamed or removed. Only when nobody is saving into
+    `stage_dir`.
     """
     problems: list[str] = []
 
@@ -42,14 +44,17 @@ def choose_checkpoint(stage_dir: Path, *, config_hash: str | None, report: Repor
 
 
 def _check_none_was_saved(stage_dir: Path, problems: list[str]) -> None:
-    """Raises CheckpointError if something has a checkpoint's name and a manifest, which is written last: it was complete once."""
+    """Raises CheckpointError if something has a checkpoint's name and a manifest, which is written last: it
+    was complete once.
+    """
     once_complete = [path for _, path in list_named(stage_dir) if os.path.lexists(checkpoint_manifest(path))]
     if once_complete:
         names = ", ".join(path.name for path in once_complete)
         lines = "\n".join(f"  {line}" for line in problems)
         raise CheckpointError(
-            f"no checkpoint in {stage_dir} is as it was written, and training does not start over by itself; restore one of {names} from a copy, "
-            f"or remove all of them to train this stage from its beginning:\n{lines}"
+            f"no checkpoint in {stage_dir} is as it was written, and training does not start over by itself;"
+            f" restore one of {names} from a copy, or remove all of them to train this stage from its"
+            f" beginning:\n{lines}"
         )
 
 
@@ -62,4 +67,7 @@ def set_aside_after(stage_dir: Path, newest: Path | None, report: Report) -> Non
             continue
         aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
         path.rename(aside)
-        report(f"{path} is now called {aside.name}, and training goes on after step {max(completed, 0)}; remove it when nobody wants to look at it")
+        report(
+            f"{path} is now called {aside.name}, and training goes on after step {max(completed, 0)}; remove"
+            " it when nobody wants to look at it"
+        )

@@ -14,8 +14,11 @@ from rollouts.metrics.jsonl import drop_outdated, has_place, newest_attempts, re
 from rollouts.run_dir import RunDir
 
 
-def checkpoints_to_remove(steps: Iterable[int], keep_last: int, scores: Mapping[int, float] | None = None) -> list[int]:
-    """All of `steps` but the `keep_last` highest and the one with the highest score, ascending; of equal scores the later step stays.
+def checkpoints_to_remove(
+    steps: Iterable[int], keep_last: int, scores: Mapping[int, float] | None = None
+) -> list[int]:
+    """All of `steps` but the `keep_last` highest and the one with the highest score, ascending; of equal
+    scores the later step stays.
 
     Raises ValueError if keep_last is below 1: the newest always stays.
     """
@@ -28,9 +31,11 @@ def checkpoints_to_remove(steps: Iterable[int], keep_last: int, scores: Mapping[
 
 
 def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float] | None = None) -> list[int]:
-    """Steps of the complete checkpoints that were removed, so that `keep_last` and the best stay. Incomplete ones neither count nor go.
+    """Steps of the complete checkpoints that were removed, so that `keep_last` and the best stay. Incomplete
+    ones neither count nor go.
 
-    Each is renamed out of sight before a file is deleted: a crash midway leaves no half checkpoint under a checkpoint's name.
+    Each is renamed out of sight before a file is deleted: a crash midway leaves no half checkpoint under a
+    checkpoint's name.
     """
     paths = dict(list_checkpoints(stage_dir))
     steps = checkpoints_to_remove(paths, keep_last, scores)
@@ -42,27 +47,39 @@ def apply_retention(stage_dir: Path, keep_last: int, scores: Mapping[int, float]
     return steps
 
 
-def read_scores(run_dir: RunDir, stage: str, metric: str, report: Report = report_nothing) -> dict[int, float]:
-    """The metric by step, from the newest evaluation of each step of the stage, unless that step was trained again since.
+def read_scores(
+    run_dir: RunDir, stage: str, metric: str, report: Report = report_nothing
+) -> dict[int, float]:
+    """The metric by step, from the newest evaluation of each step of the stage, unless that step was trained
+    again since.
 
-    A row whose step, attempt or metric is no finite number gives none, and `report` gets a line. Raises RunDirError if a file is damaged.
+    A row whose step, attempt or metric is no finite number gives none, and `report` gets a line. Raises
+    RunDirError if a file is damaged.
     """
     scored = [row for row in read_rows(run_dir.evaluations) if row.get("stage") == stage and metric in row]
     for row in scored:
         if not has_place(row):
-            report(f"{run_dir.evaluations}: step={row.get('step')!r}, attempt={row.get('attempt')!r} must be whole numbers; no best by this row")
+            report(
+                f"{run_dir.evaluations}: step={row.get('step')!r}, attempt={row.get('attempt')!r} must be"
+                " whole numbers; no best by this row"
+            )
     scores: dict[int, float] = {}
     for row in newest_attempts(drop_outdated(scored, read_rows(run_dir.metrics))):
         value = row[metric]
         if type(value) in (int, float) and math.isfinite(value):
             scores[row["step"]] = float(value)
         else:
-            report(f"{run_dir.evaluations}: {metric} of {stage} step {row['step']} is {value!r}, not a number; that checkpoint is not the best")
+            report(
+                f"{run_dir.evaluations}: {metric} of {stage} step {row['step']} is {value!r}, not a number;"
+                " that checkpoint is not the best"
+            )
     return scores
 
 
 def remove_incomplete(stage_dir: Path) -> list[Path]:
-    """The temporary directories of saves and removals that never finished, now deleted. Only when nobody is saving into `stage_dir`."""
+    """The temporary directories of saves and removals that never finished, now deleted. Only when nobody is
+    saving into `stage_dir`.
+    """
     leftovers = sorted(stage_dir.glob(f"{TEMPORARY_PREFIX}*")) if stage_dir.is_dir() else []
     for leftover in leftovers:
         shutil.rmtree(leftover)

@@ -3,8 +3,9 @@
     .tmp-step_N-xxxxxxxx/     model and state/ ← write_model, then state/trainer.json
       └─ all files hashed ─ synced ─ read back and compared ─ manifest.json written, synced, read back ─ renamed to step_N/ ─ parent synced
 
-A crash at any point leaves either step_N complete or a .tmp- directory that no reader looks at; `remove_incomplete` clears those.
-Reading back goes to the disk where the system forgets a synced file when asked to, and to the page cache where it does not.
+A crash at any point leaves either step_N complete or a .tmp- directory that no reader looks at;
+`remove_incomplete` clears those. Reading back goes to the disk where the system forgets a synced file when
+asked to, and to the page cache where it does not.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from pathlib import Path
 import trio
 
 from rollouts.checkpoints.load import is_complete, trainer_state_path
-from rollouts.checkpoints.manifest import Manifest, compute_manifest, drop_from_cache, encode_manifest, record_file, write_manifest
+from rollouts.checkpoints.manifest import (
+    Manifest,
+    compute_manifest,
+    drop_from_cache,
+    encode_manifest,
+    record_file,
+    write_manifest,
+)
 from rollouts.crash_points import reach
 from rollouts.errors import CheckpointError, StorageError
 from rollouts.models.directories import fsync_path, fsync_tree
@@ -42,12 +50,15 @@ async def save_checkpoint(
     config_hash: str | None = None,
     expected_bytes: int = 0,
 ) -> None:
-    """Writes the checkpoint `path`, whose name is step_{step}: what `write_model` puts there and `state`, which is read at once.
+    """Writes the checkpoint `path`, whose name is step_{step}: what `write_model` puts there and `state`,
+    which is read at once.
 
-    Waits for `write_model`, then for a thread that hashes, syncs and reads back; once hashing has begun a cancellation is felt only when
-    the checkpoint is in place. An incomplete directory of that name is replaced; a complete one never: CheckpointError. ValueError if
-    `state` is not JSON. StorageError when the disk refuses, or gives other bytes back; before anything is written when it has less than
-    `expected_bytes` free. When `write_model` raises, its files are removed; when it is cancelled they stay, for someone may be writing still.
+    Waits for `write_model`, then for a thread that hashes, syncs and reads back; once hashing has begun a
+    cancellation is felt only when the checkpoint is in place. An incomplete directory of that name is
+    replaced; a complete one never: CheckpointError. ValueError if `state` is not JSON. StorageError when the
+    disk refuses, or gives other bytes back; before anything is written when it has less than `expected_bytes`
+    free. When `write_model` raises, its files are removed; when it is cancelled they stay, for someone may be
+    writing still.
     """
     reach("checkpoint.begin")
     if parse_step(path.name) != step:
@@ -55,13 +66,18 @@ async def save_checkpoint(
     check_json("state", state)
     text = encode_json(state)
     if is_complete(path):
-        raise CheckpointError(f"checkpoint {path} is complete already and is never overwritten; remove it first, or resume from it")
+        raise CheckpointError(
+            f"checkpoint {path} is complete already and is never overwritten; remove it first, or resume"
+            " from it"
+        )
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         await trio.to_thread.run_sync(_make_temporary, temporary, expected_bytes)
         await write_model(temporary)
         reach("checkpoint.after_model")
-        await trio.to_thread.run_sync(lambda: _finish(temporary, path, state_text=text, stage=stage, step=step, config_hash=config_hash))
+        await trio.to_thread.run_sync(
+            lambda: _finish(temporary, path, state_text=text, stage=stage, step=step, config_hash=config_hash)
+        )
     except Exception as error:
         await trio.to_thread.run_sync(lambda: shutil.rmtree(temporary, ignore_errors=True))
         refused = find_os_error(error)
@@ -78,7 +94,9 @@ def _make_temporary(temporary: Path, expected_bytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _finish(temporary: Path, path: Path, *, state_text: str, stage: str, step: int, config_hash: str | None) -> None:
+def _finish(
+    temporary: Path, path: Path, *, state_text: str, stage: str, step: int, config_hash: str | None
+) -> None:
     state_file = trainer_state_path(temporary)
     state_file.parent.mkdir(exist_ok=True)
     state_file.write_text(state_text, "utf-8")
@@ -106,15 +124,18 @@ def _finish(temporary: Path, path: Path, *, state_text: str, stage: str, step: i
 
 
 def read_back(checkpoint: Path, manifest: Manifest) -> None:
-    """Raises StorageError naming the first file that does not read as the manifest says. Files must be synced. Blocks."""
+    """Raises StorageError naming the first file that does not read as the manifest says. Files must be
+    synced. Blocks.
+    """
     for record in manifest.files:
         file = checkpoint / record.path
         drop_from_cache(file)
         found = record_file(checkpoint, file)
         if found != record:
             raise StorageError(
-                f"{file} was written with {record.size} bytes of SHA-256 {record.sha256[:12]} and reads back as {found.size} of "
-                f"{found.sha256[:12]}; the disk or its file system is failing: check it, and name another directory with --output.dir DIR"
+                f"{file} was written with {record.size} bytes of SHA-256 {record.sha256[:12]} and reads back"
+                f" as {found.size} of {found.sha256[:12]}; the disk or its file system is failing: check it,"
+                " and name another directory with --output.dir DIR"
             )
 
 
@@ -123,7 +144,10 @@ def read_back_manifest(checkpoint: Path, manifest: Manifest) -> None:
     file = checkpoint_manifest(checkpoint)
     drop_from_cache(file)
     if file.read_bytes() != encode_manifest(manifest):
-        raise StorageError(f"{file} reads back otherwise than it was written; the disk or its file system is failing: check it")
+        raise StorageError(
+            f"{file} reads back otherwise than it was written; the disk or its file system is failing:"
+            " check it"
+        )
 
 
 def move_aside(path: Path) -> Path:
@@ -133,14 +157,20 @@ def move_aside(path: Path) -> Path:
     return hidden
 
 
-# --- what a disk refuses -----------------------------------------------------------------------------------------------------
+# --- what a disk refuses ------------------------------------------------------------------------------------
 
 
 def find_os_error(error: BaseException) -> OSError | None:
-    """The system's error that this is, or that it says in words as libraries written in Rust do; None for any other."""
+    """The system's error that this is, or that it says in words as libraries written in Rust do; None for any
+    other.
+    """
     if isinstance(error, OSError):
         return error
-    said = OS_ERROR.search(str(error)) if type(error) is Exception or type(error).__name__ == "SafetensorError" else None
+    said = (
+        OS_ERROR.search(str(error))
+        if type(error) is Exception or type(error).__name__ == "SafetensorError"
+        else None
+    )
     return OSError(int(said.group(1)), os.strerror(int(said.group(1)))) if said else None
 
 
@@ -154,8 +184,9 @@ def describe_refusal(path: Path, error: OSError, expected_bytes: int = 0) -> Sto
     needed = f", {format_bytes(expected_bytes)} are needed" if expected_bytes else ""
     where = f" at {error.filename}" if error.filename else ""
     return StorageError(
-        f"{path} cannot be written ({error.strerror or error}{where}){room}{needed}; free space, set output.keep_checkpoints, or go on in "
-        "another place: copy the run directory and resume with --output.dir DIR"
+        f"{path} cannot be written ({error.strerror or error}{where}){room}{needed}; free space, set"
+        " output.keep_checkpoints, or go on in another place: copy the run directory and resume with"
+        " --output.dir DIR"
     )
 
 

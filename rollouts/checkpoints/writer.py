@@ -1,4 +1,5 @@
-"""Saving while training goes on: a step's state is copied, then written and proven meanwhile; what retention does not keep goes.
+"""Saving while training goes on: a step's state is copied, then written and proven meanwhile; what retention
+does not keep goes.
 
     save(step) ── waits for the save before it ──► copy, on the device thread ──► returns: training goes on
                                                           └──► a task: write, hash, sync, read back, name ──► retention
@@ -34,8 +35,12 @@ from rollouts.types import JSONValue, check_json, encode_json
 
 MEMORY_MARGIN = 1.25  # times the state's size must be free before it is copied: what else grows meanwhile
 GUESSED_BYTES_PER_S = 100e6  # of a slow disk, hashing included; only until a save was measured
-NO_MEMORY = re.compile(r"(cannot|can't|could not) allocate memory|out of memory", re.IGNORECASE)  # what torch's RuntimeError says
-DISK_MARGIN_BYTES = 1 << 20  # of a checkpoint besides tensors, and room for the rows that are written meanwhile
+NO_MEMORY = re.compile(
+    r"(cannot|can't|could not) allocate memory|out of memory", re.IGNORECASE
+)  # what torch's RuntimeError says
+DISK_MARGIN_BYTES = (
+    1 << 20
+)  # of a checkpoint besides tensors, and room for the rows that are written meanwhile
 
 
 class SavingBackend(Protocol):
@@ -56,14 +61,18 @@ class SizedBackend(Protocol):
 
 @runtime_checkable
 class CapturingBackend(SizedBackend, Protocol):
-    """A TrainingBackend that can copy its state in a moment and write it later. One that cannot is saved by save(), while training waits."""
+    """A TrainingBackend that can copy its state in a moment and write it later. One that cannot is saved by
+    save(), while training waits.
+    """
 
     def held_bytes(self) -> int:
         """Memory of this process that capture() takes; 0 if it looks by itself whether there is room."""
         ...
 
     def capture(self) -> TrainFuture[WriteModel | None]:
-        """What save() would write now, copied; the function writes it to a directory, once, while steps run. None: there is no room for it."""
+        """What save() would write now, copied; the function writes it to a directory, once, while steps run.
+        None: there is no room for it.
+        """
         ...
 
 
@@ -85,22 +94,34 @@ class Keep:
 
 
 def retain(run_dir: RunDir, stage: str, keep: Keep, warn: Callable[[str], object]) -> None:
-    """Removes the checkpoints of a stage that need not stay. After every save, and at a resume: a run may have been killed between the two.
+    """Removes the checkpoints of a stage that need not stay. After every save, and at a resume: a run may
+    have been killed between the two.
 
     Blocking: run it in a thread. What cannot be removed is warned of, and stays.
     """
     if not keep.last:
         return
     try:
-        scores = read_scores(run_dir, stage, keep.best_by, lambda line: warn(f"warning: {line}")) if keep.best_by else None
+        scores = (
+            read_scores(run_dir, stage, keep.best_by, lambda line: warn(f"warning: {line}"))
+            if keep.best_by
+            else None
+        )
         apply_retention(run_dir.stage_checkpoints(stage), keep.last, scores)
-    except (OSError, RolloutsError) as error:  # the rows or the checkpoints cannot be read, or one cannot be removed: too many is no loss
+    except (
+        OSError,
+        RolloutsError,
+    ) as error:  # the rows or the checkpoints cannot be read, or one cannot be removed: too many is no loss
         warn(f"warning: old checkpoints could not be removed and take up space: {error}")
 
 
 def is_allocation_failure(error: BaseException) -> bool:
     """Whether memory, of the machine or of an accelerator, was not to be had, as Python and torch say it."""
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or NO_MEMORY.search(str(error)) is not None
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or NO_MEMORY.search(str(error)) is not None
+    )
 
 
 class CheckpointWriter:
@@ -131,16 +152,28 @@ class CheckpointWriter:
         self._idle = trio.Event()  # set while nothing is being written
         self._idle.set()
         self._failed_since_row = 0
-        self._statistics = {"saved": 0.0, "failed": 0.0, "beside_training": 0.0, "held_up_s": 0.0, "write_s": 0.0}
+        self._statistics = {
+            "saved": 0.0,
+            "failed": 0.0,
+            "beside_training": 0.0,
+            "held_up_s": 0.0,
+            "write_s": 0.0,
+        }
 
     async def save(
-        self, step: int, state: Mapping[str, JSONValue], *, last: bool = False, write_more: WriteModel | None = None
+        self,
+        step: int,
+        state: Mapping[str, JSONValue],
+        *,
+        last: bool = False,
+        write_more: WriteModel | None = None,
     ) -> None:
-        """Saves `step`, completed and idle, with the loop's `state`, which is read before training goes on, and what `write_more` puts beside the
-        backend's files.
+        """Saves `step`, completed and idle, with the loop's `state`, which is read before training goes on,
+        and what `write_more` puts beside the backend's files.
 
-        Waits for the save before it, then for the copy only, or, where there is no room for one and for the `last` save of a stage, until the
-        checkpoint is in place. Raises StorageError if the disk refuses the last one twice; CheckpointError for a step that is saved.
+        Waits for the save before it, then for the copy only, or, where there is no room for one and for the
+        `last` save of a stage, until the checkpoint is in place. Raises StorageError if the disk refuses the
+        last one twice; CheckpointError for a step that is saved.
         """
         started = time.perf_counter()
         check_json("state", state)
@@ -158,9 +191,13 @@ class CheckpointWriter:
             self._spans.add("checkpoint", TRAINER, held_up_s, held_up_s)
 
     async def is_saved(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is in place, once no save is at work; of step 0, which is none, it always is."""
+        """Whether the checkpoint of `step` is in place, once no save is at work; of step 0, which is none, it
+        always is.
+        """
         await self._idle.wait()
-        return step == 0 or await trio.to_thread.run_sync(is_complete, self._run_dir.checkpoint(self._stage, step))
+        return step == 0 or await trio.to_thread.run_sync(
+            is_complete, self._run_dir.checkpoint(self._stage, step)
+        )
 
     async def wait_written(self) -> None:
         """Returns when no save is at work."""
@@ -176,21 +213,30 @@ class CheckpointWriter:
         return self._statistics["write_s"] or self._expected_bytes() / GUESSED_BYTES_PER_S
 
     def statistics(self) -> Mapping[str, float]:
-        """Saves that are in place and that failed, how many of them beside training, seconds training waited, seconds the last write took."""
+        """Saves that are in place and that failed, how many of them beside training, seconds training waited,
+        seconds the last write took.
+        """
         return dict(self._statistics)
 
     def warn_if_tight(self) -> None:
-        """Warns when the disk has no room for two checkpoints: the next is written before the last one may go."""
-        folder = next(path for path in (self._run_dir.root, *self._run_dir.root.absolute().parents) if path.is_dir())
+        """Warns when the disk has no room for two checkpoints: the next is written before the last one may
+        go.
+        """
+        folder = next(
+            path for path in (self._run_dir.root, *self._run_dir.root.absolute().parents) if path.is_dir()
+        )
         free, needed = shutil.disk_usage(folder).free, 2 * self._expected_bytes()
         if free < needed:
             self._warn(
-                f"warning: {folder} has {format_bytes(free)} free and two checkpoints of this model take {format_bytes(needed)}; a save that "
-                "finds no room fails and training goes on: free space, or name another directory with --output.dir DIR"
+                f"warning: {folder} has {format_bytes(free)} free and two checkpoints of this model take"
+                f" {format_bytes(needed)}; a save that finds no room fails and training goes on: free space,"
+                " or name another directory with --output.dir DIR"
             )
 
     def _expected_bytes(self) -> int:
-        return self._backend.state_bytes() + DISK_MARGIN_BYTES if isinstance(self._backend, SizedBackend) else 0
+        return (
+            self._backend.state_bytes() + DISK_MARGIN_BYTES if isinstance(self._backend, SizedBackend) else 0
+        )
 
     async def _capture(self) -> WriteModel | None:
         """None when the backend cannot, or when memory does not allow it."""
@@ -204,11 +250,16 @@ class CheckpointWriter:
         except (MemoryError, RuntimeError) as error:
             if not is_allocation_failure(error):
                 raise
-            self._warn(f"warning: no memory for a copy of the training state ({str(error).strip() or 'MemoryError'}); training waits for this save")
+            self._warn(
+                "warning: no memory for a copy of the training state"
+                f" ({str(error).strip() or 'MemoryError'}); training waits for this save"
+            )
         await self._backend.reset().result()  # it takes a copy that failed for a failed step
         return None
 
-    async def _save_now(self, step: int, state: Mapping[str, JSONValue], write_more: WriteModel | None, *, last: bool) -> None:
+    async def _save_now(
+        self, step: int, state: Mapping[str, JSONValue], write_more: WriteModel | None, *, last: bool
+    ) -> None:
         async def write(path: Path) -> None:
             await self._backend.save(path).result()
 
@@ -223,7 +274,12 @@ class CheckpointWriter:
                     raise
 
     async def _save_beside(
-        self, step: int, state: Mapping[str, JSONValue], write: WriteModel, write_more: WriteModel | None, done: trio.Event
+        self,
+        step: int,
+        state: Mapping[str, JSONValue],
+        write: WriteModel,
+        write_more: WriteModel | None,
+        done: trio.Event,
     ) -> None:
         with trio.CancelScope(shield=True):  # it ends by itself: threads that write files
             try:
@@ -283,14 +339,24 @@ async def open_checkpoint_writer(
     free_memory: Callable[[], int | None],
     spans: SpanRecorder | None = None,
 ) -> AsyncIterator[CheckpointWriter]:
-    """Saves of `stage` for as long as the context is open, one at a time; the backend must stay open for longer.
+    """Saves of `stage` for as long as the context is open, one at a time; the backend must stay open for
+    longer.
 
-    `warn` takes a line about what failed and training outlives. `free_memory`: bytes that may be taken for a copy; None where nobody knows.
-    `spans` is told how long each save held training up, and how long it was written.
+    `warn` takes a line about what failed and training outlives. `free_memory`: bytes that may be taken for a
+    copy; None where nobody knows. `spans` is told how long each save held training up, and how long it was
+    written.
     """
     async with trio.open_nursery() as nursery:
         writer = CheckpointWriter(
-            nursery, backend, run_dir, stage, config_hash=config_hash, keep=keep, warn=warn, free_memory=free_memory, spans=spans
+            nursery,
+            backend,
+            run_dir,
+            stage,
+            config_hash=config_hash,
+            keep=keep,
+            warn=warn,
+            free_memory=free_memory,
+            spans=spans,
         )
         writer.warn_if_tight()
         yield writer

@@ -1,8 +1,9 @@
-"""The `rollouts` command: begins a task, explains settings, checks a run before it starts, looks at it, installs inference servers.
-Training is started with integration_training/train.py.
+"""The `rollouts` command: begins a task, explains settings, checks a run before it starts, looks at it,
+installs inference servers. Training is started with integration_training/train.py.
 
-A command's module is imported when it is that command's turn, and what the command itself needs when it runs: --help answers at once.
-Exit codes: 0 done; 1 a failure; 2 wrong usage, or a directory or file that is not what it should be; 130 stopped by Ctrl-C.
+A command's module is imported when it is that command's turn, and what the command itself needs when it runs:
+--help answers at once. Exit codes: 0 done; 1 a failure; 2 wrong usage, or a directory or file that is not
+what it should be; 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return arguments.run(arguments, overrides) if arguments.takes_settings else arguments.run(arguments)
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; without this, Python complains again when it flushes stdout at exit. rich does the same.
+        # The reader (head, less) has seen enough; without this, Python complains again when it flushes stdout
+        # at exit. rich does the same.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except RolloutsError as error:
@@ -72,7 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_parser(command: str = "") -> argparse.ArgumentParser:
-    """The command line with this command, or with all where it is none; each sets `run`, which imports what it needs."""
+    """The command line with this command, or with all where it is none; each sets `run`, which imports what
+    it needs.
+    """
     what = "Reinforcement learning of language models: runs and settings."
     parser = argparse.ArgumentParser(prog="rollouts", description=what, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"rollouts {__version__}")

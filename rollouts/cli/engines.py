@@ -14,12 +14,20 @@ def add_parser(commands: Any) -> None:
     for kind, title in (("vllm", "vLLM"), ("sglang", "SGLang")):
         what = f"make a Python environment in which {title} serves on a CPU; a complete one is left alone"
         install = kinds.add_parser(f"install-{kind}-cpu", help=what, description=what, allow_abbrev=False)
-        install.add_argument("--into", type=Path, default=Path(f".venv-{kind}"), metavar="DIR", help=f"where to (default .venv-{kind})")
+        install.add_argument(
+            "--into",
+            type=Path,
+            default=Path(f".venv-{kind}"),
+            metavar="DIR",
+            help=f"where to (default .venv-{kind})",
+        )
         install.set_defaults(run=run_install_engine, kind=kind)
 
 
 def run_install_engine(arguments: argparse.Namespace) -> int:
-    """Makes an environment for a server. Raises ConfigError for a directory in use, EngineSetupError if a step fails."""
+    """Makes an environment for a server. Raises ConfigError for a directory in use, EngineSetupError if a
+    step fails.
+    """
     from functools import partial
 
     from rollouts.engines.environments import install_cpu_environment

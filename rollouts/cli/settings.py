@@ -1,4 +1,6 @@
-"""The commands before a run: `init` begins a task, `explain` tells settings, `check` looks at a run that is to start."""
+"""The commands before a run: `init` begins a task, `explain` tells settings, `check` looks at a run that is
+to start.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,31 @@ def add_init_parser(commands: Any) -> None:
     """Adds `init`."""
     what = "write a config and a task that run as they are"
     init = commands.add_parser("init", help=what, description=what, allow_abbrev=False)
-    init.add_argument("directory", type=Path, nargs="?", default=Path("task"), metavar="DIR", help="where to (default task)")
-    init.add_argument("--task", default="counting", metavar="NAME", help="which task to begin with (default counting)")
+    init.add_argument(
+        "directory", type=Path, nargs="?", default=Path("task"), metavar="DIR", help="where to (default task)"
+    )
+    init.add_argument(
+        "--task", default="counting", metavar="NAME", help="which task to begin with (default counting)"
+    )
     init.set_defaults(run=run_init)
 
 
 def add_explain_parser(commands: Any) -> None:
     """Adds `explain`."""
     what = "every setting, or one: meaning, type, default, and its value in a config"
-    explain = commands.add_parser("explain", help=what, description=what, epilog=SETTINGS_HELP, allow_abbrev=False)
-    explain.add_argument("config", nargs="?", default="", metavar="CONFIG", help="a TOML file; without it the defaults are shown")
-    explain.add_argument("key", nargs="?", default="", metavar="KEY", help="a setting or table, for example rl.rollout")
+    explain = commands.add_parser(
+        "explain", help=what, description=what, epilog=SETTINGS_HELP, allow_abbrev=False
+    )
+    explain.add_argument(
+        "config",
+        nargs="?",
+        default="",
+        metavar="CONFIG",
+        help="a TOML file; without it the defaults are shown",
+    )
+    explain.add_argument(
+        "key", nargs="?", default="", metavar="KEY", help="a setting or table, for example rl.rollout"
+    )
     explain.add_argument("--markdown", action="store_true", help="the page docs/config.md")
     explain.set_defaults(run=run_explain, takes_settings=True)
 
@@ -39,15 +55,25 @@ def add_explain_parser(commands: Any) -> None:
 def add_check_parser(commands: Any) -> None:
     """Adds `check`."""
     what = "what would stop a run, and what it will need, before it starts"
-    check = commands.add_parser("check", help=what, description=what, epilog=SETTINGS_HELP, allow_abbrev=False)
+    check = commands.add_parser(
+        "check", help=what, description=what, epilog=SETTINGS_HELP, allow_abbrev=False
+    )
     check.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
-    check.add_argument("--mode", metavar="STAGES", help="the stages to check, joined by + (default: those the config has)")
-    check.add_argument("--call", action="store_true", help="also call the reward, filters and curriculum once, on a made-up sample")
+    check.add_argument(
+        "--mode", metavar="STAGES", help="the stages to check, joined by + (default: those the config has)"
+    )
+    check.add_argument(
+        "--call",
+        action="store_true",
+        help="also call the reward, filters and curriculum once, on a made-up sample",
+    )
     check.set_defaults(run=run_check, takes_settings=True)
 
 
 def run_init(arguments: argparse.Namespace) -> int:
-    """Writes a config and a task file. Raises ConfigError for a task that does not exist, RunDirError where files are in the way."""
+    """Writes a config and a task file. Raises ConfigError for a task that does not exist, RunDirError where
+    files are in the way.
+    """
     from rollouts.preflight.init import write_task
 
     written = write_task(arguments.directory, arguments.task)
@@ -70,7 +96,10 @@ def run_explain(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     has_config = bool(words) and (len(words) == 2 or words[0].endswith(".toml") or Path(words[0]).is_file())
     key = "" if has_config and len(words) == 1 else words[-1] if words else ""
     if overrides and not has_config:
-        raise ConfigError(f"{overrides[0]}: name the config that it changes: python -m rollouts explain CONFIG KEY {overrides[0]} …")
+        raise ConfigError(
+            f"{overrides[0]}: name the config that it changes: python -m rollouts explain CONFIG KEY"
+            f" {overrides[0]} …"
+        )
     values = load_with_origins(words[0], overrides)[1] if has_config else None
     try:
         text = explain_key(key, values) if key else explain_config("", values)
@@ -81,7 +110,9 @@ def run_explain(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Prints what was found: 0 if nothing would stop the run, otherwise 2. Raises ConfigError for the config alone."""
+    """Prints what was found: 0 if nothing would stop the run, otherwise 2. Raises ConfigError for the config
+    alone.
+    """
     import trio
     from rich.console import Console
 
@@ -97,9 +128,13 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     stages = parse_mode(arguments.mode) if arguments.mode else list_stages(config)
     if not stages:
         tables = ", ".join(f"[{stage}]" for stage in STAGES)
-        raise ConfigError(f"{arguments.config}: none of {tables}: there is nothing to train; add one of the tables")
+        raise ConfigError(
+            f"{arguments.config}: none of {tables}: there is nothing to train; add one of the tables"
+        )
     check_mode(config, arguments.mode or "+".join(stages))
-    from rollouts.models.devices import look_at_device  # loads torch, seconds: after what can be wrong without it
+    from rollouts.models.devices import (
+        look_at_device,
+    )  # loads torch, seconds: after what can be wrong without it
     from rollouts.models.load import load_tokenizer, resolve_model
 
     template = Path(config.model.chat_template) if config.model.chat_template else None
@@ -122,7 +157,9 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def check_output(config: RunConfig) -> list[Finding]:
-    """Whether a run may write into its directory, and its trackers can be fed; a run that could go on there is a warning."""
+    """Whether a run may write into its directory, and its trackers can be fed; a run that could go on there
+    is a warning.
+    """
     from rollouts.preflight.findings import Finding, reporting
     from rollouts.preflight.run_directory import check_run_dir, choose_run_dir
     from rollouts.trackers.launch import check_trackers
@@ -132,7 +169,11 @@ def check_output(config: RunConfig) -> list[Finding]:
     with reporting(findings, "output.dir"):
         check_run_dir(run_dir, config, resume=True)
         used = run_dir.config.exists()
-        message = f"{run_dir.root} holds a run with these settings, which needs --resume; or name another directory" if used else str(run_dir.root)
+        message = (
+            f"{run_dir.root} holds a run with these settings, which needs --resume; or name another directory"
+            if used
+            else str(run_dir.root)
+        )
         findings.append(Finding("warning" if used else "ok", "output.dir", message))
     with reporting(findings, "output.trackers"):
         check_trackers(config.output.trackers)
@@ -142,7 +183,9 @@ def check_output(config: RunConfig) -> list[Finding]:
 
 
 def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> None:
-    """Raises ConfigError or PlugInError if there is no such loss, or it cannot be called with these parameters on what a batch will hold."""
+    """Raises ConfigError or PlugInError if there is no such loss, or it cannot be called with these
+    parameters on what a batch will hold.
+    """
     from rollouts.config import schema
 
     if isinstance(config, schema.PreferenceTrainingConfig):
@@ -156,6 +199,12 @@ def check_loss(config: RLTrainingConfig | PreferenceTrainingConfig) -> None:
 
     def check(settings: RLTrainingConfig) -> None:
         spec = make_loss_spec(settings)
-        try_loss(spec.name, spec.params, unit=spec.unit, recompute_old=settings.recompute_old, reference=needs_reference(settings))
+        try_loss(
+            spec.name,
+            spec.params,
+            unit=spec.unit,
+            recompute_old=settings.recompute_old,
+            reference=needs_reference(settings),
+        )
 
     check_algorithms(config, check)

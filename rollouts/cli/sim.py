@@ -15,12 +15,16 @@ def add_parser(commands: Any) -> None:
     sim = commands.add_parser("sim", help=what, description=what, allow_abbrev=False)
     which = sim.add_mutually_exclusive_group()
     which.add_argument("--seed", type=int, default=0, metavar="N", help="the run to make (default 0)")
-    which.add_argument("--seeds", metavar="A..B", help="the runs from A to B, both included, until one breaks an invariant")
+    which.add_argument(
+        "--seeds", metavar="A..B", help="the runs from A to B, both included, until one breaks an invariant"
+    )
     sim.set_defaults(run=run_sim)
 
 
 def run_sim(arguments: argparse.Namespace) -> int:
-    """Prints a line for each simulated run: 0 if all were sound, 1 with the first broken invariant. Raises ConfigError for seeds that are none."""
+    """Prints a line for each simulated run: 0 if all were sound, 1 with the first broken invariant. Raises
+    ConfigError for seeds that are none.
+    """
     import logging
 
     from rollouts.testing.fleet_schedule import draw_fleet_schedule
@@ -47,5 +51,7 @@ def parse_seeds(text: str) -> range:
     """The numbers of "A..B", both included. Raises ConfigError."""
     first, dots, last = text.partition("..")
     if not (dots and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        raise ConfigError(f"--seeds {text}: give two whole numbers, the first not above the second, for example 0..99")
+        raise ConfigError(
+            f"--seeds {text}: give two whole numbers, the first not above the second, for example 0..99"
+        )
     return range(int(first), int(last) + 1)

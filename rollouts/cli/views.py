@@ -18,20 +18,38 @@ def add_plot_parser(commands: Any) -> None:
     plot = commands.add_parser(
         "plot",
         help="curves of chosen metrics, of one run or several",
-        description="Curves in the terminal, one for each stage and metric; several runs over each other, or below where there are no colours.",
+        description=(
+            "Curves in the terminal, one for each stage and metric; several runs over each other, or below"
+            " where there are no colours."
+        ),
         allow_abbrev=False,
     )
     plot.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
-    plot.add_argument("names", nargs="+", metavar="METRIC | RUN", help="a metric, or a pattern such as 'reward/*'; a directory is a further run")
+    plot.add_argument(
+        "names",
+        nargs="+",
+        metavar="METRIC | RUN",
+        help="a metric, or a pattern such as 'reward/*'; a directory is a further run",
+    )
     plot.add_argument("--stage", metavar="STAGE", help="only this stage")
-    plot.add_argument("--smooth", type=int, default=1, metavar="N", help="draw means of N steps, up to each (default 1: the values)")
-    plot.add_argument("--log", action="store_true", help="logarithmic; values that are not above 0 are left out")
+    plot.add_argument(
+        "--smooth",
+        type=int,
+        default=1,
+        metavar="N",
+        help="draw means of N steps, up to each (default 1: the values)",
+    )
+    plot.add_argument(
+        "--log", action="store_true", help="logarithmic; values that are not above 0 are left out"
+    )
     plot.add_argument("--png", type=Path, metavar="FILE", help="draw a picture instead (needs matplotlib)")
     plot.set_defaults(run=run_plot)
 
 
 def run_plot(arguments: argparse.Namespace) -> int:
-    """Draws curves. Raises ConfigError for a metric or stage that is none, RunDirError for a directory that is no run."""
+    """Draws curves. Raises ConfigError for a metric or stage that is none, RunDirError for a directory that
+    is no run.
+    """
     from rollouts.inspect.chart import ChartOptions, collect_panels, draw_chart, save_charts
     from rollouts.inspect.commands import make_console
     from rollouts.inspect.compare import name_runs
@@ -42,12 +60,16 @@ def run_plot(arguments: argparse.Namespace) -> int:
     further = [Path(name) for name in arguments.names if Path(name).is_dir()]
     metrics = [name for name in arguments.names if not Path(name).is_dir()]
     if not metrics:
-        raise ConfigError("name at least one metric, for example reward/mean, or a pattern such as 'reward/*'")
+        raise ConfigError(
+            "name at least one metric, for example reward/mean, or a pattern such as 'reward/*'"
+        )
     roots = list(dict.fromkeys([arguments.run_dir, *further]))
     records = dict(zip(name_runs(roots), map(read_run, roots), strict=True))
     panels = collect_panels(records, metrics, stage=arguments.stage)
     console = make_console()
-    options = ChartOptions(width=max(20, min(WIDEST_CHART, console.width - 14)), smooth=arguments.smooth, log=arguments.log)
+    options = ChartOptions(
+        width=max(20, min(WIDEST_CHART, console.width - 14)), smooth=arguments.smooth, log=arguments.log
+    )
     if arguments.png is not None:
         save_charts(panels, options, arguments.png)
         console.print(f"wrote {arguments.png}", soft_wrap=True)
@@ -68,7 +90,13 @@ def add_tail_parser(commands: Any) -> None:
     tail = commands.add_parser("tail", help=what, description=what, allow_abbrev=False)
     tail.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
     tail.add_argument("--once", action="store_true", help="print one screen and end")
-    tail.add_argument("--every", type=float, default=0.5, metavar="S", help="seconds between looks at the files (default 0.5)")
+    tail.add_argument(
+        "--every",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="seconds between looks at the files (default 0.5)",
+    )
     tail.set_defaults(run=run_tail)
 
 
@@ -94,13 +122,16 @@ def add_query_parser(commands: Any) -> None:
         "query",
         help="SQL over a run's rows (needs duckdb)",
         description=(
-            "SQL over the views metrics, evaluations, samples, contributions and spans, which hold the newest attempt of each step; with _all "
-            'appended (metrics_all) every attempt. Columns are called as logged: a name with a slash stands in double quotes, "reward/mean".'
+            "SQL over the views metrics, evaluations, samples, contributions and spans, which hold the newest"
+            " attempt of each step; with _all appended (metrics_all) every attempt. Columns are called as"
+            ' logged: a name with a slash stands in double quotes, "reward/mean".'
         ),
         allow_abbrev=False,
     )
     query.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
-    query.add_argument("sql", metavar="SQL", help="""one statement, for example 'SELECT step, "reward/mean" FROM metrics'""")
+    query.add_argument(
+        "sql", metavar="SQL", help="""one statement, for example 'SELECT step, "reward/mean" FROM metrics'"""
+    )
     form = query.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="as CSV, with a head line")
     form.add_argument("--json", action="store_true", help="as JSON lines")
@@ -108,7 +139,9 @@ def add_query_parser(commands: Any) -> None:
 
 
 def run_query(arguments: argparse.Namespace) -> int:
-    """Prints what the statement answers. Raises ConfigError for SQL that cannot be run, RunDirError for a directory that is no run."""
+    """Prints what the statement answers. Raises ConfigError for SQL that cannot be run, RunDirError for a
+    directory that is no run.
+    """
     from rollouts.inspect.commands import make_console
     from rollouts.inspect.query import format_answer_csv, format_answer_json, make_answer_table, query_run
     from rollouts.inspect.terminal import write_lines
@@ -128,19 +161,36 @@ def run_query(arguments: argparse.Namespace) -> int:
 def add_doctor_parser(commands: Any) -> None:
     """Adds `doctor`."""
     what = "what could hurt a run on this machine, and what is wrong with one that was made"
-    doctor = commands.add_parser("doctor", help=what, description=what, epilog="Exit codes: 0 no problem; 1 a problem.", allow_abbrev=False)
+    doctor = commands.add_parser(
+        "doctor",
+        help=what,
+        description=what,
+        epilog="Exit codes: 0 no problem; 1 a problem.",
+        allow_abbrev=False,
+    )
     doctor.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help="also look at this run")
-    doctor.add_argument("--config", type=Path, metavar="FILE", help="also look at what this TOML file needs: its directory, its servers")
-    doctor.add_argument("--deep", action="store_true", help="read every byte of the checkpoints of RUN and compare the hashes")
+    doctor.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="also look at what this TOML file needs: its directory, its servers",
+    )
+    doctor.add_argument(
+        "--deep", action="store_true", help="read every byte of the checkpoints of RUN and compare the hashes"
+    )
     doctor.set_defaults(run=run_doctor)
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
-    """0 if nothing is a problem, else 1. Raises ConfigError for a config, RunDirError for a directory that is no run."""
+    """0 if nothing is a problem, else 1. Raises ConfigError for a config, RunDirError for a directory that is
+    no run.
+    """
     from rollouts.doctor import examine, print_report
     from rollouts.inspect.commands import make_console
 
     if arguments.deep and arguments.run_dir is None:
         raise ConfigError("--deep reads the checkpoints of a run; name one: rollouts doctor RUN --deep")
-    findings = examine(arguments.run_dir, config_path=arguments.config, deep=arguments.deep, environment=os.environ)
+    findings = examine(
+        arguments.run_dir, config_path=arguments.config, deep=arguments.deep, environment=os.environ
+    )
     return print_report(findings, make_console())

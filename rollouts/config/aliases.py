@@ -1,4 +1,6 @@
-"""What other frameworks call our settings: suggested with our name, never accepted, for what they count often differs."""
+"""What other frameworks call our settings: suggested with our name, never accepted, for what they count often
+differs.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from dataclasses import dataclass
 
 from rollouts.config.spelling import edit_distance
 
-# Our settings (several where two stages have one, or where one of theirs is two of ours), what differs (in brackets), and below them their
-# names: as many of the last parts of a dotted name as tell it apart.
+# Our settings (several where two stages have one, or where one of theirs is two of ours), what differs (in
+# brackets), and below them their names: as many of the last parts of a dotted name as tell it apart.
 NAMES_ELSEWHERE = """
 rl.rollout.samples_per_prompt:
     group_size num_generations n_samples_per_prompt num_samples rollout_n rollout.n actor_rollout_ref.rollout.n rollouts_per_example
@@ -271,7 +273,8 @@ ALIASES: Mapping[str, Alias] = dict(_parse_names(NAMES_ELSEWHERE))
 
 
 def find_alias(dotted: str) -> Alias | None:
-    """What a name of another framework is here: by as many of its last parts as are known; a long one also with one character wrong.
+    """What a name of another framework is here: by as many of its last parts as are known; a long one also
+    with one character wrong.
 
     Dashes and capitals do not matter.
     """

@@ -10,7 +10,14 @@ from rollouts.config.aliases import ALIASES, Alias, find_alias
 from rollouts.config.keys import ConfigKey, config_keys
 from rollouts.config.spelling import edit_distance, nearest, nearest_names
 
-__all__ = ["describe_unknown_key", "explain_config", "explain_key", "explain_markdown", "nearest", "suggest_keys"]  # nearest: for other rooms
+__all__ = [
+    "describe_unknown_key",
+    "explain_config",
+    "explain_key",
+    "explain_markdown",
+    "nearest",
+    "suggest_keys",
+]  # nearest: for other rooms
 
 LISTED = 8  # valid keys named in a message: the nearest ones; `explain` lists all
 MARKDOWN_HEAD = """# Settings
@@ -20,7 +27,10 @@ Written by `python -m rollouts explain --markdown`; change the comments in `roll
 Settings stand in a TOML file, and each can be given on the command line as `--section.key value`, which wins. Paths in a file are relative
 to the file, paths on the command line to the working directory. TOML has no null: the word `"none"` switches off a setting that allows it.
 """
-LIST_NOTE = "One table, or several `[[{key}]]`{what}; a flag names one of several by its number: `--{key}.0.NAME VALUE`."
+LIST_NOTE = (
+    "One table, or several `[[{key}]]`{what}; a flag names one of several by its number: `--{key}.0.NAME"
+    " VALUE`."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +41,21 @@ class SetValue:
     origin: str  # run.toml:12, a flag, or "default"
 
 
-# --- what a setting is -------------------------------------------------------------------------------------------------------
+# --- what a setting is --------------------------------------------------------------------------------------
 
 
 def explain_config(prefix: str = "", values: Mapping[str, SetValue] | None = None) -> str:
-    """A table of text: one line per setting with its default, meaning and type; only those under `prefix` when it is given.
+    """A table of text: one line per setting with its default, meaning and type; only those under `prefix`
+    when it is given.
 
     With the `values` of a config, those and their origins stand in place of the defaults.
     Raises KeyError, with the nearest key in its text, if nothing lies under `prefix`.
     """
-    chosen = [key for key in config_keys().values() if not prefix or key.key == prefix or key.key.startswith(f"{prefix}.")]
+    chosen = [
+        key
+        for key in config_keys().values()
+        if not prefix or key.key == prefix or key.key.startswith(f"{prefix}.")
+    ]
     if not chosen:
         raise KeyError(describe_unknown_key(prefix))
     rows = [(key, *_value_columns(key, values)) for key in chosen]
@@ -51,21 +66,30 @@ def explain_config(prefix: str = "", values: Mapping[str, SetValue] | None = Non
         if key.is_table:
             lines += ["", f"{_header(key)}  {key.meaning}{_table_note(key)}"]
         else:
-            lines.append(f"{key.key:<{key_width}}  {value:<{value_width}}  {key.meaning}  ({key.type_text}{origin})")
+            lines.append(
+                f"{key.key:<{key_width}}  {value:<{value_width}}  {key.meaning}  ({key.type_text}{origin})"
+            )
     return "\n".join(lines).strip() + "\n"
 
 
 def explain_key(dotted: str, values: Mapping[str, SetValue] | None = None) -> str:
-    """Everything about one setting: meaning, type, default, its value in a config and where that comes from, related settings.
+    """Everything about one setting: meaning, type, default, its value in a config and where that comes from,
+    related settings.
 
-    A table is explained by its settings. Raises KeyError, with the nearest key in its text, if there is no such setting.
+    A table is explained by its settings. Raises KeyError, with the nearest key in its text, if there is no
+    such setting.
     """
     key = config_keys().get(without_numbers(dotted))
     if key is None:
         raise KeyError(describe_unknown_key(dotted))
     if key.is_table:
         return explain_config(key.key, values)
-    lines = [key.key, f"  meaning   {key.meaning}", f"  type      {key.type_text}", f"  default   {key.default}"]
+    lines = [
+        key.key,
+        f"  meaning   {key.meaning}",
+        f"  type      {key.type_text}",
+        f"  default   {key.default}",
+    ]
     for name, value in values_of(key, values or {}).items():
         if dotted in (key.key, name):
             which = f"{name} = " if name != key.key else ""
@@ -73,7 +97,9 @@ def explain_key(dotted: str, values: Mapping[str, SetValue] | None = None) -> st
     related = _related(key)
     if related:
         lines.append(f"  see also  {', '.join(related)}")
-    elsewhere = {name: alias.note for name, alias in ALIASES.items() if key.key in alias.keys and "." not in name}
+    elsewhere = {
+        name: alias.note for name, alias in ALIASES.items() if key.key in alias.keys and "." not in name
+    }
     for note in dict.fromkeys(elsewhere.values()):
         names = [name for name, other in elsewhere.items() if other == note]
         lines.append(f"  called    {', '.join(names[:LISTED])} elsewhere{f' ({note})' if note else ''}")
@@ -82,7 +108,10 @@ def explain_key(dotted: str, values: Mapping[str, SetValue] | None = None) -> st
 
 def explain_markdown() -> str:
     """All settings as a Markdown page, a table per section."""
-    parts = [MARKDOWN_HEAD, _markdown_table([key for key in config_keys().values() if not key.table and not key.is_table])]
+    parts = [
+        MARKDOWN_HEAD,
+        _markdown_table([key for key in config_keys().values() if not key.table and not key.is_table]),
+    ]
     for table in (key for key in config_keys().values() if key.is_table):
         inside = [key for key in config_keys().values() if key.table == table.key and not key.is_table]
         notes = [f"{table.meaning}{_table_note(table)}", *([_list_note(table)] if table.is_list else [])]
@@ -109,7 +138,9 @@ def _value_columns(key: ConfigKey, values: Mapping[str, SetValue] | None) -> tup
 
 
 def values_of(key: ConfigKey, values: Mapping[str, SetValue]) -> dict[str, SetValue]:
-    """The values of a setting by their dotted names: several for a list of tables, and for a table whose keys are the user's."""
+    """The values of a setting by their dotted names: several for a list of tables, and for a table whose keys
+    are the user's.
+    """
     names = {name: without_numbers(name) for name in values}
     return {
         name: values[name]
@@ -127,23 +158,35 @@ def _list_note(table: ConfigKey) -> str:
 
 
 def _table_note(key: ConfigKey) -> str:
-    return {"unset": " Left out unless the file has this table.", "required": " Needed where the table around it is there."}.get(key.default, "")
+    return {
+        "unset": " Left out unless the file has this table.",
+        "required": " Needed where the table around it is there.",
+    }.get(key.default, "")
 
 
 def _markdown_table(keys: Iterable[ConfigKey]) -> str:
     lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
     for key in keys:
-        cells = (f"`{key.name}`", key.type_text, key.default if key.default in ("required", "unset") else f"`{key.default}`", key.meaning)
+        cells = (
+            f"`{key.name}`",
+            key.type_text,
+            key.default if key.default in ("required", "unset") else f"`{key.default}`",
+            key.meaning,
+        )
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _related(key: ConfigKey) -> list[str]:
-    """Settings that name this one in their meaning, or that it names, nearby; and its namesakes in other tables."""
+    """Settings that name this one in their meaning, or that it names, nearby; and its namesakes in other
+    tables.
+    """
     others = [other for other in config_keys().values() if not other.is_table and other.key != key.key]
     namesakes = [other.key for other in others if other.name == key.name and len(key.name) > 2]
     near = [other for other in others if other.key.partition(".")[0] == key.key.partition(".")[0]]
-    mentioned = [other.key for other in near if _mentions(key.meaning, other) or _mentions(other.meaning, key)]
+    mentioned = [
+        other.key for other in near if _mentions(key.meaning, other) or _mentions(other.meaning, key)
+    ]
     return list(dict.fromkeys([*mentioned, *namesakes]))
 
 
@@ -151,25 +194,38 @@ def _mentions(meaning: str, key: ConfigKey) -> bool:
     return "_" in key.name and re.search(rf"\b{key.name}\b", meaning) is not None
 
 
-# --- which setting a wrong name means ----------------------------------------------------------------------------------------
+# --- which setting a wrong name means -----------------------------------------------------------------------
 
 
 def describe_unknown_key(dotted: str) -> str:
-    """`unknown key rl.rollout.temperture; did you mean temperature? Valid here: …, with the nearest of the valid keys first.`"""
+    """`unknown key rl.rollout.temperture; did you mean temperature? Valid here: …, with the nearest of the
+    valid keys first.`
+    """
     wrong, table = _first_wrong_part(dotted)
     siblings = [key.name for key in config_keys().values() if key.table == table]
     suggested, note = suggest_keys(dotted)
-    names = [key.removeprefix(f"{table}.") if key.rpartition(".")[0] == table and wrong == without_numbers(dotted) else key for key in suggested]
+    names = [
+        (
+            key.removeprefix(f"{table}.")
+            if key.rpartition(".")[0] == table and wrong == without_numbers(dotted)
+            else key
+        )
+        for key in suggested
+    ]
     question = f"; did you mean {_join_or(names)}{f' ({note})' if note else ''}?" if names else "."
     where = "here" if table else "at the top"
-    ordered = sorted(siblings, key=lambda name: (edit_distance(wrong.rpartition(".")[2], name), siblings.index(name)))
+    ordered = sorted(
+        siblings, key=lambda name: (edit_distance(wrong.rpartition(".")[2], name), siblings.index(name))
+    )
     more = len(ordered) - LISTED
     rest = f" and {more} more: python -m rollouts explain{f' {table}' if table else ''}" if more > 0 else ""
     return f"unknown key {wrong}{question} Valid {where}: {', '.join(ordered[:LISTED])}{rest}"
 
 
 def suggest_keys(dotted: str) -> tuple[list[str], str]:
-    """(the settings that a wrong dotted name may mean, the likeliest first and at most three; what differs if it is another framework's)."""
+    """(the settings that a wrong dotted name may mean, the likeliest first and at most three; what differs if
+    it is another framework's).
+    """
     wrong, table = _first_wrong_part(dotted)
     plain = without_numbers(dotted).lower().replace("-", "_")
     if plain in config_keys():
@@ -200,31 +256,52 @@ def suggest_keys(dotted: str) -> tuple[list[str], str]:
     alias = find_alias(dotted)
     if alias and (not elsewhere or edit_distance(name, elsewhere[0]) > 1):
         return _nearest_in_tree(alias.keys, table), alias.note
-    return _continue(_nearest_in_tree([key.key for key in config_keys().values() if key.name in elsewhere], table), rest), ""
+    return (
+        _continue(
+            _nearest_in_tree([key.key for key in config_keys().values() if key.name in elsewhere], table),
+            rest,
+        ),
+        "",
+    )
 
 
 def _first_wrong_part(dotted: str) -> tuple[str, str]:
     """(the name up to its first part that is wrong, the table that part was looked for in)."""
     known = config_keys()
     parts = without_numbers(dotted).split(".")
-    length = next((length for length in range(1, len(parts) + 1) if ".".join(parts[:length]) not in known), len(parts))
+    length = next(
+        (length for length in range(1, len(parts) + 1) if ".".join(parts[:length]) not in known), len(parts)
+    )
     return ".".join(parts[:length]), ".".join(parts[: length - 1])
 
 
 def _exact_alias(dotted: str) -> Alias | None:
     parts = dotted.split(".")
-    return next((ALIASES[name] for count in range(len(parts), 0, -1) if (name := ".".join(parts[-count:])) in ALIASES), None)
+    return next(
+        (
+            ALIASES[name]
+            for count in range(len(parts), 0, -1)
+            if (name := ".".join(parts[-count:])) in ALIASES
+        ),
+        None,
+    )
 
 
 def _continue(keys: Sequence[str], rest: str) -> list[str]:
     """The keys with the part after the wrong one, where that makes a setting."""
-    return [f"{key}.{rest}" if rest and f"{key}.{rest}" in config_keys() else key for key in dict.fromkeys(keys)]
+    return [
+        f"{key}.{rest}" if rest and f"{key}.{rest}" in config_keys() else key for key in dict.fromkeys(keys)
+    ]
 
 
 def _nearest_in_tree(keys: Sequence[str], table: str) -> list[str]:
-    """Those of the keys that are nearest to a table: below it first, there the least deep; else those that share most of its path; at most three."""
+    """Those of the keys that are nearest to a table: below it first, there the least deep; else those that
+    share most of its path; at most three.
+    """
     below = {key: key.startswith(f"{table}.") for key in keys}
-    rank = {key: (below[key], _shared_parts(key, table), -key.count(".") if below[key] else 0) for key in keys}
+    rank = {
+        key: (below[key], _shared_parts(key, table), -key.count(".") if below[key] else 0) for key in keys
+    }
     best = max(rank.values(), default=None)
     return [key for key in keys if rank[key] == best][:3]
 

@@ -26,7 +26,9 @@ class ConfigKey:
     key: str  # dotted: rl.rollout.num_prompts
     annotation: Any  # of the field
     type_text: str  # "a whole number, at least 1"
-    default: str  # as TOML, "required", or "unset"; of a table "required", "unset" (absent unless the file has it) or "present"
+    # as TOML, "required", or "unset"; of a table "required", "unset" (absent unless the file has it) or
+    # "present"
+    default: str
     meaning: str  # one line; empty when the name says it
     is_table: bool  # holds further settings of the schema
     is_list: bool = False  # a table that may occur several times, as [[key]]
@@ -65,14 +67,20 @@ def members_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def is_nullable(annotation: Any) -> bool:
-    """Whether the setting may be switched off by the word "none"; text settings cannot, for the word would be their value."""
+    """Whether the setting may be switched off by the word "none"; text settings cannot, for the word would be
+    their value.
+    """
     members = members_of(annotation)
     return type(None) in members and str not in members and not any(_is_section(member) for member in members)
 
 
 def format_value(value: object) -> str:
     """A value as TOML writes it, cut to one short line."""
-    text = {True: "true", False: "false", None: '"none"'}[value] if value is None or isinstance(value, bool) else _plain_text(value)
+    text = (
+        {True: "true", False: "false", None: '"none"'}[value]
+        if value is None or isinstance(value, bool)
+        else _plain_text(value)
+    )
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -86,7 +94,7 @@ def _plain_text(value: object) -> str:
     return repr(value) if isinstance(value, int | float) else str(value)
 
 
-# --- reading the schema ------------------------------------------------------------------------------------------------------
+# --- reading the schema -------------------------------------------------------------------------------------
 
 
 def _is_section(annotation: Any) -> bool:
@@ -102,15 +110,34 @@ def _section_of(annotation: Any) -> tuple[type[Section] | None, bool]:
     return None, False
 
 
-def _add_keys(keys: dict[str, ConfigKey], section: type[Section], prefix: str, defaults: Section | None = None) -> None:
+def _add_keys(
+    keys: dict[str, ConfigKey], section: type[Section], prefix: str, defaults: Section | None = None
+) -> None:
     for name, field in section.model_fields.items():
         dotted = f"{prefix}{name}"
         inner, is_list = _section_of(field.annotation)
         value = getattr(defaults, name) if defaults else field.default
         if inner is None:
-            meaning = _comments().get((section.__name__, name), "").replace("None:", '"none":' if is_nullable(field.annotation) else "unset:")
-            default = "required" if field.is_required() else "unset" if value is None and field.default is None else format_value(value)
-            keys[dotted] = ConfigKey(dotted, field.annotation, describe_type(field.annotation, field.metadata), default, meaning, False)
+            meaning = (
+                _comments()
+                .get((section.__name__, name), "")
+                .replace("None:", '"none":' if is_nullable(field.annotation) else "unset:")
+            )
+            default = (
+                "required"
+                if field.is_required()
+                else "unset"
+                if value is None and field.default is None
+                else format_value(value)
+            )
+            keys[dotted] = ConfigKey(
+                dotted,
+                field.annotation,
+                describe_type(field.annotation, field.metadata),
+                default,
+                meaning,
+                False,
+            )
             continue
         meaning = (inspect.getdoc(inner) or "").partition("\n")[0]
         default = "unset" if field.default is None else "required" if field.is_required() else "present"
@@ -122,7 +149,11 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """A type with its bounds in words: "a whole number, at least 1"."""
     if get_origin(annotation) is Annotated:
         base, *inner = get_args(annotation)
-        return describe_type(base, [constraint for item in inner for constraint in getattr(item, "metadata", [item])] + list(metadata))
+        return describe_type(
+            base,
+            [constraint for item in inner for constraint in getattr(item, "metadata", [item])]
+            + list(metadata),
+        )
     if get_origin(annotation) in (Union, types.UnionType):
         return _describe_union(get_args(annotation), metadata, nullable=is_nullable(annotation))
     if get_origin(annotation) is Literal:
@@ -131,7 +162,9 @@ def describe_type(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"a list of {describe_type(get_args(annotation)[0])}"
     if get_origin(annotation) is dict:
         return "a table"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(annotation, "any value")
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
+        annotation, "any value"
+    )
     return words + "".join(_describe_bound(constraint) for constraint in metadata)
 
 
@@ -156,13 +189,21 @@ def _describe_bound(constraint: object) -> str:
 
 @cache
 def _comments() -> Mapping[tuple[str, str], str]:
-    """The trailing comment of every field by (class, field). The schema says what a setting means there and nowhere else."""
+    """The trailing comment of every field by (class, field). The schema says what a setting means there and
+    nowhere else.
+    """
     source = inspect.getsource(schema)
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comment_of_line = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    comment_of_line = {
+        token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT
+    }
     found: dict[tuple[str, str], str] = {}
     for node in ast.parse(source).body:
-        fields = [item for item in node.body if isinstance(item, ast.AnnAssign)] if isinstance(node, ast.ClassDef) else []
+        fields = (
+            [item for item in node.body if isinstance(item, ast.AnnAssign)]
+            if isinstance(node, ast.ClassDef)
+            else []
+        )
         for item in fields:
             if isinstance(node, ast.ClassDef) and isinstance(item.target, ast.Name):
                 found[node.name, item.target.id] = comment_of_line.get(item.end_lineno or item.lineno, "")

@@ -1,4 +1,6 @@
-"""Where in a TOML file each setting stands. tomllib does not say, so the file is read once more, a statement at a time."""
+"""Where in a TOML file each setting stands. tomllib does not say, so the file is read once more, a statement
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any
 
 
 def find_lines(text: str) -> dict[str, int]:
-    """The line, from 1, on which each key and table of a TOML text is set, by dotted key; items of a list of tables have a number: rl.data.0.path.
+    """The line, from 1, on which each key and table of a TOML text is set, by dotted key; items of a list of
+    tables have a number: rl.data.0.path.
 
     Where such a list has one item, its keys are there without the number too. The text must be TOML.
     """
@@ -31,7 +34,9 @@ def find_lines(text: str) -> dict[str, int]:
 
 
 def _statements(text: str) -> Iterator[tuple[int, str]]:
-    """(line of its beginning, its text) of each header and each key: the shortest run of lines that is TOML by itself."""
+    """(line of its beginning, its text) of each header and each key: the shortest run of lines that is TOML
+    by itself.
+    """
     waiting = ""
     begin = 1
     for number, line in enumerate(text.split("\n"), start=1):

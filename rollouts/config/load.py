@@ -1,7 +1,8 @@
-"""A TOML file and the flags of a command line become one RunConfig, and back. Every problem is named in one ConfigError.
+"""A TOML file and the flags of a command line become one RunConfig, and back. Every problem is named in one
+ConfigError.
 
-A path or file.py:function is taken relative to the file that names it; one given by a flag, relative to the working directory. Both are
-made absolute, so that the resolved config means the same wherever it is read.
+A path or file.py:function is taken relative to the file that names it; one given by a flag, relative to the
+working directory. Both are made absolute, so that the resolved config means the same wherever it is read.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ FUNCTIONS = (
 )
 # On resume: what a run writes and how long it goes on, not what it computes.
 MAY_CHANGE = (
-    *("name", "output", "distributed", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every", "rl.rollout.reward_timeout_s"),
+    *(
+        "name",
+        "output",
+        "distributed",
+        "sft.steps",
+        "sft.eval_every",
+        "rl.steps",
+        "rl.eval_every",
+        "rl.rollout.reward_timeout_s",
+    ),
     *("preference.steps", "preference.eval_every", "reward_model.steps", "reward_model.eval_every"),
     "model.device",  # a run that promised equal bits has only one
 )
@@ -54,16 +64,22 @@ CHANGES_BITS = (
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """The settings in `path` after `overrides` (`--section.key value` or `--section.key=value`), checked, with absolute paths.
+    """The settings in `path` after `overrides` (`--section.key value` or `--section.key=value`), checked,
+    with absolute paths.
 
-    An override is read as its setting's type asks: text stays text, everything else is a TOML value (true, 0.5, ["a", "b"]).
-    Raises ConfigError naming the file or flag, the key, the value and the rule; all problems of the file and flags, one a line.
+    An override is read as its setting's type asks: text stays text, everything else is a TOML value (true,
+    0.5, ["a", "b"]). Raises ConfigError naming the file or flag, the key, the value and the rule; all
+    problems of the file and flags, one a line.
     """
     return load_with_origins(path, overrides)[0]
 
 
-def load_with_origins(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RunConfig, dict[str, SetValue]]:
-    """`load_config`, and every setting's value with where it comes from: FILE:LINE, the flag, or "default". Raises ConfigError alike."""
+def load_with_origins(
+    path: Path | str, overrides: Sequence[str] = ()
+) -> tuple[RunConfig, dict[str, SetValue]]:
+    """`load_config`, and every setting's value with where it comes from: FILE:LINE, the flag, or "default".
+    Raises ConfigError alike.
+    """
     file = Path(path)
     text = _read_text(file)
     settings = _parse_toml(text, path)
@@ -77,7 +93,9 @@ def load_with_origins(path: Path | str, overrides: Sequence[str] = ()) -> tuple[
     if config is None:
         raise ConfigError(problems.text())
     values = _flatten(_plain(config))
-    return config, {key: SetValue(format_value(value), problems.origin_of(key)) for key, value in values.items()}
+    return config, {
+        key: SetValue(format_value(value), problems.origin_of(key)) for key, value in values.items()
+    }
 
 
 def dump_config(config: RunConfig) -> str:
@@ -88,29 +106,40 @@ def dump_config(config: RunConfig) -> str:
     try:
         return tomli_w.dumps(_plain(config))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the config cannot be written as TOML: {error}; data.params and loss_params hold TOML values only") from error
+        raise ConfigError(
+            f"the config cannot be written as TOML: {error}; data.params and loss_params hold TOML values"
+            " only"
+        ) from error
 
 
 def config_digest(config: RunConfig) -> str:
-    """SHA-256, in hex, of every setting. Equal configs have equal digests, in whatever order a file names its keys."""
+    """SHA-256, in hex, of every setting. Equal configs have equal digests, in whatever order a file names its
+    keys.
+    """
     text = json.dumps(_plain(config), sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def training_digest(config: RunConfig) -> str:
-    """SHA-256, in hex, of every setting that decides what is trained: two configs that check_same_run takes for one run have the same.
+    """SHA-256, in hex, of every setting that decides what is trained: two configs that check_same_run takes
+    for one run have the same.
 
-    Of a path only its last part counts, so that a run may be copied to another place. A setting that has its default is left out, so that a
-    version with one setting more takes the checkpoints of the version before; what changed a default is not seen here, but by check_same_run.
+    Of a path only its last part counts, so that a run may be copied to another place. A setting that has its
+    default is left out, so that a version with one setting more takes the checkpoints of the version before;
+    what changed a default is not seen here, but by check_same_run.
     """
     free = _free_on_resume(config)
-    decisive = {key: _last_part(value) for key, value in _set_apart(config).items() if not _is_within(key, free)}
+    decisive = {
+        key: _last_part(value) for key, value in _set_apart(config).items() if not _is_within(key, free)
+    }
     text = json.dumps(decisive, sort_keys=True, ensure_ascii=False, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _set_apart(config: Section, defaults: Section | None = None, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys, as _flatten(_plain(config)) has them, of what has not its default. A table that is there though none need be is a key too."""
+    """Dotted keys, as _flatten(_plain(config)) has them, of what has not its default. A table that is there
+    though none need be is a key too.
+    """
     apart: dict[str, Any] = {}
     for name, info in type(config).model_fields.items():
         default = getattr(defaults, name) if defaults else info.get_default(call_default_factory=True)
@@ -146,31 +175,41 @@ def _last_part(value: Any) -> Any:
 def check_same_run(saved: RunConfig, now: RunConfig) -> None:
     """Raises RunDirError, naming each setting, if a run with `saved` may not go on with `now`.
 
-    What a run writes and how many steps it takes may change, and how fast it computes (MAY_CHANGE, CHANGES_BITS); what it computes may
-    not. With a linear or cosine schedule, more steps stretch the rest of it.
+    What a run writes and how many steps it takes may change, and how fast it computes (MAY_CHANGE,
+    CHANGES_BITS); what it computes may not. With a linear or cosine schedule, more steps stretch the rest of
+    it.
     """
     free = _free_on_resume(saved)
     before, after = _flatten(_plain(saved)), _flatten(_plain(now))
     differing = [
-        f"  {key}: {format_value(before[key]) if key in before else 'unset'} then, {format_value(after[key]) if key in after else 'unset'} now"
+        f"  {key}: {format_value(before[key]) if key in before else 'unset'} then,"
+        f" {format_value(after[key]) if key in after else 'unset'} now"
         for key in dict.fromkeys([*before, *after])
         if before.get(key) != after.get(key) and not _is_within(key, free)
     ]
     if differing:
         lines = "\n".join(differing)
-        raise RunDirError(f"the run directory was made with other settings; go on with those, or name another --output.dir:\n{lines}")
+        raise RunDirError(
+            "the run directory was made with other settings; go on with those, or name another"
+            f" --output.dir:\n{lines}"
+        )
 
 
 def check_same_config(config: RunConfig, dumped: str, *, whose: str) -> None:
-    """Raises ConfigError, naming the first setting, where `config` differs from the one that dump_config wrote as `dumped`."""
+    """Raises ConfigError, naming the first setting, where `config` differs from the one that dump_config
+    wrote as `dumped`.
+    """
     own, other = _flatten(tomllib.loads(dump_config(config))), _flatten(tomllib.loads(dumped))
     for key in dict.fromkeys([*other, *own]):
         if own.get(key) != other.get(key):
             here, there = (format_value(values[key]) if key in values else "unset" for values in (own, other))
-            raise ConfigError(f"{key} is {here} here and {there} on {whose}; start all ranks with the same config file and flags")
+            raise ConfigError(
+                f"{key} is {here} here and {there} on {whose}; start all ranks with the same config file and"
+                " flags"
+            )
 
 
-# --- problems ----------------------------------------------------------------------------------------------------------------
+# --- problems -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -186,7 +225,9 @@ class _Problems:
         self.lines.append(f"{source}: {message}")
 
     def source_of(self, key: str) -> str:
-        """The flag that set `key` or a table around it; otherwise the file, with the line of the key or of the table around it."""
+        """The flag that set `key` or a table around it; otherwise the file, with the line of the key or of
+        the table around it.
+        """
         flag = next((self.flags[name] for name in _and_around(key) if name in self.flags), None)
         line = next((self.file_lines[name] for name in _and_around(key) if name in self.file_lines), None)
         return flag or (f"{self.file}:{line}" if line else self.file)
@@ -199,7 +240,11 @@ class _Problems:
 
     def text(self) -> str:
         lines = list(dict.fromkeys(self.lines))
-        return lines[0] if len(lines) == 1 else f"{len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
+        return (
+            lines[0]
+            if len(lines) == 1
+            else f"{len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
+        )
 
 
 def _and_around(key: str) -> Iterable[str]:
@@ -208,7 +253,7 @@ def _and_around(key: str) -> Iterable[str]:
     return (".".join(parts[:length]) for length in range(len(parts), 0, -1))
 
 
-# --- the file ----------------------------------------------------------------------------------------------------------------
+# --- the file -----------------------------------------------------------------------------------------------
 
 
 def _read_text(file: Path) -> str:
@@ -231,7 +276,7 @@ def _parse_toml(text: str, path: Path | str) -> dict[str, Any]:
         raise ConfigError(f"{path}: not TOML: {error}") from error
 
 
-# --- flags -------------------------------------------------------------------------------------------------------------------
+# --- flags --------------------------------------------------------------------------------------------------
 
 
 def _split_overrides(overrides: Sequence[str], problems: _Problems) -> Iterable[tuple[str, str]]:
@@ -264,8 +309,16 @@ def _apply_override(settings: dict[str, Any], flag: str, text: str, problems: _P
         return
     section = dotted.partition(".")[0]
     if section not in settings and config_keys()[section].default == "unset":
-        required = [other.key for other in config_keys().values() if other.table == section and other.default == "required"]
-        problems.add(flag, f"the file has no [{section}] table to change; add one with {', '.join(required)}, or leave the flag out")
+        required = [
+            other.key
+            for other in config_keys().values()
+            if other.table == section and other.default == "required"
+        ]
+        problems.add(
+            flag,
+            f"the file has no [{section}] table to change; add one with {', '.join(required)}, or leave the"
+            " flag out",
+        )
         return
     beyond = _find_beyond(settings, dotted)
     if beyond:
@@ -273,14 +326,20 @@ def _apply_override(settings: dict[str, Any], flag: str, text: str, problems: _P
         return
     tables = _walk_to(settings, dotted.split(".")[:-1])
     if len(tables) > 1:
-        problems.add(flag, f"there are {len(tables)} of {key.table}; say which: --{key.table}.0.{key.name}, --{key.table}.1.{key.name}, …")
+        problems.add(
+            flag,
+            f"there are {len(tables)} of {key.table}; say which: --{key.table}.0.{key.name},"
+            f" --{key.table}.1.{key.name}, …",
+        )
     for table in tables[:1]:  # none: the file has a value where a table belongs, and validation says so
         table[dotted.rpartition(".")[2]] = _parse_override(text, key)
         problems.flags[dotted] = flag
 
 
 def _find_beyond(settings: dict[str, Any], dotted: str) -> str:
-    """What is wrong with a number in the name of a flag: there is no such table, or nothing to number; empty if nothing is."""
+    """What is wrong with a number in the name of a flag: there is no such table, or nothing to number; empty
+    if nothing is.
+    """
     parts = dotted.split(".")
     for length in (index for index, part in enumerate(parts) if part.isdecimal()):
         holder = ".".join(part for part in parts[:length] if not part.isdecimal())
@@ -289,7 +348,10 @@ def _find_beyond(settings: dict[str, Any], dotted: str) -> str:
         if held is not None and held.is_list and int(parts[length]) >= count:
             rest = ".".join(parts[length + 1 :])
             tables = f"{count} table{'s' if count > 1 else ''}"
-            return f"{holder} has {tables} in the file, numbered from 0; write --{holder}.{max(0, count - 1)}.{rest}"
+            return (
+                f"{holder} has {tables} in the file, numbered from 0; write"
+                f" --{holder}.{max(0, count - 1)}.{rest}"
+            )
     return ""
 
 
@@ -310,11 +372,15 @@ def _setting_at(dotted: str) -> ConfigKey | None:
     known = config_keys()
     if dotted in known:
         return known[dotted]
-    parts = [part for part in dotted.split(".") if not part.isdecimal()]  # rl.data.0.size is rl.data.size of the first source
+    parts = [
+        part for part in dotted.split(".") if not part.isdecimal()
+    ]  # rl.data.0.size is rl.data.size of the first source
     if ".".join(parts) in known:
         return known[".".join(parts)]
     holders = (known.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
-    return next((holder for holder in holders if holder is not None and holder.takes_any_key and all(parts)), None)
+    return next(
+        (holder for holder in holders if holder is not None and holder.takes_any_key and all(parts)), None
+    )
 
 
 def _example_of(key: ConfigKey) -> str:
@@ -339,7 +405,7 @@ def _is_text_only(members: Sequence[Any]) -> bool:
     return kinds - {type(None)} == {str}
 
 
-# --- before validation -------------------------------------------------------------------------------------------------------
+# --- before validation --------------------------------------------------------------------------------------
 
 
 def _replace_none(settings: dict[str, Any]) -> None:
@@ -350,7 +416,9 @@ def _replace_none(settings: dict[str, Any]) -> None:
 
 
 def _check_text(value: Any, problems: _Problems, key: str = "") -> None:
-    """Notes every text that no file name, model or log can hold: with a NUL character, or bytes of a command line that are not UTF-8."""
+    """Notes every text that no file name, model or log can hold: with a NUL character, or bytes of a command
+    line that are not UTF-8.
+    """
     if isinstance(value, Mapping):
         for name, inner in value.items():
             _check_text(inner, problems, f"{key}.{name}" if key else name)
@@ -360,7 +428,10 @@ def _check_text(value: Any, problems: _Problems, key: str = "") -> None:
             _check_text(item, problems, f"{key}.{index}" if numbered else key)
     elif isinstance(value, str) and not _is_plain(value):
         what = "a NUL character" if NUL in value else "bytes that are not UTF-8"
-        problems.add(problems.source_of(key), f"{key} = {value!r}: the text has {what}; remove {'it' if NUL in value else 'them'}")
+        problems.add(
+            problems.source_of(key),
+            f"{key} = {value!r}: the text has {what}; remove {'it' if NUL in value else 'them'}",
+        )
 
 
 def _is_plain(text: str) -> bool:
@@ -389,12 +460,17 @@ def _make_paths_absolute(settings: dict[str, Any], file_dir: Path, problems: _Pr
             if dotted in DATASETS and table.get("kind") != "hf":
                 continue
             values = value if isinstance(value, list) else [value]
-            made = [_try_path(item, base, make_absolute, numbered if len(tables) > 1 else dotted, problems) for item in values]
+            made = [
+                _try_path(item, base, make_absolute, numbered if len(tables) > 1 else dotted, problems)
+                for item in values
+            ]
             if name in table:
                 table[name] = made if isinstance(value, list) else made[0]
 
 
-def _try_path(value: Any, base: Path, make_absolute: Callable[[str, Path], str], key: str, problems: _Problems) -> Any:
+def _try_path(
+    value: Any, base: Path, make_absolute: Callable[[str, Path], str], key: str, problems: _Problems
+) -> Any:
     """The value as a path, or as it is when it is no text; what cannot be a path is noted."""
     if not isinstance(value, str) or not value or not _is_plain(value):
         return value
@@ -403,7 +479,10 @@ def _try_path(value: Any, base: Path, make_absolute: Callable[[str, Path], str],
     except (OSError, RuntimeError) as error:  # RuntimeError: ~name of a user that there is not
         reason = getattr(error, "strerror", None) or str(error)
         shown = value if len(value) <= SHOWN else f"{value[:SHOWN]}… ({len(value)} characters)"
-        problems.add(problems.source_of(key), f"{key} = {format_value(shown)} cannot be a path: {reason}; name a file or directory that can be")
+        problems.add(
+            problems.source_of(key),
+            f"{key} = {format_value(shown)} cannot be a path: {reason}; name a file or directory that can be",
+        )
         return value
 
 
@@ -412,7 +491,12 @@ def _tables_at(settings: dict[str, Any], dotted: str) -> list[dict[str, Any]]:
     tables: list[Any] = [settings]
     for part in dotted.split(".") if dotted else ():
         inner = [table.get(part) for table in tables]
-        tables = [item for found in inner for item in (found if isinstance(found, list) else [found]) if isinstance(item, dict)]
+        tables = [
+            item
+            for found in inner
+            for item in (found if isinstance(found, list) else [found])
+            if isinstance(item, dict)
+        ]
     return tables
 
 
@@ -435,14 +519,21 @@ def _absolute_function(name: str, base: Path) -> str:
 
 
 def _absolute_if_there(name: str, base: Path) -> str:
-    # "org/name" on the hub looks like a relative path: it is one only if such a thing is there, or if it says so
-    is_path = name.startswith((".", "~", "/")) or (":" not in name and _is_there(_unchanged_path(name, base), base))
+    # "org/name" on the hub looks like a relative path: it is one only if such a thing is there, or if it says
+    # so
+    is_path = name.startswith((".", "~", "/")) or (
+        ":" not in name and _is_there(_unchanged_path(name, base), base)
+    )
     return _absolute_path(name, base) if is_path else name
 
 
 def _absolute_model(name: str, base: Path) -> str:
     is_gguf_file = name.endswith(".gguf") and (":" not in name or _is_there(name, base, Path.is_file))
-    is_path = is_gguf_file or name.startswith((".", "~", "/")) or (":" not in name and _is_there(_unchanged_path(name, base), base, Path.is_dir))
+    is_path = (
+        is_gguf_file
+        or name.startswith((".", "~", "/"))
+        or (":" not in name and _is_there(_unchanged_path(name, base), base, Path.is_dir))
+    )
     return _absolute_path(name, base) if is_path else name
 
 
@@ -453,7 +544,7 @@ def _is_there(name: str, base: Path, test: Callable[[Path], bool] = Path.exists)
         return False
 
 
-# --- validation --------------------------------------------------------------------------------------------------------------
+# --- validation ---------------------------------------------------------------------------------------------
 
 
 def _validate(settings: dict[str, Any], problems: _Problems) -> RunConfig | None:
@@ -468,7 +559,9 @@ def _validate(settings: dict[str, Any], problems: _Problems) -> RunConfig | None
 
 
 def _explain_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """(dotted key, message) of one pydantic error; of one source among several, the key has its number: rl.data.1.path."""
+    """(dotted key, message) of one pydantic error; of one source among several, the key has its number:
+    rl.data.1.path.
+    """
     dotted, key = _locate(detail["loc"], settings)
     value = format_value(detail["input"])
     kind = detail["type"]
@@ -481,8 +574,12 @@ def _explain_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> tuple
         rule = str(detail.get("ctx", {}).get("error", detail["msg"]))
         return dotted, f"{dotted}: {rule}" if dotted else rule
     if key and kind == "literal_error" and isinstance(detail["input"], str):
-        close = nearest(detail["input"], [choice for member in members_of(key.annotation) for choice in get_args(member)])
-        return dotted, f"{dotted} = {value}; it must be {key.type_text}" + (f"; did you mean {format_value(close)}?" if close else "")
+        close = nearest(
+            detail["input"], [choice for member in members_of(key.annotation) for choice in get_args(member)]
+        )
+        return dotted, f"{dotted} = {value}; it must be {key.type_text}" + (
+            f"; did you mean {format_value(close)}?" if close else ""
+        )
     assert key is not None, dotted  # only an unknown key has no setting
     if kind == "finite_number":
         return dotted, f"{dotted} = {value}; it must be {key.type_text}, and finite"
@@ -491,7 +588,9 @@ def _explain_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> tuple
 
 
 def _locate(loc: Sequence[int | str], settings: Mapping[str, Any]) -> tuple[str, ConfigKey | None]:
-    """The dotted key that a pydantic location means, and its setting; union members that pydantic appends are left off."""
+    """The dotted key that a pydantic location means, and its setting; union members that pydantic appends are
+    left off.
+    """
     parts: list[str] = []
     for part in loc:
         held = _setting_at(".".join(parts))
@@ -510,7 +609,10 @@ def _names_inside(table: str, value: object) -> str:
     """What the settings of another framework in an unknown table are called here."""
     names = [f"{table}.{name}" for name in _flatten(value)] if isinstance(value, Mapping) else []
     found = [(name, alias) for name in names if (alias := find_alias(name)) is not None]
-    said = [f"{name} is {' or '.join(alias.keys)} here{f' ({alias.note})' if alias.note else ''}" for name, alias in found]
+    said = [
+        f"{name} is {' or '.join(alias.keys)} here{f' ({alias.note})' if alias.note else ''}"
+        for name, alias in found
+    ]
     return "".join(f"; {words}" for words in said)
 
 
@@ -520,14 +622,18 @@ def _hint_about_quotes(value: object, key: ConfigKey) -> str:
     if any(get_origin(member) is list for member in members_of(key.annotation)):
         return f"; write {format_value([value])}"
     inner = _parse_override(value, key)
-    return f"; write it without quotes: {format_value(inner)}" if isinstance(inner, bool | int | float) else ""
+    return (
+        f"; write it without quotes: {format_value(inner)}" if isinstance(inner, bool | int | float) else ""
+    )
 
 
-# --- plain values ------------------------------------------------------------------------------------------------------------
+# --- plain values -------------------------------------------------------------------------------------------
 
 
 def _plain(config: Section) -> dict[str, Any]:
-    """Values that TOML knows: unset settings are left out, a nullable one that is off but not by default is the word "none"."""
+    """Values that TOML knows: unset settings are left out, a nullable one that is off but not by default is
+    the word "none".
+    """
     plain: dict[str, Any] = {}
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import difflib
 
-from rollouts.config.schema import PreferenceTrainingConfig, RewardModelTrainingConfig, RLTrainingConfig, RunConfig, SFTTrainingConfig
+from rollouts.config.schema import (
+    PreferenceTrainingConfig,
+    RewardModelTrainingConfig,
+    RLTrainingConfig,
+    RunConfig,
+    SFTTrainingConfig,
+)
 from rollouts.errors import ConfigError
 
 STAGES = ("sft", "preference", "reward_model", "rl")
@@ -13,7 +19,8 @@ SectionConfig = SFTTrainingConfig | PreferenceTrainingConfig | RewardModelTraini
 
 
 def parse_mode(mode: str) -> tuple[str, ...]:
-    """The stages of a mode, under the names of their tables: "sft+reward_model+ppo" → ("sft", "reward_model", "rl").
+    """The stages of a mode, under the names of their tables: "sft+reward_model+ppo" → ("sft", "reward_model",
+    "rl").
 
     Each at most once; sft comes first and rl last, where they are. Raises ConfigError naming what is wrong.
     """
@@ -22,25 +29,39 @@ def parse_mode(mode: str) -> tuple[str, ...]:
     for name, stage in zip(written, stages, strict=True):
         if stage not in STAGES:
             nearest = difflib.get_close_matches(name, [*STAGES, *ALIASES], n=1, cutoff=0.0)[0]
-            raise ConfigError(f"--mode {mode}: there is no stage {name!r}; did you mean {nearest!r}? Stages are {', '.join(STAGES)}, joined by +")
+            raise ConfigError(
+                f"--mode {mode}: there is no stage {name!r}; did you mean {nearest!r}? Stages are"
+                f" {', '.join(STAGES)}, joined by +"
+            )
         if stages.count(stage) > 1:
-            raise ConfigError(f"--mode {mode}: the stage {stage!r} is there {stages.count(stage)} times; a run has each once")
+            raise ConfigError(
+                f"--mode {mode}: the stage {stage!r} is there {stages.count(stage)} times; a run has each"
+                " once"
+            )
     if "sft" in stages[1:] or "rl" in stages[:-1]:
-        raise ConfigError(f"--mode {mode}: sft is the first stage and rl (or ppo) the last one; put them in this order")
+        raise ConfigError(
+            f"--mode {mode}: sft is the first stage and rl (or ppo) the last one; put them in this order"
+        )
     return stages
 
 
 def check_mode(config: RunConfig, mode: str) -> None:
     """Raises ConfigError if the mode says ppo and [rl] has no critic."""
     if "ppo" in mode.split("+") and config.rl is not None and config.rl.critic is None:
-        raise ConfigError(f"--mode {mode} has the stage ppo, which trains a critic, but there is no [rl.critic] table; add it, or use the stage rl")
+        raise ConfigError(
+            f"--mode {mode} has the stage ppo, which trains a critic, but there is no [rl.critic] table; add"
+            " it, or use the stage rl"
+        )
 
 
 def stage_config(config: RunConfig, stage: str) -> SectionConfig:
     """The table of a stage. Raises ConfigError if the config has none."""
     section = getattr(config, stage)
     if section is None:
-        raise ConfigError(f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another mode")
+        raise ConfigError(
+            f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another"
+            " mode"
+        )
     return section
 
 

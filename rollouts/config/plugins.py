@@ -1,4 +1,6 @@
-"""Functions that the config names: `module:function`, or `path/file.py:function`, imported by importlib and checked."""
+"""Functions that the config names: `module:function`, or `path/file.py:function`, imported by importlib and
+checked.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from typing import Any, Literal
 from rollouts.config.spelling import nearest
 from rollouts.errors import PlugInError
 
-Role = Literal["reward", "group_reward", "reward_combine", "generate", "filter", "curriculum", "rows", "advantage", "loss"]
+Role = Literal[
+    "reward",
+    "group_reward",
+    "reward_combine",
+    "generate",
+    "filter",
+    "curriculum",
+    "rows",
+    "advantage",
+    "loss",
+]
 
 CALLED_WITH: dict[Role, tuple[str, ...]] = {
     "reward": ("sample",),
@@ -34,12 +46,13 @@ CALLED_BY_NAME: dict[Role, tuple[str, ...]] = {"rows": ("size", "seed")}  # besi
 def load_function(
     name: str, *, role: Role, base_dir: Path, built_in: Mapping[str, Callable[..., Any]] | None = None
 ) -> Callable[..., Any]:
-    """The function that `name` means, imported once: the same name, or another function of the same file, comes from the same module.
+    """The function that `name` means, imported once: the same name, or another function of the same file,
+    comes from the same module.
 
-    A name of `built_in` is its function. A file is taken relative to `base_dir`; it is imported by itself, so it cannot import its
-    neighbours unless they are installed.
-    Raises PlugInError naming what failed: the form of the name, the file or module, its import (the cause is kept), the function, or
-    the number of positional arguments that `role` passes (a loss is not checked: backends call it).
+    A name of `built_in` is its function. A file is taken relative to `base_dir`; it is imported by itself, so
+    it cannot import its neighbours unless they are installed. Raises PlugInError naming what failed: the form
+    of the name, the file or module, its import (the cause is kept), the function, or the number of positional
+    arguments that `role` passes (a loss is not checked: backends call it).
     """
     known = built_in or {}
     if name in known:
@@ -49,12 +62,21 @@ def load_function(
         close = nearest(name, list(known))
         question = f" (did you mean {close}?);" if close else ";"
         choices = f" a name of {', '.join(known)}, or" if known else ""
-        raise PlugInError(f"{role}={name!r} does not name a function{question} write{choices} module:function or path/file.py:function")
+        raise PlugInError(
+            f"{role}={name!r} does not name a function{question} write{choices} module:function or"
+            " path/file.py:function"
+        )
     what = f"{role}={name!r}"
-    module = _load_file(base_dir / Path(where).expanduser(), what) if where.endswith(".py") else _load_module(where, what)
+    module = (
+        _load_file(base_dir / Path(where).expanduser(), what)
+        if where.endswith(".py")
+        else _load_module(where, what)
+    )
     function = _get_attribute(module, function_name, what)
     if not callable(function):
-        raise PlugInError(f"{what}: {function_name} is of type {type(function).__name__}; it must be a function")
+        raise PlugInError(
+            f"{what}: {function_name} is of type {type(function).__name__}; it must be a function"
+        )
     _check_kind(function, role, what)
     _check_parameters(function, CALLED_WITH.get(role), what)
     _check_named_parameters(function, CALLED_BY_NAME.get(role, ()), what)
@@ -63,7 +85,9 @@ def load_function(
 
 def _load_module(module_name: str, what: str) -> ModuleType:
     if "/" in module_name or "\\" in module_name:
-        raise PlugInError(f"{what}: {module_name} looks like a file; a file's name ends in .py, a module's has dots")
+        raise PlugInError(
+            f"{what}: {module_name} looks like a file; a file's name ends in .py, a module's has dots"
+        )
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -71,7 +95,8 @@ def _load_module(module_name: str, what: str) -> ModuleType:
         if module_name != missing and not module_name.startswith(f"{missing}."):
             raise PlugInError(f"{what}: importing {module_name} failed: {_describe(error)}") from error
         raise PlugInError(
-            f"{what}: there is no module {missing}; install its package, or name the file itself: path/{module_name.rpartition('.')[2]}.py:function"
+            f"{what}: there is no module {missing}; install its package, or name the file itself:"
+            f" path/{module_name.rpartition('.')[2]}.py:function"
         ) from error
     except BaseException as error:  # whatever it is, the module raised it
         raise PlugInError(f"{what}: importing {module_name} failed: {_describe(error)}") from error
@@ -81,7 +106,8 @@ def _load_file(path: Path, what: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise PlugInError(f"{what}: there is no file {path}{_nearest_file(path)}")
-    # a name of its own, so that two files called reward.py do not meet; in sys.modules because dataclasses look their module up there
+    # a name of its own, so that two files called reward.py do not meet; in sys.modules because dataclasses
+    # look their module up there
     module_name = f"rollouts_plugin_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}_{path.stem}"
     if module_name in sys.modules:
         return sys.modules[module_name]
@@ -93,12 +119,18 @@ def _load_file(path: Path, what: str) -> ModuleType:
         spec.loader.exec_module(module)
     except BaseException as error:
         sys.modules.pop(module_name, None)
-        raise PlugInError(f"{what}: importing {path} failed: {_describe(error)}{_neighbour_hint(error, path)}") from error
+        raise PlugInError(
+            f"{what}: importing {path} failed: {_describe(error)}{_neighbour_hint(error, path)}"
+        ) from error
     return module
 
 
 def _nearest_file(path: Path) -> str:
-    close = nearest(path.name, sorted(other.name for other in path.parent.glob("*.py"))) if path.parent.is_dir() else None
+    close = (
+        nearest(path.name, sorted(other.name for other in path.parent.glob("*.py")))
+        if path.parent.is_dir()
+        else None
+    )
     if close:
         return f"; did you mean {close}?"
     return "" if path.parent.is_dir() else f", nor a directory {path.parent}"
@@ -114,7 +146,10 @@ def _describe(error: BaseException) -> str:
 def _neighbour_hint(error: BaseException, path: Path) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
     if missing and (path.parent / f"{missing.partition('.')[0]}.py").is_file():
-        return f"; {missing} lies beside it but is not installed: install it, put its directory on PYTHONPATH, or move what is needed into this file"
+        return (
+            f"; {missing} lies beside it but is not installed: install it, put its directory on PYTHONPATH,"
+            " or move what is needed into this file"
+        )
     return ""
 
 
@@ -124,9 +159,13 @@ def _get_attribute(module: ModuleType, dotted: str, what: str) -> object:
         try:
             value = getattr(value, name)
         except AttributeError:
-            raise PlugInError(f"{what}: {_owner(module)} has no {name}{_near_attribute(value, name)}") from None
+            raise PlugInError(
+                f"{what}: {_owner(module)} has no {name}{_near_attribute(value, name)}"
+            ) from None
         except BaseException as error:
-            raise PlugInError(f"{what}: looking up {name} in {_owner(module)} failed: {_describe(error)}") from error
+            raise PlugInError(
+                f"{what}: looking up {name} in {_owner(module)} failed: {_describe(error)}"
+            ) from error
     return value
 
 
@@ -147,8 +186,13 @@ def _check_kind(function: Callable[..., Any], role: Role, what: str) -> None:
     inner: Any = function
     while isinstance(inner, functools.partial):
         inner = inner.func
-    kinds = (inner, getattr(inner, "__call__", None))  # noqa: B004  (an object may have a __call__ of any kind)
-    if role in CALLED_WITH and any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in kinds):
+    kinds = (
+        inner,
+        getattr(inner, "__call__", None),  # noqa: B004
+    )
+    if role in CALLED_WITH and any(
+        inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in kinds
+    ):
         raise PlugInError(f"{what}: it is a generator function (it has a yield); it must return its answer")
     if role in PLAIN and any(inspect.iscoroutinefunction(one) for one in kinds):
         raise PlugInError(f"{what}: it is async; this one must be a plain function")
@@ -165,8 +209,9 @@ def _check_parameters(function: Callable[..., Any], arguments: tuple[str, ...] |
         signature.bind(*arguments)
     except TypeError as error:
         raise PlugInError(
-            f"{what}: it is called with {len(arguments)} positional argument{'s' if len(arguments) > 1 else ''} ({', '.join(arguments)}) "
-            f"but takes {signature}: {error}"
+            f"{what}: it is called with {len(arguments)} positional"
+            f" argument{'s' if len(arguments) > 1 else ''} ({', '.join(arguments)}) but takes {signature}:"
+            f" {error}"
         ) from error
 
 
@@ -176,7 +221,14 @@ def _check_named_parameters(function: Callable[..., Any], names: tuple[str, ...]
     except Exception:
         return
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    by_name = {parameter.name for parameter in parameters if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)}
+    by_name = {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
     missing = [name for name in names if name not in by_name and not takes_any]
     if missing:
-        raise PlugInError(f"{what}: it is called with {', '.join(f'{name}=…' for name in names)} but has no parameter {missing[0]}")
+        raise PlugInError(
+            f"{what}: it is called with {', '.join(f'{name}=…' for name in names)} but has no parameter"
+            f" {missing[0]}"
+        )

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from rollouts.config.changes import list_tables
 from rollouts.config.spelling import nearest
@@ -34,11 +42,23 @@ class OutputConfig(Section):
     dir: str = ""  # empty: runs/NAME
     checkpoint_every: NaturalInt = 0  # steps; 0: only at the end of a stage and when stopped
     keep_checkpoints: NaturalInt = 0  # newest complete checkpoints of a stage that stay; 0: all
-    keep_best: bool = False  # with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were evaluated
-    samples_per_step: NaturalInt = 16  # rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is
-    token_arrays_gib: NaturalFloat = 4.0  # per-token arrays of the newest steps' trained samples are kept in tokens/, up to this; 0: none
-    trackers: list[str] = []  # fed from the files by processes beside the run: tensorboard, trackio, wandb, mlflow, otlp, statsd, prometheus
-    metric_aliases: Literal["none", "trl", "verl", "prime"] = "none"  # trackers get metrics under this framework's names too, where it has one
+    # with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were
+    # evaluated
+    keep_best: bool = False
+    samples_per_step: NaturalInt = (
+        16  # rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is
+    )
+    token_arrays_gib: NaturalFloat = (
+        4.0  # per-token arrays of the newest steps' trained samples are kept in tokens/, up to this; 0: none
+    )
+    trackers: list[
+        str
+        # fed from the files by processes beside the run: tensorboard, trackio, wandb, mlflow, otlp, statsd,
+        # prometheus
+    ] = []
+    metric_aliases: Literal["none", "trl", "verl", "prime"] = (
+        "none"  # trackers get metrics under this framework's names too, where it has one
+    )
 
     @field_validator("trackers")
     @classmethod
@@ -46,7 +66,10 @@ class OutputConfig(Section):
         for name in names:
             if name not in TRACKERS:
                 near = nearest(name, TRACKERS)
-                raise ValueError(f'"{name}" is no tracker; {f"did you mean {near}? " if near else ""}known are {", ".join(TRACKERS)}')
+                raise ValueError(
+                    f'"{name}" is no tracker; {f"did you mean {near}? " if near else ""}known are'
+                    f" {', '.join(TRACKERS)}"
+                )
         if len(set(names)) < len(names):
             raise ValueError("a tracker is named twice; leave one out")
         return names
@@ -58,11 +81,20 @@ class ModelConfig(Section):
     name: str = "bundled:smollm2-135m-instruct"  # bundled:…, tiny:byte (random), a directory, or a hub name
     chat_template: str = ""  # a file to use instead of the tokenizer's own chat template
     template_params: dict[str, Any] = {}  # passed to the chat template, for example enable_thinking = false
-    gradient_checkpointing: bool = False  # recompute activations in the backward pass: less memory, about a third more time
-    compile: bool = False  # torch.compile of each layer: minutes at the start, faster steps afterwards; needs a C++ compiler
-    autocast: Literal["off", "bfloat16", "auto"] = "auto"  # master weights are float32; auto: bfloat16 where the hardware multiplies it natively
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # of all that computes with torch; auto: a GPU where torch has one, but never if deterministic
-    threads: NaturalInt = 0  # torch threads of a process; 0: one per core it may use, divided by the ranks on this machine
+    gradient_checkpointing: bool = (
+        False  # recompute activations in the backward pass: less memory, about a third more time
+    )
+    # torch.compile of each layer: minutes at the start, faster steps afterwards; needs a C++ compiler
+    compile: bool = False
+    autocast: Literal["off", "bfloat16", "auto"] = (
+        "auto"  # master weights are float32; auto: bfloat16 where the hardware multiplies it natively
+    )
+    device: Literal["auto", "cpu", "cuda"] = (
+        "auto"  # of all that computes with torch; auto: a GPU where torch has one, but never if deterministic
+    )
+    threads: NaturalInt = (
+        0  # torch threads of a process; 0: one per core it may use, divided by the ranks on this machine
+    )
 
 
 SourceKind = Literal["jsonl", "parquet", "hf", "reasoning_gym", "python"]
@@ -77,22 +109,40 @@ NEEDS_SIZE = ("reasoning_gym", "python")  # they could go on for ever
 
 
 class DataSourceConfig(Section):
-    """A source of rows; several [[tables]] of the same name are a mixture. A row has a prompt (text or messages) or messages, and more."""
+    """A source of rows; several [[tables]] of the same name are a mixture. A row has a prompt (text or
+    messages) or messages, and more.
+    """
 
-    kind: SourceKind  # files of rows, a dataset of the hub, rows made by reasoning-gym or by a Python function
-    path: str = ""  # jsonl and parquet: the file, relative to the config file; a pattern with * means several, in the order of their names
-    dataset: str = ""  # hf: a name on the hub, or a directory; reasoning_gym: the dataset's name, or "composite"
+    kind: (
+        SourceKind  # files of rows, a dataset of the hub, rows made by reasoning-gym or by a Python function
+    )
+    # jsonl and parquet: the file, relative to the config file; a pattern with * means several, in the order
+    # of their names
+    path: str = ""
+    dataset: str = (
+        ""  # hf: a name on the hub, or a directory; reasoning_gym: the dataset's name, or "composite"
+    )
     subset: str = ""  # hf: the dataset's configuration
     split: str = "train"  # hf: the split
     streaming: bool = False  # hf: read the first `size` rows in order without downloading the rest
-    function: str = ""  # python: module:function or file.py:function, called with size=, seed= and params; gives rows
+    function: str = (
+        ""  # python: module:function or file.py:function, called with size=, seed= and params; gives rows
+    )
     params: dict[str, Any] = {}  # reasoning_gym: passed to create_dataset; python: passed to the function
-    size: PositiveInt | None = None  # how many rows to take; None: all there are (reasoning_gym and python need a size)
+    size: PositiveInt | None = (
+        None  # how many rows to take; None: all there are (reasoning_gym and python need a size)
+    )
     seed: Seed = 0  # reasoning_gym and python: which rows are made
     columns: dict[str, str] = {}  # our name = the data's name, for example prompt = "question"
-    system_prompt: str | None = None  # put before every prompt that has no system message; None: what the chat template does
-    max_bad_fraction: Fraction = 0.01  # malformed rows that may be skipped, as a share of the rows; above it the run does not start
-    name: str = ""  # of the source in a mixture, in metrics and in sample records; empty: source-0, source-1, …
+    system_prompt: str | None = (
+        None  # put before every prompt that has no system message; None: what the chat template does
+    )
+    max_bad_fraction: Fraction = (
+        0.01  # malformed rows that may be skipped, as a share of the rows; above it the run does not start
+    )
+    name: str = (
+        ""  # of the source in a mixture, in metrics and in sample records; empty: source-0, source-1, …
+    )
     weight: PositiveFloat = 1.0  # share of the draws in a mixture, relative to the other sources
 
     @model_validator(mode="after")
@@ -101,7 +151,10 @@ class DataSourceConfig(Section):
         if not getattr(self, needed):
             raise ValueError(f"{needed} is missing; {why}")
         if self.size is None and (self.kind in NEEDS_SIZE or self.streaming):
-            raise ValueError(f"size is missing; a {'streaming' if self.streaming else self.kind} source says how many rows to take")
+            raise ValueError(
+                f"size is missing; a {'streaming' if self.streaming else self.kind} source says how many rows"
+                " to take"
+            )
         if self.streaming and self.kind != "hf":
             raise ValueError(f"streaming=true with kind={self.kind!r}; only hf sources stream")
         return self
@@ -126,7 +179,9 @@ class OptimConfig(Section):
     eps: PositiveFloat = 1e-8  # added to the root of the mean square
     weight_decay: NaturalFloat = 0.0  # decoupled from the gradient, as in AdamW
     max_grad_norm: PositiveFloat | None = 1.0  # None: no clipping
-    max_nonfinite_steps: PositiveInt = 3  # stop after so many steps in a row whose loss or gradient is not finite
+    max_nonfinite_steps: PositiveInt = (
+        3  # stop after so many steps in a row whose loss or gradient is not finite
+    )
 
 
 SFT_LR = 1e-4  # ten times OptimConfig's, which suits RL
@@ -140,7 +195,9 @@ class SFTTrainingConfig(Section):
     batch_size: PositiveInt = 16  # conversations per step
     max_length: PositiveInt = 1024  # tokens of one conversation
     train_on: Literal["all", "last"] = "all"  # which assistant turns train
-    thinking: Literal["keep", "drop"] = "keep"  # whether the thinking part of assistant turns trains or is left out
+    thinking: Literal["keep", "drop"] = (
+        "keep"  # whether the thinking part of assistant turns trains or is left out
+    )
     optim: OptimConfig = OptimConfig(lr=SFT_LR)
     micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
     eval_every: NaturalInt = 0  # steps; 0: only before and after
@@ -148,7 +205,8 @@ class SFTTrainingConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _keep_own_lr(cls, settings: Any) -> Any:
-        # an [sft.optim] table that sets something else would otherwise fall back to OptimConfig's lr, ten times smaller
+        # an [sft.optim] table that sets something else would otherwise fall back to OptimConfig's lr, ten
+        # times smaller
         if isinstance(settings, dict) and isinstance(settings.get("optim"), dict):
             return {**settings, "optim": {"lr": SFT_LR, **settings["optim"]}}
         return settings
@@ -159,16 +217,26 @@ class RolloutConfig(Section):
 
     num_prompts: PositiveInt = 8  # P: groups in a batch
     samples_per_prompt: PositiveInt = 8  # G: samples of a group
-    over_sampling: Annotated[float, Field(ge=1)] = 1.0  # groups launched at once = ceil(num_prompts * over_sampling)
+    over_sampling: Annotated[float, Field(ge=1)] = (
+        1.0  # groups launched at once = ceil(num_prompts * over_sampling)
+    )
     max_new_tokens: PositiveInt = 256  # tokens of one response, at most
     temperature: PositiveFloat = 1.0  # of sampling; the trainer divides its logits by it too
     generate: str = ""  # module:function or file.py:function; empty: one chat turn
     reward: str = ""  # module:function or file.py:function, of one sample
-    group_reward: str = ""  # module:function or file.py:function, of all samples of a group; instead of reward
-    reward_model: str = ""  # added to reward, or instead of it: "stage" (this run's reward_model stage), a directory or a hub name
-    reward_weights: dict[str, float] = {}  # weight of each named part of the reward; empty: the reward is what the function says
-    reward_combine: str = ""  # module:function or file.py:function from the named parts to the reward; instead of reward_weights
-    filters: list[str] = []  # group filters, run in order; names of rollouts.filters, module:function or file.py:function
+    group_reward: str = (
+        ""  # module:function or file.py:function, of all samples of a group; instead of reward
+    )
+    # added to reward, or instead of it: "stage" (this run's reward_model stage), a directory or a hub name
+    reward_model: str = ""
+    reward_weights: dict[
+        str, float
+    ] = {}  # weight of each named part of the reward; empty: the reward is what the function says
+    # module:function or file.py:function from the named parts to the reward; instead of reward_weights
+    reward_combine: str = ""
+    filters: list[
+        str
+    ] = []  # group filters, run in order; names of rollouts.filters, module:function or file.py:function
     max_attempts: PositiveInt = 20  # a batch may draw at most num_prompts * max_attempts groups
     max_failed_fraction: Fraction = 0.2  # of the samples of a batch; above it the run stops
     reward_timeout_s: PositiveFloat = 30.0  # seconds one reward call may take; after it the sample has failed
@@ -180,18 +248,26 @@ CLIPPED_BY_SETTINGS = ("ppo_clip", "clip_cov")  # losses whose clip is rl.clip_l
 
 
 class AlgorithmChange(Section):
-    """Settings of [rl] from a step on; the others stay as they were before it. Another loss or advantage begins with its defaults."""
+    """Settings of [rl] from a step on; the others stay as they were before it. Another loss or advantage
+    begins with its defaults.
+    """
 
     from_step: Annotated[int, Field(ge=2)]  # the first step that has them
     advantage: str | None = None  # as in [rl], with advantage_params
-    advantage_params: dict[str, float | int | bool | str] | None = None  # passed to the advantage by keyword, all of them
+    advantage_params: dict[str, float | int | bool | str] | None = (
+        None  # passed to the advantage by keyword, all of them
+    )
     loss: str | None = None  # as in [rl], with loss_params, clip_low and clip_high
-    loss_params: dict[str, float | int | bool | str] | None = None  # passed to the loss by keyword, all of them
+    loss_params: dict[str, float | int | bool | str] | None = (
+        None  # passed to the loss by keyword, all of them
+    )
     normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] | None = None  # as in [rl]
     clip_low: PositiveFloat | None = None  # as in [rl]
     clip_high: PositiveFloat | None = None  # as in [rl]
     kl_coef: NaturalFloat | None = None  # with a kl_control that is not fixed: where it goes on from
-    kl_ramp_steps: PositiveInt | None = None  # over so many steps kl_coef moves here in a straight line; None: at once
+    kl_ramp_steps: PositiveInt | None = (
+        None  # over so many steps kl_coef moves here in a straight line; None: at once
+    )
     kl_in: Literal["reward", "loss"] | None = None  # as in [rl]
     kl_estimator: Literal["k1", "k2", "k3"] | None = None  # as in [rl]
     recompute_old: bool | None = None  # as in [rl]
@@ -202,10 +278,16 @@ Changes = Annotated[list[AlgorithmChange], BeforeValidator(_as_list)]
 
 
 class CriticConfig(Section):
-    """A critic: a model with one value per token, trained beside the policy. It makes RL PPO, with advantage "gae"."""
+    """A critic: a model with one value per token, trained beside the policy. It makes RL PPO, with advantage
+    "gae".
+    """
 
-    model: str = ""  # empty: the model that RL starts from, with a head of 0; "stage": this run's reward model; a directory or a hub name
-    clip: NaturalFloat = 0.2  # updates of a step that move a value further than this gain nothing by it, in the reward's unit; 0: no clip
+    # empty: the model that RL starts from, with a head of 0; "stage": this run's reward model; a directory or
+    # a hub name
+    model: str = ""
+    # updates of a step that move a value further than this gain nothing by it, in the reward's unit; 0: no
+    # clip
+    clip: NaturalFloat = 0.2
     optim: OptimConfig = OptimConfig()
 
 
@@ -213,33 +295,52 @@ class RLTrainingConfig(Section):
     """Reinforcement learning."""
 
     data: Sources
-    curriculum: str = ""  # module:function or file.py:function from (step, statistics) to the weights of the sources
+    curriculum: str = (
+        ""  # module:function or file.py:function from (step, statistics) to the weights of the sources
+    )
     steps: PositiveInt  # training steps of the stage
     rollout: RolloutConfig
-    critic: CriticConfig | None = None  # with it the advantage is "gae", unless another that gives returns is named
+    critic: CriticConfig | None = (
+        None  # with it the advantage is "gae", unless another that gives returns is named
+    )
     advantage: str = "grpo"  # a key of rollouts.advantages.ADVANTAGES, module:function or file.py:function
     advantage_params: dict[str, float | int | bool | str] = {}  # passed to the advantage by keyword
     loss: str = "ppo_clip"  # a key of rollouts.losses.LOSSES, or module:function
     loss_params: dict[str, float | int | bool | str] = {}  # passed to the loss by keyword
-    normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = "tokens"  # constant: prompts * samples_per_prompt * max_new_tokens
+    normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = (
+        "tokens"  # constant: prompts * samples_per_prompt * max_new_tokens
+    )
     clip_low: PositiveFloat = 0.2  # the ratio is clipped below 1 - clip_low; of ppo_clip and clip_cov
     clip_high: PositiveFloat = 0.2  # the ratio is clipped above 1 + clip_high; of ppo_clip and clip_cov
     kl_coef: NaturalFloat = 0.0  # 0, here and in changes: no reference model is loaded
     kl_in: Literal["reward", "loss"] = "reward"  # where the KL term goes
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k2 and k3 only with kl_in = "loss"
-    kl_control: Literal["fixed", "proportional", "two_sided"] = "fixed"  # how kl_coef follows the measured KL, from step to step
-    kl_control_params: dict[str, float | int] = {}  # proportional: target, horizon, limit; two_sided: target, tolerance, factor, lowest, highest
-    kl_stop: NaturalFloat = 0.0  # no more updates on a batch once approx_kl/mean is above, in nats per token; 0: never
-    recompute_old: bool = False  # old log-probs from a forward pass instead of the engine's, with truncated importance weights
+    kl_control: Literal["fixed", "proportional", "two_sided"] = (
+        "fixed"  # how kl_coef follows the measured KL, from step to step
+    )
+    kl_control_params: dict[
+        str, float | int
+    ] = {}  # proportional: target, horizon, limit; two_sided: target, tolerance, factor, lowest, highest
+    kl_stop: NaturalFloat = (
+        0.0  # no more updates on a batch once approx_kl/mean is above, in nats per token; 0: never
+    )
+    recompute_old: bool = (
+        False  # old log-probs from a forward pass instead of the engine's, with truncated importance weights
+    )
     importance_cap: PositiveFloat = 2.0  # C of min(exp(old - mu), C); used with recompute_old
-    updates_per_batch: PositiveInt = 1  # times that each batch is trained on: optimizer steps, or passes of `minibatches` of them
-    minibatches: PositiveInt = 1  # parts that each pass divides the groups of a batch into anew, one optimizer step each
+    updates_per_batch: PositiveInt = (
+        1  # times that each batch is trained on: optimizer steps, or passes of `minibatches` of them
+    )
+    minibatches: PositiveInt = (
+        1  # parts that each pass divides the groups of a batch into anew, one optimizer step each
+    )
     sync_every: PositiveInt = 1  # steps between weight updates of the engines
     max_staleness: NaturalInt = 0  # steps a trained token may lag behind the trainer
     optim: OptimConfig = OptimConfig()
     micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
     share_prefix: bool = True  # compute a group's prompt once where that is exact
-    skip_zero_advantage: bool = True  # leave out samples whose advantages are all 0 where the gradient stays the same; not with kl_stop
+    # leave out samples whose advantages are all 0 where the gradient stays the same; not with kl_stop
+    skip_zero_advantage: bool = True
     eval_every: NaturalInt = 0  # steps; 0: only before and after
     changes: Changes = []  # of the algorithm, each from its step on
 
@@ -247,24 +348,40 @@ class RLTrainingConfig(Section):
     def _consistent(self) -> RLTrainingConfig:
         if self.max_staleness < self.sync_every - 1:
             raise ValueError(
-                f"max_staleness={self.max_staleness} is below sync_every - 1 = {self.sync_every - 1}: samples would always be too old; "
-                f"set max_staleness = {self.sync_every - 1} or more, or sync_every = {self.max_staleness + 1}"
+                f"max_staleness={self.max_staleness} is below sync_every - 1 = {self.sync_every - 1}: samples"
+                f" would always be too old; set max_staleness = {self.sync_every - 1} or more, or sync_every"
+                f" = {self.max_staleness + 1}"
             )
-        for name in ("clip_low", "clip_high"):  # the default written out is let through: a resolved config has every setting
+        for name in (
+            "clip_low",
+            "clip_high",
+        ):  # the default written out is let through: a resolved config has every setting
             value = getattr(self, name)
             if self.loss not in CLIPPED_BY_SETTINGS and value != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{name}={value} with loss={self.loss!r}; it is read by {' and '.join(CLIPPED_BY_SETTINGS)} only: leave it out, and give "
-                    f"other losses what they take in loss_params"
+                    f"{name}={value} with loss={self.loss!r}; it is read by"
+                    f" {' and '.join(CLIPPED_BY_SETTINGS)} only: leave it out, and give other losses what"
+                    " they take in loss_params"
                 )
         if self.kl_in == "reward" and self.kl_coef > 0 and self.advantage == "gdpo":
-            raise ValueError("advantage='gdpo' with kl_in='reward'; it reads the named rewards, which have no KL term: use kl_in='loss'")
-        if self.kl_in == "reward" and self.kl_coef > 0 and self.kl_estimator != "k1":
-            raise ValueError(f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; KL in the reward is k1; use kl_in='loss' for k2 and k3")
-        if self.kl_in == "loss" and self.kl_coef > 0 and self.kl_estimator == "k1" and self.loss_params.get("kl_importance") is not True:
             raise ValueError(
-                "kl_estimator='k1' with kl_in='loss'; as a loss k1 has an expected gradient of 0; use 'k2' (reverse KL) or 'k3', "
-                "or set kl_importance = true in loss_params"
+                "advantage='gdpo' with kl_in='reward'; it reads the named rewards, which have no KL term: use"
+                " kl_in='loss'"
+            )
+        if self.kl_in == "reward" and self.kl_coef > 0 and self.kl_estimator != "k1":
+            raise ValueError(
+                f"kl_estimator={self.kl_estimator!r} with kl_in='reward'; KL in the reward is k1; use"
+                " kl_in='loss' for k2 and k3"
+            )
+        if (
+            self.kl_in == "loss"
+            and self.kl_coef > 0
+            and self.kl_estimator == "k1"
+            and self.loss_params.get("kl_importance") is not True
+        ):
+            raise ValueError(
+                "kl_estimator='k1' with kl_in='loss'; as a loss k1 has an expected gradient of 0; use 'k2'"
+                " (reverse KL) or 'k3', or set kl_importance = true in loss_params"
             )
         self._check_cap()
         self._check_critic()
@@ -281,22 +398,38 @@ class RLTrainingConfig(Section):
 
     def _check_critic(self) -> None:
         if self.critic is None and self.advantage == "gae":
-            raise ValueError("advantage='gae' without a critic, whose values it needs; add [rl.critic], or choose another advantage")
+            raise ValueError(
+                "advantage='gae' without a critic, whose values it needs; add [rl.critic], or choose another"
+                " advantage"
+            )
         if self.critic is not None and self.advantage != "gae" and ":" not in self.advantage:
-            raise ValueError(f"advantage={self.advantage!r} with [rl.critic]; it has no use for a critic: leave one of them out, or set 'gae'")
+            raise ValueError(
+                f"advantage={self.advantage!r} with [rl.critic]; it has no use for a critic: leave one of"
+                " them out, or set 'gae'"
+            )
 
     def _check_updates(self) -> None:
         if self.minibatches > self.rollout.num_prompts:
             raise ValueError(
-                f"minibatches={self.minibatches} with rollout.num_prompts={self.rollout.num_prompts}; a group stays together, so there are "
-                f"at most as many parts as prompts: set minibatches to {self.rollout.num_prompts} or less"
+                f"minibatches={self.minibatches} with rollout.num_prompts={self.rollout.num_prompts}; a group"
+                " stays together, so there are at most as many parts as prompts: set minibatches to"
+                f" {self.rollout.num_prompts} or less"
             )
         if self.kl_stop and self.updates_per_batch * self.minibatches == 1:
-            raise ValueError(f"kl_stop={self.kl_stop} with one update a batch, after which nothing is left out; set updates_per_batch or minibatches")
+            raise ValueError(
+                f"kl_stop={self.kl_stop} with one update a batch, after which nothing is left out; set"
+                " updates_per_batch or minibatches"
+            )
         if self.kl_control == "fixed" and self.kl_control_params:
-            raise ValueError(f"kl_control_params={self.kl_control_params} with kl_control='fixed', which takes none; set kl_control too")
+            raise ValueError(
+                f"kl_control_params={self.kl_control_params} with kl_control='fixed', which takes none; set"
+                " kl_control too"
+            )
         if self.kl_control != "fixed" and not self.kl_coef:
-            raise ValueError(f"kl_coef=0 with kl_control={self.kl_control!r}, which multiplies it and would leave it at 0; begin above 0")
+            raise ValueError(
+                f"kl_coef=0 with kl_control={self.kl_control!r}, which multiplies it and would leave it at 0;"
+                " begin above 0"
+            )
 
     def _check_changes(self) -> None:
         """Each piece is checked as a whole [rl]."""
@@ -305,25 +438,38 @@ class RLTrainingConfig(Section):
         for change, table in zip(self.changes, list_tables(self, self.changes)[1:], strict=True):
             where = f"changes with from_step={change.from_step}"
             if change.from_step <= last:
-                raise ValueError(f"{where} comes after from_step={last}; write the changes in the order of their steps, one a step")
+                raise ValueError(
+                    f"{where} comes after from_step={last}; write the changes in the order of their steps,"
+                    " one a step"
+                )
             if all(value is None for name, value in change if name != "from_step"):
                 raise ValueError(f"{where} changes nothing; name a setting, or leave it out")
             if change.kl_ramp_steps and (change.kl_coef is None or self.kl_control != "fixed"):
-                raise ValueError(f"{where} has kl_ramp_steps; it needs kl_coef beside it and kl_control='fixed', not {self.kl_control!r}")
+                raise ValueError(
+                    f"{where} has kl_ramp_steps; it needs kl_coef beside it and kl_control='fixed', not"
+                    f" {self.kl_control!r}"
+                )
             last = change.from_step
             try:
                 type(self).model_validate({**fields, **table, "changes": []})
             except ValidationError as error:
-                causes = [str(detail.get("ctx", {}).get("error", detail["msg"])) for detail in error.errors(include_url=False)]
+                causes = [
+                    str(detail.get("ctx", {}).get("error", detail["msg"]))
+                    for detail in error.errors(include_url=False)
+                ]
                 raise ValueError(f"{where}: {'; '.join(causes)}") from None
 
     def _check_cap(self) -> None:
         """The default written out is let through: a resolved config has every setting."""
-        given = self.importance_cap != type(self).model_fields["importance_cap"].default or "importance_cap" in self.loss_params
+        given = (
+            self.importance_cap != type(self).model_fields["importance_cap"].default
+            or "importance_cap" in self.loss_params
+        )
         if given and self.loss_params.get("correction"):
             raise ValueError(
-                f"importance_cap={self.loss_params.get('importance_cap', self.importance_cap)} with correction={self.loss_params['correction']!r}; "
-                "a correction takes the place of the capped weight: leave importance_cap out, or write the cap into it, as token_tis(cap=3)"
+                f"importance_cap={self.loss_params.get('importance_cap', self.importance_cap)} with"
+                f" correction={self.loss_params['correction']!r}; a correction takes the place of the capped"
+                " weight: leave importance_cap out, or write the cap into it, as token_tis(cap=3)"
             )
 
 
@@ -332,16 +478,26 @@ REFERENCE_FREE = ("simpo", "cpo", "orpo")  # preference losses that compare with
 
 
 class PreferenceTrainingConfig(Section):
-    """Training on preferences without a reward model: DPO and its family on pairs of responses, KTO on responses marked good or bad."""
+    """Training on preferences without a reward model: DPO and its family on pairs of responses, KTO on
+    responses marked good or bad.
+    """
 
     data: Sources
     steps: PositiveInt  # training steps of the stage
     batch_size: PositiveInt = 16  # pairs per step; of loss = "kto" responses per step
     max_length: PositiveInt = 1024  # tokens of a prompt and one response; a longer response is cut
-    loss: str = "dpo"  # a key of rollouts.losses.preference_losses.PREFERENCE_LOSSES, "kto", or module:function
-    loss_params: dict[str, float | int | bool | str] = {}  # passed to the loss by keyword, for example beta; "kto" sets weights left out by counts
-    reference: Literal["precomputed", "live", "none"] = "precomputed"  # scores all rows once, or every batch; "none" for simpo, cpo and orpo
-    held_out: NaturalInt = 0  # pairs (of "kto" responses) off the end of the data that are evaluated and do not train
+    loss: str = (
+        "dpo"  # a key of rollouts.losses.preference_losses.PREFERENCE_LOSSES, "kto", or module:function
+    )
+    loss_params: dict[
+        str, float | int | bool | str
+    ] = {}  # passed to the loss by keyword, for example beta; "kto" sets weights left out by counts
+    reference: Literal["precomputed", "live", "none"] = (
+        "precomputed"  # scores all rows once, or every batch; "none" for simpo, cpo and orpo
+    )
+    held_out: NaturalInt = (
+        0  # pairs (of "kto" responses) off the end of the data that are evaluated and do not train
+    )
     optim: OptimConfig = OptimConfig(lr=PREFERENCE_LR)
     micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
     eval_every: NaturalInt = 0  # steps; 0: only before and after
@@ -356,11 +512,14 @@ class PreferenceTrainingConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> PreferenceTrainingConfig:
         if self.loss in REFERENCE_FREE and self.reference != "none":
-            raise ValueError(f"reference={self.reference!r} with loss={self.loss!r}, which compares with no reference model; set reference = 'none'")
+            raise ValueError(
+                f"reference={self.reference!r} with loss={self.loss!r}, which compares with no reference"
+                " model; set reference = 'none'"
+            )
         if self.loss not in REFERENCE_FREE and ":" not in self.loss and self.reference == "none":
             raise ValueError(
-                f"reference='none' with loss={self.loss!r}, which compares with a reference model; set reference = 'precomputed' or 'live', or use "
-                f"one of {', '.join(REFERENCE_FREE)}"
+                f"reference='none' with loss={self.loss!r}, which compares with a reference model; set"
+                f" reference = 'precomputed' or 'live', or use one of {', '.join(REFERENCE_FREE)}"
             )
         return self
 
@@ -372,7 +531,9 @@ class RewardModelTrainingConfig(Section):
     steps: PositiveInt  # training steps of the stage
     batch_size: PositiveInt = 16  # pairs per step
     max_length: PositiveInt = 1024  # tokens of a prompt and one response; a longer response is cut
-    centring: NaturalFloat = 0.01  # weight of (score of chosen + score of rejected)², which holds the scores near 0
+    centring: NaturalFloat = (
+        0.01  # weight of (score of chosen + score of rejected)², which holds the scores near 0
+    )
     held_out: NaturalInt = 0  # pairs off the end of the data that are evaluated and do not train
     optim: OptimConfig = OptimConfig()
     micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
@@ -380,51 +541,82 @@ class RewardModelTrainingConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The model that a KL term or a preference loss compares with: what the stage started from, frozen or following the policy."""
+    """The model that a KL term or a preference loss compares with: what the stage started from, frozen or
+    following the policy.
+    """
 
-    dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"  # 8bit and 4bit need the extra reference-quant; the KL's bias is logged
-    where: str = "trainer"  # trainer: beside it; process: one of its own; or the http(s) address of a server that serves this very model
+    dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = (
+        "float32"  # 8bit and 4bit need the extra reference-quant; the KL's bias is logged
+    )
+    # trainer: beside it; process: one of its own; or the http(s) address of a server that serves this very
+    # model
+    where: str = "trainer"
     server: Literal["vllm", "sglang"] = "vllm"  # what runs at that address
     server_model: str = "policy"  # the name that it serves the model under
     api_key_env: str = ""  # environment variable that holds its key
-    update: Literal["none", "ema", "reset", "tr_dpo"] = "none"  # none: frozen; reset: becomes the policy; tr_dpo: a mixture with it
+    update: Literal["none", "ema", "reset", "tr_dpo"] = (
+        "none"  # none: frozen; reset: becomes the policy; tr_dpo: a mixture with it
+    )
     every: PositiveInt = 1  # steps from one update to the next
     ema_decay: Decay = 0.99  # of ema: the share of the reference that stays
-    policy_weight: Annotated[float, Field(gt=0, le=1)] = 0.6  # of tr_dpo: the share of the policy that comes in, α of its paper
+    policy_weight: Annotated[float, Field(gt=0, le=1)] = (
+        0.6  # of tr_dpo: the share of the policy that comes in, α of its paper
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ReferenceConfig:
         elsewhere = self.where.startswith(("http://", "https://"))
         if self.where not in ("trainer", "process") and not elsewhere:
-            raise ValueError(f"where={self.where!r} must be 'trainer', 'process' or the http(s) address of a server")
+            raise ValueError(
+                f"where={self.where!r} must be 'trainer', 'process' or the http(s) address of a server"
+            )
         if self.update != "none" and (self.where != "trainer" or self.dtype not in ("float32", "bfloat16")):
             raise ValueError(
-                f"update={self.update!r} with where={self.where!r} and dtype={self.dtype!r}; a reference that moves is in the trainer's process, in "
-                "float32 or bfloat16"
+                f"update={self.update!r} with where={self.where!r} and dtype={self.dtype!r}; a reference that"
+                " moves is in the trainer's process, in float32 or bfloat16"
             )
         if elsewhere and self.dtype != "float32":
-            raise ValueError(f"dtype={self.dtype!r} with where={self.where!r}; a server's dtype is its own: leave dtype out")
+            raise ValueError(
+                f"dtype={self.dtype!r} with where={self.where!r}; a server's dtype is its own: leave"
+                " dtype out"
+            )
         return self
 
 
 class EngineConfig(Section):
-    """What generates for RL: this process, or servers of its own kind. SFT evaluates with the embedded engine in any case."""
+    """What generates for RL: this process, or servers of its own kind. SFT evaluates with the embedded engine
+    in any case.
+    """
 
     kind: Literal["local", "vllm", "sglang"] = "local"  # local: in this process
-    mode: Literal["shared", "copied"] = "shared"  # of a local engine: shared: the trainer's own parameters (with several ranks, a copy on rank 0)
+    mode: Literal["shared", "copied"] = (
+        # of a local engine: shared: the trainer's own parameters (with several ranks, a copy on rank 0)
+        "shared"
+    )
     max_rows: PositiveInt = 128  # of a local engine: sequences decoded at once
     urls: list[str] = []  # servers that run already; empty: this run starts its own
     api_key_env: str = ""  # environment variable that holds the key of the servers in urls
-    admin_key_env: str = ""  # environment variable with their key for control calls (--admin-api-key of SGLang); empty: the same key
+    # environment variable with their key for control calls (--admin-api-key of SGLang); empty: the same key
+    admin_key_env: str = ""
     count: PositiveInt = 1  # servers to start
-    python: str = ""  # Python with vLLM or SGLang in it; empty: .venv-vllm/bin/python or .venv-sglang/bin/python
+    python: str = (
+        ""  # Python with vLLM or SGLang in it; empty: .venv-vllm/bin/python or .venv-sglang/bin/python
+    )
     args: list[str] = []  # more arguments of a started server
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of a started server; auto: as in the model's config.json
-    context_length: NaturalInt = 0  # tokens of prompt and response in a started server; 0: as long as the model allows
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
+        "auto"  # of a started server; auto: as in the model's config.json
+    )
+    context_length: NaturalInt = (
+        0  # tokens of prompt and response in a started server; 0: as long as the model allows
+    )
     transport: Literal["disk", "memory"] = "disk"  # how weights reach the servers
     max_concurrency: PositiveInt = 256  # requests in flight per server, at most
-    silence_s: PositiveFloat = 120.0  # seconds without a byte and without progress after which a server is suspected
-    down_limit_s: PositiveFloat = 900.0  # seconds without any server in service after which the run saves and stops
+    silence_s: PositiveFloat = (
+        120.0  # seconds without a byte and without progress after which a server is suspected
+    )
+    down_limit_s: PositiveFloat = (
+        900.0  # seconds without any server in service after which the run saves and stops
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineConfig:
@@ -432,11 +624,19 @@ class EngineConfig(Section):
             unused = [name for name in ("urls", "api_key_env", "python", "args") if getattr(self, name)]
             unused += ["count"] if self.count != 1 else []
             if unused:
-                raise ValueError(f"{unused[0]} is set, but kind='local' starts no server; set kind='vllm' or 'sglang'")
+                raise ValueError(
+                    f"{unused[0]} is set, but kind='local' starts no server; set kind='vllm' or 'sglang'"
+                )
         if self.admin_key_env and not (self.kind == "sglang" and self.urls):
-            raise ValueError(f"admin_key_env={self.admin_key_env!r} is for SGLang servers that run already; set kind='sglang' and urls")
+            raise ValueError(
+                f"admin_key_env={self.admin_key_env!r} is for SGLang servers that run already; set"
+                " kind='sglang' and urls"
+            )
         if self.urls and (self.args or self.python or self.count != 1):
-            raise ValueError("urls names servers that run already; count, python and args are for servers that this run starts: set one or the other")
+            raise ValueError(
+                "urls names servers that run already; count, python and args are for servers that this run"
+                " starts: set one or the other"
+            )
         if len(set(self.urls)) != len(self.urls):
             raise ValueError(f"urls={self.urls} names a server twice")
         for url in self.urls:
@@ -456,13 +656,23 @@ class EvalConfig(Section):
 
 
 class DistributedConfig(Section):
-    """Several processes that train one model together: ranks, which share weights, gradients and optimizer among them."""
+    """Several processes that train one model together: ranks, which share weights, gradients and optimizer
+    among them.
+    """
 
-    ranks: PositiveInt = 1  # processes on this machine; above 1 the program starts itself again under torchrun, unless a launcher has started it
-    max_restarts: NaturalInt = 0  # with ranks: times that all of them are started again, from the newest checkpoint, after one was lost
-    shard_size: NaturalInt = 0  # ranks that hold one copy of the weights between them; 0: all ranks; fewer: as many copies as there are groups
-    reduce_each_micro_batch: bool = False  # sum gradients over the ranks after every micro-batch, not once per batch: less memory, slower
-    cpu_offload: bool = False  # on GPUs: weights, gradients and optimizer state wait in host memory, and AdamW runs there; slower steps
+    # processes on this machine; above 1 the program starts itself again under torchrun, unless a launcher has
+    # started it
+    ranks: PositiveInt = 1
+    # with ranks: times that all of them are started again, from the newest checkpoint, after one was lost
+    max_restarts: NaturalInt = 0
+    # ranks that hold one copy of the weights between them; 0: all ranks; fewer: as many copies as there are
+    # groups
+    shard_size: NaturalInt = 0
+    reduce_each_micro_batch: bool = (
+        False  # sum gradients over the ranks after every micro-batch, not once per batch: less memory, slower
+    )
+    # on GPUs: weights, gradients and optimizer state wait in host memory, and AdamW runs there; slower steps
+    cpu_offload: bool = False
 
 
 class RunConfig(Section):
@@ -486,49 +696,79 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         if self.distributed.max_restarts and self.distributed.ranks == 1:
             raise ValueError(
-                f"distributed.max_restarts={self.distributed.max_restarts} with distributed.ranks=1; only ranks that this program starts itself are "
-                "started again by it: set distributed.ranks, or give a launcher of your own --max-restarts"
+                f"distributed.max_restarts={self.distributed.max_restarts} with distributed.ranks=1; only"
+                " ranks that this program starts itself are started again by it: set distributed.ranks, or"
+                " give a launcher of your own --max-restarts"
             )
         if self.output.keep_best and self.eval is None:
-            raise ValueError("output.keep_best=true without [eval]: nothing says which checkpoint is best; add [eval], or leave keep_best out")
+            raise ValueError(
+                "output.keep_best=true without [eval]: nothing says which checkpoint is best; add [eval], or"
+                " leave keep_best out"
+            )
         if self.deterministic and self.model.device == "cuda":
             raise ValueError(
-                "model.device='cuda' with deterministic=true; equal bits are shown on CPUs only; set model.device='cpu', or deterministic=false"
+                "model.device='cuda' with deterministic=true; equal bits are shown on CPUs only; set"
+                " model.device='cpu', or deterministic=false"
             )
         if self.deterministic and self.model.compile:
-            raise ValueError("model.compile=true with deterministic=true; compiled sums round in another order; leave one of the two out")
+            raise ValueError(
+                "model.compile=true with deterministic=true; compiled sums round in another order; leave one"
+                " of the two out"
+            )
         if self.deterministic and self.model.autocast == "bfloat16":
-            raise ValueError("model.autocast='bfloat16' with deterministic=true; deterministic mode computes in float32; set model.autocast='off'")
+            raise ValueError(
+                "model.autocast='bfloat16' with deterministic=true; deterministic mode computes in float32;"
+                " set model.autocast='off'"
+            )
         if self.rl is not None:
-            for name, every in (("rl.eval_every", self.rl.eval_every), ("output.checkpoint_every", self.output.checkpoint_every)):
+            for name, every in (
+                ("rl.eval_every", self.rl.eval_every),
+                ("output.checkpoint_every", self.output.checkpoint_every),
+            ):
                 if every % self.rl.sync_every:
                     raise ValueError(
-                        f"{name}={every} with rl.sync_every={self.rl.sync_every}; between updates the engines have older weights than the trainer: "
-                        f"use a multiple of {self.rl.sync_every}"
+                        f"{name}={every} with rl.sync_every={self.rl.sync_every}; between updates the engines"
+                        f" have older weights than the trainer: use a multiple of {self.rl.sync_every}"
                     )
         if self.deterministic and self.engine.kind != "local":
-            raise ValueError(f"deterministic=true with engine.kind={self.engine.kind!r}; a server does not repeat its bits; use kind='local'")
+            raise ValueError(
+                f"deterministic=true with engine.kind={self.engine.kind!r}; a server does not repeat its"
+                " bits; use kind='local'"
+            )
         shares = self.engine.kind == "local" and self.engine.mode == "shared"
         if self.rl is not None and shares and (self.rl.sync_every != 1 or self.rl.max_staleness != 0):
             raise ValueError(
-                f"engine.mode='shared' with rl.sync_every={self.rl.sync_every}, rl.max_staleness={self.rl.max_staleness}; a shared engine always "
-                "has the newest weights: it needs sync_every=1 and max_staleness=0; set engine.mode='copied', or engine.kind to a server's"
+                f"engine.mode='shared' with rl.sync_every={self.rl.sync_every},"
+                f" rl.max_staleness={self.rl.max_staleness}; a shared engine always has the newest weights:"
+                " it needs sync_every=1 and max_staleness=0; set engine.mode='copied', or engine.kind to a"
+                " server's"
             )
         self._check_reference()
         return self
 
     def _check_reference(self) -> None:
-        if self.reference.update != "none" and self.preference is not None and self.preference.reference == "precomputed":
+        if (
+            self.reference.update != "none"
+            and self.preference is not None
+            and self.preference.reference == "precomputed"
+        ):
             raise ValueError(
-                f"reference.update={self.reference.update!r} with preference.reference='precomputed'; scores of a reference that moves cannot be "
-                "computed once: set preference.reference='live'"
+                f"reference.update={self.reference.update!r} with preference.reference='precomputed'; scores"
+                " of a reference that moves cannot be computed once: set preference.reference='live'"
             )
         if self.reference.update != "none" and self.rl is not None and self.rl.kl_control == "fixed":
-            coefs = [self.rl.kl_coef, *(change.kl_coef for change in self.rl.changes if change.kl_coef is not None)]
+            coefs = [
+                self.rl.kl_coef,
+                *(change.kl_coef for change in self.rl.changes if change.kl_coef is not None),
+            ]
             if min(coefs) == 0 < max(coefs):
                 raise ValueError(
-                    f"reference.update={self.reference.update!r} with rl.kl_coef={coefs} over the run; in steps with 0 nobody asks the "
-                    "reference, and it would stand still: use a small number in place of 0"
+                    f"reference.update={self.reference.update!r} with rl.kl_coef={coefs} over the run; in"
+                    " steps with 0 nobody asks the reference, and it would stand still: use a small number"
+                    " in place of 0"
                 )
         if self.deterministic and self.reference.where.startswith("http"):
-            raise ValueError(f"deterministic=true with reference.where={self.reference.where!r}; a server does not repeat its bits; use 'trainer'")
+            raise ValueError(
+                f"deterministic=true with reference.where={self.reference.where!r}; a server does not repeat"
+                " its bits; use 'trainer'"
+            )

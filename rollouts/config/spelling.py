@@ -1,4 +1,6 @@
-"""Which known name a misspelt one means: edit distance that counts two swapped characters, and a slip to the neighbouring key, as small."""
+"""Which known name a misspelt one means: edit distance that counts two swapped characters, and a slip to the
+neighbouring key, as small.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ def nearest(name: str, candidates: Sequence[str]) -> str | None:
 
 
 def nearest_names(name: str, candidates: Sequence[str]) -> list[str]:
-    """The candidates that look most like `name`: several only if they are equally near; none if nothing looks like it.
+    """The candidates that look most like `name`: several only if they are equally near; none if nothing looks
+    like it.
 
     Near is up to a third of the characters edited, or else what difflib calls close (a word left out).
     """
@@ -33,7 +36,8 @@ def nearest_names(name: str, candidates: Sequence[str]) -> list[str]:
 
 
 def edit_distance(first: str, second: str) -> float:
-    """The least cost of characters inserted, deleted, replaced or swapped with their neighbour (1 each; a neighbouring key 0.75).
+    """The least cost of characters inserted, deleted, replaced or swapped with their neighbour (1 each; a
+    neighbouring key 0.75).
 
     No character is edited twice (optimal string alignment).
     """
@@ -59,7 +63,12 @@ def _replacement_cost(first: str, second: str) -> float:
 @cache
 def _neighbours() -> frozenset[frozenset[str]]:
     places = {key: (line, column) for line, keys in enumerate(KEYBOARD) for column, key in enumerate(keys)}
-    pairs = ((a, b) for a, (x, y) in places.items() for b, (u, v) in places.items() if a < b and abs(x - u) <= 1 and abs(y - v) <= 1)
+    pairs = (
+        (a, b)
+        for a, (x, y) in places.items()
+        for b, (u, v) in places.items()
+        if a < b and abs(x - u) <= 1 and abs(y - v) <= 1
+    )
     return frozenset(frozenset(pair) for pair in pairs)
 
 

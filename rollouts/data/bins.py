@@ -18,7 +18,8 @@ Costs = NDArray[np.float64]
 
 
 def fill_bins(sizes: IntArray, capacity: int) -> IntArray:
-    """[n] the bin of each item, as few bins as best fit finds: the largest item first, each into the fullest bin that has room for it.
+    """[n] the bin of each item, as few bins as best fit finds: the largest item first, each into the fullest
+    bin that has room for it.
 
     An item above the capacity gets a bin of its own. Bins are numbered from 0, none is empty. O(n log n).
     """
@@ -46,18 +47,25 @@ def fill_bins(sizes: IntArray, capacity: int) -> IntArray:
     return bins
 
 
-def spread_over_bins(sizes: IntArray, costs: Costs, count: int, capacity: int, *, ranks: int) -> IntArray | None:
-    """[n] the bin of each item, `count` bins of which `ranks` at a time are computed and wait for the dearest; None if an item finds no room.
+def spread_over_bins(
+    sizes: IntArray, costs: Costs, count: int, capacity: int, *, ranks: int
+) -> IntArray | None:
+    """[n] the bin of each item, `count` bins of which `ranks` at a time are computed and wait for the
+    dearest; None if an item finds no room.
 
-    The largest item first, each into the cheapest bin that has room for it, so that bins cost the same. Where one item alone costs more, its
-    round waits for it anyway: the first `ranks` bins then take more, up to what it costs or their room. What an item costs above its round is made
-    up for by a later bin, which begins with that. An item above the capacity fills a bin. O((n + count) log count).
+    The largest item first, each into the cheapest bin that has room for it, so that bins cost the same. Where
+    one item alone costs more, its round waits for it anyway: the first `ranks` bins then take more, up to
+    what it costs or their room. What an item costs above its round is made up for by a later bin, which
+    begins with that. An item above the capacity fills a bin. O((n + count) log count).
     """
     sizes = np.minimum(sizes, capacity)
     total, dearest_first = float(costs.sum()), np.sort(costs)[::-1]
     first = later = total / count
     if count > ranks and len(costs) and dearest_first[0] > first:
-        first = min(max(min(float(dearest_first[0]), capacity * total / max(float(sizes.sum()), 1.0)), first), total / ranks)
+        first = min(
+            max(min(float(dearest_first[0]), capacity * total / max(float(sizes.sum()), 1.0)), first),
+            total / ranks,
+        )
         later = (total - ranks * first) / (count - ranks)
     load = np.zeros(count)
     load[:ranks] = later - first
@@ -70,7 +78,9 @@ def spread_over_bins(sizes: IntArray, costs: Costs, count: int, capacity: int, *
     room = [capacity] * count
     cheapest = [(start, number) for number, start in enumerate(load.tolist())]
     heapq.heapify(cheapest)
-    parked: list[tuple[int, float, int]] = []  # (-room, load, bin): they have no room for the last item, but may for smaller ones
+    parked: list[
+        tuple[int, float, int]
+    ] = []  # (-room, load, bin): they have no room for the last item, but may for smaller ones
     bins = np.zeros(len(sizes), np.int64)
     for item in np.lexsort((-costs, -sizes)).tolist():
         size = int(sizes[item])
@@ -90,16 +100,21 @@ def spread_over_bins(sizes: IntArray, costs: Costs, count: int, capacity: int, *
 
 
 def compute_round_cost(costs: Sequence[float] | Costs, ranks: int) -> float:
-    """What all rounds cost together when `ranks` bins at a time are computed, the dearest first: each round its dearest bin."""
+    """What all rounds cost together when `ranks` bins at a time are computed, the dearest first: each round
+    its dearest bin.
+    """
     return float(np.sort(np.asarray(costs, np.float64))[::-1][::ranks].sum())
 
 
 def divide_lengths(lengths: Sequence[int] | IntArray, budget: int, cost: int) -> list[tuple[int, int]]:
-    """[first, last) of every micro-batch over `lengths`, which fall: the division with the fewest padded tokens, each micro-batch costing `cost`.
+    """[first, last) of every micro-batch over `lengths`, which fall: the division with the fewest padded
+    tokens, each micro-batch costing `cost`.
 
-    Each holds (last - first)·lengths[first] <= budget padded tokens, or one row. Exactly the cheapest division, in O(n): with best[n] the cost of
-    the first n rows, every `first` offers best[first] + cost + (last - first)·lengths[first] for each `last` within its reach. A later `first`
-    rises more slowly and reaches farther, so once it is cheaper it stays so; a queue holds those that will be cheapest, in their order.
+    Each holds (last - first)·lengths[first] <= budget padded tokens, or one row. Exactly the cheapest
+    division, in O(n): with best[n] the cost of the first n rows, every `first` offers best[first] + cost +
+    (last - first)·lengths[first] for each `last` within its reach. A later `first` rises more slowly and
+    reaches farther, so once it is cheaper it stays so; a queue holds those that will be cheapest, in their
+    order.
     """
     rows = [int(length) for length in lengths]
     best, came_from = [0] * (len(rows) + 1), [0] * (len(rows) + 1)
@@ -109,7 +124,9 @@ def divide_lengths(lengths: Sequence[int] | IntArray, budget: int, cost: int) ->
     def overtakes(earlier: int, later: int) -> int:
         """The smallest `last` for which `later` is cheaper, or `earlier` out of reach."""
         reach = earlier + max(budget // rows[earlier], 1) + 1
-        above = best[later] - later * rows[later] - best[earlier] + earlier * rows[earlier]  # what `later` is dearer at last = 0
+        above = (
+            best[later] - later * rows[later] - best[earlier] + earlier * rows[earlier]
+        )  # what `later` is dearer at last = 0
         slope = rows[earlier] - rows[later]
         crossing = above // slope + 1 if slope else (0 if above < 0 else reach)
         return max(min(crossing, reach), later + 1)

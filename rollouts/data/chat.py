@@ -1,7 +1,8 @@
 """Conversations as token ids, with the exact span of what each assistant turn teaches.
 
-A chat template is a program: it may add a system prompt, strip text, or change earlier turns once later ones follow. So spans are found by
-rendering, never by searching for the content: what the template adds between "prompt of turn k" and "conversation up to turn k" is turn k.
+A chat template is a program: it may add a system prompt, strip text, or change earlier turns once later ones
+follow. So spans are found by rendering, never by searching for the content: what the template adds between
+"prompt of turn k" and "conversation up to turn k" is turn k.
 
     <|im_start|>user\\n3+4?<|im_end|>\\n<|im_start|>assistant\\n7<|im_end|>\\n
     └────────────── prompt of the turn ──────────────────────┘└─ span ─┘└ neither
@@ -40,13 +41,17 @@ class ChatTokenizer(Protocol):
     @property
     def added_tokens_decoder(self) -> Any: ...  # id → AddedToken
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool = ..., add_generation_prompt: bool = ...) -> Any: ...
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool = ..., add_generation_prompt: bool = ...
+    ) -> Any: ...
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateOptions:
-    """What a run tells its chat template beside the messages. Raises ConfigError for a parameter that is not the user's to set."""
+    """What a run tells its chat template beside the messages. Raises ConfigError for a parameter that is not
+    the user's to set.
+    """
 
     params: Mapping[str, JSONValue] = field(default_factory=dict)  # by name, such as enable_thinking
     thinking: Literal["keep", "drop"] = "keep"  # of the assistant turns in SFT conversations
@@ -68,7 +73,9 @@ DEFAULT_OPTIONS = TemplateOptions()
 
 @dataclass(frozen=True, slots=True)
 class MessageSpan:
-    """What one assistant turn teaches: token_ids[start:end], from after the generation prompt to its end token, both the turn's own."""
+    """What one assistant turn teaches: token_ids[start:end], from after the generation prompt to its end
+    token, both the turn's own.
+    """
 
     role: str
     index: int  # position of the turn in the conversation
@@ -88,23 +95,41 @@ TrainOn = Literal["all", "last"] | Sequence[int]
 
 
 def render_prompt(
-    prompt: str | Sequence[ChatMessage], tokenizer: ChatTokenizer, *, options: TemplateOptions = DEFAULT_OPTIONS, tools: Tools | None = None
+    prompt: str | Sequence[ChatMessage],
+    tokenizer: ChatTokenizer,
+    *,
+    options: TemplateOptions = DEFAULT_OPTIONS,
+    tools: Tools | None = None,
 ) -> str:
-    """The text that a model continues: `prompt` (text is one user turn) in the chat template, with the header of the assistant's turn.
+    """The text that a model continues: `prompt` (text is one user turn) in the chat template, with the header
+    of the assistant's turn.
 
-    Raises ModelError if the tokenizer has no chat template or it does not read a parameter, DataError if the template refuses the messages
-    or leaves out their tool calls or the tools.
+    Raises ModelError if the tokenizer has no chat template or it does not read a parameter, DataError if the
+    template refuses the messages or leaves out their tool calls or the tools.
     """
-    messages = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else parse_messages(list(prompt), where="the prompt")
+    messages = (
+        [ChatMessage(role="user", content=prompt)]
+        if isinstance(prompt, str)
+        else parse_messages(list(prompt), where="the prompt")
+    )
     template = _make_template(messages, tokenizer, options, tools)
     return _render(messages, template, add_generation_prompt=True)
 
 
 def tokenize_prompt(
-    prompt: str | Sequence[ChatMessage], tokenizer: ChatTokenizer, *, options: TemplateOptions = DEFAULT_OPTIONS, tools: Tools | None = None
+    prompt: str | Sequence[ChatMessage],
+    tokenizer: ChatTokenizer,
+    *,
+    options: TemplateOptions = DEFAULT_OPTIONS,
+    tools: Tools | None = None,
 ) -> IntArray:
     """Token ids [T] of `render_prompt`. Special tokens come from the template alone."""
-    return np.asarray(tokenizer.encode(render_prompt(prompt, tokenizer, options=options, tools=tools), add_special_tokens=False), np.int64)
+    return np.asarray(
+        tokenizer.encode(
+            render_prompt(prompt, tokenizer, options=options, tools=tools), add_special_tokens=False
+        ),
+        np.int64,
+    )
 
 
 def tokenize_conversation(
@@ -115,14 +140,16 @@ def tokenize_conversation(
     options: TemplateOptions = DEFAULT_OPTIONS,
     tools: Tools | None = None,
 ) -> TokenizedConversation:
-    """The token ids of the whole conversation, and the spans of the assistant turns that `train_on` names: content and end token.
+    """The token ids of the whole conversation, and the spans of the assistant turns that `train_on` names:
+    content and end token.
 
-    A span is what the model is to write after the prompt that generation gives it: thinking, content and tool calls as the template writes
-    them. The header of a turn and what the template writes after the end token (a newline) are in no span. Turns that do not train may be
-    written as the template likes; some templates rewrite earlier turns, and then only the last can train.
-    Raises ModelError if the template is missing, writes a turn that trains otherwise than it was generated, or ends it without a special
-    token; DataError if the template refuses the messages or leaves out a part of what trains, train_on names no assistant turn, a turn that
-    trains says nothing, or it begins or ends within a token.
+    A span is what the model is to write after the prompt that generation gives it: thinking, content and tool
+    calls as the template writes them. The header of a turn and what the template writes after the end token
+    (a newline) are in no span. Turns that do not train may be written as the template likes; some templates
+    rewrite earlier turns, and then only the last can train. Raises ModelError if the template is missing,
+    writes a turn that trains otherwise than it was generated, or ends it without a special token; DataError
+    if the template refuses the messages or leaves out a part of what trains, train_on names no assistant
+    turn, a turn that trains says nothing, or it begins or ends within a token.
     """
     if not messages:
         raise DataError("the conversation has no messages")
@@ -131,18 +158,26 @@ def tokenize_conversation(
         messages = _drop_thinking(messages)
     template = _make_template(messages, tokenizer, options, tools)
     text = _render(messages, template, add_generation_prompt=False)
-    turns = _choose_turns([index for index, message in enumerate(messages) if message["role"] == "assistant"], train_on)
+    turns = _choose_turns(
+        [index for index, message in enumerate(messages) if message["role"] == "assistant"], train_on
+    )
     for turn in turns:
         _check_turn_says_something(messages[turn], turn)
     bounds = [_find_turn(messages, turn, text, template) for turn in turns]
     marks = [position for pair in bounds for position in pair]
-    token_ids, token_marks = _tokenize_with_marks(text, marks, lambda piece: list(tokenizer.encode(piece, add_special_tokens=False)), turns)
-    spans = tuple(MessageSpan("assistant", turn, start, end) for turn, start, end in zip(turns, token_marks[::2], token_marks[1::2], strict=True))
+    token_ids, token_marks = _tokenize_with_marks(
+        text, marks, lambda piece: list(tokenizer.encode(piece, add_special_tokens=False)), turns
+    )
+    spans = tuple(
+        MessageSpan("assistant", turn, start, end)
+        for turn, start, end in zip(turns, token_marks[::2], token_marks[1::2], strict=True)
+    )
     return TokenizedConversation(np.asarray(token_ids, np.int64), spans)
 
 
 def compute_loss_mask(conversation: TokenizedConversation, train_on: TrainOn = "all") -> BoolArray:
-    """[T] 1 in the spans of the chosen assistant turns: all there are, the last, or those at the given positions in the conversation.
+    """[T] 1 in the spans of the chosen assistant turns: all there are, the last, or those at the given
+    positions in the conversation.
 
     Raises DataError if there is no assistant turn, or a position is not one.
     """
@@ -163,24 +198,35 @@ def _choose_turns(turns: list[int], train_on: TrainOn) -> list[int]:
     chosen = sorted({int(index) for index in train_on})
     wrong = [index for index in chosen if index not in turns]
     if wrong or not chosen:
-        raise DataError(f"train_on={chosen}; it must name assistant turns by their position in the conversation: {', '.join(map(str, turns))}")
+        raise DataError(
+            f"train_on={chosen}; it must name assistant turns by their position in the conversation:"
+            f" {', '.join(map(str, turns))}"
+        )
     return chosen
 
 
 def _check_turn_says_something(message: ChatMessage, index: int) -> None:
     said = (message["content"], str(message.get("reasoning_content", "")))
     if not message.get("tool_calls") and not any(text.strip() for text in said):
-        raise DataError(f"message {index} is an assistant turn that says nothing: no content, no thinking, no tool calls; leave the row out")
+        raise DataError(
+            f"message {index} is an assistant turn that says nothing: no content, no thinking, no tool calls;"
+            " leave the row out"
+        )
 
 
-# --- thinking ----------------------------------------------------------------------------------------------------------------
+# --- thinking -----------------------------------------------------------------------------------------------
 
 THINKING = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 def _drop_thinking(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """The messages without what assistant turns thought: neither reasoning_content nor a leading <think>…</think>."""
-    return [_without_thinking(message, index) if message["role"] == "assistant" else message for index, message in enumerate(messages)]
+    """The messages without what assistant turns thought: neither reasoning_content nor a leading
+    <think>…</think>.
+    """
+    return [
+        _without_thinking(message, index) if message["role"] == "assistant" else message
+        for index, message in enumerate(messages)
+    ]
 
 
 def _without_thinking(message: ChatMessage, index: int) -> ChatMessage:
@@ -189,36 +235,56 @@ def _without_thinking(message: ChatMessage, index: int) -> ChatMessage:
     if thought:
         content = content[thought.end() :]
     elif content.lstrip().startswith("<think>"):
-        raise DataError(f"message {index} begins with <think> that never closes, so sft.thinking='drop' leaves nothing; leave the row out")
+        raise DataError(
+            f"message {index} begins with <think> that never closes, so sft.thinking='drop' leaves nothing;"
+            " leave the row out"
+        )
     thinks = thought is not None or "reasoning_content" in message
     if thinks and not content.strip() and "tool_calls" not in message:
-        raise DataError(f"message {index} is nothing but thinking, so sft.thinking='drop' leaves nothing; leave the row out")
+        raise DataError(
+            f"message {index} is nothing but thinking, so sft.thinking='drop' leaves nothing; leave the"
+            " row out"
+        )
     rest = {key: value for key, value in message.items() if key != "reasoning_content"}
     return cast(ChatMessage, rest | {"content": content})
 
 
-# --- rendering ---------------------------------------------------------------------------------------------------------------
+# --- rendering ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """A tokenizer's chat template with what it is given beside the messages, and the form in which it takes tool calls."""
+    """A tokenizer's chat template with what it is given beside the messages, and the form in which it takes
+    tool calls.
+    """
 
     tokenizer: ChatTokenizer
     params: Mapping[str, JSONValue]
     tools: Tools | None = None
-    arguments: Literal["object", "text"] = "object"  # most templates write arguments as JSON themselves; some want the text of it
+    arguments: Literal["object", "text"] = (
+        "object"  # most templates write arguments as JSON themselves; some want the text of it
+    )
     empty_content: str | None = ""  # of a turn with nothing but tool calls; some templates want none
 
 
-FORMS: tuple[tuple[Literal["object", "text"], str | None], ...] = (("object", ""), ("text", ""), ("object", None), ("text", None))
+FORMS: tuple[tuple[Literal["object", "text"], str | None], ...] = (
+    ("object", ""),
+    ("text", ""),
+    ("object", None),
+    ("text", None),
+)
 
 
-def _make_template(messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, options: TemplateOptions, tools: Tools | None) -> _Template:
-    """The template, ready for these messages. Raises if there is none, or it has no place for a parameter, the tools or a tool call."""
+def _make_template(
+    messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, options: TemplateOptions, tools: Tools | None
+) -> _Template:
+    """The template, ready for these messages. Raises if there is none, or it has no place for a parameter,
+    the tools or a tool call.
+    """
     if not tokenizer.chat_template:
         raise ModelError(
-            "the tokenizer has no chat template; use an instruct model, set model.chat_template, or put chat_template.jinja into the model directory"
+            "the tokenizer has no chat template; use an instruct model, set model.chat_template, or put"
+            " chat_template.jinja into the model directory"
         )
     if options.params:
         _check_params(options.params, tokenizer.chat_template)
@@ -231,7 +297,11 @@ def _make_template(messages: Sequence[ChatMessage], tokenizer: ChatTokenizer, op
 
 
 def _check_params(params: Mapping[str, JSONValue], chat_template: object) -> None:
-    source = "\n".join(map(str, chat_template.values())) if isinstance(chat_template, Mapping) else str(chat_template)
+    source = (
+        "\n".join(map(str, chat_template.values()))
+        if isinstance(chat_template, Mapping)
+        else str(chat_template)
+    )
     words = set(re.findall(r"[A-Za-z_]\w*", source))
     for name in params:
         if name not in words:
@@ -249,10 +319,18 @@ JINJA_WORDS = {  # keywords, tests and functions
 
 
 def _find_readable_names(source: str) -> set[str]:
-    """Names in a chat template that may be parameters: outside text, attributes, filters, keywords, loops and what rollouts sets itself."""
-    code = " ".join(re.findall(r"\{[{%](.*?)[}%]\}", re.sub(r"\{#.*?#\}", "", source, flags=re.DOTALL), re.DOTALL))
+    """Names in a chat template that may be parameters: outside text, attributes, filters, keywords, loops and
+    what rollouts sets itself.
+    """
+    code = " ".join(
+        re.findall(r"\{[{%](.*?)[}%]\}", re.sub(r"\{#.*?#\}", "", source, flags=re.DOTALL), re.DOTALL)
+    )
     code = re.sub(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", '""', code)
-    looped = {name for names in re.findall(r"\bfor\s+([\w\s,()]+?)\s+in\b", code) for name in re.findall(r"\w+", names)}
+    looped = {
+        name
+        for names in re.findall(r"\bfor\s+([\w\s,()]+?)\s+in\b", code)
+        for name in re.findall(r"\w+", names)
+    }
     names = set(re.findall(r"(?<![.|\w])(?<![.|]\s)[A-Za-z_]\w*(?!\w*\s*\()", code))
     return names - looped - JINJA_WORDS - set(OWN_PARAMS)
 
@@ -261,13 +339,15 @@ def _check_tools_are_written(messages: Sequence[ChatMessage], template: _Templat
     written = _render(messages, template, add_generation_prompt=False)
     if written == _render(messages, replace(template, tools=None), add_generation_prompt=False):
         raise DataError(
-            "the row has tools, and the chat template does not write them; describe them in the system prompt and remove `tools` from the row, "
-            "or set model.chat_template to one that does"
+            "the row has tools, and the chat template does not write them; describe them in the system prompt"
+            " and remove `tools` from the row, or set model.chat_template to one that does"
         )
 
 
 def _choose_form(messages: Sequence[ChatMessage], template: _Template) -> _Template:
-    """The template in the first form in which it writes every tool call, tried with names and arguments that occur nowhere else."""
+    """The template in the first form in which it writes every tool call, tried with names and arguments that
+    occur nowhere else.
+    """
     probe, marks = _mark_tool_calls(messages)
     refusals: list[DataError] = []
     lacking: int | None = None
@@ -283,16 +363,20 @@ def _choose_form(messages: Sequence[ChatMessage], template: _Template) -> _Templ
             return tried
         lacking = unwritten if lacking is None else lacking
     if lacking is None:
-        mistyped = [isinstance(error.__cause__, TypeError) for error in refusals]  # text where an object is wanted, or the other way round
+        mistyped = [
+            isinstance(error.__cause__, TypeError) for error in refusals
+        ]  # text where an object is wanted, or the other way round
         raise refusals[mistyped.index(False) if False in mistyped else 0]
     raise DataError(
-        f"the chat template does not write every tool call of message {lacking} (with its arguments); set model.chat_template to one that does, "
-        "or leave the row out"
+        f"the chat template does not write every tool call of message {lacking} (with its arguments); set"
+        " model.chat_template to one that does, or leave the row out"
     )
 
 
 def _mark_tool_calls(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], list[tuple[int, str]]]:
-    """The messages with a mark for every call's name and its one argument, and those marks with the positions of their messages."""
+    """The messages with a mark for every call's name and its one argument, and those marks with the positions
+    of their messages.
+    """
     marked: list[ChatMessage] = []
     marks: list[tuple[int, str]] = []
     for index, message in enumerate(messages):
@@ -300,15 +384,28 @@ def _mark_tool_calls(messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage]
         for call in message.get("tool_calls", ()):
             mark = f"q{len(marks)}zq"
             marks.append((index, mark))
-            calls.append({**call, "function": {**call["function"], "name": f"name{mark}", "arguments": {f"key{mark}": f"value{mark}"}}})
+            calls.append(
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "name": f"name{mark}",
+                        "arguments": {f"key{mark}": f"value{mark}"},
+                    },
+                }
+            )
         marked.append(cast(ChatMessage, message | {"tool_calls": calls}) if calls else message)
     return marked, marks
 
 
 def _writes_call(text: str, mark: str) -> bool:
-    """Whether the call with this mark is written in full, its argument neither in Python's notation nor as JSON text within JSON."""
+    """Whether the call with this mark is written in full, its argument neither in Python's notation nor as
+    JSON text within JSON.
+    """
     spoilt = (f"{{'key{mark}'", f'\\"key{mark}')
-    return all(f"{part}{mark}" in text for part in ("name", "key", "value")) and not any(form in text for form in spoilt)
+    return all(f"{part}{mark}" in text for part in ("name", "key", "value")) and not any(
+        form in text for form in spoilt
+    )
 
 
 def _render(messages: Sequence[ChatMessage], template: _Template, *, add_generation_prompt: bool) -> str:
@@ -316,10 +413,14 @@ def _render(messages: Sequence[ChatMessage], template: _Template, *, add_generat
     given = {"tools": [dict(tool) for tool in template.tools]} if template.tools else {}
     turns = [_in_form(message, template) for message in messages]
     try:
-        text = apply(turns, tokenize=False, add_generation_prompt=add_generation_prompt, **given, **template.params)
+        text = apply(
+            turns, tokenize=False, add_generation_prompt=add_generation_prompt, **given, **template.params
+        )
     except Exception as error:  # a template raises what its author chose, and jinja adds its own
         roles = ", ".join(message["role"] for message in messages)
-        raise DataError(f"the chat template refuses messages with the roles {roles}: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"the chat template refuses messages with the roles {roles}: {type(error).__name__}: {error}"
+        ) from error
     assert isinstance(text, str), type(text)
     return text
 
@@ -330,7 +431,13 @@ def _in_form(message: ChatMessage, template: _Template) -> dict[str, Any]:
         return turn
     turn["content"] = turn["content"] or template.empty_content
     turn["tool_calls"] = [
-        {**call, "function": {**call["function"], "arguments": _form_arguments(call["function"]["arguments"], template.arguments)}}
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": _form_arguments(call["function"]["arguments"], template.arguments),
+            },
+        }
         for call in turn["tool_calls"]
     ]
     return turn
@@ -342,7 +449,7 @@ def _form_arguments(arguments: object, form: Literal["object", "text"]) -> objec
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
-# --- spans -------------------------------------------------------------------------------------------------------------------
+# --- spans --------------------------------------------------------------------------------------------------
 
 
 def _special_texts(tokenizer: ChatTokenizer) -> tuple[str, ...]:
@@ -359,31 +466,41 @@ def _find_turn(messages: Sequence[ChatMessage], turn: int, text: str, template: 
     if turn == 0:
         raise DataError("message 0 is an assistant turn; a conversation begins with a system or user turn")
     prompt = _render(messages[:turn], template, add_generation_prompt=True)
-    ended = text if turn == len(messages) - 1 else _render(messages[: turn + 1], template, add_generation_prompt=False)
+    ended = (
+        text
+        if turn == len(messages) - 1
+        else _render(messages[: turn + 1], template, add_generation_prompt=False)
+    )
     if not ended.startswith(prompt):
         raise ModelError(
-            f"the chat template writes another header before message {turn} than it does for generation ({_first_difference(prompt, ended)}); "
-            "what trains would not be what the model is asked for; use another chat template"
+            f"the chat template writes another header before message {turn} than it does for generation"
+            f" ({_first_difference(prompt, ended)}); what trains would not be what the model is asked for;"
+            " use another chat template"
         )
     body = ended[len(prompt) :]
     end = _find_end(body, messages, turn, template)
     if end is None:
         raise ModelError(
-            f"the chat template ends message {turn} with {body[-20:]!r}, not with a special token; a model trained on that never learns to stop; "
-            "use a template that ends the assistant's turn"
+            f"the chat template ends message {turn} with {body[-20:]!r}, not with a special token; a model"
+            " trained on that never learns to stop; use a template that ends the assistant's turn"
         )
     trained = ended[: len(prompt) + end]
     if not text.startswith(trained):
         raise ModelError(
-            f"the chat template rewrites messages up to {turn} when later turns follow ({_first_difference(trained, text)}); such a conversation "
-            'cannot train on all turns at once: set sft.train_on = "last", with one row per answer'
+            f"the chat template rewrites messages up to {turn} when later turns follow"
+            f" ({_first_difference(trained, text)}); such a conversation cannot train on all turns at once:"
+            ' set sft.train_on = "last", with one row per answer'
         )
     _check_turn_is_written(messages, turn, prompt, ended, template)
     return len(prompt), len(trained)
 
 
-def _check_turn_is_written(messages: Sequence[ChatMessage], turn: int, prompt: str, ended: str, template: _Template) -> None:
-    """Raises DataError if the template leaves out content, or thinking could be changed without changing what the template writes."""
+def _check_turn_is_written(
+    messages: Sequence[ChatMessage], turn: int, prompt: str, ended: str, template: _Template
+) -> None:
+    """Raises DataError if the template leaves out content, or thinking could be changed without changing what
+    the template writes.
+    """
     message = messages[turn]
     parts = {"reasoning_content": "thinking (reasoning_content)"}
     if message.get("tool_calls"):
@@ -396,35 +513,39 @@ def _check_turn_is_written(messages: Sequence[ChatMessage], turn: int, prompt: s
         if _render([*messages[:turn], other], template, add_generation_prompt=False) == ended:
             way_out = "set sft.thinking='drop', " if key == "reasoning_content" else ""
             raise DataError(
-                f"the chat template does not write the {name} of message {turn}, so it would not train; {way_out}remove it from the row, or set "
-                "model.chat_template to one that does"
+                f"the chat template does not write the {name} of message {turn}, so it would not train;"
+                f" {way_out}remove it from the row, or set model.chat_template to one that does"
             )
     _check_content_is_written(message["content"], turn, prompt, ended[len(prompt) :])
 
 
 def _check_content_is_written(content: str, turn: int, prompt: str, body: str) -> None:
-    """Raises DataError unless the turn's content stands whole in what the template writes for it, white space aside.
+    """Raises DataError unless the turn's content stands whole in what the template writes for it, white space
+    aside.
 
     It may begin in the prompt: some generation prompts open the thinking, or close it.
     """
     wanted, before, written = ("".join(text.split()) for text in (content, prompt, body))
-    given = before[len(before) - min(len(before), len(wanted) - 1) :] if wanted else ""  # at least one character is the turn's own
+    given = (
+        before[len(before) - min(len(before), len(wanted) - 1) :] if wanted else ""
+    )  # at least one character is the turn's own
     if wanted in given + written:
         return
     part = "thinking at the beginning of the content" if THINKING.match(content) else "content as it is"
     way_out = "set sft.thinking='drop', " if THINKING.match(content) else ""
     difference = _first_difference(content.strip(), body.lstrip())
     raise DataError(
-        f"the chat template does not write the {part} of message {turn}, so it would not train ({difference}); "
-        f"{way_out}change the row, or set model.chat_template to one that does"
+        f"the chat template does not write the {part} of message {turn}, so it would not train"
+        f" ({difference}); {way_out}change the row, or set model.chat_template to one that does"
     )
 
 
 def _find_end(body: str, messages: Sequence[ChatMessage], turn: int, template: _Template) -> int | None:
     """Where the end token of the turn ends in what was written after its prompt; None if it ends without one.
 
-    What follows the content, or the tool calls, must be special tokens and white space alone. If there are several, as after a tool call or
-    where a template closes the conversation too, the one that ends a plain answer in this place is meant, otherwise the first.
+    What follows the content, or the tool calls, must be special tokens and white space alone. If there are
+    several, as after a tool call or where a template closes the conversation too, the one that ends a plain
+    answer in this place is meant, otherwise the first.
     """
     content = messages[turn]["content"].strip()
     after_content = body.find(content) + len(content) if content in body else 0
@@ -433,13 +554,19 @@ def _find_end(body: str, messages: Sequence[ChatMessage], turn: int, template: _
         return tail[0][1]
     usual = _find_usual_end(messages, turn, template)
     if not tail:  # some tokenizers end a turn with an added token that is not marked as special
-        tail = [found for found in _find_tail(body, after_content, _added_texts(template.tokenizer)) if body[found[0] : found[1]] == usual]
+        tail = [
+            found
+            for found in _find_tail(body, after_content, _added_texts(template.tokenizer))
+            if body[found[0] : found[1]] == usual
+        ]
     ends = [end for start, end in tail if body[start:end] == usual] or [end for _, end in tail]
     return ends[0] if ends else None
 
 
 def _find_tail(body: str, begin: int, tokens: Sequence[str]) -> list[tuple[int, int]]:
-    """(start, end) of the tokens that stand, with nothing but white space between and after them, at the end of body[begin:]."""
+    """(start, end) of the tokens that stand, with nothing but white space between and after them, at the end
+    of body[begin:].
+    """
     if not tokens:
         return []
     one = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
@@ -451,10 +578,16 @@ def _find_tail(body: str, begin: int, tokens: Sequence[str]) -> list[tuple[int, 
 
 
 def _find_usual_end(messages: Sequence[ChatMessage], turn: int, template: _Template) -> str | None:
-    """The added token that the template writes after a plain answer in the place of turn `turn`; None if it refuses one there."""
+    """The added token that the template writes after a plain answer in the place of turn `turn`; None if it
+    refuses one there.
+    """
     answer = "plain answer"
     try:
-        text = _render([*messages[:turn], ChatMessage(role="assistant", content=answer)], template, add_generation_prompt=False)
+        text = _render(
+            [*messages[:turn], ChatMessage(role="assistant", content=answer)],
+            template,
+            add_generation_prompt=False,
+        )
     except DataError:
         return None
     rest = text.rpartition(answer)[2]
@@ -467,14 +600,22 @@ def _find_usual_end(messages: Sequence[ChatMessage], turn: int, template: _Templ
 
 
 def _first_difference(first: str, second: str) -> str:
-    position = next((at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
-    return f"at character {position}: {first[position : position + 20]!r} against {second[position : position + 20]!r}"
+    position = next(
+        (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )
+    return (
+        f"at character {position}: {first[position : position + 20]!r} against"
+        f" {second[position : position + 20]!r}"
+    )
 
 
-# --- tokens ------------------------------------------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------------------------------------
 
 
-def _tokenize_with_marks(text: str, marks: Sequence[int], encode: Callable[[str], list[int]], turns: Sequence[int]) -> tuple[list[int], list[int]]:
+def _tokenize_with_marks(
+    text: str, marks: Sequence[int], encode: Callable[[str], list[int]], turns: Sequence[int]
+) -> tuple[list[int], list[int]]:
     """(token ids of the whole text, the token position of every character position in `marks`).
 
     Raises DataError if a mark lies within a token.
@@ -483,18 +624,23 @@ def _tokenize_with_marks(text: str, marks: Sequence[int], encode: Callable[[str]
     pieces = [encode(text[start:end]) for start, end in zip([0, *marks], [*marks, len(text)], strict=True)]
     if [token for piece in pieces for token in piece] == token_ids:
         positions = np.cumsum([len(piece) for piece in pieces])[:-1].tolist()
-        later_starts = zip(marks[2::2], positions[2::2], strict=True)  # generation gets all before a turn in one piece; the first has been seen
+        later_starts = zip(
+            marks[2::2], positions[2::2], strict=True
+        )  # generation gets all before a turn in one piece; the first has been seen
         if all(encode(text[:mark]) == token_ids[:position] for mark, position in later_starts):
             return token_ids, positions
-    # Some tokenizers put a space before the first word of any text, so pieces differ where the whole does not: compare prefixes instead.
+    # Some tokenizers put a space before the first word of any text, so pieces differ where the whole does
+    # not: compare prefixes instead.
     token_marks: list[int] = []
     for number, mark in enumerate(marks):
         prefix = encode(text[:mark])
         if token_ids[: len(prefix)] != prefix:
             edge = "begins" if number % 2 == 0 else "ends"
             raise DataError(
-                f"message {turns[number // 2]} {edge} within a token (near {text[max(0, mark - 10) : mark + 10]!r}): the model would never be asked "
-                "for it that way; strip white space from both ends of the content, or use a template, or parameters of it, with another header"
+                f"message {turns[number // 2]} {edge} within a token (near"
+                f" {text[max(0, mark - 10) : mark + 10]!r}): the model would never be asked for it that way;"
+                " strip white space from both ends of the content, or use a template, or parameters of it,"
+                " with another header"
             )
         token_marks.append(len(prefix))
     return token_ids, token_marks

@@ -26,7 +26,9 @@ class SourceStatistics:
     batches: int = 0  # batches that had a sample of it
     samples: int = 0
     reward_sum: float = 0.0  # of all its samples
-    last_batch_reward: float | None = None  # mean reward of its samples in the last batch that had one; None: no batch had
+    last_batch_reward: float | None = (
+        None  # mean reward of its samples in the last batch that had one; None: no batch had
+    )
     last_batch_step: int | None = None  # the step that batch trained
 
     @property
@@ -45,21 +47,33 @@ def start_statistics(names: Iterable[str]) -> dict[str, SourceStatistics]:
 
 
 def update_statistics(
-    statistics: Mapping[str, SourceStatistics], samples: Sequence[Sample], *, step: int, drawn: Mapping[str, int]
+    statistics: Mapping[str, SourceStatistics],
+    samples: Sequence[Sample],
+    *,
+    step: int,
+    drawn: Mapping[str, int],
 ) -> dict[str, SourceStatistics]:
-    """The statistics after the batch of `step`. `samples` are scored; `drawn` is how many prompts were drawn off each source so far.
+    """The statistics after the batch of `step`. `samples` are scored; `drawn` is how many prompts were drawn
+    off each source so far.
 
-    A sample is of the source that its metadata names; with one source it need not name it. Raises DataError for a sample of another source.
+    A sample is of the source that its metadata names; with one source it need not name it. Raises DataError
+    for a sample of another source.
     """
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     only = next(iter(statistics)) if len(statistics) == 1 else None
     for sample in samples:
         name = only or str(sample.metadata.get(SOURCE_FIELD))
         if name not in statistics:
-            raise DataError(f"sample {sample.id} has metadata.{SOURCE_FIELD}={name!r}, which is none of the sources {', '.join(statistics)}")
+            raise DataError(
+                f"sample {sample.id} has metadata.{SOURCE_FIELD}={name!r}, which is none of the sources"
+                f" {', '.join(statistics)}"
+            )
         assert sample.reward is not None, f"sample {sample.id} was not scored"
         rewards[name].append(sample.reward)
-    return {name: _add_batch(replace(before, drawn=drawn[name]), rewards[name], step) for name, before in statistics.items()}
+    return {
+        name: _add_batch(replace(before, drawn=drawn[name]), rewards[name], step)
+        for name, before in statistics.items()
+    }
 
 
 def _add_batch(before: SourceStatistics, rewards: Sequence[float], step: int) -> SourceStatistics:
@@ -84,31 +98,46 @@ def encode_statistics(statistics: Mapping[str, SourceStatistics]) -> dict[str, J
 def decode_statistics(state: Mapping[str, JSONValue]) -> dict[str, SourceStatistics]:
     """The statistics that `encode_statistics` was given, to the last bit."""
     names = [field.name for field in fields(SourceStatistics)]
-    return {name: SourceStatistics(**{field: source[field] for field in names}) for name, source in state.items()}
+    return {
+        name: SourceStatistics(**{field: source[field] for field in names}) for name, source in state.items()
+    }
 
 
-# --- the user's function -----------------------------------------------------------------------------------------------------
+# --- the user's function ------------------------------------------------------------------------------------
 
 
-def call_curriculum(curriculum: Curriculum, step: int, statistics: Mapping[str, SourceStatistics], *, function: str) -> dict[str, float]:
-    """The weights for `step`, checked. `function` is its name. Raises UserFunctionError, with the cause, if it raises or answers nonsense."""
+def call_curriculum(
+    curriculum: Curriculum, step: int, statistics: Mapping[str, SourceStatistics], *, function: str
+) -> dict[str, float]:
+    """The weights for `step`, checked. `function` is its name. Raises UserFunctionError, with the cause, if
+    it raises or answers nonsense.
+    """
     try:
         weights = curriculum(step, dict(statistics))
     except Exception as error:
-        raise UserFunctionError(f"curriculum {function} raised {type(error).__name__} in step {step}: {error}") from error
+        raise UserFunctionError(
+            f"curriculum {function} raised {type(error).__name__} in step {step}: {error}"
+        ) from error
     return check_weights(weights, list(statistics), function=function, step=step)
 
 
 def check_weights(weights: object, names: Sequence[str], *, function: str, step: int) -> dict[str, float]:
-    """The weights in the order of `names`. Raises UserFunctionError naming the function, the step and the value that breaks a rule."""
+    """The weights in the order of `names`. Raises UserFunctionError naming the function, the step and the
+    value that breaks a rule.
+    """
     what = f"curriculum {function} in step {step}"
     if not isinstance(weights, Mapping):
-        raise UserFunctionError(f"{what} gave a value of type {type(weights).__name__}; it must give a weight for each of {', '.join(names)}")
+        raise UserFunctionError(
+            f"{what} gave a value of type {type(weights).__name__}; it must give a weight for each of"
+            f" {', '.join(names)}"
+        )
     for name in weights:
         if name not in names:
             close = nearest(str(name), names)
             hint = f"; did you mean {close}?" if close else ""
-            raise UserFunctionError(f"{what} gave a weight to {name!r}; the sources are {', '.join(names)}{hint}")
+            raise UserFunctionError(
+                f"{what} gave a weight to {name!r}; the sources are {', '.join(names)}{hint}"
+            )
     for name in names:
         if name not in weights:
             raise UserFunctionError(f"{what} gave no weight to {name}; every source needs one, 0 pauses it")
@@ -119,21 +148,32 @@ def check_weights(weights: object, names: Sequence[str], *, function: str, step:
 
 
 def _check_weight(weight: Any, what: str) -> float:
-    if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not math.isfinite(weight) or weight < 0:
+    if (
+        isinstance(weight, bool)
+        or not isinstance(weight, numbers.Real)
+        or not math.isfinite(weight)
+        or weight < 0
+    ):
         raise UserFunctionError(f"{what} the weight {weight!r}; a weight is a finite number, 0 or more")
     return float(weight)
 
 
-# --- ready ones --------------------------------------------------------------------------------------------------------------
+# --- ready ones ---------------------------------------------------------------------------------------------
 
 
-def linear_shift(start: Mapping[str, float], end: Mapping[str, float], *, first_step: int, last_step: int) -> Curriculum:
-    """A curriculum that has the shares of `start` up to `first_step`, those of `end` from `last_step`, and goes straight between them.
+def linear_shift(
+    start: Mapping[str, float], end: Mapping[str, float], *, first_step: int, last_step: int
+) -> Curriculum:
+    """A curriculum that has the shares of `start` up to `first_step`, those of `end` from `last_step`, and
+    goes straight between them.
 
-    Raises ValueError if the two name different sources, have a negative weight or none above 0, or last_step is not after first_step.
+    Raises ValueError if the two name different sources, have a negative weight or none above 0, or last_step
+    is not after first_step.
     """
     if set(start) != set(end):
-        raise ValueError(f"start names {', '.join(start)} but end names {', '.join(end)}; both name every source")
+        raise ValueError(
+            f"start names {', '.join(start)} but end names {', '.join(end)}; both name every source"
+        )
     if last_step <= first_step:
         raise ValueError(f"last_step={last_step} is not after first_step={first_step}")
     for name, weights in (("start", start), ("end", end)):
@@ -142,18 +182,26 @@ def linear_shift(start: Mapping[str, float], end: Mapping[str, float], *, first_
 
     def shift(step: int, statistics: Mapping[str, SourceStatistics]) -> Mapping[str, float]:
         done = min(max((step - first_step) / (last_step - first_step), 0.0), 1.0)
-        return {name: (1 - done) * start[name] / sum(start.values()) + done * end[name] / sum(end.values()) for name in start}
+        return {
+            name: (1 - done) * start[name] / sum(start.values()) + done * end[name] / sum(end.values())
+            for name in start
+        }
 
     return shift
 
 
 def favour_medium(
-    step: int, statistics: Mapping[str, SourceStatistics], *, low: float = 0.0, high: float = 1.0, floor: float = 0.1
+    step: int,
+    statistics: Mapping[str, SourceStatistics],
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    floor: float = 0.1,
 ) -> dict[str, float]:
     """The most weight to sources that are neither solved nor hopeless: floor + (1 - floor) * 4 * p * (1 - p).
 
-    p is the mean reward of the last batch that had the source, from 0 at reward `low` to 1 at `high`; a source no batch had yet has
-    p = 1/2. `floor` keeps the others drawn, so that a change is noticed.
+    p is the mean reward of the last batch that had the source, from 0 at reward `low` to 1 at `high`; a
+    source no batch had yet has p = 1/2. `floor` keeps the others drawn, so that a change is noticed.
     """
     assert low < high and 0 < floor <= 1, (low, high, floor)
     weights: dict[str, float] = {}

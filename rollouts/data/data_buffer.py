@@ -19,7 +19,16 @@ from typing import Any
 
 import numpy as np
 
-from rollouts.data.mixture import SOURCE_FIELD, Mixture, check_names, choose_source, compute_amounts, make_mixture, metric_name, settle
+from rollouts.data.mixture import (
+    SOURCE_FIELD,
+    Mixture,
+    check_names,
+    choose_source,
+    compute_amounts,
+    make_mixture,
+    metric_name,
+    settle,
+)
 from rollouts.data.rows import SourceRows, check_row, require_prompts
 from rollouts.errors import DataError
 from rollouts.types import IntArray, JSONValue
@@ -29,9 +38,12 @@ from rollouts.types import IntArray, JSONValue
 class PromptRow:
     """One dataset row in one epoch of its source."""
 
-    prompt_id: str  # "row-17", or "NAME/row-17" in a mixture: the position of the row in its source, the same in every epoch
+    # "row-17", or "NAME/row-17" in a mixture: the position of the row in its source, the same in every epoch
+    prompt_id: str
     epoch: int  # of its source, from 0
-    row: Mapping[str, Any]  # has `prompt`, and whatever a reward function reads; in a mixture also `source`, its source's name
+    row: Mapping[
+        str, Any
+    ]  # has `prompt`, and whatever a reward function reads; in a mixture also `source`, its source's name
 
     @property
     def key(self) -> tuple[int, str]:
@@ -65,7 +77,11 @@ class _Stream:
     def prompt(self, index: int, epoch: int) -> PromptRow:
         row = self.source.rows[index]
         assert row is not None, "a hole was drawn"
-        return PromptRow(f"{self.prefix}row-{index}", epoch, {**row, SOURCE_FIELD: self.source.name} if self.prefix else row)
+        return PromptRow(
+            f"{self.prefix}row-{index}",
+            epoch,
+            {**row, SOURCE_FIELD: self.source.name} if self.prefix else row,
+        )
 
     def move_to(self, epoch: int, cursor: int) -> None:
         self.epoch, self.cursor, self.order = epoch, cursor, None
@@ -73,7 +89,11 @@ class _Stream:
     def current_order(self) -> IntArray:
         if self.order is None:
             good = np.array([row is not None for row in self.source.rows])
-            order = _permute(len(good), f"{self.seed}/{self.prefix}{self.epoch}") if self.shuffle else np.arange(len(good), dtype=np.int64)
+            order = (
+                _permute(len(good), f"{self.seed}/{self.prefix}{self.epoch}")
+                if self.shuffle
+                else np.arange(len(good), dtype=np.int64)
+            )
             self.order = order[good[order]]
         return self.order
 
@@ -86,7 +106,9 @@ class _Stream:
         """The position that "row-17" means; None if there is no such row or it is a hole."""
         digits = number.removeprefix("row-")
         index = int(digits) if digits.isdecimal() else len(self.source.rows)
-        known = number == f"row-{index}" and index < len(self.source.rows) and self.source.rows[index] is not None
+        known = (
+            number == f"row-{index}" and index < len(self.source.rows) and self.source.rows[index] is not None
+        )
         return index if known else None
 
     @property
@@ -95,16 +117,21 @@ class _Stream:
 
 
 def _permute(count: int, key_text: str) -> IntArray:
-    # numpy promises that raw bits of a bit generator never change between versions; it does not promise that of permutation()
+    # numpy promises that raw bits of a bit generator never change between versions; it does not promise that
+    # of permutation()
     key = hashlib.sha256(key_text.encode()).digest()
     bits = np.random.Philox(key=int.from_bytes(key[:16], "big")).random_raw(count)
     return np.argsort(bits, kind="stable").astype(np.int64)
 
 
 class DataBuffer:
-    """An endless seeded stream of prompts. The order depends on seed, sizes, names, holes and weights, not on ranks or on who draws."""
+    """An endless seeded stream of prompts. The order depends on seed, sizes, names, holes and weights, not on
+    ranks or on who draws.
+    """
 
-    def __init__(self, rows: Mixture | Sequence[Mapping[str, Any] | None], *, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, rows: Mixture | Sequence[Mapping[str, Any] | None], *, seed: int, shuffle: bool = True
+    ) -> None:
         """From a mixture, or from the rows of one source, where None is a hole.
 
         Raises DataError if a source has no row, or naming the first one without a usable prompt.
@@ -117,7 +144,9 @@ class DataBuffer:
             _check_source(source, f"{source.name} " if several else "")
         self._seed = seed
         self._shuffle = shuffle
-        self._streams = [_Stream(source, f"{source.name}/" if several else "", seed, shuffle) for source in mixture.sources]
+        self._streams = [
+            _Stream(source, f"{source.name}/" if several else "", seed, shuffle) for source in mixture.sources
+        ]
         self._weights = tuple(source.weight for source in mixture.sources)
         self._amounts = compute_amounts(self._weights)
         self._counts = [0] * len(self._streams)  # drawn off each source since the weights were last changed
@@ -136,39 +165,59 @@ class DataBuffer:
     def return_prompts(self, prompts: Sequence[PromptRow]) -> None:
         """Puts prompts back in front of everything else, the first given being the next drawn.
 
-        Raises DataError, changing nothing, if one is not of this dataset, was not drawn yet, or is here already.
+        Raises DataError, changing nothing, if one is not of this dataset, was not drawn yet, or is here
+        already.
         """
         here = {prompt.key for prompt in self._returned}
         for prompt in prompts:
             if prompt.key in here:
-                raise DataError(f"prompt {prompt.prompt_id} of epoch {prompt.epoch} was returned twice; a prompt is drawn again before that")
+                raise DataError(
+                    f"prompt {prompt.prompt_id} of epoch {prompt.epoch} was returned twice; a prompt is drawn"
+                    " again before that"
+                )
             stream, index = self._find(prompt.prompt_id)
             if not stream.was_drawn(index, prompt.epoch):
-                raise DataError(f"prompt {prompt.prompt_id} of epoch {prompt.epoch} was never drawn from this buffer of {len(self)} rows")
+                raise DataError(
+                    f"prompt {prompt.prompt_id} of epoch {prompt.epoch} was never drawn from this buffer of"
+                    f" {len(self)} rows"
+                )
             here.add(prompt.key)
         self._returned.extendleft(reversed(prompts))
 
     def find_prompt(self, prompt_id: str, epoch: int) -> PromptRow:
-        """The prompt with that id, for records that keep only ids. Raises DataError if the dataset has no such row."""
+        """The prompt with that id, for records that keep only ids. Raises DataError if the dataset has no
+        such row.
+        """
         stream, index = self._find(prompt_id)
         return stream.prompt(index, epoch)
 
-    # --- weights -------------------------------------------------------------------------------------------------------------
+    # --- weights --------------------------------------------------------------------------------------------
 
     @property
     def weights(self) -> Mapping[str, float]:
         """By source, relative to each other."""
-        return {stream.source.name: weight for stream, weight in zip(self._streams, self._weights, strict=True)}
+        return {
+            stream.source.name: weight for stream, weight in zip(self._streams, self._weights, strict=True)
+        }
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Draws from here on in the proportions of `weights`, which name every source; 0 pauses one. Returned prompts still come first.
+        """Draws from here on in the proportions of `weights`, which name every source; 0 pauses one. Returned
+        prompts still come first.
 
-        What a source had coming, about a draw at most, it still has: a small source has its turn however often the weights change.
-        The proportions in force already change nothing. Raises DataError for weights that are not of these sources, or none above 0.
+        What a source had coming, about a draw at most, it still has: a small source has its turn however
+        often the weights change. The proportions in force already change nothing. Raises DataError for
+        weights that are not of these sources, or none above 0.
         """
         names = [stream.source.name for stream in self._streams]
-        if set(weights) != set(names) or not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
-            raise DataError(f"weights {dict(weights)} are not for the sources {', '.join(names)}: 0 or more for each, and one above 0")
+        if (
+            set(weights) != set(names)
+            or not all(0 <= weight < math.inf for weight in weights.values())
+            or not any(weights.values())
+        ):
+            raise DataError(
+                f"weights {dict(weights)} are not for the sources {', '.join(names)}: 0 or more for each, and"
+                " one above 0"
+            )
         self._weights = tuple(float(weights[name]) for name in names)
         amounts = compute_amounts(self._weights)
         if amounts != self._amounts:
@@ -179,10 +228,12 @@ class DataBuffer:
         """Prompts taken off the stream of each source, each once, returned ones too."""
         return {stream.source.name: stream.drawn for stream in self._streams}
 
-    # --- state ---------------------------------------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, JSONValue]:
-        """Everything an exact resume needs, as JSON. The rows themselves are not in it, only their fingerprint."""
+        """Everything an exact resume needs, as JSON. The rows themselves are not in it, only their
+        fingerprint.
+        """
         common: dict[str, JSONValue] = {
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -207,11 +258,16 @@ class DataBuffer:
         """
         if state["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"the saved data order is of dataset {state['fingerprint']} ({state['rows']} rows), this one is {self.fingerprint} "
-                f"({len(self)} rows): the prompts changed; resume with the same data, or start a new run"
+                f"the saved data order is of dataset {state['fingerprint']} ({state['rows']} rows), this one"
+                f" is {self.fingerprint} ({len(self)} rows): the prompts changed; resume with the same data,"
+                " or start a new run"
             )
         returned = [self.find_prompt(prompt_id, epoch) for prompt_id, epoch in state["returned"]]
-        places = [(epoch, cursor) for _, epoch, cursor in state["sources"]] if "sources" in state else [(state["epoch"], state["cursor"])]
+        places = (
+            [(epoch, cursor) for _, epoch, cursor in state["sources"]]
+            if "sources" in state
+            else [(state["epoch"], state["cursor"])]
+        )
         self._seed, self._shuffle = int(state["seed"]), bool(state["shuffle"])
         for stream, (epoch, cursor) in zip(self._streams, places, strict=True):
             stream.seed, stream.shuffle = self._seed, self._shuffle
@@ -226,8 +282,9 @@ class DataBuffer:
     def statistics(self) -> Mapping[str, float]:
         """`epoch`, `drawn` (prompts taken off the stream, each once), `returned` (waiting to be drawn again).
 
-        `epoch` is the current one, from 0. The sources of a mixture have epochs of their own, and `epoch` is the lowest: how often every
-        row was drawn. For each of them there are also `source/NAME/epoch`, `source/NAME/drawn` and `source/NAME/share` of the next draws.
+        `epoch` is the current one, from 0. The sources of a mixture have epochs of their own, and `epoch` is
+        the lowest: how often every row was drawn. For each of them there are also `source/NAME/epoch`,
+        `source/NAME/drawn` and `source/NAME/share` of the next draws.
         """
         total = {
             "epoch": float(min(stream.epoch for stream in self._streams)),
@@ -245,7 +302,8 @@ class DataBuffer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits of SHA-256 over the rows in order, whatever the order of their keys; in a mixture also over the sources' names.
+        """16 hex digits of SHA-256 over the rows in order, whatever the order of their keys; in a mixture
+        also over the sources' names.
 
         Weights are not in it: a curriculum changes them, and the state has them.
         """
@@ -266,13 +324,21 @@ class DataBuffer:
             index = stream.index_of(number) if stream.prefix == prefix + slash else None
             if index is not None:
                 return stream, index
-        known = ", ".join(f"{stream.prefix}row-0 to {stream.prefix}row-{len(stream.source.rows) - 1}" for stream in self._streams)
-        raise DataError(f"prompt {prompt_id!r} is not of this dataset; its {len(self)} rows are {known}, malformed ones left out")
+        known = ", ".join(
+            f"{stream.prefix}row-0 to {stream.prefix}row-{len(stream.source.rows) - 1}"
+            for stream in self._streams
+        )
+        raise DataError(
+            f"prompt {prompt_id!r} is not of this dataset; its {len(self)} rows are {known}, malformed ones"
+            " left out"
+        )
 
 
 def _check_source(source: SourceRows, name: str) -> None:
     if not source.good_count:
-        raise DataError(f"the dataset {name}has no rows; a DataBuffer needs at least one prompt".replace("  ", " "))
+        raise DataError(
+            f"the dataset {name}has no rows; a DataBuffer needs at least one prompt".replace("  ", " ")
+        )
     for index, row in enumerate(source.rows):
         if row is not None:
             check_row(row, where=f"{name}row {index}")
@@ -282,5 +348,7 @@ def _check_source(source: SourceRows, name: str) -> None:
 def _digest_rows(source: SourceRows) -> str:
     digest = hashlib.sha256()
     for row in source.rows:
-        digest.update(json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode() + b"\n")
+        digest.update(
+            json.dumps(row, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode() + b"\n"
+        )
     return digest.hexdigest()

@@ -1,4 +1,5 @@
-"""Rows of data from anywhere: files, a hub, reasoning-gym, a function. Checked where they enter; what is malformed leaves a hole.
+"""Rows of data from anywhere: files, a hub, reasoning-gym, a function. Checked where they enter; what is
+malformed leaves a hole.
 
 [[rl.data]] ──► read_source ──► SourceRows: rows with holes, and what is wrong with each ──► require_good_rows
                                          └── one for each table ──► Mixture
@@ -48,11 +49,12 @@ RESHAPES: Mapping[RowUse, Callable[[Row], Row]] = {"pair": split_pair, "labelled
 
 
 def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> SourceRows:
-    """The rows of a source in its own order, the first `source.size` of them when given, with holes and what is wrong where they are malformed.
+    """The rows of a source in its own order, the first `source.size` of them when given, with holes and what
+    is wrong where they are malformed.
 
-    `name` is the setting that the source comes from ("rl.data"); errors begin with it. A row that is no good for its `use` is malformed
-    too. How much may be malformed is not judged here.
-    Raises DataError for a source that cannot be read, has no rows, or has fewer than `size`, malformed ones counted.
+    `name` is the setting that the source comes from ("rl.data"); errors begin with it. A row that is no good
+    for its `use` is malformed too. How much may be malformed is not judged here. Raises DataError for a
+    source that cannot be read, has no rows, or has fewer than `size`, malformed ones counted.
     """
     rows: list[Row | None] = []
     bad: list[BadRow] = []
@@ -72,15 +74,21 @@ def read_source(source: DataSourceConfig, *, name: str, use: RowUse = "any") -> 
         hint = "; a JSONL file has one JSON object per line" if source.kind == "jsonl" else ""
         raise DataError(f"{name}.{where}={getattr(source, where)!r} has no rows{hint}")
     if source.size is not None and len(rows) < source.size:
-        advice = f"set size = {len(rows)}" + (" or leave it out" if source.kind in ("jsonl", "parquet", "hf") and not source.streaming else "")
-        raise DataError(f"{name}.size={source.size} but {getattr(source, where)} has {len(rows)} rows; {advice}")
+        advice = f"set size = {len(rows)}" + (
+            " or leave it out" if source.kind in ("jsonl", "parquet", "hf") and not source.streaming else ""
+        )
+        raise DataError(
+            f"{name}.size={source.size} but {getattr(source, where)} has {len(rows)} rows; {advice}"
+        )
     return SourceRows(source.name, source.weight, tuple(rows), tuple(bad))
 
 
 def load_sources(sources: Sequence[DataSourceConfig], *, name: str, use: RowUse = "any") -> Mixture:
-    """The rows of every source. Malformed rows are holes; their share is at most each source's max_bad_fraction.
+    """The rows of every source. Malformed rows are holes; their share is at most each source's
+    max_bad_fraction.
 
-    Sources without a name are called source-0, source-1, … Raises DataError beginning with `name`, or `name`.INDEX when there are several.
+    Sources without a name are called source-0, source-1, … Raises DataError beginning with `name`, or
+    `name`.INDEX when there are several.
     """
     names = [source.name or f"source-{index}" for index, source in enumerate(sources)]
     check_names(names, name=name)

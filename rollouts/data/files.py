@@ -19,7 +19,14 @@ from rollouts.errors import DataError
 PARQUET_BATCH = 256  # rows decoded at once
 # The other formats that `datasets` finds by the names of files may unpickle what they read.
 PLAIN_FORMATS = ("arrow", "csv", "json", "parquet", "text")
-FORMAT_OF_SUFFIX = {".arrow": "arrow", ".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".txt": "text"}
+FORMAT_OF_SUFFIX = {
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".parquet": "parquet",
+    ".txt": "text",
+}
 INSTALL = "pip install 'rollouts-rl[data]'"
 
 
@@ -34,13 +41,17 @@ class FoundRow(NamedTuple):
 
 
 def find_source_files(source: DataSourceConfig, name: str) -> list[Path]:
-    """The file, or the files that the pattern means in the order of their names. Raises DataError if there is none."""
+    """The file, or the files that the pattern means in the order of their names. Raises DataError if there is
+    none.
+    """
     path = Path(source.path)
     if path.exists() or not glob.has_magic(source.path):
         return [path]
-    found = sorted(file for file in map(Path, glob.glob(source.path, recursive=True)) if file.is_file())  # noqa: PTH207  (absolute patterns too)
+    found = sorted(file for file in map(Path, glob.glob(source.path, recursive=True)) if file.is_file())
     if not found:
-        raise DataError(f"{name}.path={source.path!r}: no file has such a name (looked for {path.absolute()})")
+        raise DataError(
+            f"{name}.path={source.path!r}: no file has such a name (looked for {path.absolute()})"
+        )
     return found
 
 
@@ -48,31 +59,49 @@ def _cannot_read(source: DataSourceConfig, path: Path, error: Exception, name: s
     if isinstance(error, FileNotFoundError):
         return DataError(f"{name}.path={source.path!r}: there is no such file (looked for {path.absolute()})")
     which = "" if str(path) == source.path else f": {path}"
-    return DataError(f"{name}.path={source.path!r}{which} cannot be read: {getattr(error, 'strerror', None) or error}")
+    return DataError(
+        f"{name}.path={source.path!r}{which} cannot be read: {getattr(error, 'strerror', None) or error}"
+    )
 
 
-# --- JSON lines --------------------------------------------------------------------------------------------------------------
+# --- JSON lines ---------------------------------------------------------------------------------------------
 
 
 def read_jsonl(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
-    """One found row for every line that is not blank, of every file. Raises DataError for a file that cannot be read."""
+    """One found row for every line that is not blank, of every file. Raises DataError for a file that cannot
+    be read.
+    """
     for path in find_source_files(source, name):
         try:
             with path.open("rb") as file:
-                yield from _read_lines(gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, str(path))
-        except (OSError, EOFError, zlib.error) as error:  # a compressed file that is cut off is refused: nobody knows how much is lost
+                yield from _read_lines(
+                    gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, str(path)
+                )
+        except (
+            OSError,
+            EOFError,
+            zlib.error,
+        ) as error:  # a compressed file that is cut off is refused: nobody knows how much is lost
             raise _cannot_read(source, path, error, name) from error
 
 
 def _read_lines(file: IO[bytes] | gzip.GzipFile, path: str) -> Iterator[FoundRow]:
     number = 0
-    while line := file.readline(MAX_ROW_BYTES + 2):  # bytes: only "\n" ends a line of JSONL, text files know many more
+    while line := file.readline(
+        MAX_ROW_BYTES + 2
+    ):  # bytes: only "\n" ends a line of JSONL, text files know many more
         number += 1
         ended = line.endswith(b"\n")
         if len(line.rstrip(b"\r\n")) > MAX_ROW_BYTES:
             if not ended:
                 _skip_line(file)
-            yield FoundRow(path, number, True, None, RowProblem("", f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out"))
+            yield FoundRow(
+                path,
+                number,
+                True,
+                None,
+                RowProblem("", f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out"),
+            )
         elif line.strip():
             yield _parse_line(line.rstrip(b"\r\n"), path, number, ended=ended)
 
@@ -90,9 +119,13 @@ def _parse_line(line: bytes, path: str, number: int, *, ended: bool) -> FoundRow
     except RowProblem as problem:
         return FoundRow(path, number, True, None, problem)
     except UnicodeDecodeError as error:
-        return FoundRow(path, number, True, None, RowProblem("", f"not UTF-8 at byte {error.start} of the line{cut}"))
+        return FoundRow(
+            path, number, True, None, RowProblem("", f"not UTF-8 at byte {error.start} of the line{cut}")
+        )
     except json.JSONDecodeError as error:
-        return FoundRow(path, number, True, None, RowProblem("", f"not JSON: {error.msg} at column {error.colno}{cut}"))
+        return FoundRow(
+            path, number, True, None, RowProblem("", f"not JSON: {error.msg} at column {error.colno}{cut}")
+        )
     except (ValueError, RecursionError) as error:
         return FoundRow(path, number, True, None, RowProblem("", f"not JSON: {error}"))
     return FoundRow(path, number, True, value)
@@ -111,11 +144,13 @@ def _refuse_double_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-# --- Parquet -----------------------------------------------------------------------------------------------------------------
+# --- Parquet ------------------------------------------------------------------------------------------------
 
 
 def read_parquet(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
-    """One found row for every row of every file. Raises DataError for a file that cannot be read or has not the columns asked for."""
+    """One found row for every row of every file. Raises DataError for a file that cannot be read or has not
+    the columns asked for.
+    """
     try:
         from pyarrow import ArrowException, parquet  # optional, and a tenth of a second
     except ImportError as error:
@@ -133,10 +168,14 @@ def read_parquet(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
 
 
 def _decode_batch(batch: Any) -> list[tuple[Any, RowProblem | None]]:
-    """Every row of an arrow batch as an object, or what is wrong with it: a value that Python cannot hold spoils its own row alone."""
+    """Every row of an arrow batch as an object, or what is wrong with it: a value that Python cannot hold
+    spoils its own row alone.
+    """
     try:
         return [(row, None) for row in batch.to_pylist()]
-    except Exception:  # of many libraries: text that is not UTF-8, dates after 9999, time zones that nobody knows
+    except (
+        Exception
+    ):  # of many libraries: text that is not UTF-8, dates after 9999, time zones that nobody knows
         return [_decode_row(batch, index) for index in range(batch.num_rows)]
 
 
@@ -148,12 +187,18 @@ def _decode_row(batch: Any, index: int) -> tuple[Any, RowProblem | None]:
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             way_out = f'leave the field out with columns.{name} = "", or convert it'
-            return None, RowProblem(name, f"{name} is of type {column.type} and cannot be read ({type(error).__name__}: {reason}); {way_out}")
+            return None, RowProblem(
+                name,
+                f"{name} is of type {column.type} and cannot be read ({type(error).__name__}: {reason});"
+                f" {way_out}",
+            )
     return row, None
 
 
 def choose_columns(columns: Mapping[str, str], names: Sequence[str], where: str, name: str) -> list[str]:
-    """The columns to read: all but those that `columns` leaves out with "". Raises DataError naming one that is asked for and is not there."""
+    """The columns to read: all but those that `columns` leaves out with "". Raises DataError naming one that
+    is asked for and is not there.
+    """
     doubled = next((column for column in names if names.count(column) > 1), None)
     if doubled is not None:
         raise DataError(f"{where}: two columns are called {doubled}; which one is meant? Rename one of them")
@@ -161,18 +206,22 @@ def choose_columns(columns: Mapping[str, str], names: Sequence[str], where: str,
         first = theirs.partition(".")[0]
         if theirs and theirs not in names and first not in names:
             missing = describe_missing(theirs, first, "", dict.fromkeys(names))
-            raise DataError(f"{where}: {name}.columns.{ours}={theirs!r}: {missing.replace('the row has', 'the columns are')}")
+            raise DataError(
+                f"{where}: {name}.columns.{ours}={theirs!r}:"
+                f" {missing.replace('the row has', 'the columns are')}"
+            )
     return [column for column in names if columns.get(column) != "" or column in columns.values()]
 
 
-# --- the package `datasets` --------------------------------------------------------------------------------------------------
+# --- the package `datasets` ---------------------------------------------------------------------------------
 
 
 def read_hf(source: DataSourceConfig, name: str) -> Iterator[FoundRow]:
-    """One found row for every row of a split, in order; `source.size` of them when given, streamed if `source.streaming`.
+    """One found row for every row of a split, in order; `source.size` of them when given, streamed if
+    `source.streaming`.
 
-    Code that comes with a dataset is never run. Raises DataError if the package is missing, the hub does not answer, or the dataset, its
-    subset, its split or a column is not there.
+    Code that comes with a dataset is never run. Raises DataError if the package is missing, the hub does not
+    answer, or the dataset, its subset, its split or a column is not there.
     """
     try:
         import datasets  # optional, and takes seconds
@@ -200,8 +249,15 @@ def _number_rows(rows: Iterable[Any], file: str) -> Iterator[FoundRow]:
 
 def _explain_hf(error: Exception) -> str:
     text = " ".join(str(error).split())
-    if isinstance(error, ConnectionError) or type(error).__name__ in ("OfflineModeIsEnabled", "ConnectError", "LocalEntryNotFoundError"):
-        return f"the hub does not answer ({type(error).__name__}: {text}); name a local directory, or read it once while the hub can be reached"
+    if isinstance(error, ConnectionError) or type(error).__name__ in (
+        "OfflineModeIsEnabled",
+        "ConnectError",
+        "LocalEntryNotFoundError",
+    ):
+        return (
+            f"the hub does not answer ({type(error).__name__}: {text}); name a local directory, or read it"
+            " once while the hub can be reached"
+        )
     return f"{type(error).__name__}: {text}"
 
 
@@ -215,8 +271,13 @@ def _open_hf(source: DataSourceConfig, where: str) -> Any:
     if path.is_file():
         format_ = FORMAT_OF_SUFFIX.get(path.suffix)
         if format_ is None:
-            raise DataError(f"{where} is a file of an unknown kind; it can be one of {', '.join(FORMAT_OF_SUFFIX)}, or a directory")
-        builder = datasets.load_dataset_builder(format_, data_files={source.split.partition("[")[0]: [str(path)]})
+            raise DataError(
+                f"{where} is a file of an unknown kind; it can be one of {', '.join(FORMAT_OF_SUFFIX)}, or a"
+                " directory"
+            )
+        builder = datasets.load_dataset_builder(
+            format_, data_files={source.split.partition("[")[0]: [str(path)]}
+        )
     else:
         builder = datasets.load_dataset_builder(source.dataset, source.subset or None)
     _check_format(builder, where)
@@ -231,17 +292,27 @@ def _choose_saved(saved: Any, source: DataSourceConfig, where: str) -> Any:
     if isinstance(saved, dict):
         if source.split not in saved:
             close = nearest(source.split, list(saved))
-            raise DataError(f"{where}: it has no split {source.split}; it has {', '.join(saved)}" + (f"; did you mean {close}?" if close else ""))
+            raise DataError(
+                f"{where}: it has no split {source.split}; it has {', '.join(saved)}"
+                + (f"; did you mean {close}?" if close else "")
+            )
         return saved[source.split]
     if saved.split is not None and str(saved.split) != source.split:
-        raise DataError(f"{where} is the split {saved.split}, but split={source.split!r}; set split = {str(saved.split)!r}")
+        raise DataError(
+            f"{where} is the split {saved.split}, but split={source.split!r}; set split ="
+            f" {str(saved.split)!r}"
+        )
     return saved
 
 
 def _check_format(builder: Any, where: str) -> None:
     modules = [cls.__module__ for cls in type(builder).__mro__]
-    if not any(module == f"datasets.packaged_modules.{format_}.{format_}" for module in modules for format_ in PLAIN_FORMATS):
+    if not any(
+        module == f"datasets.packaged_modules.{format_}.{format_}"
+        for module in modules
+        for format_ in PLAIN_FORMATS
+    ):
         raise DataError(
-            f"{where} is in a format that is not read ({modules[0].rpartition('.')[2]}), because reading it may run code or give no text; "
-            f"save it as one of {', '.join(PLAIN_FORMATS)}"
+            f"{where} is in a format that is not read ({modules[0].rpartition('.')[2]}), because reading it"
+            f" may run code or give no text; save it as one of {', '.join(PLAIN_FORMATS)}"
         )

@@ -30,7 +30,8 @@ class KeptMixture(NamedTuple):
 
 
 def prompt_key(row: Mapping[str, Any]) -> str:
-    """What two rows share when they ask the same: the text of the prompt without system messages, case and runs of white space.
+    """What two rows share when they ask the same: the text of the prompt without system messages, case and
+    runs of white space.
 
     The prompt of a row with `messages` alone is what comes before its first assistant turn.
     """
@@ -50,26 +51,37 @@ def _asked_prompts(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _key_of(messages: Sequence[ChatMessage]) -> str:
-    parts = [message["content"] for message in messages if message["role"] != "system"] or [message["content"] for message in messages]
+    parts = [message["content"] for message in messages if message["role"] != "system"] or [
+        message["content"] for message in messages
+    ]
     return "\x1e".join(" ".join(unicodedata.normalize("NFKC", part).casefold().split()) for part in parts)
 
 
 def exclude_prompts(rows: Sequence[R], held_out_rows: Iterable[Mapping[str, Any]]) -> KeptRows[R]:
-    """`rows` in their order without those that train on a held-out prompt, also as an earlier turn of a conversation. Holes stay."""
+    """`rows` in their order without those that train on a held-out prompt, also as an earlier turn of a
+    conversation. Holes stay.
+    """
     held_out = {prompt_key(row) for row in held_out_rows}
     kept = [row for row in rows if row is None or held_out.isdisjoint(_asked_prompts(row))]
     return KeptRows(kept, len(rows) - len(kept))
 
 
-def exclude_from_mixture(mixture: Mixture, held_out_rows: Iterable[Mapping[str, Any]], *, name: str) -> KeptMixture:
-    """Every source without its rows that train on a held-out prompt. Raises DataError naming a source that has none left."""
+def exclude_from_mixture(
+    mixture: Mixture, held_out_rows: Iterable[Mapping[str, Any]], *, name: str
+) -> KeptMixture:
+    """Every source without its rows that train on a held-out prompt. Raises DataError naming a source that
+    has none left.
+    """
     held_out = list(held_out_rows)
     sources, removed_count = [], 0
     for source in mixture.sources:
         rows, removed = exclude_prompts(source.rows, held_out)
         if not any(row is not None for row in rows):
             which = f" from {source.name}" if len(mixture.sources) > 1 else ""
-            raise DataError(f"{name} has no row left{which}: all of its prompts are held out by eval.data; use another seed or file")
+            raise DataError(
+                f"{name} has no row left{which}: all of its prompts are held out by eval.data; use another"
+                " seed or file"
+            )
         sources.append(replace(source, rows=tuple(rows)))
         removed_count += removed
     return KeptMixture(Mixture(tuple(sources)), removed_count)

@@ -1,10 +1,11 @@
-"""Which rows lie together in which packed row and micro-batch: some plans are made from lengths alone, and the cheapest is taken.
+"""Which rows lie together in which packed row and micro-batch: some plans are made from lengths alone, and
+the cheapest is taken.
 
     padded     items ──fill_bins──► packed rows of up to a length ──divide_lengths──► micro-batches padded to their longest
     one row    items ──fill_bins, or spread_over_bins for several ranks──► micro-batches that are one packed row each
 
-An item is a subtree of the rows' trie (rollouts.data.tries). Large ones keep most shared, small ones fill bins better and even out ranks.
-Costs are in tokens: what a node costs in the linear layers is 1.
+An item is a subtree of the rows' trie (rollouts.data.tries). Large ones keep most shared, small ones fill
+bins better and even out ranks. Costs are in tokens: what a node costs in the linear layers is 1.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from rollouts.data.bins import Costs, compute_round_cost, divide_lengths, fill_b
 from rollouts.data.tries import Placed, SortedRows, fill_in_order, keep_together, place_rows
 from rollouts.types import IntArray
 
-PACKED_LENGTH = 512  # up to so many nodes, filling a packed row is always worth it: less padding, and attention is a small part
-MICRO_BATCH_COST = 128  # tokens; on a CPU mostly the head's and the embedding's gradients, which are as large as the vocabulary
-LINEAR_COST = 1000  # one node costs as much in the linear layers as a query does over so many nodes of a dense mask, on small models
+# up to so many nodes, filling a packed row is always worth it: less padding, and attention is a small part
+PACKED_LENGTH = 512
+# tokens; on a CPU mostly the head's and the embedding's gradients, which are as large as the vocabulary
+MICRO_BATCH_COST = 128
+# one node costs as much in the linear layers as a query does over so many nodes of a dense mask, on small
+# models
+LINEAR_COST = 1000
 ATTENTION_COST = 1 / LINEAR_COST
 PARTS = (1, 2, 4, 8)  # items are tried of up to the capacity, half of it and so on
 GOOD = 1.01  # times what cannot be undercut: no other plan is tried
@@ -37,24 +42,30 @@ class MicroBatchPlan(NamedTuple):
 
 class _Candidate(NamedTuple):
     placed: Placed
-    cuts: Sequence[tuple[int, int]]  # [first, last) packed rows of each micro-batch, in the order of _sort_bins
+    cuts: Sequence[
+        tuple[int, int]
+    ]  # [first, last) packed rows of each micro-batch, in the order of _sort_bins
     costs: Costs  # [micro-batches]
 
 
 def estimate_attention_cost(*, layers: int, attention_width: int, parameters: int) -> float:
     """What a (query, key) pair costs in tokens, by FLOPs: 4·layers·attention_width over 2·parameters.
 
-    `attention_width`: heads times the size of one; `parameters`: those that every token is multiplied by, the head included.
+    `attention_width`: heads times the size of one; `parameters`: those that every token is multiplied by, the
+    head included.
     """
     return 2 * layers * attention_width / parameters
 
 
-# --- one packed row a micro-batch ------------------------------------------------------------------------------------------------------
+# --- one packed row a micro-batch ---------------------------------------------------------------------------
 
 
-def plan_one_row(rows: SortedRows, budget: int, *, ranks: int, micro_batch_cost: int, attention_cost: float) -> list[MicroBatchPlan]:
-    """Micro-batches of one packed row of at most `budget` nodes, or of one longer row; on one rank as few as best fit finds, on several of even
-    cost."""
+def plan_one_row(
+    rows: SortedRows, budget: int, *, ranks: int, micro_batch_cost: int, attention_cost: float
+) -> list[MicroBatchPlan]:
+    """Micro-batches of one packed row of at most `budget` nodes, or of one longer row; on one rank as few as
+    best fit finds, on several of even cost.
+    """
     whole = place_rows(rows, np.zeros(len(rows.numbers), np.int64))
     bound = (float(whole.nodes[0]) + attention_cost * float(whole.pairs[0])) / ranks
     bound += micro_batch_cost * -(-int(whole.nodes[0]) // (budget * ranks))
@@ -65,7 +76,10 @@ def plan_one_row(rows: SortedRows, budget: int, *, ranks: int, micro_batch_cost:
             costs = placed.nodes + attention_cost * placed.pairs
             cost = compute_round_cost(costs + micro_batch_cost, ranks)
             if len(costs) >= enough and cost < least:
-                best, least = _Candidate(placed, [(index, index + 1) for index in range(len(costs))], costs), cost
+                best, least = (
+                    _Candidate(placed, [(index, index + 1) for index in range(len(costs))], costs),
+                    cost,
+                )
             if least <= GOOD * bound:
                 break
         if least <= GOOD * bound:
@@ -75,12 +89,16 @@ def plan_one_row(rows: SortedRows, budget: int, *, ranks: int, micro_batch_cost:
 
 
 def _find_items(rows: SortedRows, budget: int) -> Iterator[IntArray]:
-    """[n] items of each row, smaller and smaller ones; at last single rows. Without anything shared only these."""
+    """[n] items of each row, smaller and smaller ones; at last single rows. Without anything shared only
+    these.
+    """
     shared = _find_shared(rows)
     largest = 0
     for parts in PARTS:
         capacity = shared + (budget - shared) // parts
-        labels = keep_together(rows, lambda depths, capacity=capacity: np.full(len(depths), capacity), fill_bins)
+        labels = keep_together(
+            rows, lambda depths, capacity=capacity: np.full(len(depths), capacity), fill_bins
+        )
         count = int(labels.max()) + 1
         if count > largest and count < len(labels):
             largest = count
@@ -95,7 +113,9 @@ def _find_shared(rows: SortedRows) -> int:
     return int(rows.common[1:].min()) if len(rows.common) > 1 else 0
 
 
-def _fill_one_row(rows: SortedRows, labels: IntArray, budget: int, ranks: int, attention_cost: float) -> Iterator[Placed]:
+def _fill_one_row(
+    rows: SortedRows, labels: IntArray, budget: int, ranks: int, attention_cost: float
+) -> Iterator[Placed]:
     shared = _find_shared(rows)
     items = place_rows(rows, labels)
     sizes, capacity = items.nodes - shared, budget - shared
@@ -105,8 +125,13 @@ def _fill_one_row(rows: SortedRows, labels: IntArray, budget: int, ranks: int, a
     if ranks == 1:
         yield place_rows(rows, fill_bins(sizes, capacity)[labels])
         return
-    costs = 1 + sizes + attention_cost * (items.pairs - shared * (shared + 1) / 2)  # 1: equal rows, which cost nothing more, go round too
-    tried, rounds = 0, max(-(-(int(fill_bins(sizes, capacity).max()) + 1) // ranks), 1)  # what best fit needs, evenness may need a little more
+    costs = (
+        1 + sizes + attention_cost * (items.pairs - shared * (shared + 1) / 2)
+    )  # 1: equal rows, which cost nothing more, go round too
+    tried, rounds = (
+        0,
+        max(-(-(int(fill_bins(sizes, capacity).max()) + 1) // ranks), 1),
+    )  # what best fit needs, evenness may need a little more
     step = 1
     while tried <= MORE_ROUNDS:
         bins = spread_over_bins(sizes, costs, rounds * ranks, capacity, ranks=ranks)
@@ -117,25 +142,33 @@ def _fill_one_row(rows: SortedRows, labels: IntArray, budget: int, ranks: int, a
         step *= 1 if bins is not None else 2
 
 
-# --- padded packed rows ----------------------------------------------------------------------------------------------------------------
+# --- padded packed rows -------------------------------------------------------------------------------------
 
 
-def plan_padded(rows: SortedRows, budget: int, *, packed_length: int, ranks: int, micro_batch_cost: int) -> list[MicroBatchPlan]:
-    """Micro-batches of packed rows of about `packed_length` nodes, at most `budget` tokens with their padding, or one longer row.
+def plan_padded(
+    rows: SortedRows, budget: int, *, packed_length: int, ranks: int, micro_batch_cost: int
+) -> list[MicroBatchPlan]:
+    """Micro-batches of packed rows of about `packed_length` nodes, at most `budget` tokens with their
+    padding, or one longer row.
 
-    For several ranks the packing whose rounds cost least among some budgets: `budget`, and those that divide the batch evenly among the ranks. Each
-    rank has rows, where there are enough, unless the rounds cost less than half without that: rows that begin alike lose much when they are parted.
+    For several ranks the packing whose rounds cost least among some budgets: `budget`, and those that divide
+    the batch evenly among the ranks. Each rank has rows, where there are enough, unless the rounds cost less
+    than half without that: rows that begin alike lose much when they are parted.
     """
 
     def plan(tokens: int) -> _Candidate:
-        return _plan_padded(rows, tokens, packed_length=min(packed_length, tokens), micro_batch_cost=micro_batch_cost)
+        return _plan_padded(
+            rows, tokens, packed_length=min(packed_length, tokens), micro_batch_cost=micro_batch_cost
+        )
 
     best = plan(budget)
     if ranks == 1:
         return _make_plans(rows, best)
     total = int(best.costs.sum()) - micro_batch_cost * len(best.costs)
     rounds, enough = -(-len(best.costs) // ranks), min(ranks, len(rows.numbers))
-    budgets = sorted({min(-(-total // (ranks * (rounds + more))), budget) for more in range(MORE_ROUNDS + 1)}, reverse=True)
+    budgets = sorted(
+        {min(-(-total // (ranks * (rounds + more))), budget) for more in range(MORE_ROUNDS + 1)}, reverse=True
+    )
     candidates = [best, *(plan(tokens) for tokens in budgets)]
     smallest = budgets[-1]
     while len(candidates[-1].costs) < enough and smallest > 1:
@@ -163,21 +196,28 @@ def _plan_padded(rows: SortedRows, budget: int, *, packed_length: int, micro_bat
 
 
 def _find_packed_rows(rows: SortedRows, budget: int, packed_length: int) -> Iterator[IntArray]:
-    """[n] the packed row of each row: neighbours one after the other, and subtrees of several sizes by best fit. Without sharing, its own."""
+    """[n] the packed row of each row: neighbours one after the other, and subtrees of several sizes by best
+    fit. Without sharing, its own.
+    """
     if not rows.least:
         yield np.arange(len(rows.numbers))
         return
 
     def capacity(shared: IntArray) -> IntArray:
-        """Nodes of a packed row whose rows share so many: where linear layers and dense mask cost least for each node that is not shared.
+        """Nodes of a packed row whose rows share so many: where linear layers and dense mask cost least for
+        each node that is not shared.
 
         The minimum over S of (LINEAR_COST·S + S²) / (S - shared), but not below `packed_length`.
         """
         wide = np.minimum(shared, budget).astype(np.float64)
-        return np.clip(wide + np.sqrt(wide * wide + LINEAR_COST * wide), packed_length, budget).astype(np.int64)
+        return np.clip(wide + np.sqrt(wide * wide + LINEAR_COST * wide), packed_length, budget).astype(
+            np.int64
+        )
 
     def has_room(held: int, length: int, common: int) -> bool:
-        """Beyond `packed_length` while sharing saves more in the linear layers than the larger dense mask costs."""
+        """Beyond `packed_length` while sharing saves more in the linear layers than the larger dense mask
+        costs.
+        """
         nodes = held + length - common
         saves = LINEAR_COST * common > nodes**2 - held**2 - length**2
         return nodes <= (budget if saves else packed_length)
@@ -187,7 +227,9 @@ def _find_packed_rows(rows: SortedRows, budget: int, packed_length: int) -> Iter
     most = int(capacity(np.asarray([shared]))[0])
     counts: set[int] = set()
     for parts in PARTS:
-        fraction: Callable[[IntArray], IntArray] = lambda depths, parts=parts: shared + (capacity(depths) - shared) // parts  # noqa: E731
+        fraction: Callable[[IntArray], IntArray] = lambda depths, parts=parts: (  # noqa: E731
+            shared + (capacity(depths) - shared) // parts
+        )
         labels = keep_together(rows, fraction, fill_bins)
         if (count := int(labels.max()) + 1) in counts:
             continue
@@ -195,7 +237,7 @@ def _find_packed_rows(rows: SortedRows, budget: int, packed_length: int) -> Iter
         yield fill_bins(place_rows(rows, labels).nodes - shared, most - shared)[labels]
 
 
-# --- plans -----------------------------------------------------------------------------------------------------------------------------
+# --- plans --------------------------------------------------------------------------------------------------
 
 
 def _sort_bins(rows: SortedRows, placed: Placed) -> IntArray:

@@ -1,9 +1,11 @@
-"""Preference data as training rows: pairs of responses to one prompt, or single responses that are marked good or bad.
+"""Preference data as training rows: pairs of responses to one prompt, or single responses that are marked
+good or bad.
 
     rows ──prepare_*_mixture──► PreferenceMixture ──split_held_out──► what trains, in an order that needs no state; what is held out
 
-Every sample gives two token rows that begin with one prompt and end with the last token that trains: chosen and rejected, or a completion and,
-after the same prompt, the completion of another prompt, with which KTO estimates its reference point.
+Every sample gives two token rows that begin with one prompt and end with the last token that trains: chosen
+and rejected, or a completion and, after the same prompt, the completion of another prompt, with which KTO
+estimates its reference point.
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from rollouts.data.chat import DEFAULT_OPTIONS, ChatTokenizer, TemplateOptions, compute_loss_mask, tokenize_conversation
+from rollouts.data.chat import (
+    DEFAULT_OPTIONS,
+    ChatTokenizer,
+    TemplateOptions,
+    compute_loss_mask,
+    tokenize_conversation,
+)
 from rollouts.data.messages import parse_tools
 from rollouts.data.mixture import BatchSource, Mixture, make_batch_source, make_slots, select_mixture_batch
 from rollouts.data.rows import as_messages
@@ -31,13 +39,17 @@ HELD_OUT = "held_out_prompt"  # a held-out sample has the same prompt
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairSample:
-    """Two responses to one prompt, ready to train. The token rows are equal up to the first token that trains in either."""
+    """Two responses to one prompt, ready to train. The token rows are equal up to the first token that trains
+    in either.
+    """
 
     chosen: SFTSample
     rejected: SFTSample
     row_id: int  # position of its row in the dataset
     margin: float = 0.0  # how much better the chosen response is said to be; reward models read it
-    ref_log_probs: tuple[float, ...] | None = None  # nats, of chosen and rejected under a frozen reference; None: not scored
+    ref_log_probs: tuple[float, ...] | None = (
+        None  # nats, of chosen and rejected under a frozen reference; None: not scored
+    )
 
     @property
     def rows(self) -> tuple[SFTSample, SFTSample]:
@@ -52,7 +64,9 @@ class LabelledSample:
     other: SFTSample  # this prompt followed by the completion of another one
     desirable: bool
     row_id: int  # position of its row in the dataset
-    ref_log_probs: tuple[float, ...] | None = None  # nats, of completion and, where it is needed, other under a reference; None: not scored
+    ref_log_probs: tuple[float, ...] | None = (
+        None  # nats, of completion and, where it is needed, other under a reference; None: not scored
+    )
 
     @property
     def rows(self) -> tuple[SFTSample, SFTSample]:
@@ -78,26 +92,40 @@ class PreferenceMixture(Generic[S]):
         return tuple(slot for slot in self.slots if slot is not None)
 
 
-# --- rows → samples ----------------------------------------------------------------------------------------------------------
+# --- rows → samples -----------------------------------------------------------------------------------------
 
 
 def prepare_pair_mixture(
-    mixture: Mixture, tokenizer: ChatTokenizer, *, max_length: int, options: TemplateOptions = DEFAULT_OPTIONS, name: str = "preference.data"
+    mixture: Mixture,
+    tokenizer: ChatTokenizer,
+    *,
+    max_length: int,
+    options: TemplateOptions = DEFAULT_OPTIONS,
+    name: str = "preference.data",
 ) -> PreferenceMixture[PairSample]:
-    """Every row of use "pair" as a sample whose token rows have at most `max_length` tokens; only the responses train.
+    """Every row of use "pair" as a sample whose token rows have at most `max_length` tokens; only the
+    responses train.
 
-    A longer response is cut on the right if tokens of it remain. A pair is dropped as a whole if one response has none left, or if the two are
-    the same then; all of this is counted. Raises DataError naming the row if the chat template does not take it, or naming max_length if nothing
-    is left of a source; ModelError for the chat template.
+    A longer response is cut on the right if tokens of it remain. A pair is dropped as a whole if one response
+    has none left, or if the two are the same then; all of this is counted. Raises DataError naming the row if
+    the chat template does not take it, or naming max_length if nothing is left of a source; ModelError for
+    the chat template.
     """
 
     def prepare(row: Mapping[str, Any], row_id: int, where: str) -> tuple[PairSample, int] | str:
-        chosen, rejected = (_tokenize_response(row, field, row_id, tokenizer, options, where=where) for field in ("chosen", "rejected"))
+        chosen, rejected = (
+            _tokenize_response(row, field, row_id, tokenizer, options, where=where)
+            for field in ("chosen", "rejected")
+        )
         start = _find_start(chosen)
-        assert start == _find_start(rejected) and np.array_equal(chosen.token_ids[:start], rejected.token_ids[:start]), where
+        assert start == _find_start(rejected) and np.array_equal(
+            chosen.token_ids[:start], rejected.token_ids[:start]
+        ), where
         if start >= max_length:
             return NO_TOKENS
-        cut = PairSample(_cut(chosen, max_length), _cut(rejected, max_length), row_id, float(row.get("margin", 0.0)))
+        cut = PairSample(
+            _cut(chosen, max_length), _cut(rejected, max_length), row_id, float(row.get("margin", 0.0))
+        )
         if np.array_equal(cut.chosen.token_ids, cut.rejected.token_ids):
             return SAME_RESPONSE
         return cut, sum(len(whole.token_ids) > max_length for whole in (chosen, rejected))
@@ -106,9 +134,15 @@ def prepare_pair_mixture(
 
 
 def prepare_labelled_mixture(
-    mixture: Mixture, tokenizer: ChatTokenizer, *, max_length: int, options: TemplateOptions = DEFAULT_OPTIONS, name: str = "preference.data"
+    mixture: Mixture,
+    tokenizer: ChatTokenizer,
+    *,
+    max_length: int,
+    options: TemplateOptions = DEFAULT_OPTIONS,
+    name: str = "preference.data",
 ) -> PreferenceMixture[LabelledSample]:
-    """The same for rows of use "labelled". A sample's `other` row has the completion of the next sample of all sources whose prompt is another.
+    """The same for rows of use "labelled". A sample's `other` row has the completion of the next sample of
+    all sources whose prompt is another.
 
     Raises what prepare_pair_mixture raises, and DataError if all prompts are the same.
     """
@@ -125,28 +159,44 @@ def prepare_labelled_mixture(
         others = mismatch_completions([prompt_of(sample) for sample in samples])
     except ValueError as error:
         raise DataError(f"{name}: {error}; use rows of several prompts") from error
-    finished = iter([_finish_labelled(sample, samples[other], max_length) for sample, other in zip(samples, others, strict=True)])
+    finished = iter(
+        [
+            _finish_labelled(sample, samples[other], max_length)
+            for sample, other in zip(samples, others, strict=True)
+        ]
+    )
     return replace(prepared, slots=tuple(None if slot is None else next(finished) for slot in prepared.slots))
 
 
 def mismatch_completions(prompt_ids: Sequence[Hashable]) -> list[int]:
-    """For each row the next row, cyclically, whose prompt is another one: its completion after this prompt makes a mismatched pair.
+    """For each row the next row, cyclically, whose prompt is another one: its completion after this prompt
+    makes a mismatched pair.
 
     Raises ValueError if all prompts are the same: every completion then matches.
     """
     count = len(prompt_ids)
     if len(set(prompt_ids)) < 2:
-        raise ValueError(f"{count} rows have {len(set(prompt_ids))} different prompt; mismatched pairs need at least two")
+        raise ValueError(
+            f"{count} rows have {len(set(prompt_ids))} different prompt; mismatched pairs need at least two"
+        )
     following = [0] * (2 * count)
     for row in range(2 * count - 2, -1, -1):
-        following[row] = row + 1 if prompt_ids[row % count] != prompt_ids[(row + 1) % count] else following[row + 1]
+        following[row] = (
+            row + 1 if prompt_ids[row % count] != prompt_ids[(row + 1) % count] else following[row + 1]
+        )
     return [index % count for index in following[:count]]
 
 
 def _prepare(
-    mixture: Mixture, prepare: Callable[[Mapping[str, Any], int, str], tuple[S, int] | str], *, max_length: int, name: str
+    mixture: Mixture,
+    prepare: Callable[[Mapping[str, Any], int, str], tuple[S, int] | str],
+    *,
+    max_length: int,
+    name: str,
 ) -> PreferenceMixture[S]:
-    """`prepare` answers with a sample and how many of its responses are cut, or with the reason for which it is dropped."""
+    """`prepare` answers with a sample and how many of its responses are cut, or with the reason for which it
+    is dropped.
+    """
     slots: list[S | None] = []
     sources: list[BatchSource] = []
     all_dropped: Counter[str] = Counter()
@@ -176,13 +226,21 @@ def _prepare(
 
 
 def _tokenize_response(
-    row: Mapping[str, Any], field: str, row_id: int, tokenizer: ChatTokenizer, options: TemplateOptions, *, where: str
+    row: Mapping[str, Any],
+    field: str,
+    row_id: int,
+    tokenizer: ChatTokenizer,
+    options: TemplateOptions,
+    *,
+    where: str,
 ) -> SFTSample:
     """The prompt and the response in `field` up to its last token, on which alone the mask is set."""
     messages = [*as_messages(row["prompt"]), *as_messages(row[field])]
     tools = parse_tools(row.get("tools"), where=f"{where}: tools")
     try:
-        conversation = tokenize_conversation(messages, tokenizer, train_on="last", options=options, tools=tools)
+        conversation = tokenize_conversation(
+            messages, tokenizer, train_on="last", options=options, tools=tools
+        )
         mask = compute_loss_mask(conversation, "last")
     except (DataError, ModelError) as error:
         raise type(error)(f"{where}: {field}: {error}") from error
@@ -221,14 +279,17 @@ def count_labels(samples: Sequence[LabelledSample]) -> tuple[int, int]:
     return desirable, len(samples) - desirable
 
 
-# --- held out, drawn, batched ------------------------------------------------------------------------------------------------
+# --- held out, drawn, batched -------------------------------------------------------------------------------
 
 
-def split_held_out(mixture: PreferenceMixture[S], count: int, *, name: str = "preference") -> tuple[PreferenceMixture[S], tuple[S, ...]]:
-    """(what trains, the held-out samples): `count` samples off the ends of the sources, from each in proportion to its size.
+def split_held_out(
+    mixture: PreferenceMixture[S], count: int, *, name: str = "preference"
+) -> tuple[PreferenceMixture[S], tuple[S, ...]]:
+    """(what trains, the held-out samples): `count` samples off the ends of the sources, from each in
+    proportion to its size.
 
-    Samples whose prompt is held out do not train either; they are counted as dropped. Raises DataError naming `name`.held_out if a
-    source has none left.
+    Samples whose prompt is held out do not train either; they are counted as dropped. Raises DataError naming
+    `name`.held_out if a source has none left.
     """
     if count == 0:
         return mixture, ()
@@ -246,11 +307,19 @@ def split_held_out(mixture: PreferenceMixture[S], count: int, *, name: str = "pr
     for part, source in zip(kept, mixture.sources, strict=True):
         if not any(slot is not None for slot in part):
             which = f" of {source.name}" if len(kept) > 1 else ""
-            raise DataError(f"{name}.held_out={count} of {sum(sizes)} samples, and all others with the same prompts: none{which} is left to train on")
+            raise DataError(
+                f"{name}.held_out={count} of {sum(sizes)} samples, and all others with the same prompts:"
+                f" none{which} is left to train on"
+            )
     same_prompt = sum(sizes) - len(held_out) - sum(slot is not None for part in kept for slot in part)
     dropped = {**mixture.dropped, HELD_OUT: same_prompt} if same_prompt else mixture.dropped
-    sources = [make_batch_source(source.name, source.weight, part) for source, part in zip(mixture.sources, kept, strict=True)]
-    return replace(mixture, slots=tuple(slot for part in kept for slot in part), sources=tuple(sources), dropped=dropped), tuple(held_out)
+    sources = [
+        make_batch_source(source.name, source.weight, part)
+        for source, part in zip(mixture.sources, kept, strict=True)
+    ]
+    return replace(
+        mixture, slots=tuple(slot for part in kept for slot in part), sources=tuple(sources), dropped=dropped
+    ), tuple(held_out)
 
 
 def _share_out(count: int, sizes: Sequence[int]) -> list[int]:
@@ -265,7 +334,9 @@ def make_preference_mixture(samples: Sequence[S]) -> PreferenceMixture[S]:
     return PreferenceMixture(tuple(samples), (make_batch_source("", 1.0, samples),), 0, {})
 
 
-def select_preference_samples(mixture: PreferenceMixture[S], batch_size: int, step: int, seed: int) -> list[S]:
+def select_preference_samples(
+    mixture: PreferenceMixture[S], batch_size: int, step: int, seed: int
+) -> list[S]:
     """The samples of the step after `step` completed ones; see select_mixture_batch."""
     chosen = [mixture.slots[slot] for slot in select_mixture_batch(mixture.sources, batch_size, step, seed)]
     samples = [sample for sample in chosen if sample is not None]
@@ -274,6 +345,10 @@ def select_preference_samples(mixture: PreferenceMixture[S], batch_size: int, st
 
 
 def make_preference_batch(samples: Sequence[PreferenceSample], *, rows_per_sample: int = 2) -> RolloutBatch:
-    """Tokens and masks of the samples' rows, those of one sample after each other: chosen and rejected in turn. With one row per sample its first."""
+    """Tokens and masks of the samples' rows, those of one sample after each other: chosen and rejected in
+    turn. With one row per sample its first.
+    """
     rows = [row for sample in samples for row in sample.rows[:rows_per_sample]]
-    return RolloutBatch(tokens=tuple(row.token_ids for row in rows), loss_masks=tuple(row.loss_mask for row in rows))
+    return RolloutBatch(
+        tokens=tuple(row.token_ids for row in rows), loss_masks=tuple(row.loss_mask for row in rows)
+    )

@@ -1,7 +1,7 @@
 """What a row is, and what is wrong with one that is malformed.
 
-A row is a JSON object with `prompt` (text or chat messages), or `messages` (a conversation with its answers), and whatever else a reward
-function reads, such as `answer`.
+A row is a JSON object with `prompt` (text or chat messages), or `messages` (a conversation with its answers),
+and whatever else a reward function reads, such as `answer`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,24 @@ from rollouts.types import ChatMessage, JSONValue, check_json
 
 Row = dict[str, Any]
 
-MAX_ROW_BYTES = 2**20  # of a row as UTF-8 JSON; a longer one is malformed: no model reads it, and one broken line would fill the memory
+MAX_ROW_BYTES = (
+    2**20
+    # of a row as UTF-8 JSON; a longer one is malformed: no model reads it, and one broken line would fill the
+    # memory
+)
 MAX_DEPTH = 64  # lists and objects inside each other
 SHOWN = 5  # malformed rows that an error lists
 
 
 RowUse = Literal["any", "prompt", "conversation", "pair", "labelled"]
 """prompt: RL and evaluation generate from it; conversation: SFT trains on it; pair, labelled: see rollouts.data.preference_rows."""
-USE_OF_STAGE: Mapping[str, RowUse] = {"sft": "conversation", "rl": "prompt", "eval": "prompt", "preference": "pair", "reward_model": "pair"}
+USE_OF_STAGE: Mapping[str, RowUse] = {
+    "sft": "conversation",
+    "rl": "prompt",
+    "eval": "prompt",
+    "preference": "pair",
+    "reward_model": "pair",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +57,11 @@ class BadRow:
     problem: str  # a sentence
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.number}: {self.problem}" if self.by_line else f"{self.file} row {self.number}: {self.problem}"
+        return (
+            f"{self.file}:{self.number}: {self.problem}"
+            if self.by_line
+            else f"{self.file} row {self.number}: {self.problem}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,23 +88,33 @@ class RowProblem(Exception):
 
 
 def require_good_rows(found: SourceRows, *, max_bad_fraction: float, name: str) -> None:
-    """Raises DataError, with the counts and the first malformed rows, if none is good or more than that share of all rows is malformed."""
+    """Raises DataError, with the counts and the first malformed rows, if none is good or more than that share
+    of all rows is malformed.
+    """
     count = len(found.rows)
     if found.good_count and len(found.bad) <= max_bad_fraction * count:
         return
-    shown = "".join(f"\n  {bad}" for bad in found.bad[:SHOWN]) + (f"\n  and {len(found.bad) - SHOWN} more" if len(found.bad) > SHOWN else "")
-    rule = f"more than max_bad_fraction={max_bad_fraction:g} allows" if found.good_count else "so nothing is left"
+    shown = "".join(f"\n  {bad}" for bad in found.bad[:SHOWN]) + (
+        f"\n  and {len(found.bad) - SHOWN} more" if len(found.bad) > SHOWN else ""
+    )
+    rule = (
+        f"more than max_bad_fraction={max_bad_fraction:g} allows"
+        if found.good_count
+        else "so nothing is left"
+    )
     raise DataError(
-        f"{name}: {len(found.bad)} of {count} rows {'is' if len(found.bad) == 1 else 'are'} malformed, {rule}; mend them"
-        f"{f', or set {name}.max_bad_fraction' if found.good_count else ''}:{shown}"
+        f"{name}: {len(found.bad)} of {count} rows {'is' if len(found.bad) == 1 else 'are'} malformed,"
+        f" {rule}; mend them{f', or set {name}.max_bad_fraction' if found.good_count else ''}:{shown}"
     )
 
 
-# --- checks ------------------------------------------------------------------------------------------------------------------
+# --- checks -------------------------------------------------------------------------------------------------
 
 
 def check_row(row: Mapping[str, Any], *, where: str) -> None:
-    """Raises DataError, beginning with `where`, if the row has neither prompt nor messages, or one that is empty or of another type."""
+    """Raises DataError, beginning with `where`, if the row has neither prompt nor messages, or one that is
+    empty or of another type.
+    """
     try:
         check_asked(row)
     except RowProblem as problem:
@@ -106,7 +130,9 @@ def check_asked(row: Mapping[str, Any]) -> None:
     if "prompt" not in row and "messages" not in row:
         close = next((found for key in row if (found := nearest(key, ["prompt", "messages"]))), None)
         hint = f"; did you mean {close}?" if close else ""
-        raise RowProblem("prompt", f"neither `prompt` nor `messages`; the row has {', '.join(row) or 'no fields'}{hint}")
+        raise RowProblem(
+            "prompt", f"neither `prompt` nor `messages`; the row has {', '.join(row) or 'no fields'}{hint}"
+        )
     if "prompt" in row:
         check_prompt(row["prompt"])
     if "messages" in row:
@@ -134,7 +160,9 @@ def _check_questions(messages: Sequence[ChatMessage]) -> None:
 
 
 def check_chat(value: object, field: str) -> None:
-    """Raises RowProblem, naming the place, unless `value` is a list of chat messages, or of tools where `field` says so."""
+    """Raises RowProblem, naming the place, unless `value` is a list of chat messages, or of tools where
+    `field` says so.
+    """
     check = parse_tools if field == "tools" else check_messages
     try:
         check(value, where=field)
@@ -144,17 +172,29 @@ def check_chat(value: object, field: str) -> None:
 
 
 def require_prompts(rows: Iterable[Mapping[str, Any] | None], *, name: str) -> None:
-    """Raises DataError naming the first row that has no `prompt`: RL and evaluation generate from one. Holes are passed over."""
+    """Raises DataError naming the first row that has no `prompt`: RL and evaluation generate from one. Holes
+    are passed over.
+    """
     for index, row in enumerate(rows):
         if row is not None and "prompt" not in row:
-            raise DataError(f"{name}: row {index} has no prompt; RL and evaluation rows need one (`messages` alone is for SFT)")
+            raise DataError(
+                f"{name}: row {index} has no prompt; RL and evaluation rows need one (`messages` alone is for"
+                " SFT)"
+            )
 
 
-# --- values ------------------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 
-def parse_row(value: object, columns: Mapping[str, str], system_prompt: str | None, reshape: Callable[[Row], Row] | None = None) -> Row:
-    """What a source gave as a row: columns renamed, values as JSON, put into another shape, the system prompt in place. Raises RowProblem."""
+def parse_row(
+    value: object,
+    columns: Mapping[str, str],
+    system_prompt: str | None,
+    reshape: Callable[[Row], Row] | None = None,
+) -> Row:
+    """What a source gave as a row: columns renamed, values as JSON, put into another shape, the system prompt
+    in place. Raises RowProblem.
+    """
     if not isinstance(value, Mapping):
         kind = "null" if value is None else f"of type {type(value).__name__}"
         raise RowProblem("", f"the row is {kind}; it must be an object with `prompt` or `messages`")
@@ -163,12 +203,16 @@ def parse_row(value: object, columns: Mapping[str, str], system_prompt: str | No
     row = row if reshape is None else reshape(row)
     check_asked(row)
     if len(json.dumps(row, ensure_ascii=False, separators=(",", ":")).encode()) > MAX_ROW_BYTES:
-        raise RowProblem("", f"the row has more than {MAX_ROW_BYTES} bytes as JSON; shorten it or leave it out")
+        raise RowProblem(
+            "", f"the row has more than {MAX_ROW_BYTES} bytes as JSON; shorten it or leave it out"
+        )
     return row if system_prompt is None else with_system_prompt(row, system_prompt)
 
 
 def to_json(value: object, field: str, depth: int = 1) -> JSONValue:
-    """`value` as JSON: numpy values as numbers and lists, times as ISO 8601 text, decimals and UUIDs as text. Raises RowProblem for others."""
+    """`value` as JSON: numpy values as numbers and lists, times as ISO 8601 text, decimals and UUIDs as text.
+    Raises RowProblem for others.
+    """
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, str):
@@ -178,7 +222,10 @@ def to_json(value: object, field: str, depth: int = 1) -> JSONValue:
             raise RowProblem(field, f"{field} is {value}; JSON has no such number")
         return float(value)  # numpy's float is one too
     if depth >= MAX_DEPTH:
-        raise RowProblem(field.partition(".")[0].partition("[")[0], f"more than {MAX_DEPTH} lists and objects inside each other")
+        raise RowProblem(
+            field.partition(".")[0].partition("[")[0],
+            f"more than {MAX_DEPTH} lists and objects inside each other",
+        )
     if isinstance(value, Mapping):
         check_keys(value, field)
         return {str(key): to_json(inner, f"{field}.{key}", depth + 1) for key, inner in value.items()}
@@ -196,7 +243,10 @@ def _convert(value: object, field: str, depth: int) -> JSONValue:
         return to_json(value.item(), field, depth + 1)
     if isinstance(value, np.ndarray):
         return to_json(list(value), field, depth + 1)
-    rule = f'JSON has no such value; leave the field out with columns.{field.partition(".")[0].partition("[")[0]} = "", or convert it'
+    rule = (
+        "JSON has no such value; leave the field out with"
+        f' columns.{field.partition(".")[0].partition("[")[0]} = "", or convert it'
+    )
     raise RowProblem(field, f"{field} is of type {type(value).__name__}; {rule}")
 
 
@@ -205,7 +255,9 @@ def _checked_text(text: str, field: str) -> str:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise RowProblem(field, f"{field} has half a surrogate pair at character {error.start}, which is no text") from error
+            raise RowProblem(
+                field, f"{field} has half a surrogate pair at character {error.start}, which is no text"
+            ) from error
     return text
 
 
@@ -218,7 +270,9 @@ def check_keys(value: Mapping[Any, Any], field: str) -> None:
 
 
 def take_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row under our names. A field that got another name loses its own; a name of "" leaves a field out. Raises RowProblem."""
+    """The row under our names. A field that got another name loses its own; a name of "" leaves a field out.
+    Raises RowProblem.
+    """
     taken = {ours: _look_up(row, theirs) for ours, theirs in columns.items() if theirs}
     moved = set(columns.values())
     return {**taken, **{key: value for key, value in row.items() if key not in moved and key not in columns}}
@@ -244,19 +298,30 @@ def describe_missing(path: str, part: str, inside: str, value: object) -> str:
     """That there is no `part` in `value`, what there is instead, and what was probably meant."""
     owner = f"{inside} of the row" if inside else "the row"
     if not isinstance(value, Mapping):
-        kind = "null" if value is None else f"of type {type(value).__name__}" + (f" with {len(value)} items" if isinstance(value, list) else "")
+        kind = (
+            "null"
+            if value is None
+            else f"of type {type(value).__name__}"
+            + (f" with {len(value)} items" if isinstance(value, list) else "")
+        )
         return f"there is no {path}: {owner} is {kind}"
     names = [str(key) for key in value]
     close = nearest(part, names)
-    return f"there is no {path}: {owner} has {', '.join(names) or 'no fields'}" + (f"; did you mean {close}?" if close else "")
+    return f"there is no {path}: {owner} has {', '.join(names) or 'no fields'}" + (
+        f"; did you mean {close}?" if close else ""
+    )
 
 
-# --- prompts and conversations -----------------------------------------------------------------------------------------------
+# --- prompts and conversations ------------------------------------------------------------------------------
 
 
 def as_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
     """A prompt as chat messages; text is the user's turn."""
-    return [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else parse_messages(prompt, where="messages")
+    return (
+        [ChatMessage(role="user", content=prompt)]
+        if isinstance(prompt, str)
+        else parse_messages(prompt, where="messages")
+    )
 
 
 def with_system_prompt(row: Row, system_prompt: str) -> Row:
@@ -266,20 +331,25 @@ def with_system_prompt(row: Row, system_prompt: str) -> Row:
         if key in row:
             messages = as_messages(row[key])
             has_one = any(message["role"] == "system" for message in messages)
-            changed[key] = messages if has_one else [ChatMessage(role="system", content=system_prompt), *messages]
+            changed[key] = (
+                messages if has_one else [ChatMessage(role="system", content=system_prompt), *messages]
+            )
     return changed
 
 
 def check_use(row: Mapping[str, Any], use: RowUse) -> None:
     """Raises RowProblem if the row is not what it will be used for."""
     if use == "prompt" and "prompt" not in row:
-        raise RowProblem("prompt", "no `prompt`; RL and evaluation rows need one (`messages` alone is for SFT)")
+        raise RowProblem(
+            "prompt", "no `prompt`; RL and evaluation rows need one (`messages` alone is for SFT)"
+        )
     if use == "conversation":
         _make_conversation(row)
 
 
 def row_to_conversation(row: Mapping[str, Any], *, where: str = "row") -> list[ChatMessage]:
-    """The messages that SFT trains on: row["messages"], or the prompt followed by row["answer"] as the assistant's turn.
+    """The messages that SFT trains on: row["messages"], or the prompt followed by row["answer"] as the
+    assistant's turn.
 
     Raises DataError, beginning with `where`, if there is no assistant turn to train on.
     """
@@ -296,7 +366,14 @@ def _make_conversation(row: Mapping[str, Any]) -> list[ChatMessage]:
             raise RowProblem("messages", "messages has no assistant turn; SFT trains on assistant turns")
         return messages
     if "answer" not in row:
-        raise RowProblem("answer", "no `messages` and no `answer`; an SFT row has messages with an assistant turn, or a prompt and an answer")
+        raise RowProblem(
+            "answer",
+            "no `messages` and no `answer`; an SFT row has messages with an assistant turn, or a prompt and"
+            " an answer",
+        )
     if not isinstance(row["answer"], str) or not row["answer"].strip():
-        raise RowProblem("answer", f"answer is {repr(row['answer'])[:80]}; SFT trains on it, so it must be text that is not empty")
+        raise RowProblem(
+            "answer",
+            f"answer is {repr(row['answer'])[:80]}; SFT trains on it, so it must be text that is not empty",
+        )
     return [*as_messages(row["prompt"]), ChatMessage(role="assistant", content=row["answer"])]

@@ -1,7 +1,9 @@
-"""Scores of whole sequences from a model with a scalar head: a batch in which each row trains one token more than the sequence has.
+"""Scores of whole sequences from a model with a scalar head: a batch in which each row trains one token more
+than the sequence has.
 
-A backend gives the value at the position before a trained token. What a model says of a whole sequence is said at its last token, so a row is
-the sequence with any token behind it, which nobody computes: only what predicts it is.
+A backend gives the value at the position before a trained token. What a model says of a whole sequence is
+said at its last token, so a row is the sequence with any token behind it, which nobody computes: only what
+predicts it is.
 """
 
 from __future__ import annotations
@@ -17,36 +19,55 @@ from rollouts.types import FloatArray, IntArray, RolloutBatch
 
 
 def make_score_batch(sequences: Sequence[IntArray]) -> RolloutBatch:
-    """One row per sequence [T_i], of T_i + 1 tokens, masked in at the last alone; backend.forward then gives scores, for read_scores.
+    """One row per sequence [T_i], of T_i + 1 tokens, masked in at the last alone; backend.forward then gives
+    scores, for read_scores.
 
-    For a gradient give it `advantages` by spread_scores, with dataclasses.replace. Raises DataError if a sequence is empty.
+    For a gradient give it `advantages` by spread_scores, with dataclasses.replace. Raises DataError if a
+    sequence is empty.
     """
     for row, sequence in enumerate(sequences):
         if len(sequence) == 0:
             raise DataError(f"sequences[{row}] has no token, so there is nothing to score; leave it out")
     return RolloutBatch(
-        tokens=tuple(np.append(np.asarray(sequence, np.int64), sequence[-1]) for sequence in sequences),  # an id that the model has
+        tokens=tuple(
+            np.append(np.asarray(sequence, np.int64), sequence[-1]) for sequence in sequences
+        ),  # an id that the model has
         loss_masks=tuple(np.arange(len(sequence) + 1) == len(sequence) for sequence in sequences),
     )
 
 
 def read_scores(values: Sequence[FloatArray], batch: RolloutBatch) -> FloatArray:
-    """[B] the score of each row, from backend.forward's values [T_i]. Raises DataError if a row does not train exactly one token."""
+    """[B] the score of each row, from backend.forward's values [T_i]. Raises DataError if a row does not
+    train exactly one token.
+    """
     if len(values) != len(batch):
-        raise DataError(f"values have {len(values)} rows and the batch has {len(batch)}; give what forward() gave for this batch")
+        raise DataError(
+            f"values have {len(values)} rows and the batch has {len(batch)}; give what forward() gave for"
+            " this batch"
+        )
     for row, length in enumerate(batch.response_lengths.tolist()):
         if length != 1:
-            raise DataError(f"batch.loss_masks[{row}] trains {length} tokens, and a score is of one; make the batch with make_score_batch")
+            raise DataError(
+                f"batch.loss_masks[{row}] trains {length} tokens, and a score is of one; make the batch with"
+                " make_score_batch"
+            )
     kept = [row[mask] for row, mask in zip(values, batch.loss_masks, strict=True)]
     return np.concatenate([np.zeros(0, np.float32), *kept]).astype(np.float32, copy=False)
 
 
 def spread_scores(scores: NDArray[Any], batch: RolloutBatch) -> tuple[FloatArray, ...]:
-    """[T_i] of each row: scores [B] of any kind at the row's trained tokens, 0.0 elsewhere; the way back from read_scores.
+    """[T_i] of each row: scores [B] of any kind at the row's trained tokens, 0.0 elsewhere; the way back from
+    read_scores.
 
-    With g [B] = dL/dscore, `dataclasses.replace(batch, advantages=spread_scores(-g, batch))` and LossSpec("linear", unit="constant",
-    constant=1.0) give the gradient of L. Raises DataError unless there is one for each row.
+    With g [B] = dL/dscore, `dataclasses.replace(batch, advantages=spread_scores(-g, batch))` and
+    LossSpec("linear", unit="constant", constant=1.0) give the gradient of L. Raises DataError unless there is
+    one for each row.
     """
     if len(scores) != len(batch):
-        raise DataError(f"there are {len(scores)} scores for {len(batch)} rows; give one for each row of the batch")
-    return tuple(np.where(mask, np.float32(score), np.float32(0)) for score, mask in zip(scores, batch.loss_masks, strict=True))
+        raise DataError(
+            f"there are {len(scores)} scores for {len(batch)} rows; give one for each row of the batch"
+        )
+    return tuple(
+        np.where(mask, np.float32(score), np.float32(0))
+        for score, mask in zip(scores, batch.loss_masks, strict=True)
+    )

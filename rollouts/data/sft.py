@@ -1,4 +1,6 @@
-"""Conversations as training rows: tokenized once, cut to length without losing what trains, drawn in an order that needs no state."""
+"""Conversations as training rows: tokenized once, cut to length without losing what trains, drawn in an order
+that needs no state.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollouts.data.chat import DEFAULT_OPTIONS, ChatTokenizer, TemplateOptions, TrainOn, compute_loss_mask, tokenize_conversation
+from rollouts.data.chat import (
+    DEFAULT_OPTIONS,
+    ChatTokenizer,
+    TemplateOptions,
+    TrainOn,
+    compute_loss_mask,
+    tokenize_conversation,
+)
 from rollouts.data.datasets import row_to_conversation
 from rollouts.data.messages import parse_tools
 from rollouts.data.mixture import BatchSource, Mixture, make_batch_source, make_slots, select_mixture_batch
@@ -29,7 +38,9 @@ class SFTData:
 
     samples: tuple[SFTSample, ...]
     truncated: int  # samples cut at max_length; the tokens after it do not train
-    dropped: Mapping[str, int]  # reason → rows left out; "no_trained_tokens": max_length ends before the first token that trains
+    dropped: Mapping[
+        str, int
+    ]  # reason → rows left out; "no_trained_tokens": max_length ends before the first token that trains
 
 
 def prepare_sft_rows(
@@ -41,10 +52,12 @@ def prepare_sft_rows(
     options: TemplateOptions = DEFAULT_OPTIONS,
     name: str = "sft.data",
 ) -> SFTData:
-    """Every row as a sample of at most `max_length` tokens, in the rows' order; holes (None) are passed over. Tools are row["tools"].
+    """Every row as a sample of at most `max_length` tokens, in the rows' order; holes (None) are passed over.
+    Tools are row["tools"].
 
     A longer row is cut on the right if tokens that train remain, and dropped otherwise; both are counted.
-    Raises DataError naming the row if it is no conversation, or naming max_length if nothing is left; ModelError for the chat template.
+    Raises DataError naming the row if it is no conversation, or naming max_length if nothing is left;
+    ModelError for the chat template.
     """
     samples: list[SFTSample] = []
     truncated = dropped = longest = 0
@@ -60,8 +73,8 @@ def prepare_sft_rows(
         samples.append(cut)
     if not samples:
         raise DataError(
-            f"{name}: none of {len(present)} rows has a token to train on within max_length={max_length} (the longest has {longest} tokens); "
-            "raise sft.max_length"
+            f"{name}: none of {len(present)} rows has a token to train on within max_length={max_length} (the"
+            f" longest has {longest} tokens); raise sft.max_length"
         )
     assert len(samples) + dropped == len(present), "a row was lost"
     return SFTData(tuple(samples), truncated, {"no_trained_tokens": dropped} if dropped else {})
@@ -92,14 +105,18 @@ def prepare_sft_mixture(
     parts: list[SFTData] = []
     for index, source in enumerate(mixture.sources):
         key = f"{name}.{index}" if len(mixture.sources) > 1 else name
-        prepared = prepare_sft_rows(source.rows, tokenizer, max_length=max_length, train_on=train_on, options=options, name=key)
+        prepared = prepare_sft_rows(
+            source.rows, tokenizer, max_length=max_length, train_on=train_on, options=options, name=key
+        )
         own = make_slots(source.rows, {sample.row_id: sample for sample in prepared.samples})
         slots += own
         sources.append(make_batch_source(source.name, source.weight, own))
         parts.append(prepared)
     dropped = sum(sum(part.dropped.values()) for part in parts)
     truncated = sum(part.truncated for part in parts)
-    return SFTMixture(tuple(slots), tuple(sources), truncated, {"no_trained_tokens": dropped} if dropped else {})
+    return SFTMixture(
+        tuple(slots), tuple(sources), truncated, {"no_trained_tokens": dropped} if dropped else {}
+    )
 
 
 def select_sft_samples(mixture: SFTMixture, batch_size: int, step: int, seed: int) -> list[SFTSample]:
@@ -116,12 +133,20 @@ def make_sft_mixture(samples: Sequence[SFTSample]) -> SFTMixture:
 
 
 def _prepare_row(
-    row: Mapping[str, Any], row_id: int, tokenizer: ChatTokenizer, train_on: TrainOn, options: TemplateOptions, *, where: str
+    row: Mapping[str, Any],
+    row_id: int,
+    tokenizer: ChatTokenizer,
+    train_on: TrainOn,
+    options: TemplateOptions,
+    *,
+    where: str,
 ) -> SFTSample:
     messages = row_to_conversation(row, where=where)
     tools = parse_tools(row.get("tools"), where=f"{where}: tools")
     try:
-        conversation = tokenize_conversation(messages, tokenizer, train_on=train_on, options=options, tools=tools)
+        conversation = tokenize_conversation(
+            messages, tokenizer, train_on=train_on, options=options, tools=tools
+        )
         loss_mask = compute_loss_mask(conversation, train_on)
     except (DataError, ModelError) as error:
         raise type(error)(f"{where}: {error}") from error
@@ -131,4 +156,7 @@ def _prepare_row(
 
 def make_sft_batch(samples: Sequence[SFTSample]) -> RolloutBatch:
     """What one SFT step consumes: tokens and loss masks, no rewards and no log-probs."""
-    return RolloutBatch(tokens=tuple(sample.token_ids for sample in samples), loss_masks=tuple(sample.loss_mask for sample in samples))
+    return RolloutBatch(
+        tokens=tuple(sample.token_ids for sample in samples),
+        loss_masks=tuple(sample.loss_mask for sample in samples),
+    )

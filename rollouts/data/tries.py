@@ -2,8 +2,8 @@
 
     rows ──sort──► neighbours share the most ──cut where little is shared──► items, a subtree each ──► bins (rollouts.data.bins)
 
-Sorted rows and what each shares with the one before say everything about a trie: a node is a row's token that the row before does not have.
-Only whole rows are looped over here, never their tokens.
+Sorted rows and what each shares with the one before say everything about a trie: a node is a row's token that
+the row before does not have. Only whole rows are looped over here, never their tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class SortedRows(NamedTuple):
 
 
 class Trie(NamedTuple):
-    """Q rows as a forest in depth-first order; rows of one packed row come one after the other. Nodes are counted over all packed rows."""
+    """Q rows as a forest in depth-first order; rows of one packed row come one after the other. Nodes are
+    counted over all packed rows.
+    """
 
     starts: IntArray  # [Q + 1] first own node of each row, and the number of nodes
     line_starts: IntArray  # [R + 1] first node of each packed row, and the number of nodes
@@ -39,11 +41,15 @@ class Trie(NamedTuple):
 
 
 def sort_rows(tokens: Sequence[IntArray], numbers: IntArray, lengths: IntArray, *, share: bool) -> SortedRows:
-    """The first `lengths` tokens of the rows `numbers`, sorted; without `share` in their own order, as if none had anything in common."""
+    """The first `lengths` tokens of the rows `numbers`, sorted; without `share` in their own order, as if
+    none had anything in common.
+    """
     common = np.zeros(len(numbers), np.int64)
     if not share:
         return SortedRows(numbers, lengths, common, ())
-    inputs = [tokens[number][:length] for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)]
+    inputs = [
+        tokens[number][:length] for number, length in zip(numbers.tolist(), lengths.tolist(), strict=True)
+    ]
     keys = [one.astype(">u8").tobytes() for one in inputs]  # big-endian: comparing memory is comparing tokens
     order = sorted(range(len(keys)), key=keys.__getitem__)
     for place in range(1, len(order)):
@@ -75,7 +81,7 @@ def count_common_of(rows: SortedRows, earlier: IntArray, later: IntArray) -> Int
     return found
 
 
-# --- what to keep together -------------------------------------------------------------------------------------------------------------
+# --- what to keep together ----------------------------------------------------------------------------------
 
 
 class Placed(NamedTuple):
@@ -103,11 +109,15 @@ def place_rows(rows: SortedRows, labels: IntArray) -> Placed:
     return Placed(order, common, starts, nodes, pairs)
 
 
-def keep_together(rows: SortedRows, capacity: Callable[[IntArray], IntArray], fill: Callable[[IntArray, int], IntArray]) -> IntArray:
-    """[n] the item of each row: the largest subtrees whose nodes fit. `capacity(shared)` says how many do where all rows share so many tokens.
+def keep_together(
+    rows: SortedRows, capacity: Callable[[IntArray], IntArray], fill: Callable[[IntArray, int], IntArray]
+) -> IntArray:
+    """[n] the item of each row: the largest subtrees whose nodes fit. `capacity(shared)` says how many do
+    where all rows share so many tokens.
 
-    A beginning whose rows are too many for one item has several, each with its own copy of it; `fill(sizes, capacity)` puts the subtrees below
-    it into those. What all rows share does not make them one item. O(n log n) for each level of beginnings inside beginnings.
+    A beginning whose rows are too many for one item has several, each with its own copy of it; `fill(sizes,
+    capacity)` puts the subtrees below it into those. What all rows share does not make them one item. O(n log
+    n) for each level of beginnings inside beginnings.
     """
     new = np.concatenate([[0], np.cumsum(rows.lengths - rows.common)])
     labels = np.zeros(len(rows.numbers), np.int64)
@@ -117,7 +127,10 @@ def keep_together(rows: SortedRows, capacity: Callable[[IntArray], IntArray], fi
         inner = rows.common[first + 1 : last]
         shared = int(inner.min()) if len(inner) else int(rows.lengths[first])
         if level == MOST_LEVELS:
-            return *_cut_where_full(first, last, rows.lengths, new, int(capacity(np.asarray([shared]))[0])), shared
+            return (
+                *_cut_where_full(first, last, rows.lengths, new, int(capacity(np.asarray([shared]))[0])),
+                shared,
+            )
         shorter = np.minimum(rows.lengths[first : last - 1], rows.lengths[first + 1 : last])
         apart = (inner == shared) | ((inner - shared) * LITTLE < shorter - shared)
         starts = np.concatenate([[first], first + 1 + np.flatnonzero(apart)])
@@ -126,7 +139,10 @@ def keep_together(rows: SortedRows, capacity: Callable[[IntArray], IntArray], fi
         own = rows.common[first:last].copy()
         own[starts - first] = np.iinfo(np.int64).max >> 1
         fits = (ends - starts == 1) | (sizes <= capacity(np.minimum.reduceat(own, starts - first)))
-        parts = [np.arange(begin, end) for begin, end in zip(starts[fits].tolist(), ends[fits].tolist(), strict=True)]
+        parts = [
+            np.arange(begin, end)
+            for begin, end in zip(starts[fits].tolist(), ends[fits].tolist(), strict=True)
+        ]
         found = [sizes[fits]]
         for begin, end in zip(starts[~fits].tolist(), ends[~fits].tolist(), strict=True):
             inner_parts, inner_sizes, below = split(begin, end, level + 1)
@@ -145,9 +161,11 @@ def keep_together(rows: SortedRows, capacity: Callable[[IntArray], IntArray], fi
 
 
 def fill_in_order(rows: SortedRows, has_room: Callable[[int, int, int], bool]) -> IntArray:
-    """[n] the bin of each row when neighbours fill one bin after the other, so that only the cuts lose what is shared, wherever they fall.
+    """[n] the bin of each row when neighbours fill one bin after the other, so that only the cuts lose what
+    is shared, wherever they fall.
 
-    `has_room(held, length, common)`: whether a row of that length, of which the row before has the first `common` tokens, joins `held` nodes.
+    `has_room(held, length, common)`: whether a row of that length, of which the row before has the first
+    `common` tokens, joins `held` nodes.
     """
     labels = np.zeros(len(rows.numbers), np.int64)
     held, number = 0, 0
@@ -159,7 +177,9 @@ def fill_in_order(rows: SortedRows, has_room: Callable[[int, int, int], bool]) -
     return labels
 
 
-def _cut_where_full(first: int, last: int, lengths: IntArray, new: IntArray, capacity: int) -> tuple[list[IntArray], IntArray]:
+def _cut_where_full(
+    first: int, last: int, lengths: IntArray, new: IntArray, capacity: int
+) -> tuple[list[IntArray], IntArray]:
     parts: list[IntArray] = []
     sizes: list[int] = []
     while first < last:
@@ -171,11 +191,13 @@ def _cut_where_full(first: int, last: int, lengths: IntArray, new: IntArray, cap
     return parts, np.asarray(sizes)
 
 
-# --- the trie --------------------------------------------------------------------------------------------------------------------------
+# --- the trie -----------------------------------------------------------------------------------------------
 
 
 def make_trie(lengths: IntArray, common: IntArray, line_rows: IntArray) -> Trie:
-    """The forest of Q rows, in lexicographic order inside each packed row; the r-th packed row begins with row line_rows[r]."""
+    """The forest of Q rows, in lexicographic order inside each packed row; the r-th packed row begins with
+    row line_rows[r].
+    """
     count = len(lengths)
     starts = np.concatenate([[0], np.cumsum(lengths - common)])
     lines = np.zeros(count, np.int64)
@@ -184,10 +206,15 @@ def make_trie(lengths: IntArray, common: IntArray, line_rows: IntArray) -> Trie:
     lines = np.cumsum(lines) - 1
     same, above, after = _find_neighbours(seen)
     # a row branches off, unless it goes on where the one before ends
-    branch = np.flatnonzero((lengths > common) & ((seen < 0) | (common < np.concatenate([[0], lengths[:-1]]))))
+    branch = np.flatnonzero(
+        (lengths > common) & ((seen < 0) | (common < np.concatenate([[0], lengths[:-1]])))
+    )
     beside = branch[seen[branch] >= 0]
-    sibling = starts[same[beside]] + common[beside] - common[same[beside]]  # what follows the branching point on the path before
-    # of a node found twice the first counts: a packed row's first tree ends where the next begins, though `after` looks for the next packed row
+    sibling = (
+        starts[same[beside]] + common[beside] - common[same[beside]]
+    )  # what follows the branching point on the path before
+    # of a node found twice the first counts: a packed row's first tree ends where the next begins, though
+    # `after` looks for the next packed row
     nodes, kept = np.unique(np.concatenate([sibling, starts[branch]]), return_index=True)
     subtree_end = np.concatenate([starts[beside], starts[after[branch]]])[kept]
 
@@ -203,8 +230,9 @@ def make_trie(lengths: IntArray, common: IntArray, line_rows: IntArray) -> Trie:
 
 
 def _find_neighbours(values: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """For each value the last one before it that is no larger, the last one before it that is smaller (itself if there is none), and the first
-    one after it that is no larger (their number if there is none)."""
+    """For each value the last one before it that is no larger, the last one before it that is smaller (itself
+    if there is none), and the first one after it that is no larger (their number if there is none).
+    """
     before, smaller = np.arange(len(values)), np.arange(len(values))
     after = np.full(len(values), len(values))
     rising: list[tuple[int, int]] = []  # (value, index)
@@ -222,7 +250,9 @@ def _find_neighbours(values: IntArray) -> tuple[IntArray, IntArray, IntArray]:
 
 
 def find_nodes(trie: Trie, common: IntArray, rows: IntArray, depths: IntArray) -> IntArray:
-    """The node of the token at `depths` [N] of each of `rows` [N]: a row's own, or that of the row which it shares it with."""
+    """The node of the token at `depths` [N] of each of `rows` [N]: a row's own, or that of the row which it
+    shares it with.
+    """
     if not len(rows):
         return np.zeros(0, np.int64)
     jumps = [trie.before]

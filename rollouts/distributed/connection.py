@@ -1,4 +1,5 @@
-"""One connection between rank 0 and another rank: frames, signs of life, and large messages that do not hold either of them up.
+"""One connection between rank 0 and another rank: frames, signs of life, and large messages that do not hold
+either of them up.
 
     frame: kind (u8) · bytes of the payload (u32) · payload
 
@@ -97,7 +98,9 @@ class Connection:
         self._turn = trio.Lock()  # fair: a heartbeat goes out before the next part of a message
 
     async def send(self, kind: Kind, payload: bytes | memoryview = b"") -> bool:
-        """Whether the frame went out; not if the connection has ended, which whoever receives will see. A cancelled call spoils the stream."""
+        """Whether the frame went out; not if the connection has ended, which whoever receives will see. A
+        cancelled call spoils the stream.
+        """
         head = HEADER.pack(kind, len(payload))
         try:
             async with self._turn:
@@ -122,7 +125,9 @@ class Connection:
         return going
 
     async def receive(self) -> Frame | None:
-        """The next frame, or message; None when the stream has ended, in whatever way. Raises ControlError for bytes that are no frame."""
+        """The next frame, or message; None when the stream has ended, in whatever way. Raises ControlError
+        for bytes that are no frame.
+        """
         while (head := await self._receive_head()) is not None:
             kind, size = head
             if kind is Kind.PART:
@@ -163,16 +168,24 @@ class Connection:
     def _begin_message(self, payload: memoryview) -> None:
         size = MESSAGE_HEAD.unpack(payload)[0] if payload.nbytes == MESSAGE_HEAD.size else 0
         if not 0 < size <= MESSAGE_BYTES or self._filled < self._message.nbytes:
-            raise ControlError(f"a message of {size} bytes, with {self._message.nbytes - self._filled} still missing of the one before")
+            raise ControlError(
+                f"a message of {size} bytes, with {self._message.nbytes - self._filled} still missing of the"
+                " one before"
+            )
         try:
-            self._message, self._filled = np.empty(size, np.uint8).data, 0  # aligned, and not filled with zeros first
+            self._message, self._filled = (
+                np.empty(size, np.uint8).data,
+                0,
+            )  # aligned, and not filled with zeros first
         except MemoryError as error:
             raise ControlError(f"a message of {size} bytes, for which there is no memory") from error
 
     def _take_part(self, size: int) -> memoryview:
         """Where the next `size` bytes of the message belong."""
         if not 0 < size <= self._message.nbytes - self._filled:
-            raise ControlError(f"a part of {size} bytes, with {self._message.nbytes - self._filled} missing of the message")
+            raise ControlError(
+                f"a part of {size} bytes, with {self._message.nbytes - self._filled} missing of the message"
+            )
         self._filled += size
         return self._message[self._filled - size : self._filled]
 
@@ -204,8 +217,9 @@ async def send_beats(connection: Connection, phase: Phase) -> None:
 async def wait_silent(connection: Connection, silence_s: float) -> None:
     """Returns when nothing has been heard for `silence_s` during which this process was awake itself.
 
-    A process that was stopped, or got no time, finds its clock far ahead and what the others sent meanwhile not yet read. So a long tick
-    counts as a short one, and the last look is a tick later, when whatever had arrived has been read.
+    A process that was stopped, or got no time, finds its clock far ahead and what the others sent meanwhile
+    not yet read. So a long tick counts as a short one, and the last look is a tick later, when whatever had
+    arrived has been read.
     """
     silent_s, heard, before = 0.0, connection.received, trio.current_time()
     last_look = False
@@ -221,7 +235,9 @@ async def wait_silent(connection: Connection, silence_s: float) -> None:
 
 
 def split_pieces(pieces: Sequence[memoryview], size: int) -> Iterator[bytes | memoryview]:
-    """The bytes of all pieces in stretches of `size`, the last one shorter. A stretch within one piece is a view of it, another one a copy."""
+    """The bytes of all pieces in stretches of `size`, the last one shorter. A stretch within one piece is a
+    view of it, another one a copy.
+    """
     stretch: list[memoryview] = []
     room = size
     for piece in pieces:

@@ -1,4 +1,5 @@
-"""The control channel: rank 0 tells the others what to do, and every rank notices within seconds that another one is gone.
+"""The control channel: rank 0 tells the others what to do, and every rank notices within seconds that another
+one is gone.
 
     rank 0 (hub.py)                                                 rank r (link.py)
     send(command) ─► queue of r ─► one task ─► MESSAGE, PART … ───► one task ─► queue ─► receive()
@@ -12,7 +13,8 @@
     Whoever loses rank 0 decides alone. end_others() says that rank 0 ends by force in a requested stop: nobody has failed.
 
 What ends the process is os._exit: its device thread may be inside a collective, which nothing can interrupt.
-Trio's thread must come round: one that is held up for `silence_s` (a long computation in Python, an import) looks dead to the others.
+Trio's thread must come round: one that is held up for `silence_s` (a long computation in Python, an import)
+looks dead to the others.
 """
 
 from __future__ import annotations
@@ -59,15 +61,19 @@ class Address(NamedTuple):
 
 
 def exit_on_lost(lost: RankLost) -> NoReturn:
-    """Says in one line on stderr who is lost and in which phase, and ends this process at once with EXIT_RANK_LOST."""
+    """Says in one line on stderr who is lost and in which phase, and ends this process at once with
+    EXIT_RANK_LOST.
+    """
     _exit_saying(str(lost), EXIT_RANK_LOST)
 
 
 def end_after_rank_0(lost: RankLost) -> NoReturn:
-    """Ends this process with exit code 75, and leaves a rank 0 that has failed by an error of its own the time to end first.
+    """Ends this process with exit code 75, and leaves a rank 0 that has failed by an error of its own the
+    time to end first.
 
-    A launcher ends the others as soon as one has ended, and shows the exit code of that one: it should be the one that knows why. Where rank 0 ends
-    by force because a requested stop did not, nobody has failed: the exit code is 0, so that a launcher starts nothing again.
+    A launcher ends the others as soon as one has ended, and shows the exit code of that one: it should be the
+    one that knows why. Where rank 0 ends by force because a requested stop did not, nobody has failed: the
+    exit code is 0, so that a launcher starts nothing again.
     """
     if lost.reason == STOPPED:
         _exit_saying(f"rank 0 was stopped during {lost.phase}: {STOPPED}", 0)
@@ -96,8 +102,9 @@ async def open_control(
 ) -> AsyncIterator[ControlHub | ControlLink]:
     """This rank's end of the control channel: a ControlHub on rank 0, a ControlLink on the others.
 
-    `share` brings bytes from rank 0, which passes them, to all, which pass None. Raises ControlError if no channel can be opened, RankLost if
-    a rank is not there within `startup_timeout_s`; see open_hub and open_link for the rest.
+    `share` brings bytes from rank 0, which passes them, to all, which pass None. Raises ControlError if no
+    channel can be opened, RankLost if a rank is not there within `startup_timeout_s`; see open_hub and
+    open_link for the rest.
     """
     if launch.rank == 0:
         key = secrets.token_bytes(KEY_BYTES)
@@ -111,14 +118,24 @@ async def open_control(
                 await trio.aclose_forcefully(listener)
             raise
         async with open_hub(
-            listeners, key, world_size=launch.world_size, silence_s=silence_s, startup_timeout_s=startup_timeout_s, on_lost=on_lost
+            listeners,
+            key,
+            world_size=launch.world_size,
+            silence_s=silence_s,
+            startup_timeout_s=startup_timeout_s,
+            on_lost=on_lost,
         ) as hub:
             yield hub
     else:
         address = _parse_address(await share(None))
         stream = await _connect(address, startup_timeout_s, on_lost)
         async with open_link(
-            stream, address.key, rank=launch.rank, silence_s=silence_s, startup_timeout_s=startup_timeout_s, on_lost=on_lost
+            stream,
+            address.key,
+            rank=launch.rank,
+            silence_s=silence_s,
+            startup_timeout_s=startup_timeout_s,
+            on_lost=on_lost,
         ) as link:
             yield link
 
@@ -144,7 +161,10 @@ async def _choose_host(launch: Launch) -> str:
     # /etc/hosts of some systems gives a node's own name the address 127.0.1.1, which others cannot reach
     host = await _find_own_address(OUTSIDE) or towards_master
     if host is None:
-        raise ControlError(f"MASTER_ADDR={launch.master_addr!r} cannot be resolved on rank 0; give an address that all nodes reach")
+        raise ControlError(
+            f"MASTER_ADDR={launch.master_addr!r} cannot be resolved on rank 0; give an address that all nodes"
+            " reach"
+        )
     return host
 
 
@@ -174,7 +194,9 @@ def _parse_address(shared: bytes) -> Address:
         raise ControlError(f"what rank 0 shared is no address of a control channel: {error}") from error
 
 
-async def _connect(address: Address, timeout_s: float, on_lost: Callable[[RankLost], None]) -> trio.SocketStream:
+async def _connect(
+    address: Address, timeout_s: float, on_lost: Callable[[RankLost], None]
+) -> trio.SocketStream:
     try:
         with trio.fail_after(timeout_s):
             return await trio.open_tcp_stream(address.host, address.port)

@@ -1,13 +1,15 @@
-"""Rank 0's end of the control channel: commands out, signs of life in, and the decision whom the run has lost.
+"""Rank 0's end of the control channel: commands out, signs of life in, and the decision whom the run has
+lost.
 
     send(command) ─► a queue per rank ─► its task ─► connection         a slow rank holds up neither the caller nor another rank
     ANSWER from a rank ─► wait_answers(name), when all have come
     connection ended · nothing heard · never connected ──► a report that is certain ──┐
     FAIL from a rank · an exception that leaves the context ──► one that may be a consequence ──┴─► decided ─► LOST to the others ─► on_lost
 
-The first report counts. One that is not certain waits GRACE_S for a certain one about another rank: a rank inside a collective with a dead
-one fails as well, and often says so first. The tasks are shielded: a cancelled body may have to wait for a device thread that waits for
-the lost rank, and only on_lost can end that.
+The first report counts. One that is not certain waits GRACE_S for a certain one about another rank: a rank
+inside a collective with a dead one fails as well, and often says so first. The tasks are shielded: a
+cancelled body may have to wait for a device thread that waits for the lost rank, and only on_lost can end
+that.
 """
 
 from __future__ import annotations
@@ -25,7 +27,15 @@ import msgspec
 import trio
 
 from rollouts.distributed.commands import Command, encode_command
-from rollouts.distributed.connection import TEXT_CHARS, Connection, Frame, Kind, Phase, send_beats, wait_silent
+from rollouts.distributed.connection import (
+    TEXT_CHARS,
+    Connection,
+    Frame,
+    Kind,
+    Phase,
+    send_beats,
+    wait_silent,
+)
 from rollouts.errors import ControlError, RankLost
 
 RANK = struct.Struct("<I")
@@ -68,8 +78,9 @@ async def open_hub(
 ) -> AsyncIterator[ControlHub]:
     """Rank 0's end, once all other ranks have connected; the listeners are then closed.
 
-    Leaving normally sends BYE after all commands and waits, CLOSE_S at most, until the others have left their contexts too. Leaving by an
-    exception tells them that rank 0 has failed. Once a rank is lost on_lost is called; if that returns, the body is cancelled and RankLost raised.
+    Leaving normally sends BYE after all commands and waits, CLOSE_S at most, until the others have left their
+    contexts too. Leaving by an exception tells them that rank 0 has failed. Once a rank is lost on_lost is
+    called; if that returns, the body is cancelled and RankLost raised.
     """
     assert len(key) == KEY_BYTES, len(key)
     hub = ControlHub(world_size, silence_s=silence_s)
@@ -108,7 +119,9 @@ class ControlHub:
         self._accepting = trio.CancelScope()
         self._connected = trio.Event()  # all are
         self._answers: dict[str, dict[int, str]] = {}  # by name, by rank
-        self._news = trio.Event()  # set once, when an answer comes or a rank is lost; another one has then taken its place
+        self._news = (
+            trio.Event()
+        )  # set once, when an answer comes or a rank is lost; another one has then taken its place
         self._report_in, self._reports = trio.open_memory_channel[_Report](math.inf)
         self._failed = False  # the body has, and raises its own error
         self._lost: RankLost | None = None
@@ -118,20 +131,25 @@ class ControlHub:
     def send(self, command: Command) -> None:
         """Sends a command to all other ranks, after those before it. Returns at once.
 
-        Its arrays are not copied and must not be changed any more. Raises ControlError for a command that cannot cross, RankLost after a
-        rank was lost.
+        Its arrays are not copied and must not be changed any more. Raises ControlError for a command that
+        cannot cross, RankLost after a rank was lost.
         """
         pieces = encode_command(command)
         if self._lost is not None:
             raise self._lost
         if self._closing:
-            raise ControlError(f"command {command.name!r} comes after the control channel was closed; send inside its `async with`")
+            raise ControlError(
+                f"command {command.name!r} comes after the control channel was closed; send inside its `async"
+                " with`"
+            )
         self._commands += 1
         for peer in self._peers.values():
             peer.outbox.send_nowait(pieces)
 
     async def wait_answers(self, name: str) -> dict[int, str]:
-        """What all other ranks have answered to what a command calls `name`, by rank, once all have. Ask once. Raises RankLost."""
+        """What all other ranks have answered to what a command calls `name`, by rank, once all have. Ask
+        once. Raises RankLost.
+        """
         while len(self._answers.get(name, {})) < len(self._others):
             if self._lost is not None:
                 raise self._lost
@@ -143,24 +161,37 @@ class ControlHub:
         self._phase.set(text)
 
     async def end_others(self) -> None:
-        """Tells the other ranks that the run, which was asked to stop, ends by force: they end as after a finished run, whatever they wait for.
+        """Tells the other ranks that the run, which was asked to stop, ends by force: they end as after a
+        finished run, whatever they wait for.
 
-        Returns when they have taken note, after NOTICE_S at latest; the caller, who is not in the body, then ends this process.
+        Returns when they have taken note, after NOTICE_S at latest; the caller, who is not in the body, then
+        ends this process.
         """
         if self._peers and self._lost is None:
             self._report(0, self._phase.text, STOPPED, certain=True)
             await self._decided.wait()
 
     def statistics(self) -> Mapping[str, float]:
-        """Other ranks (`ranks`), commands given (`commands`), the most that one rank has still to be sent (`queued`), bytes `received`."""
+        """Other ranks (`ranks`), commands given (`commands`), the most that one rank has still to be sent
+        (`queued`), bytes `received`.
+        """
         queued = [peer.outbox.statistics().current_buffer_used for peer in self._peers.values()]
         received = sum(peer.connection.received for peer in self._peers.values())
-        return {"ranks": len(self._peers), "commands": self._commands, "queued": max(queued, default=0), "received": received}
+        return {
+            "ranks": len(self._peers),
+            "commands": self._commands,
+            "queued": max(queued, default=0),
+            "received": received,
+        }
 
     # --- tasks ---
 
     async def _run(
-        self, listeners: Sequence[trio.abc.Listener[Any]], key: bytes, on_lost: Callable[[RankLost], None], body: trio.CancelScope
+        self,
+        listeners: Sequence[trio.abc.Listener[Any]],
+        key: bytes,
+        on_lost: Callable[[RankLost], None],
+        body: trio.CancelScope,
     ) -> None:
         try:
             with self._tasks:
@@ -170,11 +201,15 @@ class ControlHub:
         finally:
             self._decided.set()  # nobody decides any more: on_lost may have raised
 
-    async def _accept(self, listeners: Sequence[trio.abc.Listener[Any]], key: bytes, nursery: trio.Nursery) -> None:
+    async def _accept(
+        self, listeners: Sequence[trio.abc.Listener[Any]], key: bytes, nursery: trio.Nursery
+    ) -> None:
         with self._accepting:
             self._check_complete()
             if listeners:
-                await trio.serve_listeners(functools.partial(self._serve, key), list(listeners), handler_nursery=nursery)
+                await trio.serve_listeners(
+                    functools.partial(self._serve, key), list(listeners), handler_nursery=nursery
+                )
 
     async def _serve(self, key: bytes, stream: trio.abc.Stream) -> None:
         """The life of one connection; it is closed afterwards."""
@@ -209,7 +244,9 @@ class ControlHub:
             self._accepting.cancel()
             self._connected.set()
 
-    async def _send_commands(self, peer: _Peer, commands: trio.MemoryReceiveChannel[list[memoryview]]) -> None:
+    async def _send_commands(
+        self, peer: _Peer, commands: trio.MemoryReceiveChannel[list[memoryview]]
+    ) -> None:
         async for pieces in commands:
             await peer.connection.send_message(pieces)
         await peer.connection.send(Kind.BYE)
@@ -217,7 +254,9 @@ class ControlHub:
 
     async def _watch(self, peer: _Peer) -> None:
         await wait_silent(peer.connection, self._silence_s)
-        self._report(peer.rank, peer.phase, f"nothing was heard from it for {self._silence_s:g} s", certain=True)
+        self._report(
+            peer.rank, peer.phase, f"nothing was heard from it for {self._silence_s:g} s", certain=True
+        )
 
     async def _receive(self, peer: _Peer) -> None:
         """Returns when the rank has said goodbye, or its stream has ended."""
@@ -280,8 +319,9 @@ class ControlHub:
                 return report
 
     async def _notify(self, peer: _Peer, lost: RankLost, gone: bool) -> None:
-        """Returns when the rank has taken note, which ends its connection. Until then this process must live: it would take the notice with
-        it if its end closed with something unread."""
+        """Returns when the rank has taken note, which ends its connection. Until then this process must live:
+        it would take the notice with it if its end closed with something unread.
+        """
         await peer.connection.send(Kind.LOST, encode_lost(lost))
         if not gone:
             await peer.ended.wait()
@@ -293,8 +333,14 @@ class ControlHub:
             await self._connected.wait()
             return
         missing = [rank for rank in self._others if rank not in self._peers]
-        others = f", nor did rank{'s' if len(missing) > 2 else ''} {', '.join(map(str, missing[1:]))}" if missing[1:] else ""
-        self._report(missing[0], "start-up", f"it did not connect within {timeout_s:g} s{others}", certain=True)
+        others = (
+            f", nor did rank{'s' if len(missing) > 2 else ''} {', '.join(map(str, missing[1:]))}"
+            if missing[1:]
+            else ""
+        )
+        self._report(
+            missing[0], "start-up", f"it did not connect within {timeout_s:g} s{others}", certain=True
+        )
         await trio.sleep_forever()  # until it is decided
 
     async def _close(self) -> None:

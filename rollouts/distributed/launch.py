@@ -1,4 +1,6 @@
-"""Which rank this process is, read from what the launcher put into the environment, and the command that starts several of them."""
+"""Which rank this process is, read from what the launcher put into the environment, and the command that
+starts several of them.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,13 @@ class Launch:
     local_rank: int  # among those of this node: the index of its device
     local_world_size: int  # processes of the run on this node
     master_addr: str  # name or address of the node of rank 0, where the process group meets
-    restart: int  # times that the launcher has started the run again after a failure; 0: the first time, or again for another reason
-    run_id: str = ""  # of torchrun's rendezvous, the same on all machines: the user's, or a random one; "" without torchrun
-    agent: str = ""  # which process of torchrun has started this one, unlike any other ever; "" where that cannot be known
+    # times that the launcher has started the run again after a failure; 0: the first time, or again for
+    # another reason
+    restart: int
+    # of torchrun's rendezvous, the same on all machines: the user's, or a random one; "" without torchrun
+    run_id: str = ""
+    # which process of torchrun has started this one, unlike any other ever; "" where that cannot be known
+    agent: str = ""
 
     @property
     def on_one_node(self) -> bool:
@@ -40,7 +46,8 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch:
-    """The place that torchrun, or whoever sets the same variables, gave to this process; that of a lone process if nothing is set.
+    """The place that torchrun, or whoever sets the same variables, gave to this process; that of a lone
+    process if nothing is set.
 
     Raises ConfigError naming the variable that is missing, no number or at odds with another one.
     """
@@ -50,32 +57,53 @@ def read_launch(environ: Mapping[str, str]) -> Launch:
     alone = world_size == 1
     rule = f"WORLD_SIZE={world_size}"
     rank = _read_number(environ, "RANK", most=world_size - 1, rule=rule)
-    local_world_size = _read_number(environ, "LOCAL_WORLD_SIZE", least=1, most=world_size, rule=rule, missing=1 if alone else None)
+    local_world_size = _read_number(
+        environ, "LOCAL_WORLD_SIZE", least=1, most=world_size, rule=rule, missing=1 if alone else None
+    )
     rule = f"LOCAL_WORLD_SIZE={local_world_size}"
-    local_rank = _read_number(environ, "LOCAL_RANK", most=local_world_size - 1, rule=rule, missing=0 if alone else None)
+    local_rank = _read_number(
+        environ, "LOCAL_RANK", most=local_world_size - 1, rule=rule, missing=0 if alone else None
+    )
     master_addr = environ.get("MASTER_ADDR", "").strip() or (ALONE if alone else "")
     if not master_addr:
-        raise ConfigError(f"MASTER_ADDR is not set, but WORLD_SIZE={world_size}; start with torchrun, or export the address of the node of rank 0")
-    return Launch(rank, world_size, local_rank, local_world_size, master_addr, _read_restart(environ), *_read_launcher(environ))
+        raise ConfigError(
+            f"MASTER_ADDR is not set, but WORLD_SIZE={world_size}; start with torchrun, or export the address"
+            " of the node of rank 0"
+        )
+    return Launch(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        master_addr,
+        _read_restart(environ),
+        *_read_launcher(environ),
+    )
 
 
 def torchrun_command(ranks: int, argv: Sequence[str], *, max_restarts: int) -> list[str]:
-    """The command that runs `argv` (a script, or -m and a module, and its arguments) as `ranks` processes of this machine.
+    """The command that runs `argv` (a script, or -m and a module, and its arguments) as `ranks` processes of
+    this machine.
 
-    When one of them fails, torchrun ends the others (SIGTERM, SIGKILL 30 s later) and starts all again, at most `max_restarts` times.
-    torchrun sets OMP_NUM_THREADS=1 where it is not set and ranks > 1. Raises ConfigError for counts that make no sense.
+    When one of them fails, torchrun ends the others (SIGTERM, SIGKILL 30 s later) and starts all again, at
+    most `max_restarts` times. torchrun sets OMP_NUM_THREADS=1 where it is not set and ranks > 1. Raises
+    ConfigError for counts that make no sense.
     """
     if ranks < 1:
         raise ConfigError(f"ranks={ranks}; there must be at least 1")
     if max_restarts < 0:
-        raise ConfigError(f"max_restarts={max_restarts}; it cannot be negative, 0 means that a failure is final")
+        raise ConfigError(
+            f"max_restarts={max_restarts}; it cannot be negative, 0 means that a failure is final"
+        )
     assert argv, "torchrun needs something to run"
     options = ["--standalone", f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     return [sys.executable, "-m", "torch.distributed.run", *options, *argv]
 
 
 def identify_process(pid: int, *, proc: Path = Path("/proc")) -> str:
-    """Machine, start of its system, number and start of a process: together unlike any other's. "" where the system does not tell."""
+    """Machine, start of its system, number and start of a process: together unlike any other's. "" where the
+    system does not tell.
+    """
     try:
         boot = (proc / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         started = _read_stat(pid, proc)[19]
@@ -85,8 +113,10 @@ def identify_process(pid: int, *, proc: Path = Path("/proc")) -> str:
 
 
 def find_agent(run_id: str, parent: int, *, proc: Path = Path("/proc")) -> str:
-    """identify_process of torchrun: the first that torchrun has not told the run id, from `parent` upwards, for it may have been told to start a
-    script or a profiler that starts this program. "" where the system does not tell."""
+    """identify_process of torchrun: the first that torchrun has not told the run id, from `parent` upwards,
+    for it may have been told to start a script or a profiler that starts this program. "" where the system
+    does not tell.
+    """
     try:
         while _read_run_id(proc / str(parent) / "environ") == run_id:
             parent = int(_read_stat(parent, proc)[1])
@@ -96,7 +126,11 @@ def find_agent(run_id: str, parent: int, *, proc: Path = Path("/proc")) -> str:
 
 
 def _read_run_id(environ: Path) -> str:
-    found = [pair.partition(b"=")[2] for pair in environ.read_bytes().split(b"\0") if pair.startswith(b"TORCHELASTIC_RUN_ID=")]
+    found = [
+        pair.partition(b"=")[2]
+        for pair in environ.read_bytes().split(b"\0")
+        if pair.startswith(b"TORCHELASTIC_RUN_ID=")
+    ]
     return os.fsdecode(found[0]).strip() if found else ""
 
 
@@ -115,18 +149,36 @@ def _read_restart(environ: Mapping[str, str]) -> int:
     return _read_number(environ, "TORCHELASTIC_RESTART_COUNT", missing=0)
 
 
-def _read_number(environ: Mapping[str, str], name: str, *, least: int = 0, most: int = LARGEST, rule: str = "", missing: int | None = None) -> int:
-    """The number in a variable, from `least` to `most` because of `rule`; `missing` if it is not set, and None says that it must be."""
+def _read_number(
+    environ: Mapping[str, str],
+    name: str,
+    *,
+    least: int = 0,
+    most: int = LARGEST,
+    rule: str = "",
+    missing: int | None = None,
+) -> int:
+    """The number in a variable, from `least` to `most` because of `rule`; `missing` if it is not set, and
+    None says that it must be.
+    """
     text = environ.get(name, "").strip()
     if not text:
         if missing is not None:
             return missing
         present = " and ".join(f"{other}={environ[other]!r}" for other in PLACE if environ.get(other))
-        raise ConfigError(f"{name} is not set, but {present}; {WAY_OUT.get(name, 'start with torchrun, or unset all of them for a lone process')}")
+        raise ConfigError(
+            f"{name} is not set, but {present};"
+            f" {WAY_OUT.get(name, 'start with torchrun, or unset all of them for a lone process')}"
+        )
     if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{name}={text!r} is not a whole number; start with torchrun, or correct what sets it")
+        raise ConfigError(
+            f"{name}={text!r} is not a whole number; start with torchrun, or correct what sets it"
+        )
     number = int(text[:20])  # a longer one is too large whatever follows
     if not least <= number <= most:
         because = f" ({rule})" if rule else ""
-        raise ConfigError(f"{name}={number} must be from {least} to {most}{because}; start with torchrun, or correct what sets it")
+        raise ConfigError(
+            f"{name}={number} must be from {least} to {most}{because}; start with torchrun, or correct what"
+            " sets it"
+        )
     return number

@@ -1,4 +1,5 @@
-"""Another rank's end of the control channel: commands in, in order; signs of life out; and whom rank 0 says the run has lost.
+"""Another rank's end of the control channel: commands in, in order; signs of life out; and whom rank 0 says
+the run has lost.
 
     connection ─► one task ─► receive()          ends after rank 0 said BYE and all commands were taken
     LOST from rank 0 ──────────────────────┐
@@ -19,8 +20,25 @@ import msgspec
 import trio
 
 from rollouts.distributed.commands import Command, decode_command
-from rollouts.distributed.connection import TEXT_CHARS, Connection, Frame, Kind, Phase, send_beats, wait_silent
-from rollouts.distributed.hub import ANSWER_CHARS, ENDED, GRACE_S, NOTICE_S, RANK, decode_lost, describe_error, encode_lost
+from rollouts.distributed.connection import (
+    TEXT_CHARS,
+    Connection,
+    Frame,
+    Kind,
+    Phase,
+    send_beats,
+    wait_silent,
+)
+from rollouts.distributed.hub import (
+    ANSWER_CHARS,
+    ENDED,
+    GRACE_S,
+    NOTICE_S,
+    RANK,
+    decode_lost,
+    describe_error,
+    encode_lost,
+)
 from rollouts.errors import ControlError, RankLost
 
 VERDICT_S = GRACE_S + 2 * NOTICE_S  # for rank 0 to say who is lost
@@ -30,13 +48,20 @@ END_S = 5.0  # after BYE to rank 0, for it to close the connection
 
 @asynccontextmanager
 async def open_link(
-    stream: trio.abc.Stream, key: bytes, *, rank: int, silence_s: float, startup_timeout_s: float, on_lost: Callable[[RankLost], None]
+    stream: trio.abc.Stream,
+    key: bytes,
+    *,
+    rank: int,
+    silence_s: float,
+    startup_timeout_s: float,
+    on_lost: Callable[[RankLost], None],
 ) -> AsyncIterator[ControlLink]:
     """Rank `rank`'s end of a stream to rank 0, once rank 0 has accepted the key.
 
-    Leaving before rank 0 has closed the channel, by an exception or without one, is a failure, which ends the run. Once a rank is lost on_lost
-    is called; if that returns, the body is cancelled and RankLost raised. A body that failed by itself raises its own error, unless another
-    rank's death explains it. Raises RankLost if rank 0 does not answer.
+    Leaving before rank 0 has closed the channel, by an exception or without one, is a failure, which ends the
+    run. Once a rank is lost on_lost is called; if that returns, the body is cancelled and RankLost raised. A
+    body that failed by itself raises its own error, unless another rank's death explains it. Raises RankLost
+    if rank 0 does not answer.
     """
     link = ControlLink(Connection(stream), rank, silence_s=silence_s, on_lost=on_lost)
     failure: BaseException | None = None
@@ -50,7 +75,9 @@ async def open_link(
             except trio.Cancelled:
                 await link._give_up("was cancelled")
                 raise
-            except BaseException as error:  # raised below, outside the nursery, which would wrap it in a group
+            except (
+                BaseException
+            ) as error:  # raised below, outside the nursery, which would wrap it in a group
                 failure = error
                 await link._give_up(describe_error(error))
             finally:
@@ -66,7 +93,9 @@ async def open_link(
 class ControlLink:
     """What rank 0 tells this rank. Made by `open_link`."""
 
-    def __init__(self, connection: Connection, rank: int, *, silence_s: float, on_lost: Callable[[RankLost], None]) -> None:
+    def __init__(
+        self, connection: Connection, rank: int, *, silence_s: float, on_lost: Callable[[RankLost], None]
+    ) -> None:
         self._connection = connection
         self._rank = rank
         self._silence_s = silence_s
@@ -75,7 +104,9 @@ class ControlLink:
         self._hub_phase = "start-up"  # as it was last told
         self._taken = 0
         self._goodbye = False  # rank 0 has closed the channel
-        self._out, self._frames = trio.open_memory_channel[tuple[Kind, bytes]](math.inf)  # closed: BYE is next
+        self._out, self._frames = trio.open_memory_channel[tuple[Kind, bytes]](
+            math.inf
+        )  # closed: BYE is next
         self._commands_in, self._commands = trio.open_memory_channel[Command](math.inf)
         self._tasks = trio.CancelScope(shield=True)  # around every task
         self._failed = False  # the body has, and raises its own error
@@ -83,7 +114,9 @@ class ControlLink:
         self._finished = trio.Event()  # nothing more comes from rank 0, or somebody is lost
 
     async def receive(self) -> Command:
-        """The next command. Raises trio.EndOfChannel when rank 0 has closed the channel and all its commands were taken."""
+        """The next command. Raises trio.EndOfChannel when rank 0 has closed the channel and all its commands
+        were taken.
+        """
         command = await self._commands.receive()
         self._taken += 1
         return command
@@ -102,15 +135,19 @@ class ControlLink:
         self._phase.set(text)
 
     def fail(self, text: str) -> None:
-        """Reports that this rank cannot go on, so that the run ends on all ranks, naming this one unless another one's death explains it.
+        """Reports that this rank cannot go on, so that the run ends on all ranks, naming this one unless
+        another one's death explains it.
 
-        Returns at once. The body is to raise why, as soon as it can: being named by rank 0 ends this rank no more.
+        Returns at once. The body is to raise why, as soon as it can: being named by rank 0 ends this rank no
+        more.
         """
         self._failed = True
         self._out.send_nowait((Kind.FAIL, text[:TEXT_CHARS].encode(errors="replace")))
 
     def answer(self, name: str, text: str) -> None:
-        """Tells rank 0, which waits for it by `name`, what this rank has to say, in ANSWER_CHARS at most. Returns at once."""
+        """Tells rank 0, which waits for it by `name`, what this rank has to say, in ANSWER_CHARS at most.
+        Returns at once.
+        """
         assert len(text) <= ANSWER_CHARS, len(text)
         self._out.send_nowait((Kind.ANSWER, msgspec.msgpack.encode((name, text))))
 
@@ -198,7 +235,10 @@ class ControlLink:
 
     async def _leave(self) -> None:
         if not self._goodbye:
-            raise ControlError(f"rank {self._rank} left the control channel before rank 0 closed it; take commands until receive() ends")
+            raise ControlError(
+                f"rank {self._rank} left the control channel before rank 0 closed it; take commands until"
+                " receive() ends"
+            )
         self._out.close()
         with trio.move_on_after(END_S):
             await self._finished.wait()

@@ -1,12 +1,14 @@
-"""The ranks of one training job and what they tell each other in step: numbers, bytes, and whether local work has failed.
+"""The ranks of one training job and what they tell each other in step: numbers, bytes, and whether local work
+has failed.
 
-Everything here is collective: all ranks call it, in the same order, from the thread that owns torch. What crosses are float64 numbers and
-bytes on the CPU, never pickled objects.
+Everything here is collective: all ranks call it, in the same order, from the thread that owns torch. What
+crosses are float64 numbers and bytes on the CPU, never pickled objects.
 
     run_agreed(work):  every rank does its own ──► one all-gather: ok? ──► all ok: each goes on with its result
                                                                       └──► any failed: all raise AgreedFailure, and stay in step
 
-An error outside an agreed section leaves the others inside a collective: nobody can go on, and the job must end.
+An error outside an agreed section leaves the others inside a collective: nobody can go on, and the job must
+end.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Ranks:
     world_size: int  # W
     local_world_size: int  # ranks on this machine, which share its cores
     device: torch.device
-    mesh: DeviceMesh  # ("shard",), or ("replicate", "shard"): each replica divides the model among its own ranks
+    # ("shard",), or ("replicate", "shard"): each replica divides the model among its own ranks
+    mesh: DeviceMesh
     store: Store  # by which they found each other; no collective
 
     @property
@@ -88,7 +91,9 @@ class Meeting(NamedTuple):
 
 
 class AgreedFailure(Exception):
-    """Every rank raises this in the same place, so all are still in step. `error` is what this rank has to say."""
+    """Every rank raises this in the same place, so all are still in step. `error` is what this rank has to
+    say.
+    """
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(str(error))
@@ -102,7 +107,7 @@ class Agreed(NamedTuple, Generic[T]):
     numbers: FloatArray  # [W, n] float64, those of every rank
 
 
-# --- coming and going --------------------------------------------------------------------------------------------------------------
+# --- coming and going ---------------------------------------------------------------------------------------
 
 
 CONNECT_S = 300.0  # that rank 0, which comes last, waits for the others
@@ -113,19 +118,22 @@ LOOK_S = 0.2  # between two looks of rank 0 at who has come
 def meet_ranks(
     place: Place, *, word: bytes = b"", timeout_s: float = COLLECTIVE_S, connect_timeout_s: float = CONNECT_S
 ) -> Meeting:
-    """All processes of the job, each of which has told the others a `word`. Blocks until all are there; MASTER_ADDR and MASTER_PORT are the
-    environment's.
+    """All processes of the job, each of which has told the others a `word`. Blocks until all are there;
+    MASTER_ADDR and MASTER_PORT are the environment's.
 
-    timeout_s: how long the others wait for rank 0, which may have much to read before. connect_timeout_s: how long rank 0 waits for the others.
-    A launcher that starts the ranks again may keep the store, and what dead ones have left in it; no two processes are known to share a count of
-    such starts. So each shows a key that nobody had before, rank 0 answers every key that it finds, and all go on under rank 0's own.
-    Raises RankLost if a rank does not come, and ControlError on rank 0 if torch does not say who is missing.
+    timeout_s: how long the others wait for rank 0, which may have much to read before. connect_timeout_s: how
+    long rank 0 waits for the others. A launcher that starts the ranks again may keep the store, and what dead
+    ones have left in it; no two processes are known to share a count of such starts. So each shows a key that
+    nobody had before, rank 0 answers every key that it finds, and all go on under rank 0's own. Raises
+    RankLost if a rank does not come, and ControlError on rank 0 if torch does not say who is missing.
     """
     patience_s = connect_timeout_s if place.rank == 0 else timeout_s
     store = _open_own_part(place, _open_store(place, patience_s), patience_s)
     came = _meet_in_store(store, place, "came", word, patience_s)
     words = tuple(store.get(key) for key in came)
-    if place.rank == 0:  # which may have the store: whoever leaves for what he has read, leaves after all have
+    if (
+        place.rank == 0
+    ):  # which may have the store: whoever leaves for what he has read, leaves after all have
         _meet_in_store(store, place, "heard", b"", patience_s)
     else:
         store.set(f"heard/{place.rank}", "")
@@ -141,15 +149,20 @@ def init_ranks(
     connect_timeout_s: float = CONNECT_S,
     meeting: Meeting | None = None,
 ) -> Ranks:
-    """Connects this process with the others of its job, which have met in `meeting`, or else meet here: see meet_ranks.
+    """Connects this process with the others of its job, which have met in `meeting`, or else meet here: see
+    meet_ranks.
 
-    device: "cpu" (gloo) or "cuda" (NCCL, gloo for what stays on the CPU), the same on all ranks. shard_size: ranks among which one copy of the
-    model is divided, 0 for all. timeout_s: how long one collective may take too, the waiting for a slower rank included.
-    Raises ConfigError if shard_size does not divide the ranks, RankLost if a rank does not come.
+    device: "cpu" (gloo) or "cuda" (NCCL, gloo for what stays on the CPU), the same on all ranks. shard_size:
+    ranks among which one copy of the model is divided, 0 for all. timeout_s: how long one collective may take
+    too, the waiting for a slower rank included. Raises ConfigError if shard_size does not divide the ranks,
+    RankLost if a rank does not come.
     """
     world_size = place.world_size
     if shard_size < 0 or world_size % (shard_size or world_size):
-        raise ConfigError(f"distributed.shard_size={shard_size} does not divide {world_size} ranks; use a divisor, or 0 for all of them")
+        raise ConfigError(
+            f"distributed.shard_size={shard_size} does not divide {world_size} ranks; use a divisor, or 0 for"
+            " all of them"
+        )
     kind = torch.device(device).type
     if kind == "cuda":  # pragma: gpu
         torch.cuda.set_device(place.local_rank)
@@ -167,7 +180,9 @@ def init_ranks(
     mesh = (
         init_device_mesh(kind, (world_size,), mesh_dim_names=("shard",))
         if whole
-        else init_device_mesh(kind, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+        else init_device_mesh(
+            kind, (world_size // shard_size, shard_size), mesh_dim_names=("replicate", "shard")
+        )
     )
     where = torch.device(kind, place.local_rank) if kind == "cuda" else torch.device(kind)
     return Ranks(place.rank, world_size, place.local_world_size, where, mesh, store)
@@ -178,20 +193,29 @@ def _where() -> str:
 
 
 def _open_store(place: Place, timeout_s: float) -> Store:
-    """The store of the job, which may have been that of others. Raises RankLost, and ControlError on rank 0 if torch does not say who is missing."""
+    """The store of the job, which may have been that of others. Raises RankLost, and ControlError on rank 0
+    if torch does not say who is missing.
+    """
     waiting, where = dt.timedelta(seconds=timeout_s), _where()
     try:
         found, _, _ = next(rendezvous("env://", place.rank, place.world_size, timeout=waiting))
     except dist.DistError as error:
         said = str(error).strip().split("\n", 1)[0]
         if place.rank == 0:
-            raise ControlError(f"rank 0 waited {timeout_s:g} s at {where} and not all ranks came ({said}); see that all are started") from error
-        raise RankLost(0, "start-up", f"it was not to be reached at {where} within {timeout_s:g} s ({said})") from error
+            raise ControlError(
+                f"rank 0 waited {timeout_s:g} s at {where} and not all ranks came ({said}); see that all are"
+                " started"
+            ) from error
+        raise RankLost(
+            0, "start-up", f"it was not to be reached at {where} within {timeout_s:g} s ({said})"
+        ) from error
     return PrefixStore("rollouts", found)
 
 
 def _open_own_part(place: Place, store: Store, timeout_s: float) -> Store:
-    """The part of the store that these processes, and none before them, use. On rank 0 once each of the others knows of it. Raises RankLost."""
+    """The part of the store that these processes, and none before them, use. On rank 0 once each of the
+    others knows of it. Raises RankLost.
+    """
     own = secrets.token_hex(16)
     store.set(f"shown/{place.rank}", own)
     if place.rank:
@@ -217,10 +241,17 @@ def _open_own_part(place: Place, store: Store, timeout_s: float) -> Store:
 
 
 def _meet_in_store(store: Store, place: Place, name: str, word: bytes, timeout_s: float) -> list[str]:
-    """The keys under which each rank has left its word, once all have: nobody waits long for another after that. Raises RankLost."""
+    """The keys under which each rank has left its word, once all have: nobody waits long for another after
+    that. Raises RankLost.
+    """
     keys = [f"{name}/{rank}" for rank in range(place.world_size)]
     store.set(keys[place.rank], word)  # pyright: ignore[reportArgumentType]  (bytes are taken as they are)
-    _wait_for(store, keys, timeout_s, missing=lambda: next((rank for rank, key in enumerate(keys) if not store.check([key])), 0))
+    _wait_for(
+        store,
+        keys,
+        timeout_s,
+        missing=lambda: next((rank for rank, key in enumerate(keys) if not store.check([key])), 0),
+    )
     return keys
 
 
@@ -242,11 +273,14 @@ def close_ranks() -> None:
         dist.destroy_process_group()
 
 
-_meetings = itertools.count()  # one number for each place where ranks met: all that go on have met at all of them
+_meetings = (
+    itertools.count()
+)  # one number for each place where ranks met: all that go on have met at all of them
 
 
 def meet_all(ranks: Ranks, timeout_s: float) -> bool:
-    """Whether all ranks come here within `timeout_s` of this one. Not a collective: a rank that is inside one is only not here.
+    """Whether all ranks come here within `timeout_s` of this one. Not a collective: a rank that is inside one
+    is only not here.
 
     After False this rank must end: the next meeting would have another number here than elsewhere.
     """
@@ -261,7 +295,7 @@ def meet_all(ranks: Ranks, timeout_s: float) -> bool:
     return True
 
 
-# --- numbers and bytes -------------------------------------------------------------------------------------------------------------
+# --- numbers and bytes --------------------------------------------------------------------------------------
 
 
 def all_gather_floats(ranks: Ranks, values: Sequence[float]) -> FloatArray:
@@ -282,9 +316,17 @@ def all_gather_bytes(ranks: Ranks, data: bytes) -> list[bytes]:
 def gather_bytes(ranks: Ranks, data: bytes) -> list[bytes] | None:
     """On rank 0 the bytes of every rank, in their order; None on the others."""
     sizes = _gather_sizes(ranks, len(data))
-    blocks = list(torch.empty((ranks.world_size, max(sizes)), dtype=torch.uint8).unbind(0)) if ranks.rank == 0 else None
+    blocks = (
+        list(torch.empty((ranks.world_size, max(sizes)), dtype=torch.uint8).unbind(0))
+        if ranks.rank == 0
+        else None
+    )
     dist.gather(_padded(data, max(sizes)), blocks, dst=0)
-    return None if blocks is None else [_to_bytes(block, size) for block, size in zip(blocks, sizes, strict=True)]
+    return (
+        None
+        if blocks is None
+        else [_to_bytes(block, size) for block, size in zip(blocks, sizes, strict=True)]
+    )
 
 
 def broadcast_bytes(ranks: Ranks, data: bytes | None) -> bytes:
@@ -300,7 +342,11 @@ def broadcast_bytes(ranks: Ranks, data: bytes | None) -> bytes:
 def scatter_bytes(ranks: Ranks, parts: Sequence[bytes] | None) -> bytes:
     """This rank's part of what rank 0 has for each. Only rank 0 gives any."""
     assert (parts is not None) == (ranks.rank == 0), ranks.rank
-    sizes = torch.tensor([len(part) for part in parts]) if parts is not None else torch.empty(ranks.world_size, dtype=torch.int64)
+    sizes = (
+        torch.tensor([len(part) for part in parts])
+        if parts is not None
+        else torch.empty(ranks.world_size, dtype=torch.int64)
+    )
     dist.broadcast(sizes, src=0)
     longest = int(sizes.max())
     block = torch.empty(longest, dtype=torch.uint8)
@@ -322,14 +368,22 @@ def _to_bytes(block: torch.Tensor, size: int) -> bytes:
     return block.numpy()[:size].tobytes()
 
 
-# --- agreement -----------------------------------------------------------------------------------------------------------------------
+# --- agreement ----------------------------------------------------------------------------------------------
 
 
-def run_agreed(ranks: Ranks, work: Callable[[], T], numbers: Callable[[T], Sequence[float]] | None = None, *, count: int = 0) -> Agreed[T]:
-    """Local work that may fail on one rank alone, done by all; and the `count` numbers that each rank's result gave.
+def run_agreed(
+    ranks: Ranks,
+    work: Callable[[], T],
+    numbers: Callable[[T], Sequence[float]] | None = None,
+    *,
+    count: int = 0,
+) -> Agreed[T]:
+    """Local work that may fail on one rank alone, done by all; and the `count` numbers that each rank's
+    result gave.
 
-    Raises AgreedFailure on every rank if the work failed on any: where it failed with that error, elsewhere with a BackendError (an OSError,
-    if that is what it was) naming the first rank that failed and what it said. The work itself must not be collective.
+    Raises AgreedFailure on every rank if the work failed on any: where it failed with that error, elsewhere
+    with a BackendError (an OSError, if that is what it was) naming the first rank that failed and what it
+    said. The work itself must not be collective.
     """
     value: T | None = None
     failure: BaseException | None = None
@@ -337,7 +391,8 @@ def run_agreed(ranks: Ranks, work: Callable[[], T], numbers: Callable[[T], Seque
     try:
         value = work()
         given = numbers(value) if numbers is not None else given
-    except BaseException as error:  # whatever it is, the others must hear of it before it is raised: they would wait for this rank forever
+    # whatever it is, the others must hear of it before it is raised: they would wait for this rank forever
+    except BaseException as error:
         failure, given = error, [0.0] * count
     assert len(given) == count, (len(given), count)
     told = all_gather_floats(ranks, [float(failure is not None), *given])
@@ -358,6 +413,12 @@ def describe_failure(error: BaseException) -> bytes:
 
 
 def hear_failure(rank: int, said: bytes) -> Exception:
-    """Another rank's error. That of a disk stays one, so that a save that finds no room is the same whichever rank met it."""
+    """Another rank's error. That of a disk stays one, so that a save that finds no room is the same whichever
+    rank met it.
+    """
     text, number = json.loads(said)
-    return BackendError(f"rank {rank} failed: {text}") if number is None else OSError(number, f"rank {rank} failed: {text}")
+    return (
+        BackendError(f"rank {rank} failed: {text}")
+        if number is None
+        else OSError(number, f"rank {rank} failed: {text}")
+    )

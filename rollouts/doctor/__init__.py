@@ -1,8 +1,9 @@
-"""`rollouts doctor`: what could hurt a run on this machine, what servers of a config say, what is wrong with a run that was made.
+"""`rollouts doctor`: what could hurt a run on this machine, what servers of a config say, what is wrong with
+a run that was made.
 
-    machine.py   Python, packages, GPU, cores, memory, disk, limits, isolation of rewards, engines' environments, what earlier runs left
-    servers.py   servers that a config names
-    record.py    files, checkpoints and trackers of a run
+machine.py   Python, packages, GPU, cores, memory, disk, limits, isolation of rewards, engines' environments, what earlier runs left
+servers.py   servers that a config names
+record.py    files, checkpoints and trackers of a run
 """
 
 from __future__ import annotations
@@ -19,8 +20,11 @@ if TYPE_CHECKING:
 WORDS = {"ok": "ok", "warning": "warning", "error": "problem"}
 
 
-def examine(root: Path | None, *, config_path: Path | None = None, deep: bool = False, environment: Mapping[str, str]) -> list[Finding]:
-    """What was found on this machine, of the run at `root` and of what a config needs; `deep`: every byte of checkpoints is read.
+def examine(
+    root: Path | None, *, config_path: Path | None = None, deep: bool = False, environment: Mapping[str, str]
+) -> list[Finding]:
+    """What was found on this machine, of the run at `root` and of what a config needs; `deep`: every byte of
+    checkpoints is read.
 
     Raises RunDirError where `root` is no run directory, ConfigError for a config that cannot be read.
     """
@@ -43,7 +47,9 @@ def examine(root: Path | None, *, config_path: Path | None = None, deep: bool = 
 
 
 def print_report(findings: Sequence[Finding], console: Console) -> int:
-    """1 if something is a problem, else 0. Prints a line for each finding and how many are problems and warnings."""
+    """1 if something is a problem, else 0. Prints a line for each finding and how many are problems and
+    warnings.
+    """
     from rich.text import Text
 
     for finding in findings:
@@ -52,5 +58,7 @@ def print_report(findings: Sequence[Finding], console: Console) -> int:
         console.print(line.append(finding.message, ""), soft_wrap=True)
     problems = sum(finding.level == "error" for finding in findings)
     warnings = sum(finding.level == "warning" for finding in findings)
-    console.print(f"{problems} problem{'' if problems == 1 else 's'}, {warnings} warning{'' if warnings == 1 else 's'}")
+    console.print(
+        f"{problems} problem{'' if problems == 1 else 's'}, {warnings} warning{'' if warnings == 1 else 's'}"
+    )
     return 1 if problems else 0

@@ -1,4 +1,6 @@
-"""Findings about this machine. Each probe takes what it looks at, a root that holds proc and sys for example, so that another can be given."""
+"""Findings about this machine. Each probe takes what it looks at, a root that holds proc and sys for example,
+so that another can be given.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +70,14 @@ def find_existing(path: Path) -> Path:
 def check_python(version: Sequence[int]) -> Finding:
     """Its version against the oldest that is supported."""
     text = ".".join(map(str, version))
-    return Finding("ok", "python", text) if tuple(version[:2]) >= (3, 11) else Finding("error", "python", f"{text}; 3.11 is the oldest that works")
+    return (
+        Finding("ok", "python", text)
+        if tuple(version[:2]) >= (3, 11)
+        else Finding("error", "python", f"{text}; 3.11 is the oldest that works")
+    )
 
 
-# --- packages -----------------------------------------------------------------------------------------------------------------
+# --- packages -----------------------------------------------------------------------------------------------
 
 
 def list_requirements() -> list[str]:
@@ -102,10 +108,18 @@ def check_packages(requirements: Sequence[str], version_of: Callable[[str], str 
         if version is None:
             findings.append(Finding("error", name, f"not installed; pip install '{name}>={floor}'"))
         elif parse_version(version) < parse_version(floor):
-            findings.append(Finding("error", name, f"{version} is older than {floor}; pip install '{name}>={floor}'"))
+            findings.append(
+                Finding("error", name, f"{version} is older than {floor}; pip install '{name}>={floor}'")
+            )
         elif name in ("torch", "transformers"):
             findings.append(Finding("ok", name, f"{version} (at least {floor})"))
-    return findings or [Finding("warning", "packages", f"{PACKAGE} is not installed as a package, so that no floors are known; pip install -e .")]
+    return findings or [
+        Finding(
+            "warning",
+            "packages",
+            f"{PACKAGE} is not installed as a package, so that no floors are known; pip install -e .",
+        )
+    ]
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -127,10 +141,14 @@ def check_extras(requirements: Sequence[str], version_of: Callable[[str], str | 
     there = [name for name, packages in extras.items() if all(version_of(package) for package in packages)]
     missing = [name for name in extras if name not in there]
     text = f"installed: {', '.join(there) or 'none'}"
-    return Finding("ok", "extras", f"{text}; not: {', '.join(missing)} (pip install '{PACKAGE}[NAME]')" if missing else text)
+    return Finding(
+        "ok",
+        "extras",
+        f"{text}; not: {', '.join(missing)} (pip install '{PACKAGE}[NAME]')" if missing else text,
+    )
 
 
-# --- hardware and limits ------------------------------------------------------------------------------------------------------
+# --- hardware and limits ------------------------------------------------------------------------------------
 
 
 def run_nvidia_smi() -> str | None:
@@ -162,7 +180,12 @@ def check_gpu(listed: str | None, torch_cuda: str | None) -> Finding:
         return Finding("ok", "gpu", f"none{build}: runs compute on the CPU")
     gpus = "; ".join(listed.splitlines())
     if torch_cuda is None:
-        return Finding("warning", "gpu", f"{gpus}, but torch is built for the CPU and will not use it; install a CUDA build from https://pytorch.org")
+        return Finding(
+            "warning",
+            "gpu",
+            f"{gpus}, but torch is built for the CPU and will not use it; install a CUDA build from"
+            " https://pytorch.org",
+        )
     return Finding("ok", "gpu", f"{gpus}; torch is built for CUDA {torch_cuda}")
 
 
@@ -170,17 +193,29 @@ def check_cores(cores: int, root: Path, environment: Mapping[str, str]) -> Findi
     """Cores against the time that the control group allows and the threads that OMP_NUM_THREADS asks for."""
     quota = read_cpu_quota(root)
     usable = cores if quota is None else min(cores, quota)
-    text = f"{cores}" if quota is None else f"{cores}, of whose time the control group allows {quota:g} cores'"
+    text = (
+        f"{cores}" if quota is None else f"{cores}, of whose time the control group allows {quota:g} cores'"
+    )
     threads = environment.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads) > usable:
-        return Finding("warning", "cores", f"{text}; OMP_NUM_THREADS={threads} is more than run at once: set {max(1, math.floor(usable))}")
+        return Finding(
+            "warning",
+            "cores",
+            f"{text}; OMP_NUM_THREADS={threads} is more than run at once: set {max(1, math.floor(usable))}",
+        )
     if quota is not None and quota < cores:
-        return Finding("warning", "cores", f"{text}; set model.threads = {max(1, math.floor(quota))}, or more threads wait for each other")
+        return Finding(
+            "warning",
+            "cores",
+            f"{text}; set model.threads = {max(1, math.floor(quota))}, or more threads wait for each other",
+        )
     return Finding("ok", "cores", text)
 
 
 def read_cpu_quota(root: Path) -> float | None:
-    """Cores' worth of time that the control group allows (cgroup 2, or 1); None: no limit, or none that can be read."""
+    """Cores' worth of time that the control group allows (cgroup 2, or 1); None: no limit, or none that can
+    be read.
+    """
     try:
         quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -195,9 +230,18 @@ def read_cpu_quota(root: Path) -> float | None:
 def check_memory(free: int | None) -> Finding:
     """Of the machine and of the control groups, whichever is least."""
     if free is None:
-        return Finding("warning", "memory", "it cannot be read how much is free; see that the model, twice its gradients and the optimizer fit")
+        return Finding(
+            "warning",
+            "memory",
+            "it cannot be read how much is free; see that the model, twice its gradients and the"
+            " optimizer fit",
+        )
     if free < LITTLE_MEMORY:
-        return Finding("warning", "memory", f"{free / GIB:.1f} GiB free; end other programs, or raise the limit of the control group")
+        return Finding(
+            "warning",
+            "memory",
+            f"{free / GIB:.1f} GiB free; end other programs, or raise the limit of the control group",
+        )
     return Finding("ok", "memory", f"{free / GIB:.1f} GiB free")
 
 
@@ -205,8 +249,15 @@ def check_disk(directory: Path, free: int, inodes: int) -> Finding:
     """Room for checkpoints."""
     text = f"{free / GIB:.1f} GiB free at {directory}"
     if free < LEAST_DISK or 0 < inodes < 100:
-        return Finding("error", "disk", f"{text}, {inodes} files more: a checkpoint will not fit; free space, or point output.dir at another disk")
-    way_out = "; lower output.keep_checkpoints, or point output.dir at another disk" if free < LITTLE_DISK else ""
+        return Finding(
+            "error",
+            "disk",
+            f"{text}, {inodes} files more: a checkpoint will not fit; free space, or point output.dir at"
+            " another disk",
+        )
+    way_out = (
+        "; lower output.keep_checkpoints, or point output.dir at another disk" if free < LITTLE_DISK else ""
+    )
     return Finding("warning" if way_out else "ok", "disk", text + way_out)
 
 
@@ -215,10 +266,17 @@ def check_shm(directory: Path) -> Finding:
     try:
         held = os.statvfs(directory)
     except OSError:
-        return Finding("warning", "shared memory", f"{directory} is not there; vLLM, SGLang and NCCL need it: mount a tmpfs on it")
+        return Finding(
+            "warning",
+            "shared memory",
+            f"{directory} is not there; vLLM, SGLang and NCCL need it: mount a tmpfs on it",
+        )
     size = held.f_frsize * held.f_blocks
     if size < LITTLE_SHM:
-        text = f"{size >> 20} MiB at {directory}; for engines or several ranks start the container with --shm-size 8g"
+        text = (
+            f"{size >> 20} MiB at {directory}; for engines or several ranks start the container with"
+            " --shm-size 8g"
+        )
         return Finding("warning", "shared memory", text)
     return Finding("ok", "shared memory", f"{size >> 20} MiB at {directory}")
 
@@ -229,7 +287,9 @@ def check_open_files(limits: tuple[int, int]) -> Finding:
     if soft == resource.RLIM_INFINITY or soft >= LITTLE_FILES:
         return Finding("ok", "open files", "no limit" if soft == resource.RLIM_INFINITY else str(soft))
     most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-    return Finding("warning", "open files", f"{soft} at most; many requests at once need more: ulimit -n {most}")
+    return Finding(
+        "warning", "open files", f"{soft} at most; many requests at once need more: ulimit -n {most}"
+    )
 
 
 def check_isolation() -> Finding:
@@ -239,14 +299,27 @@ def check_isolation() -> Finding:
     except RolloutsError as error:
         return Finding("warning", "isolation of rewards", f"a child for code does not start ({error})")
     if not missing:
-        return Finding("ok", "isolation of rewards", "full: network, files, processes, memory, user, privileges")
-    return Finding("warning", "isolation of rewards", f"none of {', '.join(missing)} for code of samples; run as root or allow user namespaces")
+        return Finding(
+            "ok", "isolation of rewards", "full: network, files, processes, memory, user, privileges"
+        )
+    return Finding(
+        "warning",
+        "isolation of rewards",
+        f"none of {', '.join(missing)} for code of samples; run as root or allow user namespaces",
+    )
 
 
 def check_file_system(directory: Path, now: Callable[[], float]) -> list[Finding]:
     """Whether the run's file system locks, and agrees on the time. Writes an unnamed file there."""
     if now() < OLDEST_S:
-        return [Finding("error", "clock", f"it says {time.strftime('%Y-%m-%d', time.gmtime(now()))}; set it: rows, TLS and trackers go by it")]
+        return [
+            Finding(
+                "error",
+                "clock",
+                f"it says {time.strftime('%Y-%m-%d', time.gmtime(now()))}; set it: rows, TLS and trackers go"
+                " by it",
+            )
+        ]
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"\n")
@@ -254,10 +327,20 @@ def check_file_system(directory: Path, now: Callable[[], float]) -> list[Finding
             slip = os.fstat(file.fileno()).st_mtime - now()
             clock = Finding("ok", "clock", "as that of the file system")
             if abs(slip) > CLOCK_SLIP_S:
-                clock = Finding("warning", "clock", f"that of the file system at {directory} is {slip:+.0f} s off; synchronise both with NTP")
+                clock = Finding(
+                    "warning",
+                    "clock",
+                    f"that of the file system at {directory} is {slip:+.0f} s off; synchronise both with NTP",
+                )
             return [check_lock(directory, file.fileno()), clock]
     except OSError as error:
-        return [Finding("error", "run directory", f"{directory} cannot be written ({error}); name another with --output.dir DIR")]
+        return [
+            Finding(
+                "error",
+                "run directory",
+                f"{directory} cannot be written ({error}); name another with --output.dir DIR",
+            )
+        ]
 
 
 def check_lock(directory: Path, descriptor: int) -> Finding:
@@ -266,23 +349,44 @@ def check_lock(directory: Path, descriptor: int) -> Finding:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         why = errno.errorcode.get(error.errno or 0, str(error))
-        return Finding("warning", "flock", f"{directory}: {why}: nothing keeps a second run off a run directory there; see that none is started")
+        return Finding(
+            "warning",
+            "flock",
+            f"{directory}: {why}: nothing keeps a second run off a run directory there; see that none is"
+            " started",
+        )
     return Finding("ok", "flock", f"works at {directory}")
 
 
-# --- engines, and what earlier runs left -----------------------------------------------------------------------------------------
+# --- engines, and what earlier runs left --------------------------------------------------------------------
 
 
 def check_engine_environment(kind: str, root: Path) -> Finding:
     """The version of an engine in its environment, by its metadata."""
     named = re.compile(rf"{kind}(?:_cpu)?-(.+)\.dist-info")  # a build for CPUs may be called so
-    found = [match for path in sorted(root.glob("lib/python*/site-packages/*.dist-info")) if (match := named.fullmatch(path.name))]
+    found = [
+        match
+        for path in sorted(root.glob("lib/python*/site-packages/*.dist-info"))
+        if (match := named.fullmatch(path.name))
+    ]
     if not found:
         own = find_version(kind)
-        return Finding("ok", kind, f"{own}, in this Python" if own else f"not installed (python -m rollouts engines install-{kind}-cpu, for a CPU)")
+        return Finding(
+            "ok",
+            kind,
+            (
+                f"{own}, in this Python"
+                if own
+                else f"not installed (python -m rollouts engines install-{kind}-cpu, for a CPU)"
+            ),
+        )
     version = found[-1][1]
     if not (root / "bin" / "python").exists():
-        return Finding("warning", kind, f"{version} in {root}, whose bin/python leads nowhere; remove {root} and install again")
+        return Finding(
+            "warning",
+            kind,
+            f"{version} in {root}, whose bin/python leads nowhere; remove {root} and install again",
+        )
     note = "" if (root / STAMP).exists() else ", not made by rollouts engines"
     return Finding("ok", kind, f"{version} in {root}{note}")
 
@@ -297,9 +401,16 @@ def read_commands(root: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
         yield int(path.parent.name), tuple(words)
 
 
-def check_orphans(commands: Sequence[tuple[int, tuple[str, ...]]], is_alive: Callable[[int], bool]) -> Finding:
+def check_orphans(
+    commands: Sequence[tuple[int, tuple[str, ...]]], is_alive: Callable[[int], bool]
+) -> Finding:
     """Guards of servers and followers of trackers whose run has ended."""
-    left = [(pid, what, parent) for pid, words in commands for what, parent in [find_owner(words)] if parent is not None and not is_alive(parent)]
+    left = [
+        (pid, what, parent)
+        for pid, words in commands
+        for what, parent in [find_owner(words)]
+        if parent is not None and not is_alive(parent)
+    ]
     if not left:
         return Finding("ok", "earlier runs", "left no process")
     named = ", ".join(f"{what} {pid} of process {parent}" for pid, what, parent in left)
@@ -308,8 +419,17 @@ def check_orphans(commands: Sequence[tuple[int, tuple[str, ...]]], is_alive: Cal
 
 
 def find_owner(words: Sequence[str]) -> tuple[str, int | None]:
-    """What a process of ours is, and the process that it was started for; None for a process that is not of ours."""
-    place = next((place for place, word in enumerate(words) if word.endswith("process_guard.py") or word == SUPERVISOR), None)
+    """What a process of ours is, and the process that it was started for; None for a process that is not of
+    ours.
+    """
+    place = next(
+        (
+            place
+            for place, word in enumerate(words)
+            if word.endswith("process_guard.py") or word == SUPERVISOR
+        ),
+        None,
+    )
     if place is None:
         return "", None
     if words[place] == SUPERVISOR:

@@ -11,7 +11,16 @@ from rollouts.errors import CheckpointError, RunDirError
 from rollouts.inspect.tail import format_duration
 from rollouts.metrics.jsonl import parse_row
 from rollouts.preflight.findings import Finding
-from rollouts.run_dir import Activity, RunDir, check_links, describe_activity, find_activity, list_parts, parse_step, read_holder
+from rollouts.run_dir import (
+    Activity,
+    RunDir,
+    check_links,
+    describe_activity,
+    find_activity,
+    list_parts,
+    parse_step,
+    read_holder,
+)
 from rollouts.trackers.launch import describe_catching_up
 from rollouts.trackers.position import count_unsent, describe_left_out, position_path, read_position
 from rollouts.trackers.sinks import SINKS
@@ -36,7 +45,10 @@ def examine_run(run_dir: RunDir, *, deep: bool) -> list[Finding]:
             findings.append(finding)
             skipped += count
     if skipped:
-        text = f"{skipped:g} optimizer steps changed nothing, for loss or gradient was not finite; lower the learning rate, or clip the gradient"
+        text = (
+            f"{skipped:g} optimizer steps changed nothing, for loss or gradient was not finite; lower the"
+            " learning rate, or clip the gradient"
+        )
         findings.append(Finding("warning", "skipped steps", text))
     return [*findings, *examine_checkpoints(run_dir, deep=deep), *examine_trackers(run_dir, running=running)]
 
@@ -45,23 +57,40 @@ def describe_life(run_dir: RunDir, activity: Activity) -> Finding:
     """Whether the run is at work, finished, neither, or all that is known where that cannot be told."""
     if activity.locked:
         holder = read_holder(run_dir)
-        return Finding("ok", "run", f"{run_dir.root} is at work: process {holder.get('pid', '?')} on {holder.get('host', '?')}")
+        return Finding(
+            "ok",
+            "run",
+            f"{run_dir.root} is at work: process {holder.get('pid', '?')} on {holder.get('host', '?')}",
+        )
     if not activity.certain:
-        text = f"{run_dir.root} is {describe_activity(activity)}; {describe_last_row(run_dir)}; if nobody is at work there, go on with --resume"
+        text = (
+            f"{run_dir.root} is {describe_activity(activity)}; {describe_last_row(run_dir)}; if nobody is at"
+            " work there, go on with --resume"
+        )
         return Finding("warning", "run", text)
     if activity.finished:
         return Finding("ok", "run", f"{run_dir.root} is finished")
-    return Finding("warning", "run", f"{run_dir.root} is neither at work nor finished: it was stopped or has died; go on with --resume")
+    return Finding(
+        "warning",
+        "run",
+        f"{run_dir.root} is neither at work nor finished: it was stopped or has died; go on with --resume",
+    )
 
 
 def describe_last_row(run_dir: RunDir) -> str:
     """How long ago the newest row was written, by the times of the files."""
     times = [part.stat().st_mtime for path in run_dir.row_files for part in list_parts(path)]
-    return f"last row {format_duration(max(0.0, time.time() - max(times)))} ago" if times else "it has no row yet"
+    return (
+        f"last row {format_duration(max(0.0, time.time() - max(times)))} ago"
+        if times
+        else "it has no row yet"
+    )
 
 
 def examine_rows(parts: list[Path], *, running: bool) -> tuple[Finding, float]:
-    """Whether every line of a file is a row, and the skipped optimizer steps that its rows count (of all attempts)."""
+    """Whether every line of a file is a row, and the skipped optimizer steps that its rows count (of all
+    attempts).
+    """
     rows, skipped, damaged = 0, 0.0, list[str]()
     torn = 0
     for part in parts:
@@ -77,10 +106,23 @@ def examine_rows(parts: list[Path], *, running: bool) -> tuple[Finding, float]:
                     damaged.append(f"{part.name}:{number}")
     subject = parts[0].name
     if damaged:
-        named = ", ".join(damaged[:SHOWN]) + (f" and {len(damaged) - SHOWN} more" if len(damaged) > SHOWN else "")
-        return Finding("error", subject, f"{named}: not a JSON object; restore the file, or delete these lines"), skipped
+        named = ", ".join(damaged[:SHOWN]) + (
+            f" and {len(damaged) - SHOWN} more" if len(damaged) > SHOWN else ""
+        )
+        return (
+            Finding("error", subject, f"{named}: not a JSON object; restore the file, or delete these lines"),
+            skipped,
+        )
     if torn and not running:
-        return Finding("warning", subject, f"{rows} rows; the last line is torn ({torn} bytes): its writer was killed; --resume repairs it"), skipped
+        return (
+            Finding(
+                "warning",
+                subject,
+                f"{rows} rows; the last line is torn ({torn} bytes): its writer was killed; --resume"
+                " repairs it",
+            ),
+            skipped,
+        )
     return Finding("ok", subject, f"{rows} rows"), skipped
 
 
@@ -90,13 +132,21 @@ def examine_checkpoints(run_dir: RunDir, *, deep: bool) -> Iterator[Finding]:
     steps = [path for path in paths if parse_step(path.name) is not None]
     bad = [(path, reason) for path in steps if (reason := find_damage(path, deep=deep))]
     for path, reason in bad:
-        yield Finding("error", str(path.relative_to(run_dir.root)), f"{reason}; --resume takes the one before it; restore it, or remove it")
+        yield Finding(
+            "error",
+            str(path.relative_to(run_dir.root)),
+            f"{reason}; --resume takes the one before it; restore it, or remove it",
+        )
     if len(steps) > len(bad):
         looked = "every byte read and hashed" if deep else "sizes as in the manifest; --deep reads every byte"
         yield Finding("ok", "checkpoints", f"{len(steps) - len(bad)} complete ({looked})")
     aside = [path for path in paths if path.name.startswith("damaged-")]
     if aside:
-        yield Finding("warning", "checkpoints", f"{len(aside)} were damaged and set aside, {aside[0]} for one; look at them and remove them")
+        yield Finding(
+            "warning",
+            "checkpoints",
+            f"{len(aside)} were damaged and set aside, {aside[0]} for one; look at them and remove them",
+        )
     if not steps:
         yield Finding("warning", "checkpoints", "none yet: a run that dies now begins anew")
 
@@ -135,6 +185,14 @@ def examine_trackers(run_dir: RunDir, *, running: bool) -> Iterator[Finding]:
             yield Finding("warning", f"tracker {name}", text)
         left_out = describe_left_out(position)
         if left_out:
-            yield Finding("warning", f"tracker {name}", f"it does not have all rows: {left_out}; {path.with_suffix('.log')} may say why")
+            yield Finding(
+                "warning",
+                f"tracker {name}",
+                f"it does not have all rows: {left_out}; {path.with_suffix('.log')} may say why",
+            )
         if not left_out and (running or not behind):
-            yield Finding("ok", f"tracker {name}", f"{position.number} rows sent{f', {behind} bytes to go' if behind else ''}")
+            yield Finding(
+                "ok",
+                f"tracker {name}",
+                f"{position.number} rows sent{f', {behind} bytes to go' if behind else ''}",
+            )

@@ -1,4 +1,6 @@
-"""Findings about servers that a config names: whether they answer, what they are, and who else may control them. Nothing is changed there."""
+"""Findings about servers that a config names: whether they answer, what they are, and who else may control
+them. Nothing is changed there.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ async def examine_servers(config: EngineConfig, open_client: OpenClient = open_h
         return [Finding("ok", "engine", "local: in the training process")]
     if not config.urls:
         return [Finding("ok", "engine", f"{config.kind}: the run starts {config.count} on this machine")]
-    return [finding for url in config.urls for finding in await examine_server(config.kind, url, key, open_client)]
+    return [
+        finding for url in config.urls for finding in await examine_server(config.kind, url, key, open_client)
+    ]
 
 
 async def examine_server(kind: str, url: str, key: str | None, open_client: OpenClient) -> list[Finding]:
@@ -42,17 +46,39 @@ async def examine_server(kind: str, url: str, key: str | None, open_client: Open
         async with open_client(url, api_key=key) as client:
             health = await ask(client, "/health")
             if health[0] != 200:
-                return [Finding("error", url, f"GET /health: {health[0]}; start the server, or take it out of engine.urls")]
+                return [
+                    Finding(
+                        "error",
+                        url,
+                        f"GET /health: {health[0]}; start the server, or take it out of engine.urls",
+                    )
+                ]
             status, body = await ask(client, VERSION_PATHS[kind])
         findings = [Finding("ok", url, f"{kind} {read_version(body) or 'of unknown version'}, healthy")]
         if status in (401, 403):
-            findings = [Finding("error", url, f"GET {VERSION_PATHS[kind]}: {status}; name the variable with its key in engine.api_key_env")]
+            findings = [
+                Finding(
+                    "error",
+                    url,
+                    f"GET {VERSION_PATHS[kind]}: {status}; name the variable with its key in"
+                    " engine.api_key_env",
+                )
+            ]
         if not is_loopback(url):
             async with open_client(url, api_key=None) as stranger:
                 opened = (await ask(stranger, ADMIN_PATHS[kind]))[0] == 200
             if opened:
-                way_out = "bind it to 127.0.0.1, put it behind a firewall" + (", or start it with --api-key" if kind == "sglang" else "")
-                findings.append(Finding("warning", url, f"whoever reaches it controls it: GET {ADMIN_PATHS[kind]} answers without a key; {way_out}"))
+                way_out = "bind it to 127.0.0.1, put it behind a firewall" + (
+                    ", or start it with --api-key" if kind == "sglang" else ""
+                )
+                findings.append(
+                    Finding(
+                        "warning",
+                        url,
+                        f"whoever reaches it controls it: GET {ADMIN_PATHS[kind]} answers without a key;"
+                        f" {way_out}",
+                    )
+                )
         return findings
     except RolloutsError as error:
         return [Finding("error", url, f"{error}; start the server, or take it out of engine.urls")]

@@ -1,7 +1,8 @@
-"""Python environments of their own for vLLM and SGLang on a CPU, for they pin another transformers, and SGLang another torch, than the trainer.
+"""Python environments of their own for vLLM and SGLang on a CPU, for they pin another transformers, and
+SGLang another torch, than the trainer.
 
-Each holds exactly the packages of a list that ships with this package (environment_files/). On a machine with a GPU install vLLM or SGLang as
-their own manuals say, and name that Python in `engine.python`.
+Each holds exactly the packages of a list that ships with this package (environment_files/). On a machine with
+a GPU install vLLM or SGLang as their own manuals say, and name that Python in `engine.python`.
 """
 
 from __future__ import annotations
@@ -68,11 +69,15 @@ RECIPES: Mapping[str, Recipe] = {
 }
 
 
-def install_cpu_environment(kind: Literal["vllm", "sglang"], into: Path, *, say: Callable[[str], None] = print, run: Run | None = None) -> Path:
-    """The Python of an environment in directory `into` that serves with vLLM or SGLang on a CPU. One that is complete is left alone.
+def install_cpu_environment(
+    kind: Literal["vllm", "sglang"], into: Path, *, say: Callable[[str], None] = print, run: Run | None = None
+) -> Path:
+    """The Python of an environment in directory `into` that serves with vLLM or SGLang on a CPU. One that is
+    complete is left alone.
 
-    A list that has changed since installs again over it. torch comes from wherever pip is set up to find it; a build for CUDA works as
-    well, it is only larger. Needs 3 to 4 GB of disk. Raises ConfigError for a directory that holds something else, EngineSetupError if a step fails.
+    A list that has changed since installs again over it. torch comes from wherever pip is set up to find it;
+    a build for CUDA works as well, it is only larger. Needs 3 to 4 GB of disk. Raises ConfigError for a
+    directory that holds something else, EngineSetupError if a step fails.
     """
     recipe = RECIPES[kind]
     run = run or run_command  # looked up now, so that a test can put another in its place
@@ -81,19 +86,26 @@ def install_cpu_environment(kind: Literal["vllm", "sglang"], into: Path, *, say:
         say(f"{into} is complete; nothing to do")
         return python
     if into.exists() and not (into.is_dir() and ((into / "pyvenv.cfg").exists() or not any(into.iterdir()))):
-        raise ConfigError(f"--into {into} holds something that is no Python environment; name a directory that is new or empty")
+        raise ConfigError(
+            f"--into {into} holds something that is no Python environment; name a directory that is new or"
+            " empty"
+        )
     stamp.unlink(missing_ok=True)
     if not python.exists():
         say(f"making an environment in {into}")
         run([sys.executable, "-m", "venv", str(into)])
     say(f"installing {TORCH}")
-    run([str(python), "-m", "pip", "install", "--quiet", "--no-compile", TORCH])  # pip, because it obeys this machine's choice of a build
+    run(
+        [str(python), "-m", "pip", "install", "--quiet", "--no-compile", TORCH]
+    )  # pip, because it obeys this machine's choice of a build
     say(f"installing {count_packages(recipe)} packages of {recipe.requirements}")
     install_packages(python, ["-r", str(recipe.requirements)], say=say, run=run)
     say(f"installing the plugin that {recipe.plugin.why}")
     with tempfile.TemporaryDirectory() as directory:
         install_packages(python, [str(write_plugin_wheel(recipe.plugin, Path(directory)))], say=say, run=run)
-    present = [name for name in recipe.unwanted if any(into.glob(f"lib/python*/site-packages/{name}-*.dist-info"))]
+    present = [
+        name for name in recipe.unwanted if any(into.glob(f"lib/python*/site-packages/{name}-*.dist-info"))
+    ]
     if present:
         say(f"removing {', '.join(present)}")
         run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *present])
@@ -105,7 +117,9 @@ def install_cpu_environment(kind: Literal["vllm", "sglang"], into: Path, *, say:
 
 
 def install_packages(python: Path, what: Sequence[str], *, say: Callable[[str], None], run: Run) -> None:
-    """Installed without their requirements; by uv, many times faster, if there is one and it can reach the packages, otherwise by pip."""
+    """Installed without their requirements; by uv, many times faster, if there is one and it can reach the
+    packages, otherwise by pip.
+    """
     uv = find_uv()
     if uv is not None:
         try:
@@ -124,28 +138,53 @@ def find_uv() -> Path | None:
 
 def run_command(argv: Sequence[str]) -> None:
     """Waits for a command. Raises EngineSetupError with the end of what it said if it fails."""
-    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}  # the trial import compiles what servers import, or each of their starts would take minutes
+    env = {
+        **os.environ,
+        "PYTHONDONTWRITEBYTECODE": "",
+    }  # the trial import compiles what servers import, or each of their starts would take minutes
     done = subprocess.run(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False, env=env
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        check=False,
+        env=env,
     )
     if done.returncode:
         said = "\n".join(done.stdout.splitlines()[-SHOWN_LINES:])
-        raise EngineSetupError(f"`{' '.join(argv)}` failed with exit code {done.returncode}; once its reason is gone, run the same again\n{said}")
+        raise EngineSetupError(
+            f"`{' '.join(argv)}` failed with exit code {done.returncode}; once its reason is gone, run the"
+            f" same again\n{said}"
+        )
 
 
 def compute_fingerprint(recipe: Recipe) -> str:
     """Changes with anything that is installed: torch, the list, the plugin."""
-    parts = [TORCH.encode(), recipe.requirements.read_bytes(), recipe.plugin.entry_points.encode(), *read_plugin(recipe.plugin).values()]
+    parts = [
+        TORCH.encode(),
+        recipe.requirements.read_bytes(),
+        recipe.plugin.entry_points.encode(),
+        *read_plugin(recipe.plugin).values(),
+    ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def count_packages(recipe: Recipe) -> int:
-    return sum(bool(line) and not line.startswith("#") for line in recipe.requirements.read_text().splitlines())
+    return sum(
+        bool(line) and not line.startswith("#") for line in recipe.requirements.read_text().splitlines()
+    )
 
 
 def read_plugin(plugin: Plugin) -> dict[str, bytes]:
-    """The plugin's modules by their path in a wheel. Here they are text: nothing of this package can import what they import."""
-    return {f"{plugin.module}/{path.stem}": path.read_bytes() for path in sorted((FILES / plugin.module).glob("*.py.txt"))}
+    """The plugin's modules by their path in a wheel. Here they are text: nothing of this package can import
+    what they import.
+    """
+    return {
+        f"{plugin.module}/{path.stem}": path.read_bytes()
+        for path in sorted((FILES / plugin.module).glob("*.py.txt"))
+    }
 
 
 def write_plugin_wheel(plugin: Plugin, directory: Path) -> Path:
@@ -158,11 +197,17 @@ def write_plugin_wheel(plugin: Plugin, directory: Path) -> Path:
     info = f"{plugin.module}-{version}.dist-info"
     files = {
         **modules,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {plugin.module.replace('_', '-')}\nVersion: {version}\n".encode(),
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: rollouts\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/METADATA": (
+            f"Metadata-Version: 2.1\nName: {plugin.module.replace('_', '-')}\nVersion: {version}\n".encode()
+        ),
+        f"{info}/WHEEL": (
+            b"Wheel-Version: 1.0\nGenerator: rollouts\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
         f"{info}/entry_points.txt": plugin.entry_points.encode(),
     }
-    record = "".join(f"{name},sha256={_encode_digest(content)},{len(content)}\n" for name, content in files.items())
+    record = "".join(
+        f"{name},sha256={_encode_digest(content)},{len(content)}\n" for name, content in files.items()
+    )
     path = directory / f"{plugin.module}-{version}-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
         for name, content in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n".encode()}.items():

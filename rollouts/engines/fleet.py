@@ -1,4 +1,5 @@
-"""Many engines that behave as one: a request goes to whoever serves, and engines fail, restart and return underneath.
+"""Many engines that behave as one: a request goes to whoever serves, and engines fail, restart and return
+underneath.
 
     generate() ──► queue, by arrival ──► seat on an engine ──► engine.generate ──► (quarantine while it is updated) ──► answer
         ▲             waits: nobody has a seat     │ the engine's fault, or it left service meanwhile
@@ -8,10 +9,11 @@
     watcher, one an engine      waits for its process to exit, where there is one (both: `fleet_tasks`)
     outage watch, one a fleet   while nobody serves: warns, and after down_limit_s answers all who wait with FleetDown (`fleet_outage`)
 
-What an event does to an engine is decided in `fleet_state`; here it is only carried out, on what `fleet_members` keeps of members and
-callers. A seat is taken in the moment in which a waiter is woken, and given back in a `finally`: a cancelled caller leaves neither a seat nor a
-place in the queue behind.
-Weight sync drives the admission side: close_admission → commit or fail, then publish. Nobody else makes an engine serve.
+What an event does to an engine is decided in `fleet_state`; here it is only carried out, on what
+`fleet_members` keeps of members and callers. A seat is taken in the moment in which a waiter is woken, and
+given back in a `finally`: a cancelled caller leaves neither a seat nor a place in the queue behind. Weight
+sync drives the admission side: close_admission → commit or fail, then publish. Nobody else makes an engine
+serve.
 """
 
 from __future__ import annotations
@@ -57,13 +59,19 @@ DEFAULTS = FleetSettings()
 
 @asynccontextmanager
 async def open_fleet(
-    members: Sequence[Member], *, settings: FleetSettings = DEFAULTS, seed: int = 0, warn: Callable[[str], None]
+    members: Sequence[Member],
+    *,
+    settings: FleetSettings = DEFAULTS,
+    seed: int = 0,
+    warn: Callable[[str], None],
 ) -> AsyncIterator[Fleet]:
-    """The members as one engine. All begin stale: the first weight update puts them into service. `seed` draws the jitter of back-offs.
+    """The members as one engine. All begin stale: the first weight update puts them into service. `seed`
+    draws the jitter of back-offs.
 
-    `warn` gets a sentence when an engine dies, goes stale or stays dead, and every warn_every_s while nobody serves. Leaving cancels what
-    is in flight, whose callers get EngineClosed, and closes `stale_members`. Raises EngineSetupError: no members, two of one name,
-    vocabularies of different sizes, an engine that shares the trainer's parameters.
+    `warn` gets a sentence when an engine dies, goes stale or stays dead, and every warn_every_s while nobody
+    serves. Leaving cancels what is in flight, whose callers get EngineClosed, and closes `stale_members`.
+    Raises EngineSetupError: no members, two of one name, vocabularies of different sizes, an engine that
+    shares the trainer's parameters.
     """
     failure: Exception | None = None
     async with trio.open_nursery() as nursery:
@@ -84,7 +92,13 @@ class Fleet:
     """An InferenceEngine made of many. Made by open_fleet."""
 
     def __init__(
-        self, members: Sequence[Member], *, settings: FleetSettings, random_: random.Random, warn: Callable[[str], None], nursery: trio.Nursery
+        self,
+        members: Sequence[Member],
+        *,
+        settings: FleetSettings,
+        random_: random.Random,
+        warn: Callable[[str], None],
+        nursery: trio.Nursery,
     ) -> None:
         self.settings = settings
         self.published_version = -1
@@ -104,32 +118,42 @@ class Fleet:
         self._outage = Outage()
         self._moved = trio.Event()  # a member changed its condition, or came or went
         self._stale_sender, self.stale_members = trio.open_memory_channel[InferenceEngine](math.inf)
-        self._tasks = MemberTasks(settings, random_.random, self._apply, self._count, self._stale_sender.send_nowait)
+        self._tasks = MemberTasks(
+            settings, random_.random, self._apply, self._count, self._stale_sender.send_nowait
+        )
 
     def _start(self) -> None:
         if not self._members:
-            raise EngineSetupError("a fleet without members cannot serve; give open_fleet at least one engine")
+            raise EngineSetupError(
+                "a fleet without members cannot serve; give open_fleet at least one engine"
+            )
         self._features = unite_features([member.engine.features for member in self._members])
         for member in self._members:
             self._add(member, announce_at=None)
-        self._nursery.start_soon(watch_outages, self._outage, self.settings, self._warn_of_outage, self._fail_waiting)
+        self._nursery.start_soon(
+            watch_outages, self._outage, self.settings, self._warn_of_outage, self._fail_waiting
+        )
 
-    # --- requests ------------------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------
 
     @property
     def features(self) -> EngineFeatures:
         return self._features
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion, from whichever engine. Waits while nobody serves; failures that are an engine's are retried elsewhere.
+        """One completion, from whichever engine. Waits while nobody serves; failures that are an engine's are
+        retried elsewhere.
 
-        Raises RequestRefused, which the request itself deserves; the last InfrastructureError after max_attempts of them (any other
-        EngineError of a member is made one; an overload counts for nothing, but for the time: EngineOverloaded after down_limit_s of nothing
-        else); FleetDown after down_limit_s with nobody in service, or at once when all are dead for good; EngineClosed.
+        Raises RequestRefused, which the request itself deserves; the last InfrastructureError after
+        max_attempts of them (any other EngineError of a member is made one; an overload counts for nothing,
+        but for the time: EngineOverloaded after down_limit_s of nothing else); FleetDown after down_limit_s
+        with nobody in service, or at once when all are dead for good; EngineClosed.
         """
         self._check_open()
         if request.request_id in self._calls:
-            raise RequestRefused(f"request {request.request_id!r} is in flight in this fleet already; ids must be unique")
+            raise RequestRefused(
+                f"request {request.request_id!r} is in flight in this fleet already; ids must be unique"
+            )
         call = self._calls[request.request_id] = Call(request, self._arrivals)
         self._arrivals += 1
         try:
@@ -152,8 +176,13 @@ class Fleet:
             if call.aborted:
                 break
             self._counts["fleet/retries"] += 1
-            if isinstance(outcome, EngineOverloaded):  # no attempt is spent: the engine rests, and the place in the queue is kept
-                overloads, overloaded_since = overloads + 1, overloaded_since if overloads else trio.current_time()
+            if isinstance(
+                outcome, EngineOverloaded
+            ):  # no attempt is spent: the engine rests, and the place in the queue is kept
+                overloads, overloaded_since = (
+                    overloads + 1,
+                    overloaded_since if overloads else trio.current_time(),
+                )
                 self._refuse_when_overloaded(call, outcome, overloaded_since)
                 call.avoid = live.state.name
                 await self._back_off(call, overloads)
@@ -168,7 +197,9 @@ class Fleet:
         return make_empty_completion(call.request)
 
     async def _take_seat(self, call: Call) -> LiveMember | None:
-        """The engine on which a seat has been taken for this call; None when it was aborted. Raises FleetDown, EngineClosed."""
+        """The engine on which a seat has been taken for this call; None when it was aborted. Raises
+        FleetDown, EngineClosed.
+        """
         self._check_open()
         call.event, call.seat, call.error = trio.Event(), None, None
         self._queue.put(call)
@@ -190,7 +221,9 @@ class Fleet:
         return call.seat
 
     async def _ask(self, call: Call, live: LiveMember) -> Completion | InfrastructureError | None:
-        """What came of asking an engine: an answer that may be delivered, the engine's failure, or None when it left service meanwhile."""
+        """What came of asking an engine: an answer that may be delivered, the engine's failure, or None when
+        it left service meanwhile.
+        """
         ticket = call.ticket
         outcome: Completion | InfrastructureError | None = None
         if call.aborted or self._closed:
@@ -210,8 +243,9 @@ class Fleet:
         waited_s = trio.current_time() - since
         if waited_s >= self.settings.down_limit_s:
             raise EngineOverloaded(
-                f"request {call.request.request_id!r} met nothing but overload for {waited_s:.0f} s, the last: {error}. The limit is "
-                f"down_limit_s={self.settings.down_limit_s:g}; give the fleet more engines, or lower its concurrency",
+                f"request {call.request.request_id!r} met nothing but overload for {waited_s:.0f} s, the"
+                f" last: {error}. The limit is down_limit_s={self.settings.down_limit_s:g}; give the fleet"
+                " more engines, or lower its concurrency",
                 retry_after_s=error.retry_after_s,
             ) from error
 
@@ -224,7 +258,9 @@ class Fleet:
         settings = self.settings
         call.event = trio.Event()
         with trio.move_on_after(
-            fleet_state.compute_backoff_s(attempts, settings.retry_base_s, settings.retry_cap_s, self._random.random())
+            fleet_state.compute_backoff_s(
+                attempts, settings.retry_base_s, settings.retry_cap_s, self._random.random()
+            )
         ):
             await call.event.wait()
 
@@ -237,7 +273,9 @@ class Fleet:
             if foreign is not None:
                 learn = self._blame(ticket, foreign)
                 return foreign
-            learn = partial(fleet_state.request_answered, ticket=ticket, now=trio.current_time(), settings=self.settings)
+            learn = partial(
+                fleet_state.request_answered, ticket=ticket, now=trio.current_time(), settings=self.settings
+            )
             return completion
         except EngineOverloaded as error:
             self._count(error)
@@ -255,14 +293,19 @@ class Fleet:
             return gone
         except RequestRefused:
             raise
-        except EngineError as error:  # 401, 404, another version: of this engine too, which would draw all requests by failing them quickly
+        # 401, 404, another version: of this engine too, which would draw all requests by failing them quickly
+        except EngineError as error:
             learn = self._blame(ticket, error)
             return make_infrastructure_error(live.state.name, error)
         finally:
             self._apply(live, learn(live.state))
 
-    async def _sit_out_update(self, call: Call, live: LiveMember, ticket: Ticket, completion: Completion) -> Completion | InfrastructureError | None:
-        """The quarantined answer once its engine is verified. A failed update cancels the call's scope; so does abort_all()."""
+    async def _sit_out_update(
+        self, call: Call, live: LiveMember, ticket: Ticket, completion: Completion
+    ) -> Completion | InfrastructureError | None:
+        """The quarantined answer once its engine is verified. A failed update cancels the call's scope; so
+        does abort_all().
+        """
         if call.aborted:
             return None
         call.quarantined = True
@@ -284,14 +327,17 @@ class Fleet:
         versions = completion.weight_versions
         if not len(versions) or live.state.life != ticket.life:
             return None
-        found = fleet_state.find_foreign_version((int(versions.min()), int(versions.max())), live.state.version)
+        found = fleet_state.find_foreign_version(
+            (int(versions.min()), int(versions.max())), live.state.version
+        )
         if found is None:
             return None
         return ReplyError(
-            f"{live.state.name}, request {completion.request_id!r}: tokens of weight version {found}, committed there is {live.state.version}"
+            f"{live.state.name}, request {completion.request_id!r}: tokens of weight version {found},"
+            f" committed there is {live.state.version}"
         )
 
-    # --- seats ---------------------------------------------------------------------------------------------------------------
+    # --- seats ----------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
         """Seats those who waited longest, for as long as there are seats."""
@@ -325,7 +371,7 @@ class Fleet:
         if len(self._pins) > PINS_KEPT:
             self._pins.popitem(last=False)
 
-    # --- what engines' states learn ------------------------------------------------------------------------------------------
+    # --- what engines' states learn -------------------------------------------------------------------------
 
     def _apply(self, live: LiveMember, new: EngineState) -> None:
         """Makes `new` the engine's state and carries out what follows from it."""
@@ -362,7 +408,12 @@ class Fleet:
         """What a state learns from a request that failed by the engine's fault."""
         self._count(error)
         return partial(
-            fleet_state.request_failed, ticket=ticket, error=str(error), now=trio.current_time(), settings=self.settings, draw=self._random.random()
+            fleet_state.request_failed,
+            ticket=ticket,
+            error=str(error),
+            now=trio.current_time(),
+            settings=self.settings,
+            draw=self._random.random(),
         )
 
     def _bury(self, state: EngineState, *, error: EngineError) -> EngineState:
@@ -371,14 +422,16 @@ class Fleet:
         return self._died(fleet_state.request_dropped(state), error)
 
     def _died(self, state: EngineState, error: object) -> EngineState:
-        return fleet_state.died(state, str(error), trio.current_time(), self.settings, draw=self._random.random())
+        return fleet_state.died(
+            state, str(error), trio.current_time(), self.settings, draw=self._random.random()
+        )
 
     def _doubt(self, live: LiveMember, ticket: Ticket, error: InfrastructureError) -> None:
         self._count(error)
         now, draw = trio.current_time(), self._random.random()
         self._apply(live, fleet_state.doubted(live.state, ticket, str(error), now, self.settings, draw=draw))
 
-    # --- nobody serves -------------------------------------------------------------------------------------------------------
+    # --- nobody serves --------------------------------------------------------------------------------------
 
     def _note_service(self) -> None:
         self._outage.note([live.state for live in self._live.values()], is_asked=self._queue.waiting > 0)
@@ -397,8 +450,12 @@ class Fleet:
         self._warn(f"{self._describe_outage(since)} {self._queue.waiting} requests wait.")
 
     def _describe_outage(self, since: float) -> str:
-        states = "; ".join(fleet_state.describe(live.state) for live in self._live.values()) or "all have left"
-        return f"no engine of the fleet has been in service for {trio.current_time() - since:.0f} s: {states}."
+        states = (
+            "; ".join(fleet_state.describe(live.state) for live in self._live.values()) or "all have left"
+        )
+        return (
+            f"no engine of the fleet has been in service for {trio.current_time() - since:.0f} s: {states}."
+        )
 
     def _fail_waiting(self) -> None:
         for call in self._queue.list_waiting():
@@ -406,22 +463,28 @@ class Fleet:
 
     def _refuse_when_down(self, call: Call) -> None:
         since = self._outage.since
-        if since is None or (trio.current_time() < since + self.settings.down_limit_s and not self._is_over()):
+        if since is None or (
+            trio.current_time() < since + self.settings.down_limit_s and not self._is_over()
+        ):
             return
         limit = f"The limit is down_limit_s={self.settings.down_limit_s:g}"
         why = f"No restart is left (max_restarts={self.settings.max_restarts})" if self._is_over() else limit
-        call.error = FleetDown(f"{self._describe_outage(since)} {why}; see the engines' logs, then resume: nothing is in flight")
+        call.error = FleetDown(
+            f"{self._describe_outage(since)} {why}; see the engines' logs, then resume: nothing is in flight"
+        )
         self._queue.remove(call)
         call.event.set()
 
-    # --- the admission side of a weight update -------------------------------------------------------------------------------
+    # --- the admission side of a weight update --------------------------------------------------------------
 
     def members_for_update(self) -> tuple[InferenceEngine, ...]:
         """The engines that an update should try: all but those that are dead, restarting or leaving."""
         return tuple(live.engine for live in self._live.values() if fleet_state.is_reachable(live.state))
 
     async def wait_members_for_update(self) -> tuple[InferenceEngine, ...]:
-        """members_for_update() as soon as there is one. Raises EngineClosed; FleetDown after down_limit_s, or when all are dead for good."""
+        """members_for_update() as soon as there is one. Raises EngineClosed; FleetDown after down_limit_s, or
+        when all are dead for good.
+        """
         began = trio.current_time()
         with trio.move_on_after(self.settings.down_limit_s):
             while not self._is_over():
@@ -430,7 +493,10 @@ class Fleet:
                 if members:
                     return members
                 await self._moved.wait()
-        raise FleetDown(f"{self._describe_outage(began)} None of them can be given weights; see the engines' logs, then resume: nothing is in flight")
+        raise FleetDown(
+            f"{self._describe_outage(began)} None of them can be given weights; see the engines' logs, then"
+            " resume: nothing is in flight"
+        )
 
     def needs_update(self, engine: InferenceEngine) -> bool:
         """Whether it is a member that is up and does not serve: it waits for an update."""
@@ -444,15 +510,21 @@ class Fleet:
             self._apply(live, fleet_state.admission_closed(live.state))
 
     def commit(self, engine: InferenceEngine, version: int) -> bool:
-        """Verified at `version`: it serves, and its held answers are delivered. False when it died, or left, during the update."""
+        """Verified at `version`: it serves, and its held answers are delivered. False when it died, or left,
+        during the update.
+        """
         live = self._find(engine)
         if live is None:
             return False
-        self._apply(live, fleet_state.committed(live.state, version, self.published_version, trio.current_time()))
+        self._apply(
+            live, fleet_state.committed(live.state, version, self.published_version, trio.current_time())
+        )
         return fleet_state.in_service(live.state)
 
     def fail(self, engine: InferenceEngine, error: BaseException | str) -> None:
-        """Not verified: out of service and stale, announced again after a back-off. What it holds or still works on goes elsewhere."""
+        """Not verified: out of service and stale, announced again after a back-off. What it holds or still
+        works on goes elsewhere.
+        """
         live = self._find(engine)
         if live is None:
             return
@@ -461,7 +533,9 @@ class Fleet:
         self._apply(live, fleet_state.update_failed(live.state, text, now, self.settings, draw=draw))
 
     def publish(self, version: int) -> None:
-        """`version` is the fleet's from now on. Whoever serves an older one goes stale, and every stale member is announced."""
+        """`version` is the fleet's from now on. Whoever serves an older one goes stale, and every stale
+        member is announced.
+        """
         self.published_version = version
         for live in list(self._live.values()):
             self._apply(live, fleet_state.version_published(live.state, version, trio.current_time()))
@@ -474,14 +548,21 @@ class Fleet:
             return live
         if live is not None or name in self._former:
             return None
-        raise EngineError(f"{name!r} is no member of this fleet, which has {', '.join(self._live) or 'none'}; join() it first")
+        raise EngineError(
+            f"{name!r} is no member of this fleet, which has {', '.join(self._live) or 'none'}; join() it"
+            " first"
+        )
 
-    # --- coming and going ----------------------------------------------------------------------------------------------------
+    # --- coming and going -----------------------------------------------------------------------------------
 
     async def join(self, member: Member) -> None:
-        """Takes a member in: stale, and announced where something has been published. Raises EngineSetupError as open_fleet does."""
+        """Takes a member in: stale, and announced where something has been published. Raises EngineSetupError
+        as open_fleet does.
+        """
         self._check_open()
-        features = unite_features([*(live.engine.features for live in self._live.values()), member.engine.features])
+        features = unite_features(
+            [*(live.engine.features for live in self._live.values()), member.engine.features]
+        )
         self._add(member, announce_at=trio.current_time() if self.published_version >= 0 else None)
         self._features = features
         self._note_move()
@@ -490,16 +571,24 @@ class Fleet:
     def _add(self, member: Member, *, announce_at: float | None) -> None:
         features = member.engine.features
         if features.name in self._live:
-            raise EngineSetupError(f"two engines of the fleet are named {features.name!r}; names must be unique, give one another `name`")
+            raise EngineSetupError(
+                f"two engines of the fleet are named {features.name!r}; names must be unique, give one"
+                " another `name`"
+            )
         state = fleet_state.make_engine_state(
-            features.name, can_restart=member.restart is not None, announce_at=announce_at, settings=self.settings
+            features.name,
+            can_restart=member.restart is not None,
+            announce_at=announce_at,
+            settings=self.settings,
         )
         live = self._live[features.name] = LiveMember(member, state)
         self._former.discard(features.name)
         self._nursery.start_soon(tend_member, live, self._tasks)
 
     async def leave(self, engine: InferenceEngine, *, grace_s: float = 60.0) -> None:
-        """Lets a member go: it gets nothing new, what it has not answered within `grace_s` is asked elsewhere. It is not closed."""
+        """Lets a member go: it gets nothing new, what it has not answered within `grace_s` is asked
+        elsewhere. It is not closed.
+        """
         live = self._find(engine)
         if live is None or live.state.leaving:
             return
@@ -526,12 +615,14 @@ class Fleet:
         while live.calls:
             await live.changed.wait()
 
-    # --- the fleet as an engine ----------------------------------------------------------------------------------------------
+    # --- the fleet as an engine -----------------------------------------------------------------------------
 
     async def _fan_out(
         self, lives: Sequence[LiveMember], ask: Callable[[InferenceEngine], Awaitable[ResultT]]
     ) -> tuple[dict[str, ResultT], dict[str, EngineError]]:
-        """Answers and errors by engine, when all were asked. An error that is the engine's fault makes it a suspect."""
+        """Answers and errors by engine, when all were asked. An error that is the engine's fault makes it a
+        suspect.
+        """
         answers: dict[str, ResultT] = {}
         errors: dict[str, EngineError] = {}
 
@@ -549,7 +640,9 @@ class Fleet:
                 nursery.start_soon(ask_one, live)
         return answers, errors
 
-    async def _tell_all(self, lives: Sequence[LiveMember], ask: Callable[[InferenceEngine], Awaitable[ResultT]]) -> dict[str, ResultT]:
+    async def _tell_all(
+        self, lives: Sequence[LiveMember], ask: Callable[[InferenceEngine], Awaitable[ResultT]]
+    ) -> dict[str, ResultT]:
         self._check_open()
         answers, errors = await self._fan_out(lives, ask)
         for error in errors.values():
@@ -563,8 +656,12 @@ class Fleet:
         return [live for live in self._live.values() if fleet_state.is_reachable(live.state)]
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
-        """Answers by engine name, of all that can be reached. Verifies nothing and so puts nobody into service: weight_sync does."""
-        return await self._tell_all(self._reachable(), lambda engine: engine.update_weights_from_checkpoint(path, version))
+        """Answers by engine name, of all that can be reached. Verifies nothing and so puts nobody into
+        service: weight_sync does.
+        """
+        return await self._tell_all(
+            self._reachable(), lambda engine: engine.update_weights_from_checkpoint(path, version)
+        )
 
     async def weight_version(self) -> int:
         """The published version."""
@@ -578,13 +675,16 @@ class Fleet:
     async def pause(self, mode: PauseMode) -> None:
         """Nobody is sent anything until resume(); the members in service pause.
 
-        Raises the first member's error after all were told: the others are paused, and the fleet sends nothing; a resume() is owed in any case.
+        Raises the first member's error after all were told: the others are paused, and the fleet sends
+        nothing; a resume() is owed in any case.
         """
         self._paused = True
         await self._tell_all(self._serving(), lambda engine: engine.pause(mode))
 
     async def resume(self) -> None:
-        """The fleet sends requests again, and every member that can be reached resumes. Raises the first member's error after all were told."""
+        """The fleet sends requests again, and every member that can be reached resumes. Raises the first
+        member's error after all were told.
+        """
         self._paused = False
         try:
             await self._tell_all(self._reachable(), lambda engine: engine.resume())
@@ -592,7 +692,9 @@ class Fleet:
             self._dispatch()
 
     async def abort_all(self) -> None:
-        """Every request is answered with what it has: in flight by its engine, queued, between two tries or held back by an update with nothing."""
+        """Every request is answered with what it has: in flight by its engine, queued, between two tries or
+        held back by an update with nothing.
+        """
         self._check_open()
         for call in list(self._calls.values()):
             call.aborted = True
@@ -605,7 +707,9 @@ class Fleet:
                 call.scope.cancel()
         busy = [live for live in self._live.values() if live.calls]
         _, errors = await self._fan_out(busy, lambda engine: engine.abort_all())
-        for call in [call for live in busy if live.state.name in errors for call in live.calls if call.aborted]:
+        for call in [
+            call for live in busy if live.state.name in errors for call in live.calls if call.aborted
+        ]:
             call.scope.cancel()
 
     async def health(self) -> bool:
@@ -614,7 +718,9 @@ class Fleet:
         return any(fleet_state.in_service(live.state) for live in self._live.values())
 
     async def load(self) -> EngineLoad:
-        """The sum over members in service that answer, and the fleet's own queue; cache_usage is that of the fullest."""
+        """The sum over members in service that answer, and the fleet's own queue; cache_usage is that of the
+        fullest.
+        """
         answers, _ = await self._fan_out(self._serving(), lambda engine: engine.load())
         usages = [load.cache_usage for load in answers.values() if load.cache_usage is not None]
         return EngineLoad(
@@ -639,7 +745,9 @@ class Fleet:
         _refuse_update("finish_update")
 
     def statistics(self) -> dict[str, float]:
-        """`engine/<name>/…` for each member, and `fleet/…`. state: 0 healthy, 1 suspect, 2 dead, 3 restarting, 4 stale; version −1: none yet."""
+        """`engine/<name>/…` for each member, and `fleet/…`. state: 0 healthy, 1 suspect, 2 dead, 3
+        restarting, 4 stale; version −1: none yet.
+        """
         values: dict[str, float] = {}
         serving = 0
         for name, live in self._live.items():
@@ -656,7 +764,7 @@ class Fleet:
         totals = {"fleet/serving": serving, "fleet/queued": self._queue.waiting, "fleet/retries": 0}
         return values | {name: float(value) for name, value in (totals | self._counts).items()}
 
-    # --- life ----------------------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:
@@ -676,7 +784,11 @@ def make_empty_completion(request: GenerateRequest) -> Completion:
     """The answer to a request that was aborted before anything of it could be kept."""
     none = np.zeros(0, np.int64)
     return Completion(
-        request_id=request.request_id, token_ids=none, log_probs=np.zeros(0, np.float32), weight_versions=none, finish_reason="abort"
+        request_id=request.request_id,
+        token_ids=none,
+        log_probs=np.zeros(0, np.float32),
+        weight_versions=none,
+        finish_reason="abort",
     )
 
 
@@ -688,8 +800,13 @@ def make_infrastructure_error(name: str, error: EngineError) -> InfrastructureEr
 
 
 def _make_left_service(call: Call, state: EngineState) -> InfrastructureError:
-    return InfrastructureError(f"{state.name} left service while request {call.request.request_id!r} was on it: {state.last_error}")
+    return InfrastructureError(
+        f"{state.name} left service while request {call.request.request_id!r} was on it: {state.last_error}"
+    )
 
 
 def _refuse_update(name: str) -> NoReturn:
-    raise EngineError(f"{name}: a fleet is not updated as one engine; weight_sync updates its members_for_update() and commits each")
+    raise EngineError(
+        f"{name}: a fleet is not updated as one engine; weight_sync updates its members_for_update() and"
+        " commits each"
+    )

@@ -21,8 +21,12 @@ class Member:
     """An engine and what can be done for its server."""
 
     engine: InferenceEngine
-    restart: Callable[[], Awaitable[None]] | None = None  # brings the server up again under the same address; None: only its owner can
-    wait_exited: Callable[[], Awaitable[str]] | None = None  # returns, saying why, when the server's process is gone
+    restart: Callable[[], Awaitable[None]] | None = (
+        None  # brings the server up again under the same address; None: only its owner can
+    )
+    wait_exited: Callable[[], Awaitable[str]] | None = (
+        None  # returns, saying why, when the server's process is gone
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +36,12 @@ class LiveMember:
     member: Member
     state: EngineState
     calls: set[Call] = field(default_factory=set)
-    changed: trio.Event = field(default_factory=trio.Event)  # replaced when set: duty, condition or calls are others
-    working: trio.CancelScope = field(default_factory=trio.CancelScope)  # around a supervisor's question to the engine
+    changed: trio.Event = field(
+        default_factory=trio.Event
+    )  # replaced when set: duty, condition or calls are others
+    working: trio.CancelScope = field(
+        default_factory=trio.CancelScope
+    )  # around a supervisor's question to the engine
     watching: trio.CancelScope = field(default_factory=trio.CancelScope)  # around wait_exited
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)  # around its tasks
 
@@ -64,7 +72,9 @@ class Call:
 
 
 class CallQueue:
-    """Callers that wait, by arrival. Those that no longer do stay in the heap for a while, and are swept out when they prevail."""
+    """Callers that wait, by arrival. Those that no longer do stay in the heap for a while, and are swept out
+    when they prevail.
+    """
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -102,15 +112,20 @@ class CallQueue:
 
 
 def unite_features(all_features: Sequence[EngineFeatures]) -> EngineFeatures:
-    """What a fleet of such engines supports: the least of each, every gap once. Raises EngineSetupError where they do not fit together."""
+    """What a fleet of such engines supports: the least of each, every gap once. Raises EngineSetupError where
+    they do not fit together.
+    """
     for features in all_features:
         if features.vocab_size != all_features[0].vocab_size:
             raise EngineSetupError(
-                f"{features.name} has a vocabulary of {features.vocab_size}, {all_features[0].name} of {all_features[0].vocab_size}; "
-                "the engines of a fleet serve one model"
+                f"{features.name} has a vocabulary of {features.vocab_size}, {all_features[0].name} of"
+                f" {all_features[0].vocab_size}; the engines of a fleet serve one model"
             )
         if features.shares_weights:
-            raise EngineSetupError(f"{features.name} generates with the trainer's own parameters and needs no fleet; use it as it is")
+            raise EngineSetupError(
+                f"{features.name} generates with the trainer's own parameters and needs no fleet; use it as"
+                " it is"
+            )
     return replace(
         all_features[0],
         name="fleet",

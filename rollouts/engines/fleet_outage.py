@@ -12,10 +12,11 @@ from rollouts.engines.fleet_state import EngineState, FleetSettings
 
 
 class Outage:
-    """The moment since which nobody serves: that of the loss or, before the first update, of the first request.
+    """The moment since which nobody serves: that of the loss or, before the first update, of the first
+    request.
 
-    An update of engines that served is no outage, however long, nor is the first of all. One that begins in an outage does not end it:
-    only an engine that serves again does.
+    An update of engines that served is no outage, however long, nor is the first of all. One that begins in
+    an outage does not end it: only an engine that serves again does.
     """
 
     def __init__(self) -> None:
@@ -38,8 +39,12 @@ class Outage:
             changed.set()
 
 
-async def watch_outages(outage: Outage, settings: FleetSettings, warn: Callable[[float], None], refuse: Callable[[], None]) -> None:
-    """For ever. In an outage calls `warn` with its beginning every warn_every_s, and `refuse`, which answers all who wait, once at down_limit_s."""
+async def watch_outages(
+    outage: Outage, settings: FleetSettings, warn: Callable[[float], None], refuse: Callable[[], None]
+) -> None:
+    """For ever. In an outage calls `warn` with its beginning every warn_every_s, and `refuse`, which answers
+    all who wait, once at down_limit_s.
+    """
     while True:
         changed = outage.changed
         if outage.since is None:
@@ -49,7 +54,11 @@ async def watch_outages(outage: Outage, settings: FleetSettings, warn: Callable[
 
 
 async def watch_outage(
-    since: float, ended: trio.Event, settings: FleetSettings, warn: Callable[[float], None], refuse: Callable[[], None]
+    since: float,
+    ended: trio.Event,
+    settings: FleetSettings,
+    warn: Callable[[float], None],
+    refuse: Callable[[], None],
 ) -> None:
     warnings, limit_at = 1, since + settings.down_limit_s
     while not ended.is_set():

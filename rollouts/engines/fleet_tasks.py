@@ -1,4 +1,6 @@
-"""What is done for one member of a fleet until it leaves: the duties of its state, each when it is due, and a watch on its process."""
+"""What is done for one member of a fleet until it leaves: the duties of its state, each when it is due, and a
+watch on its process.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class MemberTasks:
 
     settings: FleetSettings
     draw: Callable[[], float]  # in [0, 1), for back-offs
-    apply: Callable[[LiveMember, EngineState], None]  # makes a state the member's, and carries out what follows from it
+    apply: Callable[
+        [LiveMember, EngineState], None
+    ]  # makes a state the member's, and carries out what follows from it
     count: Callable[[BaseException], None]  # a failure, by class
     announce: Callable[[InferenceEngine], None]  # a stale member, to who updates weights
 
@@ -72,10 +76,13 @@ async def see_load(live: LiveMember, tasks: MemberTasks) -> Callable[[EngineStat
             load = await live.engine.load()
     except (trio.TooSlowError, EngineOverloaded):
         return fleet_state.rested  # requests tell soon enough
-    except EngineError as error:  # refused, not found: whatever it is, it says something of the engine and nothing of the fleet
+    # refused, not found: whatever it is, it says something of the engine and nothing of the fleet
+    except EngineError as error:
         tasks.count(error)
         now, draw, text = trio.current_time(), tasks.draw(), str(error)
-        return lambda state: fleet_state.doubted(fleet_state.rested(state), ticket, text, now, settings, draw=draw)
+        return lambda state: fleet_state.doubted(
+            fleet_state.rested(state), ticket, text, now, settings, draw=draw
+        )
     return partial(fleet_state.load_seen, running=load.running, waiting=load.waiting, settings=settings)
 
 
@@ -95,7 +102,11 @@ async def examine(live: LiveMember, tasks: MemberTasks, duty: Duty) -> Callable[
         if duty.kind == "check":
             return partial(fleet_state.check_passed, version=version, now=now)
         return partial(fleet_state.came_back, now=now, settings=tasks.settings)
-    said = f"{error}; before it: {live.state.last_error}" if duty.kind == "check" and not live.state.failed_checks else error
+    said = (
+        f"{error}; before it: {live.state.last_error}"
+        if duty.kind == "check" and not live.state.failed_checks
+        else error
+    )
     no = fleet_state.check_failed if duty.kind == "check" else fleet_state.not_reached
     return partial(no, error=said, now=now, settings=tasks.settings, draw=tasks.draw())
 
@@ -110,12 +121,16 @@ async def restart_server(live: LiveMember, tasks: MemberTasks) -> None:
     except Exception as error:  # whatever keeps a server from starting: it is tried again, and reported
         tasks.count(error)
         now, text = trio.current_time(), f"{type(error).__name__}: {error}"
-        tasks.apply(live, fleet_state.restart_failed(live.state, text, now, tasks.settings, draw=tasks.draw()))
+        tasks.apply(
+            live, fleet_state.restart_failed(live.state, text, now, tasks.settings, draw=tasks.draw())
+        )
         return
     tasks.apply(live, fleet_state.came_back(live.state, trio.current_time(), tasks.settings))
 
 
-async def watch_process(live: LiveMember, tasks: MemberTasks, wait_exited: Callable[[], Awaitable[str]]) -> None:
+async def watch_process(
+    live: LiveMember, tasks: MemberTasks, wait_exited: Callable[[], Awaitable[str]]
+) -> None:
     while True:
         while live.state.condition in ("dead", "restarting"):
             await live.changed.wait()
@@ -124,4 +139,7 @@ async def watch_process(live: LiveMember, tasks: MemberTasks, wait_exited: Calla
         with live.watching:
             why = await wait_exited()
         if why is not None:
-            tasks.apply(live, fleet_state.died(live.state, why, trio.current_time(), tasks.settings, draw=tasks.draw()))
+            tasks.apply(
+                live,
+                fleet_state.died(live.state, why, trio.current_time(), tasks.settings, draw=tasks.draw()),
+            )

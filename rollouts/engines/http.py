@@ -1,12 +1,14 @@
-"""HTTP/1.1 to one server over trio streams: connections kept, each request's cost the same however many are in flight.
+"""HTTP/1.1 to one server over trio streams: connections kept, each request's cost the same however many are
+in flight.
 
     request() ──► take ──► send ──► read until whole ──► put back, newest on top
                   │ newest idle     │ each wait at most silence_s;      └─ idle for IDLE_S, or more than MAX_IDLE: closed
                   └ else connect    │ then on_silence() decides
                                     └ cancelled, cut, broken: closed at once; the server sees it and aborts
 
-There is no queue and no limit: what limits requests is admission above. A connection belongs to one request at a time, and nothing but
-the request's own task touches it, so that a cancelled one cannot leave it in anybody's hands.
+There is no queue and no limit: what limits requests is admission above. A connection belongs to one request
+at a time, and nothing but the request's own task touches it, so that a cancelled one cannot leave it in
+anybody's hands.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ import trio
 
 from rollouts.errors import EngineClosed, EngineSetupError, EngineSilent, EngineUnreachable, ReplyError
 
-IDLE_S = 4.0  # uvicorn, below vLLM and SGLang, closes after 5 s; a connection that we close first is not closed under a request
+# uvicorn, below vLLM and SGLang, closes after 5 s; a connection that we close first is not closed under a
+# request
+IDLE_S = 4.0
 MAX_IDLE = 1024
 MAX_BODY_BYTES = 1 << 28
 FIRST_BYTES = 1 << 16  # received at once; a reply that fills them is a long one
 MORE_BYTES = 1 << 20
 SENT_BYTES = 1 << 18  # sent at once, each piece within silence_s
-RESEND_S = 1.0  # a kept connection that the server had closed already says so at once; one that closes later may have done work
+# a kept connection that the server had closed already says so at once; one that closes later may have done
+# work
+RESEND_S = 1.0
 
 Connect = Callable[[], Awaitable[trio.abc.Stream]]
 """Makes a connection that is ready for use. Raises OSError and trio.BrokenResourceError."""
@@ -59,8 +65,19 @@ class _Connection:
 class HttpClient:
     """Requests to one server. Made by open_http_client."""
 
-    def __init__(self, url: str, headers: list[tuple[str, str]], prefix: str, connect: Connect, *, connect_s: float, max_body_bytes: int) -> None:
-        """`url` is what messages show, `headers` what every request carries, `prefix` what stands before every path."""
+    def __init__(
+        self,
+        url: str,
+        headers: list[tuple[str, str]],
+        prefix: str,
+        connect: Connect,
+        *,
+        connect_s: float,
+        max_body_bytes: int,
+    ) -> None:
+        """`url` is what messages show, `headers` what every request carries, `prefix` what stands before
+        every path.
+        """
         self.url = url
         self._headers = headers
         self._prefix = prefix
@@ -73,15 +90,24 @@ class HttpClient:
         self._closed = False
 
     async def request(
-        self, method: str, path: str, *, body: bytes | None = None, silence_s: float = 60.0, on_silence: OnSilence | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        silence_s: float = 60.0,
+        on_silence: OnSilence | None = None,
     ) -> HttpReply:
-        """The server's answer, whatever its status; redirects are not followed. A body is sent as application/json.
+        """The server's answer, whatever its status; redirects are not followed. A body is sent as
+        application/json.
 
-        When nothing came for `silence_s`, `on_silence()` is asked whether to wait as long again. Cancelling closes the connection.
-        Sent again once, over a new connection, when a kept one turns out within RESEND_S to be closed before a byte of the answer.
+        When nothing came for `silence_s`, `on_silence()` is asked whether to wait as long again. Cancelling
+        closes the connection. Sent again once, over a new connection, when a kept one turns out within
+        RESEND_S to be closed before a byte of the answer.
 
-        Raises: EngineUnreachable (refused, not connected in time, closed unanswered, or broken before the answer was whole), ReplyError
-        (an answer that is cut, is not HTTP, or is larger than max_body_bytes), EngineSilent, EngineClosed.
+        Raises: EngineUnreachable (refused, not connected in time, closed unanswered, or broken before the
+        answer was whole), ReplyError (an answer that is cut, is not HTTP, or is larger than max_body_bytes),
+        EngineSilent, EngineClosed.
         """
         assert path.startswith("/"), path
         where = f"{method} {self.url}{path}"
@@ -108,7 +134,9 @@ class HttpClient:
         except BaseException as error:
             await self._drop(connection)
             if isinstance(error, trio.ClosedResourceError):
-                raise EngineClosed(f"{exchange.where}: the client was closed before the answer was whole") from error
+                raise EngineClosed(
+                    f"{exchange.where}: the client was closed before the answer was whole"
+                ) from error
             raise
         if self._closed or exchange.sent_in_part or not _begin_next_cycle(connection.http):
             await self._drop(connection)
@@ -116,7 +144,7 @@ class HttpClient:
             await self._put_back(connection)
         return reply
 
-    # --- connections ---------------------------------------------------------------------------------------------------------
+    # --- connections ----------------------------------------------------------------------------------------
 
     async def _take(self, where: str) -> _Connection:
         """The connection that was used last, if it still stands, or a new one."""
@@ -151,7 +179,9 @@ class HttpClient:
         connection.idle_since = trio.current_time()
         self._idle.append(connection)
         oldest = self._idle[0]
-        if len(self._idle) > MAX_IDLE or oldest.idle_since < connection.idle_since - IDLE_S:  # one for each put back keeps up
+        if (
+            len(self._idle) > MAX_IDLE or oldest.idle_since < connection.idle_since - IDLE_S
+        ):  # one for each put back keeps up
             self._idle.popleft()
             await self._drop(oldest)
 
@@ -162,7 +192,9 @@ class HttpClient:
             await trio.aclose_forcefully(connection.stream)
 
     async def aclose(self) -> None:
-        """Closes every connection. Who waits for an answer gets EngineClosed, and so does every later request."""
+        """Closes every connection. Who waits for an answer gets EngineClosed, and so does every later
+        request.
+        """
         self._closed = True
         self._idle.clear()
         for connection in tuple(self._connections):
@@ -174,7 +206,11 @@ class HttpClient:
 
     def statistics(self) -> dict[str, float]:
         """connections open now, how many of them idle, and how many were ever opened."""
-        return {"connections": float(len(self._connections)), "idle": float(len(self._idle)), "opened": float(self._opened)}
+        return {
+            "connections": float(len(self._connections)),
+            "idle": float(len(self._idle)),
+            "opened": float(self._opened),
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -196,20 +232,30 @@ class _Exchange:
         try:
             return await self._read(connection)
         except h11.RemoteProtocolError as error:
-            raise ReplyError(f"{self.where}: the answer is cut or not HTTP after {connection.received} bytes: {error}") from error
+            raise ReplyError(
+                f"{self.where}: the answer is cut or not HTTP after {connection.received} bytes: {error}"
+            ) from error
 
     async def _send(self, connection: _Connection) -> None:
         http = connection.http
-        pieces = [http.send(self.head), http.send(h11.Data(data=self.body)) if self.body else b"", http.send(h11.EndOfMessage())]
+        pieces = [
+            http.send(self.head),
+            http.send(h11.Data(data=self.body)) if self.body else b"",
+            http.send(h11.EndOfMessage()),
+        ]
         sent = memoryview(b"".join(piece for piece in pieces if piece))
         try:
             for start in range(0, len(sent), SENT_BYTES):
                 with trio.move_on_after(self.silence_s) as silence:
                     await connection.stream.send_all(sent[start : start + SENT_BYTES])
                 if silence.cancelled_caught:
-                    raise EngineSilent(f"{self.where}: the server did not take the request for {self.silence_s:g} s")
+                    raise EngineSilent(
+                        f"{self.where}: the server did not take the request for {self.silence_s:g} s"
+                    )
         except trio.BrokenResourceError:
-            self.sent_in_part = True  # a server may refuse a request before it has read it; the answer tells, or its absence
+            self.sent_in_part = (
+                True  # a server may refuse a request before it has read it; the answer tells, or its absence
+            )
 
     async def _read(self, connection: _Connection) -> HttpReply:
         head: h11.Response | None = None
@@ -227,10 +273,14 @@ class _Exchange:
                 parts.append(bytes(event.data))
                 size += len(event.data)
                 if size > self.max_body_bytes:
-                    raise ReplyError(f"{self.where}: the answer is larger than max_body_bytes={self.max_body_bytes}")
+                    raise ReplyError(
+                        f"{self.where}: the answer is larger than max_body_bytes={self.max_body_bytes}"
+                    )
             elif isinstance(event, h11.EndOfMessage):
                 assert head is not None
-                return HttpReply(head.status_code, _join_headers(head), parts[0] if len(parts) == 1 else b"".join(parts))
+                return HttpReply(
+                    head.status_code, _join_headers(head), parts[0] if len(parts) == 1 else b"".join(parts)
+                )
             elif isinstance(event, h11.Response):
                 head = event
             elif not isinstance(event, h11.InformationalResponse):
@@ -246,11 +296,15 @@ class _Exchange:
             except trio.BrokenResourceError as error:
                 connection.unanswered = not connection.received
                 raise EngineUnreachable(
-                    f"{self.where}: the connection broke after {connection.received} bytes of the answer: {_describe(error)}"
+                    f"{self.where}: the connection broke after {connection.received} bytes of the answer:"
+                    f" {_describe(error)}"
                 ) from error
             self.was_silent = True
             if self.on_silence is None or not await self.on_silence():
-                raise EngineSilent(f"{self.where}: nothing came for {self.silence_s:g} s, after {connection.received} bytes of the answer")
+                raise EngineSilent(
+                    f"{self.where}: nothing came for {self.silence_s:g} s, after {connection.received} bytes"
+                    " of the answer"
+                )
         if not data and not connection.received:
             connection.unanswered = True
             raise EngineUnreachable(f"{self.where}: the server closed the connection without an answer")
@@ -268,16 +322,20 @@ async def open_http_client(
     ssl_context: ssl.SSLContext | None = None,
     connect: Connect | None = None,
 ) -> AsyncIterator[HttpClient]:
-    """A client for the server at `url`, http or https, with or without a path before all others. Connects when it is first asked to.
+    """A client for the server at `url`, http or https, with or without a path before all others. Connects
+    when it is first asked to.
 
-    `api_key` goes into every request and into no message. `connect_s`: seconds that a connection, TLS included, may take.
-    `connect` replaces the TCP connection, for tests. Raises EngineSetupError for a url or a key that cannot be used.
+    `api_key` goes into every request and into no message. `connect_s`: seconds that a connection, TLS
+    included, may take. `connect` replaces the TCP connection, for tests. Raises EngineSetupError for a url or
+    a key that cannot be used.
     """
     parts = split_url(url)
     check_key(api_key, where=url)
     if connect is None:
         tls = (ssl_context or ssl.create_default_context()) if parts.scheme == "https" else None
-        connect = make_connect(parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), tls)
+        connect = make_connect(
+            parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80), tls
+        )
     headers = [("host", parts.netloc), ("accept-encoding", "identity")]
     if api_key is not None:
         headers.append(("authorization", f"Bearer {api_key}"))
@@ -291,8 +349,8 @@ async def open_http_client(
 
 
 def split_url(url: str) -> SplitResult:
-    """The parts of the url of a server, its host and port good for connecting. Raises EngineSetupError, which shows no query and no password:
-    either may be a key.
+    """The parts of the url of a server, its host and port good for connecting. Raises EngineSetupError, which
+    shows no query and no password: either may be a key.
     """
     shown = url.split("?")[0].split("#")[0]
     try:
@@ -302,17 +360,31 @@ def split_url(url: str) -> SplitResult:
     except ValueError:  # UnicodeError is one
         parts, host, port = None, "", 0
     if "@" in url:
-        raise EngineSetupError(f"the url of {host or 'a server'} carries a user name or password; give the key as api_key")
-    wrong = parts is None or parts.scheme not in ("http", "https") or not host or port == 0 or "?" in url or "#" in url
+        raise EngineSetupError(
+            f"the url of {host or 'a server'} carries a user name or password; give the key as api_key"
+        )
+    wrong = (
+        parts is None
+        or parts.scheme not in ("http", "https")
+        or not host
+        or port == 0
+        or "?" in url
+        or "#" in url
+    )
     if parts is None or wrong or not url.isascii() or not url.isprintable() or " " in url:
-        raise EngineSetupError(f"url={shown!r} is not http(s)://host[:port][/prefix]; it may have no query, and the key goes into api_key")
+        raise EngineSetupError(
+            f"url={shown!r} is not http(s)://host[:port][/prefix]; it may have no query, and the key goes"
+            " into api_key"
+        )
     return parts
 
 
 def check_key(key: str | None, *, where: str, name: str = "api_key") -> None:
     """Raises EngineSetupError, without showing it, for a key that no header can carry."""
     if key is not None and not (key.isascii() and key.isprintable() and key == key.strip() != ""):
-        raise EngineSetupError(f"the {name} for {where} is empty or holds a character that no header may carry (a line break?)")
+        raise EngineSetupError(
+            f"the {name} for {where} is empty or holds a character that no header may carry (a line break?)"
+        )
 
 
 def make_connect(host: str, port: int, tls: ssl.SSLContext | None) -> Connect:
@@ -335,8 +407,14 @@ def make_connect(host: str, port: int, tls: ssl.SSLContext | None) -> Connect:
 
 
 def _begin_next_cycle(http: h11.Connection) -> bool:
-    """Whether the connection may carry another request: both sides are done and nothing came that nobody asked for."""
-    if http.our_state is not h11.DONE or http.their_state is not h11.DONE or http.trailing_data != (b"", False):
+    """Whether the connection may carry another request: both sides are done and nothing came that nobody
+    asked for.
+    """
+    if (
+        http.our_state is not h11.DONE
+        or http.their_state is not h11.DONE
+        or http.trailing_data != (b"", False)
+    ):
         return False
     http.start_next_cycle()
     return True

@@ -21,7 +21,9 @@ PACKAGES = {"vllm": "vllm", "sglang": "sglang"}
 
 
 def check_engine_config(config: EngineConfig) -> None:
-    """Raises ConfigError for servers that cannot be started or asked from here: no Python that has them, no key."""
+    """Raises ConfigError for servers that cannot be started or asked from here: no Python that has them, no
+    key.
+    """
     if config.kind == "local":
         return
     if not config.urls:
@@ -36,7 +38,10 @@ def find_server_python(config: EngineConfig) -> Path:
     if config.python:
         path = Path(config.python).expanduser()
         if not os.access(path, os.X_OK) or path.is_dir():
-            raise ConfigError(f"engine.python={config.python!r} is no program; give the Python of an environment that has {config.kind}")
+            raise ConfigError(
+                f"engine.python={config.python!r} is no program; give the Python of an environment that has"
+                f" {config.kind}"
+            )
         return path.absolute()  # not resolved: a virtual environment is known by the name of its link
     beside = Path(f".venv-{config.kind}") / "bin" / "python"
     if beside.exists():
@@ -44,18 +49,22 @@ def find_server_python(config: EngineConfig) -> Path:
     if importlib.util.find_spec(PACKAGES[config.kind]) is not None:
         return Path(sys.executable)
     raise ConfigError(
-        f"engine.kind={config.kind!r} but {beside} does not exist and this Python has no {config.kind}; set engine.python to one that has, "
-        f"or make one: python -m rollouts engines install-{config.kind}-cpu"
+        f"engine.kind={config.kind!r} but {beside} does not exist and this Python has no {config.kind}; set"
+        f" engine.python to one that has, or make one: python -m rollouts engines install-{config.kind}-cpu"
     )
 
 
 def read_api_key(config: EngineConfig) -> str | None:
-    """The key of servers that run already, out of the environment. Raises ConfigError if it is named but not there."""
+    """The key of servers that run already, out of the environment. Raises ConfigError if it is named but not
+    there.
+    """
     return _read_key(config.api_key_env, "api_key_env")
 
 
 def read_admin_key(config: EngineConfig) -> str | None:
-    """The key for control calls of SGLang servers that run already; None: the same as for all others. Raises ConfigError as read_api_key."""
+    """The key for control calls of SGLang servers that run already; None: the same as for all others. Raises
+    ConfigError as read_api_key.
+    """
     return _read_key(config.admin_key_env, "admin_key_env")
 
 
@@ -64,25 +73,41 @@ def _read_key(variable: str, setting: str) -> str | None:
         return None
     key = os.environ.get(variable, "")
     if not key:
-        raise ConfigError(f"engine.{setting}={variable!r}: there is no such environment variable, or it is empty; export it")
+        raise ConfigError(
+            f"engine.{setting}={variable!r}: there is no such environment variable, or it is empty; export it"
+        )
     return key
 
 
 @asynccontextmanager
 async def open_server_fleet(
-    config: EngineConfig, model_path: Path, *, vocab_size: int, log_dir: Path, seed: int, warn: Callable[[str], None]
+    config: EngineConfig,
+    model_path: Path,
+    *,
+    vocab_size: int,
+    log_dir: Path,
+    seed: int,
+    warn: Callable[[str], None],
 ) -> AsyncIterator[Fleet]:
     """The fleet, every engine of it stale: only a verified weight update puts one into service.
 
-    `model_path`: what started servers load first, also when they are started again. Their logs go to `log_dir`.
-    Raises ConfigError and EngineSetupError; everything that was started has ended when this leaves.
+    `model_path`: what started servers load first, also when they are started again. Their logs go to
+    `log_dir`. Raises ConfigError and EngineSetupError; everything that was started has ended when this
+    leaves.
     """
     assert config.kind != "local", "an embedded engine is opened by rollouts.engines.local"
     async with AsyncExitStack() as stack:
         members: list[Member] = []
         if config.urls:
-            options = {"api_key": read_api_key(config), "admin_key": read_admin_key(config), "vocab_size": vocab_size}
-            members += [Member(await stack.enter_async_context(_open_engine(config, url, **options))) for url in config.urls]
+            options = {
+                "api_key": read_api_key(config),
+                "admin_key": read_admin_key(config),
+                "vocab_size": vocab_size,
+            }
+            members += [
+                Member(await stack.enter_async_context(_open_engine(config, url, **options)))
+                for url in config.urls
+            ]
         else:
             command = EngineCommand(
                 kind=config.kind,
@@ -92,8 +117,12 @@ async def open_server_fleet(
                 context_length=config.context_length or None,
                 dtype=None if config.dtype == "auto" else config.dtype,
             )
-            for process in await stack.enter_async_context(open_engine_processes(command, count=config.count, log_dir=log_dir)):
-                opened = _open_engine(config, process.url, api_key=process.api_key, vocab_size=vocab_size, name=process.name)
+            for process in await stack.enter_async_context(
+                open_engine_processes(command, count=config.count, log_dir=log_dir)
+            ):
+                opened = _open_engine(
+                    config, process.url, api_key=process.api_key, vocab_size=vocab_size, name=process.name
+                )
                 engine = await stack.enter_async_context(opened)
                 members.append(Member(engine, restart=process.restart, wait_exited=process.wait_exited))
         settings = FleetSettings(max_concurrency=config.max_concurrency, down_limit_s=config.down_limit_s)
@@ -102,7 +131,13 @@ async def open_server_fleet(
 
 @asynccontextmanager
 async def _open_engine(
-    config: EngineConfig, url: str, *, api_key: str | None, admin_key: str | None = None, vocab_size: int, name: str = ""
+    config: EngineConfig,
+    url: str,
+    *,
+    api_key: str | None,
+    admin_key: str | None = None,
+    vocab_size: int,
+    name: str = "",
 ) -> AsyncIterator[InferenceEngine]:
     options = {"name": name, "api_key": api_key, "silence_s": config.silence_s, "vocab_size": vocab_size}
     options["context_length"] = config.context_length or None

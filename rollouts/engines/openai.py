@@ -1,4 +1,5 @@
-"""OpenAIEngine: any endpoint with POST /v1/completions as an InferenceEngine for evaluation. Nothing it answers can train.
+"""OpenAIEngine: any endpoint with POST /v1/completions as an InferenceEngine for evaluation. Nothing it
+answers can train.
 
     with a tokenizer     text goes out and comes back: what a hosted endpoint takes. The ids of an answer are its text tokenized again,
                          so they need not be the ids that were sampled, and a token that ended it is not among them.
@@ -22,7 +23,15 @@ import numpy as np
 from rollouts.engines.http import MAX_BODY_BYTES, HttpReply, check_key, split_url
 from rollouts.engines.server import EngineServer
 from rollouts.engines.wire import UNKNOWN_VERSION, decode_reply
-from rollouts.errors import EngineError, EngineSetupError, EngineSilent, EngineUnreachable, InfrastructureError, ReplyError, RequestRefused
+from rollouts.errors import (
+    EngineError,
+    EngineSetupError,
+    EngineSilent,
+    EngineUnreachable,
+    InfrastructureError,
+    ReplyError,
+    RequestRefused,
+)
 from rollouts.protocols import PauseMode
 from rollouts.types import Completion, EngineFeatures, EngineLoad, FinishReason, GenerateRequest
 
@@ -39,7 +48,10 @@ GAPS = (
     "an abort closes the connection, and what was generated is lost",
 )
 TEXT_GAPS = (
-    "answers are tokenized again from text: their ids need not be those that were sampled, and the stop token is not among them",
+    (
+        "answers are tokenized again from text: their ids need not be those that were sampled, and the stop"
+        " token is not among them"
+    ),
     "top_k is refused: the API has none",
 )
 
@@ -64,7 +76,9 @@ class _Completions(msgspec.Struct, frozen=True):
 class OpenAIEngine:
     """One endpoint. Made by open_openai_engine."""
 
-    def __init__(self, server: EngineServer, features: EngineFeatures, *, model: str, tokenizer: TextTokenizer | None) -> None:
+    def __init__(
+        self, server: EngineServer, features: EngineFeatures, *, model: str, tokenizer: TextTokenizer | None
+    ) -> None:
         self.features = features
         self._server = server
         self._model = model
@@ -77,7 +91,9 @@ class OpenAIEngine:
     async def _ask(self, request: GenerateRequest, server_id: str) -> Completion:
         body = make_completions_body(request, model=self._model, tokenizer=self._tokenizer)
         reply = await self._server.call("POST", "/v1/completions", body)
-        return parse_completions(reply, request, self._tokenizer, vocab_size=self.features.vocab_size, where=self.features.name)
+        return parse_completions(
+            reply, request, self._tokenizer, vocab_size=self.features.vocab_size, where=self.features.name
+        )
 
     async def pause(self, mode: PauseMode) -> None:
         """Admits nothing until resume(). Raises EngineError for "keep"."""
@@ -137,7 +153,9 @@ class OpenAIEngine:
         raise self._no_memory()
 
     def _no_updates(self) -> EngineError:
-        return EngineError(f"{self.features.name} takes no weights; train with engine.kind local, vllm or sglang")
+        return EngineError(
+            f"{self.features.name} takes no weights; train with engine.kind local, vllm or sglang"
+        )
 
     def _no_memory(self) -> EngineError:
         return EngineError(f"{self.features.name} gives no memory back; features.frees_memory is False")
@@ -146,26 +164,49 @@ class OpenAIEngine:
         return self._server.statistics()
 
 
-def make_completions_body(request: GenerateRequest, *, model: str, tokenizer: TextTokenizer | None) -> dict[str, Any]:
-    """What /v1/completions is sent. Raises RequestRefused for what the API cannot say in text: a top_k, more than 4 stop tokens."""
+def make_completions_body(
+    request: GenerateRequest, *, model: str, tokenizer: TextTokenizer | None
+) -> dict[str, Any]:
+    """What /v1/completions is sent. Raises RequestRefused for what the API cannot say in text: a top_k, more
+    than 4 stop tokens.
+    """
     sampling = request.sampling
-    body: dict[str, Any] = {"model": model, "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p}
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+    }
     if sampling.seed is not None:
         body["seed"] = sampling.seed & (2**63 - 1)
     if tokenizer is None:
-        body |= {"prompt": request.prompt_ids.tolist(), "return_token_ids": True, "stop_token_ids": list(sampling.stop_token_ids)}
+        body |= {
+            "prompt": request.prompt_ids.tolist(),
+            "return_token_ids": True,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
         return body | ({"top_k": sampling.top_k} if sampling.top_k else {})
     if sampling.top_k:
-        raise RequestRefused(f"request {request.request_id!r}: top_k={sampling.top_k}, and the API has none; set sampling.top_k = 0")
+        raise RequestRefused(
+            f"request {request.request_id!r}: top_k={sampling.top_k}, and the API has none; set"
+            " sampling.top_k = 0"
+        )
     if len(sampling.stop_token_ids) > MAX_STOPS:
-        raise RequestRefused(f"request {request.request_id!r}: {len(sampling.stop_token_ids)} stop tokens; the API takes {MAX_STOPS}")
+        raise RequestRefused(
+            f"request {request.request_id!r}: {len(sampling.stop_token_ids)} stop tokens; the API takes"
+            f" {MAX_STOPS}"
+        )
     body["prompt"] = str(tokenizer.decode(request.prompt_ids.tolist(), skip_special_tokens=False))
     stops = [str(tokenizer.decode([token], skip_special_tokens=False)) for token in sampling.stop_token_ids]
     return body | ({"stop": stops} if stops else {})
 
 
-def parse_completions(body: bytes, request: GenerateRequest, tokenizer: TextTokenizer | None, *, vocab_size: int, where: str) -> Completion:
-    """The completion in an answer of /v1/completions, its log-probs NaN. Raises ReplyError; RequestRefused if a filter withheld the answer."""
+def parse_completions(
+    body: bytes, request: GenerateRequest, tokenizer: TextTokenizer | None, *, vocab_size: int, where: str
+) -> Completion:
+    """The completion in an answer of /v1/completions, its log-probs NaN. Raises ReplyError; RequestRefused if
+    a filter withheld the answer.
+    """
     who = f"{where}, request {request.request_id!r}"
     reply = decode_reply(body, _Completions, where=where)
     if len(reply.choices) != 1:
@@ -173,11 +214,19 @@ def parse_completions(body: bytes, request: GenerateRequest, tokenizer: TextToke
     choice = reply.choices[0]
     if choice.finish_reason == "content_filter":
         raise RequestRefused(f"{who}: the endpoint's content filter withheld the answer")
-    token_ids = choice.token_ids if tokenizer is None else list(tokenizer.encode(choice.text, add_special_tokens=False))
+    token_ids = (
+        choice.token_ids
+        if tokenizer is None
+        else list(tokenizer.encode(choice.text, add_special_tokens=False))
+    )
     if token_ids is None:
-        raise ReplyError(f"{who}: the answer has no token_ids; this endpoint speaks text: open the engine with tokenizer=…")
+        raise ReplyError(
+            f"{who}: the answer has no token_ids; this endpoint speaks text: open the engine with tokenizer=…"
+        )
     limit = request.sampling.max_new_tokens
-    if tokenizer is None and len(token_ids) > limit:  # text, tokenized again, may have more tokens than it was made of
+    if (
+        tokenizer is None and len(token_ids) > limit
+    ):  # text, tokenized again, may have more tokens than it was made of
         raise ReplyError(f"{who}: {len(token_ids)} tokens, more than max_new_tokens={limit}")
     for index, token in enumerate(token_ids):
         if not 0 <= token < vocab_size:
@@ -199,7 +248,7 @@ def _parse_finish_reason(text: str, who: str) -> FinishReason:
     raise ReplyError(f"{who}: finish reason {text!r}; known are stop and length")
 
 
-# --- opening -----------------------------------------------------------------------------------------------------------------
+# --- opening ------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -217,10 +266,10 @@ async def open_openai_engine(
 ) -> AsyncIterator[OpenAIEngine]:
     """The engine behind `url`, without its /v1, until the block ends.
 
-    `silence_s`: an endpoint says nothing while it generates, so this bounds a whole answer. `vocab_size`, `context_length`: of the model,
-    since no endpoint tells them. `tokenizer`: for endpoints that speak text. `transport`: how requests travel; None: HTTP.
-    Raises EngineSetupError for a url or a key that cannot be used and for a key or a model that the endpoint does not know;
-    EngineUnreachable, EngineSilent.
+    `silence_s`: an endpoint says nothing while it generates, so this bounds a whole answer. `vocab_size`,
+    `context_length`: of the model, since no endpoint tells them. `tokenizer`: for endpoints that speak text.
+    `transport`: how requests travel; None: HTTP. Raises EngineSetupError for a url or a key that cannot be
+    used and for a key or a model that the endpoint does not know; EngineUnreachable, EngineSilent.
     """
     name = name or f"openai-{split_url(url).netloc}"
     check_key(api_key, where=name)
@@ -241,7 +290,9 @@ async def open_openai_engine(
     )
     headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-    async with httpx2.AsyncClient(base_url=url.rstrip("/"), headers=headers, limits=limits, transport=transport, trust_env=False) as client:
+    async with httpx2.AsyncClient(
+        base_url=url.rstrip("/"), headers=headers, limits=limits, transport=transport, trust_env=False
+    ) as client:
         server = EngineServer(_Client(client), name=name, silence_s=silence_s)
         try:
             await _check_served(server, model)
@@ -257,20 +308,36 @@ class _Client:
         self._client = client
 
     async def request(
-        self, method: str, path: str, *, body: bytes | None = None, silence_s: float = 60.0, on_silence: Callable[[], Awaitable[bool]] | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        silence_s: float = 60.0,
+        on_silence: Callable[[], Awaitable[bool]] | None = None,
     ) -> HttpReply:
         timeout = httpx2.Timeout(silence_s, connect=CONNECT_S)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
-            async with self._client.stream(method, path, content=body, headers=headers, timeout=timeout) as reply:
+            async with self._client.stream(
+                method, path, content=body, headers=headers, timeout=timeout
+            ) as reply:
                 content = await self._read(reply, f"{method} {path}")
         except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
-            raise EngineSilent(f"{method} {self._client.base_url}{path} gave nothing for {silence_s:g} s") from error
+            raise EngineSilent(
+                f"{method} {self._client.base_url}{path} gave nothing for {silence_s:g} s"
+            ) from error
         except httpx2.RemoteProtocolError as error:
-            raise ReplyError(f"{method} {self._client.base_url}{path} gave no HTTP answer: {error}") from error
+            raise ReplyError(
+                f"{method} {self._client.base_url}{path} gave no HTTP answer: {error}"
+            ) from error
         except (httpx2.TransportError, httpx2.DecodingError) as error:
-            raise EngineUnreachable(f"{method} {self._client.base_url}{path} failed: {type(error).__name__}: {error}") from error
-        return HttpReply(reply.status_code, {key.lower(): value for key, value in reply.headers.items()}, content)
+            raise EngineUnreachable(
+                f"{method} {self._client.base_url}{path} failed: {type(error).__name__}: {error}"
+            ) from error
+        return HttpReply(
+            reply.status_code, {key.lower(): value for key, value in reply.headers.items()}, content
+        )
 
     async def _read(self, reply: httpx2.Response, what: str) -> bytes:
         body = bytearray()
@@ -278,7 +345,9 @@ class _Client:
             async for part in parts:
                 body += part
                 if len(body) > MAX_BODY_BYTES:
-                    raise ReplyError(f"{what} to {self._client.base_url}: the answer is larger than {MAX_BODY_BYTES} bytes")
+                    raise ReplyError(
+                        f"{what} to {self._client.base_url}: the answer is larger than {MAX_BODY_BYTES} bytes"
+                    )
         return bytes(body)
 
     def statistics(self) -> dict[str, float]:
@@ -299,7 +368,11 @@ async def _check_served(server: EngineServer, model: str) -> None:
     except InfrastructureError:
         raise
     except EngineError as error:
-        raise EngineSetupError(f"{server.name} does not tell its models: {error}; check url and api_key") from error
+        raise EngineSetupError(
+            f"{server.name} does not tell its models: {error}; check url and api_key"
+        ) from error
     names = [served.id for served in decode_reply(body, _Models, where=server.name).data]
     if model not in names:
-        raise EngineSetupError(f"{server.name} does not serve {model!r}; it has {', '.join(names[:10]) or 'nothing'}")
+        raise EngineSetupError(
+            f"{server.name} does not serve {model!r}; it has {', '.join(names[:10]) or 'nothing'}"
+        )

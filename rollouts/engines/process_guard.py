@@ -1,4 +1,5 @@
-"""The guard of one inference server: two small processes that start it, say when it ends, and let nothing of it outlive the trainer.
+"""The guard of one inference server: two small processes that start it, say when it ends, and let nothing of
+it outlive the trainer.
 
     trainer ──► outer guard ──► inner guard ──► server ──► its workers, wherever they put themselves
     stdin closes, or the parent ends   ──► everything below is killed and reaped; then the guard ends
@@ -6,9 +7,10 @@
     the server ends by itself          ──► what it left behind is killed
     stdout (one JSON object a line)    ──► {"started": pid}, {"failed": why} or {"ended": exit code or minus the signal}
 
-Both adopt orphans: a process that leaves its group and session is still found below them, because an orphan becomes a child of the nearest
-guard that is alive. There are two so that either may be killed with SIGKILL: the other then does the work. The standard library is enough, so that
-it starts in milliseconds in whatever Python runs the trainer. The key of the server passes through the environment or a file, never through here.
+Both adopt orphans: a process that leaves its group and session is still found below them, because an orphan
+becomes a child of the nearest guard that is alive. There are two so that either may be killed with SIGKILL:
+the other then does the work. The standard library is enough, so that it starts in milliseconds in whatever
+Python runs the trainer. The key of the server passes through the environment or a file, never through here.
 
 On systems other than Linux nobody adopts orphans: there the server's process group is killed.
 """
@@ -36,7 +38,9 @@ _libc = ctypes.CDLL(None, use_errno=True) if LINUX else None
 
 
 def main() -> None:
-    """Runs until the server's whole tree is gone. The one argument is JSON: command, parent_pid, grace_s, inner (this is the inner guard)."""
+    """Runs until the server's whole tree is gone. The one argument is JSON: command, parent_pid, grace_s,
+    inner (this is the inner guard).
+    """
     settings = json.loads(sys.argv[1])
     wake = _open_wake_pipe()
     if _libc is not None:
@@ -71,7 +75,7 @@ def _start(settings: dict) -> subprocess.Popen | None:
             stdin=subprocess.DEVNULL,
             stdout=2,
             start_new_session=True,
-            preexec_fn=before_exec,  # noqa: PLW1509 (this process has one thread)
+            preexec_fn=before_exec,
         )
     except (OSError, subprocess.SubprocessError) as error:
         _say({"failed": f"{settings['command'][0]} does not start: {error}"})
@@ -81,7 +85,9 @@ def _start(settings: dict) -> subprocess.Popen | None:
 
 
 def _watch(child: subprocess.Popen, wake: int, parent: int | None, settings: dict) -> None:
-    """Returns when the child has ended or must be killed: the trainer is gone, or the grace after SIGTERM is over."""
+    """Returns when the child has ended or must be killed: the trainer is gone, or the grace after SIGTERM is
+    over.
+    """
     poll = select.poll()
     for fd in (0, wake, *([] if parent is None else [parent])):
         poll.register(fd, select.POLLIN)
@@ -94,7 +100,8 @@ def _watch(child: subprocess.Popen, wake: int, parent: int | None, settings: dic
         signals = _drain(wake)
         if signal.SIGTERM in signals and deadline is None:
             child.terminate()
-            # The outer guard only waits for the inner one, and a little longer: that one kills the server after the grace.
+            # The outer guard only waits for the inner one, and a little longer: that one kills the server
+            # after the grace.
             deadline = time.monotonic() + settings["grace_s"] + (0.0 if settings["inner"] else KILL_S)
         if child.poll() is not None:
             if settings["inner"]:
@@ -107,8 +114,8 @@ def _watch(child: subprocess.Popen, wake: int, parent: int | None, settings: dic
 def _kill_everything(group: int | None, wake: int) -> None:
     """Kills and reaps until this process has no descendant left.
 
-    Whole groups, because a chain of processes of which each forks the next and ends cannot be killed one by one. A dead process's children
-    become ours, so they turn up at the next look.
+    Whole groups, because a chain of processes of which each forks the next and ends cannot be killed one by
+    one. A dead process's children become ours, so they turn up at the next look.
     """
     deadline = time.monotonic() + KILL_S
     own = os.getpgrp()
@@ -153,7 +160,9 @@ def _find_descendants() -> list[int]:
 
 
 def _open_wake_pipe() -> int:
-    """Readable after a signal; holds its number. SIGINT and SIGHUP are for the trainer: this process ends with it, not before."""
+    """Readable after a signal; holds its number. SIGINT and SIGHUP are for the trainer: this process ends
+    with it, not before.
+    """
     readable, writable = os.pipe()
     os.set_blocking(readable, False)
     os.set_blocking(writable, False)
@@ -176,7 +185,9 @@ def _drain(wake: int) -> bytes:
 
 
 def _open_parent(pid: int) -> int | None:
-    """Readable when the parent has ended, though somebody else may hold a copy of its end of stdin. Ends at once if it has ended already."""
+    """Readable when the parent has ended, though somebody else may hold a copy of its end of stdin. Ends at
+    once if it has ended already.
+    """
     if LINUX and os.getppid() != pid:
         sys.exit(0)
     try:

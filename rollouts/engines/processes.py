@@ -5,9 +5,9 @@
         wait_exited(): why a server ended · restart(): the same port and key again
     leaving the context, or the end of this process by any signal: nothing of a server is left (process_guard.py)
 
-The key never stands in a command line. vLLM reads it from its environment; SGLang only from flags or a YAML file, so it gets a file that
-its owner alone may read and that is gone once the server is up. SGLang also prints it into its log: logs are readable by their owner only,
-and it is blotted out in messages.
+The key never stands in a command line. vLLM reads it from its environment; SGLang only from flags or a YAML
+file, so it gets a file that its owner alone may read and that is gone once the server is up. SGLang also
+prints it into its log: logs are readable by their owner only, and it is blotted out in messages.
 """
 
 from __future__ import annotations
@@ -42,10 +42,16 @@ HOST = "127.0.0.1"
 ASK_S = (0.05, 0.5)  # between two questions whether a server is up: at first, and later
 ANSWER_S = 10.0  # for one such answer
 PORT_TRIES = 5
-PORT_TAKEN = ("address already in use", "port is already in use", "errno 98", "eaddrinuse")  # in a log, lower case
+PORT_TAKEN = (
+    "address already in use",
+    "port is already in use",
+    "errno 98",
+    "eaddrinuse",
+)  # in a log, lower case
 TAIL_LINES, TAIL_BYTES = 20, 64 * 1024
 KILL_S = 30.0  # for SIGKILL to take effect on a whole tree; a GPU driver may hold a process for seconds
-# The trainer's own: a server that finds torchrun's variables believes to be one of its ranks, and another environment's modules break it.
+# The trainer's own: a server that finds torchrun's variables believes to be one of its ranks, and another
+# environment's modules break it.
 NOT_INHERITED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
     "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_API_KEY",
@@ -62,13 +68,25 @@ class EngineCommand:
     args: tuple[str, ...] = ()  # the user's own flags, appended last
     context_length: int | None = None  # tokens of prompt and response; None: as long as the model allows
     dtype: str | None = None  # None: as in the model's config.json
-    env: Mapping[str, str] = field(default_factory=dict)  # wins over what is inherited and over what is set here
+    env: Mapping[str, str] = field(
+        default_factory=dict
+    )  # wins over what is inherited and over what is set here
 
 
 class EngineProcess:
     """One server: its address, and what happens to its process. Made by open_engine_processes."""
 
-    def __init__(self, command: EngineCommand, *, name: str, log_path: Path, secret_dir: Path, env: Mapping[str, str], start_s: float, stop_s: float):
+    def __init__(
+        self,
+        command: EngineCommand,
+        *,
+        name: str,
+        log_path: Path,
+        secret_dir: Path,
+        env: Mapping[str, str],
+        start_s: float,
+        stop_s: float,
+    ):
         self.name = name
         self.api_key = ""  # made anew for each port that is tried
         self.log_path = log_path
@@ -91,14 +109,17 @@ class EngineProcess:
         return 0 if self._life is None else self._life.pid
 
     async def wait_exited(self) -> str:
-        """Why the server ended, with the last lines of its log; waits until it has, and until nothing of it is left."""
+        """Why the server ended, with the last lines of its log; waits until it has, and until nothing of it
+        is left.
+        """
         assert self._life is not None, "not started"
         life = self._life
         await life.wait_ended()
         return f"{self._describe(life)}\n{self._read_tail(life)}"
 
     async def restart(self) -> None:
-        """Stops what is left and starts the server again on the same port with the same key; returns when it is ready.
+        """Stops what is left and starts the server again on the same port with the same key; returns when it
+        is ready.
 
         Raises EngineSetupError if it does not become ready. The one who asks decides how often to ask again.
         """
@@ -110,21 +131,30 @@ class EngineProcess:
                 raise EngineSetupError(f"{self.name} cannot start again at {self.url}: {error}") from error
 
     async def start(self) -> None:
-        """Starts it on a free port and returns when it is ready. A port that somebody took in between is given up for another."""
+        """Starts it on a free port and returns when it is ready. A port that somebody took in between is
+        given up for another.
+        """
         async with self._turn:
             for left in reversed(range(PORT_TRIES)):
                 self.port = find_free_port()
-                self.api_key = secrets.token_hex(32)  # whoever took the port before may have been asked with the last one
+                self.api_key = secrets.token_hex(
+                    32
+                )  # whoever took the port before may have been asked with the last one
                 try:
                     await self._launch()
                     return
                 except _PortTaken as error:
                     await self._stop()
                     if not left:
-                        raise EngineSetupError(f"{PORT_TRIES} ports in a row were taken by others before the server had them: {error}") from error
+                        raise EngineSetupError(
+                            f"{PORT_TRIES} ports in a row were taken by others before the server had them:"
+                            f" {error}"
+                        ) from error
 
     async def stop(self) -> None:
-        """Ends the server: SIGTERM, and after the grace SIGKILL for its whole tree. Not to be interrupted. Raises EngineError if it stays."""
+        """Ends the server: SIGTERM, and after the grace SIGKILL for its whole tree. Not to be interrupted.
+        Raises EngineError if it stays.
+        """
         with trio.CancelScope(shield=True):
             async with self._turn:
                 await self._stop()
@@ -143,7 +173,10 @@ class EngineProcess:
                     await life.wait_ended()
             await life.release()
         if not life.has_ended:
-            raise EngineError(f"{self.name} (pid {life.pid}) did not end {KILL_S:g} s after SIGKILL; it may hold memory until the system lets it go")
+            raise EngineError(
+                f"{self.name} (pid {life.pid}) did not end {KILL_S:g} s after SIGKILL; it may hold memory"
+                " until the system lets it go"
+            )
 
     async def _launch(self) -> None:
         """A new life, ready. Raises EngineSetupError, or _PortTaken."""
@@ -154,7 +187,9 @@ class EngineProcess:
             write_private(self._key_file, f'api-key: "{self.api_key}"\n')
         headline = f"start {self.starts} of {self.name}"
         try:
-            life = self._life = await start_guarded(arguments, env, self.log_path, headline=headline, grace_s=self._stop_s)
+            life = self._life = await start_guarded(
+                arguments, env, self.log_path, headline=headline, grace_s=self._stop_s
+            )
             await self._wait_ready(life)
         finally:
             self._key_file.unlink(missing_ok=True)
@@ -173,7 +208,9 @@ class EngineProcess:
                 # Nothing tells when a server is up, so it is asked again and again.
                 pause_s, longest_s = ASK_S
                 while not (ready or foreign):
-                    state = await ask_ready(self.url, self.api_key, health_path=HEALTH_PATHS[self._command.kind])
+                    state = await ask_ready(
+                        self.url, self.api_key, health_path=HEALTH_PATHS[self._command.kind]
+                    )
                     ready, foreign = state == "ready", state == "foreign"
                     if state == "starting":
                         await trio.sleep(pause_s)
@@ -186,8 +223,14 @@ class EngineProcess:
         tail = self._read_tail(life)
         if life.has_ended and any(words in tail.lower() for words in PORT_TAKEN):
             raise _PortTaken(f"{self.name} found port {self.port} taken\n{tail}")
-        what = f"{self._describe(life)} before it was ready" if life.has_ended else f"{self.name} was not ready after start_s={self._start_s:g}"
-        raise EngineSetupError(f"{what}; what it said last is the reason, or set engine.python and engine.args otherwise\n{tail}")
+        what = (
+            f"{self._describe(life)} before it was ready"
+            if life.has_ended
+            else f"{self.name} was not ready after start_s={self._start_s:g}"
+        )
+        raise EngineSetupError(
+            f"{what}; what it said last is the reason, or set engine.python and engine.args otherwise\n{tail}"
+        )
 
     def _describe(self, life: GuardedProcess) -> str:
         if "failed" in life.said:
@@ -258,14 +301,21 @@ class GuardedProcess:
             await trio.aclose_forcefully(self.guard.stdout)
 
 
-async def start_guarded(arguments: Sequence[str], env: Mapping[str, str], log_path: Path, *, headline: str, grace_s: float) -> GuardedProcess:
-    """The guard started and the server on its way, writing to the log after a dated line. Any program may be guarded so; its stdin is empty."""
+async def start_guarded(
+    arguments: Sequence[str], env: Mapping[str, str], log_path: Path, *, headline: str, grace_s: float
+) -> GuardedProcess:
+    """The guard started and the server on its way, writing to the log after a dated line. Any program may be
+    guarded so; its stdin is empty.
+    """
     settings = {"command": list(arguments), "parent_pid": os.getpid(), "grace_s": grace_s, "inner": False}
     log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         os.fchmod(log, 0o600)  # one that was there already may be open to others, and SGLang prints its key
         start = os.fstat(log).st_size
-        os.write(log, f"=== {datetime.now(UTC).isoformat(timespec='seconds')} {headline}: {shlex.join(arguments)}\n".encode())
+        os.write(
+            log,
+            f"=== {datetime.now(UTC).isoformat(timespec='seconds')} {headline}: {shlex.join(arguments)}\n".encode(),
+        )
         guard = await trio.lowlevel.open_process(
             [sys.executable, "-I", "-S", str(GUARD), json.dumps(settings)],
             stdin=-1,
@@ -289,18 +339,26 @@ async def open_engine_processes(
     stop_s: float = 10.0,
     gpus: Sequence[int] = (),
 ) -> AsyncIterator[tuple[EngineProcess, ...]]:
-    """`count` servers that answer, each with a port, a key and a log (`log_dir/vllm-0.log`, appended to) of its own.
+    """`count` servers that answer, each with a port, a key and a log (`log_dir/vllm-0.log`, appended to) of
+    its own.
 
-    All start at once and share the processor's cores, or `gpus` (their numbers; empty: every server sees all). On leaving each has
-    `stop_s` to end by itself. Raises ConfigError for arguments that contradict what training needs, EngineSetupError with the end of the log
-    when one does not get ready: the others are stopped then.
+    All start at once and share the processor's cores, or `gpus` (their numbers; empty: every server sees
+    all). On leaving each has `stop_s` to end by itself. Raises ConfigError for arguments that contradict what
+    training needs, EngineSetupError with the end of the log when one does not get ready: the others are
+    stopped then.
     """
     check_command(command)
     if count < 1 or (gpus and len(gpus) % count):
-        raise ConfigError(f"engine.count={count} must be at least 1 and divide the {len(gpus)} GPUs given to the servers")
+        raise ConfigError(
+            f"engine.count={count} must be at least 1 and divide the {len(gpus)} GPUs given to the servers"
+        )
     log_dir.mkdir(parents=True, exist_ok=True)
     share = len(gpus) // count
-    threads = None if runs_on_gpu(command) else max(1, len(os.sched_getaffinity(0)) // count if hasattr(os, "sched_getaffinity") else 1)
+    threads = (
+        None
+        if runs_on_gpu(command)
+        else max(1, len(os.sched_getaffinity(0)) // count if hasattr(os, "sched_getaffinity") else 1)
+    )
     with tempfile.TemporaryDirectory(prefix="rollouts-engines-") as secret_dir:
         processes = []
         for index in range(count):
@@ -361,15 +419,26 @@ async def _stop_all(processes: Sequence[EngineProcess]) -> None:
 
 
 async def ask_ready(url: str, api_key: str, *, health_path: str) -> Literal["ready", "starting", "foreign"]:
-    """Whether the server there is up, takes our key and takes nobody without it ("ready"), or is up and not ours ("foreign")."""
+    """Whether the server there is up, takes our key and takes nobody without it ("ready"), or is up and not
+    ours ("foreign").
+    """
     try:
         with trio.move_on_after(ANSWER_S):
-            async with open_http_client(url, connect_s=ANSWER_S) as anybody, open_http_client(url, api_key=api_key, connect_s=ANSWER_S) as we:
+            async with (
+                open_http_client(url, connect_s=ANSWER_S) as anybody,
+                open_http_client(url, api_key=api_key, connect_s=ANSWER_S) as we,
+            ):
                 if (await we.request("GET", health_path)).status != 200:
                     return "starting"
                 with_key = (await we.request("GET", KEYED_PATH)).status
                 without = (await anybody.request("GET", KEYED_PATH)).status
-                return "ready" if with_key == 200 and without == 401 else "foreign" if with_key in (200, 401, 403) else "starting"
+                return (
+                    "ready"
+                    if with_key == 200 and without == 401
+                    else "foreign"
+                    if with_key in (200, 401, 403)
+                    else "starting"
+                )
     except InfrastructureError:
         pass
     return "starting"
@@ -390,14 +459,22 @@ def make_arguments(command: EngineCommand, *, port: int, key_file: Path) -> tupl
 
 def _fixed_flags(command: EngineCommand) -> dict[str, str | None]:
     """What a user may not change, but for port and key: names and values; None for a switch."""
-    model, length = ("--model", "--max-model-len") if command.kind == "vllm" else ("--model-path", "--context-length")
-    flags: dict[str, str | None] = {model: str(command.model), "--host": HOST, "--served-model-name": SERVED_NAME}
+    model, length = (
+        ("--model", "--max-model-len") if command.kind == "vllm" else ("--model-path", "--context-length")
+    )
+    flags: dict[str, str | None] = {
+        model: str(command.model),
+        "--host": HOST,
+        "--served-model-name": SERVED_NAME,
+    }
     if command.context_length is not None:
         flags[length] = str(command.context_length)
     if command.dtype is not None:
         flags["--dtype"] = command.dtype
     if command.kind == "vllm":
-        flags["--logprobs-mode"] = "processed_logprobs"  # of the distribution sampled from: after temperature and top-p
+        flags["--logprobs-mode"] = (
+            "processed_logprobs"  # of the distribution sampled from: after temperature and top-p
+        )
         flags["--enable-scale-out"] = None  # opens the endpoint for token ids
     elif not runs_on_gpu(command):
         flags["--device"] = "cpu"
@@ -408,38 +485,67 @@ def _fixed_flags(command: EngineCommand) -> dict[str, str | None]:
 def _default_flags(command: EngineCommand) -> dict[str, str | None]:
     """What a user's own flag replaces."""
     if command.kind == "vllm":
-        defaults: dict[str, str | None] = {"--disable-uvicorn-access-log": None}  # a line for every request otherwise
+        defaults: dict[str, str | None] = {
+            "--disable-uvicorn-access-log": None
+        }  # a line for every request otherwise
         if not runs_on_gpu(command):
-            defaults["--no-enable-chunked-prefill"] = None  # with it, a request's seed ends a server on a CPU: see vllm.rewinds_generators
+            defaults["--no-enable-chunked-prefill"] = (
+                None  # with it, a request's seed ends a server on a CPU: see vllm.rewinds_generators
+            )
             defaults["--enforce-eager"] = None  # compiling takes minutes on a few cores
         return defaults
     flags: dict[str, str | None] = {"--log-level-http": "warning"}
     if not runs_on_gpu(command):
         # Without a limit the cache is sized by all of the machine's memory.
-        flags |= {"--attention-backend": "torch_native", "--max-total-tokens": str(max(16384, 8 * (command.context_length or 0)))}
+        flags |= {
+            "--attention-backend": "torch_native",
+            "--max-total-tokens": str(max(16384, 8 * (command.context_length or 0))),
+        }
     return flags
 
 
 def check_command(command: EngineCommand) -> None:
-    """Raises ConfigError for a Python that is not there, and for a flag of the user's that contradicts one that is set here."""
+    """Raises ConfigError for a Python that is not there, and for a flag of the user's that contradicts one
+    that is set here.
+    """
     if not os.access(command.python, os.X_OK):
         install = f"python -m rollouts engines install-{command.kind}-cpu"
-        raise ConfigError(f"engine.python={command.python} is not there or cannot be executed; `{install}` makes one for a CPU, or name another")
-    fixed = {"--port": "", "--api-key": "", **({"--config": "", "--admin-api-key": ""} if command.kind == "sglang" else {}), **_fixed_flags(command)}
+        raise ConfigError(
+            f"engine.python={command.python} is not there or cannot be executed; `{install}` makes one for a"
+            " CPU, or name another"
+        )
+    fixed = {
+        "--port": "",
+        "--api-key": "",
+        **({"--config": "", "--admin-api-key": ""} if command.kind == "sglang" else {}),
+        **_fixed_flags(command),
+    }
     if command.kind == "sglang":
         fixed |= {"--model": str(command.model)}
     for name, value in split_flags(command.args):
         # argparse takes the beginning of a flag for the flag; "--no-x" is the opposite of "--x".
-        meant = [flag for flag in fixed if flag == name or (len(name) > 2 and flag.startswith(name)) or name == f"--no-{flag[2:]}"]
+        meant = [
+            flag
+            for flag in fixed
+            if flag == name or (len(name) > 2 and flag.startswith(name)) or name == f"--no-{flag[2:]}"
+        ]
         if not meant or (name == meant[0] and fixed[meant[0]] == value):
             continue
         set_here = " ".join(word for word in (meant[0], fixed[meant[0]]) if word)
-        why = "the key and the port of a server are chosen for each run" if fixed[meant[0]] == "" else f"training needs `{set_here}`"
-        raise ConfigError(f"engine.args has `{' '.join(word for word in (name, value) if word)}`, but {why}; leave it out")
+        why = (
+            "the key and the port of a server are chosen for each run"
+            if fixed[meant[0]] == ""
+            else f"training needs `{set_here}`"
+        )
+        raise ConfigError(
+            f"engine.args has `{' '.join(word for word in (name, value) if word)}`, but {why}; leave it out"
+        )
 
 
 def split_flags(args: Sequence[str]) -> list[tuple[str, str | None]]:
-    """(flag with dashes for underscores, its value or None) in order; words that follow a flag's value belong to it and are dropped."""
+    """(flag with dashes for underscores, its value or None) in order; words that follow a flag's value belong
+    to it and are dropped.
+    """
     flags: list[tuple[str, str | None]] = []
     for word in args:
         if word.startswith("--"):
@@ -451,25 +557,44 @@ def split_flags(args: Sequence[str]) -> list[tuple[str, str | None]]:
 
 
 def runs_on_gpu(command: EngineCommand) -> bool:
-    """Whether the server will: what the user says with --device, otherwise whether this machine has an NVIDIA driver."""
+    """Whether the server will: what the user says with --device, otherwise whether this machine has an NVIDIA
+    driver.
+    """
     device = dict(split_flags(command.args)).get("--device")
     return Path("/dev/nvidiactl").exists() if device is None else not device.startswith("cpu")
 
 
-def make_environment(command: EngineCommand, inherited: Mapping[str, str], *, threads: int | None, gpus: Sequence[int] = ()) -> dict[str, str]:
-    """The server's environment: what is inherited, without the trainer's own, with what it needs. `threads`: its share of the cores on a CPU."""
-    env = {name: value for name, value in inherited.items() if name not in NOT_INHERITED and not name.startswith("TORCHELASTIC_")}
-    env["PATH"] = f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}"  # compilers and ninja of its own environment
-    env["PYTHONDONTWRITEBYTECODE"] = ""  # thousands of modules: compiled anew at each start, in each of its processes, they take minutes
+def make_environment(
+    command: EngineCommand, inherited: Mapping[str, str], *, threads: int | None, gpus: Sequence[int] = ()
+) -> dict[str, str]:
+    """The server's environment: what is inherited, without the trainer's own, with what it needs. `threads`:
+    its share of the cores on a CPU.
+    """
+    env = {
+        name: value
+        for name, value in inherited.items()
+        if name not in NOT_INHERITED and not name.startswith("TORCHELASTIC_")
+    }
+    env["PATH"] = (
+        # compilers and ninja of its own environment
+        f"{command.python.parent.absolute()}{os.pathsep}{env.get('PATH', os.defpath)}"
+    )
+    env["PYTHONDONTWRITEBYTECODE"] = (
+        ""  # thousands of modules: compiled anew at each start, in each of its processes, they take minutes
+    )
     env["PYTHONUNBUFFERED"] = "1"  # so that the log of a server that is killed is whole
     if command.kind == "vllm":
         env["VLLM_SERVER_DEV_MODE"] = "1"  # opens pausing and weight updates
-        env["VLLM_HOST_IP"] = HOST  # its processes talk to each other through the network address of the machine otherwise
+        env["VLLM_HOST_IP"] = (
+            HOST  # its processes talk to each other through the network address of the machine otherwise
+        )
         env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
         if command.kind == "vllm":
-            env.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # bound, all servers would take the same cores, and the trainer's too
+            env.setdefault(
+                "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+            )  # bound, all servers would take the same cores, and the trainer's too
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
     return {**env, **command.env}

@@ -1,11 +1,13 @@
-"""What every HTTP engine does on this side of the wire: who may be asked, who is in flight, what a status means, when silence is a failure.
+"""What every HTTP engine does on this side of the wire: who may be asked, who is in flight, what a status
+means, when silence is a failure.
 
     generate() ──► check ──► gate ──► ask(request, server_id) ──► Completion
                    refuses    closed between pause() and resume()
                               abort_all(): whoever waits here is answered at once, with nothing
 
-A server is asked under ids of our own making: fixed-width hex, because SGLang aborts every id that begins with the one it is given.
-What would kill a server (an id outside the vocabulary) or be refused by it (a prompt too long) never leaves this process.
+A server is asked under ids of our own making: fixed-width hex, because SGLang aborts every id that begins
+with the one it is given. What would kill a server (an id outside the vocabulary) or be refused by it (a
+prompt too long) never leaves this process.
 """
 
 from __future__ import annotations
@@ -22,11 +24,19 @@ import trio
 
 from rollouts.engines.http import HttpReply
 from rollouts.engines.wire import show
-from rollouts.errors import EngineClosed, EngineError, EngineOverloaded, EngineSilent, InfrastructureError, RequestRefused
+from rollouts.errors import (
+    EngineClosed,
+    EngineError,
+    EngineOverloaded,
+    EngineSilent,
+    InfrastructureError,
+    RequestRefused,
+)
 from rollouts.models.requests import check_request
 from rollouts.types import Completion, EngineFeatures, GenerateRequest
 
-ABORT_GRACE_S = 5.0  # for a server to answer what it was told to abort; after it the connection is closed, which aborts too
+# for a server to answer what it was told to abort; after it the connection is closed, which aborts too
+ABORT_GRACE_S = 5.0
 ABORT_AGAIN_S = 1.0  # an abort that overtook its request on the way names nobody; it is said again
 HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
 ARRIVED_S = 1.0  # after which a request that was sent should be among those that its server counts
@@ -38,7 +48,13 @@ class Client(Protocol):
     """What HttpClient does."""
 
     async def request(
-        self, method: str, path: str, *, body: bytes | None = None, silence_s: float = ..., on_silence: Callable[[], Awaitable[bool]] | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        silence_s: float = ...,
+        on_silence: Callable[[], Awaitable[bool]] | None = None,
     ) -> HttpReply: ...
     def statistics(self) -> Mapping[str, float]: ...
 
@@ -65,7 +81,9 @@ class _InFlight:
 
 
 class EngineServer:
-    """One server as its engine sees it. Used by VLLMEngine and SGLangEngine; lives as long as its HTTP client."""
+    """One server as its engine sees it. Used by VLLMEngine and SGLangEngine; lives as long as its HTTP
+    client.
+    """
 
     def __init__(self, client: Client, *, name: str, silence_s: float) -> None:
         """`silence_s`: seconds without a byte, and without progress, after which an answer is given up."""
@@ -78,22 +96,36 @@ class EngineServer:
         self._closed = False
         self._changed = trio.Event()
         self._progress: tuple[float, Hashable] | None = None
-        self._suspects: frozenset[str] = frozenset()  # server ids of requests that the server did not seem to have when it was last asked
+        self._suspects: frozenset[str] = (
+            frozenset()
+        )  # server ids of requests that the server did not seem to have when it was last asked
         self._finished = 0
 
-    # --- calls ---------------------------------------------------------------------------------------------------------------
+    # --- calls ----------------------------------------------------------------------------------------------
 
     async def call(
-        self, method: str, path: str, body: Any = None, *, silence_s: float | None = None, on_silence: Callable[[], Awaitable[bool]] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        silence_s: float | None = None,
+        on_silence: Callable[[], Awaitable[bool]] | None = None,
     ) -> bytes:
-        """The body of a 2xx answer. `body` is sent as JSON. Raises what `check_status` raises, EngineUnreachable, EngineSilent, ReplyError."""
+        """The body of a 2xx answer. `body` is sent as JSON. Raises what `check_status` raises,
+        EngineUnreachable, EngineSilent, ReplyError.
+        """
         self.check_open()
         sent = None if body is None else msgspec.json.encode(body)
-        reply = await self.client.request(method, path, body=sent, silence_s=silence_s or self.silence_s, on_silence=on_silence)
+        reply = await self.client.request(
+            method, path, body=sent, silence_s=silence_s or self.silence_s, on_silence=on_silence
+        )
         check_status(reply, where=f"{self.name}: {method} {path}")
         return reply.body
 
-    async def call_generate(self, path: str, body: Any, read_progress: Callable[[], Awaitable[Hashable]]) -> bytes:
+    async def call_generate(
+        self, path: str, body: Any, read_progress: Callable[[], Awaitable[Hashable]]
+    ) -> bytes:
         """The answer to a generate call, awaited for as long as the server makes progress or is paused by us."""
         return await self.call("POST", path, body, on_silence=lambda: self._moved(read_progress))
 
@@ -106,9 +138,11 @@ class EngineServer:
         return True
 
     async def _moved(self, read_progress: Callable[[], Awaitable[Hashable]]) -> bool:
-        """Whether the server did any work since it was last asked; asked once for all who wait. A frozen server need not.
+        """Whether the server did any work since it was last asked; asked once for all who wait. A frozen
+        server need not.
 
-        Where it counts its requests (read_progress gives a Progress), those that it has lost are given up on the way.
+        Where it counts its requests (read_progress gives a Progress), those that it has lost are given up on
+        the way.
         """
         if self._frozen:
             return True
@@ -119,7 +153,9 @@ class EngineServer:
         try:
             value = await read_progress()
         except InfrastructureError as error:
-            raise EngineSilent(f"{self.name} sent nothing for {self.silence_s:g} s and does not say how far it is: {error}") from error
+            raise EngineSilent(
+                f"{self.name} sent nothing for {self.silence_s:g} s and does not say how far it is: {error}"
+            ) from error
         if isinstance(value, Progress):
             if value.requests is not None and not self._frozen:
                 self._give_up_lost(value.requests, asked_before_s=now - ARRIVED_S)
@@ -128,12 +164,17 @@ class EngineServer:
         return last is None or last[1] is None or value != last[1]
 
     def _give_up_lost(self, count: int, *, asked_before_s: float) -> None:
-        """Ends what the server, which has `count` requests, did not have at two looks in a row: it works on, but never for these.
+        """Ends what the server, which has `count` requests, did not have at two looks in a row: it works on,
+        but never for these.
 
-        Which ones it lost it does not say. Whatever is lost grows old while others are answered, so it is sought among the oldest, and
-        only among those that were silent for silence_s.
+        Which ones it lost it does not say. Whatever is lost grows old while others are answered, so it is
+        sought among the oldest, and only among those that were silent for silence_s.
         """
-        ours = [entry for entry in self._in_flight.values() if entry.asked_s is not None and entry.asked_s <= asked_before_s]
+        ours = [
+            entry
+            for entry in self._in_flight.values()
+            if entry.asked_s is not None and entry.asked_s <= asked_before_s
+        ]
         ours.sort(key=lambda entry: entry.asked_s or 0.0)
         missing = ours[: max(0, len(ours) - count)]
         suspects, self._suspects = self._suspects, frozenset(entry.server_id for entry in missing)
@@ -143,14 +184,18 @@ class EngineServer:
                 entry.lost = True
                 entry.scope.cancel()
 
-    # --- requests ------------------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------
 
     async def run(self, request: GenerateRequest, features: EngineFeatures, ask: Ask) -> Completion:
-        """`ask`, when the gate is open. Raises RequestRefused before anything is sent, EngineClosed, and what `ask` raises."""
+        """`ask`, when the gate is open. Raises RequestRefused before anything is sent, EngineClosed, and what
+        `ask` raises.
+        """
         self.check_open()
         check_request(request, vocab_size=features.vocab_size, max_context=features.context_length)
         if request.request_id in self._in_flight:
-            raise RequestRefused(f"request {request.request_id!r} is in flight on {features.name} already; ids must be unique")
+            raise RequestRefused(
+                f"request {request.request_id!r} is in flight on {features.name} already; ids must be unique"
+            )
         entry = self._in_flight[request.request_id] = _InFlight(request, uuid.uuid4().hex)
         completion: Completion | None = None
         try:
@@ -166,7 +211,10 @@ class EngineServer:
             return completion
         self.check_open()
         if entry.lost and not entry.aborted:
-            raise EngineSilent(f"{self.name} has lost request {request.request_id!r}: it works, and counts fewer requests than it was sent")
+            raise EngineSilent(
+                f"{self.name} has lost request {request.request_id!r}: it works, and counts fewer requests"
+                " than it was sent"
+            )
         return _nothing(request)
 
     async def _pass_gate(self, entry: _InFlight) -> None:
@@ -176,7 +224,9 @@ class EngineServer:
         entry.asked_s = trio.current_time()
 
     def close_gate(self, *, frozen: bool = True) -> None:
-        """New requests wait from now on. `frozen`: those at the server stand still too, so that its silence says nothing."""
+        """New requests wait from now on. `frozen`: those at the server stand still too, so that its silence
+        says nothing.
+        """
         self._paused = True
         self._frozen = frozen
         self._progress = None
@@ -191,7 +241,9 @@ class EngineServer:
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Around what pauses the server: if that fails or is cancelled, the gate is as open, and the server taken to be as frozen, as before."""
+        """Around what pauses the server: if that fails or is cancelled, the gate is as open, and the server
+        taken to be as frozen, as before.
+        """
         paused, frozen = self._paused, self._frozen
         try:
             yield
@@ -204,8 +256,9 @@ class EngineServer:
 
     @contextmanager
     def resuming(self) -> Iterator[None]:
-        """Around what lets the server go on. The gate opens even if that fails: behind a gate that nobody opens again, requests would wait
-        for ever, while the server answers them, or fails to, within silence_s.
+        """Around what lets the server go on. The gate opens even if that fails: behind a gate that nobody
+        opens again, requests would wait for ever, while the server answers them, or fails to, within
+        silence_s.
         """
         try:
             yield
@@ -222,14 +275,19 @@ class EngineServer:
 
     async def wait_answered(self, names: Mapping[str, str]) -> None:
         """Returns when none of `names`, from sent(), is in flight any more."""
-        while any(name in self._in_flight and self._in_flight[name].server_id == server_id for name, server_id in names.items()):
+        while any(
+            name in self._in_flight and self._in_flight[name].server_id == server_id
+            for name, server_id in names.items()
+        ):
             await self._changed.wait()
 
     async def abort(self, send_abort: Callable[[list[str]], Awaitable[None]]) -> None:
-        """Answers everyone: who waits at the gate with nothing, who is at the server with what it has, told by `send_abort(server ids)`.
+        """Answers everyone: who waits at the gate with nothing, who is at the server with what it has, told
+        by `send_abort(server ids)`.
 
-        Ends within ABORT_GRACE_S after the first `send_abort`: a server that does not answer by then loses the connection, and the tokens.
-        Nobody is in flight any more even if it raises, which it does with the last EngineError of `send_abort`, if none after it went well.
+        Ends within ABORT_GRACE_S after the first `send_abort`: a server that does not answer by then loses
+        the connection, and the tokens. Nobody is in flight any more even if it raises, which it does with the
+        last EngineError of `send_abort`, if none after it went well.
         """
         for entry in self._in_flight.values():
             entry.aborted = True
@@ -245,7 +303,9 @@ class EngineServer:
                     failure = error
                 with trio.move_on_after(ABORT_AGAIN_S):
                     await self.wait_answered(names)
-                names = {name: server_id for name, server_id in names.items() if self.sent().get(name) == server_id}
+                names = {
+                    name: server_id for name, server_id in names.items() if self.sent().get(name) == server_id
+                }
         if grace.cancelled_caught:
             for name, server_id in names.items():
                 if self.sent().get(name) == server_id:
@@ -255,7 +315,9 @@ class EngineServer:
             raise failure
 
     async def cancel_all(self) -> None:
-        """Answers everyone with nothing: for servers that cannot be told to abort. Their connections are closed."""
+        """Answers everyone with nothing: for servers that cannot be told to abort. Their connections are
+        closed.
+        """
         names = self.sent()
         for entry in self._in_flight.values():
             entry.aborted = True
@@ -264,7 +326,7 @@ class EngineServer:
         self.notify()
         await self.wait_answered(names)
 
-    # --- life ----------------------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     def notify(self) -> None:
         changed, self._changed = self._changed, trio.Event()
@@ -283,21 +345,31 @@ class EngineServer:
 
     def statistics(self) -> dict[str, float]:
         asked = sum(entry.asked for entry in self._in_flight.values())
-        counts = {"running": asked, "waiting": len(self._in_flight) - asked, "requests_finished": self._finished}
-        return {name: float(value) for name, value in counts.items()} | {f"http/{name}": value for name, value in self.client.statistics().items()}
+        counts = {
+            "running": asked,
+            "waiting": len(self._in_flight) - asked,
+            "requests_finished": self._finished,
+        }
+        return {name: float(value) for name, value in counts.items()} | {
+            f"http/{name}": value for name, value in self.client.statistics().items()
+        }
 
 
 def check_status(reply: HttpReply, *, where: str) -> None:
-    """Raises unless the status is 2xx: EngineOverloaded for 429 and 503, InfrastructureError for 5xx and 408, RequestRefused for other 4xx.
+    """Raises unless the status is 2xx: EngineOverloaded for 429 and 503, InfrastructureError for 5xx and 408,
+    RequestRefused for other 4xx.
 
-    401, 403, 404 and redirects are EngineError: they are about the server's address, key and version, and no other request will fare better.
+    401, 403, 404 and redirects are EngineError: they are about the server's address, key and version, and no
+    other request will fare better.
     """
     if 200 <= reply.status < 300:
         return
     text = f"{where} gave {reply.status}: {show(reply.body)}"
     if reply.status in (429, 503):
         raise EngineOverloaded(text, retry_after_s=read_retry_after(reply.headers))
-    if reply.status >= 500 or reply.status == 408:  # 408: it waited for the request in vain, and a proxy says so for its server
+    if (
+        reply.status >= 500 or reply.status == 408
+    ):  # 408: it waited for the request in vain, and a proxy says so for its server
         raise InfrastructureError(text)
     if reply.status in (401, 403, 404) or reply.status < 400:
         raise EngineError(text)
@@ -313,5 +385,9 @@ def read_retry_after(headers: Mapping[str, str]) -> float | None:
 def _nothing(request: GenerateRequest) -> Completion:
     none = np.zeros(0, np.int64)
     return Completion(
-        request_id=request.request_id, token_ids=none, log_probs=np.zeros(0, np.float32), weight_versions=none, finish_reason="abort"
+        request_id=request.request_id,
+        token_ids=none,
+        log_probs=np.zeros(0, np.float32),
+        weight_versions=none,
+        finish_reason="abort",
     )

@@ -1,4 +1,5 @@
-"""What lies in a directory of safetensors, read without torch: enough to refuse it before a server is told to load it.
+"""What lies in a directory of safetensors, read without torch: enough to refuse it before a server is told to
+load it.
 
 A server that fails in the middle of a load has its weights in pieces, and dies at the next request.
 """
@@ -28,7 +29,9 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor in a model directory. Raises SnapshotError naming the file that is missing, cut or no safetensors."""
+    """Name → shape of every tensor in a model directory. Raises SnapshotError naming the file that is
+    missing, cut or no safetensors.
+    """
     if not path.is_dir():
         raise SnapshotError(f"{path} is no directory; weights are loaded from a directory of safetensors")
     names = _list_shards(path)
@@ -38,18 +41,32 @@ def read_tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_same_model(shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, path: Path) -> None:
-    """Raises SnapshotError unless `shapes` are those of the model `expected`. A tied output layer may be missing, and
-    so may rotary frequencies, which old checkpoints carry and nobody loads.
+def check_same_model(
+    shapes: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], *, path: Path
+) -> None:
+    """Raises SnapshotError unless `shapes` are those of the model `expected`. A tied output layer may be
+    missing, and so may rotary frequencies, which old checkpoints carry and nobody loads.
     """
     for name, shape in shapes.items():
         if name not in expected and name != "lm_head.weight":
-            raise SnapshotError(f"{path} has a tensor {name}, which the model that the server was started with has not")
+            raise SnapshotError(
+                f"{path} has a tensor {name}, which the model that the server was started with has not"
+            )
         if name in expected and expected[name] != shape:
-            raise SnapshotError(f"{path}: {name} is {list(shape)}; the model that the server was started with has {list(expected[name])}")
-    missing = sorted(name for name in expected.keys() - shapes.keys() if name != "lm_head.weight" and not name.endswith(".inv_freq"))
+            raise SnapshotError(
+                f"{path}: {name} is {list(shape)}; the model that the server was started with has"
+                f" {list(expected[name])}"
+            )
+    missing = sorted(
+        name
+        for name in expected.keys() - shapes.keys()
+        if name != "lm_head.weight" and not name.endswith(".inv_freq")
+    )
     if missing:
-        raise SnapshotError(f"{path} lacks {len(missing)} of {len(expected)} tensors, {missing[0]} for one; a server would keep its old ones")
+        raise SnapshotError(
+            f"{path} lacks {len(missing)} of {len(expected)} tensors, {missing[0]} for one; a server would"
+            " keep its old ones"
+        )
 
 
 def _list_shards(path: Path) -> list[str]:
@@ -75,7 +92,9 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
             length = int.from_bytes(source.read(LENGTH_BYTES), "little")
             raw = source.read(length) if length <= MAX_HEADER_BYTES else b""
         if len(raw) != length:
-            raise SnapshotError(f"{file} is cut, or no safetensors file: its header should have {length} bytes")
+            raise SnapshotError(
+                f"{file} is cut, or no safetensors file: its header should have {length} bytes"
+            )
         header = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         header.pop("__metadata__", None)
         tensors = {name: msgspec.json.decode(text, type=_Tensor) for name, text in header.items()}

@@ -4,8 +4,9 @@
     control    /pause /resume /abort_requests  need VLLM_SERVER_DEV_MODE=1
     weights    reload_weights in place from a directory; the version's name and the caches follow before anything is generated
 
-Written against vLLM 0.32. There is no way around these settings: /v1/completions says no versions, so a server without them is refused.
-The API key guards /v1 and /inference only, not the control calls: servers belong on loopback or behind a wall.
+Written against vLLM 0.32. There is no way around these settings: /v1/completions says no versions, so a
+server without them is refused. The API key guards /v1 and /inference only, not the control calls: servers
+belong on loopback or behind a wall.
 """
 
 from __future__ import annotations
@@ -44,16 +45,27 @@ GENERATE = "/inference/v1/generate"
 SERVER_PREFIX = "generate-tokens-"  # the server puts it before the ids that we give
 NO_LOG_PROB = -9999.0  # what the server writes for NaN, −infinity and a token that it has no log-prob of
 LOAD_S = 900.0  # the server says nothing while it loads weights
-INFO_S = 180.0  # the first time it is asked for its settings it looks over its whole machine: 20 s on two busy cores
-IN_PIECES = "loading"  # the version's name while weights are exchanged: no number, so whoever asks then is told −1
+# the first time it is asked for its settings it looks over its whole machine: 20 s on two busy cores
+INFO_S = 180.0
+IN_PIECES = (  # the version's name while weights are exchanged: no number, so whoever asks then is told −1
+    "loading"
+)
 NEVER_NAMED = "default"  # the version's name in a server that was started and not updated since
 HASH_OF_NOTHING = hashlib.sha256(b"").hexdigest()
-ITERATIONS, GENERATED, PREFILLED = "vllm:iteration_tokens_total_count", "vllm:generation_tokens_total", "vllm:prompt_tokens_total"
-RUNNING, WAITING, CACHE_USAGE = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+ITERATIONS, GENERATED, PREFILLED = (
+    "vllm:iteration_tokens_total_count",
+    "vllm:generation_tokens_total",
+    "vllm:prompt_tokens_total",
+)
+RUNNING, WAITING, CACHE_USAGE = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
 NEEDED_METRICS = (GENERATED, PREFILLED, RUNNING, WAITING)
 
 
-# --- the server's dialect ----------------------------------------------------------------------------------------------------
+# --- the server's dialect -----------------------------------------------------------------------------------
 
 
 class _LogProb(msgspec.Struct, frozen=True):
@@ -138,8 +150,11 @@ class _Checksums(msgspec.Struct, frozen=True):
     checksums: dict[str, str]
 
 
-def make_generate_body(request: GenerateRequest, server_id: str, *, model: str, seeds: bool = True) -> dict[str, Any]:
-    """What /inference/v1/generate is sent. Nothing but the request's own stop tokens ends it: the model's own are left to the caller.
+def make_generate_body(
+    request: GenerateRequest, server_id: str, *, model: str, seeds: bool = True
+) -> dict[str, Any]:
+    """What /inference/v1/generate is sent. Nothing but the request's own stop tokens ends it: the model's own
+    are left to the caller.
 
     `seeds`: whether the server may be sent one; see rewinds_generators.
     """
@@ -156,27 +171,48 @@ def make_generate_body(request: GenerateRequest, server_id: str, *, model: str, 
     }
     if sampling.seed is not None and seeds:
         params["seed"] = sampling.seed & (2**63 - 1)  # the server takes 64 bits, and −1 for none
-    return {"model": model, "request_id": server_id, "token_ids": request.prompt_ids.tolist(), "sampling_params": params}
+    return {
+        "model": model,
+        "request_id": server_id,
+        "token_ids": request.prompt_ids.tolist(),
+        "sampling_params": params,
+    }
 
 
-def parse_generated(body: bytes, request: GenerateRequest, server_id: str, *, vocab_size: int, where: str) -> Completion:
-    """The completion in an answer of /inference/v1/generate. Raises ReplyError, naming what is wrong: nothing is repaired."""
+def parse_generated(
+    body: bytes, request: GenerateRequest, server_id: str, *, vocab_size: int, where: str
+) -> Completion:
+    """The completion in an answer of /inference/v1/generate. Raises ReplyError, naming what is wrong: nothing
+    is repaired.
+    """
     reply = decode_reply(body, _Generated, where=where)
     who = f"{where}, request {request.request_id!r}"
     if reply.request_id != SERVER_PREFIX + server_id:
-        raise ReplyError(f"{who}: the answer is to {reply.request_id!r}, asked was {SERVER_PREFIX + server_id!r}")
+        raise ReplyError(
+            f"{who}: the answer is to {reply.request_id!r}, asked was {SERVER_PREFIX + server_id!r}"
+        )
     if len(reply.choices) != 1:
         raise ReplyError(f"{who}: {len(reply.choices)} choices instead of one")
     choice = reply.choices[0]
     entries = choice.logprobs.content
-    for index, (token, entry) in enumerate(zip(choice.token_ids, entries, strict=False)):  # lengths are checked below
+    for index, (token, entry) in enumerate(
+        zip(choice.token_ids, entries, strict=False)
+    ):  # lengths are checked below
         if entry.token_id != token:
             raise ReplyError(f"{who}: token {index} is {token}, its log-prob is of token {entry.token_id}")
         if entry.logprob <= NO_LOG_PROB:
-            raise ReplyError(f"{who}: the server has no log-prob of token {index}: it wrote {entry.logprob}, which stands for NaN too")
+            raise ReplyError(
+                f"{who}: the server has no log-prob of token {index}: it wrote {entry.logprob}, which stands"
+                " for NaN too"
+            )
     stops = request.sampling.stop_token_ids
-    if choice.finish_reason == "stop" and choice.token_ids and choice.token_ids[-1] not in stops:  # ignore_eos is set
-        raise ReplyError(f"{who}: finish reason 'stop' after token {choice.token_ids[-1]}, which is none of stop_token_ids={list(stops)}")
+    if (
+        choice.finish_reason == "stop" and choice.token_ids and choice.token_ids[-1] not in stops
+    ):  # ignore_eos is set
+        raise ReplyError(
+            f"{who}: finish reason 'stop' after token {choice.token_ids[-1]}, which is none of"
+            f" stop_token_ids={list(stops)}"
+        )
     return make_completion(
         request,
         choice.token_ids,
@@ -189,24 +225,30 @@ def parse_generated(body: bytes, request: GenerateRequest, server_id: str, *, vo
 
 
 def parse_metrics(body: bytes, *, where: str) -> dict[str, float]:
-    """Name → sum over labels of every vllm: sample in a Prometheus page. Raises ReplyError for a value that is no number."""
+    """Name → sum over labels of every vllm: sample in a Prometheus page. Raises ReplyError for a value that
+    is no number.
+    """
     totals: dict[str, float] = {}
     for line in body.decode(errors="replace").splitlines():
         if not line.startswith("vllm:"):
             continue
         name = line.split("{", 1)[0].split(" ", 1)[0]
-        value = line.rpartition("}")[2].split() if "{" in line else line.split()[1:]  # a timestamp may follow the value
+        value = (
+            line.rpartition("}")[2].split() if "{" in line else line.split()[1:]
+        )  # a timestamp may follow the value
         try:
             number = float(value[0])
         except (ValueError, IndexError) as error:
             raise ReplyError(f"{where}: the metric line {line[:200]!r} has no number") from error
-        if not math.isfinite(number):  # NaN differs from itself: a server that stands still would seem to move
+        if not math.isfinite(
+            number
+        ):  # NaN differs from itself: a server that stands still would seem to move
             raise ReplyError(f"{where}: the metric line {line[:200]!r} has no finite number")
         totals[name] = totals.get(name, 0.0) + number
     return totals
 
 
-# --- the engine --------------------------------------------------------------------------------------------------------------
+# --- the engine ---------------------------------------------------------------------------------------------
 
 
 class VLLMEngine:
@@ -222,14 +264,20 @@ class VLLMEngine:
         expected: Mapping[str, tuple[int, ...]] | None,
         transfer_backend: str | None,
     ) -> None:
-        """`model`: its name on the wire. `loaded`: where the weights come from. `expected`: the shapes a snapshot must have, if known."""
+        """`model`: its name on the wire. `loaded`: where the weights come from. `expected`: the shapes a
+        snapshot must have, if known.
+        """
         self.features = features
-        self.transfer_backend = transfer_backend  # of --weight-transfer-config; None: transfer in memory is off
+        self.transfer_backend = (
+            transfer_backend  # of --weight-transfer-config; None: transfer in memory is off
+        )
         self._server = server
         self._model = model
         self._started_with = loaded
         self._loaded = loaded  # where weights that failed to be replaced are loaded from again
-        self._loaded_version: int | None = None  # of what lies there; None: unknown, or it is not what the server has
+        self._loaded_version: int | None = (
+            None  # of what lies there; None: unknown, or it is not what the server has
+        )
         self._expected = expected
         self._updates = 0
 
@@ -242,7 +290,9 @@ class VLLMEngine:
     async def _ask(self, request: GenerateRequest, server_id: str) -> Completion:
         body = make_generate_body(request, server_id, model=self._model, seeds=self.features.seeds)
         reply = await self._server.call_generate(GENERATE, body, self._read_progress)
-        return parse_generated(reply, request, server_id, vocab_size=self.features.vocab_size, where=self.features.name)
+        return parse_generated(
+            reply, request, server_id, vocab_size=self.features.vocab_size, where=self.features.name
+        )
 
     async def _read_progress(self) -> Progress:
         metrics = await self._read_metrics()
@@ -254,12 +304,18 @@ class VLLMEngine:
 
     async def _send_abort(self, server_ids: list[str]) -> None:
         assert server_ids, "an empty list aborts everybody's requests"
-        await self._server.call("POST", "/abort_requests", {"request_ids": [SERVER_PREFIX + server_id for server_id in server_ids]})
+        await self._server.call(
+            "POST",
+            "/abort_requests",
+            {"request_ids": [SERVER_PREFIX + server_id for server_id in server_ids]},
+        )
 
     # --- flow
 
     async def pause(self, mode: PauseMode) -> None:
-        """Closes the gate here, then stops the server. Returns when nothing is generated any more. If it fails, the gate is as it was."""
+        """Closes the gate here, then stops the server. Returns when nothing is generated any more. If it
+        fails, the gate is as it was.
+        """
         self._server.check_open()
         with self._server.pausing():
             await self._pause(mode)
@@ -272,7 +328,9 @@ class VLLMEngine:
         server.close_gate()
         await server.call("POST", f"/pause?mode={mode}")
         if mode == "abort":
-            await server.abort(self._send_abort)  # what was on its way while the server aborted waits there, and those at our gate
+            await server.abort(
+                self._send_abort
+            )  # what was on its way while the server aborted waits there, and those at our gate
 
     async def _pause_when_idle(self) -> None:
         server = self._server
@@ -280,7 +338,9 @@ class VLLMEngine:
         server.close_gate(frozen=False)
         if frozen:
             await server.call("POST", "/resume")  # what an earlier pause froze has to finish
-        await server.wait_answered(server.sent())  # the server's own "wait" lets those stand that it has queued
+        await server.wait_answered(
+            server.sent()
+        )  # the server's own "wait" lets those stand that it has queued
         await server.call("POST", "/pause?mode=wait")
         server.close_gate()
 
@@ -299,24 +359,33 @@ class VLLMEngine:
         return parse_version(await self._read_version_name())
 
     async def _read_version_name(self) -> str:
-        return decode_reply(await self._server.call("GET", "/weight_info"), _WeightInfo, where=self.features.name).weight_version
+        return decode_reply(
+            await self._server.call("GET", "/weight_info"), _WeightInfo, where=self.features.name
+        ).weight_version
 
     async def checksum(self) -> str | None:
-        """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU, are left out."""
+        """A sha256 over those of all parameters that the server can read; those it keeps packed, on a CPU,
+        are left out.
+        """
         body = await self._server.call("POST", "/weight_checker", {"action": "checksum"}, silence_s=LOAD_S)
         sums = decode_reply(body, _Checksums, where=self.features.name).checksums
         seen = sorted((name, digest) for name, digest in sums.items() if digest != HASH_OF_NOTHING)
         if not seen:
-            raise EngineError(f"{self.features.name} has no checksum of any of its {len(sums)} parameters: it keeps all of them packed")
+            raise EngineError(
+                f"{self.features.name} has no checksum of any of its {len(sums)} parameters: it keeps all of"
+                " them packed"
+            )
         return hashlib.sha256(msgspec.json.encode(seen)).hexdigest()
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
-        """Loads a directory of safetensors, which the server must see under the same path, as `version`. Pause first, in any mode.
+        """Loads a directory of safetensors, which the server must see under the same path, as `version`.
+        Pause first, in any mode.
 
-        Requests frozen by pause("keep") go on with the new weights after resume(), their keys and values computed anew.
-        Raises EngineError, with nothing sent, for a directory that is damaged or of another model, and if the server fails, in which case
-        what was loaded before is loaded again, under its version only if that is known to be its own; WeightVersionError if the server names
-        another version afterwards; EngineSetupError for a server that came back with settings that would falsify training.
+        Requests frozen by pause("keep") go on with the new weights after resume(), their keys and values
+        computed anew. Raises EngineError, with nothing sent, for a directory that is damaged or of another
+        model, and if the server fails, in which case what was loaded before is loaded again, under its
+        version only if that is known to be its own; WeightVersionError if the server names another version
+        afterwards; EngineSetupError for a server that came back with settings that would falsify training.
         """
         path = path.absolute()
         try:
@@ -340,9 +409,15 @@ class VLLMEngine:
         return {"version": version, "tensors": len(shapes)}
 
     async def _meet_again(self) -> None:
-        """A server whose weights were never named has just been started, perhaps by somebody else: its settings are looked at again."""
+        """A server whose weights were never named has just been started, perhaps by somebody else: its
+        settings are looked at again.
+        """
         self._loaded, self._loaded_version = self._started_with, None
-        check_config(await _read_config(self._server), name=self.features.name, context_length=self.features.context_length)
+        check_config(
+            await _read_config(self._server),
+            name=self.features.name,
+            context_length=self.features.context_length,
+        )
 
     async def _load(self, path: Path) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(path)}}
@@ -361,15 +436,24 @@ class VLLMEngine:
             await self._reset_cache()
         except EngineError as second:
             raise EngineError(
-                f"{self.features.name} has its weights in pieces and must be restarted: {error}; loading {source} again failed too: {second}"
+                f"{self.features.name} has its weights in pieces and must be restarted: {error}; loading"
+                f" {source} again failed too: {second}"
             ) from error
         self._loaded, self._loaded_version = source, None
-        return f"has the weights of {source}, which are not of version {before} that it had: they bear no version; update it again, or restart it"
+        return (
+            f"has the weights of {source}, which are not of version {before} that it had: they bear no"
+            " version; update it again, or restart it"
+        )
 
     async def _reset_cache(self) -> None:
-        reset = await self._server.call("POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true")
+        reset = await self._server.call(
+            "POST", "/reset_prefix_cache?reset_running_requests=true&reset_external=true"
+        )
         if not decode_reply(reset, _Success, where=self.features.name).success:
-            raise EngineError(f"{self.features.name} did not reset its prefix cache: keys and values of older weights would be used")
+            raise EngineError(
+                f"{self.features.name} did not reset its prefix cache: keys and values of older weights would"
+                " be used"
+            )
 
     async def _commit(self, version: int) -> None:
         """Nothing computed by other weights is used again, and what follows carries `version`."""
@@ -377,26 +461,41 @@ class VLLMEngine:
         await self._name_weights(str(version))
         reported = await self.weight_version()
         if reported != version:
-            raise WeightVersionError(f"{self.features.name} was given version {version} and says {reported}; is someone else updating it?")
+            raise WeightVersionError(
+                f"{self.features.name} was given version {version} and says {reported}; is someone else"
+                " updating it?"
+            )
         self._updates += 1
 
     async def _name_weights(self, name: str) -> None:
         await self._server.call("POST", "/update_weight_version", {"new_version": name})
 
     async def _check_paused(self) -> None:
-        paused = decode_reply(await self._server.call("GET", "/is_paused"), _IsPaused, where=self.features.name).is_paused
+        paused = decode_reply(
+            await self._server.call("GET", "/is_paused"), _IsPaused, where=self.features.name
+        ).is_paused
         if not paused:
-            raise EngineError(f"{self.features.name} generates; call pause() before its weights are exchanged")
+            raise EngineError(
+                f"{self.features.name} generates; call pause() before its weights are exchanged"
+            )
 
     # --- weights in memory: the server's own calls; who sends the tensors is a transport's business
 
     async def init_weight_transfer(self, info: Mapping[str, Any]) -> None:
-        """Joins the server's workers to a process group; `info` is the backend's (address, port, rank offset, world size)."""
+        """Joins the server's workers to a process group; `info` is the backend's (address, port, rank offset,
+        world size).
+        """
         if self.transfer_backend is None:
-            raise EngineSetupError(f"""{self.features.name} was started without --weight-transfer-config '{{"backend": "nccl"}}'""")
+            raise EngineSetupError(
+                f"""{self.features.name} was started without --weight-transfer-config '{{"backend": "nccl"}}'"""
+            )
         if self.transfer_backend == "ipc":
-            raise EngineSetupError(f"""{self.features.name}: backend "ipc" wants pickles over HTTP; start it with "nccl" instead""")
-        await self._server.call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)}, silence_s=LOAD_S)
+            raise EngineSetupError(
+                f"""{self.features.name}: backend "ipc" wants pickles over HTTP; start it with "nccl" instead"""
+            )
+        await self._server.call(
+            "POST", "/init_weight_transfer_engine", {"init_info": dict(info)}, silence_s=LOAD_S
+        )
 
     async def start_weight_update(self) -> None:
         """The server expects tensors from now on, and its version has no number. Pause first."""
@@ -408,7 +507,9 @@ class VLLMEngine:
         await self._server.call("POST", "/start_weight_update", silence_s=LOAD_S)
 
     async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """Receives the tensors that `info` lists (names, dtypes, shapes). Returns when they have come: send them meanwhile."""
+        """Receives the tensors that `info` lists (names, dtypes, shapes). Returns when they have come: send
+        them meanwhile.
+        """
         await self._server.call("POST", "/update_weights", {"update_info": dict(info)}, silence_s=LOAD_S)
 
     async def finish_weight_update(self, version: int) -> None:
@@ -418,7 +519,9 @@ class VLLMEngine:
 
     async def get_world_size(self) -> int:
         """Number of the server's workers, each a rank of the process group."""
-        return decode_reply(await self._server.call("GET", "/get_world_size"), _WorldSize, where=self.features.name).world_size
+        return decode_reply(
+            await self._server.call("GET", "/get_world_size"), _WorldSize, where=self.features.name
+        ).world_size
 
     async def begin_update(self) -> None:
         raise EngineError(f"{self.features.name} takes no buckets; {_OTHER_WAY}")
@@ -436,20 +539,33 @@ class VLLMEngine:
 
     async def load(self) -> EngineLoad:
         metrics = await self._read_metrics()
-        return EngineLoad(running=int(metrics.get(RUNNING, 0)), waiting=int(metrics.get(WAITING, 0)), cache_usage=metrics.get(CACHE_USAGE))
+        return EngineLoad(
+            running=int(metrics.get(RUNNING, 0)),
+            waiting=int(metrics.get(WAITING, 0)),
+            cache_usage=metrics.get(CACHE_USAGE),
+        )
 
     async def release_memory(self) -> None:
-        """The weights wait in the host's memory, the cache is gone. Pause first. Raises EngineError where the server cannot."""
+        """The weights wait in the host's memory, the cache is gone. Pause first. Raises EngineError where the
+        server cannot.
+        """
         if not self.features.frees_memory:
-            raise EngineError(f"{self.features.name} keeps its memory: start it on a GPU with --enable-sleep-mode")
+            raise EngineError(
+                f"{self.features.name} keeps its memory: start it on a GPU with --enable-sleep-mode"
+            )
         if not self._server.paused or self._server.sent():
-            raise EngineError(f"{self.features.name}: release_memory with requests in flight or admitted; pause('wait') or pause('abort') first")
+            raise EngineError(
+                f"{self.features.name}: release_memory with requests in flight or admitted; pause('wait') or"
+                " pause('abort') first"
+            )
         await self._server.call("POST", "/sleep?level=1&mode=wait", silence_s=LOAD_S)
 
     async def restore_memory(self) -> None:
         """Weights and an empty cache are there again; the engine is as paused as it was."""
         if not self.features.frees_memory:
-            raise EngineError(f"{self.features.name} never gave its memory away: start it on a GPU with --enable-sleep-mode")
+            raise EngineError(
+                f"{self.features.name} never gave its memory away: start it on a GPU with --enable-sleep-mode"
+            )
         await self._server.call("POST", "/wake_up", silence_s=LOAD_S)
         if self._server.paused:
             await self._server.call("POST", "/pause?mode=keep")  # waking up resumes the scheduler
@@ -458,14 +574,16 @@ class VLLMEngine:
         return self._server.statistics() | {"updates": float(self._updates)}
 
 
-_OTHER_WAY = "update it from a checkpoint, or through a weight transfer (init_weight_transfer and the calls after it)"
+_OTHER_WAY = (
+    "update it from a checkpoint, or through a weight transfer (init_weight_transfer and the calls after it)"
+)
 
 
 class _WorldSize(msgspec.Struct, frozen=True):
     world_size: int
 
 
-# --- opening -----------------------------------------------------------------------------------------------------------------
+# --- opening ------------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -480,8 +598,9 @@ async def open_vllm_engine(
 ) -> AsyncIterator[VLLMEngine]:
     """The engine behind `url`, checked and not paused, until the block ends; the server goes on.
 
-    `vocab_size`: the trainer's; ids outside it are refused both ways. `context_length`: at least this many tokens must fit; None: what
-    the server has. Raises EngineSetupError naming the flag for settings that would falsify training; EngineUnreachable, EngineSilent.
+    `vocab_size`: the trainer's; ids outside it are refused both ways. `context_length`: at least this many
+    tokens must fit; None: what the server has. Raises EngineSetupError naming the flag for settings that
+    would falsify training; EngineUnreachable, EngineSilent.
     """
     name = name or f"vllm-{split_url(url).netloc}"
     async with open_http_client(url, api_key=api_key) as client:
@@ -499,7 +618,9 @@ async def _shake_hands(server: EngineServer, *, vocab_size: int, context_length:
     metrics = parse_metrics(await server.call("GET", "/metrics"), where=server.name)
     missing = [metric for metric in NEEDED_METRICS if metric not in metrics]
     if missing:
-        raise EngineSetupError(f"{server.name} does not count {missing[0]}; start it without --disable-log-stats")
+        raise EngineSetupError(
+            f"{server.name} does not count {missing[0]}; start it without --disable-log-stats"
+        )
     frees_memory = config.model_config.enable_sleep_mode and config.device_config.device != "cpu"
     features = EngineFeatures(
         vocab_size=vocab_size,
@@ -524,7 +645,9 @@ async def _shake_hands(server: EngineServer, *, vocab_size: int, context_length:
         features,
         model=served.id,
         loaded=model,
-        expected=None if config.model_config.quantization else shapes,  # packed weights have other shapes than the trainer's
+        expected=(
+            None if config.model_config.quantization else shapes
+        ),  # packed weights have other shapes than the trainer's
         transfer_backend=config.weight_transfer_config.backend if config.weight_transfer_config else None,
     )
 
@@ -535,7 +658,10 @@ async def _read_served_model(server: EngineServer) -> _Served:
     except InfrastructureError:
         raise
     except EngineError as error:
-        raise EngineSetupError(f"{server.name} does not tell its models: {error}; is the API key the one of --api-key or VLLM_API_KEY?") from error
+        raise EngineSetupError(
+            f"{server.name} does not tell its models: {error}; is the API key the one of --api-key or"
+            " VLLM_API_KEY?"
+        ) from error
     models = decode_reply(body, _Models, where=server.name).data
     if not models:
         raise EngineSetupError(f"{server.name} serves no model")
@@ -544,15 +670,24 @@ async def _read_served_model(server: EngineServer) -> _Served:
 
 async def _read_config(server: EngineServer) -> _Config:
     try:
-        body = await server.call("GET", "/server_info?config_format=json", silence_s=max(server.silence_s, INFO_S))
+        body = await server.call(
+            "GET", "/server_info?config_format=json", silence_s=max(server.silence_s, INFO_S)
+        )
     except InfrastructureError:
         raise
     except EngineError as error:
-        raise EngineSetupError(f"{server.name} has no control calls: {error}; start it with VLLM_SERVER_DEV_MODE=1 in its environment") from error
+        raise EngineSetupError(
+            f"{server.name} has no control calls: {error}; start it with VLLM_SERVER_DEV_MODE=1 in its"
+            " environment"
+        ) from error
     try:
-        return decode_reply(body, _ServerInfo, where=f"{server.name}: GET /server_info", show_body=False).vllm_config  # its key is among them
+        return decode_reply(
+            body, _ServerInfo, where=f"{server.name}: GET /server_info", show_body=False
+        ).vllm_config  # its key is among them
     except ReplyError as error:
-        raise EngineSetupError(f"{error}; what its settings are cannot be told, and vLLM 0.32 tells it") from error
+        raise EngineSetupError(
+            f"{error}; what its settings are cannot be told, and vLLM 0.32 tells it"
+        ) from error
 
 
 def check_config(config: _Config, *, name: str, context_length: int | None) -> None:
@@ -560,62 +695,87 @@ def check_config(config: _Config, *, name: str, context_length: int | None) -> N
     model = config.model_config
     if model.logprobs_mode != "processed_logprobs":
         raise EngineSetupError(
-            f"{name} has --logprobs-mode {model.logprobs_mode}: log-probs that leave temperature and top-p out falsify every ratio; "
-            "start it with --logprobs-mode processed_logprobs"
+            f"{name} has --logprobs-mode {model.logprobs_mode}: log-probs that leave temperature and top-p"
+            " out falsify every ratio; start it with --logprobs-mode processed_logprobs"
         )
     if context_length is not None and model.max_model_len < context_length:
         raise EngineSetupError(
-            f"{name} holds {model.max_model_len} tokens, the context is to hold {context_length}; start it with --max-model-len {context_length}"
+            f"{name} holds {model.max_model_len} tokens, the context is to hold {context_length}; start it"
+            f" with --max-model-len {context_length}"
         )
     if config.parallel_config.api_processes > 1:
         raise EngineSetupError(
-            f"{name} has {config.parallel_config.api_processes} API processes, and an abort reaches one of them; start it with --api-server-count 1"
+            f"{name} has {config.parallel_config.api_processes} API processes, and an abort reaches one of"
+            " them; start it with --api-server-count 1"
         )
 
 
 def rewinds_generators(config: _Config) -> bool:
     """Whether requests may carry seeds.
 
-    A prompt that is computed in parts is sampled from after each part, and all but the last draw are taken back. vLLM 0.32 takes them back
-    by setting the generator's offset, which one on a CPU does not have: the first such request with a seed would end the server.
+    A prompt that is computed in parts is sampled from after each part, and all but the last draw are taken
+    back. vLLM 0.32 takes them back by setting the generator's offset, which one on a CPU does not have: the
+    first such request with a seed would end the server.
     """
     return config.device_config.device != "cpu" or not config.scheduler_config.enable_chunked_prefill
 
 
 def list_gaps(config: _Config, *, frees_memory: bool) -> tuple[str, ...]:
     """A sentence for each thing that the server cannot do."""
-    gaps = ["no buckets in memory: weights come from a directory that the server sees, or by a transport of its own"]
+    gaps = [
+        (
+            "no buckets in memory: weights come from a directory that the server sees, or by a transport of"
+            " its own"
+        )
+    ]
     if not frees_memory:
         gaps.append("memory is not given back: that takes a GPU and --enable-sleep-mode")
     if not rewinds_generators(config):
-        gaps.append("no seeds: on a CPU they end the server where prompts are computed in parts; start it with --no-enable-chunked-prefill")
+        gaps.append(
+            "no seeds: on a CPU they end the server where prompts are computed in parts; start it with"
+            " --no-enable-chunked-prefill"
+        )
     if config.device_config.device == "cpu":
-        gaps.append("the checksum leaves out parameters that a CPU keeps packed: prove an update by log-probs too")
+        gaps.append(
+            "the checksum leaves out parameters that a CPU keeps packed: prove an update by log-probs too"
+        )
     return tuple(gaps)
 
 
 async def _check_generates(server: EngineServer, features: EngineFeatures, model: str) -> None:
-    """One token after the last id of the vocabulary: shows that it is in the server's, and that the answer says what training needs."""
-    body = {"model": model, "token_ids": [features.vocab_size - 1], "sampling_params": {"max_tokens": 1, "logprobs": 0, "detokenize": False}}
+    """One token after the last id of the vocabulary: shows that it is in the server's, and that the answer
+    says what training needs.
+    """
+    body = {
+        "model": model,
+        "token_ids": [features.vocab_size - 1],
+        "sampling_params": {"max_tokens": 1, "logprobs": 0, "detokenize": False},
+    }
     try:
         reply = await server.call("POST", GENERATE, body)
     except InfrastructureError:
         raise
     except RequestRefused as error:
         raise EngineSetupError(
-            f"{server.name} refuses token {features.vocab_size - 1}, the last of the trainer's vocabulary of {features.vocab_size}: "
-            f"does --model name the same model? {error}"
+            f"{server.name} refuses token {features.vocab_size - 1}, the last of the trainer's vocabulary of"
+            f" {features.vocab_size}: does --model name the same model? {error}"
         ) from error
     except EngineError as error:
-        raise EngineSetupError(f"{server.name} takes no token ids: {error}; start it with --enable-scale-out") from error
+        raise EngineSetupError(
+            f"{server.name} takes no token ids: {error}; start it with --enable-scale-out"
+        ) from error
     try:
         decode_reply(reply, _Generated, where=server.name)
     except ReplyError as error:
-        raise EngineSetupError(f"{error}; vLLM 0.32 or later says log-probs and weight_versions there") from error
+        raise EngineSetupError(
+            f"{error}; vLLM 0.32 or later says log-probs and weight_versions there"
+        ) from error
 
 
 def _find_shapes(model: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes of the model that the server was started with; None if it lies on another machine or in another format."""
+    """Shapes of the model that the server was started with; None if it lies on another machine or in another
+    format.
+    """
     try:
         return read_tensor_shapes(model)
     except SnapshotError:

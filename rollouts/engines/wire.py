@@ -1,4 +1,5 @@
-"""What every server's answer must be before it becomes a Completion: decoded into typed records, never repaired.
+"""What every server's answer must be before it becomes a Completion: decoded into typed records, never
+repaired.
 
 A server's dialect (its msgspec records) lives with its engine; what all answers must obey is here.
 """
@@ -32,11 +33,15 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 def decode_reply(body: bytes, kind: type[RecordT], *, where: str, show_body: bool = True) -> RecordT:
-    """The record in a JSON body. Raises ReplyError naming `where`, the rule that was broken and, with `show_body`, the beginning of the body."""
+    """The record in a JSON body. Raises ReplyError naming `where`, the rule that was broken and, with
+    `show_body`, the beginning of the body.
+    """
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # a validation error is a DecodeError
-        raise ReplyError(f"{where} answered {show(body) if show_body else f'{len(body)} bytes'}: {error}") from error
+        raise ReplyError(
+            f"{where} answered {show(body) if show_body else f'{len(body)} bytes'}: {error}"
+        ) from error
 
 
 def make_completion(
@@ -50,11 +55,13 @@ def make_completion(
     where: str,
     ends_at: int | None = None,
 ) -> Completion:
-    """The completion that an answer amounts to. Raises ReplyError when it cannot be one: an id outside the vocabulary, more tokens than
-    were asked for, none at all without an abort, "length" before the limit, "stop" though no token was to stop it, a log-prob that is missing,
-    above 0, NaN, infinite or as good as that, spans that are not the tokens.
+    """The completion that an answer amounts to. Raises ReplyError when it cannot be one: an id outside the
+    vocabulary, more tokens than were asked for, none at all without an abort, "length" before the limit,
+    "stop" though no token was to stop it, a log-prob that is missing, above 0, NaN, infinite or as good as
+    that, spans that are not the tokens.
 
-    `ends_at`: tokens of prompt and answer at which the server ends an answer before its limit; None: it never does.
+    `ends_at`: tokens of prompt and answer at which the server ends an answer before its limit; None: it never
+    does.
     """
     count = len(token_ids)
     who = f"{where}, request {request.request_id!r}"
@@ -68,12 +75,22 @@ def make_completion(
         if not 0 <= token < vocab_size:
             raise ReplyError(f"{who}: token {index} has id {token}, outside the vocabulary of {vocab_size}")
     for index, value in enumerate(log_probs):
-        if not math.isfinite(value) or not LOWEST_LOG_PROB <= value <= 1e-3:  # rounding may lift a certain token a little above 0
-            raise ReplyError(f"{who}: the log-prob of token {index} is {value}; it must be finite, at least {LOWEST_LOG_PROB:g} and at most 0")
+        if (
+            not math.isfinite(value) or not LOWEST_LOG_PROB <= value <= 1e-3
+        ):  # rounding may lift a certain token a little above 0
+            raise ReplyError(
+                f"{who}: the log-prob of token {index} is {value}; it must be finite, at least"
+                f" {LOWEST_LOG_PROB:g} and at most 0"
+            )
     versions = expand_spans(spans, count, where=who)
-    short = count < request.sampling.max_new_tokens and (ends_at is None or len(request.prompt_ids) + count < ends_at)
+    short = count < request.sampling.max_new_tokens and (
+        ends_at is None or len(request.prompt_ids) + count < ends_at
+    )
     if finish_reason == "length" and short:
-        raise ReplyError(f"{who}: {count} tokens, yet finish reason 'length' for max_new_tokens={request.sampling.max_new_tokens}")
+        raise ReplyError(
+            f"{who}: {count} tokens, yet finish reason 'length' for"
+            f" max_new_tokens={request.sampling.max_new_tokens}"
+        )
     if finish_reason == "stop" and not request.sampling.stop_token_ids:
         raise ReplyError(f"{who}: finish reason 'stop', but the request has no stop token")
     return Completion(
@@ -86,15 +103,22 @@ def make_completion(
 
 
 def expand_spans(spans: Iterable[VersionSpan], count: int, *, where: str) -> np.ndarray:
-    """[count] the version of each token. Raises ReplyError unless the spans follow each other from 0 to `count`, versions never falling."""
+    """[count] the version of each token. Raises ReplyError unless the spans follow each other from 0 to
+    `count`, versions never falling.
+    """
     versions = np.full(count, UNKNOWN_VERSION, np.int64)
     at = 0
     for span in spans:
         if span.start != at or span.end < span.start or span.end > count:
-            raise ReplyError(f"{where}: the version span {span.start}..{span.end} does not follow {at} within {count} tokens")
+            raise ReplyError(
+                f"{where}: the version span {span.start}..{span.end} does not follow {at} within {count}"
+                " tokens"
+            )
         version = parse_version(span.version)
         if at and version < versions[at - 1]:
-            raise ReplyError(f"{where}: token {at} is of version {version}, the one before it of {versions[at - 1]}")
+            raise ReplyError(
+                f"{where}: token {at} is of version {version}, the one before it of {versions[at - 1]}"
+            )
         versions[span.start : span.end] = version
         at = span.end
     if at != count:
@@ -103,8 +127,9 @@ def expand_spans(spans: Iterable[VersionSpan], count: int, *, where: str) -> np.
 
 
 def parse_version(name: str) -> int:
-    """The version that a server's name for it means: a decimal number as we write it; anything else, "default" above all, are weights we
-    never sent."""
+    """The version that a server's name for it means: a decimal number as we write it; anything else,
+    "default" above all, are weights we never sent.
+    """
     return int(name) if _VERSION.fullmatch(name) else UNKNOWN_VERSION
 
 

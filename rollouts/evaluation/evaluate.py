@@ -1,4 +1,6 @@
-"""Rewards of held-out prompts: every prompt is generated, scored and counted; a failure is a failure, not a 0."""
+"""Rewards of held-out prompts: every prompt is generated, scored and counted; a failure is a failure, not a
+0.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,20 @@ class EvaluationResult:
         return math.fsum(rewards) / len(rewards)
 
     def compute_pass_at(self, k: int) -> float | None:
-        """pass@k over the prompts of which k samples were scored; None if there is none, or if rewards are not all 0 and 1.
+        """pass@k over the prompts of which k samples were scored; None if there is none, or if rewards are
+        not all 0 and 1.
 
         The samples of a prompt stand together. See `compute_pass_at_k`.
         """
         if any(sample.reward not in (0.0, 1.0) for sample in self.scored):
             return None
-        prompts = [self.samples[start : start + self.samples_per_prompt] for start in range(0, len(self.samples), self.samples_per_prompt)]
-        outcomes = [[sample.reward == 1.0 for sample in prompt if sample.reward is not None] for prompt in prompts]
+        prompts = [
+            self.samples[start : start + self.samples_per_prompt]
+            for start in range(0, len(self.samples), self.samples_per_prompt)
+        ]
+        outcomes = [
+            [sample.reward == 1.0 for sample in prompt if sample.reward is not None] for prompt in prompts
+        ]
         enough = [answers for answers in outcomes if len(answers) >= k]
         return compute_mean_pass_at_k(enough, k) if enough else None
 
@@ -52,14 +60,19 @@ class EvaluationResult:
         """Values for evaluations.jsonl. pass@k is there for k = 2, 4, 8, … up to `samples_per_prompt`."""
         scored = self.scored
         truncated = sum(sample.status is Status.TRUNCATED for sample in scored)
-        passes = {k: self.compute_pass_at(k) for k in (2**power for power in range(1, self.samples_per_prompt.bit_length()))}
+        passes = {
+            k: self.compute_pass_at(k)
+            for k in (2**power for power in range(1, self.samples_per_prompt.bit_length()))
+        }
         return {
             f"eval/{name}/avg@{self.samples_per_prompt}": self.mean_reward,
             **{f"eval/{name}/pass@{k}": value for k, value in passes.items() if value is not None},
             f"eval/{name}/prompts": float(self.num_prompts),
             f"eval/{name}/failed": float(len(self.samples) - len(scored)),
             f"eval/{name}/truncated/frac": truncated / len(scored),
-            f"eval/{name}/response_length/mean": math.fsum(sample.response_length for sample in scored) / len(scored),
+            f"eval/{name}/response_length/mean": (
+                math.fsum(sample.response_length for sample in scored) / len(scored)
+            ),
         }
 
 
@@ -75,11 +88,13 @@ async def evaluate(
     reward_timeout_s: float = 30.0,
     max_failed_fraction: float = 0.2,
 ) -> EvaluationResult:
-    """Every prompt generated `samples_per_prompt` times and scored, all at once: the engine decides how many run together.
+    """Every prompt generated `samples_per_prompt` times and scored, all at once: the engine decides how many
+    run together.
 
-    A sample that cannot be generated or scored is counted as failed and is not part of the mean. Raises NotEnoughSamples, naming the
-    failures by class, if more than `max_failed_fraction` of them failed: a mean over the rest would be of other prompts. Raises what is not
-    one sample's failure but everybody's: FleetDown, EngineClosed, ModelError, ConfigError.
+    A sample that cannot be generated or scored is counted as failed and is not part of the mean. Raises
+    NotEnoughSamples, naming the failures by class, if more than `max_failed_fraction` of them failed: a mean
+    over the rest would be of other prompts. Raises what is not one sample's failure but everybody's:
+    FleetDown, EngineClosed, ModelError, ConfigError.
     """
     plan = GroupPlan(
         engine=engine,
@@ -97,7 +112,9 @@ async def evaluate(
     pending = [
         replace(sample, id=f"eval-{sample.id}")
         for index, row in enumerate(rows)
-        for sample in make_samples(index, PromptRow(prompt_id=f"row-{index}", epoch=0, row=row), samples_per_prompt)
+        for sample in make_samples(
+            index, PromptRow(prompt_id=f"row-{index}", epoch=0, row=row), samples_per_prompt
+        )
     ]
     done: list[Sample | None] = [None] * len(pending)
     fatal: list[RolloutsError] = []  # raised below, outside the nursery, which would wrap it in a group
@@ -120,5 +137,8 @@ async def evaluate(
     if len(failed) > max_failed_fraction * len(samples):
         classes = sorted({failure_class_of(sample) for sample in failed})
         example = failed[0].metadata["failure"]["message"]
-        raise NotEnoughSamples(f"{len(failed)} of {len(samples)} held-out samples failed ({', '.join(classes)}); the first: {example}")
+        raise NotEnoughSamples(
+            f"{len(failed)} of {len(samples)} held-out samples failed ({', '.join(classes)}); the first:"
+            f" {example}"
+        )
     return EvaluationResult(samples, samples_per_prompt, len(rows))

@@ -28,16 +28,19 @@ class PolicyComparison:
     first: Interval
     second: Interval
     difference: Interval  # second − first, resampled by prompt with both values together
-    second_is_better: float  # share of resamples with a positive difference, an equal one counted as one half; 0.5: nothing is known
+    # share of resamples with a positive difference, an equal one counted as one half; 0.5: nothing is known
+    second_is_better: float
     num_prompts: int
 
 
-def compute_bootstrap_interval(values: ArrayLike, *, seed: int, confidence: float = 0.95, num_resamples: int = 10_000) -> Interval:
+def compute_bootstrap_interval(
+    values: ArrayLike, *, seed: int, confidence: float = 0.95, num_resamples: int = 10_000
+) -> Interval:
     """The mean of values [P] with its percentile bootstrap interval. The same seed gives the same interval.
 
-    Values must be independent: with several samples a prompt give one mean per prompt, for samples of one prompt are alike. One value gives
-    an interval of width 0, which says nothing. Source: Efron 1979.
-    Raises ValueError if there is no value, one is not finite, confidence is not inside (0, 1), or num_resamples < 1.
+    Values must be independent: with several samples a prompt give one mean per prompt, for samples of one
+    prompt are alike. One value gives an interval of width 0, which says nothing. Source: Efron 1979. Raises
+    ValueError if there is no value, one is not finite, confidence is not inside (0, 1), or num_resamples < 1.
     """
     numbers = _check(values, confidence, num_resamples)
     means = _resample_means(numbers[None], seed, num_resamples)[0]
@@ -47,14 +50,19 @@ def compute_bootstrap_interval(values: ArrayLike, *, seed: int, confidence: floa
 def compare_policies(
     first: ArrayLike, second: ArrayLike, *, seed: int, confidence: float = 0.95, num_resamples: int = 10_000
 ) -> PolicyComparison:
-    """Mean rewards (or any measure) of two policies with intervals, and that of their difference, from values [P] on the same P prompts.
+    """Mean rewards (or any measure) of two policies with intervals, and that of their difference, from values
+    [P] on the same P prompts.
 
-    Prompts are resampled with both values together: what makes a prompt hard for both cancels, which makes the interval of the difference
-    much narrower than those of the means suggest. Raises ValueError on lengths that differ and what `compute_bootstrap_interval` raises.
+    Prompts are resampled with both values together: what makes a prompt hard for both cancels, which makes
+    the interval of the difference much narrower than those of the means suggest. Raises ValueError on lengths
+    that differ and what `compute_bootstrap_interval` raises.
     """
     one, other = _check(first, confidence, num_resamples), _check(second, confidence, num_resamples)
     if len(one) != len(other):
-        raise ValueError(f"{len(one)} values of the first policy, {len(other)} of the second; both must be on the same prompts, in the same order")
+        raise ValueError(
+            f"{len(one)} values of the first policy, {len(other)} of the second; both must be on the same"
+            " prompts, in the same order"
+        )
     means = _resample_means(np.stack([one, other, other - one]), seed, num_resamples)
     return PolicyComparison(
         first=_interval(one, means[0], confidence),
@@ -66,7 +74,9 @@ def compare_policies(
 
 
 def average_by_prompt(values: Sequence[float], prompts: Sequence[int]) -> NDArray[np.float64]:
-    """[P] mean of the values of each prompt, in the order of the prompts' numbers. Raises ValueError on lengths that differ."""
+    """[P] mean of the values of each prompt, in the order of the prompts' numbers. Raises ValueError on
+    lengths that differ.
+    """
     if len(values) != len(prompts):
         raise ValueError(f"{len(values)} values for {len(prompts)} prompt numbers; there must be one each")
     _, index = np.unique(np.asarray(prompts, np.int64), return_inverse=True)
@@ -79,19 +89,28 @@ def _check(values: ArrayLike, confidence: float, num_resamples: int) -> NDArray[
         raise ValueError(f"values have shape {numbers.shape}; they must be [P] with P at least 1")
     bad = np.flatnonzero(~np.isfinite(numbers))
     if len(bad):
-        raise ValueError(f"values[{bad[0]}] is {numbers[bad[0]]}; every value must be finite: leave out what failed, and say how much it was")
+        raise ValueError(
+            f"values[{bad[0]}] is {numbers[bad[0]]}; every value must be finite: leave out what failed, and"
+            " say how much it was"
+        )
     if not 0 < confidence < 1 or num_resamples < 1:
-        raise ValueError(f"confidence={confidence}, num_resamples={num_resamples}; the rule is 0 < confidence < 1 and at least 1 resample")
+        raise ValueError(
+            f"confidence={confidence}, num_resamples={num_resamples}; the rule is 0 < confidence < 1 and at"
+            " least 1 resample"
+        )
     return numbers
 
 
 def _resample_means(rows: NDArray[np.float64], seed: int, num_resamples: int) -> NDArray[np.float64]:
-    """[R, num_resamples] means of rows [R, P], each over P columns drawn with replacement, the same ones for all rows."""
+    """[R, num_resamples] means of rows [R, P], each over P columns drawn with replacement, the same ones for
+    all rows.
+    """
     generator = np.random.default_rng(seed)
     count = rows.shape[1]
     step = max(CHUNK // count, 1)
     parts = [
-        rows[:, generator.integers(0, count, (min(step, num_resamples - start), count))].mean(axis=-1) for start in range(0, num_resamples, step)
+        rows[:, generator.integers(0, count, (min(step, num_resamples - start), count))].mean(axis=-1)
+        for start in range(0, num_resamples, step)
     ]
     return np.concatenate(parts, axis=1)
 

@@ -1,7 +1,8 @@
-"""What two policies' distributions say, exactly, over the whole vocabulary. Axes: N positions, V vocabulary, B rows, T tokens. In nats.
+"""What two policies' distributions say, exactly, over the whole vocabulary. Axes: N positions, V vocabulary,
+B rows, T tokens. In nats.
 
-No gradient. Divergences are taken a tile of positions at a time (rollouts.losses.distillation). Responses' diversity is in
-rollouts.evaluation.diversity, intervals in rollouts.evaluation.intervals.
+No gradient. Divergences are taken a tile of positions at a time (rollouts.losses.distillation). Responses'
+diversity is in rollouts.evaluation.diversity, intervals in rollouts.evaluation.intervals.
 """
 
 from __future__ import annotations
@@ -32,18 +33,23 @@ class PolicyDivergence:
 
 @torch.no_grad()
 def compute_entropy(logits: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """[N] entropy of softmax(logits [N, V] / temperature): 0 to log V. A token of probability 0 (logit -inf) adds nothing."""
+    """[N] entropy of softmax(logits [N, V] / temperature): 0 to log V. A token of probability 0 (logit -inf)
+    adds nothing.
+    """
     wide = logits if logits.dtype == torch.float64 else logits.float()
     log_probs = (wide / temperature).log_softmax(-1)
     return -torch.where(log_probs > -torch.inf, log_probs.exp() * log_probs, 0.0).sum(-1)
 
 
 @torch.no_grad()
-def compute_policy_divergence(logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0) -> PolicyDivergence:
+def compute_policy_divergence(
+    logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0
+) -> PolicyDivergence:
     """How far a policy is from a reference, exactly, at N positions, from logits [N, V] of both.
 
-    Averaged over positions of text that the policy sampled, `kl` is the KL per token that k1 and k3 estimate, without their variance. No
-    position gives means without a value. Raises ValueError if the shapes differ, ConfigError unless temperature > 0.
+    Averaged over positions of text that the policy sampled, `kl` is the KL per token that k1 and k3 estimate,
+    without their variance. No position gives means without a value. Raises ValueError if the shapes differ,
+    ConfigError unless temperature > 0.
     """
 
     def mean(values: Tensor) -> Mean:
@@ -64,12 +70,17 @@ def compute_policy_divergence(logits: Tensor, ref_logits: Tensor, *, temperature
 
 @torch.no_grad()
 def compute_perplexity(log_probs: Tensor, mask: Tensor) -> float | None:
-    """exp of the mean negative log-prob of the masked tokens of [B, T], all rows together; None without a token.
+    """exp of the mean negative log-prob of the masked tokens of [B, T], all rows together; None without a
+    token.
 
-    A token of probability 0 gives inf. What lies outside the mask never counts. Raises ValueError if the shapes differ.
+    A token of probability 0 gives inf. What lies outside the mask never counts. Raises ValueError if the
+    shapes differ.
     """
     if log_probs.shape != mask.shape:
-        raise ValueError(f"log_probs have shape {tuple(log_probs.shape)}, the mask {tuple(mask.shape)}; both must be [B, T]")
+        raise ValueError(
+            f"log_probs have shape {tuple(log_probs.shape)}, the mask {tuple(mask.shape)}; both must be"
+            " [B, T]"
+        )
     kept = log_probs[mask].double()
     if len(kept) == 0:
         return None

@@ -19,7 +19,9 @@ class Ahead:
 
     nursery: trio.Nursery  # of the collector
     engines_follow: bool  # whether launching waits for engines that are too far behind
-    changed: trio.Event = field(default_factory=trio.Event)  # set and replaced when a group was decided, or collecting has ended
+    changed: trio.Event = field(
+        default_factory=trio.Event
+    )  # set and replaced when a group was decided, or collecting has ended
     collecting: trio.CancelScope | None = None  # of the collector that runs
     reports: trio.MemorySendChannel[Report] | None = None  # to it
     failure: RolloutsError | None = None  # that ended it, until a call has raised it

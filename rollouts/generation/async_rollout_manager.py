@@ -6,25 +6,28 @@
         └── s = 0: whoever is undecided when the batch is full: aborted, dropped as surplus, prompt returned
             s ≥ 1: finished groups too many, and unfinished ones with all that they have, are held ──► resumed by the next call
 
-max_staleness = 0: groups are decided in launch order, however they finish, so a batch is the first P groups *by launch*
-that are kept, and one more is launched for each that drops out. Short answers gain nothing by finishing early, and the outcome does not depend
-on who finishes first.
+max_staleness = 0: groups are decided in launch order, however they finish, so a batch is the first P groups
+*by launch* that are kept, and one more is launched for each that drops out. Short answers gain nothing by
+finishing early, and the outcome does not depend on who finishes first.
 
-max_staleness ≥ 1: groups are decided as they finish, and P of them are delivered by the rule of pacing.py. While the batch is made, a group is
-launched whenever fewer than ceil(P * over_sampling) * G samples are being generated, up to the window of that rule, so engines stay full while
-the last members of old groups end. When the batch is full, abort_all() makes the engine answer with what there is: nothing is thrown away.
-An unfinished group keeps its finished members with their rewards, and of the others the tokens that there are, each with the version that made
-it; a member whose reward was being computed keeps its finished text and is scored in the next call, with that call's reward. A member that cannot go
-on (several segments, or a generate function that does not end within STOP_S) starts again. The next call resumes held groups before it
-launches others, in launch order.
+max_staleness ≥ 1: groups are decided as they finish, and P of them are delivered by the rule of pacing.py.
+While the batch is made, a group is launched whenever fewer than ceil(P * over_sampling) * G samples are being
+generated, up to the window of that rule, so engines stay full while the last members of old groups end. When
+the batch is full, abort_all() makes the engine answer with what there is: nothing is thrown away. An
+unfinished group keeps its finished members with their rewards, and of the others the tokens that there are,
+each with the version that made it; a member whose reward was being computed keeps its finished text and is
+scored in the next call, with that call's reward. A member that cannot go on (several segments, or a generate
+function that does not end within STOP_S) starts again. The next call resumes held groups before it launches
+others, in launch order.
 
-deterministic: at every staleness in launch order, and only when all that were launched have finished, so that the requests of the next round
-reach the engine together: what is decoded together, and so the last bits of every log-prob, does not depend on how long a reward takes. Nothing is
-held.
+deterministic: at every staleness in launch order, and only when all that were launched have finished, so that
+the requests of the next round reach the engine together: what is decoded together, and so the last bits of
+every log-prob, does not depend on how long a reward takes. Nothing is held.
 
-generate_batch() owns every task that it starts and ends them all before it returns; between calls nothing runs. Inside generating_ahead(), where
-groups are decided as they finish, one task collects without a break: what a call delivers leaves, and everything else goes on, so that engines
-work while the trainer does. docs/async.md says what is old then, and why nothing becomes too old.
+generate_batch() owns every task that it starts and ends them all before it returns; between calls nothing
+runs. Inside generating_ahead(), where groups are decided as they finish, one task collects without a break:
+what a call delivers leaves, and everything else goes on, so that engines work while the trainer does.
+docs/async.md says what is old then, and why nothing becomes too old.
 
     generating_ahead ─► collector ─► run_group tasks in its nursery ─► decide ─► finished groups ─► generate_batch: deliver P of them
                            ▲  launches while the window has room                                         │ one version on
@@ -50,7 +53,15 @@ from rollouts.generation.ahead import Ahead, Report
 from rollouts.generation.batch import compute_batch_metrics, make_batch
 from rollouts.generation.budget import check_budget, draw_limit
 from rollouts.generation.draw import Draw, ManagerSnapshot, carry
-from rollouts.generation.group import INFRASTRUCTURE, ClosedGroup, GroupPlan, GroupWork, failure_class_of, run_group, start_group
+from rollouts.generation.group import (
+    INFRASTRUCTURE,
+    ClosedGroup,
+    GroupPlan,
+    GroupWork,
+    failure_class_of,
+    run_group,
+    start_group,
+)
 from rollouts.generation.ledger import ABORTED, FILTERED, STALE, SURPLUS, Ledger
 from rollouts.generation.pacing import Pace
 from rollouts.generation.staleness import (
@@ -76,13 +87,19 @@ class PromptSource(Protocol):
     def find_prompt(self, prompt_id: str, epoch: int) -> PromptRow: ...
 
 
-READY_BATCHES = 1.25  # finished groups, in batches, beyond which nothing more is launched ahead: it would only be older when it is consumed
+# finished groups, in batches, beyond which nothing more is launched ahead: it would only be older when it is
+# consumed
+READY_BATCHES = 1.25
 RUNNING = "generate_batch is running already; await one batch before asking for the next"
-STOP_S = 10.0  # for generate functions to end after the engine has answered them; those that don't start again in the next call
+# for generate functions to end after the engine has answered them; those that don't start again in the next
+# call
+STOP_S = 10.0
 
 
 class AsyncRolloutManager:
-    """Turns prompts into batches. Holds groups between batches only when max_staleness ≥ 1; between calls nothing runs, but in generating_ahead."""
+    """Turns prompts into batches. Holds groups between batches only when max_staleness ≥ 1; between calls
+    nothing runs, but in generating_ahead.
+    """
 
     def __init__(
         self,
@@ -101,20 +118,21 @@ class AsyncRolloutManager:
         deterministic: bool = False,
         spans: SpanRecorder | None = None,
     ) -> None:
-        """`policy_version` answers the trainer's version, asked when a batch is, which must not advance until it is delivered; `sampling.seed` is
-        replaced by one of each sample's own, made of `seed` and its id. A deterministic engine makes the manager deterministic. `spans` is told
-        when each sample was generated and scored.
-        Raises ConfigError for settings, or an engine, that cannot train.
+        """`policy_version` answers the trainer's version, asked when a batch is, which must not advance until
+        it is delivered; `sampling.seed` is replaced by one of each sample's own, made of `seed` and its id. A
+        deterministic engine makes the manager deterministic. `spans` is told when each sample was generated
+        and scored. Raises ConfigError for settings, or an engine, that cannot train.
         """
         if not engine.features.log_probs:
             raise ConfigError(
-                f"engine {engine.features.name} answers without log-probs of the distribution it samples from, and nothing can train without them; "
-                "use it for evaluation, and an engine whose features.log_probs is True here"
+                f"engine {engine.features.name} answers without log-probs of the distribution it samples"
+                " from, and nothing can train without them; use it for evaluation, and an engine whose"
+                " features.log_probs is True here"
             )
         if sampling.top_p < 1 or sampling.top_k > 0:
             raise ConfigError(
-                f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}; the trainer computes log-probs over the whole vocabulary, so training "
-                "samples need top_p=1 and top_k=0"
+                f"sampling.top_p={sampling.top_p}, top_k={sampling.top_k}; the trainer computes log-probs"
+                " over the whole vocabulary, so training samples need top_p=1 and top_k=0"
             )
         assert max_staleness >= 0, max_staleness
         self._data_buffer = data_buffer
@@ -143,15 +161,18 @@ class AsyncRolloutManager:
         self._last_failed: tuple[Sample, ...] = ()
 
     async def generate_batch(self, reward_fn: RewardFn | None = None) -> RolloutBatch:
-        """The next P groups that were kept, as rows in launch order; `reward_fn` takes the place of the manager's reward for this batch.
+        """The next P groups that were kept, as rows in launch order; `reward_fn` takes the place of the
+        manager's reward for this batch.
 
-        Members that failed are left out, so a group has 2 to G trajectories. On every way out nothing is in flight; if that is by
-        cancellation or an error, the prompts of the unfinished batch are back in the buffer, or held if staleness allows, those of groups
-        that failed among them. A group that an engine's failures left with too few samples (class infrastructure) gives its prompt back,
-        and its samples do not count for max_failed_fraction.
-        Raises NotEnoughSamples, with counts by reason, when max_attempts or max_failed_fraction is spent; UserFunctionError when a filter
-        does not answer; FleetDown, EngineClosed, WeightVersionError, EngineSetupError, ModelError and other errors that are not one sample's alone.
-        Inside generating_ahead a call that is cancelled changes nothing, and one that raises says what ended generation; the next begins it again.
+        Members that failed are left out, so a group has 2 to G trajectories. On every way out nothing is in
+        flight; if that is by cancellation or an error, the prompts of the unfinished batch are back in the
+        buffer, or held if staleness allows, those of groups that failed among them. A group that an engine's
+        failures left with too few samples (class infrastructure) gives its prompt back, and its samples do
+        not count for max_failed_fraction. Raises NotEnoughSamples, with counts by reason, when max_attempts
+        or max_failed_fraction is spent; UserFunctionError when a filter does not answer; FleetDown,
+        EngineClosed, WeightVersionError, EngineSetupError, ModelError and other errors that are not one
+        sample's alone. Inside generating_ahead a call that is cancelled changes nothing, and one that raises
+        says what ended generation; the next begins it again.
         """
         if self._ahead is not None:
             return await self._take_batch(self._ahead, reward_fn)
@@ -167,11 +188,13 @@ class AsyncRolloutManager:
 
     @asynccontextmanager
     async def generating_ahead(self, *, engines_follow: bool = False) -> AsyncIterator[None]:
-        """Inside, where groups are decided as they finish, generation goes on between calls of generate_batch, from the first one on.
+        """Inside, where groups are decided as they finish, generation goes on between calls of
+        generate_batch, from the first one on.
 
-        Elsewhere it changes nothing. Whoever updates the engines calls engines_updated. `engines_follow`: whenever they are too far behind for
-        anything to train, an update is under way, and launching waits for it, as long as it may take; else that is found out, as NotEnoughSamples.
-        Every task has ended when the block is left; then, as after hold(), nothing is lost, and generate_batch goes on from there, but
+        Elsewhere it changes nothing. Whoever updates the engines calls engines_updated. `engines_follow`:
+        whenever they are too far behind for anything to train, an update is under way, and launching waits
+        for it, as long as it may take; else that is found out, as NotEnoughSamples. Every task has ended when
+        the block is left; then, as after hold(), nothing is lost, and generate_batch goes on from there, but
         what was being generated starts again unless hold() came before.
         """
         assert self._ahead is None and self._current is None, "generation is under way already"
@@ -197,14 +220,18 @@ class AsyncRolloutManager:
         return self._ahead is not None
 
     def engines_updated(self, version: int) -> None:
-        """Every engine that serves has the weights of `version`, or newer ones. Inside generating_ahead more may be launched then."""
+        """Every engine that serves has the weights of `version`, or newer ones. Inside generating_ahead more
+        may be launched then.
+        """
         if self._ahead is not None and self._current is not None and self._current.pace is not None:
             pace = self._current.pace
             pace.engine_version = max(pace.engine_version, min(version, pace.policy_version))
             self._ahead.wake()
 
     async def hold(self) -> None:
-        """Ends what runs inside generating_ahead, with the tokens that it has: all is held, and the next call goes on from there."""
+        """Ends what runs inside generating_ahead, with the tokens that it has: all is held, and the next call
+        goes on from there.
+        """
         while self._ahead is not None and self._ahead.collecting is not None:
             self._ahead.collecting.cancel()
             await self._ahead.changed.wait()
@@ -220,9 +247,10 @@ class AsyncRolloutManager:
     def statistics(self) -> Mapping[str, float]:
         """Where everything is now, and what the engine says of itself under its own names.
 
-        Groups since the start of the run: `drawn`, and where they are now: `trained`, `held`, `in_flight`, dropped/…, failed/…. Of those held,
-        `held/finished` and `held/unfinished`; of those in flight, `in_flight/queued` have finished and wait for the batch (paced) or their turn.
-        `samples/generating` and `samples/failed/CLASS` count samples.
+        Groups since the start of the run: `drawn`, and where they are now: `trained`, `held`, `in_flight`,
+        dropped/…, failed/…. Of those held, `held/finished` and `held/unfinished`; of those in flight,
+        `in_flight/queued` have finished and wait for the batch (paced) or their turn. `samples/generating`
+        and `samples/failed/CLASS` count samples.
         """
         counts, draw = self._ledger.counts(), self._current or Draw()
         queued = len(draw.kept) + len(draw.closed)
@@ -237,15 +265,19 @@ class AsyncRolloutManager:
             "in_flight/queued": float(queued),
             "samples/generating": float(draw.generating),
             **{f"samples/failed/{name}": float(count) for name, count in sorted(self._failures.items())},
-            **{f"dropped/{reason.removeprefix(FILTERED)}": float(count) for reason, count in sorted(counts.dropped.items())},
+            **{
+                f"dropped/{reason.removeprefix(FILTERED)}": float(count)
+                for reason, count in sorted(counts.dropped.items())
+            },
             **{f"failed/{name}": float(count) for name, count in sorted(counts.failed.items())},
         }
 
     def snapshot(self) -> ManagerSnapshot:
         """Everything an exact resume needs, as it is now; costs references to groups, not their tokens.
 
-        Taken while a batch is being made, it is what a cancellation at this moment would leave: prompts to return, and, where groups are
-        carried over, those that have finished and what the others had when they were last stopped.
+        Taken while a batch is being made, it is what a cancellation at this moment would leave: prompts to
+        return, and, where groups are carried over, those that have finished and what the others had when they
+        were last stopped.
         """
         draw = self._current or Draw()
         carried = carry(draw, self._is_stale)
@@ -264,14 +296,22 @@ class AsyncRolloutManager:
         return self.snapshot().encode()
 
     def load_state_dict(self, state: Mapping[str, JSONValue]) -> None:
-        """Continues where `state` was taken. Load the DataBuffer's state first: prompts that were in flight are returned to it."""
+        """Continues where `state` was taken. Load the DataBuffer's state first: prompts that were in flight
+        are returned to it.
+        """
         assert self._current is None, "load_state_dict while a batch is being made"
         find = self._data_buffer.find_prompt
         self._next_group_index = int(state["next_group_index"])
-        self._failures = Counter(state.get("failures", {}))  # states of earlier versions have neither this nor unfinished groups
-        held = [decode_held_group(record, find(record["prompt_id"], record["epoch"])) for record in state["held"]]
+        self._failures = Counter(
+            state.get("failures", {})
+        )  # states of earlier versions have neither this nor unfinished groups
+        held = [
+            decode_held_group(record, find(record["prompt_id"], record["epoch"])) for record in state["held"]
+        ]
         records = state.get("unfinished", [])
-        unfinished = [decode_unfinished_group(record, find(record["prompt_id"], record["epoch"])) for record in records]
+        unfinished = [
+            decode_unfinished_group(record, find(record["prompt_id"], record["epoch"])) for record in records
+        ]
         self._held = {one.group.group_index: one for one in held}
         self._unfinished = {one.group_index: one for one in unfinished}
         self._ledger.load_state_dict(state["ledger"])
@@ -281,7 +321,9 @@ class AsyncRolloutManager:
         for group_index, _, _ in state["in_flight"]:
             self._ledger.open(group_index)
             self._ledger.drop(group_index, ABORTED)
-        self._data_buffer.return_prompts([find(prompt_id, epoch) for _, prompt_id, epoch in state["in_flight"]])
+        self._data_buffer.return_prompts(
+            [find(prompt_id, epoch) for _, prompt_id, epoch in state["in_flight"]]
+        )
         self._ledger.check()
 
     def _end(self, draw: Draw) -> None:
@@ -296,12 +338,15 @@ class AsyncRolloutManager:
         self._last_failed = tuple(draw.failed)
         self._failures.update(failure_class_of(sample) for sample in draw.failed)
 
-    # --- generating ahead ----------------------------------------------------------------------------------------------------
+    # --- generating ahead -----------------------------------------------------------------------------------
 
     async def _take_batch(self, ahead: Ahead, reward_fn: RewardFn | None) -> RolloutBatch:
         """The next batch, once the collector has it."""
         if reward_fn is not None:
-            raise ConfigError("reward_fn= inside generating_ahead, where samples are scored before their batch is asked for; give it to the manager")
+            raise ConfigError(
+                "reward_fn= inside generating_ahead, where samples are scored before their batch is asked"
+                " for; give it to the manager"
+            )
         if ahead.is_awaited:
             raise RuntimeError(RUNNING)
         ahead.is_awaited = True
@@ -337,16 +382,24 @@ class AsyncRolloutManager:
         return draw or Draw(pace=pace)
 
     def _move_to(self, draw: Draw, pace: Pace, version: int) -> None:
-        """The batch in the making will be consumed at `version`. Finished groups are too old for it only if the trainer has skipped versions."""
+        """The batch in the making will be consumed at `version`. Finished groups are too old for it only if
+        the trainer has skipped versions.
+        """
         pace.policy_version = version
-        for group_index in [index for index in sorted(draw.kept) if self._is_stale(draw.kept[index].group.samples)]:
+        for group_index in [
+            index for index in sorted(draw.kept) if self._is_stale(draw.kept[index].group.samples)
+        ]:
             pace.close(group_index)
             self._drop(draw, group_index, STALE)
             self._data_buffer.return_prompts([draw.kept.pop(group_index).prompt])
 
     async def _collect_ahead(self, ahead: Ahead, draw: Draw, pace: Pace) -> None:
-        """Launches and decides groups until an error, hold(), or the end of generating_ahead stops it. Every task has ended when it returns."""
-        send, receive = trio.open_memory_channel[Report](math.inf)  # never more than the groups and samples in flight, and one for each call
+        """Launches and decides groups until an error, hold(), or the end of generating_ahead stops it. Every
+        task has ended when it returns.
+        """
+        send, receive = trio.open_memory_channel[Report](
+            math.inf
+        )  # never more than the groups and samples in flight, and one for each call
         ahead.reports, scope = send, ahead.collecting
         assert scope is not None
         plan = replace(self._make_plan(None), is_stopping=lambda: draw.is_stopping, ended=send)
@@ -375,7 +428,12 @@ class AsyncRolloutManager:
             ahead.notify()
 
     async def _collect_without_end(
-        self, ahead: Ahead, draw: Draw, pace: Pace, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]
+        self,
+        ahead: Ahead,
+        draw: Draw,
+        pace: Pace,
+        launch: _Launch,
+        receive: trio.MemoryReceiveChannel[Report],
     ) -> None:
         while True:
             self._check_budget(draw)
@@ -386,12 +444,15 @@ class AsyncRolloutManager:
             if isinstance(report, ClosedGroup):
                 self._decide(draw.closed.pop(report.group_index), draw)
 
-    # --- making a batch ------------------------------------------------------------------------------------------------------
+    # --- making a batch -------------------------------------------------------------------------------------
 
     def _make_plan(self, reward_fn: RewardFn | None) -> GroupPlan:
         reward = reward_fn or self._reward
         if reward is not None and self._group_reward is not None:
-            raise ConfigError("both reward and group_reward are given; score samples one by one or by group: pass one of them")
+            raise ConfigError(
+                "both reward and group_reward are given; score samples one by one or by group: pass one of"
+                " them"
+            )
         return GroupPlan(
             engine=self._engine,
             generate=self._generate,
@@ -410,7 +471,9 @@ class AsyncRolloutManager:
     @property
     def _num_at_once(self) -> int:
         """Groups launched at once."""
-        return math.ceil(self._config.num_prompts * self._config.over_sampling - 1e-9)  # 10 * 1.1 is a little more than 11
+        return math.ceil(
+            self._config.num_prompts * self._config.over_sampling - 1e-9
+        )  # 10 * 1.1 is a little more than 11
 
     async def _collect_batch(self, draw: Draw, plan: GroupPlan) -> None:
         """Fills draw.kept. Every task has ended when this returns or raises."""
@@ -419,7 +482,9 @@ class AsyncRolloutManager:
         else:
             draw.pace = await self._make_pace()
             self._take_held(draw, draw.pace)
-        send, receive = trio.open_memory_channel[Report](math.inf)  # never more than the groups and samples in flight
+        send, receive = trio.open_memory_channel[Report](
+            math.inf
+        )  # never more than the groups and samples in flight
         if draw.pace is not None:
             plan = replace(plan, is_stopping=lambda: draw.is_stopping, ended=send)
         failure: RolloutsError | None = None
@@ -442,7 +507,9 @@ class AsyncRolloutManager:
         if draw.pace is not None:
             self._decide_late(draw)
 
-    def _make_launch(self, draw: Draw, plan: GroupPlan, nursery: trio.Nursery, send: trio.MemorySendChannel[Report]) -> _Launch:
+    def _make_launch(
+        self, draw: Draw, plan: GroupPlan, nursery: trio.Nursery, send: trio.MemorySendChannel[Report]
+    ) -> _Launch:
         def launch(works: Iterable[GroupWork]) -> None:
             for work in works:
                 draw.generating += work.num_to_generate
@@ -458,7 +525,9 @@ class AsyncRolloutManager:
             draw.generating -= 1
 
     async def _fill(self, draw: Draw, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]) -> None:
-        """Decides groups in their turn, with a new launch for each that drops out, until the batch is full. Raises when a budget is spent."""
+        """Decides groups in their turn, with a new launch for each that drops out, until the batch is full.
+        Raises when a budget is spent.
+        """
         wanted = self._config.num_prompts
         launch(self._open_groups(draw, self._num_at_once))
         owed = 0  # replacements that wait for the end of a round
@@ -475,7 +544,8 @@ class AsyncRolloutManager:
             self._check_budget(draw)
             if self._in_rounds:
                 owed += 1
-            else:  # at once, even if the batch is full in a moment: else ids would depend on who finishes first
+            # at once, even if the batch is full in a moment: else ids would depend on who finishes first
+            else:
                 launch(self._open_groups(draw, 1))
 
     async def _make_pace(self, *, waits_for_engines: bool = False) -> Pace:
@@ -488,8 +558,12 @@ class AsyncRolloutManager:
             waits_for_engines=waits_for_engines,
         )
 
-    async def _fill_paced(self, draw: Draw, pace: Pace, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]) -> None:
-        """Decides groups as they finish until the rule of pacing.py lets P of them go. Raises when a budget is spent."""
+    async def _fill_paced(
+        self, draw: Draw, pace: Pace, launch: _Launch, receive: trio.MemoryReceiveChannel[Report]
+    ) -> None:
+        """Decides groups as they finish until the rule of pacing.py lets P of them go. Raises when a budget
+        is spent.
+        """
         if pace.is_full():
             return
         launch(list(draw.work.values()))
@@ -513,18 +587,24 @@ class AsyncRolloutManager:
         launch(opened)
 
     async def _stop_running(self, draw: Draw, receive: trio.MemoryReceiveChannel[Report]) -> None:
-        """Ends every request with what it has. Members that still generate after STOP_S are left to be cancelled."""
+        """Ends every request with what it has. Members that still generate after STOP_S are left to be
+        cancelled.
+        """
         draw.is_stopping = True
         if not draw.generating:
             return
         with trio.move_on_after(STOP_S):
-            with suppress(InfrastructureError):  # an engine that cannot be told: its requests end by cancellation
+            with suppress(
+                InfrastructureError
+            ):  # an engine that cannot be told: its requests end by cancellation
                 await self._engine.abort_all()
             while draw.generating:
                 self._take_report(draw, await receive.receive())
 
     def _decide_late(self, draw: Draw) -> None:
-        """Decides the groups that finished while the others were stopped; what stops a call is left to the next one."""
+        """Decides the groups that finished while the others were stopped; what stops a call is left to the
+        next one.
+        """
         for group_index in sorted(draw.closed):
             if draw.closed[group_index].error is None:
                 self._decide(draw.closed.pop(group_index), draw)
@@ -532,7 +612,10 @@ class AsyncRolloutManager:
     def _open_groups(self, draw: Draw, count: int) -> list[GroupWork]:
         """Up to `count` new attempts, as many as the draw limit leaves."""
         prompts = self._data_buffer.get_prompts(max(0, min(count, draw_limit(self._config) - draw.drawn)))
-        opened = [start_group(index, prompt, self._config.samples_per_prompt) for index, prompt in enumerate(prompts, start=self._next_group_index)]
+        opened = [
+            start_group(index, prompt, self._config.samples_per_prompt)
+            for index, prompt in enumerate(prompts, start=self._next_group_index)
+        ]
         for work in opened:
             self._ledger.open(work.group_index)
             draw.undecided[work.group_index] = work.prompt
@@ -543,7 +626,9 @@ class AsyncRolloutManager:
         return opened
 
     def _next_ready(self, draw: Draw) -> ClosedGroup | None:
-        """The closed group whose turn it is to be decided; None while that one, or in rounds any of them, still runs."""
+        """The closed group whose turn it is to be decided; None while that one, or in rounds any of them,
+        still runs.
+        """
         if self._in_rounds and len(draw.closed) < len(draw.undecided):
             return None
         turn = next(iter(draw.undecided), None)
@@ -589,7 +674,7 @@ class AsyncRolloutManager:
     def _check_budget(self, draw: Draw) -> None:
         check_budget(draw, self._config, max_staleness=self._max_staleness)
 
-    # --- the end of a batch --------------------------------------------------------------------------------------------------
+    # --- the end of a batch ---------------------------------------------------------------------------------
 
     def _deliver(self, draw: Draw) -> RolloutBatch:
         """The batch. What is left in draw.undecided is surplus, or held."""
@@ -597,7 +682,9 @@ class AsyncRolloutManager:
         chosen = sorted(draw.kept) if draw.pace is None else draw.pace.choose()
         groups = [draw.kept[group_index].group for group_index in chosen]
         assert len(groups) == self._config.num_prompts, (len(groups), self._config.num_prompts)
-        assert not any(self._is_stale(group.samples) for group in groups), "the policy version advanced while a batch was made"
+        assert not any(self._is_stale(group.samples) for group in groups), (
+            "the policy version advanced while a batch was made"
+        )
         batch = make_batch(groups, temperature=self._sampling.temperature)
         for group_index in chosen:
             self._ledger.train(group_index)
@@ -609,17 +696,23 @@ class AsyncRolloutManager:
         draw.failed_groups.clear()
         if self._ahead is None:
             self._put_back(draw, SURPLUS)
-        self._last_metrics = compute_batch_metrics(groups, decided=draw.decided, drawn=draw.drawn, dropped=draw.dropped)
+        self._last_metrics = compute_batch_metrics(
+            groups, decided=draw.decided, drawn=draw.drawn, dropped=draw.dropped
+        )
         if self._ahead is not None:
             self._note_failed(draw)
             draw.begin_next()
             for group_index in chosen:
                 _pace_of(draw).close(group_index)
-            _pace_of(draw).policy_version += 1  # the next batch is consumed when the trainer is done with this one
+            _pace_of(
+                draw
+            ).policy_version += 1  # the next batch is consumed when the trainer is done with this one
         return batch
 
     def _take_held(self, draw: Draw, pace: Pace) -> None:
-        """Moves held groups into the batch; those that have become too old go, and their prompts are returned."""
+        """Moves held groups into the batch; those that have become too old go, and their prompts are
+        returned.
+        """
         stale: dict[int, PromptRow] = {}
         for group_index, held in self._held.items():
             oldest = find_oldest_version(held.group.samples)
@@ -647,7 +740,9 @@ class AsyncRolloutManager:
         """Gives up what a manager with other settings has held, where nothing is carried over."""
         prompts = {group_index: held.prompt for group_index, held in self._held.items()}
         prompts |= {group_index: group.prompt for group_index, group in self._unfinished.items()}
-        stale = {group_index for group_index, held in self._held.items() if self._is_stale(held.group.samples)}
+        stale = {
+            group_index for group_index, held in self._held.items() if self._is_stale(held.group.samples)
+        }
         self._held, self._unfinished = {}, {}
         for group_index in sorted(prompts):
             self._drop(draw, group_index, STALE if group_index in stale else SURPLUS)

@@ -16,8 +16,12 @@ from rollouts.types import Max, Mean, Metric, Min, RolloutBatch, Sample, SampleG
 
 
 def make_batch(groups: Sequence[SampleGroup], *, temperature: float) -> RolloutBatch:
-    """One row per sample, groups by group index, samples of a group in launch order. Temperature 0 is greedy, whose log-probs are at 1."""
-    samples = tuple(sample for group in sorted(groups, key=lambda group: group.group_index) for sample in group.samples)
+    """One row per sample, groups by group index, samples of a group in launch order. Temperature 0 is greedy,
+    whose log-probs are at 1.
+    """
+    samples = tuple(
+        sample for group in sorted(groups, key=lambda group: group.group_index) for sample in group.samples
+    )
     assert all(sample.reward is not None for sample in samples), "a sample without a reward reached the batch"
     return convert_to_batch(samples, temperature=temperature)
 
@@ -25,12 +29,14 @@ def make_batch(groups: Sequence[SampleGroup], *, temperature: float) -> RolloutB
 def compute_batch_metrics(
     groups: Sequence[SampleGroup], *, decided: Sequence[ClosedGroup], drawn: int, dropped: Mapping[str, int]
 ) -> dict[str, Metric]:
-    """What the groups of a batch look like and what they cost; `decided` are those that this call closed, in or out of the batch.
+    """What the groups of a batch look like and what they cost; `decided` are those that this call closed, in
+    or out of the batch.
 
-    reward/…, response_length/… and truncated/… are of the rows that train. groups/zero_std_frac and groups/reward_std are of every group
-    that was scored, filtered ones included: a filter would hide what it looks for. Spreads are the population's; those of groups count a
-    trajectory of several segments once. groups/accepted_frac is the share of the groups decided in this call that the filters kept; a group
-    that failed or was not needed counts neither way.
+    reward/…, response_length/… and truncated/… are of the rows that train. groups/zero_std_frac and
+    groups/reward_std are of every group that was scored, filtered ones included: a filter would hide what it
+    looks for. Spreads are the population's; those of groups count a trajectory of several segments once.
+    groups/accepted_frac is the share of the groups decided in this call that the filters kept; a group that
+    failed or was not needed counts neither way.
     """
     metrics: dict[str, Metric] = {"groups/drawn": Total(drawn), "groups/kept": Total(len(groups))}
     for reason, count in sorted(dropped.items()):
@@ -38,13 +44,17 @@ def compute_batch_metrics(
     failures = Counter(failure_class_of(sample) for closed in decided for sample in closed.failed)
     metrics.update({f"fail/{name}": Total(count) for name, count in sorted(failures.items())})
     metrics.update(_sample_metrics([sample for group in groups for sample in group.samples]))
-    filtered = [closed.group for closed in decided if not closed.decision.keep and closed.failure_class is None]
+    filtered = [
+        closed.group for closed in decided if not closed.decision.keep and closed.failure_class is None
+    ]
     metrics.update(_spread_metrics([*groups, *filtered]))
     accepted = sum(closed.decision.keep for closed in decided)
     metrics["groups/accepted_frac"] = Mean(accepted, accepted + len(filtered))
     seconds = [trajectory for closed in decided for trajectory in closed.trajectories]
     metrics["perf/generate_s/mean"] = _mean([trajectory.generate_s for trajectory in seconds])
-    metrics["perf/reward_s/mean"] = _mean([trajectory.reward_s for trajectory in seconds if trajectory.reward_s is not None])
+    metrics["perf/reward_s/mean"] = _mean(
+        [trajectory.reward_s for trajectory in seconds if trajectory.reward_s is not None]
+    )
     return metrics
 
 
@@ -72,8 +82,13 @@ def _sample_metrics(samples: Sequence[Sample]) -> dict[str, Metric]:
 
 def _spread_metrics(groups: Sequence[SampleGroup]) -> dict[str, Metric]:
     rewards = [replace(group, samples=group.ends).rewards.astype(np.float64) for group in groups]
-    alike = [values.min() == values.max() for values in rewards]  # rounding can leave equal rewards a tiny deviation
-    return {"groups/zero_std_frac": _mean(alike), "groups/reward_std/mean": _mean([values.std() for values in rewards])}
+    alike = [
+        values.min() == values.max() for values in rewards
+    ]  # rounding can leave equal rewards a tiny deviation
+    return {
+        "groups/zero_std_frac": _mean(alike),
+        "groups/reward_std/mean": _mean([values.std() for values in rewards]),
+    }
 
 
 def _mean(values: Iterable[float]) -> Mean:

@@ -11,7 +11,12 @@ from rollouts.data.data_buffer import PromptRow
 from rollouts.errors import EngineError
 from rollouts.generation.group import ClosedGroup, GroupWork
 from rollouts.generation.pacing import Pace
-from rollouts.generation.staleness import HeldGroup, UnfinishedGroup, encode_held_group, encode_unfinished_group
+from rollouts.generation.staleness import (
+    HeldGroup,
+    UnfinishedGroup,
+    encode_held_group,
+    encode_unfinished_group,
+)
 from rollouts.types import JSONValue, Sample
 
 
@@ -20,13 +25,19 @@ class Draw:
     """One batch in the making."""
 
     pace: Pace | None = None  # where groups are decided as they finish
-    undecided: dict[int, PromptRow] = field(default_factory=dict)  # by group index, in launch order: running, or closed and waiting their turn
+    undecided: dict[int, PromptRow] = field(
+        default_factory=dict
+    )  # by group index, in launch order: running, or closed and waiting their turn
     work: dict[int, GroupWork] = field(default_factory=dict)  # how far those have come
     closed: dict[int, ClosedGroup] = field(default_factory=dict)  # those of them that have finished
-    kept: dict[int, HeldGroup] = field(default_factory=dict)  # of the batch; paced: may be more, of which the batch is chosen
+    kept: dict[int, HeldGroup] = field(
+        default_factory=dict
+    )  # of the batch; paced: may be more, of which the batch is chosen
     decided: list[ClosedGroup] = field(default_factory=list)
     failed: list[Sample] = field(default_factory=list)  # of the decided
-    failed_groups: dict[int, tuple[PromptRow, str]] = field(default_factory=dict)  # decided, but in the ledger only when the batch is delivered
+    failed_groups: dict[int, tuple[PromptRow, str]] = field(
+        default_factory=dict
+    )  # decided, but in the ledger only when the batch is delivered
     drawn: int = 0
     dropped: Counter[str] = field(default_factory=Counter)  # groups by reason
     generating: int = 0  # samples; counted only where paced
@@ -48,8 +59,8 @@ class Carried(NamedTuple):
 def carry(draw: Draw, is_stale: Callable[[Sequence[Sample]], bool]) -> Carried:
     """What is held, and which prompts are returned, if the draw ends now; nothing if it has ended.
 
-    Prompts of groups that failed are returned: what failed them may be what stopped the batch, and mended before they are drawn again. So
-    are, unless the batch was full, those of groups that have not begun.
+    Prompts of groups that failed are returned: what failed them may be what stopped the batch, and mended
+    before they are drawn again. So are, unless the batch was full, those of groups that have not begun.
     """
     failed = {group_index: prompt for group_index, (prompt, _) in draw.failed_groups.items()}
     if draw.pace is None:
@@ -59,9 +70,16 @@ def carry(draw: Draw, is_stale: Callable[[Sequence[Sample]], bool]) -> Carried:
     held, unfinished, returned = dict(draw.kept), {}, dict(failed)
     for group_index, work in draw.work.items():
         closed = draw.closed.get(group_index)
-        if closed is not None and closed.error is None and closed.decision.keep and not is_stale(closed.samples):
+        if (
+            closed is not None
+            and closed.error is None
+            and closed.decision.keep
+            and not is_stale(closed.samples)
+        ):
             held[group_index] = HeldGroup(closed.group, work.prompt)
-        elif (closed is None or isinstance(closed.error, EngineError)) and (draw.is_stopping or work.has_begun):
+        elif (closed is None or isinstance(closed.error, EngineError)) and (
+            draw.is_stopping or work.has_begun
+        ):
             unfinished[group_index] = UnfinishedGroup(group_index, work.prompt, tuple(work.members))
         else:
             returned[group_index] = work.prompt
@@ -70,7 +88,9 @@ def carry(draw: Draw, is_stale: Callable[[Sequence[Sample]], bool]) -> Carried:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerSnapshot:
-    """What a manager knew at a moment. It stays so while the manager goes on: groups and samples are records that nobody changes."""
+    """What a manager knew at a moment. It stays so while the manager goes on: groups and samples are records
+    that nobody changes.
+    """
 
     next_group_index: int
     ledger: Mapping[str, JSONValue]

@@ -1,4 +1,6 @@
-"""The default generate function: one chat turn. Token ids in, token ids out; text is made from ids, never ids from the text of a response."""
+"""The default generate function: one chat turn. Token ids in, token ids out; text is made from ids, never ids
+from the text of a response.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from rollouts.data.messages import parse_tools
 from rollouts.protocols import GenerateFn, InferenceEngine
 from rollouts.types import FinishReason, GenerateRequest, IntArray, Sample, SamplingParams, Status
 
-STATUS_OF: dict[FinishReason, Status] = {"stop": Status.COMPLETED, "length": Status.TRUNCATED, "abort": Status.ABORTED}
+STATUS_OF: dict[FinishReason, Status] = {
+    "stop": Status.COMPLETED,
+    "length": Status.TRUNCATED,
+    "abort": Status.ABORTED,
+}
 CACHED_PROMPTS = 4096  # a prompt of 1000 tokens takes 8 kB
 
 
@@ -25,25 +31,34 @@ class GenerationTokenizer(ChatTokenizer, Protocol):
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = ...) -> Any: ...
 
 
-def make_chat_generate(tokenizer: GenerationTokenizer, *, options: TemplateOptions = DEFAULT_OPTIONS) -> GenerateFn:
-    """A generate function that answers a prompt (text is one user turn) in the chat template with one completion.
+def make_chat_generate(
+    tokenizer: GenerationTokenizer, *, options: TemplateOptions = DEFAULT_OPTIONS
+) -> GenerateFn:
+    """A generate function that answers a prompt (text is one user turn) in the chat template with one
+    completion.
 
-    The tools of a prompt are its sample's metadata["tools"]. Given a sample that was aborted, it goes on after the tokens there are, with
-    what is left of max_new_tokens; whether those tokens are fresh enough is the caller's business. A prompt is tokenized once however many
-    samples it has.
-    The function raises DataError and ModelError like tokenize_prompt, RequestRefused and EngineError like the engine.
+    The tools of a prompt are its sample's metadata["tools"]. Given a sample that was aborted, it goes on
+    after the tokens there are, with what is left of max_new_tokens; whether those tokens are fresh enough is
+    the caller's business. A prompt is tokenized once however many samples it has. The function raises
+    DataError and ModelError like tokenize_prompt, RequestRefused and EngineError like the engine.
     """
 
     @functools.lru_cache(maxsize=CACHED_PROMPTS)
     def tokenize(key: str) -> IntArray:
         prompt, tools = json.loads(key)
-        token_ids = tokenize_prompt(prompt, tokenizer, options=options, tools=parse_tools(tools, where="the sample's tools"))
+        token_ids = tokenize_prompt(
+            prompt, tokenizer, options=options, tools=parse_tools(tools, where="the sample's tools")
+        )
         token_ids.flags.writeable = False
         return token_ids
 
     async def chat_generate(sample: Sample, engine: InferenceEngine, sampling: SamplingParams) -> Sample:
         continued = sample.status is Status.ABORTED and bool(sample.loss_mask.any())
-        tokens = sample.tokens if continued else tokenize(json.dumps([sample.prompt, sample.metadata.get("tools")]))
+        tokens = (
+            sample.tokens
+            if continued
+            else tokenize(json.dumps([sample.prompt, sample.metadata.get("tools")]))
+        )
         mask = sample.loss_mask if continued else np.zeros(len(tokens), np.bool_)
         request = _make_request(sample, tokens, int(mask.sum()), sampling)
         if request is None:
@@ -52,7 +67,11 @@ def make_chat_generate(tokenizer: GenerationTokenizer, *, options: TemplateOptio
         count = len(completion.token_ids)
         known = engine.features.log_probs  # tokens without log-probs never train: their mask is 0
         log_probs = completion.log_probs if known else np.zeros(count, np.float32)
-        before = (sample.rollout_log_probs, sample.weight_versions) if continued else (np.zeros(len(tokens)), np.full(len(tokens), -1))
+        before = (
+            (sample.rollout_log_probs, sample.weight_versions)
+            if continued
+            else (np.zeros(len(tokens)), np.full(len(tokens), -1))
+        )
         tokens = np.concatenate([tokens, completion.token_ids])
         mask = np.concatenate([mask, np.full(count, known)])
         response = tokens[mask] if known else completion.token_ids
@@ -75,14 +94,21 @@ def compute_request_seed(run_seed: int, sample_id: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def _make_request(sample: Sample, tokens: IntArray, done: int, sampling: SamplingParams) -> GenerateRequest | None:
-    """What the engine is asked to do after `tokens`, the last `done` of them sampled; None if there is nothing left to sample."""
-    affinity = "" if sample.group_index is None else f"g{sample.group_index}"  # members share their prompt, and so a prefix cache
+def _make_request(
+    sample: Sample, tokens: IntArray, done: int, sampling: SamplingParams
+) -> GenerateRequest | None:
+    """What the engine is asked to do after `tokens`, the last `done` of them sampled; None if there is
+    nothing left to sample.
+    """
+    affinity = (
+        "" if sample.group_index is None else f"g{sample.group_index}"
+    )  # members share their prompt, and so a prefix cache
     if done == 0:
         return GenerateRequest(request_id=sample.id, prompt_ids=tokens, sampling=sampling, affinity=affinity)
     if done >= sampling.max_new_tokens:
         return None
-    # a new request begins its random stream anew: with the seed of the first, the second half would repeat its draws
+    # a new request begins its random stream anew: with the seed of the first, the second half would repeat
+    # its draws
     request_id = f"{sample.id}@{done}"
     seed = None if sampling.seed is None else compute_request_seed(sampling.seed, request_id)
     rest = replace(sampling, max_new_tokens=sampling.max_new_tokens - done, seed=seed)

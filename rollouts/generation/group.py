@@ -1,12 +1,14 @@
-"""How one group comes about: generate → reward for each sample at once, then group reward and filters when the last of them is done.
+"""How one group comes about: generate → reward for each sample at once, then group reward and filters when
+the last of them is done.
 
     prompt ──► G members in one nursery ──► those that did not fail ──► group reward ──► filters ──► ClosedGroup
                generate, then reward        fewer than 2: failed_samples
 
-How far each member has come is in the GroupWork, also while it runs: whoever stops the group can go on from there later. Told to stop, a member
-whose engine aborts it ends with the tokens it has.
+How far each member has come is in the GroupWork, also while it runs: whoever stops the group can go on from
+there later. Told to stop, a member whose engine aborts it ends with the tokens it has.
 
-What users, data and engines do wrong ends in the record of a sample or of the group; only cancellation and our own bugs leave as exceptions.
+What users, data and engines do wrong ends in the record of a sample or of the group; only cancellation and
+our own bugs leave as exceptions.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ from rollouts.rewards.worker_messages import RaisedInWorker
 from rollouts.types import FilterDecision, Sample, SampleGroup, SamplingParams, Status
 
 MAX_STARTS = 8  # in vain, of one sample whose engine keeps aborting it; after that it has failed
-INFRASTRUCTURE = "infrastructure"  # the class of samples that an engine, not anything of their own, kept from being generated
+# the class of samples that an engine, not anything of their own, kept from being generated
+INFRASTRUCTURE = "infrastructure"
 TRACEBACK_FRAMES = 4
 TRACEBACK_CHARS = 2000
 
@@ -65,9 +68,13 @@ class GroupPlan:
     samples_per_prompt: int  # G
     reward_timeout_s: float
     limiter: trio.CapacityLimiter  # places of sync functions
-    may_continue: Callable[[Sample], bool]  # whether the tokens of an aborted sample are fresh enough to go on from
+    may_continue: Callable[
+        [Sample], bool
+    ]  # whether the tokens of an aborted sample are fresh enough to go on from
     is_stopping: Callable[[], bool] = lambda: False  # whether an aborted sample ends with what it has
-    ended: trio.MemorySendChannel[ClosedGroup | int | None] | None = None  # gets the group index whenever a member no longer generates
+    ended: trio.MemorySendChannel[ClosedGroup | int | None] | None = (
+        None  # gets the group index whenever a member no longer generates
+    )
     spans: SpanRecorder | None = None  # is told when each sample was generated and scored
 
 
@@ -133,11 +140,17 @@ class GroupWork:
 
 def start_group(group_index: int, prompt: PromptRow, samples_per_prompt: int) -> GroupWork:
     """A group of which nothing is done yet."""
-    return GroupWork(group_index, prompt, [Member(pending=sample) for sample in make_samples(group_index, prompt, samples_per_prompt)])
+    return GroupWork(
+        group_index,
+        prompt,
+        [Member(pending=sample) for sample in make_samples(group_index, prompt, samples_per_prompt)],
+    )
 
 
 async def run_group(plan: GroupPlan, work: GroupWork) -> ClosedGroup | None:
-    """The group when the last of its members is done; None if it was told to stop before that. Raises only Cancelled."""
+    """The group when the last of its members is done; None if it was told to stop before that. Raises only
+    Cancelled.
+    """
     fatal: list[RolloutsError] = []
 
     async def run_member(index: int) -> None:
@@ -155,18 +168,24 @@ async def run_group(plan: GroupPlan, work: GroupWork) -> ClosedGroup | None:
         return ClosedGroup(group_index=work.group_index, prompt=work.prompt, error=fatal[0])
     if not all(member.scored for member in work.members):
         return None
-    trajectories = tuple(Trajectory(member.segments, member.generate_s, member.reward_s) for member in work.members)
+    trajectories = tuple(
+        Trajectory(member.segments, member.generate_s, member.reward_s) for member in work.members
+    )
     try:
-        return await close_group(plan, ClosedGroup(group_index=work.group_index, prompt=work.prompt, trajectories=trajectories))
+        return await close_group(
+            plan, ClosedGroup(group_index=work.group_index, prompt=work.prompt, trajectories=trajectories)
+        )
     except RolloutsError as error:
         return ClosedGroup(group_index=work.group_index, prompt=work.prompt, error=error)
 
 
-# --- one member --------------------------------------------------------------------------------------------------------------
+# --- one member ---------------------------------------------------------------------------------------------
 
 
 async def make_trajectory(plan: GroupPlan, sample: Sample) -> Trajectory:
-    """A generated and scored trajectory, or the sample as failed. Raises what stops the whole call: see classify_generate_error; ConfigError."""
+    """A generated and scored trajectory, or the sample as failed. Raises what stops the whole call: see
+    classify_generate_error; ConfigError.
+    """
     member = await score_member(plan, await generate_member(plan, Member(pending=sample)))
     return Trajectory(member.segments, member.generate_s, member.reward_s)
 
@@ -185,9 +204,11 @@ async def _advance_member(plan: GroupPlan, work: GroupWork, index: int) -> None:
 
 
 async def generate_member(plan: GroupPlan, member: Member) -> Member:
-    """The member with its segments, or failed, or, if the plan is stopping, with the tokens it has. Raises like make_trajectory.
+    """The member with its segments, or failed, or, if the plan is stopping, with the tokens it has. Raises
+    like make_trajectory.
 
-    A sample that the engine aborted goes on where it stopped if it is one segment and its tokens are fresh enough, or else starts again.
+    A sample that the engine aborted goes on where it stopped if it is one segment and its tokens are fresh
+    enough, or else starts again.
     """
     started = trio.current_time()
     function = function_name(plan.generate)
@@ -210,19 +231,37 @@ async def generate_member(plan: GroupPlan, member: Member) -> Member:
 
 
 def _end_generating(
-    member: Member, started: float, *, segments: tuple[Sample, ...] = (), partial: Sample | None = None, scored: bool = False
+    member: Member,
+    started: float,
+    *,
+    segments: tuple[Sample, ...] = (),
+    partial: Sample | None = None,
+    scored: bool = False,
 ) -> Member:
     seconds = member.generate_s + trio.current_time() - started
     return replace(member, segments=segments, partial=partial, scored=scored, generate_s=seconds)
 
 
 def _record_generation(
-    spans: SpanRecorder, engine: InferenceEngine, segments: Sequence[Sample], answers: Sequence[Answered], seconds: float
+    spans: SpanRecorder,
+    engine: InferenceEngine,
+    segments: Sequence[Sample],
+    answers: Sequence[Answered],
+    seconds: float,
 ) -> None:
-    """A span for each request that a fleet had answered, or one for all, of an engine that is no fleet; of several segments, the last one's."""
+    """A span for each request that a fleet had answered, or one for all, of an engine that is no fleet; of
+    several segments, the last one's.
+    """
     sample_id = segments[-1].id
     for answered in answers:
-        spans.add("generate", answered.engine, trio.current_time() - answered.start, answered.duration_s, id=sample_id, tokens=answered.tokens)
+        spans.add(
+            "generate",
+            answered.engine,
+            trio.current_time() - answered.start,
+            answered.duration_s,
+            id=sample_id,
+            tokens=answered.tokens,
+        )
     if not answers:
         tokens = sum(segment.response_length for segment in segments)
         spans.add("generate", engine.features.name, seconds, seconds, id=sample_id, tokens=tokens)
@@ -247,12 +286,15 @@ async def _generate_segments(plan: GroupPlan, member: Member) -> tuple[Sample, .
     if plan.is_stopping():
         return (start,)
     raise EngineError(
-        f"sample {member.pending.id} was aborted by its engine {MAX_STARTS} times without a token more; find out who calls abort_all()"
+        f"sample {member.pending.id} was aborted by its engine {MAX_STARTS} times without a token more; find"
+        " out who calls abort_all()"
     )
 
 
 async def score_member(plan: GroupPlan, member: Member) -> Member:
-    """The generated member with its reward, or as failed; as it is where the group is scored together. Raises ConfigError without any reward."""
+    """The generated member with its reward, or as failed; as it is where the group is scored together. Raises
+    ConfigError without any reward.
+    """
     if member.scored:
         return member
     started, segments = trio.current_time(), member.segments
@@ -265,12 +307,19 @@ async def score_member(plan: GroupPlan, member: Member) -> Member:
     if plan.group_reward is None:
         reward = segments[-1].reward
         if reward is None:
-            raise ConfigError(f"sample {segments[-1].id} has no reward: pass reward or group_reward, or let the generate function set it")
-        segments = tuple(replace(segment, reward=reward, rewards=segments[-1].rewards) for segment in segments)
+            raise ConfigError(
+                f"sample {segments[-1].id} has no reward: pass reward or group_reward, or let the generate"
+                " function set it"
+            )
+        segments = tuple(
+            replace(segment, reward=reward, rewards=segments[-1].rewards) for segment in segments
+        )
     return replace(member, segments=segments, scored=True)
 
 
-async def score_trajectory(reward: RewardFn, segments: tuple[Sample, ...], plan: GroupPlan) -> tuple[Sample, ...]:
+async def score_trajectory(
+    reward: RewardFn, segments: tuple[Sample, ...], plan: GroupPlan
+) -> tuple[Sample, ...]:
     """The segments with the reward of the last one, or that one as failed."""
     last = segments[-1]
     try:
@@ -282,18 +331,22 @@ async def score_trajectory(reward: RewardFn, segments: tuple[Sample, ...], plan:
     return tuple(apply_reward(segment, result) for segment in segments)
 
 
-# --- the group ---------------------------------------------------------------------------------------------------------------
+# --- the group ----------------------------------------------------------------------------------------------
 
 
 async def close_group(plan: GroupPlan, closed: ClosedGroup) -> ClosedGroup:
-    """The group without its failed samples, scored together and filtered. Raises UserFunctionError if a filter does not answer, or not in time."""
+    """The group without its failed samples, scored together and filtered. Raises UserFunctionError if a
+    filter does not answer, or not in time.
+    """
     closed = _without_failed(closed)
     if closed.decision.keep and plan.group_reward is not None:
         closed = _without_failed(await score_group(plan.group_reward, closed, plan))
     if not closed.decision.keep:
         return closed
     for filter_ in plan.filters:
-        decision = await call_filter(filter_, closed.group, timeout_s=plan.reward_timeout_s, limiter=plan.limiter)
+        decision = await call_filter(
+            filter_, closed.group, timeout_s=plan.reward_timeout_s, limiter=plan.limiter
+        )
         if not decision.keep:
             return replace(closed, decision=decision)
     return closed
@@ -311,36 +364,49 @@ def _without_failed(closed: ClosedGroup) -> ClosedGroup:
 
 
 async def score_group(group_reward: GroupRewardFn, closed: ClosedGroup, plan: GroupPlan) -> ClosedGroup:
-    """The group with one reward per trajectory, given to its last segment and shared by the others; all of them failed if that fails."""
+    """The group with one reward per trajectory, given to its last segment and shared by the others; all of
+    them failed if that fails.
+    """
     finished = [trajectory for trajectory in closed.trajectories if not trajectory.failed]
     ends = [trajectory.segments[-1] for trajectory in finished]
     try:
         reach("rollout.before_reward")
-        results = await call_group_reward(group_reward, ends, timeout_s=plan.reward_timeout_s, limiter=plan.limiter)
+        results = await call_group_reward(
+            group_reward, ends, timeout_s=plan.reward_timeout_s, limiter=plan.limiter
+        )
         reach("rollout.after_reward")
     except UserFunctionError as error:
         name = function_name(group_reward)
-        failed = [replace(t, segments=(fail_sample(t.segments[-1], error, classify_reward_error(error), name),)) for t in finished]
+        failed = [
+            replace(t, segments=(fail_sample(t.segments[-1], error, classify_reward_error(error), name),))
+            for t in finished
+        ]
         return replace(closed, trajectories=(*failed, *(t for t in closed.trajectories if t.failed)))
     scored = {
-        trajectory.segments[-1].id: replace(trajectory, segments=tuple(apply_reward(segment, result) for segment in trajectory.segments))
+        trajectory.segments[-1].id: replace(
+            trajectory, segments=tuple(apply_reward(segment, result) for segment in trajectory.segments)
+        )
         for trajectory, result in zip(finished, results, strict=True)
     }
     return replace(closed, trajectories=tuple(scored.get(t.segments[-1].id, t) for t in closed.trajectories))
 
 
-# --- failures ----------------------------------------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------------
 
 
 def classify_generate_error(error: RolloutsError) -> str:
-    """The class that a failed sample is counted under. Raises `error` itself if it is not one sample's but everybody's."""
+    """The class that a failed sample is counted under. Raises `error` itself if it is not one sample's but
+    everybody's.
+    """
     if isinstance(error, UserFunctionError):
         return "generate"
     if isinstance(error, RequestRefused | DataError):
         return "data"
     if isinstance(error, InfrastructureError):
         return INFRASTRUCTURE
-    if isinstance(error, EngineError) and not isinstance(error, EngineClosed | WeightVersionError | EngineSetupError | FleetDown):
+    if isinstance(error, EngineError) and not isinstance(
+        error, EngineClosed | WeightVersionError | EngineSetupError | FleetDown
+    ):
         return "engine"
     raise error
 
@@ -353,13 +419,26 @@ def classify_reward_error(error: UserFunctionError) -> str:
 
 
 def fail_sample(sample: Sample, error: RolloutsError, failure_class: str, function: str) -> Sample:
-    """The sample as failed, without a reward; metadata["failure"] has class, function, message and the last frames of the traceback.
+    """The sample as failed, without a reward; metadata["failure"] has class, function, message and the last
+    frames of the traceback.
 
-    The traceback is of what a function, the data or the engine raised; empty when none did: a time-out, a crash, an answer that is no reward.
+    The traceback is of what a function, the data or the engine raised; empty when none did: a time-out, a
+    crash, an answer that is no reward.
     """
     cause = error.__cause__ or (None if isinstance(error, UserFunctionError) else error)
-    failure = {"class": failure_class, "function": function, "message": str(error), "traceback": _trace(cause)[-TRACEBACK_CHARS:]}
-    return replace(sample, status=Status.FAILED, reward=None, rewards={}, metadata={**sample.metadata, "failure": failure})
+    failure = {
+        "class": failure_class,
+        "function": function,
+        "message": str(error),
+        "traceback": _trace(cause)[-TRACEBACK_CHARS:],
+    }
+    return replace(
+        sample,
+        status=Status.FAILED,
+        reward=None,
+        rewards={},
+        metadata={**sample.metadata, "failure": failure},
+    )
 
 
 def _trace(cause: BaseException | None) -> str:
@@ -367,11 +446,20 @@ def _trace(cause: BaseException | None) -> str:
         return ""
     if isinstance(cause, RaisedInWorker):
         return cause.traceback_text
-    return "".join(traceback.format_exception(type(cause), cause, cause.__traceback__, limit=-TRACEBACK_FRAMES, chain=False))
+    return "".join(
+        traceback.format_exception(
+            type(cause), cause, cause.__traceback__, limit=-TRACEBACK_FRAMES, chain=False
+        )
+    )
 
 
 def _complete_failure(sample: Sample, function: str) -> Sample:
     """A sample that the generate function itself gave up, in the form of the others."""
     told = sample.metadata.get("failure")
-    failure = {"class": "generate", "function": function, "message": str(told or "the generate function returned it as failed"), "traceback": ""}
+    failure = {
+        "class": "generate",
+        "function": function,
+        "message": str(told or "the generate function returned it as failed"),
+        "traceback": "",
+    }
     return replace(sample, reward=None, rewards={}, metadata={**sample.metadata, "failure": failure})

@@ -1,4 +1,5 @@
-"""The account of every prompt drawn. Each draw is one attempt, named by its group index, and is in exactly one place:
+"""The account of every prompt drawn. Each draw is one attempt, named by its group index, and is in exactly
+one place:
 
     open ──► in flight ──► trained
                  │    └──► dropped with a reason      filtered:REASON, surplus, stale, aborted
@@ -76,7 +77,9 @@ class Ledger:
     def counts(self) -> LedgerCounts:
         """A snapshot."""
         in_flight = len(self._place) - self._num_held
-        return LedgerCounts(self._drawn, self._trained, dict(self._dropped), dict(self._failed), self._num_held, in_flight)
+        return LedgerCounts(
+            self._drawn, self._trained, dict(self._dropped), dict(self._failed), self._num_held, in_flight
+        )
 
     def check(self) -> None:
         """Asserts that every prompt drawn is in exactly one place."""
@@ -85,13 +88,19 @@ class Ledger:
         assert closed + counts.held + counts.in_flight == counts.drawn, f"a prompt was lost: {counts}"
 
     def state_dict(self) -> dict[str, JSONValue]:
-        """The counts of closed attempts, as JSON. Open ones are the manager's to save: it knows their prompts."""
+        """The counts of closed attempts, as JSON. Open ones are the manager's to save: it knows their
+        prompts.
+        """
         return {"trained": self._trained, "dropped": dict(self._dropped), "failed": dict(self._failed)}
 
     def load_state_dict(self, state: Mapping[str, JSONValue]) -> None:
         """Starts from these counts, with no attempt open."""
         self._place, self._num_held = {}, 0
-        self._trained, self._dropped, self._failed = int(state["trained"]), Counter(state["dropped"]), Counter(state["failed"])
+        self._trained, self._dropped, self._failed = (
+            int(state["trained"]),
+            Counter(state["dropped"]),
+            Counter(state["failed"]),
+        )
         self._drawn = self._trained + self._dropped.total() + self._failed.total()
 
     def _close(self, group_index: int) -> None:

@@ -1,11 +1,12 @@
-"""Batches of rollouts without an event loop: plain functions for a notebook or a script. Loads neither trio nor torch.
+"""Batches of rollouts without an event loop: plain functions for a notebook or a script. Loads neither trio
+nor torch.
 
     DataBuffer ──► pending samples ──► generate_fn ──► reward_fn ──► transforms ──► filter_fn ──► P groups ──► RolloutBatch
         ▲                                                                                  │ too few: draw again
         └── everything that an unfinished batch drew, in the order it came ◄── an error ───┘
 
-Everything runs in the calling thread, one round after the other. What over-samples, carries unfinished samples over, bounds staleness and
-keeps account of failures is AsyncRolloutManager.
+Everything runs in the calling thread, one round after the other. What over-samples, carries unfinished
+samples over, bounds staleness and keeps account of failures is AsyncRolloutManager.
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from rollouts.data.messages import parse_tools
 from rollouts.errors import ConfigError, NotEnoughSamples, PlugInError, RolloutsError, UserFunctionError
 from rollouts.generation.generate import STATUS_OF, GenerationTokenizer
 from rollouts.protocols import RewardValue
-from rollouts.rewards.check import apply_reward, check_decision, check_reward, describe, function_name, is_async, shorten
+from rollouts.rewards.check import (
+    apply_reward,
+    check_decision,
+    check_reward,
+    describe,
+    function_name,
+    is_async,
+    shorten,
+)
 from rollouts.types import (
     BoolArray,
     Completion,
@@ -54,7 +63,7 @@ class PromptSource(Protocol):
     def return_prompts(self, prompts: Sequence[PromptRow]) -> None: ...
 
 
-# --- batches without end -----------------------------------------------------------------------------------------------------
+# --- batches without end ------------------------------------------------------------------------------------
 
 
 def generate_rollout_batches(
@@ -70,29 +79,38 @@ def generate_rollout_batches(
     max_attempts: int = 20,
     first_group_index: int = 0,
 ) -> Iterator[RolloutBatch]:
-    """Batches without end, each of `num_prompts` (P) groups of `samples_per_prompt` (G) samples; a group that lost failed ones is smaller.
+    """Batches without end, each of `num_prompts` (P) groups of `samples_per_prompt` (G) samples; a group that
+    lost failed ones is smaller.
 
-    Each round draws the prompts that are missing, and calls `generate_fn` once with all their pending samples. It answers one finished
-    sample per sample, of the same id, in any order; one that it gave up has status failed. `reward_fn` then scores each sample (without
-    it, generate_fn sets the reward), `transforms` see the round as one list, and `filter_fn` sees what is left of each group. A group with
-    fewer than two samples left (of G > 1) is dropped. Nothing is drawn before the first next().
+    Each round draws the prompts that are missing, and calls `generate_fn` once with all their pending
+    samples. It answers one finished sample per sample, of the same id, in any order; one that it gave up has
+    status failed. `reward_fn` then scores each sample (without it, generate_fn sets the reward), `transforms`
+    see the round as one list, and `filter_fn` sees what is left of each group. A group with fewer than two
+    samples left (of G > 1) is dropped. Nothing is drawn before the first next().
 
-    temperature: that generate_fn samples at; written into the batch, and the trainer divides its logits by it.
-    max_attempts: a batch may draw num_prompts * max_attempts groups, or else NotEnoughSamples is raised.
-    first_group_index: of the first group drawn; ids of samples are made from it. To go on after an earlier iterator, give a number above
-    the group indices of its batches: equal ids draw equal random numbers.
+    temperature: that generate_fn samples at; written into the batch, and the trainer divides its logits by
+    it. max_attempts: a batch may draw num_prompts * max_attempts groups, or else NotEnoughSamples is raised.
+    first_group_index: of the first group drawn; ids of samples are made from it. To go on after an earlier
+    iterator, give a number above the group indices of its batches: equal ids draw equal random numbers.
 
-    Raises ConfigError for numbers below 1 and for a sample without a reward, PlugInError for an async function; UserFunctionError, naming the
-    function and the sample, if a function raises or its answer is not one (errors that this package raises inside generate_fn rise as they
-    are). Whatever is raised, the prompts that the unfinished batch drew are back in front of the buffer, in order, and the iterator is over.
+    Raises ConfigError for numbers below 1 and for a sample without a reward, PlugInError for an async
+    function; UserFunctionError, naming the function and the sample, if a function raises or its answer is not
+    one (errors that this package raises inside generate_fn rise as they are). Whatever is raised, the prompts
+    that the unfinished batch drew are back in front of the buffer, in order, and the iterator is over.
     """
-    for name, number in (("num_prompts", num_prompts), ("samples_per_prompt", samples_per_prompt), ("max_attempts", max_attempts)):
+    for name, number in (
+        ("num_prompts", num_prompts),
+        ("samples_per_prompt", samples_per_prompt),
+        ("max_attempts", max_attempts),
+    ):
         if number < 1:
             raise ConfigError(f"{name}={number} must be at least 1")
     for function in (generate_fn, reward_fn, filter_fn, *transforms):
         _check_is_plain(function)
     recipe = _Recipe(generate_fn, reward_fn, filter_fn, tuple(transforms), samples_per_prompt)
-    return _generate(data_buffer, recipe, num_prompts, num_prompts * max_attempts, temperature, first_group_index)
+    return _generate(
+        data_buffer, recipe, num_prompts, num_prompts * max_attempts, temperature, first_group_index
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +134,12 @@ class _Draft:
 
 
 def _generate(
-    data_buffer: PromptSource, recipe: _Recipe, num_prompts: int, draw_limit: int, temperature: float, group_index: int
+    data_buffer: PromptSource,
+    recipe: _Recipe,
+    num_prompts: int,
+    draw_limit: int,
+    temperature: float,
+    group_index: int,
 ) -> Iterator[RolloutBatch]:
     while True:
         draft = _Draft()
@@ -129,7 +152,9 @@ def _generate(
                 draft.drawn += prompts
                 _run_round(draft, prompts, recipe, group_index)
                 group_index += count
-            batch = convert_to_batch([sample for group in draft.groups for sample in group.samples], temperature=temperature)
+            batch = convert_to_batch(
+                [sample for group in draft.groups for sample in group.samples], temperature=temperature
+            )
         except BaseException:  # an interrupted notebook cell too: nothing that was drawn is lost
             data_buffer.return_prompts(draft.drawn)
             raise
@@ -139,20 +164,35 @@ def _generate(
 def _not_enough(draft: _Draft, num_prompts: int, draw_limit: int) -> NotEnoughSamples:
     reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(draft.dropped.items()))
     return NotEnoughSamples(
-        f"{len(draft.groups)} of num_prompts={num_prompts} groups were kept of {len(draft.drawn)} drawn ({reasons}), and "
-        f"max_attempts={draw_limit // num_prompts} allows no more; loosen the filter, use easier or harder prompts, or raise max_attempts"
+        f"{len(draft.groups)} of num_prompts={num_prompts} groups were kept of {len(draft.drawn)} drawn"
+        f" ({reasons}), and max_attempts={draw_limit // num_prompts} allows no more; loosen the filter, use"
+        " easier or harder prompts, or raise max_attempts"
     )
 
 
 def _run_round(draft: _Draft, prompts: Sequence[PromptRow], recipe: _Recipe, first_group_index: int) -> None:
     """Adds the groups of `prompts` to the draft, as kept or as dropped."""
     indices = range(first_group_index, first_group_index + len(prompts))
-    pending = [sample for index, prompt in zip(indices, prompts, strict=True) for sample in make_samples(index, prompt, recipe.samples_per_prompt)]
-    samples = [sample for sample in generate_samples(recipe.generate_fn, pending) if sample.status is not Status.FAILED]
+    pending = [
+        sample
+        for index, prompt in zip(indices, prompts, strict=True)
+        for sample in make_samples(index, prompt, recipe.samples_per_prompt)
+    ]
+    samples = [
+        sample
+        for sample in generate_samples(recipe.generate_fn, pending)
+        if sample.status is not Status.FAILED
+    ]
     samples = _score_samples(recipe.reward_fn, samples)
-    samples = [sample for sample in apply_sample_transforms(samples, recipe.transforms) if sample.status is not Status.FAILED]
+    samples = [
+        sample
+        for sample in apply_sample_transforms(samples, recipe.transforms)
+        if sample.status is not Status.FAILED
+    ]
     for index, prompt in zip(indices, prompts, strict=True):
-        group = SampleGroup(index, prompt.prompt_id, tuple(sample for sample in samples if sample.group_index == index))
+        group = SampleGroup(
+            index, prompt.prompt_id, tuple(sample for sample in samples if sample.group_index == index)
+        )
         decision = _decide(recipe, group)
         if decision.keep:
             draft.groups.append(group)
@@ -160,7 +200,9 @@ def _run_round(draft: _Draft, prompts: Sequence[PromptRow], recipe: _Recipe, fir
             draft.dropped[decision.reason] += 1
 
 
-def _score_samples(reward_fn: Callable[[Sample], RewardValue] | None, samples: Sequence[Sample]) -> list[Sample]:
+def _score_samples(
+    reward_fn: Callable[[Sample], RewardValue] | None, samples: Sequence[Sample]
+) -> list[Sample]:
     if reward_fn is not None:
         return [score_sample(reward_fn, sample) for sample in samples]
     for sample in samples:
@@ -170,31 +212,45 @@ def _score_samples(reward_fn: Callable[[Sample], RewardValue] | None, samples: S
 
 
 def _decide(recipe: _Recipe, group: SampleGroup) -> FilterDecision:
-    if len(group.samples) < min(2, recipe.samples_per_prompt):  # one sample alone has nothing to be compared with
+    if len(group.samples) < min(
+        2, recipe.samples_per_prompt
+    ):  # one sample alone has nothing to be compared with
         return FilterDecision(keep=False, reason=FAILED_SAMPLES)
     if recipe.filter_fn is None:
         return FilterDecision(keep=True)
-    where = f"filter {function_name(recipe.filter_fn)} on group {group.group_index} (prompt {group.prompt_id})"
+    where = (
+        f"filter {function_name(recipe.filter_fn)} on group {group.group_index} (prompt {group.prompt_id})"
+    )
     return check_decision(_call(recipe.filter_fn, group, where=where), function_name(recipe.filter_fn), where)
 
 
-# --- one step of a round -----------------------------------------------------------------------------------------------------
+# --- one step of a round ------------------------------------------------------------------------------------
 
 
 def make_samples(group_index: int, prompt: PromptRow, count: int) -> list[Sample]:
-    """Pending samples g00000012-s000, -s001, …: sorted by id they are in launch order. The row's other fields become their metadata."""
+    """Pending samples g00000012-s000, -s001, …: sorted by id they are in launch order. The row's other fields
+    become their metadata.
+    """
     rest = {key: value for key, value in prompt.row.items() if key != "prompt"}
-    own = {"prompt_id": prompt.prompt_id, "epoch": prompt.epoch}  # in place of fields of the row that have these names
+    own = {
+        "prompt_id": prompt.prompt_id,
+        "epoch": prompt.epoch,
+    }  # in place of fields of the row that have these names
     return [
         Sample(
-            id=f"g{group_index:08d}-s{index:03d}", prompt=_copy(prompt.row["prompt"]), group_index=group_index, metadata={**_copy(rest), **own}
+            id=f"g{group_index:08d}-s{index:03d}",
+            prompt=_copy(prompt.row["prompt"]),
+            group_index=group_index,
+            metadata={**_copy(rest), **own},
         )
         for index in range(count)
     ]
 
 
 def _copy(value: Any) -> Any:
-    """JSON values of one's own: what a function changes in one sample is not seen by its siblings, nor by later epochs."""
+    """JSON values of one's own: what a function changes in one sample is not seen by its siblings, nor by
+    later epochs.
+    """
     if isinstance(value, Mapping):
         return {key: _copy(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -203,10 +259,11 @@ def _copy(value: Any) -> Any:
 
 
 def generate_samples(generate_fn: GenerateBatchFn, samples: Sequence[Sample]) -> list[Sample]:
-    """What `generate_fn` made of pending samples, in their order and with their group indices; each is completed, truncated or failed.
+    """What `generate_fn` made of pending samples, in their order and with their group indices; each is
+    completed, truncated or failed.
 
-    Raises UserFunctionError, naming function and sample, if it raises or answers anything but one such sample per id; errors of this package
-    rise as they are.
+    Raises UserFunctionError, naming function and sample, if it raises or answers anything but one such sample
+    per id; errors of this package rise as they are.
     """
     if not samples:
         return []
@@ -220,28 +277,40 @@ def generate_samples(generate_fn: GenerateBatchFn, samples: Sequence[Sample]) ->
     by_id = {sample.id: sample for sample in _check_samples(answer, where)}
     for sample in samples:
         if sample.id not in by_id:
-            raise UserFunctionError(f"{where} returned no sample {sample.id}; a sample that could not be generated has status failed")
+            raise UserFunctionError(
+                f"{where} returned no sample {sample.id}; a sample that could not be generated has status"
+                " failed"
+            )
     if len(by_id) > len(samples):
         extra = next(iter(by_id.keys() - {sample.id for sample in samples}))
-        raise UserFunctionError(f"{where} returned a sample {extra!r} that it was not given; samples keep their ids")
+        raise UserFunctionError(
+            f"{where} returned a sample {extra!r} that it was not given; samples keep their ids"
+        )
     ordered = [(by_id[sample.id], sample.group_index) for sample in samples]
-    return [sample if sample.group_index == index else replace(sample, group_index=index) for sample, index in ordered]
+    return [
+        sample if sample.group_index == index else replace(sample, group_index=index)
+        for sample, index in ordered
+    ]
 
 
 def score_sample(reward_fn: Callable[[Sample], RewardValue], sample: Sample) -> Sample:
-    """The sample with its reward: a finite number, a mapping of named parts whose sum is the reward, or a RewardResult.
+    """The sample with its reward: a finite number, a mapping of named parts whose sum is the reward, or a
+    RewardResult.
 
-    Raises UserFunctionError, naming function and sample, if reward_fn raises or answers anything else, NaN and None included.
+    Raises UserFunctionError, naming function and sample, if reward_fn raises or answers anything else, NaN
+    and None included.
     """
     where = f"reward function {function_name(reward_fn)} on sample {sample.id}"
     return apply_reward(sample, check_reward(_call(reward_fn, sample, where=where), where))
 
 
 def apply_sample_transforms(samples: Iterable[Sample], transforms: Sequence[SampleTransform]) -> list[Sample]:
-    """The samples after each of `transforms` in turn, every one a function from a list of samples to a list of samples.
+    """The samples after each of `transforms` in turn, every one a function from a list of samples to a list
+    of samples.
 
-    A transform may change samples, reorder them, leave some out and add some, as long as ids stay unique and group indices are among those
-    it was given; None of group_index counts as one. Raises UserFunctionError, naming the transform and the sample, if it raises or breaks that.
+    A transform may change samples, reorder them, leave some out and add some, as long as ids stay unique and
+    group indices are among those it was given; None of group_index counts as one. Raises UserFunctionError,
+    naming the transform and the sample, if it raises or breaks that.
     """
     current = list(samples)
     for transform in transforms:
@@ -252,7 +321,10 @@ def apply_sample_transforms(samples: Iterable[Sample], transforms: Sequence[Samp
         answer = _check_samples(_call(transform, list(current), where=where), where)
         stray = next((sample for sample in answer if sample.group_index not in groups), None)
         if stray is not None:
-            raise UserFunctionError(f"{where} returned sample {stray.id} with group_index={stray.group_index}; it was given no such group")
+            raise UserFunctionError(
+                f"{where} returned sample {stray.id} with group_index={stray.group_index}; it was given no"
+                " such group"
+            )
         current = answer
     return current
 
@@ -266,7 +338,9 @@ def _check_samples(answer: object, where: str) -> list[Sample]:
         if sample.id in ids:
             raise UserFunctionError(f"{where} returned sample {sample.id} twice; ids are unique")
         if sample.status not in FINISHED:
-            raise UserFunctionError(f"{where} returned sample {sample.id} as {sample.status}; set completed, truncated or failed")
+            raise UserFunctionError(
+                f"{where} returned sample {sample.id} as {sample.status}; set completed, truncated or failed"
+            )
         ids.add(sample.id)
     return list(answer)
 
@@ -280,21 +354,30 @@ def _call(function: Callable[[Any], ResultT], argument: object, *, where: str) -
 
 def _check_is_plain(function: Callable[..., Any] | None) -> None:
     if function is not None and is_async(function):
-        raise PlugInError(f"{function_name(function)} is async; these calls run plain functions: drop the async, or use AsyncRolloutManager")
+        raise PlugInError(
+            f"{function_name(function)} is async; these calls run plain functions: drop the async, or use"
+            " AsyncRolloutManager"
+        )
 
 
-# --- generating --------------------------------------------------------------------------------------------------------------
+# --- generating ---------------------------------------------------------------------------------------------
 
 
 def make_sync_chat_generate(
-    complete: CompleteFn, tokenizer: GenerationTokenizer, sampling: SamplingParams, *, options: TemplateOptions = DEFAULT_OPTIONS
+    complete: CompleteFn,
+    tokenizer: GenerationTokenizer,
+    sampling: SamplingParams,
+    *,
+    options: TemplateOptions = DEFAULT_OPTIONS,
 ) -> GenerateBatchFn:
-    """A generate_fn that answers each prompt (text is one user turn) in the chat template with one completion.
+    """A generate_fn that answers each prompt (text is one user turn) in the chat template with one
+    completion.
 
-    The tools of a prompt are its sample's metadata["tools"]; `options` is what the template is told beside the messages. `complete` turns
-    requests, whose ids are those of the samples, into completions in the same order, for example
-    functools.partial(rollouts.models.sampling.sample_completions, model). The function raises DataError and ModelError like tokenize_prompt,
-    what `complete` raises, and UserFunctionError if its completions are not those of the requests.
+    The tools of a prompt are its sample's metadata["tools"]; `options` is what the template is told beside
+    the messages. `complete` turns requests, whose ids are those of the samples, into completions in the same
+    order, for example functools.partial(rollouts.models.sampling.sample_completions, model). The function
+    raises DataError and ModelError like tokenize_prompt, what `complete` raises, and UserFunctionError if its
+    completions are not those of the requests.
     """
 
     def tokenize(sample: Sample) -> IntArray:
@@ -303,17 +386,28 @@ def make_sync_chat_generate(
 
     def chat_generate(samples: list[Sample]) -> list[Sample]:
         prompts = [tokenize(sample) for sample in samples]
-        requests = [GenerateRequest(request_id=one.id, prompt_ids=ids, sampling=sampling) for one, ids in zip(samples, prompts, strict=True)]
+        requests = [
+            GenerateRequest(request_id=one.id, prompt_ids=ids, sampling=sampling)
+            for one, ids in zip(samples, prompts, strict=True)
+        ]
         completions = complete(requests)
-        if [completion.request_id for completion in completions] != [request.request_id for request in requests]:
-            raise UserFunctionError(f"{function_name(complete)} must answer one completion per request, in their order and with their ids")
+        if [completion.request_id for completion in completions] != [
+            request.request_id for request in requests
+        ]:
+            raise UserFunctionError(
+                f"{function_name(complete)} must answer one completion per request, in their order and with"
+                " their ids"
+            )
         return [append_completion(*row, tokenizer) for row in zip(samples, prompts, completions, strict=True)]
 
     return chat_generate
 
 
-def append_completion(sample: Sample, prompt_ids: IntArray, completion: Completion, tokenizer: GenerationTokenizer) -> Sample:
-    """The sample with prompt_ids [prompt length] and the completion as its tokens; the completion trains, the prompt does not.
+def append_completion(
+    sample: Sample, prompt_ids: IntArray, completion: Completion, tokenizer: GenerationTokenizer
+) -> Sample:
+    """The sample with prompt_ids [prompt length] and the completion as its tokens; the completion trains, the
+    prompt does not.
 
     The response is the decoded completion without special tokens; the status says how it ended.
     """
@@ -329,7 +423,7 @@ def append_completion(sample: Sample, prompt_ids: IntArray, completion: Completi
     )
 
 
-# --- samples as arrays -------------------------------------------------------------------------------------------------------
+# --- samples as arrays --------------------------------------------------------------------------------------
 
 
 class SampleFields(NamedTuple):
@@ -344,7 +438,9 @@ class SampleFields(NamedTuple):
 
 
 def extract_sample_fields(samples: Sequence[Sample]) -> SampleFields:
-    """The columns of the samples, in their order. Raises ValueError naming the first sample without a reward (or group) if others have one."""
+    """The columns of the samples, in their order. Raises ValueError naming the first sample without a reward
+    (or group) if others have one.
+    """
     rewards, groups = _column(samples, "reward"), _column(samples, "group_index")
     return SampleFields(
         tokens=tuple(sample.tokens for sample in samples),
@@ -362,7 +458,10 @@ def _column(samples: Sequence[Sample], name: str) -> list[Any] | None:
     if missing and len(missing) == len(values):
         return None
     if missing:
-        raise ValueError(f"sample {missing[0]} has no {name} and other samples of the batch do; give all of them one, or leave it out")
+        raise ValueError(
+            f"sample {missing[0]} has no {name} and other samples of the batch do; give all of them one, or"
+            " leave it out"
+        )
     return values
 
 
@@ -371,8 +470,12 @@ def compute_response_lengths(loss_masks: Sequence[BoolArray]) -> IntArray:
     return np.asarray([int(np.count_nonzero(mask)) for mask in loss_masks], np.int64)
 
 
-def build_batch_metadata(samples: Sequence[Sample], *, step: int | None = None, epoch: int | None = None) -> tuple[dict[str, JSONValue], ...]:
-    """One new dict per sample: its metadata and, where given, `step` and `epoch` under these names, in place of what the sample has there."""
+def build_batch_metadata(
+    samples: Sequence[Sample], *, step: int | None = None, epoch: int | None = None
+) -> tuple[dict[str, JSONValue], ...]:
+    """One new dict per sample: its metadata and, where given, `step` and `epoch` under these names, in place
+    of what the sample has there.
+    """
     added = {name: number for name, number in (("step", step), ("epoch", epoch)) if number is not None}
     return tuple({**sample.metadata, **added} for sample in samples)
 
@@ -382,14 +485,18 @@ def convert_to_batch(
 ) -> RolloutBatch:
     """One row per sample, in their order, with the samples themselves behind the rows.
 
-    temperature: that the samples were drawn at; 0 is greedy, whose log-probs are at 1. Samples without any reward give a batch for
-    supervised training. Raises ValueError, naming the sample, if one is pending or failed, or if only some have a reward or a group;
-    a zero in place of a failed sample's reward would move the mean of its whole group.
+    temperature: that the samples were drawn at; 0 is greedy, whose log-probs are at 1. Samples without any
+    reward give a batch for supervised training. Raises ValueError, naming the sample, if one is pending or
+    failed, or if only some have a reward or a group; a zero in place of a failed sample's reward would move
+    the mean of its whole group.
     """
     rows = tuple(samples)
     unfit = next((sample for sample in rows if sample.status in (Status.PENDING, Status.FAILED)), None)
     if unfit is not None:
-        raise ValueError(f"sample {unfit.id} is {unfit.status}; only what was generated and scored can train: leave it out of the batch")
+        raise ValueError(
+            f"sample {unfit.id} is {unfit.status}; only what was generated and scored can train: leave it out"
+            " of the batch"
+        )
     fields = extract_sample_fields(rows)
     return RolloutBatch(
         tokens=fields.tokens,

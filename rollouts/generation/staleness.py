@@ -53,7 +53,9 @@ class UnfinishedGroup:
 
 def find_oldest_version(samples: Iterable[Sample]) -> int | None:
     """The oldest weight version of any token that trains; None if none does."""
-    return min((version for sample in samples if (version := sample.oldest_version) is not None), default=None)
+    return min(
+        (version for sample in samples if (version := sample.oldest_version) is not None), default=None
+    )
 
 
 def find_oldest_version_of_members(members: Iterable[Member]) -> int | None:
@@ -84,7 +86,9 @@ def decode_held_group(record: Mapping[str, JSONValue], prompt: PromptRow) -> Hel
 
 
 def encode_unfinished_group(group: UnfinishedGroup) -> dict[str, JSONValue]:
-    """An unfinished group as JSON, exactly. Pending samples are made of the prompt again, so they are left out."""
+    """An unfinished group as JSON, exactly. Pending samples are made of the prompt again, so they are left
+    out.
+    """
     return {
         "group_index": group.group_index,
         "prompt_id": group.prompt.prompt_id,
@@ -125,7 +129,9 @@ def _decode_member(record: Mapping[str, JSONValue], pending: Sample) -> Member:
 def _encode_sample(sample: Sample) -> dict[str, JSONValue]:
     return {
         "id": sample.id,
-        "prompt": sample.prompt if isinstance(sample.prompt, str) else [dict(message) for message in sample.prompt],
+        "prompt": (
+            sample.prompt if isinstance(sample.prompt, str) else [dict(message) for message in sample.prompt]
+        ),
         "response": sample.response,
         **{name: getattr(sample, name).tolist() for name in ARRAYS},
         "reward": sample.reward,

@@ -42,8 +42,11 @@ class ChartOptions:
     log: bool = False  # the logarithm of the values, to base 10; those that are not above 0 are left out
 
 
-def collect_panels(records: Mapping[str, RunRecord], patterns: Sequence[str], *, stage: str | None = None) -> list[list[Curve]]:
-    """A panel for each stage and metric that matches a pattern (`reward/*`), in the order of the patterns: its curve of each run that has it.
+def collect_panels(
+    records: Mapping[str, RunRecord], patterns: Sequence[str], *, stage: str | None = None
+) -> list[list[Curve]]:
+    """A panel for each stage and metric that matches a pattern (`reward/*`), in the order of the patterns:
+    its curve of each run that has it.
 
     Raises ConfigError for a stage that no run has, and for a pattern that no metric of these stages matches.
     """
@@ -51,10 +54,16 @@ def collect_panels(records: Mapping[str, RunRecord], patterns: Sequence[str], *,
     if stage is not None and stage not in stages:
         raise ConfigError(f"--stage {stage}: the stages are {', '.join(stages) or 'none yet'}")
     kept = [stage] if stage is not None else stages
-    curves = [curve for run, record in records.items() for curve in list_curves(run, record) if curve.stage in kept]
+    curves = [
+        curve for run, record in records.items() for curve in list_curves(run, record) if curve.stage in kept
+    ]
     names = list(dict.fromkeys(curve.name for curve in curves))
     chosen = list(dict.fromkeys(name for pattern in patterns for name in match_names(pattern, names)))
-    panels = [[curve for curve in curves if (curve.stage, curve.name) == (one, name)] for one in kept for name in chosen]
+    panels = [
+        [curve for curve in curves if (curve.stage, curve.name) == (one, name)]
+        for one in kept
+        for name in chosen
+    ]
     return [panel for panel in panels if panel]
 
 
@@ -65,14 +74,26 @@ def list_stages(record: RunRecord) -> list[str]:
 
 def list_curves(run: str, record: RunRecord) -> list[Curve]:
     """Every metric of every stage of a run that has a value, those of evaluations too."""
-    curves = [Curve(run, stage, name, *record.series(stage, name)) for stage in record.stages for name in record.columns.metrics]
+    curves = [
+        Curve(run, stage, name, *record.series(stage, name))
+        for stage in record.stages
+        for name in record.columns.metrics
+    ]
     held: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in record.evaluations:
         for name, value in row.items():
             if name.startswith("eval/") and isinstance(value, int | float):
                 held.setdefault((row["stage"], name), []).append((row["step"], value))
     for (stage, name), points in held.items():
-        curves.append(Curve(run, stage, name, np.array([step for step, _ in points]), np.array([value for _, value in points], dtype=float)))
+        curves.append(
+            Curve(
+                run,
+                stage,
+                name,
+                np.array([step for step, _ in points]),
+                np.array([value for _, value in points], dtype=float),
+            )
+        )
     return [curve for curve in curves if len(curve.values)]
 
 
@@ -81,7 +102,9 @@ def match_names(pattern: str, names: Sequence[str]) -> list[str]:
     found = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
     if found:
         return found
-    areas = nearest_names(pattern.partition("/")[0], list(dict.fromkeys(name.partition("/")[0] for name in names)))
+    areas = nearest_names(
+        pattern.partition("/")[0], list(dict.fromkeys(name.partition("/")[0] for name in names))
+    )
     alike = [] if "*" in pattern else nearest_names(pattern, names)
     near = (alike or [name for name in names if name.partition("/")[0] in areas] or list(names))[:SHOWN_NAMES]
     hint = f"near are {', '.join(near)}" if near else "none was logged yet"
@@ -107,7 +130,9 @@ def smooth_values(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def draw_chart(panel: Sequence[Curve], options: ChartOptions, *, colours: Sequence[str] = COLOURS) -> Text:
-    """The curves of a panel over each other, with the highest and lowest value and the range of steps; where dots meet, the last run's colour."""
+    """The curves of a panel over each other, with the highest and lowest value and the range of steps; where
+    dots meet, the last run's colour.
+    """
     curves = [prepare_curve(curve, options) for curve in panel]
     drawn = [curve for curve in curves if len(curve.values)]
     title = f"{panel[0].stage} {panel[0].name}{' (logarithmic)' if options.log else ''}"
@@ -120,7 +145,9 @@ def draw_chart(panel: Sequence[Curve], options: ChartOptions, *, colours: Sequen
     owners = np.zeros((options.height, options.width), dtype=np.int64)
     for curve, values in zip(drawn, scaled, strict=True):
         owner = curves.index(curve) if len(curves) > 1 else 0
-        for row, column, bit in place_dots(curve.steps, values, first=first, last=last, low=low, high=high, options=options):
+        for row, column, bit in place_dots(
+            curve.steps, values, first=first, last=last, low=low, high=high, options=options
+        ):
             cells[row, column] |= bit
             owners[row, column] = owner
     ends = [format_number(10**value if options.log else value) for value in (high, low)]
@@ -129,23 +156,40 @@ def draw_chart(panel: Sequence[Curve], options: ChartOptions, *, colours: Sequen
 
 
 def place_dots(
-    steps: np.ndarray, values: np.ndarray, *, first: int, last: int, low: float, high: float, options: ChartOptions
+    steps: np.ndarray,
+    values: np.ndarray,
+    *,
+    first: int,
+    last: int,
+    low: float,
+    high: float,
+    options: ChartOptions,
 ) -> list[tuple[int, int, int]]:
-    """(line, character, bit) of the dots of a line without gaps. In each of the 2 × width columns of dots it is at the mean of the values in the
-    column's range of steps, or on the straight line between those beside it where there is none; it rises and falls halfway between columns."""
+    """(line, character, bit) of the dots of a line without gaps. In each of the 2 × width columns of dots it
+    is at the mean of the values in the column's range of steps, or on the straight line between those beside
+    it where there is none; it rises and falls halfway between columns.
+    """
     means = mean_by_range(steps, values, first=first, last=last, ranges=2 * options.width)
     held = np.flatnonzero(~np.isnan(means))
     places = held * (2 * options.width - 1) // max(1, len(means) - 1)
     columns = np.arange(places[0], places[-1] + 1)
     lowest = 4 * options.height - 1
-    shares = (np.interp(columns, places, means[held]) - low) / (high - low) if high > low else np.full(len(columns), 0.5)
+    shares = (
+        (np.interp(columns, places, means[held]) - low) / (high - low)
+        if high > low
+        else np.full(len(columns), 0.5)
+    )
     rows = lowest - np.rint(shares * lowest)
     halfway = (rows[:-1] + rows[1:]) / 2
     before, after = np.concatenate([rows[:1], halfway]), np.concatenate([halfway, rows[-1:]])
     begins = np.ceil(np.minimum(rows, np.minimum(before, after))).astype(int)
     ends = np.floor(np.maximum(rows, np.maximum(before, after))).astype(int)
     spans = zip(columns.tolist(), begins.tolist(), ends.tolist(), strict=True)
-    return [(row // 4, column // 2, DOT_BITS[row % 4][column % 2]) for column, begin, end in spans for row in range(begin, end + 1)]
+    return [
+        (row // 4, column // 2, DOT_BITS[row % 4][column % 2])
+        for column, begin, end in spans
+        for row in range(begin, end + 1)
+    ]
 
 
 def lay_out(
@@ -157,7 +201,9 @@ def lay_out(
     curves: Sequence[Curve],
     colours: Sequence[str],
 ) -> Text:
-    """Title, lines of braille with their labels, steps, and which colour is which run where there are several."""
+    """Title, lines of braille with their labels, steps, and which colour is which run where there are
+    several.
+    """
     margin = max(len(label) for label in labels)
     text = Text(f"{'':>{margin}}  {title}\n")
     for label, row, owner in zip(labels, cells, owners, strict=True):
@@ -183,7 +229,9 @@ def save_charts(panels: Sequence[Sequence[Curve]], options: ChartOptions, path: 
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RunDirError("--png needs matplotlib, which is not installed; install it with: pip install 'rollouts-rl[plot]'") from error
+        raise RunDirError(
+            "--png needs matplotlib, which is not installed; install it with: pip install 'rollouts-rl[plot]'"
+        ) from error
     figure = Figure(figsize=(7.5, 2.6 * len(panels) + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
@@ -191,7 +239,9 @@ def save_charts(panels: Sequence[Sequence[Curve]], options: ChartOptions, path: 
     try:
         figure.savefig(path, dpi=110, format="png")
     except OSError as error:
-        raise RunDirError(f"--png {path} cannot be written: {error}; name a file in a directory that exists") from error
+        raise RunDirError(
+            f"--png {path} cannot be written: {error}; name a file in a directory that exists"
+        ) from error
 
 
 def draw_axes(axes: Any, curves: Sequence[Curve], *, log: bool) -> None:
@@ -200,7 +250,13 @@ def draw_axes(axes: Any, curves: Sequence[Curve], *, log: bool) -> None:
     axes.tick_params(labelsize=8)
     axes.grid(alpha=0.3)
     for curve in curves:
-        axes.plot(curve.steps, curve.values, linewidth=1.4, marker="." if len(curve.steps) < 30 else None, label=curve.run)
+        axes.plot(
+            curve.steps,
+            curve.values,
+            linewidth=1.4,
+            marker="." if len(curve.steps) < 30 else None,
+            label=curve.run,
+        )
     if log and any(len(curve.values) for curve in curves):
         axes.set_yscale("log")
     if len(curves) > 1:

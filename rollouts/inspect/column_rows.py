@@ -1,7 +1,7 @@
 """Lines of a record's .jsonl files as columns: what an index keeps of every row.
 
-Numbers become float64 or int64 columns, NaN or −1 where a row has none; texts that repeat (stage, status, failure class) become codes into a
-list of texts, 0 where a row has none.
+Numbers become float64 or int64 columns, NaN or −1 where a row has none; texts that repeat (stage, status,
+failure class) become codes into a list of texts, 0 where a row has none.
 """
 
 from __future__ import annotations
@@ -21,8 +21,18 @@ from rollouts.metrics.jsonl import Row, parse_row
 
 ABSENT = -1  # in a column of whole numbers
 TEXT, WHOLE, REAL = "<i4", "<i8", "<f8"  # how a column lies on disk
-HEAD: dict[str, str] = {"stage": TEXT, "step": WHOLE, "attempt": WHOLE, "policy_version": WHOLE, "time_unix": REAL}
-PLACE: dict[str, str] = {"part": WHOLE, "offset": WHOLE, "length": WHOLE}  # of the row: its file's number, first byte, bytes with the newline
+HEAD: dict[str, str] = {
+    "stage": TEXT,
+    "step": WHOLE,
+    "attempt": WHOLE,
+    "policy_version": WHOLE,
+    "time_unix": REAL,
+}
+PLACE: dict[str, str] = {
+    "part": WHOLE,
+    "offset": WHOLE,
+    "length": WHOLE,
+}  # of the row: its file's number, first byte, bytes with the newline
 HEAD_NAMES = frozenset({*HEAD, *PLACE, "schema"})
 LARGEST = 2**62  # of a whole number that a column takes
 
@@ -41,8 +51,12 @@ class Layout:
     """The columns of one kind of file."""
 
     name: str  # of the file: metrics.jsonl is "metrics"
-    columns: Mapping[str, str]  # those that every index of the kind has, and how they lie on disk; more are REAL
-    decode: Callable[[bytes], Block]  # whole lines; raises msgspec.MsgspecError, or ValueError, for a line that is no such row
+    columns: Mapping[
+        str, str
+    ]  # those that every index of the kind has, and how they lie on disk; more are REAL
+    decode: Callable[
+        [bytes], Block
+    ]  # whole lines; raises msgspec.MsgspecError, or ValueError, for a line that is no such row
 
 
 class _Head(msgspec.Struct):
@@ -154,7 +168,11 @@ _metric_decoder = msgspec.json.Decoder(dict[str, int | float | str | None])
 def _decode_metrics(lines: bytes) -> Block:
     rows: list[dict[str, Any]] = _metric_decoder.decode_lines(lines)
     for row in rows:
-        if type(row.get("stage")) is not str or type(row.get("step")) is not int or type(row.get("attempt")) is not int:
+        if (
+            type(row.get("stage")) is not str
+            or type(row.get("step")) is not int
+            or type(row.get("attempt")) is not int
+        ):
             raise ValueError("no head")
     head = {name: [row.get(name) for row in rows] for name in HEAD}
     block = _make_block(len(rows), head, HEAD)
@@ -162,13 +180,19 @@ def _decode_metrics(lines: bytes) -> Block:
 
 
 def _collect_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """A REAL column of every number in the rows beside the head. Rows of the same names are converted together."""
+    """A REAL column of every number in the rows beside the head. Rows of the same names are converted
+    together.
+    """
     places: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(rows):
         places.setdefault(tuple(row), []).append(index)
     columns: dict[str, np.ndarray] = {}
     for names, indices in places.items():
-        kept = [place for place, name in enumerate(names) if name not in HEAD_NAMES and type(rows[indices[0]][name]) is not str]
+        kept = [
+            place
+            for place, name in enumerate(names)
+            if name not in HEAD_NAMES and type(rows[indices[0]][name]) is not str
+        ]
         table = _to_table([list(rows[index].values()) for index in indices], kept)
         for place, values in zip(kept, table.T, strict=True):
             columns.setdefault(names[place], np.full(len(rows), math.nan))[indices] = values
@@ -178,8 +202,12 @@ def _collect_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]
 def _to_table(values: Sequence[Sequence[Any]], kept: Sequence[int]) -> np.ndarray:
     """[rows, kept] float64; what is no number is NaN."""
     chosen = [[row[place] for place in kept] for row in values]
-    texts = any(type(value) is str for value in chain.from_iterable(chosen))  # numpy would read "1" as a number
-    clean = [[math.nan if type(value) is str else value for value in row] for row in chosen] if texts else chosen
+    texts = any(
+        type(value) is str for value in chain.from_iterable(chosen)
+    )  # numpy would read "1" as a number
+    clean = (
+        [[math.nan if type(value) is str else value for value in row] for row in chosen] if texts else chosen
+    )
     return np.array(clean, dtype=REAL).reshape(len(values), len(kept))
 
 
@@ -187,15 +215,24 @@ LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("metrics", HEAD, _decode_metrics),
-        Layout("samples", {**HEAD, **SAMPLE_COLUMNS, "failure": TEXT}, _make_struct_decoder(_SampleRow, {**HEAD, **SAMPLE_COLUMNS, "failure": TEXT})),
-        Layout("contributions", {**HEAD, **CONTRIBUTION_COLUMNS}, _make_struct_decoder(_ContributionRow, {**HEAD, **CONTRIBUTION_COLUMNS})),
+        Layout(
+            "samples",
+            {**HEAD, **SAMPLE_COLUMNS, "failure": TEXT},
+            _make_struct_decoder(_SampleRow, {**HEAD, **SAMPLE_COLUMNS, "failure": TEXT}),
+        ),
+        Layout(
+            "contributions",
+            {**HEAD, **CONTRIBUTION_COLUMNS},
+            _make_struct_decoder(_ContributionRow, {**HEAD, **CONTRIBUTION_COLUMNS}),
+        ),
         Layout("spans", {**HEAD, **SPAN_COLUMNS}, _make_struct_decoder(_SpanRow, {**HEAD, **SPAN_COLUMNS})),
     )
 }
 
 
 def decode_lines(layout: Layout, lines: bytes, *, path: Path, first_row: int) -> Block:
-    """The columns of whole lines, each of which is a row. `first_row`: number of the first in its file, from 1.
+    """The columns of whole lines, each of which is a row. `first_row`: number of the first in its file, from
+    1.
 
     Raises RunDirError naming the file and the row that is no row of this kind.
     """
@@ -205,7 +242,10 @@ def decode_lines(layout: Layout, lines: bytes, *, path: Path, first_row: int) ->
             return block
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
         pass
-    blocks = [_decode_line(layout, line, path=path, number=number) for number, line in enumerate(lines.split(b"\n")[:-1], first_row)]
+    blocks = [
+        _decode_line(layout, line, path=path, number=number)
+        for number, line in enumerate(lines.split(b"\n")[:-1], first_row)
+    ]
     return join_blocks(blocks)
 
 
@@ -219,9 +259,14 @@ def _decode_line(layout: Layout, line: bytes, *, path: Path, number: int) -> Blo
     except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError):
         row = parse_row(line)
     if row is None:
-        raise RunDirError(f"{path}:{number} is not a JSON object ({line[:40]!r}…); the file is damaged: restore it, or delete that line")
+        raise RunDirError(
+            f"{path}:{number} is not a JSON object ({line[:40]!r}…); the file is damaged: restore it, or"
+            " delete that line"
+        )
     if not (isinstance(row.get("stage"), str) and is_whole(row.get("step")) and is_whole(row.get("attempt"))):
-        raise RunDirError(f"{path}:{number} has no text 'stage' and whole 'step' and 'attempt'; rollouts did not write it")
+        raise RunDirError(
+            f"{path}:{number} has no text 'stage' and whole 'step' and 'attempt'; rollouts did not write it"
+        )
     if layout.name == "metrics":
         known = {name: value for name, value in row.items() if name in HEAD or is_number(value)}
         return _make_metric_block(known)
@@ -242,7 +287,9 @@ def _take(row: Row, name: str, dtype: str) -> Any:
         metadata = row.get("metadata")
         failure = metadata.get("failure") if isinstance(metadata, dict) else None
         value = failure.get("class") if isinstance(failure, dict) else None
-    fits = isinstance(value, str) if dtype == TEXT else is_whole(value) if dtype == WHOLE else is_number(value)
+    fits = (
+        isinstance(value, str) if dtype == TEXT else is_whole(value) if dtype == WHOLE else is_number(value)
+    )
     return value if fits else None
 
 
@@ -265,7 +312,11 @@ def join_blocks(blocks: Sequence[Block]) -> Block:
     for block in blocks:
         for name, values in block.numbers.items():
             if name not in numbers:
-                numbers[name] = np.full(total, math.nan) if values.dtype.kind == "f" else np.full(total, ABSENT, dtype=WHOLE)
+                numbers[name] = (
+                    np.full(total, math.nan)
+                    if values.dtype.kind == "f"
+                    else np.full(total, ABSENT, dtype=WHOLE)
+                )
             numbers[name][begin : begin + block.rows] = values
         for name, words in block.texts.items():
             texts.setdefault(name, []).extend(words)

@@ -1,10 +1,12 @@
-"""Columns on disk: what viewers have computed from a record's files, so that the next one reads only what is new.
+"""Columns on disk: what viewers have computed from a record's files, so that the next one reads only what is
+new.
 
     index/metrics.json         which columns, how many rows, up to where the files were read; replaced by rename, so it is the commit
     index/metrics-1f8a…/0.bin  one column, little-endian numbers one after another; bytes beyond the committed rows mean nothing
     index/lock                 locked by the one viewer that may write; the others compute in memory
 
-All of it may be deleted at any time. What does not fit the files of the run, or its own checksums, is not used and is built anew.
+All of it may be deleted at any time. What does not fit the files of the run, or its own checksums, is not
+used and is built anew.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class Store(msgspec.Struct, frozen=True):
     directory: str  # beside the file
     rows: int
     position: Position
-    marks: tuple[tuple[int, int, int, int], ...]  # (part, begin, end, crc32) of bytes that the run's files must have
+    marks: tuple[
+        tuple[int, int, int, int], ...
+    ]  # (part, begin, end, crc32) of bytes that the run's files must have
     columns: tuple[Column, ...]
     texts: dict[str, tuple[str, ...]]  # of TEXT columns: the text of code n at n − 1
 
@@ -89,7 +93,9 @@ class StorePlace:
 
 
 def load_store(place: StorePlace) -> Store | None:
-    """The committed store, None if there is none that can be used: missing, of another schema, damaged, or with columns cut short."""
+    """The committed store, None if there is none that can be used: missing, of another schema, damaged, or
+    with columns cut short.
+    """
     try:
         store = msgspec.json.decode(place.commit.read_bytes(), type=Store)
     except (OSError, msgspec.MsgspecError, ValueError):
@@ -106,7 +112,8 @@ def load_store(place: StorePlace) -> Store | None:
     )
     try:
         held = whole and all(
-            place.column(store, index).stat().st_size >= store.rows * ITEM_BYTES[column.dtype] for index, column in enumerate(store.columns)
+            place.column(store, index).stat().st_size >= store.rows * ITEM_BYTES[column.dtype]
+            for index, column in enumerate(store.columns)
         )
     except OSError:
         return None
@@ -127,7 +134,8 @@ def load_column(place: StorePlace, store: Store, index: int) -> np.ndarray:
 
 @contextmanager
 def lock_index(root: Path) -> Iterator[bool]:
-    """Whether this viewer may write into the index, which is made if it is missing; nobody else may until the block ends.
+    """Whether this viewer may write into the index, which is made if it is missing; nobody else may until the
+    block ends.
 
     Raises OSError where the directory cannot be written or locked.
     """
@@ -152,7 +160,9 @@ def append_block(place: StorePlace, store: Store, block: Block) -> Store:
     columns: list[Column] = []
     for index, column in enumerate(store.columns):
         if column.dtype == TEXT:
-            values, texts[column.name] = encode_texts(block.texts.get(column.name, [None] * block.rows), texts[column.name])
+            values, texts[column.name] = encode_texts(
+                block.texts.get(column.name, [None] * block.rows), texts[column.name]
+            )
         else:
             values = get_numbers(block, column.name, column.dtype)
         columns.append(_append_values(place.column(store, index), column, store.rows, values))
@@ -181,7 +191,9 @@ def encode_texts(words: Sequence[str | None], known: Sequence[str]) -> tuple[np.
     codes = {None: 0, **{text: code for code, text in enumerate(known, 1)}}
     for word in dict.fromkeys(words):
         codes.setdefault(word, len(codes))
-    return np.array([codes[word] for word in words], dtype=TEXT), tuple(text for text in codes if text is not None)
+    return np.array([codes[word] for word in words], dtype=TEXT), tuple(
+        text for text in codes if text is not None
+    )
 
 
 def _append_values(path: Path, column: Column, rows: int, values: np.ndarray) -> Column:

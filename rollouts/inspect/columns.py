@@ -2,9 +2,9 @@
 
     metrics.jsonl ─► decode new lines ─► columns in index/ ─► Columns ─► the tables, curves and filters of viewers
 
-`open_columns` reads what the index has not seen yet. Up to KEEP_BYTES of it stay in memory, for they are read again as fast as they are
-written; more are added to the index. Where that is not possible (a directory that is not writable, another viewer that is writing)
-everything is computed in memory, and `notes` say so.
+`open_columns` reads what the index has not seen yet. Up to KEEP_BYTES of it stay in memory, for they are read
+again as fast as they are written; more are added to the index. Where that is not possible (a directory that
+is not writable, another viewer that is writing) everything is computed in memory, and `notes` say so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ import msgspec
 import numpy as np
 
 from rollouts.errors import RunDirError
-from rollouts.inspect.column_rows import LAYOUTS, PLACE, REAL, TEXT, WHOLE, Block, Layout, decode_lines, join_blocks
+from rollouts.inspect.column_rows import (
+    LAYOUTS,
+    PLACE,
+    REAL,
+    TEXT,
+    WHOLE,
+    Block,
+    Layout,
+    decode_lines,
+    join_blocks,
+)
 from rollouts.inspect.column_store import (
     ColumnDamage,
     Position,
@@ -40,7 +50,9 @@ from rollouts.run_dir import RunDir
 
 KEEP_BYTES = 4 << 20  # of lines that are not in the index: decoded in 0.1 s
 BLOCK_BYTES = 16 << 20  # of lines that are decoded at a time
-COMMIT_BLOCKS = 16  # after so many blocks an index that is being built is committed: what is interrupted goes on there
+COMMIT_BLOCKS = (
+    16  # after so many blocks an index that is being built is committed: what is interrupted goes on there
+)
 MARK_BYTES = 4096  # at the beginning and at the end of what was read: by them an index knows its files
 
 
@@ -53,9 +65,19 @@ class Part:
 
 
 class Columns:
-    """The rows of one kind of file, of all attempts, in the order of the files; a column is read when it is asked for. Made by open_columns."""
+    """The rows of one kind of file, of all attempts, in the order of the files; a column is read when it is
+    asked for. Made by open_columns.
+    """
 
-    def __init__(self, layout: Layout, parts: Sequence[Part], place: StorePlace, store: Store, tail: Block, notes: Sequence[str]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        parts: Sequence[Part],
+        place: StorePlace,
+        store: Store,
+        tail: Block,
+        notes: Sequence[str],
+    ) -> None:
         self._layout = layout
         self._parts = parts
         self._place = place
@@ -69,13 +91,16 @@ class Columns:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of the columns that not every row has the place for: of metrics.jsonl the metrics, in order of appearance."""
+        """Names of the columns that not every row has the place for: of metrics.jsonl the metrics, in order
+        of appearance.
+        """
         fixed = {*self._layout.columns, *PLACE}
         stored = [column.name for column in self._store.columns]
         return tuple(name for name in dict.fromkeys([*stored, *self._tail.numbers]) if name not in fixed)
 
     def column(self, name: str) -> np.ndarray:
-        """A value for each row: float64 with NaN for none, or int64 with -1 for none, or codes of `texts(name)`. Not to be written to.
+        """A value for each row: float64 with NaN for none, or int64 with -1 for none, or codes of
+        `texts(name)`. Not to be written to.
 
         Raises KeyError for a column that no row has.
         """
@@ -110,14 +135,22 @@ class Columns:
             row = parse_row(line)
             if row is None:
                 path, offset = self.paths[int(self.column("part")[index])], int(self.column("offset")[index])
-                raise RunDirError(f"{path}: no row begins at byte {offset} any more; the file was changed: look again")
+                raise RunDirError(
+                    f"{path}: no row begins at byte {offset} any more; the file was changed: look again"
+                )
             yield row
 
     def read_lines(self, indices: Sequence[int] | np.ndarray) -> Iterator[bytes]:
         """The lines on which the rows stand, without the newline, one after another."""
-        places = [self.column(name)[np.asarray(indices, dtype=np.int64)].tolist() for name in ("part", "offset", "length")]
+        places = [
+            self.column(name)[np.asarray(indices, dtype=np.int64)].tolist()
+            for name in ("part", "offset", "length")
+        ]
         with ExitStack() as stack:
-            files = {part: stack.enter_context(self._parts[part].path.open("rb")).fileno() for part in set(places[0])}
+            files = {
+                part: stack.enter_context(self._parts[part].path.open("rb")).fileno()
+                for part in set(places[0])
+            }
             for part, offset, length in zip(*places, strict=True):
                 yield os.pread(files[part], length, offset).rstrip(b"\n")
 
@@ -139,11 +172,17 @@ class Columns:
     def _join(self, name: str, index: int | None) -> np.ndarray:
         """The stored rows and the tail's."""
         dtype = self._store.columns[index].dtype if index is not None else self._dtype(name)
-        stored = load_column(self._place, self._store, index) if index is not None else np.full(self._store.rows, np.nan, dtype=REAL)
+        stored = (
+            load_column(self._place, self._store, index)
+            if index is not None
+            else np.full(self._store.rows, np.nan, dtype=REAL)
+        )
         if dtype != TEXT:
             tail = get_numbers(self._tail, name, dtype)
             return np.concatenate([stored, tail]) if self._store.rows else tail.copy()
-        codes, texts = encode_texts(self._tail.texts.get(name, [None] * self._tail.rows), self._store.texts.get(name, ()))
+        codes, texts = encode_texts(
+            self._tail.texts.get(name, [None] * self._tail.rows), self._store.texts.get(name, ())
+        )
         self._texts[name] = ("", *texts)
         return np.concatenate([stored, codes]) if self._store.rows else codes
 
@@ -151,12 +190,19 @@ class Columns:
         return {**self._layout.columns, **PLACE}.get(name, REAL)
 
     def _forget_store(self) -> None:
-        """Goes on without the index, which is damaged: the same rows from the files, and the next viewer builds it anew."""
+        """Goes on without the index, which is damaged: the same rows from the files, and the next viewer
+        builds it anew.
+        """
         current = load_store(self._place)
         if current is None or current.directory == self._store.directory:
             discard(self._place)
         self._store = make_store(self._layout.name, {**self._layout.columns, **PLACE})
-        self._tail = join_blocks([empty_block(self._layout), *(block for block, _ in read_blocks(self._layout, self._parts, Position(0, 0, 0)))])
+        self._tail = join_blocks(
+            [
+                empty_block(self._layout),
+                *(block for block, _ in read_blocks(self._layout, self._parts, Position(0, 0, 0))),
+            ]
+        )
         if (last := decode_torn(self._layout, self._parts)) is not None:
             self._tail = join_blocks([self._tail, last])
         assert self._tail.rows == self.rows, (self._tail.rows, self.rows)
@@ -165,8 +211,9 @@ class Columns:
 def open_columns(run_dir: RunDir, name: str, *, keep_bytes: int = KEEP_BYTES) -> Columns:
     """The columns of `metrics`, `samples`, `contributions` or `spans`; none for a file that is missing.
 
-    Whole lines that the index lacks are decoded, and added to it if they are more than `keep_bytes`. A torn last line is left out, and noted.
-    Raises RunDirError naming a row that is damaged or that rollouts did not write.
+    Whole lines that the index lacks are decoded, and added to it if they are more than `keep_bytes`. A torn
+    last line is left out, and noted. Raises RunDirError naming a row that is damaged or that rollouts did not
+    write.
     """
     layout = LAYOUTS[name]
     parts = [Part(path, path.stat().st_size) for path in run_dir.parts(run_dir.root / f"{name}.jsonl")]
@@ -180,7 +227,10 @@ def open_columns(run_dir: RunDir, name: str, *, keep_bytes: int = KEEP_BYTES) ->
     if last is not None:
         blocks.append(last)
     elif torn := read_torn(parts):
-        notes.append(f"{parts[-1].path}: the last line is torn ({len(torn)} bytes) and left out; its writer was killed, or is writing it")
+        notes.append(
+            f"{parts[-1].path}: the last line is torn ({len(torn)} bytes) and left out; its writer was"
+            " killed, or is writing it"
+        )
     return Columns(layout, parts, place, store, join_blocks([empty_block(layout), *blocks]), notes)
 
 
@@ -197,7 +247,9 @@ def fits_files(store: Store, parts: Sequence[Part]) -> bool:
     position = store.position
     if position.part >= max(1, len(parts)) or (parts and position.offset > parts[position.part].size):
         return False
-    if not parts or any(not (0 <= part <= position.part and 0 <= begin <= end) for part, begin, end, _ in store.marks):
+    if not parts or any(
+        not (0 <= part <= position.part and 0 <= begin <= end) for part, begin, end, _ in store.marks
+    ):
         return store.rows == 0
     return all(crc_of(parts[part].path, begin, end) == crc for part, begin, end, crc in store.marks)
 
@@ -216,8 +268,12 @@ def crc_of(path: Path, begin: int, end: int) -> int:
         return zlib.crc32(file.read(end - begin))
 
 
-def extend_store(layout: Layout, place: StorePlace, parts: Sequence[Part], store: Store, notes: list[str]) -> Store:
-    """The store with all whole lines of the files in it, committed; the one that there is, and a note, where it cannot be written."""
+def extend_store(
+    layout: Layout, place: StorePlace, parts: Sequence[Part], store: Store, notes: list[str]
+) -> Store:
+    """The store with all whole lines of the files in it, committed; the one that there is, and a note, where
+    it cannot be written.
+    """
     committed = store
     try:
         with lock_index(place.root) as mine:
@@ -243,18 +299,23 @@ def commit_marked(place: StorePlace, store: Store, parts: Sequence[Part]) -> Sto
 
 
 def discard(place: StorePlace) -> None:
-    """Takes the commit away, so that the next viewer builds the index anew; where that is not allowed it stays."""
+    """Takes the commit away, so that the next viewer builds the index anew; where that is not allowed it
+    stays.
+    """
     try:
         place.commit.unlink(missing_ok=True)
     except OSError:
         return
 
 
-# --- lines --------------------------------------------------------------------------------------------------------------------
+# --- lines --------------------------------------------------------------------------------------------------
 
 
-def read_blocks(layout: Layout, parts: Sequence[Part], position: Position) -> Iterator[tuple[Block, Position]]:
-    """The whole lines from `position` on as blocks with the places of their rows, each with the position behind it.
+def read_blocks(
+    layout: Layout, parts: Sequence[Part], position: Position
+) -> Iterator[tuple[Block, Position]]:
+    """The whole lines from `position` on as blocks with the places of their rows, each with the position
+    behind it.
 
     Raises RunDirError for a damaged row, and for a torn line in a file that is not the last.
     """
@@ -262,12 +323,18 @@ def read_blocks(layout: Layout, parts: Sequence[Part], position: Position) -> It
         begin, line = (position.offset, position.line) if number == position.part else (0, 0)
         for lines in read_lines(parts[number], begin):
             block = decode_lines(layout, lines, path=parts[number].path, first_row=line + 1)
-            yield place_block(block, lines, number, begin), Position(number, begin + len(lines), line + block.rows)
+            yield (
+                place_block(block, lines, number, begin),
+                Position(number, begin + len(lines), line + block.rows),
+            )
             begin, line = begin + len(lines), line + block.rows
         if begin < parts[number].size and number + 1 < len(parts):
             block = decode_torn(layout, parts[: number + 1])
             if block is None:
-                raise RunDirError(f"{parts[number].path}:{line + 1} is torn, though {parts[number + 1].path.name} follows; delete that line")
+                raise RunDirError(
+                    f"{parts[number].path}:{line + 1} is torn, though {parts[number + 1].path.name} follows;"
+                    " delete that line"
+                )
             yield block, Position(number, parts[number].size, line + 1)
 
 
@@ -290,7 +357,11 @@ def place_block(block: Block, lines: bytes, part: int, begin: int) -> Block:
     ends = np.flatnonzero(np.frombuffer(lines, dtype=np.uint8) == ord("\n")) + 1
     lengths = np.diff(ends, prepend=0)
     offsets = begin + ends - lengths
-    place = {"part": np.full(block.rows, part, dtype=WHOLE), "offset": offsets.astype(WHOLE), "length": lengths.astype(WHOLE)}
+    place = {
+        "part": np.full(block.rows, part, dtype=WHOLE),
+        "offset": offsets.astype(WHOLE),
+        "length": lengths.astype(WHOLE),
+    }
     return Block(block.rows, {**block.numbers, **place}, block.texts)
 
 
@@ -324,7 +395,7 @@ def empty_block(layout: Layout) -> Block:
     return Block(0, numbers, {name: [] for name, dtype in types.items() if dtype == TEXT})
 
 
-# --- attempts -----------------------------------------------------------------------------------------------------------------
+# --- attempts -----------------------------------------------------------------------------------------------
 
 
 def find_newest(stage: np.ndarray, step: np.ndarray, attempt: np.ndarray) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""The commands `inspect` and `samples`: what they take and what they print. Nothing heavy is imported until one of them runs."""
+"""The commands `inspect` and `samples`: what they take and what they print. Nothing heavy is imported until
+one of them runs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ if TYPE_CHECKING:
 
 PLAIN_WIDTH = 160  # columns where the output is no terminal
 NARROWEST_CURVE, WIDEST_CURVE = 20, 72
-SAMPLE_ORDERS = ("step", "reward", "length", "tokens", "lag", "group")  # what rollouts.inspect.samples sorts by
+SAMPLE_ORDERS = (
+    "step",
+    "reward",
+    "length",
+    "tokens",
+    "lag",
+    "group",
+)  # what rollouts.inspect.samples sorts by
 COLOURS = ("advantage", "logprob_diff", "mask")  # what rollouts.inspect.transcripts colours by
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
 
@@ -27,19 +36,33 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     inspect = commands.add_parser(
         "inspect",
         help="what became of a run, also while it runs; several runs side by side",
-        description="Curves, metrics, time by phase, failures and staleness of a run; of several runs what differs.",
+        description=(
+            "Curves, metrics, time by phase, failures and staleness of a run; of several runs what differs."
+        ),
         allow_abbrev=False,
     )
-    inspect.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN", help="a run directory, for example runs/demo")
-    inspect.add_argument("--png", type=Path, metavar="FILE", help="where to draw the curves as a picture (default RUN/curves.png; needs matplotlib)")
-    inspect.add_argument("--last", type=int, default=10, metavar="N", help="how many of the last steps to list (default 10)")
+    inspect.add_argument(
+        "run_dirs", type=Path, nargs="+", metavar="RUN", help="a run directory, for example runs/demo"
+    )
+    inspect.add_argument(
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="where to draw the curves as a picture (default RUN/curves.png; needs matplotlib)",
+    )
+    inspect.add_argument(
+        "--last", type=int, default=10, metavar="N", help="how many of the last steps to list (default 10)"
+    )
     inspect.add_argument("--samples", type=int, default=0, metavar="N", help="also print the last N samples")
     inspect.set_defaults(run=run_inspect)
 
     samples = commands.add_parser(
         "samples",
         help="transcripts: samples by step, reward, status or text",
-        description="Samples that were logged. Without --sort the last ones that match, in the order in which they were written.",
+        description=(
+            "Samples that were logged. Without --sort the last ones that match, in the order in which they"
+            " were written."
+        ),
         allow_abbrev=False,
     )
     samples.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
@@ -49,26 +72,40 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     samples.add_argument("--stage", metavar="STAGE", help="samples of this stage, for example rl or eval-rl")
     samples.add_argument("--status", choices=STATUSES, help="samples that ended so")
     samples.add_argument("--group", type=int, metavar="G", help="samples of the group with this group_index")
-    samples.add_argument("--grep", metavar="TEXT", help="samples whose prompt, response or failure message holds TEXT, in upper or lower case")
+    samples.add_argument(
+        "--grep",
+        metavar="TEXT",
+        help="samples whose prompt, response or failure message holds TEXT, in upper or lower case",
+    )
     samples.add_argument("--sort", choices=SAMPLE_ORDERS, help="lowest first")
     samples.add_argument("--reverse", action="store_true", help="highest first")
     samples.add_argument("--limit", type=int, default=10, metavar="N", help="how many to print (default 10)")
-    samples.add_argument("--color", choices=COLOURS, help="mark each token by this value; needs the arrays that a run keeps per token")
+    samples.add_argument(
+        "--color",
+        choices=COLOURS,
+        help="mark each token by this value; needs the arrays that a run keeps per token",
+    )
     samples.add_argument("--json", action="store_true", help="the rows as JSON lines")
     samples.set_defaults(run=run_samples)
 
 
 def make_console() -> Console:
-    """The terminal, or PLAIN_WIDTH columns where there is none. What it prints stays as it is, but for what would steer the terminal."""
+    """The terminal, or PLAIN_WIDTH columns where there is none. What it prints stays as it is, but for what
+    would steer the terminal.
+    """
     from rollouts.inspect.console import SafeConsole
 
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # where it does not take lines and curves, a question mark
-    return SafeConsole(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, markup=False, emoji=False)
+    return SafeConsole(
+        width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, markup=False, emoji=False
+    )
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
-    """Prints what the files of one run say, or what differs between several. Raises RunDirError; ConfigError for options that do not go together."""
+    """Prints what the files of one run say, or what differs between several. Raises RunDirError; ConfigError
+    for options that do not go together.
+    """
     from rollouts.errors import ConfigError
     from rollouts.inspect.read import read_run
 
@@ -79,7 +116,10 @@ def run_inspect(arguments: argparse.Namespace) -> int:
         return print_picture(console, record, arguments.png)
     if arguments.png is not None or arguments.samples > 0:
         option = "--samples" if arguments.png is None else "--png"
-        raise ConfigError(f"{option} is for one run, and {len(arguments.run_dirs)} were named; name one, or leave {option} out")
+        raise ConfigError(
+            f"{option} is for one run, and {len(arguments.run_dirs)} were named; name one, or leave"
+            f" {option} out"
+        )
     print_comparison(console, arguments.run_dirs)
     return 0
 
@@ -98,7 +138,13 @@ def print_run(console: Console, record: RunRecord, *, last: int, samples: int) -
     from rollouts.inspect.phases import make_phase_table
     from rollouts.inspect.plot import draw_curves
     from rollouts.inspect.sparklines import make_sparkline_table
-    from rollouts.inspect.table import describe_state, make_evaluation_table, make_stage_table, make_step_table, make_summary_lines
+    from rollouts.inspect.table import (
+        describe_state,
+        make_evaluation_table,
+        make_stage_table,
+        make_step_table,
+        make_summary_lines,
+    )
     from rollouts.inspect.transcripts import print_sample
     from rollouts.run_dir import RunDir
 
@@ -135,7 +181,9 @@ def print_part(console: Console, part: object) -> None:
 
 
 def print_picture(console: Console, record: RunRecord, png: Path | None) -> int:
-    """Draws the curves as a picture and says where it is, or what it takes. RUN/curves.png that is newer than what it shows is left alone."""
+    """Draws the curves as a picture and says where it is, or what it takes. RUN/curves.png that is newer than
+    what it shows is left alone.
+    """
     from rollouts.errors import RunDirError
     from rollouts.inspect.plot import save_png
 

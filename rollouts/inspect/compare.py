@@ -22,7 +22,9 @@ MISSING = "—"
 
 
 def name_runs(roots: Sequence[Path]) -> list[str]:
-    """A short name for each run: its directory's, with as many directories above it as it takes to tell them apart."""
+    """A short name for each run: its directory's, with as many directories above it as it takes to tell them
+    apart.
+    """
     parts = [root.resolve().parts for root in roots]
     deepest = max(len(path) for path in parts)
     for depth in range(1, deepest + 1):
@@ -76,7 +78,8 @@ def find_accuracies(record: RunRecord, stage: str) -> dict[str, str]:
 
 
 def make_setting_table(records: Mapping[str, RunRecord]) -> Table | None:
-    """The settings of config.toml that are not equal in all runs; None if there are none. Raises RunDirError for a config that is no TOML.
+    """The settings of config.toml that are not equal in all runs; None if there are none. Raises RunDirError
+    for a config that is no TOML.
 
     A table that a run lacks as a whole is one row, in which the others have the number of its settings.
     """
@@ -108,19 +111,25 @@ def find_missing_table(key: str, settings: Sequence[Mapping[str, str]]) -> str:
     words = key.split(".")
     for depth in range(1, len(words)):
         table = ".".join(words[:depth])
-        if any(not any(name == table or name.startswith(f"{table}.") for name in known) for known in settings):
+        if any(
+            not any(name == table or name.startswith(f"{table}.") for name in known) for known in settings
+        ):
             return table
     return ""
 
 
 def read_settings(path: Path) -> dict[str, str]:
-    """Each setting of a TOML file as text, by its dotted key; none if it is missing. Raises RunDirError for what is no TOML."""
+    """Each setting of a TOML file as text, by its dotted key; none if it is missing. Raises RunDirError for
+    what is no TOML.
+    """
     if not path.exists():
         return {}
     try:
         return flatten_settings(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RunDirError(f"{path} is not TOML ({error}); the file is damaged: restore it, or compare without this run") from error
+        raise RunDirError(
+            f"{path} is not TOML ({error}); the file is damaged: restore it, or compare without this run"
+        ) from error
 
 
 def flatten_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -128,14 +137,20 @@ def flatten_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, st
     flat: dict[str, str] = {}
     for key, value in table.items():
         inner = isinstance(value, dict) and value
-        flat |= flatten_settings(value, f"{prefix}{key}.") if inner else {prefix + key: '""' if value == "" else str(value)}
+        flat |= (
+            flatten_settings(value, f"{prefix}{key}.")
+            if inner
+            else {prefix + key: '""' if value == "" else str(value)}
+        )
     return flat
 
 
 def make_metric_table(records: Mapping[str, RunRecord], stage: str) -> Table | None:
-    """The telling metrics of a stage at equal steps, and by how much each run is above (+) or below the first; None if no two runs share steps.
+    """The telling metrics of a stage at equal steps, and by how much each run is above (+) or below the
+    first; None if no two runs share steps.
 
-    The steps are the last tenth (at least one) of those up to the step that all runs with this stage have reached.
+    The steps are the last tenth (at least one) of those up to the step that all runs with this stage have
+    reached.
     """
     held = {name: record for name, record in records.items() if stage in record.stages}
     if len(held) < 2:
@@ -169,7 +184,10 @@ def format_means(means: Sequence[float | None]) -> list[str]:
             cells.append(format_number(mean))
         else:
             difference = mean - first
-            cells.append(f"{format_number(mean)} ({'+' if difference >= 0 else '−'}{format_number(abs(difference), 3)})")
+            cells.append(
+                f"{format_number(mean)}"
+                f" ({'+' if difference >= 0 else '−'}{format_number(abs(difference), 3)})"
+            )
     return cells
 
 

@@ -11,7 +11,8 @@ from rollouts.inspect.terminal import make_safe
 
 
 class SafeConsole(Console):
-    """A console that prints every text as make_safe gives it, in whatever table or style it stands: no record can steer the terminal.
+    """A console that prints every text as make_safe gives it, in whatever table or style it stands: no record
+    can steer the terminal.
 
     What is laid out by its width is made safe before it is handed over, for here it is measured already.
     """

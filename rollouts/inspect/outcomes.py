@@ -1,4 +1,6 @@
-"""What became of samples and groups that did not train, and how old the weights were that made those that did."""
+"""What became of samples and groups that did not train, and how old the weights were that made those that
+did.
+"""
 
 from __future__ import annotations
 
@@ -71,15 +73,24 @@ def make_failure_table(failures: Sequence[Failure], *, width: int) -> Table | No
     table.add_column("samples", justify="right", no_wrap=True)
     table.add_column("last at step", no_wrap=True)
     narrow = width < NARROW
-    table.add_column("for example", no_wrap=not narrow, overflow="fold" if narrow else "ellipsis", max_width=max(20, width - 50))
+    table.add_column(
+        "for example",
+        no_wrap=not narrow,
+        overflow="fold" if narrow else "ellipsis",
+        max_width=max(20, width - 50),
+    )
     for failure in failures:
         example = failure.example or "none was logged"
-        table.add_row(failure.kind, f"{failure.samples}", failure.last, example[:width] if narrow else example)
+        table.add_row(
+            failure.kind, f"{failure.samples}", failure.last, example[:width] if narrow else example
+        )
     return table
 
 
 def make_dropped_table(record: RunRecord) -> Table | None:
-    """Groups that were drawn and not trained, by reason, with their share of all that were drawn; None if there are none."""
+    """Groups that were drawn and not trained, by reason, with their share of all that were drawn; None if
+    there are none.
+    """
     table = make_plain_table("groups that were not trained")
     table.add_column("stage", no_wrap=True)
     table.add_column("reason", no_wrap=True)
@@ -118,7 +129,10 @@ def count_lags(samples: Columns) -> Lags:
     training = np.array([not text.startswith(EVALUATION) for text in samples.texts("stage")])
     held = samples.newest() & (oldest >= 0) & training[samples.column("stage")]
     lag = samples.column("policy_version")[held] - oldest[held]
-    return Lags(np.bincount(np.clip(lag, 0, LAGS)) if len(lag) else np.zeros(0, dtype=np.int64), int((newest[held] > oldest[held]).sum()))
+    return Lags(
+        np.bincount(np.clip(lag, 0, LAGS)) if len(lag) else np.zeros(0, dtype=np.int64),
+        int((newest[held] > oldest[held]).sum()),
+    )
 
 
 def describe_lags(lags: Lags, *, width: int) -> Table | str | None:
@@ -128,7 +142,10 @@ def describe_lags(lags: Lags, *, width: int) -> Table | str | None:
         return None
     if len(lags.counts) == 1:
         return f"staleness: all {total} logged samples were made by the newest weights"
-    title, mixed = f"staleness of {total} logged samples", f"{100 * lags.mixed / total:.1f} % have tokens of more than one version"
+    title, mixed = (
+        f"staleness of {total} logged samples",
+        f"{100 * lags.mixed / total:.1f} % have tokens of more than one version",
+    )
     table = make_plain_table(title)
     table.caption, table.caption_justify = mixed, "left"
     table.add_column("versions behind", justify="right", no_wrap=True)
@@ -137,5 +154,10 @@ def describe_lags(lags: Lags, *, width: int) -> Table | str | None:
     table.add_column("", no_wrap=True, style="cyan")
     room = max(4, min(50, width - 46))
     for lag, count in enumerate(lags.counts.tolist()):
-        table.add_row(f"{LAGS} or more" if lag == LAGS else str(lag), str(count), f"{100 * count / total:.1f} %", "█" * round(count / total * room))
+        table.add_row(
+            f"{LAGS} or more" if lag == LAGS else str(lag),
+            str(count),
+            f"{100 * count / total:.1f} %",
+            "█" * round(count / total * room),
+        )
     return table

@@ -25,24 +25,34 @@ class Phase(NamedTuple):
 
 
 def compute_phases(record: RunRecord, stage: str) -> list[Phase]:
-    """The phases of a stage, longest first, a part after its whole, and last `other`: what no phase has taken. Empty without time/step."""
+    """The phases of a stage, longest first, a part after its whole, and last `other`: what no phase has
+    taken. Empty without time/step.
+    """
     total = float(record.series(stage, STEP)[1].sum())
     if not total:
         return []
     names = [name for name in record.columns.metrics if name.startswith("time/") and name != STEP]
     seconds = {name: float(record.series(stage, name)[1].sum()) for name in names}
-    wholes = sorted((name for name in names if name not in PARTS and seconds[name]), key=lambda name: -seconds[name])
+    wholes = sorted(
+        (name for name in names if name not in PARTS and seconds[name]), key=lambda name: -seconds[name]
+    )
     phases: list[Phase] = []
     for whole in wholes:
         phases.append(make_phase(whole, seconds[whole], total))
-        phases += [make_phase(part, seconds[part], total) for part, of in PARTS.items() if of == whole and seconds.get(part)]
+        phases += [
+            make_phase(part, seconds[part], total)
+            for part, of in PARTS.items()
+            if of == whole and seconds.get(part)
+        ]
     rest = total - sum(seconds[name] for name in wholes)
     return [*phases, Phase("other", rest, rest / total, "")] if rest / total >= LEAST_SHARE else phases
 
 
 def make_phase(name: str, seconds: float, total: float) -> Phase:
     """The phase of a metric `time/NAME`."""
-    return Phase(name.removeprefix("time/"), seconds, seconds / total, PARTS.get(name, "").removeprefix("time/"))
+    return Phase(
+        name.removeprefix("time/"), seconds, seconds / total, PARTS.get(name, "").removeprefix("time/")
+    )
 
 
 def make_phase_table(record: RunRecord, stage: str, *, width: int) -> Table | None:
@@ -52,7 +62,9 @@ def make_phase_table(record: RunRecord, stage: str, *, width: int) -> Table | No
         return None
     steps = len(record.series(stage, STEP)[1])
     overlap = sum(phase.share for phase in phases if not phase.within) > 1 + LEAST_SHARE
-    title = f"{stage}, time by phase" + (" (phases overlap: together they are more than the step)" if overlap else "")
+    title = f"{stage}, time by phase" + (
+        " (phases overlap: together they are more than the step)" if overlap else ""
+    )
     table = make_plain_table(title)
     table.add_column("phase", no_wrap=True)
     for heading in ("s/step", "share"):

@@ -33,14 +33,24 @@ PANELS = (  # of the PNG: metric, title
 
 def draw_curves(record: RunRecord, *, width: int = 60) -> list[Text]:
     """Reward and loss of every stage that has at least two steps of it."""
-    curves = [Curve("", stage, label, *record.series(stage, name)) for stage in record.stages for name, label in CURVES]
-    return [draw_chart([curve], ChartOptions(width=width, height=HEIGHT)) for curve in curves if len(curve.values) > 1]
+    curves = [
+        Curve("", stage, label, *record.series(stage, name))
+        for stage in record.stages
+        for name, label in CURVES
+    ]
+    return [
+        draw_chart([curve], ChartOptions(width=width, height=HEIGHT))
+        for curve in curves
+        if len(curve.values) > 1
+    ]
 
 
 def save_png(record: RunRecord, path: Path) -> None:
-    """Writes the curves of every stage as a PNG at `path`: a column per stage, a panel per metric that it has, its evaluations last.
+    """Writes the curves of every stage as a PNG at `path`: a column per stage, a panel per metric that it
+    has, its evaluations last.
 
-    Raises RunDirError if the run has no steps yet, if matplotlib is not installed, or if the file cannot be written.
+    Raises RunDirError if the run has no steps yet, if matplotlib is not installed, or if the file cannot be
+    written.
     """
     if not record.metrics and not record.evaluations:
         raise RunDirError(f"{record.root} has no steps and no evaluations yet; there is nothing to plot")
@@ -48,7 +58,9 @@ def save_png(record: RunRecord, path: Path) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise RunDirError("--png needs matplotlib, which is not installed; install it with: pip install 'rollouts-rl[plot]'") from error
+        raise RunDirError(
+            "--png needs matplotlib, which is not installed; install it with: pip install 'rollouts-rl[plot]'"
+        ) from error
     columns = {stage: choose_panels(record, stage) for stage in record.stages or (EVALUATIONS,)}
     height = max(len(panels) for panels in columns.values())
     figure = Figure(figsize=(5.5 * len(columns), 2.2 * height + 0.6), layout="constrained")
@@ -64,7 +76,9 @@ def save_png(record: RunRecord, path: Path) -> None:
     try:
         figure.savefig(path, dpi=110, format="png")
     except OSError as error:
-        raise RunDirError(f"--png {path} cannot be written: {error}; name a file in a directory that exists") from error
+        raise RunDirError(
+            f"--png {path} cannot be written: {error}; name a file in a directory that exists"
+        ) from error
 
 
 def choose_panels(record: RunRecord, stage: str) -> list[tuple[str, str]]:
@@ -87,7 +101,9 @@ def draw_panel(axes: Any, record: RunRecord, stage: str, name: str, title: str) 
 
 
 def thin_out(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """At most DRAWN points that look like all of them: of each stretch of steps the lowest and the highest value, in their order."""
+    """At most DRAWN points that look like all of them: of each stretch of steps the lowest and the highest
+    value, in their order.
+    """
     stretch = -(-2 * len(values) // DRAWN)
     if stretch <= 2:
         return steps, values
@@ -99,13 +115,19 @@ def thin_out(steps: list[int], values: list[float]) -> tuple[list[int], list[flo
 
 
 def choose_evaluations(record: RunRecord, stage: str) -> list[Row]:
-    """The evaluations of a stage, and as step 0 of each name the last one made before it, of the model that it started from."""
+    """The evaluations of a stage, and as step 0 of each name the last one made before it, of the model that
+    it started from.
+    """
     own = [row for row in record.evaluations if row["stage"] == stage]
     if not own:
         return [{**row, "step": 0} for row in record.evaluations[-1:]]
     earlier = record.evaluations[: record.evaluations.index(own[0])]
     begun = {row.get("name") for row in own if row["step"] == 0}
-    before = {row.get("name"): row for row in earlier if row.get("name") in {other.get("name") for other in own} - begun}
+    before = {
+        row.get("name"): row
+        for row in earlier
+        if row.get("name") in {other.get("name") for other in own} - begun
+    }
     return [*({**row, "step": 0} for row in before.values()), *own]
 
 

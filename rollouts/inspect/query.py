@@ -2,7 +2,8 @@
 
     SQL ──► which views it names ──► their columns, found in the files ──► views over read_json ──► locked ──► the answer
 
-Once the views are there duckdb may open these files only, load no extension and change no setting; one statement that reads is run.
+Once the views are there duckdb may open these files only, load no extension and change no setting; one
+statement that reads is run.
 """
 
 from __future__ import annotations
@@ -30,13 +31,27 @@ if TYPE_CHECKING:
     import duckdb
 
 VIEWS = ("metrics", "evaluations", "samples", "contributions", "spans")
-KEPT_TYPES = ("BIGINT", "UBIGINT", "HUGEINT", "DOUBLE", "BOOLEAN", "VARCHAR", "JSON")  # of a column; what looks like a date is text that looks so
-HEAD_TYPES = {"stage": "VARCHAR", "step": "BIGINT", "attempt": "BIGINT"}  # of the columns by which the newest attempt is found
+KEPT_TYPES = (
+    "BIGINT",
+    "UBIGINT",
+    "HUGEINT",
+    "DOUBLE",
+    "BOOLEAN",
+    "VARCHAR",
+    "JSON",
+)  # of a column; what looks like a date is text that looks so
+HEAD_TYPES = {
+    "stage": "VARCHAR",
+    "step": "BIGINT",
+    "attempt": "BIGINT",
+}  # of the columns by which the newest attempt is found
 SHOWN_NAMES = 4  # of columns that an error lists
 SHOWN_ROWS = 200  # of a table
 SHOWN_CHARACTERS = 200  # of a cell of a table
 LONGEST_ROW = 1 << 28  # bytes of a line
-MISSING_COLUMN = re.compile(r'Referenced column "([^"]+)" (?:was )?not found|does not have a column named "([^"]+)"')
+MISSING_COLUMN = re.compile(
+    r'Referenced column "([^"]+)" (?:was )?not found|does not have a column named "([^"]+)"'
+)
 MISSING_TABLE = re.compile(r"Table with name (\S+) does not exist")
 
 
@@ -50,10 +65,12 @@ class Answer:
 
 
 def query_run(root: Path, sql: str) -> Answer:
-    """The answer to one SQL statement that reads, over the views of the run at `root`. Changes nothing on disk.
+    """The answer to one SQL statement that reads, over the views of the run at `root`. Changes nothing on
+    disk.
 
-    Raises ConfigError if duckdb is not installed, or for SQL that is wrong or does more than read; RunDirError where `root` is no run directory,
-    has no rows of a kind that the statement names, or a line among them that is damaged.
+    Raises ConfigError if duckdb is not installed, or for SQL that is wrong or does more than read;
+    RunDirError where `root` is no run directory, has no rows of a kind that the statement names, or a line
+    among them that is damaged.
     """
     duck = load_duckdb()
     run_dir = open_run_dir(root)
@@ -67,7 +84,10 @@ def query_run(root: Path, sql: str) -> Answer:
         for name in find_views(sql):
             parts = [part for part in list_parts(root.absolute() / f"{name}.jsonl") if part.stat().st_size]
             if not parts:
-                raise RunDirError(f"{root} has no {name}.jsonl with rows: nothing was logged there; the views are {', '.join(VIEWS)}")
+                raise RunDirError(
+                    f"{root} has no {name}.jsonl with rows: nothing was logged there; the views are"
+                    f" {', '.join(VIEWS)}"
+                )
             columns[name] = make_view(duck, connection, name, parts)
             notes += check_lines(connection, name, parts)
             files += parts
@@ -87,7 +107,9 @@ def load_duckdb() -> ModuleType:
     try:
         import duckdb
     except ImportError as error:
-        raise ConfigError("query needs duckdb, which is not installed; install it with: pip install 'rollouts-rl[query]'") from error
+        raise ConfigError(
+            "query needs duckdb, which is not installed; install it with: pip install 'rollouts-rl[query]'"
+        ) from error
     return duckdb
 
 
@@ -96,11 +118,16 @@ def check_statement(duck: Any, connection: duckdb.DuckDBPyConnection, sql: str) 
     try:
         statements = connection.extract_statements(sql)
     except duck.Error as error:
-        raise ConfigError(f"SQL: {first_line(error)}; a column with a slash in its name stands in double quotes") from error
+        raise ConfigError(
+            f"SQL: {first_line(error)}; a column with a slash in its name stands in double quotes"
+        ) from error
     # no EXPLAIN: with ANALYZE it runs what it explains, and that may be a COPY onto the record
     if len(statements) != 1 or statements[0].type != duck.StatementType.SELECT:
         kinds = ", ".join(statement.type.name for statement in statements) or "nothing"
-        raise ConfigError(f"SQL: {kinds}; give one statement that reads, SELECT … FROM metrics for example: the record is not changed from here")
+        raise ConfigError(
+            f"SQL: {kinds}; give one statement that reads, SELECT … FROM metrics for example: the record is"
+            " not changed from here"
+        )
 
 
 def find_views(sql: str) -> list[str]:
@@ -109,10 +136,16 @@ def find_views(sql: str) -> list[str]:
     return [name for name in VIEWS if {name, f"{name}_all"} & words]
 
 
-def make_view(duck: Any, connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path]) -> list[str]:
-    """Makes NAME_all over the parts and NAME over its newest attempts; the columns. Raises RunDirError for files that are not rows."""
+def make_view(
+    duck: Any, connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path]
+) -> list[str]:
+    """Makes NAME_all over the parts and NAME over its newest attempts; the columns. Raises RunDirError for
+    files that are not rows.
+    """
     files = ", ".join(quote_text(str(part)) for part in parts)
-    options = f"[{files}], format = 'newline_delimited', ignore_errors = true, maximum_object_size = {LONGEST_ROW}"
+    options = (
+        f"[{files}], format = 'newline_delimited', ignore_errors = true, maximum_object_size = {LONGEST_ROW}"
+    )
     try:
         source = f"read_json({options}, sample_size = -1, maximum_depth = 2, union_by_name = true)"
         found = connection.execute(f"DESCRIBE SELECT * FROM {source}").fetchall()
@@ -123,7 +156,9 @@ def make_view(duck: Any, connection: duckdb.DuckDBPyConnection, name: str, parts
         find_damage(parts)
     types |= HEAD_TYPES
     declared = ", ".join(f"{quote_name(column)}: {quote_text(kind)}" for column, kind in types.items())
-    connection.execute(f"CREATE VIEW {name}_lines AS SELECT * FROM read_json({options}, columns = {{{declared}}})")
+    connection.execute(
+        f"CREATE VIEW {name}_lines AS SELECT * FROM read_json({options}, columns = {{{declared}}})"
+    )
     head = "stage IS NOT NULL AND step IS NOT NULL AND attempt IS NOT NULL"
     connection.execute(f"CREATE VIEW {name}_all AS SELECT * FROM {name}_lines WHERE {head}")
     key = "stage, step, name" if name == "evaluations" and "name" in types else "stage, step"
@@ -143,18 +178,32 @@ def lock(connection: duckdb.DuckDBPyConnection, files: Sequence[Path]) -> None:
 
 
 def check_lines(connection: duckdb.DuckDBPyConnection, name: str, parts: Sequence[Path]) -> list[str]:
-    """What a person should know of lines that no row of the view NAME_all is of: a torn last one, or rows that only duckdb cannot read.
+    """What a person should know of lines that no row of the view NAME_all is of: a torn last one, or rows
+    that only duckdb cannot read.
 
-    Raises RunDirError naming the first line that is damaged or that rollouts did not write, as all readers do.
+    Raises RunDirError naming the first line that is damaged or that rollouts did not write, as all readers
+    do.
     """
     torn = describe_torn(parts[-1])
-    rows = connection.execute(f"SELECT count(*) FROM {name}_lines WHERE stage IS NULL OR step IS NULL OR attempt IS NULL").fetchone()
+    rows = connection.execute(
+        f"SELECT count(*) FROM {name}_lines WHERE stage IS NULL OR step IS NULL OR attempt IS NULL"
+    ).fetchone()
     left_out = int(rows[0]) - len(torn) if rows else 0
     if left_out <= 0:
         return torn
     first = find_damage(parts)
     # none: a line was torn when duckdb saw it, and has been ended since
-    return [*torn, f"{left_out} rows of {name} are left out: duckdb takes no half of a character in a text; the first is {first}"] if first else torn
+    return (
+        [
+            *torn,
+            (
+                f"{left_out} rows of {name} are left out: duckdb takes no half of a character in a text; the"
+                f" first is {first}"
+            ),
+        ]
+        if first
+        else torn
+    )
 
 
 def find_damage(parts: Sequence[Path]) -> str:
@@ -169,9 +218,15 @@ def find_damage(parts: Sequence[Path]) -> str:
             if not whole and row is None and part is parts[-1]:
                 continue
             if row is None:
-                raise RunDirError(f"{part}:{number} is not a JSON object ({line[:40]!r}…); the file is damaged: restore it, or delete that line")
+                raise RunDirError(
+                    f"{part}:{number} is not a JSON object ({line[:40]!r}…); the file is damaged: restore it,"
+                    " or delete that line"
+                )
             if not (isinstance(row.get("stage"), str) and has_place(row)):
-                raise RunDirError(f"{part}:{number} has no text 'stage' and whole 'step' and 'attempt'; rollouts did not write it")
+                raise RunDirError(
+                    f"{part}:{number} has no text 'stage' and whole 'step' and 'attempt'; rollouts did not"
+                    " write it"
+                )
             first = first or ("" if is_text(line) else f"{part}:{number}")
     return first
 
@@ -205,22 +260,35 @@ def describe_torn(part: Path) -> list[str]:
     torn = tail[tail.rfind(b"\n") + 1 :]
     if not torn or parse_row(torn) is not None:
         return []
-    return [f"{part}: the last line is torn ({len(torn)} bytes) and left out; its writer was killed, or is writing it"]
+    return [
+        (
+            f"{part}: the last line is torn ({len(torn)} bytes) and left out; its writer was killed, or is"
+            " writing it"
+        )
+    ]
 
 
 def explain_error(error: Exception, columns: dict[str, list[str]]) -> ConfigError:
     """What to say of a statement that duckdb refuses: with the nearest column or view where one is missing."""
     text = first_line(error)
     if match := MISSING_TABLE.search(text):
-        return ConfigError(f"SQL: there is no view {match[1]}; the views are {', '.join(VIEWS)}, and each with _all for every attempt")
+        return ConfigError(
+            f"SQL: there is no view {match[1]}; the views are {', '.join(VIEWS)}, and each with _all for"
+            " every attempt"
+        )
     match = MISSING_COLUMN.search(text)
     if match is None:
         return ConfigError(f"SQL: {text}")
     name = match[1] or match[2]
     names = list(dict.fromkeys(column for held in columns.values() for column in held))
-    parts = [f'"{column}"' for column in names if column.startswith(f"{name}/") or column.endswith(f"/{name}")]
+    parts = [
+        f'"{column}"' for column in names if column.startswith(f"{name}/") or column.endswith(f"/{name}")
+    ]
     if parts:
-        return ConfigError(f"SQL: there is no column {name}; a name with a slash stands in double quotes: {', '.join(parts[:SHOWN_NAMES])}")
+        return ConfigError(
+            f"SQL: there is no column {name}; a name with a slash stands in double quotes:"
+            f" {', '.join(parts[:SHOWN_NAMES])}"
+        )
     near = nearest(name, names)
     hint = f'did you mean "{near}"?' if near else f"the columns are {', '.join(names)}"
     return ConfigError(f"SQL: there is no column {name}; {hint}")
@@ -240,7 +308,7 @@ def quote_text(text: str) -> str:
     return "'" + text.replace("'", "''") + "'"
 
 
-# --- what is printed --------------------------------------------------------------------------------------------------------
+# --- what is printed ----------------------------------------------------------------------------------------
 
 
 def make_answer_table(answer: Answer) -> Table:
@@ -252,7 +320,9 @@ def make_answer_table(answer: Answer) -> Table:
     first = answer.rows[0] if answer.rows else ()
     for place, column in enumerate(answer.columns):
         is_number = place < len(first) and isinstance(first[place], int | float)
-        table.add_column(make_safe(column, one_line=True), justify="right" if is_number else "left", overflow="fold")
+        table.add_column(
+            make_safe(column, one_line=True), justify="right" if is_number else "left", overflow="fold"
+        )
     for row in answer.rows[:SHOWN_ROWS]:
         table.add_row(*(format_cell(value) for value in row))
     return table

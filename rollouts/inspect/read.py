@@ -16,11 +16,15 @@ from rollouts.inspect.columns import Columns, open_columns
 from rollouts.metrics.jsonl import Row, newest_attempts, read_rows
 from rollouts.run_dir import RunDir, checkpoint_manifest, parse_step
 
-NUMBERS = frozenset({"time_unix", "start_unix", "duration_s", "tokens"})  # fields that are numbers, beside the metrics
+NUMBERS = frozenset(
+    {"time_unix", "start_unix", "duration_s", "tokens"}
+)  # fields that are numbers, beside the metrics
 
 
 class ColumnRows(Sequence[Row]):
-    """Rows of a file, by their numbers in its columns: a row is read when it is asked for, a series of one metric without reading any."""
+    """Rows of a file, by their numbers in its columns: a row is read when it is asked for, a series of one
+    metric without reading any.
+    """
 
     def __init__(self, columns: Columns, indices: np.ndarray) -> None:
         self.columns = columns
@@ -52,7 +56,9 @@ class ColumnRows(Sequence[Row]):
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The rows of a run, of the newest attempt at each step, sorted by stage (in order of appearance) and step."""
+    """The rows of a run, of the newest attempt at each step, sorted by stage (in order of appearance) and
+    step.
+    """
 
     root: Path
     metrics: Sequence[Row]
@@ -87,7 +93,8 @@ def find_stage_rows(columns: Columns, stage: str) -> np.ndarray:
 
 
 def read_run(root: Path, *, with_samples: bool = False) -> RunRecord:
-    """The record of the run at `root`; `samples` is empty unless asked for, because its file is the large one.
+    """The record of the run at `root`; `samples` is empty unless asked for, because its file is the large
+    one.
 
     Raises RunDirError if `root` is not a run directory, or a file in it is damaged.
     """
@@ -99,14 +106,18 @@ def read_run(root: Path, *, with_samples: bool = False) -> RunRecord:
     if with_samples:
         sample_columns = open_columns(run_dir, "samples")
         notes += sample_columns.notes
-        samples = ColumnRows(sample_columns, np.flatnonzero(sample_columns.newest())) if sample_columns.rows else ()
+        samples = (
+            ColumnRows(sample_columns, np.flatnonzero(sample_columns.newest())) if sample_columns.rows else ()
+        )
     record = RunRecord(
         root=root,
         metrics=(),
         evaluations=sort_rows([keep_numbers(row) for row in newest_attempts(evaluations)]),
         samples=samples,
         summary=read_summary(run_dir.summary),
-        attempts=max([int(columns.column("attempt").max(initial=0)), *(row["attempt"] for row in evaluations)]),
+        attempts=max(
+            [int(columns.column("attempt").max(initial=0)), *(row["attempt"] for row in evaluations)]
+        ),
         checkpoints=find_checkpoints(run_dir),
         columns=columns,
         notes=tuple(notes),
@@ -124,23 +135,43 @@ def open_run_dir(root: Path) -> RunDir:
     run_dir = RunDir(root)
     if not root.is_dir():
         raise RunDirError(f"{root} is not a directory; name a run directory, for example one in runs/")
-    if not any(path.exists() for path in (run_dir.config, run_dir.metrics, run_dir.evaluations, run_dir.summary)):
-        raise RunDirError(f"{root} has none of config.toml, metrics.jsonl, evaluations.jsonl and summary.json: it is not a run directory")
+    if not any(
+        path.exists() for path in (run_dir.config, run_dir.metrics, run_dir.evaluations, run_dir.summary)
+    ):
+        raise RunDirError(
+            f"{root} has none of config.toml, metrics.jsonl, evaluations.jsonl and summary.json: it is not a"
+            " run directory"
+        )
     return run_dir
 
 
 def read_checked(path: Path, *, report: Callable[[str], None] | None = None) -> list[Row]:
-    """The rows of a file. `report` is told of a torn last line. Raises RunDirError naming the row that lacks what every row has."""
+    """The rows of a file. `report` is told of a torn last line. Raises RunDirError naming the row that lacks
+    what every row has.
+    """
     rows = read_rows(path, report=report)
     for number, row in enumerate(rows, 1):
-        if not isinstance(row.get("stage"), str) or not isinstance(row.get("step"), int) or not isinstance(row.get("attempt"), int):
-            raise RunDirError(f"{path}:{number} has no text 'stage' and whole 'step' and 'attempt'; rollouts did not write it")
+        if (
+            not isinstance(row.get("stage"), str)
+            or not isinstance(row.get("step"), int)
+            or not isinstance(row.get("attempt"), int)
+        ):
+            raise RunDirError(
+                f"{path}:{number} has no text 'stage' and whole 'step' and 'attempt'; rollouts did not"
+                " write it"
+            )
     return rows
 
 
 def keep_numbers(row: Row) -> Row:
-    """The row without what should be a number and is none: metrics and times that are texts or not finite, as other writers may leave them."""
-    return {name: value for name, value in row.items() if is_number(value) or ("/" not in name and name not in NUMBERS)}
+    """The row without what should be a number and is none: metrics and times that are texts or not finite, as
+    other writers may leave them.
+    """
+    return {
+        name: value
+        for name, value in row.items()
+        if is_number(value) or ("/" not in name and name not in NUMBERS)
+    }
 
 
 def sort_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -150,15 +181,21 @@ def sort_rows(rows: Sequence[Row]) -> tuple[Row, ...]:
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """The summary of a finished run, None if there is none yet. Raises RunDirError if it is not a JSON object."""
+    """The summary of a finished run, None if there is none yet. Raises RunDirError if it is not a JSON
+    object.
+    """
     if not path.exists():
         return None
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise RunDirError(f"{path} is not JSON ({error}); delete it and run again with --resume to have it written anew") from error
+        raise RunDirError(
+            f"{path} is not JSON ({error}); delete it and run again with --resume to have it written anew"
+        ) from error
     if not isinstance(summary, dict):
-        raise RunDirError(f"{path} holds a {type(summary).__name__}, not an object; delete it and run again with --resume")
+        raise RunDirError(
+            f"{path} holds a {type(summary).__name__}, not an object; delete it and run again with --resume"
+        )
     return summary
 
 
@@ -182,7 +219,9 @@ def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
 
 
 def sum_by_name(rows: Sequence[Row], prefix: str) -> dict[str, float]:
-    """Each metric below `prefix` (`fail/`, `groups/dropped/`) summed over the rows, those that are not 0, by its name after the prefix."""
+    """Each metric below `prefix` (`fail/`, `groups/dropped/`) summed over the rows, those that are not 0, by
+    its name after the prefix.
+    """
     if isinstance(rows, ColumnRows):
         names = [name for name in rows.columns.metrics if name.startswith(prefix)]
         totals = {name.removeprefix(prefix): float(rows.series(name)[1].sum()) for name in names}

@@ -20,11 +20,22 @@ from rollouts.inspect.columns import Columns, open_columns
 from rollouts.inspect.read import open_run_dir
 from rollouts.metrics.jsonl import Row, parse_row
 
-SORT_COLUMNS = {"step": "step", "reward": "reward", "length": "response_length", "tokens": "tokens", "group": "group_index"}
-PLAIN_RUN = re.compile(r"[A-Za-z0-9 !#$%&'()*+,.:;<=>?@\[\]^_`{|}~-]+")  # characters that stand in JSON as they are
-KEY_END = re.compile(rb'[^"\\]{0,64}":')  # what follows bytes of the name of a field, as every row has it; a text ends by '",' or '"}'
+SORT_COLUMNS = {
+    "step": "step",
+    "reward": "reward",
+    "length": "response_length",
+    "tokens": "tokens",
+    "group": "group_index",
+}
+PLAIN_RUN = re.compile(
+    r"[A-Za-z0-9 !#$%&'()*+,.:;<=>?@\[\]^_`{|}~-]+"
+)  # characters that stand in JSON as they are
+KEY_END = re.compile(
+    rb'[^"\\]{0,64}":'
+)  # what follows bytes of the name of a field, as every row has it; a text ends by '",' or '"}'
 SCAN_BYTES = 16 << 20  # of a file that are lowered and searched at a time
-SCAN_SHARE = 8  # the files are scanned if at least one in so many rows is asked about; else these rows are read one by one
+# the files are scanned if at least one in so many rows is asked about; else these rows are read one by one
+SCAN_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +67,8 @@ class FoundSamples:
 def find_samples(root: Path, query: SampleQuery) -> FoundSamples:
     """The samples of the run at `root` that the query asks for.
 
-    Raises RunDirError where `root` is no run directory or its file is damaged, ConfigError for a query that asks for nothing there can be.
+    Raises RunDirError where `root` is no run directory or its file is damaged, ConfigError for a query that
+    asks for nothing there can be.
     """
     check_query(query)
     columns = open_columns(open_run_dir(root), "samples")
@@ -77,7 +89,9 @@ def check_query(query: SampleQuery) -> None:
 
 
 def filter_rows(columns: Columns, query: SampleQuery) -> np.ndarray:
-    """Numbers of the rows that match all but the text, in the order of the file. Raises RunDirError for a step or stage that has no samples."""
+    """Numbers of the rows that match all but the text, in the order of the file. Raises RunDirError for a
+    step or stage that has no samples.
+    """
     held = columns.newest()
     if query.stage is not None:
         held = held & columns.match_text("stage", query.stage)
@@ -92,7 +106,9 @@ def filter_rows(columns: Columns, query: SampleQuery) -> np.ndarray:
     chosen = np.flatnonzero(held)
     if query.last_step and len(chosen):
         last = chosen[-1]
-        same = (columns.column("step") == columns.column("step")[last]) & (columns.column("stage") == columns.column("stage")[last])
+        same = (columns.column("step") == columns.column("step")[last]) & (
+            columns.column("stage") == columns.column("stage")[last]
+        )
         chosen = chosen[same[chosen]]
     return chosen
 
@@ -105,11 +121,15 @@ def check_some(held: np.ndarray, columns: Columns, asked: str, name: str) -> Non
     if name == "stage":
         stages = ", ".join(columns.texts("stage")[code] for code in np.unique(there))
         raise RunDirError(f"{asked}: no samples of it were logged; there are samples of {stages}")
-    raise RunDirError(f"{asked}: no samples of it were logged; there are samples of steps {there.min()} to {there.max()}")
+    raise RunDirError(
+        f"{asked}: no samples of it were logged; there are samples of steps {there.min()} to {there.max()}"
+    )
 
 
 def order_rows(columns: Columns, rows: np.ndarray, query: SampleQuery) -> np.ndarray:
-    """The rows in the order asked for, those without the value last; without an order the last of the file first."""
+    """The rows in the order asked for, those without the value last; without an order the last of the file
+    first.
+    """
     if query.sort is None:
         return rows[::-1]
     values = sort_values(columns, query.sort)[rows]
@@ -128,11 +148,13 @@ def sort_values(columns: Columns, sort: str) -> np.ndarray:
 
 
 def arrange(rows: Sequence[Row], query: SampleQuery) -> tuple[Row, ...]:
-    """The rows as they are shown: without an order the last of the file comes last, for it is next to the prompt of the terminal."""
+    """The rows as they are shown: without an order the last of the file comes last, for it is next to the
+    prompt of the terminal.
+    """
     return tuple(rows) if query.sort or query.reverse else tuple(reversed(rows))
 
 
-# --- text ---------------------------------------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------------------
 
 
 class _Text(msgspec.Struct):
@@ -146,7 +168,9 @@ class _Text(msgspec.Struct):
 _text_decoder = msgspec.json.Decoder(_Text)
 
 
-def search_rows(root: Path, columns: Columns, query: SampleQuery, chosen: np.ndarray, total: int) -> FoundSamples:
+def search_rows(
+    root: Path, columns: Columns, query: SampleQuery, chosen: np.ndarray, total: int
+) -> FoundSamples:
     """Those of the chosen rows that hold the text, the first `limit` in the order asked for."""
     plain = longest_plain_run(query.grep)
     if plain and len(chosen) * SCAN_SHARE > columns.rows:
@@ -155,19 +179,27 @@ def search_rows(root: Path, columns: Columns, query: SampleQuery, chosen: np.nda
         chosen = chosen[held[chosen]]
     ordered = order_rows(columns, chosen, query)
     needle = query.grep.lower()
-    matching = (line for line in columns.read_lines(ordered) if any(needle in text.lower() for text in searched_texts(line)))
+    matching = (
+        line
+        for line in columns.read_lines(ordered)
+        if any(needle in text.lower() for text in searched_texts(line))
+    )
     rows = [parse_row(line) or {} for line in islice(matching, query.limit + 1)]
     count = len(rows) if len(rows) <= query.limit else None
     return FoundSamples(root, arrange(rows[: query.limit], query), count, total, columns.notes)
 
 
 def longest_plain_run(text: str) -> str:
-    """The longest part of the text that a JSON file holds as it is, whatever wrote it, in lower case; "" if there is none."""
+    """The longest part of the text that a JSON file holds as it is, whatever wrote it, in lower case; "" if
+    there is none.
+    """
     return max(PLAIN_RUN.findall(text), key=len, default="").lower()
 
 
 def scan_files(columns: Columns, plain: str) -> np.ndarray:
-    """Numbers of the rows whose line holds `plain` (lower case, ASCII) in upper or lower case, in the order of the file."""
+    """Numbers of the rows whose line holds `plain` (lower case, ASCII) in upper or lower case, in the order
+    of the file.
+    """
     needle = plain.encode("ascii")
     part_of, offsets = columns.column("part"), columns.column("offset")
     found: list[np.ndarray] = []
@@ -181,7 +213,9 @@ def scan_files(columns: Columns, plain: str) -> np.ndarray:
 
 
 def scan_file(path: Path, needle: bytes, begins: np.ndarray) -> Iterator[int]:
-    """Places in `begins` (first byte of each line, ascending) of the lines that hold the needle. Lines are searched many at a time."""
+    """Places in `begins` (first byte of each line, ascending) of the lines that hold the needle. Lines are
+    searched many at a time.
+    """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         place = 0
         while place < len(begins):

@@ -13,7 +13,13 @@ from rollouts.inspect.table import make_plain_table
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 HEADINGS = ("first", "last", "min", "max")
-FORMS = ((4, 4), (3, 4), (2, 4), (3, 2), (3, 1))  # digits and how many of HEADINGS (of one the last): the first that leaves COURSE columns
+FORMS = (
+    (4, 4),
+    (3, 4),
+    (2, 4),
+    (3, 2),
+    (3, 1),
+)  # digits and how many of HEADINGS (of one the last): the first that leaves COURSE columns
 COURSE = 12  # columns of a course, at least
 SHOWN = 12  # metrics of a stage
 TELLING = (  # the first SHOWN that a stage has and that are not 0 throughout
@@ -41,13 +47,19 @@ TELLING = (  # the first SHOWN that a stage has and that are not 0 throughout
 
 
 def make_sparkline_table(record: RunRecord, stage: str, *, width: int) -> Table | None:
-    """The telling metrics of a stage: course, first, last, lowest and highest value, fewer in a narrow terminal. None for fewer than two steps."""
+    """The telling metrics of a stage: course, first, last, lowest and highest value, fewer in a narrow
+    terminal. None for fewer than two steps.
+    """
     chosen = [(name, *record.series(stage, name)) for name in TELLING]
-    shown = [(name, steps, values) for name, steps, values in chosen if len(values) > 1 and values.any()][:SHOWN]
+    shown = [(name, steps, values) for name, steps, values in chosen if len(values) > 1 and values.any()][
+        :SHOWN
+    ]
     if not shown:
         return None
     begin, end = min(steps[0] for _, steps, _ in shown), max(steps[-1] for _, steps, _ in shown)
-    names, columns, room = fit_columns([name for name, _, _ in shown], [values for _, _, values in shown], width)
+    names, columns, room = fit_columns(
+        [name for name, _, _ in shown], [values for _, _, values in shown], width
+    )
     table = make_plain_table(f"{stage}, steps {begin} to {end}")
     table.add_column("metric", no_wrap=True)
     table.add_column("course", no_wrap=True, style="cyan")
@@ -58,14 +70,20 @@ def make_sparkline_table(record: RunRecord, stage: str, *, width: int) -> Table 
     return table
 
 
-def fit_columns(metrics: Sequence[str], values: Sequence[np.ndarray], width: int) -> tuple[Sequence[str], list[list[str]], int]:
+def fit_columns(
+    metrics: Sequence[str], values: Sequence[np.ndarray], width: int
+) -> tuple[Sequence[str], list[list[str]], int]:
     """Which of HEADINGS there is room for, the numbers below each, and how wide a course may be."""
     found: tuple[Sequence[str], list[list[str]], int] = ((), [], 0)
     for digits, count in FORMS:
         names = HEADINGS[:count] if count > 1 else ("last",)
         numbers = {"first": lambda row: row[0], "last": lambda row: row[-1], "min": np.min, "max": np.max}
         columns = [[format_number(float(numbers[name](row)), digits) for row in values] for name in names]
-        taken = max(map(len, metrics)) + 4 + sum(max(map(len, [name, *column])) + 2 for name, column in zip(names, columns, strict=True))
+        taken = (
+            max(map(len, metrics))
+            + 4
+            + sum(max(map(len, [name, *column])) + 2 for name, column in zip(names, columns, strict=True))
+        )
         found = names, columns, max(4, min(60, width - taken))
         if width - taken >= COURSE:
             break
@@ -73,8 +91,9 @@ def fit_columns(metrics: Sequence[str], values: Sequence[np.ndarray], width: int
 
 
 def draw_sparkline(steps: np.ndarray, values: np.ndarray, *, first: int, last: int, width: int) -> str:
-    """`width` characters from step `first` to step `last`: the height of each is the mean of the values that fall into it, of the range of these
-    means; a blank where there is none, half height where all are equal."""
+    """`width` characters from step `first` to step `last`: the height of each is the mean of the values that
+    fall into it, of the range of these means; a blank where there is none, half height where all are equal.
+    """
     means = mean_by_range(steps, values, first=first, last=last, ranges=width)
     held = means[~np.isnan(means)]
     low, high = held.min(), held.max()
@@ -86,7 +105,9 @@ def draw_sparkline(steps: np.ndarray, values: np.ndarray, *, first: int, last: i
 
 
 def mean_by_range(steps: np.ndarray, values: np.ndarray, *, first: int, last: int, ranges: int) -> np.ndarray:
-    """The mean of the values in each of up to `ranges` equal ranges of the steps from `first` to `last`; NaN where there is none."""
+    """The mean of the values in each of up to `ranges` equal ranges of the steps from `first` to `last`; NaN
+    where there is none.
+    """
     count = min(ranges, last - first + 1)
     places = (steps - first) * count // (last - first + 1)
     sums, held = np.bincount(places, weights=values, minlength=count), np.bincount(places, minlength=count)

@@ -32,20 +32,35 @@ COLUMNS = (  # heading, metrics of which the first present is shown, format
 ACCURACY = re.compile(r"eval/(?P<name>.+)/(?P<stat>(?:avg|pass)@\d+|accuracy)")
 RANKED_RIGHT = "accuracy"  # the statistic of held-out pairs: the share that is ranked right
 MARGIN = "rewards/margins"  # of held-out preferences
-STAGE_HEADINGS = ("stage", "steps", "reward first → last", "loss first → last", "minutes", "groups dropped", "failed")
+STAGE_HEADINGS = (
+    "stage",
+    "steps",
+    "reward first → last",
+    "loss first → last",
+    "minutes",
+    "groups dropped",
+    "failed",
+)
 DROPPED = "groups/dropped/"
 FAILED = "fail/"
 
 
 def make_stage_table(record: RunRecord, *, width: int = 160) -> Table | str:
-    """One row per stage: how far, how the reward and the loss moved, how long, what was dropped and what failed. Lines where a table does not fit."""
+    """One row per stage: how far, how the reward and the loss moved, how long, what was dropped and what
+    failed. Lines where a table does not fit.
+    """
     rows = [describe_stage(record, stage) for stage in record.stages]
     lines = [STAGE_HEADINGS, *rows]
     if count_fitting(lines, width) < len(STAGE_HEADINGS):
-        return "\n".join(", ".join(f"{name} {cell}" for name, cell in zip(STAGE_HEADINGS, row, strict=True) if cell) for row in rows)
+        return "\n".join(
+            ", ".join(f"{name} {cell}" for name, cell in zip(STAGE_HEADINGS, row, strict=True) if cell)
+            for row in rows
+        )
     table = Table()
     for heading in STAGE_HEADINGS:
-        table.add_column(heading, justify="left" if heading in ("stage", "groups dropped", "failed") else "right")
+        table.add_column(
+            heading, justify="left" if heading in ("stage", "groups dropped", "failed") else "right"
+        )
     for row in rows:
         table.add_row(*row)
     return table
@@ -70,7 +85,11 @@ def describe_state(record: RunRecord) -> str:
     """Whether the run is finished, how often it was started, and its newest checkpoint."""
     state = "not finished" if record.summary is None else "finished"
     attempts = f"{record.attempts} attempt{'' if record.attempts == 1 else 's'}"
-    newest = f"checkpoint {'/step_'.join(map(str, find_newest_checkpoint(record)))}" if record.checkpoints else "no checkpoint"
+    newest = (
+        f"checkpoint {'/step_'.join(map(str, find_newest_checkpoint(record)))}"
+        if record.checkpoints
+        else "no checkpoint"
+    )
     return f"{state}, {attempts}, {newest}"
 
 
@@ -81,14 +100,22 @@ def find_newest_checkpoint(record: RunRecord) -> tuple[str, int]:
 
 
 def make_evaluation_table(record: RunRecord) -> Table | None:
-    """Accuracy (avg@k, pass@k, and of pairs those ranked right; in percent) per evaluation, in order; None if there was none.
+    """Accuracy (avg@k, pass@k, and of pairs those ranked right; in percent) per evaluation, in order; None if
+    there was none.
 
     Where preferences were evaluated, the margin of their rewards too, as it is.
     """
     if not record.evaluations:
         return None
-    found = [(row, match, row[name]) for row in record.evaluations for name in row if (match := ACCURACY.fullmatch(name))]
-    stats = sorted(dict.fromkeys(match["stat"] for _, match, _ in found), key=lambda stat: stat == RANKED_RIGHT)
+    found = [
+        (row, match, row[name])
+        for row in record.evaluations
+        for name in row
+        if (match := ACCURACY.fullmatch(name))
+    ]
+    stats = sorted(
+        dict.fromkeys(match["stat"] for _, match, _ in found), key=lambda stat: stat == RANKED_RIGHT
+    )
     margins = [row.get(f"eval/{row.get('name')}/{MARGIN}") for row in record.evaluations]
     more = ["margin"] if any(margin is not None for margin in margins) else []
     title = f"evaluations, %{', and margins of rewards' if more else ''}"
@@ -97,24 +124,44 @@ def make_evaluation_table(record: RunRecord) -> Table | None:
         table.add_column(heading, justify="left" if heading in ("stage", "name") else "right")
     for row, margin in zip(record.evaluations, margins, strict=True):
         values = {match["stat"]: 100 * value for other, match, value in found if other is row}
-        failed = sum(value for name, value in row.items() if name.startswith("eval/") and name.endswith("/failed"))
+        failed = sum(
+            value for name, value in row.items() if name.startswith("eval/") and name.endswith("/failed")
+        )
         cells = [f"{values[stat]:.1f}" if stat in values else "" for stat in stats]
         cells += ["" if margin is None else f"{margin:.3f}"] if more else []
-        table.add_row(row["stage"], str(row["step"]), str(row.get("policy_version", "")), str(row.get("name", "")), *cells, f"{failed:.0f}")
+        table.add_row(
+            row["stage"],
+            str(row["step"]),
+            str(row.get("policy_version", "")),
+            str(row.get("name", "")),
+            *cells,
+            f"{failed:.0f}",
+        )
     return table
 
 
 def make_step_table(record: RunRecord, *, last: int, width: int = 160) -> Table | None:
-    """The last steps of the run, without columns that none of them has and those on the right that do not fit; None if there are no steps."""
+    """The last steps of the run, without columns that none of them has and those on the right that do not
+    fit; None if there are no steps.
+    """
     rows = record.metrics[-last:] if last > 0 else ()
     if not rows:
         return None
     columns = [column for column in COLUMNS if any(find_value(row, column[1]) is not None for row in rows)]
-    lines = [[row["stage"], str(row["step"]), *(format_value(find_value(row, names), form) for _, names, form in columns)] for row in rows]
+    lines = [
+        [
+            row["stage"],
+            str(row["step"]),
+            *(format_value(find_value(row, names), form) for _, names, form in columns),
+        ]
+        for row in rows
+    ]
     headings = ["stage", "step", *(heading for heading, _, _ in columns)]
     kept = count_fitting([headings, *lines], width)
     left = len(headings) - kept
-    title = ("last step" if len(rows) == 1 else f"last {len(rows)} steps") + (f" ({left} more columns in a wider terminal)" if left else "")
+    title = ("last step" if len(rows) == 1 else f"last {len(rows)} steps") + (
+        f" ({left} more columns in a wider terminal)" if left else ""
+    )
     table = Table(title=title, title_justify="left", title_style="bold")
     for heading in headings[:kept]:
         table.add_column(heading, justify="left" if heading == "stage" else "right")
@@ -125,11 +172,15 @@ def make_step_table(record: RunRecord, *, last: int, width: int = 160) -> Table 
 
 def make_plain_table(title: str) -> Table:
     """A table without lines."""
-    return Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+    return Table(
+        box=None, pad_edge=False, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold"
+    )
 
 
 def count_fitting(lines: Sequence[Sequence[str]], width: int) -> int:
-    """How many columns of a table fit into `width`, at least two: each takes its longest cell and three more, and the border one."""
+    """How many columns of a table fit into `width`, at least two: each takes its longest cell and three more,
+    and the border one.
+    """
     used = 1
     for column in range(len(lines[0])):
         used += max(len(line[column]) for line in lines) + 3
@@ -161,19 +212,36 @@ def format_counts(counts: dict[str, float]) -> str:
 
 
 def make_summary_lines(record: RunRecord) -> list[str]:
-    """What summary.json says beyond the tables: mode, accuracies by stage, wall time, memory, seed, versions. Empty until the run is finished."""
+    """What summary.json says beyond the tables: mode, accuracies by stage, wall time, memory, seed, versions.
+    Empty until the run is finished.
+    """
     summary = record.summary or {}
     lines: list[str] = []
-    if facts := [f"{name} {format_fact(summary[name])}" for name in ("mode", "seed", "wall_s", "peak_rss_gib") if name in summary]:
+    if facts := [
+        f"{name} {format_fact(summary[name])}"
+        for name in ("mode", "seed", "wall_s", "peak_rss_gib")
+        if name in summary
+    ]:
         lines.append(", ".join(facts))
     accuracy = summary.get("accuracy")
-    if isinstance(accuracy, dict) and (known := {stage: value for stage, value in accuracy.items() if isinstance(value, int | float)}):
-        lines.append("accuracy: " + " → ".join(f"{stage} {100 * value:.1f} %" for stage, value in known.items()))
+    if isinstance(accuracy, dict) and (
+        known := {stage: value for stage, value in accuracy.items() if isinstance(value, int | float)}
+    ):
+        lines.append(
+            "accuracy: " + " → ".join(f"{stage} {100 * value:.1f} %" for stage, value in known.items())
+        )
     pairs = summary.get("pair_accuracy")
-    if isinstance(pairs, dict) and (ranked := {stage: value for stage, value in pairs.items() if isinstance(value, int | float)}):
-        lines.append("pairs ranked right: " + ", ".join(f"{stage} {100 * value:.1f} %" for stage, value in ranked.items()))
+    if isinstance(pairs, dict) and (
+        ranked := {stage: value for stage, value in pairs.items() if isinstance(value, int | float)}
+    ):
+        lines.append(
+            "pairs ranked right: "
+            + ", ".join(f"{stage} {100 * value:.1f} %" for stage, value in ranked.items())
+        )
     if isinstance(versions := summary.get("versions"), dict):
-        lines.append("versions: " + ", ".join(f"{package} {version}" for package, version in versions.items()))
+        lines.append(
+            "versions: " + ", ".join(f"{package} {version}" for package, version in versions.items())
+        )
     return lines
 
 

@@ -40,7 +40,11 @@ FACTS = (  # heading, metric
     ("reward", "reward/mean"), ("loss", "loss/total"), ("grad norm", "optim/grad_norm"), ("length", "response_length/mean"),
     ("cut", "truncated/frac"), ("lag", "off_policy/max"), ("tok/s", "perf/generated_tokens_per_s"), ("s/step", "time/step"),
 )  # fmt: skip
-COURSES = ("reward/mean", "rewards/accuracies", "loss/total")  # the sparkline is of the first that a stage has
+COURSES = (
+    "reward/mean",
+    "rewards/accuracies",
+    "loss/total",
+)  # the sparkline is of the first that a stage has
 
 
 @dataclass(slots=True)
@@ -52,7 +56,9 @@ class FileCursor:
     offset: int = 0  # bytes of that part, always the beginning of a line
 
     def read_new(self) -> list[Row]:
-        """The rows of the lines that were ended since, over parts that were begun since. What is no row is passed over; doctor tells of it."""
+        """The rows of the lines that were ended since, over parts that were begun since. What is no row is
+        passed over; doctor tells of it.
+        """
         parts = list_parts(self.path)
         if self.part < 0 and parts:
             first = parts[-2] if len(parts) > 1 and parts[-1].stat().st_size < START_BYTES else parts[-1]
@@ -74,7 +80,11 @@ class FileCursor:
         end = data.rfind(b"\n") + 1
         self.offset += end
         found = (parse_row(line) for line in data[:end].split(b"\n") if line)
-        return [keep_numbers(row) for row in found if row is not None and has_place(row) and isinstance(row.get("stage"), str)]
+        return [
+            keep_numbers(row)
+            for row in found
+            if row is not None and has_place(row) and isinstance(row.get("stage"), str)
+        ]
 
 
 def find_start(part: Path) -> int:
@@ -100,7 +110,9 @@ class RunView:
     samples: deque[Row] = field(default_factory=lambda: deque(maxlen=HELD_SAMPLES))
     warnings: deque[str] = field(default_factory=lambda: deque(maxlen=HELD_WARNINGS))
     failures: dict[str, float] = field(default_factory=dict)  # of the rows that were read, by class
-    engines: dict[str, list[float]] = field(default_factory=dict)  # by name: spans, tokens and when the last one ended, of the newest step
+    engines: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # by name: spans, tokens and when the last one ended, of the newest step
     engine_step: tuple[str, int] = ("", 0)
 
     def take(self, name: str, rows: Iterable[Row]) -> list[Row]:
@@ -140,7 +152,9 @@ class RunView:
     def _take_sample(self, row: Row) -> None:
         self.samples.append(row)
         if row.get("status") == "failed":
-            self.warnings.append(f"{row['stage']} step {row['step']}: {row.get('id', '')}: {describe_failure(row)}")
+            self.warnings.append(
+                f"{row['stage']} step {row['step']}: {row.get('id', '')}: {describe_failure(row)}"
+            )
 
     def _take_span(self, row: Row) -> None:
         if row.get("name") != "generate" or not row.keys() >= {"start_unix", "duration_s", "tokens"}:
@@ -164,7 +178,11 @@ def read_steps(run_dir: RunDir) -> dict[str, int]:
         settings = tomllib.loads(run_dir.config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return {name: table["steps"] for name, table in settings.items() if isinstance(table, dict) and isinstance(table.get("steps"), int)}
+    return {
+        name: table["steps"]
+        for name, table in settings.items()
+        if isinstance(table, dict) and isinstance(table.get("steps"), int)
+    }
 
 
 def estimate_left_s(view: RunView) -> float | None:
@@ -172,7 +190,11 @@ def estimate_left_s(view: RunView) -> float | None:
     last = view.last
     if last is None or last["stage"] not in view.steps:
         return None
-    rows = [row for (stage, _), row in view.rows.items() if stage == last["stage"] and row["attempt"] == last["attempt"]]
+    rows = [
+        row
+        for (stage, _), row in view.rows.items()
+        if stage == last["stage"] and row["attempt"] == last["attempt"]
+    ]
     times = [row["time_unix"] for row in rows[-PACE_ROWS:] if "time_unix" in row]
     if len(times) < 2:
         return None
@@ -182,7 +204,13 @@ def estimate_left_s(view: RunView) -> float | None:
 
 def format_duration(seconds: float) -> str:
     """`45 s`, `12 min`, `3.5 h`."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 100
+        else f"{seconds / 60:.0f} min"
+        if seconds < 6000
+        else f"{seconds / 3600:.1f} h"
+    )
 
 
 def describe_row(view: RunView, row: Row) -> str:
@@ -196,12 +224,28 @@ def draw_screen(view: RunView, activity: Activity, *, width: int, now_unix: floa
     """What is known of the run, at most about 25 lines of `width` characters."""
     last = view.last
     lines = [f"{view.root}: {describe_activity(activity)}"]
-    lines += ["no step has ended yet"] if last is None else draw_step(view, last, activity, width=width, now_unix=now_unix)
+    lines += (
+        ["no step has ended yet"]
+        if last is None
+        else draw_step(view, last, activity, width=width, now_unix=now_unix)
+    )
     if view.evaluation is not None:
-        shown = [f"{name} {format_number(value)}" for name, value in view.evaluation.items() if name.startswith("eval/") and isinstance(value, float)]
-        lines.append(f"evaluated {view.evaluation['stage']} step {view.evaluation['step']}: {', '.join(shown[:4])}")
+        shown = [
+            f"{name} {format_number(value)}"
+            for name, value in view.evaluation.items()
+            if name.startswith("eval/") and isinstance(value, float)
+        ]
+        lines.append(
+            f"evaluated {view.evaluation['stage']} step {view.evaluation['step']}: {', '.join(shown[:4])}"
+        )
     if view.failures:
-        lines.append("failed    " + ", ".join(f"{kind} {count:.0f}" for kind, count in sorted(view.failures.items(), key=lambda item: -item[1])))
+        lines.append(
+            "failed    "
+            + ", ".join(
+                f"{kind} {count:.0f}"
+                for kind, count in sorted(view.failures.items(), key=lambda item: -item[1])
+            )
+        )
     lines += [f"sample    {describe_sample(row)}" for row in view.samples]
     lines += [f"warning   {text}" for text in view.warnings]
     return Text("\n".join(clip(line, width) for line in lines))
@@ -212,15 +256,38 @@ def draw_step(view: RunView, last: Row, activity: Activity, *, width: int, now_u
     total, left = view.steps.get(last["stage"]), estimate_left_s(view)
     place = f"{last['stage']} step {last['step']}{f' of {total}' if total else ''}, attempt {last['attempt']}"
     ago = [f"{format_duration(max(0.0, now_unix - last['time_unix']))} ago"] if "time_unix" in last else []
-    lines = [", ".join([place, *ago, *([f"{format_duration(left)} left"] if left is not None and activity.may_go_on else [])])]
+    lines = [
+        ", ".join(
+            [
+                place,
+                *ago,
+                *([f"{format_duration(left)} left"] if left is not None and activity.may_go_on else []),
+            ]
+        )
+    ]
     lines += draw_course(view, last["stage"], width)
     facts = [f"{heading} {format_number(last[metric])}" for heading, metric in FACTS if metric in last]
     lines.append("   ".join(facts))
-    phases = {name[5:]: value for name, value in last.items() if name.startswith("time/") and name not in ("time/step", "time/weight_sync_pause")}
+    phases = {
+        name[5:]: value
+        for name, value in last.items()
+        if name.startswith("time/") and name not in ("time/step", "time/weight_sync_pause")
+    }
     if phases:
-        lines.append("phases    " + "  ".join(f"{name} {value:.2f} s" for name, value in sorted(phases.items(), key=lambda item: -item[1])))
+        lines.append(
+            "phases    "
+            + "  ".join(
+                f"{name} {value:.2f} s" for name, value in sorted(phases.items(), key=lambda item: -item[1])
+            )
+        )
     engines = view.engines.items()
-    return [*lines, *(f"engine    {name}: {held[0]:.0f} requests, {held[1]:.0f} tokens in step {view.engine_step[1]}" for name, held in engines)]
+    return [
+        *lines,
+        *(
+            f"engine    {name}: {held[0]:.0f} requests, {held[1]:.0f} tokens in step {view.engine_step[1]}"
+            for name, held in engines
+        ),
+    ]
 
 
 def draw_course(view: RunView, stage: str, width: int) -> list[str]:
@@ -228,9 +295,14 @@ def draw_course(view: RunView, stage: str, width: int) -> list[str]:
     for name in COURSES:
         held = [(step, row[name]) for (one, step), row in view.rows.items() if one == stage and name in row]
         if len(held) > 1:
-            steps, values = np.array([step for step, _ in held]), np.array([value for _, value in held], dtype=float)
+            steps, values = (
+                np.array([step for step, _ in held]),
+                np.array([value for _, value in held], dtype=float),
+            )
             first, last = int(steps.min()), int(steps.max())
-            text = draw_sparkline(steps, values, first=first, last=last, width=max(10, min(60, width - len(name) - 30)))
+            text = draw_sparkline(
+                steps, values, first=first, last=last, width=max(10, min(60, width - len(name) - 30))
+            )
             return [f"{name} {format_number(values[0])} {text} {format_number(values[-1])}"]
     return []
 
@@ -238,26 +310,40 @@ def draw_course(view: RunView, stage: str, width: int) -> list[str]:
 def describe_sample(row: Row) -> str:
     """A sample on one line: what identifies it, and the end of its response."""
     reward = f"{row['reward']:.3g}" if isinstance(row.get("reward"), int | float) else "none"
-    return f"{row['stage']} {row['step']} {row.get('id', '')} {row.get('status', '')} reward {reward}: {row.get('response', '')}"
+    return (
+        f"{row['stage']} {row['step']} {row.get('id', '')} {row.get('status', '')} reward {reward}:"
+        f" {row.get('response', '')}"
+    )
 
 
 def clip(line: str, width: int) -> str:
-    """The line as it can stand on a terminal: what would steer it is written out, and it ends at the border, where letters take two columns too."""
+    """The line as it can stand on a terminal: what would steer it is written out, and it ends at the border,
+    where letters take two columns too.
+    """
     shown = make_safe(line[: 2 * width], one_line=True)
     return shown if cell_len(shown) <= width else f"{set_cell_size(shown, width - 1)}…"
 
 
 async def follow(
-    root: Path, *, every_s: float, once: bool, find: Callable[[], Activity], show: Callable[[RunView, list[Row], Activity], None]
+    root: Path,
+    *,
+    every_s: float,
+    once: bool,
+    find: Callable[[], Activity],
+    show: Callable[[RunView, list[Row], Activity], None],
 ) -> None:
-    """Calls `show` with the view, the rows of metrics that are new, and whether the run goes on: at first, and after each look that found a change.
+    """Calls `show` with the view, the rows of metrics that are new, and whether the run goes on: at first,
+    and after each look that found a change.
 
-    `find` tells whether the run is at work. Returns after a look that began when it was not, so that no row is missed, and goes on where that cannot
-    be known. Raises RunDirError for a directory that is no run.
+    `find` tells whether the run is at work. Returns after a look that began when it was not, so that no row
+    is missed, and goes on where that cannot be known. Raises RunDirError for a directory that is no run.
     """
     run_dir = open_run_dir(root)
     view = RunView(root, read_steps(run_dir))
-    cursors = {path.stem: FileCursor(path) for path in (run_dir.metrics, run_dir.evaluations, run_dir.samples, run_dir.spans)}
+    cursors = {
+        path.stem: FileCursor(path)
+        for path in (run_dir.metrics, run_dir.evaluations, run_dir.samples, run_dir.spans)
+    }
     shown: Activity | None = None
     while True:
         activity = find()
@@ -272,7 +358,9 @@ async def follow(
 
 
 async def follow_on_console(root: Path, console: Console, every_s: float, once: bool) -> None:
-    """Follows a run on a terminal: a screen that is drawn again, or where there is no terminal one line for each step. Raises RunDirError."""
+    """Follows a run on a terminal: a screen that is drawn again, or where there is no terminal one line for
+    each step. Raises RunDirError.
+    """
     run_dir = open_run_dir(root)
 
     def find() -> Activity:
@@ -282,11 +370,15 @@ async def follow_on_console(root: Path, console: Console, every_s: float, once: 
         return draw_screen(view, activity, width=console.width, now_unix=time.time())
 
     if once or not console.is_terminal:
+
         def show_lines(view: RunView, fresh: list[Row], activity: Activity) -> None:
             if once or not activity.may_go_on:
                 console.print(screen(view, activity), soft_wrap=True)
             else:
-                console.print("\n".join(clip(describe_row(view, row), console.width) for row in fresh[-PRINTED_ROWS:]), soft_wrap=True)
+                console.print(
+                    "\n".join(clip(describe_row(view, row), console.width) for row in fresh[-PRINTED_ROWS:]),
+                    soft_wrap=True,
+                )
 
         await follow(root, every_s=every_s, once=once, find=find, show=show_lines)
         return

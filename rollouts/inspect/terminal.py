@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 import sys
 
-# C0 and C1 but tab and newline, what turns the direction of text, and halves of characters, which no output takes
+# C0 and C1 but tab and newline, what turns the direction of text, and halves of characters, which no output
+# takes
 STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 STEERING_LINE = re.compile(f"{STEERING.pattern[:-1]}\t\n\u2028\u2029]")
 
 
 def make_safe(text: str, *, one_line: bool = False) -> str:
-    r"""The text with what would steer a terminal written out: `\x1b` for an escape, `\u202e` for what turns the text behind it round.
+    r"""The text with what would steer a terminal written out: `\x1b` for an escape, `\u202e` for what turns
+    the text behind it round.
 
-    Tabs and newlines stay; with `one_line` they are written out too. What it gives it leaves as it is when it gets it again.
+    Tabs and newlines stay; with `one_line` they are written out too. What it gives it leaves as it is when it
+    gets it again.
     """
-    return (STEERING_LINE if one_line else STEERING).sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return (STEERING_LINE if one_line else STEERING).sub(
+        lambda found: found[0].encode("unicode_escape").decode(), text
+    )
 
 
 def write_lines(text: str) -> None:

@@ -12,12 +12,15 @@ from rollouts.run_dir import RunDir
 
 Decode = Callable[[list[int]], str]  # ids to text, special tokens included
 UNFINISHED = "\ufffd"  # at the end of a text: more tokens belong to its last character
-CONTEXT = 4  # tokens before a piece with which it is decoded: some tokenizers drop a space at the beginning of what they decode
+# tokens before a piece with which it is decoded: some tokenizers drop a space at the beginning of what they
+# decode
+CONTEXT = 4
 LONGEST = 8  # tokens of one piece; bytes that are no text by then stay what they decode to
 
 
 def load_decoder(run_dir: RunDir) -> Decode:
-    """Decodes tokens of the run by the tokenizer of its newest checkpoint, or of the model directory that its config names.
+    """Decodes tokens of the run by the tokenizer of its newest checkpoint, or of the model directory that its
+    config names.
 
     Raises RecordError where there is no tokenizer.json, or it cannot be read.
     """
@@ -32,7 +35,8 @@ def load_decoder(run_dir: RunDir) -> Decode:
 
 
 def find_tokenizer(run_dir: RunDir) -> Path:
-    """The tokenizer.json of the newest checkpoint, else of the newest snapshot of weights, else of model.name if it is a directory.
+    """The tokenizer.json of the newest checkpoint, else of the newest snapshot of weights, else of model.name
+    if it is a directory.
 
     Raises RecordError if there is none.
     """
@@ -43,7 +47,10 @@ def find_tokenizer(run_dir: RunDir) -> Path:
     for place in places:
         if (place / "tokenizer.json").is_file():
             return place / "tokenizer.json"
-    raise RecordError(f"{run_dir.root} has no tokenizer.json yet: the first checkpoint brings it; until then tokens have no text")
+    raise RecordError(
+        f"{run_dir.root} has no tokenizer.json yet: the first checkpoint brings it; until then tokens have no"
+        " text"
+    )
 
 
 def find_model_dir(config: Path) -> list[Path]:
@@ -57,7 +64,9 @@ def find_model_dir(config: Path) -> list[Path]:
 
 
 def split_text(ids: Sequence[int], decode: Decode) -> list[tuple[int, int, str]]:
-    """Pieces (first token, end, text) that together are the text: one token each, but where several make up one character."""
+    """Pieces (first token, end, text) that together are the text: one token each, but where several make up
+    one character.
+    """
     pieces: list[tuple[int, int, str]] = []
     begin = 0
     for end in range(1, len(ids) + 1):
@@ -67,6 +76,8 @@ def split_text(ids: Sequence[int], decode: Decode) -> list[tuple[int, int, str]]
         unfinished = text.endswith(UNFINISHED) and end - begin < LONGEST and end < len(ids)
         if unfinished:
             continue
-        pieces.append((begin, end, text[len(before) :] if text.startswith(before) else decode(list(ids[begin:end]))))
+        pieces.append(
+            (begin, end, text[len(before) :] if text.startswith(before) else decode(list(ids[begin:end])))
+        )
         begin = end
     return pieces

@@ -1,9 +1,10 @@
-"""spans.jsonl as a trace in Chrome's format, which https://ui.perfetto.dev and chrome://tracing open: a process for the run, a thread for each track.
+"""spans.jsonl as a trace in Chrome's format, which https://ui.perfetto.dev and chrome://tracing open: a
+process for the run, a thread for each track.
 
     first pass:  when each span began and where its row lies ──► sorted ──► second pass: one event a span, in that order
 
-The events of one thread must nest, so a track has lanes: one for its own work, and further ones for requests that it answers at once. Only
-times and places are held in memory, 24 bytes a span.
+The events of one thread must nest, so a track has lanes: one for its own work, and further ones for requests
+that it answers at once. Only times and places are held in memory, 24 bytes a span.
 """
 
 from __future__ import annotations
@@ -26,14 +27,18 @@ Attempts = dict[tuple[str, int], int]  # by stage and step
 encode = msgspec.json.Encoder().encode
 PID = 1
 FIRST_TRACKS = ("trainer", "checkpoints", "rewards")  # engines come below them
-CLOCK_SLIP_US = 100  # what a piece of work may seem to outlast the whole it is part of, because clocks were read one after the other
+# what a piece of work may seem to outlast the whole it is part of, because clocks were read one after the
+# other
+CLOCK_SLIP_US = 100
 SORT_STEP = 1000  # between the places of tracks, so that their lanes fit in
 
 
 def export_trace(root: Path, output: Path, *, steps: range | None = None) -> int:
-    """How many spans were written to `output`, which appears when it is complete. Of a step that was repeated, the newest attempt's.
+    """How many spans were written to `output`, which appears when it is complete. Of a step that was
+    repeated, the newest attempt's.
 
-    Raises RunDirError where `root` has no spans (of these steps), or a file is damaged; StorageError where `output` cannot be written.
+    Raises RunDirError where `root` has no spans (of these steps), or a file is damaged; StorageError where
+    `output` cannot be written.
     """
     if not root.is_dir():
         raise RunDirError(f"{root} is not a directory; name a run directory, for example one in runs/")
@@ -50,16 +55,26 @@ def export_trace(root: Path, output: Path, *, steps: range | None = None) -> int
             _write_trace(file, run_dir, places, newest, steps)
         partial.replace(output)
     except OSError as error:
-        raise StorageError(f"{output} cannot be written ({error}); name another file with --output FILE") from error
+        raise StorageError(
+            f"{output} cannot be written ({error}); name another file with --output FILE"
+        ) from error
     finally:
         with suppress(OSError):
             partial.unlink()
     return len(places)
 
 
-# --- first pass ----------------------------------------------------------------------------------------------------------------
+# --- first pass ---------------------------------------------------------------------------------------------
 
-PLACE = np.dtype([("start_us", np.int64), ("shorter", np.int64), ("part", np.int32), ("size", np.int32), ("offset", np.int64)])
+PLACE = np.dtype(
+    [
+        ("start_us", np.int64),
+        ("shorter", np.int64),
+        ("part", np.int32),
+        ("size", np.int32),
+        ("offset", np.int64),
+    ]
+)
 
 
 def find_attempts(rows: Iterable[Row]) -> Attempts:
@@ -72,11 +87,15 @@ def find_attempts(rows: Iterable[Row]) -> Attempts:
 
 
 def find_spans(parts: Sequence[Path], newest: Attempts, steps: range | None) -> np.ndarray:
-    """Where the rows of the newest attempts lie, by the time at which their spans began, of equal times the longest first."""
+    """Where the rows of the newest attempts lie, by the time at which their spans began, of equal times the
+    longest first.
+    """
     places = np.empty(1024, PLACE)
     count = 0
     for number, (offset, size), row in _iterate(parts):
-        if newest[row["stage"], row["step"]] != row["attempt"] or (steps is not None and row["step"] not in steps):
+        if newest[row["stage"], row["step"]] != row["attempt"] or (
+            steps is not None and row["step"] not in steps
+        ):
             continue
         if count == len(places):
             places = np.resize(places, 2 * count)
@@ -88,21 +107,36 @@ def find_spans(parts: Sequence[Path], newest: Attempts, steps: range | None) -> 
 
 
 def _iterate(parts: Sequence[Path]) -> Iterator[tuple[int, tuple[int, int], Row]]:
-    """Part, place and row of every span. A torn last line is left out. Raises RunDirError for another line that is no span."""
+    """Part, place and row of every span. A torn last line is left out. Raises RunDirError for another line
+    that is no span.
+    """
     for number, path in enumerate(parts):
         offset = 0
         with path.open("rb") as file:
             for line in file:
                 row = parse_row(line)
                 whole = line.endswith(b"\n")
-                if row is not None and has_place(row) and all(isinstance(row.get(name), kind) for name, kind in SPAN_FIELDS):
+                if (
+                    row is not None
+                    and has_place(row)
+                    and all(isinstance(row.get(name), kind) for name, kind in SPAN_FIELDS)
+                ):
                     yield number, (offset, len(line)), row
                 elif whole:
-                    raise RunDirError(f"{path}: the line at byte {offset} is no span ({line[:40]!r}…); restore the file, or delete that line")
+                    raise RunDirError(
+                        f"{path}: the line at byte {offset} is no span ({line[:40]!r}…); restore the file, or"
+                        " delete that line"
+                    )
                 offset += len(line)
 
 
-SPAN_FIELDS = (("stage", str), ("name", str), ("track", str), ("start_unix", int | float), ("duration_s", int | float))
+SPAN_FIELDS = (
+    ("stage", str),
+    ("name", str),
+    ("track", str),
+    ("start_unix", int | float),
+    ("duration_s", int | float),
+)
 
 
 def _times_us(row: Row) -> tuple[int, int]:
@@ -110,7 +144,7 @@ def _times_us(row: Row) -> tuple[int, int]:
     return round(row["start_unix"] * 1e6), round((row["start_unix"] + row["duration_s"]) * 1e6)
 
 
-# --- second pass ---------------------------------------------------------------------------------------------------------------
+# --- second pass --------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -121,7 +155,9 @@ class _Lane:
     ends: list[int] = field(default_factory=list)  # µs, of the spans that are open, the outermost first
 
     def fit(self, start_us: int, end_us: int, *, nests: bool) -> int | None:
-        """When the span ends if it goes here, cut by what clocks may slip; None if it would cross one that is open, or lie in one and may not."""
+        """When the span ends if it goes here, cut by what clocks may slip; None if it would cross one that is
+        open, or lie in one and may not.
+        """
         while self.ends and self.ends[-1] <= start_us:
             self.ends.pop()
         if not self.ends:
@@ -139,7 +175,9 @@ class _Lanes:
         self._places: dict[str, int] = {track: place for place, track in enumerate(FIRST_TRACKS)}
         self._count = 0
 
-    def place(self, track: str, start_us: int, end_us: int, *, of_sample: bool) -> tuple[int, int, list[dict[str, Any]]]:
+    def place(
+        self, track: str, start_us: int, end_us: int, *, of_sample: bool
+    ) -> tuple[int, int, list[dict[str, Any]]]:
         """Thread and end of a span, and the events that name the thread if it is new."""
         lanes = self._lanes.setdefault((track, of_sample), [])
         for lane in lanes:
@@ -151,15 +189,25 @@ class _Lanes:
         lanes.append(_Lane(self._count, [end_us]))
         number = len(lanes)
         name = f"{track} · {number}" if of_sample or number > 1 else track
-        order = SORT_STEP * self._places.setdefault(track, len(self._places)) + (SORT_STEP // 2 if of_sample else 0) + min(number, 400)
+        order = (
+            SORT_STEP * self._places.setdefault(track, len(self._places))
+            + (SORT_STEP // 2 if of_sample else 0)
+            + min(number, 400)
+        )
         about = {"ph": "M", "pid": PID, "tid": self._count}
-        return self._count, end_us, [
-            {**about, "name": "thread_name", "args": {"name": name}},
-            {**about, "name": "thread_sort_index", "args": {"sort_index": order}},
-        ]
+        return (
+            self._count,
+            end_us,
+            [
+                {**about, "name": "thread_name", "args": {"name": name}},
+                {**about, "name": "thread_sort_index", "args": {"sort_index": order}},
+            ],
+        )
 
 
-def _write_trace(file: IO[bytes], run_dir: RunDir, places: np.ndarray, newest: Attempts, steps: range | None) -> None:
+def _write_trace(
+    file: IO[bytes], run_dir: RunDir, places: np.ndarray, newest: Attempts, steps: range | None
+) -> None:
     origin_us = int(places["start_us"][0])
     about = {"run": run_dir.root.resolve().name, "start_unix": origin_us / 1e6}
     file.write(b'{"displayTimeUnit":"ms","otherData":' + encode(about) + b',"traceEvents":[\n')
@@ -191,25 +239,40 @@ def _iterate_events(parts: Sequence[Path], places: np.ndarray, origin_us: int) -
                 "cat": row["stage"],
                 "ts": start_us - origin_us,
                 "dur": end_us - start_us,
-                "args": {key: row[key] for key in ("step", "policy_version", "attempt", "id", "tokens") if key in row},
+                "args": {
+                    key: row[key]
+                    for key in ("step", "policy_version", "attempt", "id", "tokens")
+                    if key in row
+                },
             }
     finally:
         for file in files:
             file.close()
 
 
-def _iterate_counters(run_dir: RunDir, spans: Attempts, origin_us: int, steps: range | None) -> Iterator[dict[str, Any]]:
-    """Requests that each member of a fleet answered and that waited, as the rows of metrics say, from the trace's beginning on.
+def _iterate_counters(
+    run_dir: RunDir, spans: Attempts, origin_us: int, steps: range | None
+) -> Iterator[dict[str, Any]]:
+    """Requests that each member of a fleet answered and that waited, as the rows of metrics say, from the
+    trace's beginning on.
 
     Of a step that was repeated, the newest attempt's; there may be spans of it and no row yet.
     """
     rows = find_attempts(_iterate_metrics(run_dir))
     for row in _iterate_metrics(run_dir):
         key = row["stage"], row["step"]
-        if row["attempt"] < max(rows[key], spans.get(key, 0)) or (steps is not None and row["step"] not in steps):
+        if row["attempt"] < max(rows[key], spans.get(key, 0)) or (
+            steps is not None and row["step"] not in steps
+        ):
             continue
-        values = {key.split("/")[1]: value for key, value in row.items() if key.startswith("engine/") and key.endswith("/in_flight")}
-        at_us = round(row["time_unix"] * 1e6) - origin_us if isinstance(row.get("time_unix"), int | float) else -1
+        values = {
+            key.split("/")[1]: value
+            for key, value in row.items()
+            if key.startswith("engine/") and key.endswith("/in_flight")
+        }
+        at_us = (
+            round(row["time_unix"] * 1e6) - origin_us if isinstance(row.get("time_unix"), int | float) else -1
+        )
         if values and at_us >= 0:
             values["queued"] = row.get("fleet/queued", 0.0)
             yield {"ph": "C", "pid": PID, "name": "requests in flight", "ts": at_us, "args": values}

@@ -19,11 +19,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run_export_trace(arguments: argparse.Namespace) -> int:
-    """Writes the trace of a run. Raises ConfigError for steps that are none, RunDirError where there are no spans or a file is damaged."""
+    """Writes the trace of a run. Raises ConfigError for steps that are none, RunDirError where there are no
+    spans or a file is damaged.
+    """
     from rollouts.inspect.trace import export_trace
 
     output = arguments.output or arguments.run_dir / "trace.json"
-    count = export_trace(arguments.run_dir, output, steps=parse_steps(arguments.steps) if arguments.steps else None)
+    count = export_trace(
+        arguments.run_dir, output, steps=parse_steps(arguments.steps) if arguments.steps else None
+    )
     print(f"wrote {output}: {count} spans; open it at https://ui.perfetto.dev")
     return 0
 
@@ -33,5 +37,7 @@ def parse_steps(text: str) -> range:
     first, dots, last = text.partition("..")
     last = last if dots else first
     if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
-        raise ConfigError(f"--steps {text}: give two whole numbers, the first not above the second, for example 10..20")
+        raise ConfigError(
+            f"--steps {text}: give two whole numbers, the first not above the second, for example 10..20"
+        )
     return range(int(first), int(last) + 1)

@@ -1,7 +1,9 @@
-"""Samples as a person reads them; on request each token marked by its advantage, the difference of its log-probs, or whether it trains.
+"""Samples as a person reads them; on request each token marked by its advantage, the difference of its
+log-probs, or whether it trains.
 
-A mark is a colour where the terminal has 256 of them or more, and brackets elsewhere: {++ text} is far above 0, {- text} a little below. The
-scale is symmetric about 0, reaches to the value of the sample that is furthest from it, and has three steps to either side.
+A mark is a colour where the terminal has 256 of them or more, and brackets elsewhere: {++ text} is far above
+0, {- text} a little below. The scale is symmetric about 0, reaches to the value of the sample that is
+furthest from it, and has three steps to either side.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.run_dir import RunDir
 
 LEVELS = 3  # to either side of 0
-STYLES = {  # of a level: blue below 0, orange above, told apart by colour-blind people; the stronger, the darker the ground
+# of a level: blue below 0, orange above, told apart by colour-blind people; the stronger, the darker the
+# ground
+STYLES = {
     -3: "white on #1f4e8c",
     -2: "black on #6fa8dc",
     -1: "black on #cfe2f3",
@@ -67,7 +71,9 @@ def encode_json(value: Any) -> str:
 
 
 def print_samples(console: Console, found: FoundSamples, *, color: str | None = None) -> None:
-    """Each sample with a headline, and how many match. `color`: a name of MEANINGS; where tokens cannot be marked the reason is said once."""
+    """Each sample with a headline, and how many match. `color`: a name of MEANINGS; where tokens cannot be
+    marked the reason is said once.
+    """
     run_dir = RunDir(found.root)
     decode: Decode | None = None
     reasons: dict[str, int] = {}
@@ -81,7 +87,12 @@ def print_samples(console: Console, found: FoundSamples, *, color: str | None = 
         marked: Text | None = None
         if color is not None and decode is not None and contributions is not None:
             try:
-                marked = mark_tokens(load_marks(run_dir, contributions, row, color), decode, color, plain=console.color_system not in RICH_COLOURS)
+                marked = mark_tokens(
+                    load_marks(run_dir, contributions, row, color),
+                    decode,
+                    color,
+                    plain=console.color_system not in RICH_COLOURS,
+                )
             except RecordError as error:
                 reasons[str(error)] = reasons.get(str(error), 0) + 1
         print_sample(console, row, marked)
@@ -101,7 +112,10 @@ def describe_found(found: FoundSamples) -> str:
     if found.matching is None:
         return f"{len(found.rows)} shown, more match, of {found.total} logged samples; --limit shows more"
     if found.matching > len(found.rows):
-        return f"{len(found.rows)} of {found.matching} that match, of {found.total} logged samples; --limit shows more"
+        return (
+            f"{len(found.rows)} of {found.matching} that match, of {found.total} logged samples; --limit"
+            " shows more"
+        )
     return f"{len(found.rows)} of {found.total} logged samples"
 
 
@@ -112,7 +126,10 @@ def print_sample(console: Console, row: Row, marked: Text | None = None) -> None
         console.print(marked, soft_wrap=True)
     else:
         for label, text in list_turns(row):
-            console.print(Text.assemble((f"{make_safe(label, one_line=True)} ", "bold cyan"), make_safe(text)), soft_wrap=True)
+            console.print(
+                Text.assemble((f"{make_safe(label, one_line=True)} ", "bold cyan"), make_safe(text)),
+                soft_wrap=True,
+            )
     for line in list_facts(row):
         console.print(Text(make_safe(line), style="dim"), soft_wrap=True)
     console.print()
@@ -123,7 +140,10 @@ def describe_sample(row: Row) -> str:
     reward = row.get("reward")
     facts = [f"{row['stage']} step {row['step']}", str(row.get("id", ""))]
     facts += [f"group {row['group_index']}"] if "group_index" in row else []
-    facts += [str(row.get("status", "")), f"reward {reward:.3f}" if isinstance(reward, int | float) else "no reward"]
+    facts += [
+        str(row.get("status", "")),
+        f"reward {reward:.3f}" if isinstance(reward, int | float) else "no reward",
+    ]
     facts += [f"{row.get('response_length', 0)} tokens"]
     oldest, version = row.get("weight_version_min"), row.get("policy_version")
     if isinstance(oldest, int) and isinstance(version, int) and version > oldest:
@@ -134,7 +154,9 @@ def describe_sample(row: Row) -> str:
 def list_turns(row: Row) -> list[tuple[str, str]]:
     """Label and text of each turn of the prompt that says anything, and of the response."""
     prompt = row.get("prompt") or ""
-    turns = [describe_turn(turn) for turn in prompt] if isinstance(prompt, list) else [("prompt", str(prompt))]
+    turns = (
+        [describe_turn(turn) for turn in prompt] if isinstance(prompt, list) else [("prompt", str(prompt))]
+    )
     return [*((f"[{label}]", text) for label, text in turns if text), ("→", str(row.get("response") or ""))]
 
 
@@ -150,7 +172,11 @@ def list_facts(row: Row) -> list[str]:
     """Lines below the text: parts of the reward, what failed."""
     lines: list[str] = []
     parts = row.get("rewards")
-    known = {name: value for name, value in parts.items() if isinstance(value, int | float)} if isinstance(parts, dict) else {}
+    known = (
+        {name: value for name, value in parts.items() if isinstance(value, int | float)}
+        if isinstance(parts, dict)
+        else {}
+    )
     if len(known) > 1:
         lines.append("rewards: " + ", ".join(f"{name} {value:.3g}" for name, value in known.items()))
     metadata = row.get("metadata")
@@ -161,27 +187,41 @@ def list_facts(row: Row) -> list[str]:
     return lines
 
 
-# --- tokens -------------------------------------------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------------------------------------
 
 
 def load_marks(run_dir: RunDir, contributions: Columns, row: Row, color: str) -> Marks:
     """The values of a sample's tokens in the first update that it was part of.
 
-    Raises RecordError for a sample that no update had, or whose arrays are not kept, or lack what was asked for.
+    Raises RecordError for a sample that no update had, or whose arrays are not kept, or lack what was asked
+    for.
     """
     arrays = read_token_arrays(run_dir, find_contribution(contributions, row))
     trains = np.asarray(arrays["mask"], dtype=bool)
-    return Marks(np.asarray(arrays["tokens"]), compute_values(arrays, color), trains if color != "mask" else np.ones_like(trains))
+    return Marks(
+        np.asarray(arrays["tokens"]),
+        compute_values(arrays, color),
+        trains if color != "mask" else np.ones_like(trains),
+    )
 
 
 def find_contribution(contributions: Columns, row: Row) -> Row:
-    """The row of contributions.jsonl of a logged sample, of its first update. Raises RecordError if there is none."""
+    """The row of contributions.jsonl of a logged sample, of its first update. Raises RecordError if there is
+    none.
+    """
     if contributions.rows:
-        same = contributions.newest() & contributions.match_text("stage", row["stage"]) & (contributions.column("step") == row["step"])
+        same = (
+            contributions.newest()
+            & contributions.match_text("stage", row["stage"])
+            & (contributions.column("step") == row["step"])
+        )
         for found in contributions.iterate_rows(np.flatnonzero(same)):
             if found.get("id") == row.get("id") and found.get("attempt") == row.get("attempt"):
                 return found
-    raise RecordError("no update of the weights had this sample (one of an evaluation, one that failed), or the run kept no contributions")
+    raise RecordError(
+        "no update of the weights had this sample (one of an evaluation, one that failed), or the run kept no"
+        " contributions"
+    )
 
 
 def compute_values(arrays: Mapping[str, np.ndarray], color: str) -> np.ndarray:
@@ -208,12 +248,16 @@ def mark_tokens(marks: Marks, decode: Decode, color: str, *, plain: bool) -> Tex
         words = make_safe("".join(word for _, word in run))
         if plain and level:
             words = f"{{{'+' * level or '-' * -level} {words}}}"
-        text.append(words, style=None if plain or not level else TRAINED if color == "mask" else STYLES[level])
+        text.append(
+            words, style=None if plain or not level else TRAINED if color == "mask" else STYLES[level]
+        )
     return text.append("\n").append_text(make_legend(marks, color, plain=plain))
 
 
 def compute_levels(marks: Marks) -> np.ndarray:
-    """[T] whole numbers from -LEVELS to LEVELS: 0 for a value of 0 and for tokens that do not train, the end of the scale for the largest."""
+    """[T] whole numbers from -LEVELS to LEVELS: 0 for a value of 0 and for tokens that do not train, the end
+    of the scale for the largest.
+    """
     values = np.where(marks.trains, marks.values, 0.0)
     largest = float(np.abs(values).max(initial=0.0))
     if not largest:
@@ -231,5 +275,8 @@ def make_legend(marks: Marks, color: str, *, plain: bool) -> Text:
         return text.append("none has any", style="dim")
     for level in [level for level in range(-LEVELS, LEVELS + 1) if level]:
         bound = f"{'to ' if level < 0 else 'to +'}{level / LEVELS * largest:.2g}"
-        text.append(f" {'+' * level or '-' * -level} {bound} " if plain else f" {bound} ", style=None if plain else STYLES[level])
+        text.append(
+            f" {'+' * level or '-' * -level} {bound} " if plain else f" {bound} ",
+            style=None if plain else STYLES[level],
+        )
     return text

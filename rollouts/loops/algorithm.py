@@ -1,8 +1,9 @@
-"""Which algorithm holds in a step of RL: a pure function of the settings, the step, and the coefficient that a controller has come to.
+"""Which algorithm holds in a step of RL: a pure function of the settings, the step, and the coefficient that
+a controller has come to.
 
-    [rl], [[rl.changes]] ──► list_algorithms ──► choose_algorithm(config, step, state) ──► the step ──► measured KL
-                                                              ▲                                            │
-                                                          LoopState, in every checkpoint  ◄── update_loop_state
+[rl], [[rl.changes]] ──► list_algorithms ──► choose_algorithm(config, step, state) ──► the step ──► measured KL
+                                                          ▲                                            │
+                                                      LoopState, in every checkpoint  ◄── update_loop_state
 """
 
 from __future__ import annotations
@@ -38,17 +39,21 @@ class Algorithm:
 
 
 def list_algorithms(config: RLTrainingConfig) -> list[RLTrainingConfig]:
-    """The settings of each piece as a whole [rl], the first being those from step 1 on: what must be checked before a run.
+    """The settings of each piece as a whole [rl], the first being those from step 1 on: what must be checked
+    before a run.
 
     kl_coef is the largest that the settings give it in the piece; a controller may go beyond.
     """
-    return [config.model_copy(update={**table, "changes": []}) for table in list_tables(config, config.changes)]
+    return [
+        config.model_copy(update={**table, "changes": []}) for table in list_tables(config, config.changes)
+    ]
 
 
 def check_algorithms(config: RLTrainingConfig, check: Callable[[RLTrainingConfig], object]) -> None:
     """Calls `check` with each of list_algorithms, after rl.kl_control was seen to take its parameters.
 
-    Raises what `check` raises as ConfigError or PlugInError, which names the change, and ConfigError as make_kl_control.
+    Raises what `check` raises as ConfigError or PlugInError, which names the change, and ConfigError as
+    make_kl_control.
     """
     make_kl_control(config)
     for index, settings in enumerate(list_algorithms(config)):
@@ -57,11 +62,15 @@ def check_algorithms(config: RLTrainingConfig, check: Callable[[RLTrainingConfig
         except (ConfigError, PlugInError) as error:
             if index == 0:
                 raise
-            raise type(error)(f"rl.changes with from_step={config.changes[index - 1].from_step}: {error}") from error
+            raise type(error)(
+                f"rl.changes with from_step={config.changes[index - 1].from_step}: {error}"
+            ) from error
 
 
 def needs_reference(config: RLTrainingConfig) -> bool:
-    """Whether a step may need the reference's log-probs: for a KL term, or to measure the KL that a controller follows."""
+    """Whether a step may need the reference's log-probs: for a KL term, or to measure the KL that a
+    controller follows.
+    """
     return config.kl_control != "fixed" or any(settings.kl_coef > 0 for settings in list_algorithms(config))
 
 
@@ -74,18 +83,26 @@ def choose_algorithm(config: RLTrainingConfig, step: int, state: LoopState) -> A
     """What holds in `step`, counted from 1."""
     begins = (1, *(change.from_step for change in config.changes))
     change, piece = choose_at_step(dict(zip(begins, enumerate(list_algorithms(config)), strict=True)), step)
-    kl_coef = schedule_kl_coef(config, step) if config.kl_control == "fixed" else steer_kl_coef(config, step, state)
+    kl_coef = (
+        schedule_kl_coef(config, step) if config.kl_control == "fixed" else steer_kl_coef(config, step, state)
+    )
     settings = piece.model_copy(update={"kl_coef": kl_coef})
     return Algorithm(change, settings, make_loss_spec(settings))
 
 
 def schedule_kl_coef(config: RLTrainingConfig, step: int) -> float:
-    """The KL coefficient of `step` where no controller moves it: constant by pieces, straight lines over kl_ramp_steps."""
+    """The KL coefficient of `step` where no controller moves it: constant by pieces, straight lines over
+    kl_ramp_steps.
+    """
     return _schedule_kl_coef(config.kl_coef, config.changes, step)
 
 
 def _schedule_kl_coef(first: float, changes: Sequence[AlgorithmChange], step: int) -> float:
-    begun = [(change, change.kl_coef) for change in changes if change.kl_coef is not None and change.from_step <= step]
+    begun = [
+        (change, change.kl_coef)
+        for change in changes
+        if change.kl_coef is not None and change.from_step <= step
+    ]
     if not begun:
         return first
     change, kl_coef = begun[-1]
@@ -98,20 +115,26 @@ def _schedule_kl_coef(first: float, changes: Sequence[AlgorithmChange], step: in
 
 def steer_kl_coef(config: RLTrainingConfig, step: int, state: LoopState) -> float:
     """The controller's coefficient, unless a change names another to go on from at this very step."""
-    named = [change.kl_coef for change in config.changes if change.kl_coef is not None and change.from_step == step]
+    named = [
+        change.kl_coef for change in config.changes if change.kl_coef is not None and change.from_step == step
+    ]
     return named[0] if named else state.kl_coef
 
 
-# --- the controller ------------------------------------------------------------------------------------------------------------
+# --- the controller -----------------------------------------------------------------------------------------
 
 
 def make_kl_control(config: RLTrainingConfig) -> KLControl:
-    """The controller that config.kl_control names, with its settings. Raises ConfigError if it does not take them."""
+    """The controller that config.kl_control names, with its settings. Raises ConfigError if it does not take
+    them.
+    """
     try:
         return KL_CONTROLS[config.kl_control](**config.kl_control_params)
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{name}={value}" for name, value in config.kl_control_params.items()) or "nothing"
-        raise ConfigError(f"rl.kl_control_params has {given} for rl.kl_control={config.kl_control!r}: {error}") from error
+        raise ConfigError(
+            f"rl.kl_control_params has {given} for rl.kl_control={config.kl_control!r}: {error}"
+        ) from error
 
 
 def start_loop_state(config: RLTrainingConfig) -> LoopState:
@@ -119,8 +142,12 @@ def start_loop_state(config: RLTrainingConfig) -> LoopState:
     return LoopState(kl_coef=config.kl_coef)
 
 
-def update_loop_state(state: LoopState, algorithm: Algorithm, control: KLControl, *, kl: float, num_samples: int) -> None:
-    """Moves the coefficient by `kl`, nats per sample, that the step's batch of `num_samples` had; NaN: it was not measured, and nothing moves."""
+def update_loop_state(
+    state: LoopState, algorithm: Algorithm, control: KLControl, *, kl: float, num_samples: int
+) -> None:
+    """Moves the coefficient by `kl`, nats per sample, that the step's batch of `num_samples` had; NaN: it was
+    not measured, and nothing moves.
+    """
     state.kl_coef = control(algorithm.settings.kl_coef, kl, num_samples)
 
 
@@ -133,20 +160,28 @@ def decode_loop_state(saved: Mapping[str, object]) -> LoopState:
     """The state that was encoded. Raises CheckpointError if it is none."""
     kl_coef = saved.get("kl_coef")
     if not isinstance(kl_coef, int | float) or isinstance(kl_coef, bool) or not 0 <= kl_coef < math.inf:
-        raise CheckpointError(f"the loop's state has kl_coef={kl_coef!r}; it must be a finite number, 0 or more: resume from another checkpoint")
+        raise CheckpointError(
+            f"the loop's state has kl_coef={kl_coef!r}; it must be a finite number, 0 or more: resume from"
+            " another checkpoint"
+        )
     return LoopState(kl_coef=float(kl_coef))
 
 
-# --- what a run is given -------------------------------------------------------------------------------------------------------
+# --- what a run is given ------------------------------------------------------------------------------------
 
 
 def find_advantages(config: RLTrainingConfig, given: Mapping[str, AdvantageFn]) -> dict[str, AdvantageFn]:
-    """The function of each advantage that a piece names: one of `given`, or of ADVANTAGES. Raises ConfigError for a name that neither has."""
+    """The function of each advantage that a piece names: one of `given`, or of ADVANTAGES. Raises ConfigError
+    for a name that neither has.
+    """
     found: dict[str, AdvantageFn] = {}
     for name in dict.fromkeys(settings.advantage for settings in list_algorithms(config)):
         function = given.get(name) or ADVANTAGES.get(name)
         if function is None:
-            raise ConfigError(f"rl.advantage={name!r} is not one of {', '.join(ADVANTAGES)}; pass a function of your own in advantages=")
+            raise ConfigError(
+                f"rl.advantage={name!r} is not one of {', '.join(ADVANTAGES)}; pass a function of your own in"
+                " advantages="
+            )
         found[name] = function
     return found
 
@@ -154,15 +189,18 @@ def find_advantages(config: RLTrainingConfig, given: Mapping[str, AdvantageFn]) 
 def ends_updates(config: RLTrainingConfig, forward: ForwardBackwardResult) -> bool:
     """Whether no more updates are to be made on the batch after the one of `forward`, because of rl.kl_stop.
 
-    An update whose loss was not finite, or all of whose rows were left out, measured nothing: the next one is made. Raises ConfigError for a loss
-    that does not measure approx_kl/mean.
+    An update whose loss was not finite, or all of whose rows were left out, measured nothing: the next one is
+    made. Raises ConfigError for a loss that does not measure approx_kl/mean.
     """
     metrics = metric_values(forward.metrics)
     kl = metrics.get("approx_kl/mean")
     if forward.skipped is not None or (kl is None and "advantage/skipped_rows" in metrics):
         return False
     if kl is None:
-        raise ConfigError(f"rl.kl_stop={config.kl_stop} with rl.loss={config.loss!r}, which does not measure approx_kl/mean; set rl.kl_stop = 0")
+        raise ConfigError(
+            f"rl.kl_stop={config.kl_stop} with rl.loss={config.loss!r}, which does not measure"
+            " approx_kl/mean; set rl.kl_stop = 0"
+        )
     return exceeds_kl_limit(kl, limit=config.kl_stop)
 
 
@@ -174,4 +212,7 @@ def describe_algorithm(algorithm: Algorithm) -> str:
         f"{name}({', '.join(f'{key}={value}' for key, value in given.items())})"
         for name, given in zip((settings.advantage, settings.loss), params, strict=True)
     )
-    return f"advantage {advantage}, loss {loss} by {settings.normalise_by}, kl_coef {settings.kl_coef:g} in the {settings.kl_in}"
+    return (
+        f"advantage {advantage}, loss {loss} by {settings.normalise_by}, kl_coef {settings.kl_coef:g} in the"
+        f" {settings.kl_in}"
+    )

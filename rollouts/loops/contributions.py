@@ -16,7 +16,9 @@ def list_updates(
     part: str = "",
     contributes: bool = False,
 ) -> list[UpdateRecord]:
-    """A record of each update that was made: of the first of `batches`, where a stop rule left the last of them out. See UpdateRecord."""
+    """A record of each update that was made: of the first of `batches`, where a stop rule left the last of
+    them out. See UpdateRecord.
+    """
     return [
         UpdateRecord(
             update=number,

@@ -42,28 +42,48 @@ class LoopHooks:
     """
 
     evaluate: Callable[[int], Awaitable[None]] = do_nothing  # every `eval_every` steps, not after the last
-    save_checkpoint: Callable[[int], Awaitable[None]] = do_nothing  # every `checkpoint_every` steps, and after the last
-    stop_requested: Callable[[], bool] = never  # asked after every step; True ends the loop after a checkpoint
+    save_checkpoint: Callable[[int], Awaitable[None]] = (
+        do_nothing  # every `checkpoint_every` steps, and after the last
+    )
+    stop_requested: Callable[[], bool] = (
+        never  # asked after every step; True ends the loop after a checkpoint
+    )
     checkpoint_every: int = 0  # 0: only after the last step
-    before_batch: Callable[[int], None] = prepare_nothing  # before the prompts of that step are drawn; RL only
-    after_batch: Callable[[int, Sequence[Sample]], None] = learn_nothing  # with the samples that the step trains on; RL only
+    before_batch: Callable[[int], None] = (
+        prepare_nothing  # before the prompts of that step are drawn; RL only
+    )
+    after_batch: Callable[[int, Sequence[Sample]], None] = (
+        learn_nothing  # with the samples that the step trains on; RL only
+    )
     stop: StopControl = field(default_factory=StopControl)  # what a stop cuts inside a step
-    save_before_batch: Callable[[int], Awaitable[None]] | None = None  # for a step after which another was begun and cut; None: save_checkpoint
-    take_metrics: Callable[[], Mapping[str, float]] = dict  # of what goes on beside the loop, for the row that is about to be written
-    is_saved: Callable[[int], Awaitable[bool]] = believe  # whether a save that was due is in place: a disk may have refused it
+    save_before_batch: Callable[[int], Awaitable[None]] | None = (
+        None  # for a step after which another was begun and cut; None: save_checkpoint
+    )
+    take_metrics: Callable[[], Mapping[str, float]] = (
+        dict  # of what goes on beside the loop, for the row that is about to be written
+    )
+    is_saved: Callable[[int], Awaitable[bool]] = (
+        believe  # whether a save that was due is in place: a disk may have refused it
+    )
     prepare_end: Callable[[int], Awaitable[None]] = do_nothing  # before the save that ends the loop
-    take_spans: Callable[[], Sequence[Span]] = list  # what was done beside the loop, and when, since the last row
+    take_spans: Callable[[], Sequence[Span]] = (
+        list  # what was done beside the loop, and when, since the last row
+    )
 
     def saves_after(self, step: int) -> bool:
         """Whether a step that is not the last is followed by a checkpoint."""
         return self.checkpoint_every > 0 and step % self.checkpoint_every == 0
 
 
-async def run_hooks(hooks: LoopHooks, step: int, *, last_step: int, eval_every: int, stop_every: int = 1) -> bool:
-    """True if the loop must end after this step. Saves before it evaluates, so that a slow evaluation cannot lose a step.
+async def run_hooks(
+    hooks: LoopHooks, step: int, *, last_step: int, eval_every: int, stop_every: int = 1
+) -> bool:
+    """True if the loop must end after this step. Saves before it evaluates, so that a slow evaluation cannot
+    lose a step.
 
-    A stop waits for a multiple of `stop_every`, the steps after which engines have the weights that a checkpoint holds. One that comes during
-    the evaluation cuts it, if it does not fit, and the loop ends; a resumed run evaluates again.
+    A stop waits for a multiple of `stop_every`, the steps after which engines have the weights that a
+    checkpoint holds. One that comes during the evaluation cuts it, if it does not fit, and the loop ends; a
+    resumed run evaluates again.
     """
     may_stop = step % stop_every == 0
     stopping = hooks.stop_requested() and may_stop
@@ -84,23 +104,31 @@ async def run_hooks(hooks: LoopHooks, step: int, *, last_step: int, eval_every: 
     return stopping
 
 
-async def save_after_cut(hooks: LoopHooks, backend: TrainingBackend, cut: StepInterrupted, step: int, *, saved: bool) -> None:
-    """The step after `step` was cut: saves `step` as soon as the backend's weights are its own again, unless a save of it was due (`saved`) and
-    is in place.
+async def save_after_cut(
+    hooks: LoopHooks, backend: TrainingBackend, cut: StepInterrupted, step: int, *, saved: bool
+) -> None:
+    """The step after `step` was cut: saves `step` as soon as the backend's weights are its own again, unless
+    a save of it was due (`saved`) and is in place.
 
-    Nothing is saved, and the newest complete checkpoint counts, when the running micro-batch does not leave the time, or when the weights are
-    between two updates of the step that was cut.
+    Nothing is saved, and the newest complete checkpoint counts, when the running micro-batch does not leave
+    the time, or when the weights are between two updates of the step that was cut.
     """
     reset = backend.reset()  # behind what runs
     if saved and await hooks.is_saved(step):
         return
     if cut.updates_done:
-        hooks.stop.say(f"stopping: step {step + 1} was cut after {cut.updates_done} of its updates, so nothing is saved; {LAST_COUNTS}")
+        hooks.stop.say(
+            f"stopping: step {step + 1} was cut after {cut.updates_done} of its updates, so nothing is saved;"
+            f" {LAST_COUNTS}"
+        )
         return
     with hooks.stop.until_save() as scope:
         await reset.result()
     if scope.cancelled_caught:
-        hooks.stop.say(f"stopping: a micro-batch (measured: {read_piece_s(backend):.1f} s) leaves no time to save step {step}; {LAST_COUNTS}")
+        hooks.stop.say(
+            f"stopping: a micro-batch (measured: {read_piece_s(backend):.1f} s) leaves no time to save step"
+            f" {step}; {LAST_COUNTS}"
+        )
         return
     await (hooks.save_before_batch or hooks.save_checkpoint)(step)
 

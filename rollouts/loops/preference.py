@@ -1,7 +1,8 @@
-"""Training on preferences: pairs or labelled responses → sums of log-probs → a preference loss of the whole batch → one step.
+"""Training on preferences: pairs or labelled responses → sums of log-probs → a preference loss of the whole
+batch → one step.
 
-    data ──(reference, once)──► samples with reference sums
-      └──► batch ──► policy's sums ──► loss and slopes ──► forward_backward, optim_step ──► one row of metrics a step
+data ──(reference, once)──► samples with reference sums
+  └──► batch ──► policy's sums ──► loss and slopes ──► forward_backward, optim_step ──► one row of metrics a step
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from rollouts.data.preference import (
 )
 from rollouts.errors import ConfigError, StepInterrupted
 from rollouts.loops.hooks import LoopHooks
-from rollouts.loops.linearised import AsyncRowLoss, LinearisedStep, finish_or_interrupt, run_linearised_steps, sum_rows
+from rollouts.loops.linearised import (
+    AsyncRowLoss,
+    LinearisedStep,
+    finish_or_interrupt,
+    run_linearised_steps,
+    sum_rows,
+)
 from rollouts.protocols import LogProbScorer, MetricsLogger, TrainingBackend
 from rollouts.types import RolloutBatch, metric_values
 
@@ -52,23 +59,29 @@ async def run_preference_training(
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
-    Consumes tokenized samples; produces weights inside `backend`. The samples of a step are a pure function of (seed, step). Every step is two
-    passes: one without gradient gives each response's log-prob, from which `loss` (make_preference_loss of config.loss, on the
-    backend's thread) takes the loss and its slopes; the other trains with these. Both are the whole batch's, so micro-batches and ranks do not
-    matter. With config.reference = "precomputed" and samples that are not scored yet, `reference` scores all of them before the first step;
-    who wants its memory back calls score_mixture beforehand and passes none. Raises ConfigError without the reference that config asks for.
+    Consumes tokenized samples; produces weights inside `backend`. The samples of a step are a pure function
+    of (seed, step). Every step is two passes: one without gradient gives each response's log-prob, from which
+    `loss` (make_preference_loss of config.loss, on the backend's thread) takes the loss and its slopes; the
+    other trains with these. Both are the whole batch's, so micro-batches and ranks do not matter. With
+    config.reference = "precomputed" and samples that are not scored yet, `reference` scores all of them
+    before the first step; who wants its memory back calls score_mixture beforehand and passes none. Raises
+    ConfigError without the reference that config asks for.
     """
     hooks = hooks or LoopHooks()
     if config.reference == "precomputed":
         try:
-            data = await finish_or_interrupt(backend, hooks.stop, "reference", lambda: score_mixture(data, config, reference))
+            data = await finish_or_interrupt(
+                backend, hooks.stop, "reference", lambda: score_mixture(data, config, reference)
+            )
         except StepInterrupted:
             return []
 
     async def prepare(step: int) -> LinearisedStep:
         samples = select_preference_samples(data, config.batch_size, step - 1, seed)
         _, found = await linearise_samples(backend, samples, config, loss=loss, reference=reference)
-        return LinearisedStep(make_preference_batch(samples, rows_per_sample=1 if config.loss == KTO else 2), found)
+        return LinearisedStep(
+            make_preference_batch(samples, rows_per_sample=1 if config.loss == KTO else 2), found
+        )
 
     return await run_linearised_steps(
         backend,
@@ -93,10 +106,11 @@ async def evaluate_preferences(
 ) -> dict[str, float]:
     """Metrics of held-out samples under the backend's weights, `eval/{name}/…`; empty without a sample.
 
-    `loss`, and the loss's own metrics: `accuracy` (share of pairs with a positive margin of the loss's rewards; pairs only), `rewards/margins`, …;
-    `perplexity/chosen` and `perplexity/rejected`: exp of the mean negative log-prob per token of the chosen or good, and of the other responses.
-    KTO's reference point is that of all held-out samples together. What is not finite, as the loss of a response of probability 0, is absent.
-    Raises ConfigError without the reference that config asks for.
+    `loss`, and the loss's own metrics: `accuracy` (share of pairs with a positive margin of the loss's
+    rewards; pairs only), `rewards/margins`, …; `perplexity/chosen` and `perplexity/rejected`: exp of the mean
+    negative log-prob per token of the chosen or good, and of the other responses. KTO's reference point is
+    that of all held-out samples together. What is not finite, as the loss of a response of probability 0, is
+    absent. Raises ConfigError without the reference that config asks for.
     """
     if not held_out:
         return {}
@@ -110,7 +124,7 @@ async def evaluate_preferences(
     return {f"eval/{name}/{key}": value for key, value in values.items() if math.isfinite(value)}
 
 
-# --- what a step does --------------------------------------------------------------------------------------------------------
+# --- what a step does ---------------------------------------------------------------------------------------
 
 
 async def linearise_samples(
@@ -121,59 +135,81 @@ async def linearise_samples(
     loss: AsyncRowLoss,
     reference: LogProbScorer | None = None,
 ) -> tuple[Sums, LinearisedRows]:
-    """(the policy's sums of all rows that config scores, the loss of these samples with a slope for every row that trains).
+    """(the policy's sums of all rows that config scores, the loss of these samples with a slope for every row
+    that trains).
 
-    Of pairs both rows train, of labelled samples the first. Raises ConfigError without the reference that config asks for.
+    Of pairs both rows train, of labelled samples the first. Raises ConfigError without the reference that
+    config asks for.
     """
     scored = make_preference_batch(samples, rows_per_sample=count_rows(config))
     sums = sum_rows(await backend.forward(scored).result())
     ref = await _find_reference_sums(samples, scored, config, reference)
-    assert isinstance(samples[0], LabelledSample) == (config.loss == KTO), "KTO trains on labelled samples, the other losses on pairs"
+    assert isinstance(samples[0], LabelledSample) == (config.loss == KTO), (
+        "KTO trains on labelled samples, the other losses on pairs"
+    )
     if isinstance(samples[0], PairSample):
         return sums, await loss(sums, ref_log_probs=ref, lengths=scored.response_lengths)
     good = np.asarray([isinstance(sample, LabelledSample) and sample.desirable for sample in samples])
     if count_rows(config) == 1:
         return sums, await loss(sums, ref_log_probs=ref, desirable=good, others=None, ref_others=None)
     assert ref is not None
-    return sums, await loss(sums[0::2], ref_log_probs=ref[0::2], desirable=good, others=sums[1::2], ref_others=ref[1::2])
+    return sums, await loss(
+        sums[0::2], ref_log_probs=ref[0::2], desirable=good, others=sums[1::2], ref_others=ref[1::2]
+    )
 
 
 def count_rows(config: PreferenceTrainingConfig) -> int:
-    """Rows of a sample that are scored: two, but for KTO with a reference point of its own no mismatched ones."""
+    """Rows of a sample that are scored: two, but for KTO with a reference point of its own no mismatched
+    ones.
+    """
     return 1 if config.loss == KTO and "reference_point" in config.loss_params else 2
 
 
 async def _find_reference_sums(
-    samples: Sequence[PreferenceSample], scored: RolloutBatch, config: PreferenceTrainingConfig, reference: LogProbScorer | None
+    samples: Sequence[PreferenceSample],
+    scored: RolloutBatch,
+    config: PreferenceTrainingConfig,
+    reference: LogProbScorer | None,
 ) -> Sums | None:
     if config.reference == "none":
         return None
     known = [sample.ref_log_probs for sample in samples]
     if all(sums is not None for sums in known):
-        return np.asarray([value for sums in known if sums is not None for value in sums[: count_rows(config)]])
+        return np.asarray(
+            [value for sums in known if sums is not None for value in sums[: count_rows(config)]]
+        )
     return sum_rows(await _require(reference, config).score(scored))
 
 
 def _require(reference: LogProbScorer | None, config: PreferenceTrainingConfig) -> LogProbScorer:
     if reference is None:
-        raise ConfigError(f"preference.reference={config.reference!r} needs a reference model; pass reference=, or samples that it has scored")
+        raise ConfigError(
+            f"preference.reference={config.reference!r} needs a reference model; pass reference=, or samples"
+            " that it has scored"
+        )
     return reference
 
 
-# --- the reference, once -----------------------------------------------------------------------------------------------------
+# --- the reference, once ------------------------------------------------------------------------------------
 
 
-async def score_mixture(data: PreferenceMixture[S], config: PreferenceTrainingConfig, reference: LogProbScorer | None) -> PreferenceMixture[S]:
+async def score_mixture(
+    data: PreferenceMixture[S], config: PreferenceTrainingConfig, reference: LogProbScorer | None
+) -> PreferenceMixture[S]:
     """The data with the reference's log-probs in every sample; see score_samples."""
     scored = iter(await score_samples(data.samples, config, reference))
     return replace(data, slots=tuple(None if slot is None else next(scored) for slot in data.slots))
 
 
-async def score_samples(samples: Sequence[S], config: PreferenceTrainingConfig, reference: LogProbScorer | None) -> list[S]:
-    """The samples with the reference's log-probs of their rows, in chunks of config.batch_size in order; those that are scored stay as they are.
+async def score_samples(
+    samples: Sequence[S], config: PreferenceTrainingConfig, reference: LogProbScorer | None
+) -> list[S]:
+    """The samples with the reference's log-probs of their rows, in chunks of config.batch_size in order;
+    those that are scored stay as they are.
 
-    A pure function of the samples, their order and the reference: a resumed run that scores again gets the same numbers, of a reference that
-    gives the same. Raises ConfigError if there is something to score and no reference.
+    A pure function of the samples, their order and the reference: a resumed run that scores again gets the
+    same numbers, of a reference that gives the same. Raises ConfigError if there is something to score and no
+    reference.
     """
     found = list(samples)
     places = [place for place, sample in enumerate(found) if sample.ref_log_probs is None]
@@ -187,18 +223,25 @@ async def score_samples(samples: Sequence[S], config: PreferenceTrainingConfig, 
     return found
 
 
-# --- measures ----------------------------------------------------------------------------------------------------------------
+# --- measures -----------------------------------------------------------------------------------------------
 
 
 def _compute_perplexities(samples: Sequence[PreferenceSample], sums: Sums) -> dict[str, float]:
-    """exp(−Σ log-prob / Σ tokens) of the rows of each kind, from `sums`, which begin with the rows of the first sample; a kind without rows, or
-    with a token of probability 0, is absent."""
+    """exp(−Σ log-prob / Σ tokens) of the rows of each kind, from `sums`, which begin with the rows of the
+    first sample; a kind without rows, or with a token of probability 0, is absent.
+    """
     per_sample = len(sums) // len(samples)
     totals: dict[str, list[float]] = {"chosen": [0.0, 0.0], "rejected": [0.0, 0.0]}
     for index, sample in enumerate(samples):
-        kinds = ("chosen", "rejected") if isinstance(sample, PairSample) else ("chosen" if sample.desirable else "rejected",)
+        kinds = (
+            ("chosen", "rejected")
+            if isinstance(sample, PairSample)
+            else ("chosen" if sample.desirable else "rejected",)
+        )
         for kind, row, value in zip(kinds, sample.rows, sums[index * per_sample :].tolist(), strict=False):
             totals[kind][0] -= value
             totals[kind][1] += float(row.loss_mask.sum())
     means = {kind: total / count for kind, (total, count) in totals.items() if count}
-    return {f"perplexity/{kind}": math.exp(mean) for kind, mean in means.items() if mean < HIGHEST_EXPONENT}  # a NaN is not below either
+    return {
+        f"perplexity/{kind}": math.exp(mean) for kind, mean in means.items() if mean < HIGHEST_EXPONENT
+    }  # a NaN is not below either

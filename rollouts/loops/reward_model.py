@@ -1,6 +1,8 @@
-"""Training of a reward model: pairs → a score per response → the Bradley-Terry loss of the whole batch → one step.
+"""Training of a reward model: pairs → a score per response → the Bradley-Terry loss of the whole batch → one
+step.
 
-The backend's model has a scalar head. A response's score is read at the last token that trains, its end of turn, as where RL samples end.
+The backend's model has a scalar head. A response's score is read at the last token that trains, its end of
+turn, as where RL samples end.
 """
 
 from __future__ import annotations
@@ -35,9 +37,10 @@ async def run_reward_model_training(
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
-    Consumes tokenized pairs with their margins; produces weights inside `backend`, which has a scalar head. `loss` is
-    make_score_loss(config.centring) on the backend's thread. The pairs of a step are a pure function of (seed, step). As in
-    run_preference_training a pass without gradient comes first, so micro-batches and ranks do not matter.
+    Consumes tokenized pairs with their margins; produces weights inside `backend`, which has a scalar head.
+    `loss` is make_score_loss(config.centring) on the backend's thread. The pairs of a step are a pure
+    function of (seed, step). As in run_preference_training a pass without gradient comes first, so
+    micro-batches and ranks do not matter.
     """
 
     async def prepare(step: int) -> LinearisedStep:
@@ -61,8 +64,9 @@ async def run_reward_model_training(
 async def evaluate_reward_model(
     backend: TrainingBackend, held_out: Sequence[PairSample], *, measure: Measure, name: str = "pairs"
 ) -> dict[str, float]:
-    """`eval/{name}/accuracy`, `/ece`, `/brier` and `/nll` of held-out pairs under the backend's weights (see compute_pair_calibration); empty
-    without a pair. Raises ModelError if a score is not finite."""
+    """`eval/{name}/accuracy`, `/ece`, `/brier` and `/nll` of held-out pairs under the backend's weights (see
+    compute_pair_calibration); empty without a pair. Raises ModelError if a score is not finite.
+    """
     if not held_out:
         return {}
     scores = await score_pairs(backend, make_pair_score_batch(held_out))

@@ -1,4 +1,5 @@
-"""Reinforcement learning: generate → reward → filter → advantages → train → weight sync, one row of metrics a step.
+"""Reinforcement learning: generate → reward → filter → advantages → train → weight sync, one row of metrics a
+step.
 
 DataBuffer ──► rollout_manager.generate_batch() ──► advantages ──► forward_backward, optim_step ──► set_weight_version
     ▲                      ▲ waits for the engines                     waits for the backend                │
@@ -22,7 +23,14 @@ import trio
 from rollouts.advantages import AdvantageFn
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.crash_points import reach
-from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, StepInterrupted, UserFunctionError, WeightSyncError
+from rollouts.errors import (
+    ConfigError,
+    FleetDown,
+    NotEnoughSamples,
+    StepInterrupted,
+    UserFunctionError,
+    WeightSyncError,
+)
 from rollouts.kl_control import KLControl
 from rollouts.loops.algorithm import (
     Algorithm,
@@ -96,22 +104,26 @@ async def run_rl_training(
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
-    Consumes prompts through `rollout_manager`; produces weights inside `backend` and pushes them to the engines every `sync_every`
-    steps. With max_staleness = 0 the loop waits for a whole batch, then for the step, then for the engines. Above it, unless the engine is
-    deterministic, the manager generates all the time, and an update of the engines goes on while the next step trains: the loop waits for
-    the update before, and until this one needs the trainer's weights no more. The metrics of an update are in the row of the step that was the
-    last when it ended. What a step does is `choose_algorithm`'s to say. Each of `updates_per_batch` passes uses the whole batch, in
-    `minibatches` optimizer steps; together they advance the weight version once, also when kl_stop left some of them out. A step whose loss or
-    gradient is not finite changes nothing and still consumes its batch. When the manager's budget of failures or attempts is spent, or no
-    engine serves, the steps that are complete are saved before NotEnoughSamples, FleetDown or what a filter raised leaves; when no engine
-    could be brought to the new weights, that step is logged and saved before WeightSyncError leaves; so it is when an evaluation fails.
-    A stop that leaves no time for the step under way cuts it: the step before it is saved as it was before the batch was begun.
-    `advantages` has the functions that config.advantage and config.changes name; one of ADVANTAGES need not be given.
-    `seed` decides how batches fall into minibatches. `state` changes in place when the updates of a step are done, so that at every save it is
-    what the next step begins with; a resumed run is given the one that was saved with its weights. `critic`: the backend, with a scalar head, of
-    config.critic; it values each batch and trains on the same parts of it as the policy, before that. Who saves must save both.
-    `per_token`: ask the backend for what the loss saw of each token, without which the record knows neither weights nor shares of the samples.
-    Raises ConfigError, before anything else, for what is missing or does not fit.
+    Consumes prompts through `rollout_manager`; produces weights inside `backend` and pushes them to the
+    engines every `sync_every` steps. With max_staleness = 0 the loop waits for a whole batch, then for the
+    step, then for the engines. Above it, unless the engine is deterministic, the manager generates all the
+    time, and an update of the engines goes on while the next step trains: the loop waits for the update
+    before, and until this one needs the trainer's weights no more. The metrics of an update are in the row of
+    the step that was the last when it ended. What a step does is `choose_algorithm`'s to say. Each of
+    `updates_per_batch` passes uses the whole batch, in `minibatches` optimizer steps; together they advance
+    the weight version once, also when kl_stop left some of them out. A step whose loss or gradient is not
+    finite changes nothing and still consumes its batch. When the manager's budget of failures or attempts is
+    spent, or no engine serves, the steps that are complete are saved before NotEnoughSamples, FleetDown or
+    what a filter raised leaves; when no engine could be brought to the new weights, that step is logged and
+    saved before WeightSyncError leaves; so it is when an evaluation fails. A stop that leaves no time for the
+    step under way cuts it: the step before it is saved as it was before the batch was begun. `advantages` has
+    the functions that config.advantage and config.changes name; one of ADVANTAGES need not be given. `seed`
+    decides how batches fall into minibatches. `state` changes in place when the updates of a step are done,
+    so that at every save it is what the next step begins with; a resumed run is given the one that was saved
+    with its weights. `critic`: the backend, with a scalar head, of config.critic; it values each batch and
+    trains on the same parts of it as the policy, before that. Who saves must save both. `per_token`: ask the
+    backend for what the loss saw of each token, without which the record knows neither weights nor shares of
+    the samples. Raises ConfigError, before anything else, for what is missing or does not fit.
     """
     functions = find_advantages(config, advantages or {})
     control = make_kl_control(config)
@@ -139,28 +151,42 @@ async def run_rl_training(
 
     async with (
         rollout_manager.generating_ahead(engines_follow=True),
-        open_weight_push(update_engines, beside=rollout_manager.is_ahead, on_updated=rollout_manager.engines_updated) as push,
+        open_weight_push(
+            update_engines, beside=rollout_manager.is_ahead, on_updated=rollout_manager.engines_updated
+        ) as push,
     ):
         for step in range(completed_steps + 1, config.steps + 1):
             done = await run_step(loop, push, step, first=step == completed_steps + 1)
             if done is None:
                 break
-            await metrics_logger.log_step("rl", step, step - 1, done.metrics, updates=done.updates, spans=done.spans)
+            await metrics_logger.log_step(
+                "rl", step, step - 1, done.metrics, updates=done.updates, spans=done.spans
+            )
             history.append(done.metrics)
             if await finish_step(loop, push, step, done.unsynced):
                 break
     return history
 
 
-def check_complete(config: RLTrainingConfig, *, critic: TrainingBackend | None, state: LoopState | None, completed_steps: int) -> None:
-    """Raises ConfigError where the config needs a critic, or the state of the steps before, and it is not given; or a critic is given for nothing."""
+def check_complete(
+    config: RLTrainingConfig, *, critic: TrainingBackend | None, state: LoopState | None, completed_steps: int
+) -> None:
+    """Raises ConfigError where the config needs a critic, or the state of the steps before, and it is not
+    given; or a critic is given for nothing.
+    """
     if state is None and completed_steps and config.kl_control != "fixed":
-        raise ConfigError(f"rl.kl_control={config.kl_control!r} after {completed_steps} steps needs the coefficient it had come to; pass state=")
+        raise ConfigError(
+            f"rl.kl_control={config.kl_control!r} after {completed_steps} steps needs the coefficient it had"
+            " come to; pass state="
+        )
     if (critic is None) != (config.critic is None):
-        raise ConfigError(f"rl.critic is {'set' if config.critic else 'not set'}, and critic= is {'missing' if config.critic else 'given'}")
+        raise ConfigError(
+            f"rl.critic is {'set' if config.critic else 'not set'}, and critic= is"
+            f" {'missing' if config.critic else 'given'}"
+        )
 
 
-# --- a step ------------------------------------------------------------------------------------------------------------------------
+# --- a step -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +229,8 @@ class StepDone(NamedTuple):
 
 
 async def run_step(loop: RLLoop, push: WeightPush, step: int, *, first: bool) -> StepDone | None:
-    """Makes a batch, trains on it and sends the weights on their way. None when a stop has cut it: the step before it is saved then.
+    """Makes a batch, trains on it and sends the weights on their way. None when a stop has cut it: the step
+    before it is saved then.
 
     `first`: of those that this run makes. Raises as run_rl_training.
     """
@@ -216,29 +243,45 @@ async def run_step(loop: RLLoop, push: WeightPush, step: int, *, first: bool) ->
     try:
         async with saving_first(hooks, step - 1, saved=saved):
             with timer.phase("generate"):
-                batch = await generate_and_log(loop.rollout_manager, push, loop.metrics_logger, step, hooks.stop)
+                batch = await generate_and_log(
+                    loop.rollout_manager, push, loop.metrics_logger, step, hooks.stop
+                )
         trained = await train_on_batch(loop, algorithm, batch, timer, step)
     except StepInterrupted as cut:
         if loop.critic is not None:
             loop.critic.reset()
         await save_after_cut(
-            hooks if batch is not None else await hold_ahead(hooks, loop.rollout_manager), loop.backend, cut, step - 1, saved=saved
+            hooks if batch is not None else await hold_ahead(hooks, loop.rollout_manager),
+            loop.backend,
+            cut,
+            step - 1,
+            saved=saved,
         )
         return None
     for _, optim in trained.results:
         warn_of_skipped_step("rl", step, optim)
-    kl, num_samples = trained.advantage_metrics.get("kl/ref_per_sample", math.nan), int(find_trajectories(trained.batch).max()) + 1
+    kl, num_samples = (
+        trained.advantage_metrics.get("kl/ref_per_sample", math.nan),
+        int(find_trajectories(trained.batch).max()) + 1,
+    )
     update_loop_state(loop.state, algorithm, loop.control, kl=kl, num_samples=num_samples)
     with timer.phase("weight_sync"):
         unsynced = await push_weights(push, hooks.stop, config, step)
     batches = [batch for batch, _ in trained.updates]
     critic_updates = list_updates(batches, trained.critic_results, part="critic")
-    policy_updates = list_updates(batches, trained.results, kl_coef=algorithm.settings.kl_coef, contributes=True)
-    metrics, spans = collect_metrics(loop, push, algorithm, trained, timer), [*timer.spans(), *hooks.take_spans()]
+    policy_updates = list_updates(
+        batches, trained.results, kl_coef=algorithm.settings.kl_coef, contributes=True
+    )
+    metrics, spans = (
+        collect_metrics(loop, push, algorithm, trained, timer),
+        [*timer.spans(), *hooks.take_spans()],
+    )
     return StepDone(metrics, [*critic_updates, *policy_updates], spans, unsynced)
 
 
-async def finish_step(loop: RLLoop, push: WeightPush, step: int, unsynced: WeightSyncError | FleetDown | None) -> bool:
+async def finish_step(
+    loop: RLLoop, push: WeightPush, step: int, unsynced: WeightSyncError | FleetDown | None
+) -> bool:
     """Saves and evaluates after a step that is in the record, where that is due. Whether the run ends here.
 
     Raises `unsynced`, if not None; the step is saved before that, or before an evaluation's error, leaves.
@@ -248,10 +291,14 @@ async def finish_step(loop: RLLoop, push: WeightPush, step: int, unsynced: Weigh
         if unsynced is not None:
             raise unsynced
         hooks = settling(hooks, push, loop.rollout_manager)
-        return await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every, stop_every=config.sync_every)
+        return await run_hooks(
+            hooks, step, last_step=config.steps, eval_every=config.eval_every, stop_every=config.sync_every
+        )
 
 
-async def train_on_batch(loop: RLLoop, algorithm: Algorithm, batch: RolloutBatch, timer: PhaseTimer, step: int) -> Trained:
+async def train_on_batch(
+    loop: RLLoop, algorithm: Algorithm, batch: RolloutBatch, timer: PhaseTimer, step: int
+) -> Trained:
     """Scores the batch and makes its updates, the critic's first. Raises StepInterrupted when a stop cuts it."""
     config, critic, stop = loop.config, loop.critic, loop.hooks.stop
     loop.hooks.after_batch(step, batch.samples)
@@ -260,17 +307,25 @@ async def train_on_batch(loop: RLLoop, algorithm: Algorithm, batch: RolloutBatch
     with timer.phase("log_probs"):
         batch = await score(batch, loop.backend, loop.reference, algorithm.settings, stop)
         batch = batch if critic is None else await add_values(batch, critic, stop)
-    batch, advantage_metrics = add_advantages(batch, algorithm.settings, loop.functions[algorithm.settings.advantage])
+    batch, advantage_metrics = add_advantages(
+        batch, algorithm.settings, loop.functions[algorithm.settings.advantage]
+    )
     ends_after = partial(ends_updates, config) if config.kl_stop else None
     with timer.phase("train"):
-        updates = plan_updates(batch, replace(algorithm.loss, per_token=loop.per_token), config, seed=loop.seed, step=step)
-        critic_results = await train_critic(critic, config.critic, updates, stop) if critic and config.critic else []
+        updates = plan_updates(
+            batch, replace(algorithm.loss, per_token=loop.per_token), config, seed=loop.seed, step=step
+        )
+        critic_results = (
+            await train_critic(critic, config.critic, updates, stop) if critic and config.critic else []
+        )
         with counting_updates(critic_results):
             results = await train_on(loop.backend, updates, stop, version=step, ends_after=ends_after)
     return Trained(batch, lags, advantage_metrics, updates, results, critic_results)
 
 
-def collect_metrics(loop: RLLoop, push: WeightPush, algorithm: Algorithm, trained: Trained, timer: PhaseTimer) -> dict[str, float]:
+def collect_metrics(
+    loop: RLLoop, push: WeightPush, algorithm: Algorithm, trained: Trained, timer: PhaseTimer
+) -> dict[str, float]:
     """The metrics of a complete step's row; those of the push and the hooks are taken."""
     config, manager, critic_results = loop.config, loop.rollout_manager, trained.critic_results
     return {
@@ -289,8 +344,11 @@ def collect_metrics(loop: RLLoop, push: WeightPush, algorithm: Algorithm, traine
     }
 
 
-async def push_weights(push: WeightPush, stop: StopControl, config: RLTrainingConfig, step: int) -> WeightSyncError | FleetDown | None:
-    """Sends the weights of a complete step on their way, where they are due; what that came to is raised when the step is in the record.
+async def push_weights(
+    push: WeightPush, stop: StopControl, config: RLTrainingConfig, step: int
+) -> WeightSyncError | FleetDown | None:
+    """Sends the weights of a complete step on their way, where they are due; what that came to is raised when
+    the step is in the record.
 
     Those of the last step have arrived when this returns, so that what is evaluated at the end is the end.
     """
@@ -308,7 +366,9 @@ async def push_weights(push: WeightPush, stop: StopControl, config: RLTrainingCo
 
 
 async def hold_ahead(hooks: LoopHooks, rollout_manager: BatchSource) -> LoopHooks:
-    """What to save by where generation runs ahead and no batch was taken: the state of now, with the tokens of what was being generated."""
+    """What to save by where generation runs ahead and no batch was taken: the state of now, with the tokens
+    of what was being generated.
+    """
     if not rollout_manager.is_ahead:
         return hooks
     with hooks.stop.until_save():
@@ -317,7 +377,9 @@ async def hold_ahead(hooks: LoopHooks, rollout_manager: BatchSource) -> LoopHook
 
 
 def settling(hooks: LoopHooks, push: WeightPush, rollout_manager: BatchSource) -> LoopHooks:
-    """The hooks, so that engines are at the weights that were sent when they are evaluated, and what runs is held by a save that ends the loop."""
+    """The hooks, so that engines are at the weights that were sent when they are evaluated, and what runs is
+    held by a save that ends the loop.
+    """
 
     async def evaluate(step: int) -> None:
         await push.wait()
@@ -333,7 +395,9 @@ def settling(hooks: LoopHooks, push: WeightPush, rollout_manager: BatchSource) -
 
 @contextmanager
 def counting_updates(done: Sequence[UpdateResult]) -> Iterator[None]:
-    """A step that is cut in the block has these updates behind it too: weights that nobody may save as those of the step before."""
+    """A step that is cut in the block has these updates behind it too: weights that nobody may save as those
+    of the step before.
+    """
     try:
         yield
     except StepInterrupted as cut:
@@ -344,7 +408,9 @@ def counting_updates(done: Sequence[UpdateResult]) -> Iterator[None]:
 
 @asynccontextmanager
 async def saving_first(hooks: LoopHooks, step: int, *, saved: bool) -> AsyncIterator[None]:
-    """Saves `step`, unless a save of it was due (`saved`) and is in place, before what ends a run through no fault of the trainer's leaves."""
+    """Saves `step`, unless a save of it was due (`saved`) and is in place, before what ends a run through no
+    fault of the trainer's leaves.
+    """
     try:
         yield
     except (NotEnoughSamples, UserFunctionError, WeightSyncError, FleetDown):
@@ -354,16 +420,22 @@ async def saving_first(hooks: LoopHooks, step: int, *, saved: bool) -> AsyncIter
 
 
 async def generate_and_log(
-    rollout_manager: BatchSource, push: WeightPush, metrics_logger: MetricsLogger, step: int, stop: StopControl
+    rollout_manager: BatchSource,
+    push: WeightPush,
+    metrics_logger: MetricsLogger,
+    step: int,
+    stop: StopControl,
 ) -> RolloutBatch:
-    """The batch; its samples and those that failed are on disk before anything is done with it, also when the failures stop the run.
+    """The batch; its samples and those that failed are on disk before anything is done with it, also when the
+    failures stop the run.
 
     Raises StepInterrupted when a stop cuts it.
     """
     with stop.phase("generate"):
         failed: Sequence[Sample] | None = None
         try:
-            with push.guarding():  # and nothing more: a batch that has left the manager is trained on, or its prompts would be lost
+            # and nothing more: a batch that has left the manager is trained on, or its prompts would be lost
+            with push.guarding():
                 batch = await rollout_manager.generate_batch()
                 failed = rollout_manager.failed_samples()  # of this batch: later it may be of the next
             reach("rollout.batch_ready")
@@ -379,7 +451,11 @@ async def generate_and_log(
 
 
 async def score(
-    batch: RolloutBatch, backend: TrainingBackend, reference: LogProbScorer | None, config: RLTrainingConfig, stop: StopControl
+    batch: RolloutBatch,
+    backend: TrainingBackend,
+    reference: LogProbScorer | None,
+    config: RLTrainingConfig,
+    stop: StopControl,
 ) -> RolloutBatch:
     """The batch with the log-probs that `config` wants. Raises StepInterrupted when a stop cuts it."""
     with stop.phase("log_probs", piece_s=lambda: read_piece_s(backend)):
@@ -389,6 +465,8 @@ async def score(
 
 
 def say_change(config: RLTrainingConfig, algorithm: Algorithm, step: int, *, first: bool) -> None:
-    """Names the algorithm in the log, where it may change: in the first step of a run, and in that of each change."""
+    """Names the algorithm in the log, where it may change: in the first step of a run, and in that of each
+    change.
+    """
     if config.changes and (first or any(change.from_step == step for change in config.changes)):
         logging.getLogger("rollouts").warning("rl from step %d on: %s", step, describe_algorithm(algorithm))

@@ -1,4 +1,6 @@
-"""What the RL loop does to a batch between generation and training: log-probs, advantages, the loss by name, minibatches."""
+"""What the RL loop does to a batch between generation and training: log-probs, advantages, the loss by name,
+minibatches.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,35 @@ def compute_lags(batch: RolloutBatch, policy_version: int) -> FloatArray:
     """[B] policy_version − the oldest weight version of any trained token of the row."""
     assert batch.weight_versions is not None
     rows = zip(batch.weight_versions, batch.loss_masks, strict=True)
-    return np.asarray([policy_version - int(versions[mask].min()) if mask.any() else 0 for versions, mask in rows], np.float32)
+    return np.asarray(
+        [policy_version - int(versions[mask].min()) if mask.any() else 0 for versions, mask in rows],
+        np.float32,
+    )
 
 
 def check_staleness(lags: FloatArray, *, max_staleness: int) -> None:
-    """Raises StalenessError if a row is older than allowed, or newer than the trainer. The manager promises neither happens."""
+    """Raises StalenessError if a row is older than allowed, or newer than the trainer. The manager promises
+    neither happens.
+    """
     if len(lags) and (lags.max() > max_staleness or lags.min() < 0):
         row = int(np.argmax(np.where(lags < 0, np.inf, lags)))
-        raise StalenessError(f"row {row} has lag {int(lags[row])}; rl.max_staleness={max_staleness} allows 0 to {max_staleness} steps")
+        raise StalenessError(
+            f"row {row} has lag {int(lags[row])}; rl.max_staleness={max_staleness} allows 0 to"
+            f" {max_staleness} steps"
+        )
 
 
-async def add_log_probs(batch: RolloutBatch, backend: TrainingBackend, reference: LogProbScorer | None, config: RLTrainingConfig) -> RolloutBatch:
-    """The batch with the reference's log-probs when a KL term or controller needs them, and the trainer's own when config.recompute_old."""
+async def add_log_probs(
+    batch: RolloutBatch, backend: TrainingBackend, reference: LogProbScorer | None, config: RLTrainingConfig
+) -> RolloutBatch:
+    """The batch with the reference's log-probs when a KL term or controller needs them, and the trainer's own
+    when config.recompute_old.
+    """
     if config.kl_coef > 0 or config.kl_control != "fixed":
         if reference is None:
-            raise ConfigError(f"rl.kl_coef={config.kl_coef} needs a reference model; pass reference=, or set rl.kl_coef=0")
+            raise ConfigError(
+                f"rl.kl_coef={config.kl_coef} needs a reference model; pass reference=, or set rl.kl_coef=0"
+            )
         batch = dataclasses.replace(batch, ref_log_probs=await reference.score(batch))
     if config.recompute_old:
         batch = dataclasses.replace(batch, old_log_probs=await backend.forward(batch).result())
@@ -53,28 +69,46 @@ async def add_log_probs(batch: RolloutBatch, backend: TrainingBackend, reference
 
 
 def find_advantage(config: RLTrainingConfig) -> AdvantageFn:
-    """The entry of ADVANTAGES that config.advantage names. Raises ConfigError for another name: who runs the loop passes that function."""
+    """The entry of ADVANTAGES that config.advantage names. Raises ConfigError for another name: who runs the
+    loop passes that function.
+    """
     if config.advantage not in ADVANTAGES:
-        raise ConfigError(f"rl.advantage={config.advantage!r} is not one of {', '.join(ADVANTAGES)}; pass a function of your own as advantage=")
+        raise ConfigError(
+            f"rl.advantage={config.advantage!r} is not one of {', '.join(ADVANTAGES)}; pass a function of"
+            " your own as advantage="
+        )
     return ADVANTAGES[config.advantage]
 
 
-def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: AdvantageFn | None = None) -> tuple[RolloutBatch, dict[str, float]]:
-    """The batch with an advantage on every trained token, and metrics: of the KL too, where there are log-probs of the reference.
+def add_advantages(
+    batch: RolloutBatch, config: RLTrainingConfig, advantage: AdvantageFn | None = None
+) -> tuple[RolloutBatch, dict[str, float]]:
+    """The batch with an advantage on every trained token, and metrics: of the KL too, where there are
+    log-probs of the reference.
 
-    With kl_in="reward" each row's reward becomes reward − β·Σ_t (lp_t − ref_t) before the group statistics, over the tokens of the row's
-    trajectory, lp being the policy's log-probs when the batch was sampled. A trajectory of several segments counts once in them. Named rewards
-    are those that every sample of the batch has. With a critic's values in the batch, the function sees them and the rewards by token, the KL term on
-    each, and answers with returns too, which the batch then has.
-    Raises UserFunctionError when the advantage function raises or answers with no advantages, or with no returns for a critic.
+    With kl_in="reward" each row's reward becomes reward − β·Σ_t (lp_t − ref_t) before the group statistics,
+    over the tokens of the row's trajectory, lp being the policy's log-probs when the batch was sampled. A
+    trajectory of several segments counts once in them. Named rewards are those that every sample of the batch
+    has. With a critic's values in the batch, the function sees them and the rewards by token, the KL term on
+    each, and answers with returns too, which the batch then has. Raises UserFunctionError when the advantage
+    function raises or answers with no advantages, or with no returns for a critic.
     """
-    assert batch.rewards is not None and batch.group_indices is not None and batch.rollout_log_probs is not None
+    assert (
+        batch.rewards is not None and batch.group_indices is not None and batch.rollout_log_probs is not None
+    )
     trajectories = find_trajectories(batch)
     rewards, metrics = batch.rewards, measure_kl(batch, trajectories)
     if config.kl_coef > 0 and config.kl_in == "reward":
         assert batch.ref_log_probs is not None
         policy_log_probs = batch.old_log_probs or batch.rollout_log_probs
-        rewards, _ = subtract_kl(rewards, policy_log_probs, batch.ref_log_probs, batch.loss_masks, config.kl_coef, trajectories=trajectories)
+        rewards, _ = subtract_kl(
+            rewards,
+            policy_log_probs,
+            batch.ref_log_probs,
+            batch.loss_masks,
+            config.kl_coef,
+            trajectories=trajectories,
+        )
     lengths = batch.response_lengths
     inputs = AdvantageInputs(
         rewards=rewards.astype(np.float64),
@@ -90,7 +124,9 @@ def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: Adv
     )
     returns: tuple[FloatArray, ...] | None = None
     try:
-        advantages = compute_advantages(inputs, advantage or find_advantage(config), **config.advantage_params)
+        advantages = compute_advantages(
+            inputs, advantage or find_advantage(config), **config.advantage_params
+        )
         if isinstance(advantages, GAEResult):
             advantages, returns = advantages
         elif batch.old_values is not None:
@@ -99,7 +135,9 @@ def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: Adv
     except ConfigError:
         raise
     except Exception as error:
-        raise UserFunctionError(f"rl.advantage={config.advantage!r} failed: {type(error).__name__}: {error}") from error
+        raise UserFunctionError(
+            f"rl.advantage={config.advantage!r} failed: {type(error).__name__}: {error}"
+        ) from error
     means = advantages
     if isinstance(advantages, tuple):  # one array per row
         trained = [row[mask] for row, mask in zip(tokens, batch.loss_masks, strict=True)]
@@ -111,36 +149,54 @@ def add_advantages(batch: RolloutBatch, config: RLTrainingConfig, advantage: Adv
 
 
 def make_token_rewards(batch: RolloutBatch, config: RLTrainingConfig) -> tuple[FloatArray, ...]:
-    """[T_i] per row: the row's reward on its last trained token, and with kl_in="reward" −β·(lp − ref) on every trained one."""
+    """[T_i] per row: the row's reward on its last trained token, and with kl_in="reward" −β·(lp − ref) on
+    every trained one.
+    """
     assert batch.rewards is not None
-    log_probs, beta = batch.old_log_probs or batch.rollout_log_probs, config.kl_coef if config.kl_in == "reward" else 0.0
+    log_probs, beta = (
+        batch.old_log_probs or batch.rollout_log_probs,
+        config.kl_coef if config.kl_in == "reward" else 0.0,
+    )
     assert log_probs is not None
-    return compute_token_rewards(batch.rewards, log_probs, batch.ref_log_probs or log_probs, batch.loss_masks, beta)
+    return compute_token_rewards(
+        batch.rewards, log_probs, batch.ref_log_probs or log_probs, batch.loss_masks, beta
+    )
 
 
 def find_trajectories(batch: RolloutBatch) -> IntArray:
-    """[B] rows that are segments of one trajectory have one number; without samples every row is a trajectory."""
+    """[B] rows that are segments of one trajectory have one number; without samples every row is a
+    trajectory.
+    """
     return number_trajectories(batch.samples) if batch.samples else np.arange(len(batch))
 
 
 def measure_kl(batch: RolloutBatch, trajectories: IntArray) -> dict[str, float]:
-    """kl/ref_per_sample: Σ over the trained tokens of a trajectory of lp − ref (k1, nats), mean over trajectories, of KL(policy || reference).
+    """kl/ref_per_sample: Σ over the trained tokens of a trajectory of lp − ref (k1, nats), mean over
+    trajectories, of KL(policy || reference).
 
-    lp is the policy's when the batch was sampled, or recomputed. Nothing without the reference's log-probs, and where the mean is not finite.
+    lp is the policy's when the batch was sampled, or recomputed. Nothing without the reference's log-probs,
+    and where the mean is not finite.
     """
     log_probs = batch.old_log_probs or batch.rollout_log_probs
     if batch.ref_log_probs is None or log_probs is None or not len(batch):
         return {}
     rows = zip(log_probs, batch.ref_log_probs, batch.loss_masks, strict=True)
     with np.errstate(invalid="ignore"):
-        kl = sum(float((policy[mask].astype(np.float64) - reference[mask].astype(np.float64)).sum()) for policy, reference, mask in rows)
+        kl = sum(
+            float((policy[mask].astype(np.float64) - reference[mask].astype(np.float64)).sum())
+            for policy, reference, mask in rows
+        )
     mean = kl / len(np.unique(trajectories))
     return {"kl/ref_per_sample": mean} if np.isfinite(mean) else {}
 
 
 def collect_named_rewards(samples: Sequence[Sample]) -> dict[str, NDArray[np.float64]]:
     """Each part of the reward that all samples have, [B]."""
-    names = [name for name in samples[0].rewards if all(name in sample.rewards for sample in samples)] if samples else []
+    names = (
+        [name for name in samples[0].rewards if all(name in sample.rewards for sample in samples)]
+        if samples
+        else []
+    )
     return {name: np.asarray([sample.rewards[name] for sample in samples], np.float64) for name in names}
 
 
@@ -151,24 +207,33 @@ def make_loss_spec(config: RLTrainingConfig) -> LossSpec:
         params = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     if config.loss == "ppo_clip":
         params["importance_cap"] = config.importance_cap
-    elif config.recompute_old and config.importance_cap != type(config).model_fields["importance_cap"].default:
+    elif (
+        config.recompute_old and config.importance_cap != type(config).model_fields["importance_cap"].default
+    ):
         params["importance_cap"] = config.importance_cap  # a loss that takes none refuses it by name
     if config.kl_coef > 0 and config.kl_in == "loss":
         params |= {"kl_coef": config.kl_coef, "kl_estimator": config.kl_estimator}
     rollout = config.rollout
-    constant = float(rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens) if config.normalise_by == "constant" else None
+    constant = (
+        float(rollout.num_prompts * rollout.samples_per_prompt * rollout.max_new_tokens)
+        if config.normalise_by == "constant"
+        else None
+    )
     return LossSpec(config.loss, params | config.loss_params, unit=config.normalise_by, constant=constant)
 
 
-# --- updates -------------------------------------------------------------------------------------------------------------------
+# --- updates ------------------------------------------------------------------------------------------------
 
 
-def plan_updates(batch: RolloutBatch, loss: LossSpec, config: RLTrainingConfig, *, seed: int, step: int) -> list[Update]:
-    """What each optimizer step on the batch is made of, in order: updates_per_batch passes of `minibatches` parts; one part is the batch itself.
+def plan_updates(
+    batch: RolloutBatch, loss: LossSpec, config: RLTrainingConfig, *, seed: int, step: int
+) -> list[Update]:
+    """What each optimizer step on the batch is made of, in order: updates_per_batch passes of `minibatches`
+    parts; one part is the batch itself.
 
-    Each pass divides the groups anew, in an order that is a pure function of (seed, step, pass); the parts differ by one group at most. Rows keep
-    their order inside a part, and advantages are those of the whole batch. A part has a denominator of its own: of unit "constant", its
-    share of the batch's by groups.
+    Each pass divides the groups anew, in an order that is a pure function of (seed, step, pass); the parts
+    differ by one group at most. Rows keep their order inside a part, and advantages are those of the whole
+    batch. A part has a denominator of its own: of unit "constant", its share of the batch's by groups.
     """
     if config.minibatches == 1:
         return [(batch, loss)] * config.updates_per_batch

@@ -13,7 +13,14 @@ from rollouts.loops.hooks import LoopHooks, read_piece_s, run_hooks, save_after_
 from rollouts.loops.stopping import StopControl
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainFuture, TrainingBackend
-from rollouts.types import ForwardBackwardResult, LossSpec, OptimStepResult, RolloutBatch, merge_metrics, metric_values
+from rollouts.types import (
+    ForwardBackwardResult,
+    LossSpec,
+    OptimStepResult,
+    RolloutBatch,
+    merge_metrics,
+    metric_values,
+)
 
 SFT = LossSpec("sft")
 UpdateResult = tuple[ForwardBackwardResult, OptimStepResult]  # of one optimizer step
@@ -31,9 +38,10 @@ async def run_sft_training(
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
-    Consumes tokenized conversations; produces weights inside `backend`. The rows of a step are a pure function of (seed, step), so a
-    resumed run sees what an unbroken one would have. The loss is the token mean of the whole batch. Waits for both futures of a step
-    before the next: submitting ahead gains nothing here, because batches cost no time to make.
+    Consumes tokenized conversations; produces weights inside `backend`. The rows of a step are a pure
+    function of (seed, step), so a resumed run sees what an unbroken one would have. The loss is the token
+    mean of the whole batch. Waits for both futures of a step before the next: submitting ahead gains nothing
+    here, because batches cost no time to make.
     """
     hooks = hooks or LoopHooks()
     mixture = data if isinstance(data, SFTMixture) else make_sft_mixture(data)
@@ -45,14 +53,26 @@ async def run_sft_training(
             with timer.phase("train"):
                 [(forward, optim)] = await train(backend, batch, SFT, hooks.stop)
         except StepInterrupted as cut:
-            await save_after_cut(hooks, backend, cut, step - 1, saved=step - 1 == completed_steps or hooks.saves_after(step - 1))
+            await save_after_cut(
+                hooks,
+                backend,
+                cut,
+                step - 1,
+                saved=step - 1 == completed_steps or hooks.saves_after(step - 1),
+            )
             break
         warn_of_skipped_step("sft", step, optim)
         trained_tokens = int(batch.response_lengths.sum())
-        metrics = {**step_metrics(forward, optim), **timer.metrics(), "perf/trained_tokens_per_s": trained_tokens / timer.seconds("train")}
+        metrics = {
+            **step_metrics(forward, optim),
+            **timer.metrics(),
+            "perf/trained_tokens_per_s": trained_tokens / timer.seconds("train"),
+        }
         metrics |= hooks.take_metrics()
         updates = list_updates([batch], [(forward, optim)])
-        await metrics_logger.log_step("sft", step, step - 1, metrics, updates=updates, spans=[*timer.spans(), *hooks.take_spans()])
+        await metrics_logger.log_step(
+            "sft", step, step - 1, metrics, updates=updates, spans=[*timer.spans(), *hooks.take_spans()]
+        )
         history.append(metrics)
         if await run_hooks(hooks, step, last_step=config.steps, eval_every=config.eval_every):
             break
@@ -60,7 +80,13 @@ async def run_sft_training(
 
 
 async def train(
-    backend: TrainingBackend, batch: RolloutBatch, loss: LossSpec, stop: StopControl, *, updates: int = 1, version: int | None = None
+    backend: TrainingBackend,
+    batch: RolloutBatch,
+    loss: LossSpec,
+    stop: StopControl,
+    *,
+    updates: int = 1,
+    version: int | None = None,
 ) -> list[UpdateResult]:
     """What each of `updates` optimizer steps on the batch gave; see `train_on`."""
     return await train_on(backend, [(batch, loss)] * updates, stop, version=version)
@@ -77,8 +103,9 @@ async def train_on(
 ) -> list[UpdateResult]:
     """What each optimizer step gave, after which the backend has weight version `version`, if given.
 
-    `phase`: its name for a stop. All are submitted at once; with `ends_after` one by one, and none after one of which it is True.
-    Raises StepInterrupted when a stop cuts it: the backend ends at its next micro-batch. One that had no more to compute is a step all the same.
+    `phase`: its name for a stop. All are submitted at once; with `ends_after` one by one, and none after one
+    of which it is True. Raises StepInterrupted when a stop cuts it: the backend ends at its next micro-batch.
+    One that had no more to compute is a step all the same.
     """
     futures: list[tuple[TrainFuture[ForwardBackwardResult], TrainFuture[OptimStepResult]]] = []
     results: list[UpdateResult] = []
@@ -86,13 +113,18 @@ async def train_on(
     ahead = len(updates) if ends_after is None else 1
 
     def has_ended() -> bool:
-        return len(results) == len(updates) or (ends_after is not None and len(results) > 0 and ends_after(results[-1][0]))
+        return len(results) == len(updates) or (
+            ends_after is not None and len(results) > 0 and ends_after(results[-1][0])
+        )
 
     def submit_next() -> None:
         """Updates, and behind the last of them the version."""
         nonlocal version_set
         if not has_ended():
-            futures.extend((backend.forward_backward(batch, loss), backend.optim_step()) for batch, loss in updates[len(futures) :][:ahead])
+            futures.extend(
+                (backend.forward_backward(batch, loss), backend.optim_step())
+                for batch, loss in updates[len(futures) :][:ahead]
+            )
         if version is not None and version_set is None and (len(futures) == len(updates) or has_ended()):
             version_set = backend.set_weight_version(version)
 
@@ -130,9 +162,11 @@ def warn_of_skipped_step(stage: str, step: int, optim: OptimStepResult) -> None:
 
 
 def merge_forwards(forwards: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
-    """What one forward_backward on all of the parts would have said: Σ loss·denominator / Σ denominator, and the metrics merged.
+    """What one forward_backward on all of the parts would have said: Σ loss·denominator / Σ denominator, and
+    the metrics merged.
 
-    A part that was skipped counts for nothing; where all were, so is the result. A single part is the result, to the bit.
+    A part that was skipped counts for nothing; where all were, so is the result. A single part is the result,
+    to the bit.
     """
     if len(forwards) == 1:
         return forwards[0]
@@ -147,7 +181,9 @@ def merge_forwards(forwards: Sequence[ForwardBackwardResult]) -> ForwardBackward
 
 
 def step_metrics(forward: ForwardBackwardResult, optim: OptimStepResult) -> dict[str, float]:
-    """What the backend said about one step, under the names of the metrics file. A skipped step has no loss and no gradient norm."""
+    """What the backend said about one step, under the names of the metrics file. A skipped step has no loss
+    and no gradient norm.
+    """
     metrics = metric_values(forward.metrics)
     metrics["optim/lr"] = optim.lr
     metrics["optim/clipped"] = float(optim.clipped)

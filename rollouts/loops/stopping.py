@@ -7,8 +7,9 @@
     loop ──► with stop.phase(name) as scope ──► scope.cancelled_caught: the step is given up, and the one before it is saved
     a little before the deadline, whatever hangs ──► end_overdue ends the process; the newest complete checkpoint counts
 
-A cut is a cancelled scope, so it stops what waits: requests, rewards, updates of engines. A job of the device thread cannot be cancelled: it is
-told by backend.interrupt() and ends at its next micro-batch. Nothing here decides for other ranks: what reaches them is the interrupt alone.
+A cut is a cancelled scope, so it stops what waits: requests, rewards, updates of engines. A job of the device
+thread cannot be cancelled: it is told by backend.interrupt() and ends at its next micro-batch. Nothing here
+decides for other ranks: what reaches them is the interrupt alone.
 """
 
 from __future__ import annotations
@@ -27,18 +28,32 @@ GRACE_S = 25.0  # from the signal to the end of the process; torchrun kills afte
 CLOSE_S = 7.0  # of those, for what follows the checkpoint: workers and servers end, the interpreter leaves
 OVERDUE_S = 3.0  # before the deadline: who is still here then is ended without more ado
 TELL_S = 2.0  # of those, at most, for others to be told
-CONNECT_S = 4.0  # after a stop, for ranks that are being connected to be: then they end as after a finished run
+CONNECT_S = (
+    4.0  # after a stop, for ranks that are being connected to be: then they end as after a finished run
+)
 SAFETY = 1.5  # what took so long the last time may take so many times as long
 SLACK_S = 1.0  # between the last moment of a phase and the last moment to save
-PATIENCE, PATIENCE_S = 3.0, 2.0  # a step that takes so many times as long as expected, and so much more, is not the step that was expected
+PATIENCE, PATIENCE_S = (
+    3.0,
+    2.0,
+)  # a step that takes so many times as long as expected, and so much more, is not the step that was expected
 UNKNOWN_SAVE_S = 8.0  # kept free for a save as long as none was measured
-STEP_PHASES = ("generate", "log_probs", "values", "train_critic", "train", "weight_sync")  # of a step, in order
+STEP_PHASES = (
+    "generate",
+    "log_probs",
+    "values",
+    "train_critic",
+    "train",
+    "weight_sync",
+)  # of a step, in order
 
 
 def estimate_rest(measured: Mapping[str, float], phase: str, elapsed_s: float) -> float | None:
-    """Seconds until the step is expected to end whose `phase` began `elapsed_s` ago, by what each phase took the last time.
+    """Seconds until the step is expected to end whose `phase` began `elapsed_s` ago, by what each phase took
+    the last time.
 
-    A phase outside of steps is alone. None: unknown, because the phase was never measured, or takes twice as long as the last time already.
+    A phase outside of steps is alone. None: unknown, because the phase was never measured, or takes twice as
+    long as the last time already.
     """
     if phase not in measured or elapsed_s > 2 * measured[phase]:
         return None
@@ -47,10 +62,11 @@ def estimate_rest(measured: Mapping[str, float], phase: str, elapsed_s: float) -
 
 
 def choose_cut(*, now: float, deadline: float, rest_s: float | None, save_s: float, piece_s: float) -> float:
-    """When a phase must end, on the clock of `now` and `deadline`: `now`, unless its step is expected to end in time.
+    """When a phase must end, on the clock of `now` and `deadline`: `now`, unless its step is expected to end
+    in time.
 
-    Else when it has taken far longer than was expected, and at the last moment at latest: that leaves time for what cannot be stopped (`piece_s`,
-    a micro-batch), a save and the end of the process.
+    Else when it has taken far longer than was expected, and at the last moment at latest: that leaves time
+    for what cannot be stopped (`piece_s`, a micro-batch), a save and the end of the process.
     """
     latest = deadline - CLOSE_S - SLACK_S - SAFETY * (piece_s + save_s)
     if rest_s is None or now + SAFETY * rest_s > latest:
@@ -125,7 +141,9 @@ class StopControl:
                 await self._tell()
 
     async def wait_unconnected(self) -> None:
-        """Until a stop was requested and CONNECT_S are over: whoever is still to be connected then is waited for no longer."""
+        """Until a stop was requested and CONNECT_S are over: whoever is still to be connected then is waited
+        for no longer.
+        """
         await self._requested.wait()
         await trio.sleep(CONNECT_S)
 
@@ -133,13 +151,17 @@ class StopControl:
 
     @contextmanager
     def startup(self) -> Iterator[trio.CancelScope]:
-        """Around everything of a run. A stop that comes while no stage trains cancels it: nothing is in it then that is not saved."""
+        """Around everything of a run. A stop that comes while no stage trains cancels it: nothing is in it
+        then that is not saved.
+        """
         with self._startup:
             yield self._startup
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """A stage trains: a stop cuts phases alone. What the phases of another stage took says nothing of this one's."""
+        """A stage trains: a stop cuts phases alone. What the phases of another stage took says nothing of
+        this one's.
+        """
         for name in STEP_PHASES:
             self._measured.pop(name, None)
         self._training = True
@@ -150,7 +172,8 @@ class StopControl:
 
     @contextmanager
     def phase(self, name: str, *, piece_s: Callable[[], float] = no_piece) -> Iterator[trio.CancelScope]:
-        """A scope that is cancelled when a stop leaves no time for what is inside; how long it took is kept for the next time.
+        """A scope that is cancelled when a stop leaves no time for what is inside; how long it took is kept
+        for the next time.
 
         `piece_s` answers the seconds of work that goes on after the cut, because nothing can stop it.
         """
@@ -171,7 +194,13 @@ class StopControl:
     def _choose(self, phase: _Phase) -> float:
         now = trio.current_time()
         rest_s = estimate_rest(self._measured, phase.name, now - phase.began)
-        return choose_cut(now=now, deadline=self._deadline, rest_s=rest_s, save_s=self._expected_save_s, piece_s=phase.piece_s())
+        return choose_cut(
+            now=now,
+            deadline=self._deadline,
+            rest_s=rest_s,
+            save_s=self._expected_save_s,
+            piece_s=phase.piece_s(),
+        )
 
     # --- saving
 
@@ -184,9 +213,11 @@ class StopControl:
         return trio.CancelScope(deadline=self._deadline - CLOSE_S - self._expected_save_s)
 
     async def save(self, write: Callable[[], Awaitable[float | None]], *, what: str) -> bool:
-        """Writes, and learns how long that takes. False, with nothing written, if a stop leaves less time than the last save took.
+        """Writes, and learns how long that takes. False, with nothing written, if a stop leaves less time
+        than the last save took.
 
-        `write` answers the seconds that a whole save takes where it goes on beside training after it returned; None: it does not.
+        `write` answers the seconds that a whole save takes where it goes on beside training after it
+        returned; None: it does not.
         """
         began = trio.current_time()
         left_s = self._deadline - OVERDUE_S - began
@@ -202,19 +233,23 @@ class StopControl:
 LAST_COUNTS = "the newest complete checkpoint counts"
 
 
-# --- the process -------------------------------------------------------------------------------------------------------------
+# --- the process --------------------------------------------------------------------------------------------
 
 
 async def watch_signals(stop: StopControl, *, launched: bool) -> None:
-    """Requests the stop at the first SIGINT or SIGTERM; the second ends the process at once. Checkpoints are atomic, so nothing durable breaks.
+    """Requests the stop at the first SIGINT or SIGTERM; the second ends the process at once. Checkpoints are
+    atomic, so nothing durable breaks.
 
-    `launched`: under torchrun, which passes SIGTERM on to a process that a scheduler may have told already: a second one is an echo.
+    `launched`: under torchrun, which passes SIGTERM on to a process that a scheduler may have told already: a
+    second one is an echo.
     """
     with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         async for number in signals:
             if not stop.is_requested():
                 stop.request()
-                stop.say("stopping after this step, if time allows, and its checkpoint; once more to stop now")
+                stop.say(
+                    "stopping after this step, if time allows, and its checkpoint; once more to stop now"
+                )
             elif not (launched and number == signal.SIGTERM):
                 os._exit(128 + number)
 
@@ -235,10 +270,14 @@ async def end_overdue(stop: StopControl, *, end_process: Callable[[], None] = ex
     end_process()
 
 
-async def end_unconnected(stop: StopControl, scope: trio.CancelScope, *, end_process: Callable[[], None] = exit_now) -> None:
-    """Ends the process soon after a stop was requested, unless `scope` was cancelled before: the ranks are connected.
+async def end_unconnected(
+    stop: StopControl, scope: trio.CancelScope, *, end_process: Callable[[], None] = exit_now
+) -> None:
+    """Ends the process soon after a stop was requested, unless `scope` was cancelled before: the ranks are
+    connected.
 
-    What waits for ranks to come cannot be cancelled, and one that has died never comes: a launcher asks the others to stop because of that.
+    What waits for ranks to come cannot be cancelled, and one that has died never comes: a launcher asks the
+    others to stop because of that.
     """
     with scope:
         await stop.wait_unconnected()

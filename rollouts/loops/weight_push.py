@@ -1,8 +1,8 @@
 """Weights on their way to the engines while the next step trains: one update at a time.
 
-    loop ──► start(version) ─► update ─► released: the trainer may change its weights ──► the loop goes on
-                                  └────► engines serve the version ─► on_updated ─► its metrics wait for the next row
-                                  └────► fails: whoever is guarded is cancelled, and the next call raises it
+loop ──► start(version) ─► update ─► released: the trainer may change its weights ──► the loop goes on
+                              └────► engines serve the version ─► on_updated ─► its metrics wait for the next row
+                              └────► fails: whoever is guarded is cancelled, and the next call raises it
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ UpdateEngines = Callable[[int, trio.Event | None], Awaitable[Mapping[str, float]
 
 
 @asynccontextmanager
-async def open_weight_push(update: UpdateEngines, *, beside: bool, on_updated: Callable[[int], None]) -> AsyncIterator[WeightPush]:
-    """Updates that go on beside training, or, unless `beside`, that start() waits for. One that is under way when the block is left is cancelled."""
+async def open_weight_push(
+    update: UpdateEngines, *, beside: bool, on_updated: Callable[[int], None]
+) -> AsyncIterator[WeightPush]:
+    """Updates that go on beside training, or, unless `beside`, that start() waits for. One that is under way
+    when the block is left is cancelled.
+    """
     failure: Exception | None = None
     async with trio.open_nursery() as nursery:
         try:
@@ -34,7 +38,9 @@ async def open_weight_push(update: UpdateEngines, *, beside: bool, on_updated: C
 class WeightPush:
     """Made by open_weight_push."""
 
-    def __init__(self, update: UpdateEngines, nursery: trio.Nursery, *, beside: bool, on_updated: Callable[[int], None]) -> None:
+    def __init__(
+        self, update: UpdateEngines, nursery: trio.Nursery, *, beside: bool, on_updated: Callable[[int], None]
+    ) -> None:
         self._update = update
         self._nursery = nursery
         self._beside = beside
@@ -45,7 +51,9 @@ class WeightPush:
         self._metrics: dict[str, float] = {}
 
     async def start(self, version: int) -> None:
-        """Returns when the trainer may go on. Waits for the update before, and raises what that, or this one, came to."""
+        """Returns when the trainer may go on. Waits for the update before, and raises what that, or this one,
+        came to.
+        """
         if not self._beside:
             metrics = await self._update(version, None)
             self._metrics |= metrics
@@ -65,8 +73,9 @@ class WeightPush:
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """What waits inside for engines is cancelled when the update under way fails, and that is raised in its place; what has ended by then has,
-        and the next call raises it."""
+        """What waits inside for engines is cancelled when the update under way fails, and that is raised in
+        its place; what has ended by then has, and the next call raises it.
+        """
         self._raise_failure()
         with trio.CancelScope() as self._guarded:
             yield
@@ -81,7 +90,8 @@ class WeightPush:
     async def _push(self, version: int, released: trio.Event, ended: trio.Event) -> None:
         try:
             metrics = await self._update(version, released)
-            self._metrics |= metrics  # not in one line: |= reads its left side before it waits, and take_metrics may come in between
+            # not in one line: |= reads its left side before it waits, and take_metrics may come in between
+            self._metrics |= metrics
             self._on_updated(version)
         except Exception as error:  # raised where the loop asks next
             self._failure = error

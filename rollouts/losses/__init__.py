@@ -1,4 +1,6 @@
-"""Losses by name. A loss takes per-token values [B, T] and returns (sum, count, metrics); the denominator is the backend's, and global."""
+"""Losses by name. A loss takes per-token values [B, T] and returns (sum, count, metrics); the denominator is
+the backend's, and global.
+"""
 
 from __future__ import annotations
 
@@ -68,18 +70,24 @@ LOSSES: dict[str, LossFn] = {
 def resolve_loss(name: str) -> LossFn:
     """The loss function of a name: a key of LOSSES, or `module:function`.
 
-    Raises ConfigError naming the nearest key when the name is unknown, PlugInError when the function cannot be imported.
+    Raises ConfigError naming the nearest key when the name is unknown, PlugInError when the function cannot
+    be imported.
     """
     if name in LOSSES:
         return LOSSES[name]
     if ":" not in name:
         nearest = difflib.get_close_matches(name, LOSSES, n=1, cutoff=0.0)[0]
-        raise ConfigError(f"loss={name!r} is not known; did you mean {nearest!r}? Known: {', '.join(LOSSES)}, or module:function")
+        raise ConfigError(
+            f"loss={name!r} is not known; did you mean {nearest!r}? Known: {', '.join(LOSSES)}, or"
+            " module:function"
+        )
     return cast(LossFn, import_function("loss", name, "(inputs, *, unit, ...)"))
 
 
 def check_loss_params(name: str, params: Mapping[str, object]) -> None:
-    """Raises ConfigError if the loss cannot be called with these parameters, naming the nearest one and all that it takes."""
+    """Raises ConfigError if the loss cannot be called with these parameters, naming the nearest one and all
+    that it takes.
+    """
     accepted = _list_keywords(resolve_loss(name))
     if accepted is None:
         return
@@ -95,11 +103,20 @@ def check_loss_params(name: str, params: Mapping[str, object]) -> None:
         parse_correction(str(correction))
 
 
-def try_loss(name: str, params: Mapping[str, object], *, unit: LossUnit = "tokens", recompute_old: bool = False, reference: bool = False) -> None:
-    """Raises ConfigError if a loss cannot be called as a run will call it: its parameters, their numbers, and what a batch will hold for them.
+def try_loss(
+    name: str,
+    params: Mapping[str, object],
+    *,
+    unit: LossUnit = "tokens",
+    recompute_old: bool = False,
+    reference: bool = False,
+) -> None:
+    """Raises ConfigError if a loss cannot be called as a run will call it: its parameters, their numbers, and
+    what a batch will hold for them.
 
-    It is called once, on one token of log-prob 0, with old log-probs if recompute_old and the reference's if reference. A function of the user
-    is not called: only what `check_loss_params` sees of it is looked at. Raises what that raises.
+    It is called once, on one token of log-prob 0, with old log-probs if recompute_old and the reference's if
+    reference. A function of the user is not called: only what `check_loss_params` sees of it is looked at.
+    Raises what that raises.
     """
     check_loss_params(name, params)
     if name not in LOSSES:
@@ -122,13 +139,18 @@ def try_loss(name: str, params: Mapping[str, object], *, unit: LossUnit = "token
         raise
     except Exception as error:
         given = ", ".join(f"{key}={value!r}" for key, value in params.items())
-        raise ConfigError(f"loss {name!r} fails with {given}: {type(error).__name__}: {error}; look for a value of the wrong kind") from error
+        raise ConfigError(
+            f"loss {name!r} fails with {given}: {type(error).__name__}: {error}; look for a value of the"
+            " wrong kind"
+        ) from error
 
 
 def wants_entropy_gradient(name: str, params: Mapping[str, object]) -> bool:
-    """Whether LossInputs.entropy must have a gradient: the loss has a parameter `entropy_coef`, and it is not 0.
+    """Whether LossInputs.entropy must have a gradient: the loss has a parameter `entropy_coef`, and it is not
+    0.
 
-    A function of the user asks in the same way; what it does not get in `params` counts as its default. Raises like resolve_loss.
+    A function of the user asks in the same way; what it does not get in `params` counts as its default.
+    Raises like resolve_loss.
     """
     if "entropy_coef" in params:
         return params["entropy_coef"] != 0
@@ -143,7 +165,9 @@ def _list_keywords(loss: LossFn) -> list[str] | None:
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.name != "unit":
             accepted.append(parameter.name)
         if parameter.kind is parameter.VAR_KEYWORD:
-            unpacked = get_args(get_type_hints(loss).get(parameter.name)) if hasattr(loss, "__annotations__") else ()
+            unpacked = (
+                get_args(get_type_hints(loss).get(parameter.name)) if hasattr(loss, "__annotations__") else ()
+            )
             if not unpacked:
                 return None
             accepted += get_type_hints(unpacked[0])

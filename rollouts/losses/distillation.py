@@ -1,7 +1,9 @@
-"""Distillation: a student learns the distribution of a teacher. Axes: N positions, V vocabulary, B rows, T tokens. All in nats.
+"""Distillation: a student learns the distribution of a teacher. Axes: N positions, V vocabulary, B rows, T
+tokens. All in nats.
 
-Here: exact divergences over the whole vocabulary, at each position, without the variance of sampling; they need the logits of both. The other
-way, by sampled tokens, needs one log-prob per token of the teacher and is in rollouts.advantages.distillation, with self-distillation.
+Here: exact divergences over the whole vocabulary, at each position, without the variance of sampling; they
+need the logits of both. The other way, by sampled tokens, needs one log-prob per token of the teacher and is
+in rollouts.advantages.distillation, with self-distillation.
 """
 
 from __future__ import annotations
@@ -23,24 +25,28 @@ from rollouts.types import LossUnit
 DIVERGENCE_TILE = 16 * 2**20  # logits of one model that are held at a time: 64 MiB in float32
 
 
-def compute_divergence(student_logits: Tensor, teacher_logits: Tensor, *, beta: float = 0.5, temperature: float = 1.0) -> Tensor:
-    """[N] generalised Jensen-Shannon divergence between softmax(teacher / temperature) and softmax(student / temperature), [N, V] each.
+def compute_divergence(
+    student_logits: Tensor, teacher_logits: Tensor, *, beta: float = 0.5, temperature: float = 1.0
+) -> Tensor:
+    """[N] generalised Jensen-Shannon divergence between softmax(teacher / temperature) and softmax(student /
+    temperature), [N, V] each.
 
     beta in (0, 1)   β·KL(teacher || m) + (1 − β)·KL(student || m), m = β·teacher + (1 − β)·student; at most log 2 for β = ½
     beta = 0         KL(teacher || student): forward, covers what the teacher does
     beta = 1         KL(student || teacher): reverse, seeks the teacher's mode
 
-    The two ends are set, not limits: the formula itself goes to 0 there, and its quotient by β, or by 1 − β, to these values. The teacher
-    gets no gradient. A token with a logit of -inf has probability 0 and adds nothing to the side that gives it 0; where a KL is infinite the
-    result is inf. Logits are widened to float32 (float64 stays). Paper: GKD, 2306.13649, eq. 1.
-    Raises ConfigError unless 0 <= beta <= 1 and temperature > 0, ValueError if the shapes differ (vocabularies that are padded
-    differently: cut both to the tokenizer's size).
+    The two ends are set, not limits: the formula itself goes to 0 there, and its quotient by β, or by 1 − β,
+    to these values. The teacher gets no gradient. A token with a logit of -inf has probability 0 and adds
+    nothing to the side that gives it 0; where a KL is infinite the result is inf. Logits are widened to
+    float32 (float64 stays). Paper: GKD, 2306.13649, eq. 1. Raises ConfigError unless 0 <= beta <= 1 and
+    temperature > 0, ValueError if the shapes differ (vocabularies that are padded differently: cut both to
+    the tokenizer's size).
     """
     _check_params(beta, temperature)
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(
-            f"student_logits are {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)}; both must be [N, V] with one "
-            "vocabulary: cut padded ones to the tokenizer's size"
+            f"student_logits are {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)};"
+            " both must be [N, V] with one vocabulary: cut padded ones to the tokenizer's size"
         )
     student = _log_softmax(student_logits, temperature)
     teacher = _log_softmax(teacher_logits.detach(), temperature)
@@ -53,9 +59,15 @@ def compute_divergence(student_logits: Tensor, teacher_logits: Tensor, *, beta: 
 
 
 def compute_tiled_divergence(
-    student_logits: Tensor, teacher_logits: Tensor, *, beta: float = 0.5, temperature: float = 1.0, tile: int = DIVERGENCE_TILE
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    tile: int = DIVERGENCE_TILE,
 ) -> Tensor:
-    """`compute_divergence`, at most `tile` logits of each model at a time, forward and backward: beside the two [N, V] only the gradient is whole.
+    """`compute_divergence`, at most `tile` logits of each model at a time, forward and backward: beside the
+    two [N, V] only the gradient is whole.
 
     What lies between the logits and the result is computed again for the gradient.
     """
@@ -77,17 +89,24 @@ def compute_linear_divergence(
     temperature: float = 1.0,
     tile: int = DIVERGENCE_TILE,
 ) -> Tensor:
-    """[N] the same from hidden states [N, H], [N, H'] and heads [V, H], [V, H']: neither model's [N, V] logits ever exist as a whole.
+    """[N] the same from hidden states [N, H], [N, H'] and heads [V, H], [V, H']: neither model's [N, V]
+    logits ever exist as a whole.
 
-    At most `tile` logits of each model at a time, computed again for the gradient, which goes to `hidden` and `weight`. Products are in the
-    precision of what is given; the softmax is in float32 (float64 stays). Raises what `compute_divergence` raises.
+    At most `tile` logits of each model at a time, computed again for the gradient, which goes to `hidden` and
+    `weight`. Products are in the precision of what is given; the softmax is in float32 (float64 stays).
+    Raises what `compute_divergence` raises.
     """
     _check_params(beta, temperature)
     if len(weight) != len(teacher_weight):
-        raise ValueError(f"the heads have {len(weight)} and {len(teacher_weight)} rows; both models must have one vocabulary")
+        raise ValueError(
+            f"the heads have {len(weight)} and {len(teacher_weight)} rows; both models must have one"
+            " vocabulary"
+        )
     teacher_head = teacher_weight.detach()
     return _in_tiles(
-        lambda student, teacher: compute_divergence(student @ weight.T, teacher @ teacher_head.T, beta=beta, temperature=temperature),
+        lambda student, teacher: compute_divergence(
+            student @ weight.T, teacher @ teacher_head.T, beta=beta, temperature=temperature
+        ),
         hidden,
         teacher_hidden.detach(),
         rows=max(tile // max(len(weight), 1), 1),
@@ -104,36 +123,56 @@ def gkd_loss(
     unit: LossUnit = "tokens",
     tile: int = DIVERGENCE_TILE,
 ) -> LossOutput:
-    """The divergence of `compute_divergence` at every position of mask [B, T], of logits [B, T, V]; summed, in the loss's unit.
+    """The divergence of `compute_divergence` at every position of mask [B, T], of logits [B, T, V]; summed,
+    in the loss's unit.
 
-    Only masked positions are computed; what lies elsewhere, NaN included, never counts. `divergence/mean` is the mean over tokens, nats.
-    beta = 1 with the student's own samples is the exact form of on-policy distillation; beta = 0 on a dataset is word-level distillation.
-    Paper: 2306.13649. Raises what `compute_divergence` raises, and ValueError if the logits are not of the mask's rows and tokens.
+    Only masked positions are computed; what lies elsewhere, NaN included, never counts. `divergence/mean` is
+    the mean over tokens, nats. beta = 1 with the student's own samples is the exact form of on-policy
+    distillation; beta = 0 on a dataset is word-level distillation. Paper: 2306.13649. Raises what
+    `compute_divergence` raises, and ValueError if the logits are not of the mask's rows and tokens.
     """
     if student_logits.shape[:-1] != mask.shape:
-        raise ValueError(f"student_logits are {tuple(student_logits.shape)}; the first two axes must be those of the mask, {tuple(mask.shape)}")
+        raise ValueError(
+            f"student_logits are {tuple(student_logits.shape)}; the first two axes must be those of the mask,"
+            f" {tuple(mask.shape)}"
+        )
     if student_logits.shape != teacher_logits.shape:
-        raise ValueError(f"student_logits are {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)}; both must be [B, T, V]")
+        raise ValueError(
+            f"student_logits are {tuple(student_logits.shape)}, teacher_logits {tuple(teacher_logits.shape)};"
+            " both must be [B, T, V]"
+        )
     rows = mask.flatten().nonzero().squeeze(-1)
     chosen = [logits.flatten(0, 1).index_select(0, rows) for logits in (student_logits, teacher_logits)]
     values = compute_tiled_divergence(chosen[0], chosen[1], beta=beta, temperature=temperature, tile=tile)
-    token_losses = torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+    token_losses = torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(
+        mask, values
+    )
     total, count = reduce_loss(token_losses, mask, unit)
-    return LossOutput(total, count, collect_token_metrics({"divergence/mean": token_losses.detach()}, {}, mask))
+    return LossOutput(
+        total, count, collect_token_metrics({"divergence/mean": token_losses.detach()}, {}, mask)
+    )
 
 
-def _in_tiles(function: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor, *, rows: int) -> Tensor:
+def _in_tiles(
+    function: Callable[[Tensor, Tensor], Tensor], first: Tensor, second: Tensor, *, rows: int
+) -> Tensor:
     """The function's results [n] for `rows` positions at a time, one after the other."""
     tiles = zip(first.split(rows), second.split(rows), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([function(one, other) for one, other in tiles])
-    parts = [cast(Tensor, checkpoint(function, one, other, use_reentrant=False, preserve_rng_state=False)) for one, other in tiles]
+    parts = [
+        cast(Tensor, checkpoint(function, one, other, use_reentrant=False, preserve_rng_state=False))
+        for one, other in tiles
+    ]
     return torch.cat(parts)
 
 
 def _check_params(beta: float, temperature: float) -> None:
     if not 0 <= beta <= 1:
-        raise ConfigError(f"distillation: beta={beta} must be between 0 (forward KL) and 1 (reverse KL); 0.5 is the Jensen-Shannon divergence")
+        raise ConfigError(
+            f"distillation: beta={beta} must be between 0 (forward KL) and 1 (reverse KL); 0.5 is the"
+            " Jensen-Shannon divergence"
+        )
     if not temperature > 0:
         raise ConfigError(f"distillation: temperature={temperature} must be above 0; 1.0 is usual")
 
@@ -144,6 +183,10 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _log_mix(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """log(β·e^teacher + (1 − β)·e^student). Where both are -inf it is finite, and not read: logaddexp has a NaN gradient there."""
+    """log(β·e^teacher + (1 − β)·e^student). Where both are -inf it is finite, and not read: logaddexp has a
+    NaN gradient there.
+    """
     dead = (student == -torch.inf) & (teacher == -torch.inf)
-    return torch.logaddexp(torch.where(dead, 0.0, student) + math.log1p(-beta), torch.where(dead, 0.0, teacher) + math.log(beta))
+    return torch.logaddexp(
+        torch.where(dead, 0.0, student) + math.log1p(-beta), torch.where(dead, 0.0, teacher) + math.log(beta)
+    )

@@ -1,17 +1,19 @@
-"""Per-token estimates of KL(policy || reference) from sampled tokens, d = policy − ref in nats. [B, T] in, [B, T] out.
+"""Per-token estimates of KL(policy || reference) from sampled tokens, d = policy − ref in nats. [B, T] in,
+[B, T] out.
 
     name   value            used on rewards            used as a loss: expected gradient
     k1     d                right (2203.02155)         zero: it trains nothing
     k2     d²/2             biased                     that of KL(policy || reference): right
     k3     e^−d − 1 + d     unbiased, low variance     that of KL(reference || policy): popular, another direction
 
-Values agree near d = 0, gradients do not: p = [.5, .3, .2], q = [.4, .4, .2] has KL .02527 and the three gradients above differ already
-in the second decimal. Expectations are over tokens that the policy sampled. Sources: Schulman 2020, "Approximating KL Divergence";
-2506.09477; 2510.01555. Positions outside a mask are computed but meaningless: mask after. A NaN stays in its own position.
+Values agree near d = 0, gradients do not: p = [.5, .3, .2], q = [.4, .4, .2] has KL .02527 and the three
+gradients above differ already in the second decimal. Expectations are over tokens that the policy sampled.
+Sources: Schulman 2020, "Approximating KL Divergence"; 2506.09477; 2510.01555. Positions outside a mask are
+computed but meaningless: mask after. A NaN stays in its own position.
 
-Where tokens were sampled by another policy, or to have the right gradient from any of them, the estimate is multiplied by the ratio
-policy / sampler with the gradient going through both (2512.02556): see compute_kl_penalty. Where the logits of both models are at hand,
-compute_exact_kl needs no sample.
+Where tokens were sampled by another policy, or to have the right gradient from any of them, the estimate is
+multiplied by the ratio policy / sampler with the gradient going through both (2512.02556): see
+compute_kl_penalty. Where the logits of both models are at hand, compute_exact_kl needs no sample.
 """
 
 from __future__ import annotations
@@ -50,14 +52,21 @@ KL_ESTIMATORS: dict[str, KlEstimator] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 def make_truncated_kl(estimator: KlEstimator, cap: float) -> KlEstimator:
-    """min(estimator, cap): a token beyond the cap, in nats, counts as the cap and has no gradient. Raises ConfigError if cap is not positive."""
+    """min(estimator, cap): a token beyond the cap, in nats, counts as the cap and has no gradient. Raises
+    ConfigError if cap is not positive.
+    """
     if not cap > 0:
-        raise ConfigError(f"cap={cap} of a truncated KL must be above 0 nats, or every token loses its gradient; 10 is usual")
+        raise ConfigError(
+            f"cap={cap} of a truncated KL must be above 0 nats, or every token loses its gradient; 10 is"
+            " usual"
+        )
     return lambda policy_log_probs, ref_log_probs: estimator(policy_log_probs, ref_log_probs).clamp(max=cap)
 
 
 def make_weighted_kl(estimator: KlEstimator, weigh: Callable[[Tensor, Tensor], Tensor]) -> KlEstimator:
-    """weigh(policy, ref) · estimator, the weights [B, T] without gradient: `lambda policy, ref: ref.exp()` trusts a confident reference more."""
+    """weigh(policy, ref) · estimator, the weights [B, T] without gradient: `lambda policy, ref: ref.exp()`
+    trusts a confident reference more.
+    """
 
     def estimate(policy_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         weights = weigh(policy_log_probs.detach(), ref_log_probs.detach()).detach()
@@ -67,16 +76,28 @@ def make_weighted_kl(estimator: KlEstimator, weigh: Callable[[Tensor, Tensor], T
 
 
 def compute_kl_penalty(
-    policy_log_probs: Tensor, ref_log_probs: Tensor, estimator: str | KlEstimator, *, sampler_log_probs: Tensor | None = None
+    policy_log_probs: Tensor,
+    ref_log_probs: Tensor,
+    estimator: str | KlEstimator,
+    *,
+    sampler_log_probs: Tensor | None = None,
 ) -> Tensor:
-    """[B, T] KL term of a loss. estimator: "k2", "k3" with ref − policy held within ±20, module:function, or a function.
+    """[B, T] KL term of a loss. estimator: "k2", "k3" with ref − policy held within ±20, module:function, or
+    a function.
 
-    With sampler_log_probs the estimate is multiplied by exp(policy − sampler), held within e^±20, and the gradient goes through both
-    factors: unbiased for tokens of the sampler, and the expected gradient of "k1" and "k3" is that of KL(policy || reference).
-    Paper: DeepSeek-V3.2, 2512.02556. Raises ConfigError for "k1" without it, whose expected gradient is zero, and for an unknown name.
+    With sampler_log_probs the estimate is multiplied by exp(policy − sampler), held within e^±20, and the
+    gradient goes through both factors: unbiased for tokens of the sampler, and the expected gradient of "k1"
+    and "k3" is that of KL(policy || reference). Paper: DeepSeek-V3.2, 2512.02556. Raises ConfigError for "k1"
+    without it, whose expected gradient is zero, and for an unknown name.
     """
-    values = _choose_estimator(estimator, corrected=sampler_log_probs is not None)(policy_log_probs, ref_log_probs)
-    return values if sampler_log_probs is None else compute_token_ratio(policy_log_probs, sampler_log_probs.detach()) * values
+    values = _choose_estimator(estimator, corrected=sampler_log_probs is not None)(
+        policy_log_probs, ref_log_probs
+    )
+    return (
+        values
+        if sampler_log_probs is None
+        else compute_token_ratio(policy_log_probs, sampler_log_probs.detach()) * values
+    )
 
 
 def _choose_estimator(estimator: str | KlEstimator, *, corrected: bool) -> KlEstimator:
@@ -90,11 +111,16 @@ def _choose_estimator(estimator: str | KlEstimator, *, corrected: bool) -> KlEst
         return kl_k1
     if estimator == "k1":
         raise ConfigError(
-            "kl_estimator='k1' in a loss has an expected gradient of zero; use 'k2' or 'k3', set kl_importance=true, or put the KL term in the reward"
+            "kl_estimator='k1' in a loss has an expected gradient of zero; use 'k2' or 'k3', set"
+            " kl_importance=true, or put the KL term in the reward"
         )
     if ":" in estimator:
-        return cast(KlEstimator, import_function("kl_estimator", estimator, "(policy_log_probs, ref_log_probs)"))
-    raise ConfigError(f"kl_estimator={estimator!r} is not known; a loss takes 'k2' or 'k3', or module:function")
+        return cast(
+            KlEstimator, import_function("kl_estimator", estimator, "(policy_log_probs, ref_log_probs)")
+        )
+    raise ConfigError(
+        f"kl_estimator={estimator!r} is not known; a loss takes 'k2' or 'k3', or module:function"
+    )
 
 
 def _bounded_k3(policy_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -103,30 +129,43 @@ def _bounded_k3(policy_log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def compute_exact_kl(
-    policy_logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0, weigh: Callable[[Tensor, Tensor], Tensor] | None = None
+    policy_logits: Tensor,
+    ref_logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    weigh: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """[N] Σ_v p_v·(log p_v − log q_v) over the vocabulary of softmax(logits / temperature), both logits [N, V]: exact, no sample needed.
+    """[N] Σ_v p_v·(log p_v − log q_v) over the vocabulary of softmax(logits / temperature), both logits [N,
+    V]: exact, no sample needed.
 
-    A token that the policy cannot give, logit −inf, adds nothing; one that only the policy can give makes it inf, however small its
-    probability. `weigh(log p, log q)` gives weights [N, V] without gradient for the terms of the sum, and a term of weight 0 adds nothing
-    whatever it holds: 1 where the reference's probability is among its k largest, 0 elsewhere, truncates it. Gradients go to both logits.
-    Memory: a few times the logits; cut N into pieces.
+    A token that the policy cannot give, logit −inf, adds nothing; one that only the policy can give makes it
+    inf, however small its probability. `weigh(log p, log q)` gives weights [N, V] without gradient for the
+    terms of the sum, and a term of weight 0 adds nothing whatever it holds: 1 where the reference's
+    probability is among its k largest, 0 elsewhere, truncates it. Gradients go to both logits. Memory: a few
+    times the logits; cut N into pieces.
     """
     log_p, log_q = ((logits / temperature).log_softmax(-1) for logits in (policy_logits, ref_logits))
     return sum_kl_terms(log_p, log_q, weigh=weigh)
 
 
-def sum_kl_terms(log_p: Tensor, log_q: Tensor, *, weigh: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
-    """[N] Σ_v w_v·p_v·(log p_v − log q_v) of log-probs [N, V], with the rules and the weights of `compute_exact_kl`."""
+def sum_kl_terms(
+    log_p: Tensor, log_q: Tensor, *, weigh: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> Tensor:
+    """[N] Σ_v w_v·p_v·(log p_v − log q_v) of log-probs [N, V], with the rules and the weights of
+    `compute_exact_kl`.
+    """
     weights = None if weigh is None else weigh(log_p.detach(), log_q.detach()).detach()
     counted = log_p != -torch.inf
     if weights is not None:
         counted = counted & (weights != 0)
     zeros = torch.zeros_like(log_p)
-    # both factors are replaced where a term does not count: their product there may be 0 · inf, and so would be its gradient
+    # both factors are replaced where a term does not count: their product there may be 0 · inf, and so would
+    # be its gradient
     held_p, held_q = torch.where(counted, log_p, zeros), torch.where(counted, log_q, zeros)
     probabilities = held_p.exp()
     # a p that is too small for its type is not 0, and only 0 takes the term away
-    probabilities = torch.where(held_q == -torch.inf, probabilities.clamp(min=torch.finfo(log_p.dtype).tiny), probabilities)
+    probabilities = torch.where(
+        held_q == -torch.inf, probabilities.clamp(min=torch.finfo(log_p.dtype).tiny), probabilities
+    )
     terms = torch.where(counted, probabilities * (held_p - held_q), zeros)
     return (terms if weights is None else torch.where(counted, terms * weights, zeros)).sum(-1)

@@ -1,4 +1,6 @@
-"""Losses and held-out measures of reward models: one score per response, of which one of a pair is preferred. Axes: P pairs."""
+"""Losses and held-out measures of reward models: one score per response, of which one of a pair is preferred.
+Axes: P pairs.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,23 @@ from rollouts.types import Max, Min
 def bradley_terry_loss(
     chosen_scores: Tensor, rejected_scores: Tensor, *, margins: Tensor | None = None, centring: float = 0.0
 ) -> LossOutput:
-    """−log σ(s_c − s_r − m) + centring·(s_c + s_r)² per pair [P], summed; the count is the number of pairs. Scores have no unit.
+    """−log σ(s_c − s_r − m) + centring·(s_c + s_r)² per pair [P], summed; the count is the number of pairs.
+    Scores have no unit.
 
-    margins [P], without gradient: how much better the chosen response is said to be; None is 0. Centring holds the scores, which the first
-    term fixes only up to a constant, near 0; 0.01 is usual. No pair gives (0 with a zero gradient, 0). A NaN or an infinite score is not
-    hidden. Papers: 2203.02155; Llama 2, 2307.09288 (margin); 2312.09244 (centring). Raises ConfigError for a negative centring, ValueError
-    on shapes that differ.
+    margins [P], without gradient: how much better the chosen response is said to be; None is 0. Centring
+    holds the scores, which the first term fixes only up to a constant, near 0; 0.01 is usual. No pair gives
+    (0 with a zero gradient, 0). A NaN or an infinite score is not hidden. Papers: 2203.02155; Llama 2,
+    2307.09288 (margin); 2312.09244 (centring). Raises ConfigError for a negative centring, ValueError on
+    shapes that differ.
 
-    Metrics: rewards/chosen, rewards/rejected, rewards/margins (s_c − s_r), rewards/accuracies (share of s_c > s_r; a tie is none),
-    rewards/max, rewards/min over both.
+    Metrics: rewards/chosen, rewards/rejected, rewards/margins (s_c − s_r), rewards/accuracies (share of s_c >
+    s_r; a tie is none), rewards/max, rewards/min over both.
     """
     if not centring >= 0:
-        raise ConfigError(f"bradley_terry: centring={centring} must not be negative; 0 leaves the scores where they are, 0.01 is usual")
+        raise ConfigError(
+            f"bradley_terry: centring={centring} must not be negative; 0 leaves the scores where they are,"
+            " 0.01 is usual"
+        )
     check_one_per_pair("bradley_terry", chosen_scores=chosen_scores, rejected_scores=rejected_scores)
     differences = chosen_scores - rejected_scores
     logits = differences
@@ -46,7 +53,10 @@ def bradley_terry_loss(
         "rewards/margins": differences.detach(),
         "rewards/accuracies": chosen > rejected,
     }
-    largest = {"rewards/max": torch.maximum(chosen, rejected), "rewards/min": -torch.minimum(chosen, rejected)}
+    largest = {
+        "rewards/max": torch.maximum(chosen, rejected),
+        "rewards/min": -torch.minimum(chosen, rejected),
+    }
     metrics = collect_token_metrics(means, largest, ones_like_mask(chosen))
     negated = metrics.get("rewards/min")
     if isinstance(negated, Max):
@@ -61,33 +71,44 @@ class PairCalibration:
     num_pairs: int
     accuracy: float  # share of pairs with s_c > s_r, a tie counted as one half
     confidence: float  # mean of max(p, 1 − p); above the accuracy: the model is too sure
-    expected_calibration_error: float  # Σ over bins of (pairs in it / P) · |accuracy − confidence|, between 0 and 1
+    expected_calibration_error: (
+        float  # Σ over bins of (pairs in it / P) · |accuracy − confidence|, between 0 and 1
+    )
     brier: float  # mean of (1 − p)²
     nll: float  # mean of −log p, nats: the Bradley-Terry loss
     bin_counts: tuple[int, ...]  # pairs per bin of confidence, equal widths from 0.5 to 1
 
 
-def compute_pair_calibration(chosen_scores: Tensor, rejected_scores: Tensor, *, num_bins: int = 10) -> PairCalibration:
+def compute_pair_calibration(
+    chosen_scores: Tensor, rejected_scores: Tensor, *, num_bins: int = 10
+) -> PairCalibration:
     """Accuracy and calibration on held-out pairs, from scores [P], in float64.
 
-    p = σ(s_c − s_r) is the probability given to the label. The model bets on the response with the higher score, with the confidence
-    max(p, 1 − p); it is calibrated if bets of confidence c are right in a share c of the cases. A bin holds confidences in [low, high), the
-    last one 1 as well. Paper: 1706.04599 (expected calibration error).
-    Raises ValueError if there is no pair, num_bins is below 1, shapes differ, or a score is not finite.
+    p = σ(s_c − s_r) is the probability given to the label. The model bets on the response with the higher
+    score, with the confidence max(p, 1 − p); it is calibrated if bets of confidence c are right in a share c
+    of the cases. A bin holds confidences in [low, high), the last one 1 as well. Paper: 1706.04599 (expected
+    calibration error). Raises ValueError if there is no pair, num_bins is below 1, shapes differ, or a score
+    is not finite.
     """
     check_one_per_pair("calibration", chosen_scores=chosen_scores, rejected_scores=rejected_scores)
     if len(chosen_scores) == 0 or num_bins < 1:
-        raise ValueError(f"{len(chosen_scores)} pairs, num_bins={num_bins}; there must be at least one of each")
+        raise ValueError(
+            f"{len(chosen_scores)} pairs, num_bins={num_bins}; there must be at least one of each"
+        )
     differences = (chosen_scores.double() - rejected_scores.double()).detach()
     bad = (~torch.isfinite(differences)).nonzero().flatten().tolist()
     if bad:
-        raise ValueError(f"the scores of pair {bad[0]} differ by {float(differences[bad[0]])}; scores must be finite")
+        raise ValueError(
+            f"the scores of pair {bad[0]} differ by {float(differences[bad[0]])}; scores must be finite"
+        )
     probability = torch.sigmoid(differences)
     confidence = torch.sigmoid(differences.abs())
     right = torch.where(differences == 0, 0.5, (differences > 0).double())
     bins = ((confidence - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
     counts = torch.bincount(bins, minlength=num_bins)
-    gaps = torch.zeros(num_bins, dtype=torch.float64, device=bins.device).index_add_(0, bins, right - confidence)
+    gaps = torch.zeros(num_bins, dtype=torch.float64, device=bins.device).index_add_(
+        0, bins, right - confidence
+    )
     return PairCalibration(
         num_pairs=len(differences),
         accuracy=float(right.mean()),

@@ -1,4 +1,5 @@
-"""What went into each update of the weights: a row of contributions.jsonl per trained sample, a line of updates.log per update.
+"""What went into each update of the weights: a row of contributions.jsonl per trained sample, a line of
+updates.log per update.
 
     training loop ──UpdateRecord──► log_step ──► tokens/*.bin, contributions.jsonl, updates.log
 
@@ -63,11 +64,15 @@ class _Row(msgspec.Struct, omit_defaults=True):
     length: int | UnsetType = UNSET
 
 
-def encode_contributions(head: Mapping[str, Any], update: UpdateRecord, lengths: IntArray, places: Sequence[Place] = ()) -> bytes:
-    """The rows of the update as lines, in the order of the batch; none of an update that has none. lengths: [B] tokens that train.
+def encode_contributions(
+    head: Mapping[str, Any], update: UpdateRecord, lengths: IntArray, places: Sequence[Place] = ()
+) -> bytes:
+    """The rows of the update as lines, in the order of the batch; none of an update that has none. lengths:
+    [B] tokens that train.
 
-    `places`: of every row, or empty where no arrays are kept. Advantages and weights are 0 where the mask is 0. Shares of an update that changed
-    nothing are 0; where a backend gives no per-token arrays they are absent. See docs/run_directory.md.
+    `places`: of every row, or empty where no arrays are kept. Advantages and weights are 0 where the mask is
+    0. Shares of an update that changed nothing are 0; where a backend gives no per-token arrays they are
+    absent. See docs/run_directory.md.
 
     Raises MetricError for a reward that is not finite.
     """
@@ -92,7 +97,12 @@ def encode_contributions(head: Mapping[str, Any], update: UpdateRecord, lengths:
         LACKING if batch.rewards is None else _list_rewards(batch.rewards, batch.samples),
         *(zip(*places, strict=True) if places else (LACKING, LACKING, LACKING)),
     )
-    shared = {"update": update.update, "loss": forward.loss, "denominator": forward.denominator, "skipped": skipped}
+    shared = {
+        "update": update.update,
+        "loss": forward.loss,
+        "denominator": forward.denominator,
+        "skipped": skipped,
+    }
     known = {name: value for name, value in shared.items() if value is not None}
     rows = list(map(_Row, *columns))
     assert len(rows) == count, (len(rows), count)
@@ -119,13 +129,17 @@ def _compute_means(values: Sequence[FloatArray], lengths: IntArray) -> NDArray[n
 
 
 def _sum_rows(rows: Sequence[FloatArray]) -> NDArray[np.float64]:
-    """[B] sums, in float32. By BLAS, row by row, which touches each value once and asks for no memory: this is most of what a row costs."""
+    """[B] sums, in float32. By BLAS, row by row, which touches each value once and asks for no memory: this
+    is most of what a row costs.
+    """
     ones = np.ones(max(map(len, rows), default=0), np.float32)
     return np.fromiter((np.vdot(row, ones[: len(row)]) for row in rows), np.float64, len(rows))
 
 
 def _list_rewards(rewards: FloatArray, samples: Sequence[Sample]) -> list[float | None]:
-    """Those that trained; with the digits of samples.jsonl where they are the samples' own, which the batch has in float32."""
+    """Those that trained; with the digits of samples.jsonl where they are the samples' own, which the batch
+    has in float32.
+    """
     own = [sample.reward for sample in samples]
     return own if np.array_equal(np.asarray(own, np.float32), rewards) else rewards.tolist()
 
@@ -134,19 +148,28 @@ def _list(values: NDArray[Any] | None) -> Iterable[Any]:
     """A column; UNSET for a number that is not finite, which JSON cannot say."""
     if values is None:
         return LACKING
-    return values.tolist() if np.isfinite(values).all() else [value if math.isfinite(value) else UNSET for value in values.tolist()]
+    return (
+        values.tolist()
+        if np.isfinite(values).all()
+        else [value if math.isfinite(value) else UNSET for value in values.tolist()]
+    )
 
 
-# --- the audit log ---------------------------------------------------------------------------------------------------------------
+# --- the audit log ------------------------------------------------------------------------------------------
 
 
 def format_update(head: Mapping[str, Any], update: UpdateRecord, lengths: IntArray) -> str:
-    """The line of an update, without its newline. head: of a row, as make_head gives it; lengths: [B] tokens that train.
+    """The line of an update, without its newline. head: of a row, as make_head gives it; lengths: [B] tokens
+    that train.
 
-    Names and values in columns, so that it reads by eye and splits at spaces; a value that the update does not have is "-".
+    Names and values in columns, so that it reads by eye and splits at spaces; a value that the update does
+    not have is "-".
     """
     forward, optim = update.forward, update.optim
-    kl, left_out = (metric.value if (metric := forward.metrics.get(name)) else None for name in ("kl/ref", "advantage/skipped_rows"))
+    kl, left_out = (
+        metric.value if (metric := forward.metrics.get(name)) else None
+        for name in ("kl/ref", "advantage/skipped_rows")
+    )
     written = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(head["time_unix"]))
     stage = f"{head['stage']}{'.' if update.part else ''}{update.part}"
     skipped = forward.skipped or optim.skipped

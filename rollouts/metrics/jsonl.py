@@ -1,6 +1,8 @@
-"""Reading the .jsonl files of a run directory: whole rows, over all parts of a file, and of what was done again the newest attempt.
+"""Reading the .jsonl files of a run directory: whole rows, over all parts of a file, and of what was done
+again the newest attempt.
 
-A row is one line. Only the last line of the last part can be torn: its writer was killed, or is writing it; readers leave it out and say so.
+A row is one line. Only the last line of the last part can be torn: its writer was killed, or is writing it;
+readers leave it out and say so.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def _parse_json(line: bytes) -> Any:
-    """What the standard library makes of it: it takes NaN and half surrogates, which other writers' JSON may hold."""
+    """What the standard library makes of it: it takes NaN and half surrogates, which other writers' JSON may
+    hold.
+    """
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -39,9 +43,11 @@ def _parse_json(line: bytes) -> Any:
 
 
 def read_rows(path: Path, *, report: Callable[[str], None] | None = None) -> list[Row]:
-    """The rows of all parts of a .jsonl file, none if it is missing. A torn last line, as a running or killed writer leaves, is left out.
+    """The rows of all parts of a .jsonl file, none if it is missing. A torn last line, as a running or killed
+    writer leaves, is left out.
 
-    `report` is called with a sentence when a line was left out. Raises RunDirError naming file and line for anything else that is not a JSON object.
+    `report` is called with a sentence when a line was left out. Raises RunDirError naming file and line for
+    anything else that is not a JSON object.
     """
     parts = list_parts(path)
     rows: list[Row] = []
@@ -54,9 +60,15 @@ def read_rows(path: Path, *, report: Callable[[str], None] | None = None) -> lis
         if last is not None:
             rows.append(last)
         elif part is not parts[-1]:
-            raise RunDirError(f"{part} ends in a torn line, and a part follows it; the file is damaged: restore it, or delete that line")
+            raise RunDirError(
+                f"{part} ends in a torn line, and a part follows it; the file is damaged: restore it, or"
+                " delete that line"
+            )
         elif report is not None:
-            report(f"{part}: the last line is torn ({len(torn)} bytes) and left out; its writer was killed, or is writing it")
+            report(
+                f"{part}: the last line is torn ({len(torn)} bytes) and left out; its writer was killed, or"
+                " is writing it"
+            )
     return rows
 
 
@@ -67,13 +79,18 @@ def _read_part(path: Path) -> tuple[list[Row], bytes]:
     for number, line in enumerate(lines, 1):
         row = parse_row(line)
         if row is None:
-            raise RunDirError(f"{path}:{number} is not a JSON object ({line[:40]!r}…); the file is damaged: restore it, or delete that line")
+            raise RunDirError(
+                f"{path}:{number} is not a JSON object ({line[:40]!r}…); the file is damaged: restore it, or"
+                " delete that line"
+            )
         rows.append(row)
     return rows, torn
 
 
 def newest_attempts(rows: Iterable[Row]) -> list[Row]:
-    """The rows of the highest attempt per (stage, step), and per name where rows have one, in the order of the file."""
+    """The rows of the highest attempt per (stage, step), and per name where rows have one, in the order of
+    the file.
+    """
     held = list(rows)
     newest: dict[tuple[object, ...], int] = {}
     for row in held:
@@ -87,10 +104,12 @@ def _row_key(row: Row) -> tuple[object, ...]:
 
 
 def drop_outdated(evaluations: Iterable[Row], steps: Iterable[Row]) -> list[Row]:
-    """The evaluations that are of weights which were not lost since, in the order of the file. `steps`: the rows of the metrics file.
+    """The evaluations that are of weights which were not lost since, in the order of the file. `steps`: the
+    rows of the metrics file.
 
-    An evaluation after step N is outdated once a later attempt has trained step N of its stage, or one before it, again: that attempt had
-    begun from an older checkpoint. Rows without a step and an attempt are left out.
+    An evaluation after step N is outdated once a later attempt has trained step N of its stage, or one before
+    it, again: that attempt had begun from an older checkpoint. Rows without a step and an attempt are left
+    out.
     """
     first: dict[object, dict[int, int]] = {}  # stage → attempt → the first step that it trained
     for row in steps:
@@ -101,7 +120,10 @@ def drop_outdated(evaluations: Iterable[Row], steps: Iterable[Row]) -> list[Row]
         row
         for row in evaluations
         if has_place(row)
-        and not any(attempt > row["attempt"] and step <= row["step"] for attempt, step in first.get(row.get("stage"), {}).items())
+        and not any(
+            attempt > row["attempt"] and step <= row["step"]
+            for attempt, step in first.get(row.get("stage"), {}).items()
+        )
     ]
 
 
@@ -113,14 +135,16 @@ def has_place(row: Row) -> bool:
 def next_attempt(run_dir: RunDir) -> int:
     """1 for a run that has written no row, else one more than the highest attempt in its files.
 
-    All files count: an attempt that was killed between a step's samples and its row would else have its number used again, and readers would
-    take both attempts' samples for one.
+    All files count: an attempt that was killed between a step's samples and its row would else have its
+    number used again, and readers would take both attempts' samples for one.
     """
     return 1 + max(read_last_attempt(path) for path in run_dir.row_files)
 
 
 def read_last_attempt(path: Path) -> int:
-    """The attempt of the last whole row of a .jsonl file, 0 if there is none: attempts never decrease in a file, and long ones are slow to read."""
+    """The attempt of the last whole row of a .jsonl file, 0 if there is none: attempts never decrease in a
+    file, and long ones are slow to read.
+    """
     for part in reversed(list_parts(path)):
         row = _read_last_row(part)
         if row is not None:

@@ -1,7 +1,8 @@
-"""Every metric that a run can log: name, unit, meaning. docs/run_directory.md shows this table, and a test holds the two equal.
+"""Every metric that a run can log: name, unit, meaning. docs/run_directory.md shows this table, and a test
+holds the two equal.
 
-A name may have parts in braces: `{k}` is a whole number, any other one segment of lower_snake. A user's own loss may log more.
-Whoever follows the files can show a metric under another framework's name too: `ALIASES`.
+A name may have parts in braces: `{k}` is a whole number, any other one segment of lower_snake. A user's own
+loss may log more. Whoever follows the files can show a metric under another framework's name too: `ALIASES`.
 """
 
 from __future__ import annotations
@@ -247,7 +248,9 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
 
 
 def find_metric(name: str) -> MetricName | None:
-    """The line of the table that a metric's name falls under, the one with the fewest braces; None for a name that is not ours."""
+    """The line of the table that a metric's name falls under, the one with the fewest braces; None for a name
+    that is not ours.
+    """
     found = [(len(pattern.groupindex), metric) for pattern, metric in _patterns() if pattern.fullmatch(name)]
     return min(found, key=lambda pair: pair[0])[1] if found else None
 
@@ -275,16 +278,25 @@ def find_aliases(row: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, 
         for pattern, alias in patterns.items():
             match = _compile(pattern).fullmatch(name)
             if match:
-                exact[alias.format(**{group.removesuffix("_"): text for group, text in match.groupdict().items()})] = value
+                exact[
+                    alias.format(
+                        **{group.removesuffix("_"): text for group, text in match.groupdict().items()}
+                    )
+                ] = value
     return exact
 
 
 def add_aliases(row: Mapping[str, Any], table: Mapping[str, str]) -> dict[str, Any]:
-    """The row with its metrics under their names in `table` beside ours; a name that the row has already keeps its value."""
+    """The row with its metrics under their names in `table` beside ours; a name that the row has already
+    keeps its value.
+    """
     return {**find_aliases(row, table), **row}
 
 
 def make_table() -> str:
     """The table as Markdown, one line a metric."""
-    lines = [f"| `{metric.name}` | {metric.unit or '–'} | {metric.stages} | {metric.meaning} |" for metric in METRICS]
+    lines = [
+        f"| `{metric.name}` | {metric.unit or '–'} | {metric.stages} | {metric.meaning} |"
+        for metric in METRICS
+    ]
     return "\n".join(["| metric | unit | stage | meaning |", "|---|---|---|---|", *lines]) + "\n"

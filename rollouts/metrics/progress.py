@@ -36,7 +36,13 @@ class Progress:
     """Shows each step it is told about. Made by open_progress."""
 
     def __init__(
-        self, console: Console, live: Live | None, total_steps: Mapping[str, int], *, every_s: float, clock: Callable[[], float]
+        self,
+        console: Console,
+        live: Live | None,
+        total_steps: Mapping[str, int],
+        *,
+        every_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self._console = console
         self._live = live  # None: plain lines
@@ -48,7 +54,9 @@ class Progress:
         self._stages: dict[str, StageProgress] = {}
 
     def update(self, stage: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a completed step. On a terminal always; in a log at most every `every_s` seconds, and the first and last of a stage."""
+        """Shows a completed step. On a terminal always; in a log at most every `every_s` seconds, and the
+        first and last of a stage.
+        """
         now, total = self._clock(), self._total_steps.get(stage)
         known = self._stages.get(stage)
         first_step, first_time = (known.first_step, known.first_time) if known else (step, now)
@@ -70,7 +78,9 @@ class Progress:
         self._show(lambda: self._console.print(text, markup=False, highlight=False, soft_wrap=True))
 
     def _show(self, draw: Callable[[], None]) -> None:
-        """Draws, unless nobody can read it any more: a terminal that is gone or a full disk under a log ends no run."""
+        """Draws, unless nobody can read it any more: a terminal that is gone or a full disk under a log ends
+        no run.
+        """
         if self._blind:
             return
         try:
@@ -95,10 +105,11 @@ def open_progress(
     every_s: float = 5.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Progress]:
-    """A Progress on `console` (stderr if None): a live table if that is a terminal, else plain lines at most every `every_s` seconds.
+    """A Progress on `console` (stderr if None): a live table if that is a terminal, else plain lines at most
+    every `every_s` seconds.
 
-    `total_steps` per stage is what it counts towards; a stage without one has no end in sight. It draws when it is told something, and
-    owns no thread and no task.
+    `total_steps` per stage is what it counts towards; a stage without one has no end in sight. It draws when
+    it is told something, and owns no thread and no task.
     """
     console = console or Console(stderr=True)
     if not console.is_terminal:
@@ -108,8 +119,12 @@ def open_progress(
         yield Progress(console, live, total_steps or {}, every_s=every_s, clock=clock)
 
 
-def compute_eta_s(step: int, total: int | None, first_step: int, elapsed_s: float, step_s: float | None) -> float | None:
-    """Seconds until step `total`, at the pace since `first_step` was reported, or of this step if it is the first. None if unknown."""
+def compute_eta_s(
+    step: int, total: int | None, first_step: int, elapsed_s: float, step_s: float | None
+) -> float | None:
+    """Seconds until step `total`, at the pace since `first_step` was reported, or of this step if it is the
+    first. None if unknown.
+    """
     if total is None:
         return None
     if step > first_step:
@@ -120,7 +135,9 @@ def compute_eta_s(step: int, total: int | None, first_step: int, elapsed_s: floa
 def format_values(metrics: Mapping[str, float]) -> tuple[str, ...]:
     """One text per SHOWN entry, empty where the metrics have none of its names."""
     found = (next((metrics[name] for name in names if name in metrics), None) for _, names, _ in SHOWN)
-    return tuple("" if value is None else form.format(value) for value, (_, _, form) in zip(found, SHOWN, strict=True))
+    return tuple(
+        "" if value is None else form.format(value) for value, (_, _, form) in zip(found, SHOWN, strict=True)
+    )
 
 
 def format_step(state: StageProgress) -> str:

@@ -28,22 +28,30 @@ def is_metric_name(name: object) -> bool:
 
 
 def check_metric(name: str, value: object) -> float:
-    """The value as a float. Raises MetricError, naming the metric, for a name out of form or a value that is not a finite number."""
+    """The value as a float. Raises MetricError, naming the metric, for a name out of form or a value that is
+    not a finite number.
+    """
     if not is_metric_name(name):
         raise MetricError(
-            f"metric {name!r} = {value!r}: a name is <area>/<name>[/<stat>] in lower_snake, a stat may end in @k; for example reward/format/mean"
+            f"metric {name!r} = {value!r}: a name is <area>/<name>[/<stat>] in lower_snake, a stat may end in"
+            " @k; for example reward/format/mean"
         )
     try:
         number = float(value)  # pyright: ignore[reportArgumentType]  (whatever does not convert is refused below)
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, str) or not math.isfinite(number):
-        raise MetricError(f"metric {name} = {value!r}: a value is a finite number; leave out a metric that has none in this step")
+        raise MetricError(
+            f"metric {name} = {value!r}: a value is a finite number; leave out a metric that has none in this"
+            " step"
+        )
     return number
 
 
 def flatten_metrics(metrics: Metrics) -> dict[str, float]:
-    """Plain checked numbers of mergeable metrics; a metric without a value (a mean of nothing) is absent. Raises MetricError."""
+    """Plain checked numbers of mergeable metrics; a metric without a value (a mean of nothing) is absent.
+    Raises MetricError.
+    """
     return {name: check_metric(name, value) for name, value in metric_values(metrics).items()}
 
 
@@ -61,7 +69,8 @@ def make_head(stage: str, step: int, policy_version: int, attempt: int, time_uni
 
 
 def make_row(head: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str, Any]:
-    """One row: the head, with `name` for an evaluation, then the metrics, flat and in the order given (their slash keeps them apart from fields).
+    """One row: the head, with `name` for an evaluation, then the metrics, flat and in the order given (their
+    slash keeps them apart from fields).
 
     Raises MetricError naming the metric whose name or value may not be written.
     """
@@ -69,12 +78,18 @@ def make_row(head: Mapping[str, Any], metrics: Mapping[str, float]) -> dict[str,
 
 
 def encode_row(row: Mapping[str, Any]) -> bytes:
-    """The row as one line of JSON, without its newline. Raises MetricError naming the field of a number that is not finite."""
+    """The row as one line of JSON, without its newline. Raises MetricError naming the field of a number that
+    is not finite.
+    """
     try:
         line = _encode(row)
         suspicious = b"null" in line  # what the encoder makes of such a number, and also a None or a text
-    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 cannot hold: a question mark in its place
-        line = json.dumps(row, separators=(",", ":"), ensure_ascii=False, default=_convert).encode("utf-8", "replace")
+    except (
+        UnicodeEncodeError
+    ):  # half of a surrogate pair, which UTF-8 cannot hold: a question mark in its place
+        line = json.dumps(row, separators=(",", ":"), ensure_ascii=False, default=_convert).encode(
+            "utf-8", "replace"
+        )
         suspicious = True
     if suspicious:
         _check_finite("", row)
@@ -82,7 +97,8 @@ def encode_row(row: Mapping[str, Any]) -> bytes:
 
 
 def encode_rows(rows: Sequence[Any], *, head: Mapping[str, Any] | None = None) -> bytes:
-    """The rows as lines, each with its newline and beginning with the fields of `head`; one call of the encoder for all.
+    """The rows as lines, each with its newline and beginning with the fields of `head`; one call of the
+    encoder for all.
 
     rows: mappings, or structs of msgspec; with a head, each has a field. Raises MetricError like encode_row.
     """
@@ -92,7 +108,9 @@ def encode_rows(rows: Sequence[Any], *, head: Mapping[str, Any] | None = None) -
     except UnicodeEncodeError:
         return b"".join(encode_row(row) + b"\n" for row in _join_heads(rows, head or {}))
     if head and rows:
-        lines = beginning + lines[1:].replace(b"\n{", b"\n" + beginning)  # JSON has no bare newline but those between the rows
+        lines = beginning + lines[1:].replace(
+            b"\n{", b"\n" + beginning
+        )  # JSON has no bare newline but those between the rows
     if b"null" in lines:
         _check_finite("", _join_heads(rows, head or {}))
     return lines
@@ -117,7 +135,9 @@ _encode = _encoder.encode
 
 def _check_finite(name: str, value: object) -> None:
     if isinstance(value, float | np.floating) and not math.isfinite(value):
-        raise MetricError(f"field {name} = {value}: a number in a row is finite; leave out a field that has none")
+        raise MetricError(
+            f"field {name} = {value}: a number in a row is finite; leave out a field that has none"
+        )
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_finite(f"{name}.{key}" if name else str(key), inner)

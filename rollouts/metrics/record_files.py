@@ -1,10 +1,12 @@
-"""The files that a run's record is written to: rows in parts that grow to a limit, and the lines of updates.log.
+"""The files that a run's record is written to: rows in parts that grow to a limit, and the lines of
+updates.log.
 
     append(name, data) ──► NAME.jsonl, NAME.1.jsonl, …      whole lines, in one write, to a file opened for appending
 
-A file is never renamed. It is cut in two cases only: a process that was killed inside a write can leave a torn last line, which the next
-attempt repairs when it opens the file, and what a refused write has left is cut off before the next. Only the last part of a file can be torn:
-a part is flushed to the device before the next is begun. The methods block; they are called by one thread at a time, off the event loop.
+A file is never renamed. It is cut in two cases only: a process that was killed inside a write can leave a
+torn last line, which the next attempt repairs when it opens the file, and what a refused write has left is
+cut off before the next. Only the last part of a file can be torn: a part is flushed to the device before the
+next is begun. The methods block; they are called by one thread at a time, off the event loop.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class RecordFiles:
         self._waiting: dict[str, bytes] = {}  # what the disk refused, by name
         self._refused = False  # whether that was said
         run_dir.root.mkdir(parents=True, exist_ok=True)
-        self.repaired_bytes = sum(repair_last_line(parts[-1]) for path in run_dir.row_files if (parts := list_parts(path)))
+        self.repaired_bytes = sum(
+            repair_last_line(parts[-1]) for path in run_dir.row_files if (parts := list_parts(path))
+        )
         self.repaired_bytes += repair_last_line(run_dir.updates_log, is_whole=lambda _: False)
         with ExitStack() as stack:
             stack.callback(self._close_files)
@@ -57,9 +61,11 @@ class RecordFiles:
             stack.pop_all()
 
     def append(self, name: str, data: bytes) -> None:
-        """Appends whole lines to the file `name`: metrics, samples, evaluations, contributions, spans or updates.
+        """Appends whole lines to the file `name`: metrics, samples, evaluations, contributions, spans or
+        updates.
 
-        What the disk refuses waits in memory, is said once, and is written with what comes next. Raises StorageError when too much waits.
+        What the disk refuses waits in memory, is said once, and is written with what comes next. Raises
+        StorageError when too much waits.
         """
         assert name in self._paths and (not data or data.endswith(b"\n")), name
         data = self._waiting.get(name, b"") + data
@@ -73,14 +79,18 @@ class RecordFiles:
             if len(data) > WAITING_BYTES:
                 raise refusal from error
             if not self._refused:
-                logging.getLogger("rollouts").warning("warning: %s; rows wait in memory until it takes them", refusal)
+                logging.getLogger("rollouts").warning(
+                    "warning: %s; rows wait in memory until it takes them", refusal
+                )
             self._refused = True
         else:
             self._waiting.pop(name, None)
             self._refused = self._refused and bool(self._waiting)
 
     def close(self) -> None:
-        """Writes what waits, flushes the files to the device and closes them. Raises StorageError if the disk still refuses: rows are lost."""
+        """Writes what waits, flushes the files to the device and closes them. Raises StorageError if the disk
+        still refuses: rows are lost.
+        """
         try:
             for name, data in list(self._waiting.items()):
                 try:
@@ -92,7 +102,10 @@ class RecordFiles:
             self._close_files()
 
     def _describe(self, name: str, error: OSError) -> StorageError:
-        return StorageError(f"rows of {self._paths[name].name} cannot be written ({error}); free space, or point output.dir at another disk")
+        return StorageError(
+            f"rows of {self._paths[name].name} cannot be written ({error}); free space, or point output.dir"
+            " at another disk"
+        )
 
     def _write(self, name: str, data: bytes) -> None:
         """All or nothing, so that no half line stays. Raises OSError."""
@@ -139,7 +152,9 @@ class RecordFiles:
 
 
 def write_whole(file: int, data: bytes) -> None:
-    """Writes `data` in one call; a short write (a disk that fills up) is continued until the system refuses with its own OSError."""
+    """Writes `data` in one call; a short write (a disk that fills up) is continued until the system refuses
+    with its own OSError.
+    """
     written = os.write(file, data)
     while written < len(data):
         written += os.write(file, data[written:])
@@ -151,7 +166,8 @@ def is_row(line: bytes) -> bool:
 
 
 def repair_last_line(path: Path, *, is_whole: Callable[[bytes], bool] = is_row) -> int:
-    """Bytes cut off the end of a file of lines to make it end in a whole line; 0 for a file that is whole, missing or empty.
+    """Bytes cut off the end of a file of lines to make it end in a whole line; 0 for a file that is whole,
+    missing or empty.
 
     A last line that is whole but for its newline is kept and gets the newline.
     """

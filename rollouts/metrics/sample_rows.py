@@ -15,17 +15,22 @@ TEXT_CHARS = 2000  # of each text of a failure
 FAILURE_TEXTS = ("class", "function", "message", "traceback")
 VALUE_CHARS = 120  # of the JSON of one value of metadata; a longer one is cut
 NO_TEXTS = {"prompt": "", "response": ""}
-BARE = b',"prompt":"","response":"","rewards":{},"rewards_cut":999999,"metadata":{"failure":{}},"metadata_cut":999999'  # around what may be cut
+# around what may be cut
+BARE = b',"prompt":"","response":"","rewards":{},"rewards_cut":999999,"metadata":{"failure":{}},"metadata_cut":999999'
 
 
 def encode_sample_rows(head: Mapping[str, Any], samples: Sequence[Sample]) -> bytes:
-    """The row of each sample as a line: `head`, text and numbers, no per-token arrays. What a sample does not have is absent.
+    """The row of each sample as a line: `head`, text and numbers, no per-token arrays. What a sample does not
+    have is absent.
 
-    Of the rewards' parts, and then of the metadata, what comes first is kept while there is room in ROW_BYTES; rewards_cut and metadata_cut say
-    how many were left out. The texts of a failure stand beside that, each up to TEXT_CHARS.
+    Of the rewards' parts, and then of the metadata, what comes first is kept while there is room in
+    ROW_BYTES; rewards_cut and metadata_cut say how many were left out. The texts of a failure stand beside
+    that, each up to TEXT_CHARS.
     """
     beginning = encode_row(head)[:-1] + b","
-    return b"".join(beginning + _encode_row(sample, room=ROW_BYTES - len(beginning))[1:] + b"\n" for sample in samples)
+    return b"".join(
+        beginning + _encode_row(sample, room=ROW_BYTES - len(beginning))[1:] + b"\n" for sample in samples
+    )
 
 
 def _encode_row(sample: Sample, *, room: int) -> bytes:
@@ -39,9 +44,16 @@ def _encode_row(sample: Sample, *, room: int) -> bytes:
     versions = sample.weight_versions[sample.loss_mask]
     row |= {"tokens": len(sample.tokens), "response_length": len(versions)}
     if len(versions):
-        row |= {"weight_version_min": int(np.minimum.reduce(versions)), "weight_version_max": int(np.maximum.reduce(versions))}
+        row |= {
+            "weight_version_min": int(np.minimum.reduce(versions)),
+            "weight_version_max": int(np.maximum.reduce(versions)),
+        }
     texts = {"prompt": sample.prompt, "response": sample.response}
-    parts = {name: values for name, values in (("rewards", sample.rewards), ("metadata", sample.metadata)) if values}
+    parts = {
+        name: values
+        for name, values in (("rewards", sample.rewards), ("metadata", sample.metadata))
+        if values
+    }
     if all(map(_is_short, parts.values())):  # as most are
         whole = encode_row({**row, **texts, **parts})
         if len(whole) - _count_chars(sample) <= room or len(encode_row({**row, **NO_TEXTS, **parts})) <= room:
@@ -52,11 +64,15 @@ def _encode_row(sample: Sample, *, room: int) -> bytes:
 def _count_chars(sample: Sample) -> int:
     """Of prompt and response; the JSON of a text has at least a byte for each."""
     prompt = sample.prompt
-    return len(sample.response) + (len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt))
+    return len(sample.response) + (
+        len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+    )
 
 
 def _is_short(values: Mapping[str, JSONValue]) -> bool:
-    """Whether each value is a text, a number or nothing whose JSON has up to VALUE_CHARS. A failure never is: it has rules of its own."""
+    """Whether each value is a text, a number or nothing whose JSON has up to VALUE_CHARS. A failure never is:
+    it has rules of its own.
+    """
     if "failure" in values:
         return False
     for value in values.values():
@@ -72,19 +88,32 @@ def _is_short(values: Mapping[str, JSONValue]) -> bool:
 
 
 def _cut(sample: Sample, *, room: int) -> dict[str, Any]:
-    """The rewards' parts and the metadata as far as they fit into `room` bytes, a failure beside that, and how many were left out."""
+    """The rewards' parts and the metadata as far as they fit into `room` bytes, a failure beside that, and
+    how many were left out.
+    """
     rewards, rewards_cut, left = keep_what_fits(sample.rewards, room)
     failed = "failure" in sample.metadata
-    others = {key: value for key, value in sample.metadata.items() if key != "failure"} if failed else sample.metadata
+    others = (
+        {key: value for key, value in sample.metadata.items() if key != "failure"}
+        if failed
+        else sample.metadata
+    )
     metadata, metadata_cut, _ = keep_what_fits(others, left)
     if failed:
         metadata["failure"] = shorten_failure(sample.metadata["failure"])
-    cuttable = {"rewards": rewards, "rewards_cut": rewards_cut, "metadata": metadata, "metadata_cut": metadata_cut}
+    cuttable = {
+        "rewards": rewards,
+        "rewards_cut": rewards_cut,
+        "metadata": metadata,
+        "metadata_cut": metadata_cut,
+    }
     return {name: value for name, value in cuttable.items() if value}
 
 
 def keep_what_fits(values: Mapping[str, JSONValue], room: int) -> tuple[dict[str, JSONValue], int, int]:
-    """(the entries that fit into `room` bytes of JSON, in order; how many do not; the bytes that are left). Long values are shortened first."""
+    """(the entries that fit into `room` bytes of JSON, in order; how many do not; the bytes that are left).
+    Long values are shortened first.
+    """
     whole = len(encode_row(values)) - 1  # the braces less a comma
     if whole <= min(room, VALUE_CHARS) and values:  # nothing in it can be long
         return dict(values), 0, room - whole
@@ -109,7 +138,9 @@ def shorten_json(value: JSONValue, chars: int) -> JSONValue:
 
 
 def shorten_failure(failure: JSONValue) -> JSONValue:
-    """Class, function, message and traceback of a failure, each up to TEXT_CHARS; something else under that name as one text."""
+    """Class, function, message and traceback of a failure, each up to TEXT_CHARS; something else under that
+    name as one text.
+    """
     if not isinstance(failure, Mapping):
         return shorten_json(failure, TEXT_CHARS)
     return {key: shorten_json(failure[key], TEXT_CHARS) for key in FAILURE_TEXTS if key in failure}

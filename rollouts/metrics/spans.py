@@ -4,7 +4,8 @@
     SpanRecorder ◄── requests and rewards, updates of engines,        ├──► log_spans ──► spans.jsonl
                      checkpoints, evaluations ── take() once a step ──┘
 
-A span begins at a wall-clock time, so that those of several processes can be laid side by side, and its duration is of a clock that no one sets.
+A span begins at a wall-clock time, so that those of several processes can be laid side by side, and its
+duration is of a clock that no one sets.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 PHASE_NAME = re.compile(r"[a-z][a-z0-9_]*")
-TRAINER, REWARDS, CHECKPOINTS = "trainer", "rewards", "checkpoints"  # tracks; the others are called as their engines
+TRAINER, REWARDS, CHECKPOINTS = (
+    "trainer",
+    "rewards",
+    "checkpoints",
+)  # tracks; the others are called as their engines
 HELD_IDS = 1 << 16  # samples whose spans are held until their batch is known; the oldest make room
 HELD_SPANS = 1 << 16  # other spans held until the next row is written
 
@@ -29,7 +34,9 @@ class Span:
     """One timed piece of work."""
 
     name: str  # lower_snake: generate, reward, train, …
-    track: str  # who did it: trainer, rewards, checkpoints (written beside training), or the name of an engine
+    track: (
+        str  # who did it: trainer, rewards, checkpoints (written beside training), or the name of an engine
+    )
     start_unix: float  # seconds since 1970, of this machine's wall clock
     duration_s: float  # of a clock that no one sets
     id: str | None = None  # of the sample it was done for; None: of none
@@ -48,9 +55,13 @@ class Span:
 
 
 class PhaseTimer:
-    """Seconds spent in named phases since construction. A phase entered several times adds up; overlapping phases each count in full."""
+    """Seconds spent in named phases since construction. A phase entered several times adds up; overlapping
+    phases each count in full.
+    """
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, time_unix: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, time_unix: Callable[[], float] = time.time
+    ) -> None:
         self._clock = clock
         self._time_unix = time_unix
         self._start = clock()
@@ -60,7 +71,9 @@ class PhaseTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Counts the seconds inside the block under `time/{name}`, also when the block raises."""
-        assert PHASE_NAME.fullmatch(name) and name != "step", f"phase {name!r} must be lower_snake and not 'step', which is the whole"
+        assert PHASE_NAME.fullmatch(name) and name != "step", (
+            f"phase {name!r} must be lower_snake and not 'step', which is the whole"
+        )
         start_unix, start = self._time_unix(), self._clock()
         try:
             yield
@@ -79,8 +92,13 @@ class PhaseTimer:
         return self._seconds[name]
 
     def metrics(self) -> dict[str, float]:
-        """`time/{phase}` in order of first entry, and `time/step`: seconds since construction. A phase not entered is absent."""
-        return {**{f"time/{name}": seconds for name, seconds in self._seconds.items()}, "time/step": self._clock() - self._start}
+        """`time/{phase}` in order of first entry, and `time/step`: seconds since construction. A phase not
+        entered is absent.
+        """
+        return {
+            **{f"time/{name}": seconds for name, seconds in self._seconds.items()},
+            "time/step": self._clock() - self._start,
+        }
 
     def spans(self) -> list[Span]:
         """Each time a phase was entered and left, in the order in which they ended."""
@@ -88,12 +106,15 @@ class PhaseTimer:
 
 
 class SpanRecorder:
-    """Holds spans until the row of a step is written. Of the spans of samples those are given out that `keep` has named; memory is bounded.
+    """Holds spans until the row of a step is written. Of the spans of samples those are given out that `keep`
+    has named; memory is bounded.
 
     One for a run, used by one thread.
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.perf_counter, time_unix: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, *, clock: Callable[[], float] = time.perf_counter, time_unix: Callable[[], float] = time.time
+    ) -> None:
         self._clock = clock
         self._time_unix = time_unix
         self._spans: list[Span] = []
@@ -110,13 +131,15 @@ class SpanRecorder:
         ago_s: float,
         duration_s: float,
         *,
-        id: str | None = None,  # noqa: A002
+        id: str | None = None,
         tokens: int | None = None,
         now_unix: float | None = None,
     ) -> None:
         """Work that began `ago_s` seconds before now, or before `now_unix`. Of a sample if it has an `id`."""
         assert PHASE_NAME.fullmatch(name) and duration_s >= 0, (name, duration_s)
-        span = Span(name, track, (self._time_unix() if now_unix is None else now_unix) - ago_s, duration_s, id, tokens)
+        span = Span(
+            name, track, (self._time_unix() if now_unix is None else now_unix) - ago_s, duration_s, id, tokens
+        )
         if id is not None:
             self._of_samples.setdefault(id, []).append(span)
             if len(self._of_samples) > HELD_IDS:
@@ -145,7 +168,7 @@ class SpanRecorder:
         return spans
 
 
-# --- who answers a request ---------------------------------------------------------------------------------------------------
+# --- who answers a request ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +188,8 @@ _ANSWERED: ContextVar[list[Answered] | None] = ContextVar("answered", default=No
 def listing_answers() -> Iterator[list[Answered]]:
     """The list to which every request made inside the block is added by the fleet that had it answered.
 
-    A user's generate function stands between who asks here and the fleet that knows the engine, so no argument can carry it.
+    A user's generate function stands between who asks here and the fleet that knows the engine, so no
+    argument can carry it.
     """
     answers: list[Answered] = []
     token = _ANSWERED.set(answers)
@@ -176,7 +200,9 @@ def listing_answers() -> Iterator[list[Answered]]:
 
 
 def note_answer(engine: str, start: float, duration_s: float, tokens: int) -> None:
-    """A request begun at `start`, of trio's clock, has been answered by `engine` with `tokens`. Nothing where nobody lists answers."""
+    """A request begun at `start`, of trio's clock, has been answered by `engine` with `tokens`. Nothing where
+    nobody lists answers.
+    """
     answers = _ANSWERED.get()
     if answers is not None:
         answers.append(Answered(engine, start, duration_s, tokens))

@@ -1,11 +1,13 @@
-"""Per-token arrays of trained samples: binary files in tokens/, addressed by (file, offset) from the rows of contributions.jsonl.
+"""Per-token arrays of trained samples: binary files in tokens/, addressed by (file, offset) from the rows of
+contributions.jsonl.
 
     tokens/STAGE-ATTEMPT-NNNNNN.bin  =  block, block, …
     block  =  b"tok1" | header bytes u32 | payload bytes u32 | crc32 u32 | header | payload            all little-endian
 
-The header is JSON: id, length T and the columns with their types; the payload is the columns one after the other, T values each; the CRC is of
-both. A column that has one value where the mask is 1 and one where it is 0 says the two in the header, and has no payload. A shard is only
-appended to, by one attempt; the oldest shards are removed when all together are larger than the limit.
+The header is JSON: id, length T and the columns with their types; the payload is the columns one after the
+other, T values each; the CRC is of both. A column that has one value where the mask is 1 and one where it is
+0 says the two in the header, and has no payload. A shard is only appended to, by one attempt; the oldest
+shards are removed when all together are larger than the limit.
 """
 
 from __future__ import annotations
@@ -35,12 +37,17 @@ MAGIC = b"tok1"
 PREFIX = Struct("<4sIII")
 BLOCK_BYTES_MAX = 1 << 30  # more is damage: a row of a hundred million tokens
 TYPES = {"tokens": "<i4", "mask": "|u1", "version": "<i4"}  # of columns; the others are <f4
-LEVELLED = ("version", "slope", "weight", "advantage")  # columns that mostly have one value where the mask is 1 and one where it is 0
+LEVELLED = (
+    "version",
+    "slope",
+    "weight",
+    "advantage",
+)  # columns that mostly have one value where the mask is 1 and one where it is 0
 CHUNK_TOKENS = 1 << 16  # that numpy is given at once
 KNOWN_TYPES = ("<i4", "|u1", "<f4")
 
 
-# --- blocks ----------------------------------------------------------------------------------------------------------------------
+# --- blocks -------------------------------------------------------------------------------------------------
 
 
 class Block(NamedTuple):
@@ -61,7 +68,9 @@ def encode_blocks(update: UpdateRecord) -> list[Block]:
 
 
 def chunk_rows(rows: Sequence[Array]) -> Iterator[slice]:
-    """Neighbouring rows of some CHUNK_TOKENS values together: enough for one call of numpy, and no more memory than that."""
+    """Neighbouring rows of some CHUNK_TOKENS values together: enough for one call of numpy, and no more
+    memory than that.
+    """
     begin, total = 0, 0
     for end, row in enumerate(rows, 1):
         total += len(row)
@@ -73,8 +82,13 @@ def chunk_rows(rows: Sequence[Array]) -> Iterator[slice]:
 def _encode_rows(ids: Sequence[str], columns: Mapping[str, Sequence[Array]]) -> Iterator[Block]:
     """A block for each of some neighbouring rows."""
     lengths = [len(row) for row in columns["tokens"]]
-    flat = {name: np.concatenate(values, dtype=TYPES.get(name, "<f4"), casting="unsafe") for name, values in columns.items()}
-    levels = _find_levels({name: flat[name] for name in LEVELLED if name in flat}, flat["mask"].astype(bool), lengths)
+    flat = {
+        name: np.concatenate(values, dtype=TYPES.get(name, "<f4"), casting="unsafe")
+        for name, values in columns.items()
+    }
+    levels = _find_levels(
+        {name: flat[name] for name in LEVELLED if name in flat}, flat["mask"].astype(bool), lengths
+    )
     raw = {name: f'["{name}","{values.dtype.str}"]' for name, values in flat.items()}
     begin = 0
     for row, (id_, length) in enumerate(zip(ids, lengths, strict=True)):
@@ -91,8 +105,12 @@ def _encode_rows(ids: Sequence[str], columns: Mapping[str, Sequence[Array]]) -> 
         begin = end
 
 
-def _find_levels(columns: Mapping[str, Array], mask: Array, lengths: Sequence[int]) -> dict[str, list[tuple[float, float] | None]]:
-    """Of each column, for each row: (value where the mask is 1, value where it is 0), or None where there are others. Equal are equal bits."""
+def _find_levels(
+    columns: Mapping[str, Array], mask: Array, lengths: Sequence[int]
+) -> dict[str, list[tuple[float, float] | None]]:
+    """Of each column, for each row: (value where the mask is 1, value where it is 0), or None where there are
+    others. Equal are equal bits.
+    """
     levels: dict[str, list[tuple[float, float] | None]] = {name: [None] * len(lengths) for name in columns}
     filled = np.flatnonzero(lengths)
     if not len(filled):
@@ -103,7 +121,9 @@ def _find_levels(columns: Mapping[str, Array], mask: Array, lengths: Sequence[in
     for name, values in columns.items():
         bits = values.view("<i4")
         same = np.where(mask, np.repeat(bits[inside], sizes), np.repeat(bits[outside], sizes)) == bits
-        one = np.logical_and.reduceat(same, starts) & np.isfinite(values[inside]) & np.isfinite(values[outside])  # JSON has no word for the others
+        one = (
+            np.logical_and.reduceat(same, starts) & np.isfinite(values[inside]) & np.isfinite(values[outside])
+        )  # JSON has no word for the others
         pairs = list(zip(values[inside].tolist(), values[outside].tolist(), strict=True))
         for row in np.flatnonzero(one).tolist():
             levels[name][filled[row]] = pairs[row]
@@ -111,7 +131,9 @@ def _find_levels(columns: Mapping[str, Array], mask: Array, lengths: Sequence[in
 
 
 def _find_first(side: Array, starts: Array, ends: Array) -> Array:
-    """[B] places of the first token of each row that is on this side, or of some token of the row where none is."""
+    """[B] places of the first token of each row that is on this side, or of some token of the row where none
+    is.
+    """
     places = np.append(np.flatnonzero(side), len(side))
     return np.minimum(places[np.searchsorted(places, starts)], ends)
 
@@ -138,7 +160,9 @@ def collect_columns(update: UpdateRecord) -> dict[str, Sequence[Array]]:
 
 
 def decode_block(data: bytes, *, where: str) -> tuple[str, dict[str, Array]]:
-    """The sample's id and its columns [T]. Raises RecordError, beginning with `where`, for bytes that are not a whole block as it was written."""
+    """The sample's id and its columns [T]. Raises RecordError, beginning with `where`, for bytes that are not
+    a whole block as it was written.
+    """
     damaged = f"{where} is damaged"
     if len(data) < PREFIX.size:
         raise RecordError(f"{damaged}: it ends after {len(data)} bytes of a block")
@@ -152,15 +176,26 @@ def decode_block(data: bytes, *, where: str) -> tuple[str, dict[str, Array]]:
     try:
         header = json.loads(bytes(body[:header_bytes]))
         length = int(header["length"])
-        described = [(str(name), str(kind), [float(level) for level in levels]) for name, kind, *levels in header["columns"]]
+        described = [
+            (str(name), str(kind), [float(level) for level in levels])
+            for name, kind, *levels in header["columns"]
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{damaged}: its header cannot be read ({error})") from error
     columns: dict[str, Array] = {}
     at = header_bytes
     for name, kind, levels in described:
         size = 0 if levels else length * int(kind[-1]) if kind in KNOWN_TYPES else -1
-        if size < 0 or at + size > len(body) or kind not in KNOWN_TYPES or (levels and (len(levels) != 2 or "mask" not in columns)):
-            raise RecordError(f"{damaged}: column {name!r} of type {kind!r} does not fit; a later version may have written it")
+        if (
+            size < 0
+            or at + size > len(body)
+            or kind not in KNOWN_TYPES
+            or (levels and (len(levels) != 2 or "mask" not in columns))
+        ):
+            raise RecordError(
+                f"{damaged}: column {name!r} of type {kind!r} does not fit; a later version may have"
+                " written it"
+            )
         if levels:
             columns[name] = np.where(columns["mask"], *levels).astype(kind)
         else:
@@ -169,18 +204,22 @@ def decode_block(data: bytes, *, where: str) -> tuple[str, dict[str, Array]]:
     return str(header.get("id", "")), columns
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, Array]:
     """The per-token arrays [T] of a row of contributions.jsonl, by column: docs/run_directory.md lists them.
 
-    Raises RecordError where none were kept, where the shard was removed to make room, and where it is damaged.
+    Raises RecordError where none were kept, where the shard was removed to make room, and where it is
+    damaged.
     """
     shard, offset = row.get("shard"), row.get("offset")
     what = f"step {row.get('step')}, update {row.get('update')}, row {row.get('row')}"
     if not isinstance(shard, str) or not isinstance(offset, int):
-        raise RecordError(f"{what} has no per-token arrays: the run kept none (output.token_arrays_gib = 0), or its disk refused them")
+        raise RecordError(
+            f"{what} has no per-token arrays: the run kept none (output.token_arrays_gib = 0), or its disk"
+            " refused them"
+        )
     if SHARD_NAME.fullmatch(shard) is None:
         raise RecordError(f"{what} names the shard {shard!r}, which is no name of one; the row is damaged")
     path = run_dir.tokens / shard
@@ -193,24 +232,31 @@ def read_token_arrays(run_dir: RunDir, row: Mapping[str, Any]) -> Mapping[str, A
             data = prefix + file.read(min(sum(sizes), BLOCK_BYTES_MAX))
     except FileNotFoundError as error:
         raise RecordError(
-            f"{path} of {what} was removed: arrays of the newest steps are kept, up to output.token_arrays_gib; ask for a later step, or raise it"
+            f"{path} of {what} was removed: arrays of the newest steps are kept, up to"
+            " output.token_arrays_gib; ask for a later step, or raise it"
         ) from error
     except OSError as error:
         raise RecordError(f"{path} of {what} cannot be read ({error})") from error
     sample_id, columns = decode_block(data, where=where)
     if sample_id != row.get("id", ""):
-        raise RecordError(f"{where} is of the sample {sample_id!r}, not {row.get('id')!r}: the shard or the row is damaged")
+        raise RecordError(
+            f"{where} is of the sample {sample_id!r}, not {row.get('id')!r}: the shard or the row is damaged"
+        )
     return columns
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------
 
 
 class TokenShards:
-    """The shards that one attempt writes. Its methods block: call them from one thread at a time, off the event loop."""
+    """The shards that one attempt writes. Its methods block: call them from one thread at a time, off the
+    event loop.
+    """
 
     def __init__(self, run_dir: RunDir, *, attempt: int, limit_bytes: int) -> None:
-        """limit_bytes: of all shards together, those of earlier attempts included; an update's own may go beyond until it is written."""
+        """limit_bytes: of all shards together, those of earlier attempts included; an update's own may go
+        beyond until it is written.
+        """
         self._folder = run_dir.tokens
         self._attempt = attempt
         self._limit = limit_bytes
@@ -241,11 +287,17 @@ class TokenShards:
                 at = last
         except OSError as error:
             self._cut_off(stage, begun)
-            raise StorageError(f"per-token arrays are refused by {self._folder} ({error}); free space, or lower output.token_arrays_gib") from error
+            raise StorageError(
+                f"per-token arrays are refused by {self._folder} ({error}); free space, or lower"
+                " output.token_arrays_gib"
+            ) from error
         try:
             self._make_room()
         except OSError as error:
-            raise StorageError(f"the oldest arrays of {self._folder} cannot be removed ({error}); those of this step are left out") from error
+            raise StorageError(
+                f"the oldest arrays of {self._folder} cannot be removed ({error}); those of this step are"
+                " left out"
+            ) from error
         return places
 
     def close(self) -> None:
@@ -257,7 +309,9 @@ class TokenShards:
         self._open.clear()
 
     def _cut_off(self, stage: str, begun: Sequence[tuple[Path, int]]) -> None:
-        """Takes away what has been appended. A disk that refuses that too leaves bytes that no row names; nothing is appended to them."""
+        """Takes away what has been appended. A disk that refuses that too leaves bytes that no row names;
+        nothing is appended to them.
+        """
         try:
             for path, offset in begun:
                 os.truncate(path, offset)
@@ -299,9 +353,15 @@ class TokenShards:
 
 
 def list_shards(folder: Path) -> list[Path]:
-    """The shards in a directory, oldest first: by attempt, then by number, which goes on over the stages of an attempt."""
-    found = [(match, path) for path in folder.iterdir() if (match := SHARD_NAME.fullmatch(path.name)) is not None]
-    return [path for _, path in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2]), pair[1].name))]
+    """The shards in a directory, oldest first: by attempt, then by number, which goes on over the stages of
+    an attempt.
+    """
+    found = [
+        (match, path) for path in folder.iterdir() if (match := SHARD_NAME.fullmatch(path.name)) is not None
+    ]
+    return [
+        path for _, path in sorted(found, key=lambda pair: (int(pair[0][1]), int(pair[0][2]), pair[1].name))
+    ]
 
 
 def write_all(file: int, data: bytes) -> None:

@@ -1,4 +1,5 @@
-"""The metrics logger of a run: what happened, as lines of the files of a run directory, which are the truth that everything else reads.
+"""The metrics logger of a run: what happened, as lines of the files of a run directory, which are the truth
+that everything else reads.
 
     log_step ──────► metrics.jsonl            one row a step
                ├───► tokens/, contributions.jsonl, updates.log     what went into each update of the weights
@@ -7,9 +8,10 @@
     log_evaluation ► evaluations.jsonl        one row an evaluation
     log_spans ─────► spans.jsonl              of work that belongs to no step that is still to come
 
-A call is one write of whole lines for each file, made by a thread while the event loop goes on, one call after the other. When it returns, what
-was logged survives the death of the process (not a power cut: the files are flushed to the device when the logger closes). A call that has
-begun writes all the same when its caller is cancelled. Rows of an earlier attempt are never touched; readers take the highest attempt.
+A call is one write of whole lines for each file, made by a thread while the event loop goes on, one call
+after the other. When it returns, what was logged survives the death of the process (not a power cut: the
+files are flushed to the device when the logger closes). A call that has begun writes all the same when its
+caller is cancelled. Rows of an earlier attempt are never touched; readers take the highest attempt.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ Row = dict[str, Any]
 
 
 class JsonlLogger:
-    """A MetricsLogger that writes a run's files and, when given one, tells a Progress about each step. Made by open_jsonl_logger."""
+    """A MetricsLogger that writes a run's files and, when given one, tells a Progress about each step. Made
+    by open_jsonl_logger.
+    """
 
     def __init__(
         self,
@@ -60,7 +64,14 @@ class JsonlLogger:
         self._progress = progress
         self._time_unix = time_unix
         self._refused_arrays = False  # whether that was said
-        self._counts = {"rows": 0, "sample_rows": 0, "evaluation_rows": 0, "contribution_rows": 0, "span_rows": 0, "updates": 0}
+        self._counts = {
+            "rows": 0,
+            "sample_rows": 0,
+            "evaluation_rows": 0,
+            "contribution_rows": 0,
+            "span_rows": 0,
+            "updates": 0,
+        }
 
     async def log_step(
         self,
@@ -74,13 +85,16 @@ class JsonlLogger:
     ) -> None:
         """Appends what went into the step's updates, the row of the step, and a row for each span.
 
-        Of an update: arrays where they are kept, then the rows that name them, then a line. Arrays that the disk refuses are left out, which is said
-        once; rows and lines wait. Raises MetricError, before anything is written, for a metric's name or value that may not be written.
+        Of an update: arrays where they are kept, then the rows that name them, then a line. Arrays that the
+        disk refuses are left out, which is said once; rows and lines wait. Raises MetricError, before
+        anything is written, for a metric's name or value that may not be written.
         """
         head = self._make_head(stage, step, policy_version)
         row = make_row(head, metrics)
         reach("metrics.before_row")
-        self._counts["contribution_rows"] += await self._turns.take(lambda: self._write_step(head, row, updates, spans))
+        self._counts["contribution_rows"] += await self._turns.take(
+            lambda: self._write_step(head, row, updates, spans)
+        )
         reach("metrics.after_row")
         self._counts["rows"] += 1
         self._counts["updates"] += len(updates)
@@ -89,8 +103,12 @@ class JsonlLogger:
             self._progress.update(stage, step, metrics)
         await trio.lowlevel.checkpoint_if_cancelled()
 
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
-        """Appends up to samples_per_step of the samples, evenly spaced, so that every group has a chance to be seen."""
+    async def log_samples(
+        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
+    ) -> None:
+        """Appends up to samples_per_step of the samples, evenly spaced, so that every group has a chance to
+        be seen.
+        """
         chosen = [samples[index] for index in select_evenly(len(samples), self._samples_per_step)]
         reach("metrics.before_samples")
         if chosen:
@@ -100,7 +118,9 @@ class JsonlLogger:
         self._counts["sample_rows"] += len(chosen)
         await trio.lowlevel.checkpoint_if_cancelled()
 
-    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
+    async def log_evaluation(
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+    ) -> None:
         """Appends the row of an evaluation called `name`. Raises MetricError like log_step."""
         row = make_row({**self._make_head(stage, step, policy_version), "name": name}, metrics)
         reach("metrics.before_evaluation")
@@ -118,7 +138,9 @@ class JsonlLogger:
         await trio.lowlevel.checkpoint_if_cancelled()
 
     def statistics(self) -> Mapping[str, float]:
-        """Rows written by this attempt, and how many bytes of torn lines were cut off when the files were opened."""
+        """Rows written by this attempt, and how many bytes of torn lines were cut off when the files were
+        opened.
+        """
         return {**self._counts, "repaired_bytes": self._files.repaired_bytes}
 
     def _make_head(self, stage: str, step: int, policy_version: int) -> Row:
@@ -132,7 +154,10 @@ class JsonlLogger:
         if updates:
             lengths = [update.batch.response_lengths for update in updates]
             pairs = list(zip(updates, lengths, strict=True))
-            rows = [encode_contributions(head, update, of, self._write_arrays(head["stage"], update)) for update, of in pairs]
+            rows = [
+                encode_contributions(head, update, of, self._write_arrays(head["stage"], update))
+                for update, of in pairs
+            ]
             self._files.append("contributions", b"".join(rows))
             self._files.append(UPDATES, join_lines(format_update(head, *pair).encode() for pair in pairs))
         self._append("metrics", [row])
@@ -148,7 +173,9 @@ class JsonlLogger:
             places = self._shards.write(stage, encode_blocks(update))
         except StorageError as error:
             if not self._refused_arrays:
-                logging.getLogger("rollouts").warning("warning: %s; the arrays of these steps are left out", error)
+                logging.getLogger("rollouts").warning(
+                    "warning: %s; the arrays of these steps are left out", error
+                )
             self._refused_arrays = True
             return ()
         self._refused_arrays = False
@@ -156,7 +183,9 @@ class JsonlLogger:
 
 
 class Turns:
-    """Runs what blocks on a disk, one call after the other in the order in which they were asked for, in a thread."""
+    """Runs what blocks on a disk, one call after the other in the order in which they were asked for, in a
+    thread.
+    """
 
     def __init__(self, *, in_thread: bool) -> None:
         self._in_thread = in_thread
@@ -185,15 +214,22 @@ async def open_jsonl_logger(
     part_bytes: int = PART_BYTES,
     in_thread: bool = True,
 ) -> AsyncIterator[JsonlLogger]:
-    """A logger on the files of `run_dir`, made if missing and repaired if torn; flushed to the device on the way out.
+    """A logger on the files of `run_dir`, made if missing and repaired if torn; flushed to the device on the
+    way out.
 
-    token_arrays_bytes: of per-token arrays that are kept, 0 for none. in_thread: False where a thread may not be waited for, as under a mock
-    clock; the event loop then waits for the disk.
+    token_arrays_bytes: of per-token arrays that are kept, 0 for none. in_thread: False where a thread may not
+    be waited for, as under a mock clock; the event loop then waits for the disk.
     """
-    assert attempt >= 1 and samples_per_step >= 0 and token_arrays_bytes >= 0, (attempt, samples_per_step, token_arrays_bytes)
+    assert attempt >= 1 and samples_per_step >= 0 and token_arrays_bytes >= 0, (
+        attempt,
+        samples_per_step,
+        token_arrays_bytes,
+    )
     turns = Turns(in_thread=in_thread)
     files = await turns.take(lambda: RecordFiles(run_dir, part_bytes=part_bytes))
-    shards = TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes) if token_arrays_bytes else None
+    shards = (
+        TokenShards(run_dir, attempt=attempt, limit_bytes=token_arrays_bytes) if token_arrays_bytes else None
+    )
     logger = JsonlLogger(
         files, turns, attempt=attempt, samples_per_step=samples_per_step, shards=shards, progress=progress, time_unix=time_unix
     )  # fmt: skip

@@ -1,1 +1,3 @@
-"""Models on disk and in memory: names to directories, directories to torch modules and back, tokenizers, the optimizer."""
+"""Models on disk and in memory: names to directories, directories to torch modules and back, tokenizers, the
+optimizer.
+"""

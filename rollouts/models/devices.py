@@ -1,4 +1,6 @@
-"""Where a model computes: chosen for a run, made a thread's own, found from a model; and what memory is free there."""
+"""Where a model computes: chosen for a run, made a thread's own, found from a model; and what memory is free
+there.
+"""
 
 from __future__ import annotations
 
@@ -14,44 +16,65 @@ class DeviceMemory(NamedTuple):
     """Where a run would compute, and what is free there."""
 
     kind: Literal["cpu", "cuda"]
-    free_bytes: int | None  # of the machine, or of the fullest GPU that the run would use; None where nobody knows
+    free_bytes: (
+        int | None
+    )  # of the machine, or of the fullest GPU that the run would use; None where nobody knows
 
 
 def choose_device(
     wanted: Literal["auto", "cpu", "cuda"], *, deterministic: bool = False, local_ranks: int = 1
 ) -> Literal["cpu", "cuda"]:
-    """Where a run computes whose model.device is `wanted`. "auto": a GPU where torch has one, but the CPU in deterministic mode.
+    """Where a run computes whose model.device is `wanted`. "auto": a GPU where torch has one, but the CPU in
+    deterministic mode.
 
-    local_ranks: processes of the run on this machine; each takes a GPU of its own. Nothing is put on a device. Raises ConfigError where "cuda" is
-    wanted and torch has none, and where there are fewer GPUs than local_ranks.
+    local_ranks: processes of the run on this machine; each takes a GPU of its own. Nothing is put on a
+    device. Raises ConfigError where "cuda" is wanted and torch has none, and where there are fewer GPUs than
+    local_ranks.
     """
     if wanted == "cpu" or (wanted == "auto" and (deterministic or not torch.cuda.is_available())):
         return "cpu"
     if not torch.cuda.is_available():
-        why = "is a build for CPUs" if torch.version.cuda is None and torch.version.hip is None else "finds no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)"
-        raise ConfigError(f"model.device='cuda', but torch {torch.__version__} {why}; mend that, or set model.device='auto' or 'cpu'")
+        why = (
+            "is a build for CPUs"
+            if torch.version.cuda is None and torch.version.hip is None
+            else "finds no GPU (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+        )
+        raise ConfigError(
+            f"model.device='cuda', but torch {torch.__version__} {why}; mend that, or set model.device='auto'"
+            " or 'cpu'"
+        )
     count = torch.cuda.device_count()
     if local_ranks > count:
         raise ConfigError(
-            f"distributed.ranks={local_ranks} with model.device={wanted!r}: each of the {local_ranks} processes on this machine needs a GPU of its "
-            f"own, and torch finds {count}; use at most {count}, let every process see all GPUs (CUDA_VISIBLE_DEVICES), or set model.device='cpu'"
+            f"distributed.ranks={local_ranks} with model.device={wanted!r}: each of the {local_ranks}"
+            f" processes on this machine needs a GPU of its own, and torch finds {count}; use at most"
+            f" {count}, let every process see all GPUs (CUDA_VISIBLE_DEVICES), or set model.device='cpu'"
         )
     return "cuda"
 
 
-def look_at_device(wanted: Literal["auto", "cpu", "cuda"], *, deterministic: bool = False, local_ranks: int = 1) -> DeviceMemory:
-    """choose_device's choice with the memory that is free there. Raises ConfigError as it does, and for a GPU that does not answer."""
+def look_at_device(
+    wanted: Literal["auto", "cpu", "cuda"], *, deterministic: bool = False, local_ranks: int = 1
+) -> DeviceMemory:
+    """choose_device's choice with the memory that is free there. Raises ConfigError as it does, and for a GPU
+    that does not answer.
+    """
     kind = choose_device(wanted, deterministic=deterministic, local_ranks=local_ranks)
     if kind == "cpu":
         return DeviceMemory(kind, read_free_memory())
     try:
         return DeviceMemory(kind, min(torch.cuda.mem_get_info(index)[0] for index in range(local_ranks)))
     except RuntimeError as error:
-        raise ConfigError(f"model.device={wanted!r}: a GPU cannot be used ({error}); see what else runs there, or set model.device='cpu'") from error
+        raise ConfigError(
+            f"model.device={wanted!r}: a GPU cannot be used ({error}); see what else runs there, or set"
+            " model.device='cpu'"
+        ) from error
 
 
 def use_device(device: torch.device | str) -> None:
-    """Makes a GPU that `device` names by number the current one of this thread: compiled programs, NCCL and events take that."""
+    """Makes a GPU that `device` names by number the current one of this thread: compiled programs, NCCL and
+    events take that.
+    """
     place = torch.device(device)
     if place.type == "cuda" and place.index is not None:  # pragma: gpu
         torch.cuda.set_device(place)
@@ -59,7 +82,9 @@ def use_device(device: torch.device | str) -> None:
 
 def describe_device(device: str) -> str:
     """For people: "cpu", or "cuda:0 (NVIDIA H100 80GB HBM3)"."""
-    return f"{device} ({torch.cuda.get_device_name(device)})" if torch.device(device).type == "cuda" else device
+    return (
+        f"{device} ({torch.cuda.get_device_name(device)})" if torch.device(device).type == "cuda" else device
+    )
 
 
 def find_device(model: torch.nn.Module) -> torch.device:

@@ -10,17 +10,22 @@ from rollouts.errors import ModelError
 from rollouts.models.directories import WEIGHT_INDEX, read_shard_names
 
 WHOLE_BYTES = 8 * 2**20  # files up to here are hashed whole
-BLOCKS, BLOCK_BYTES = 32, 64 * 2**10  # of a longer one: as many pieces of so many bytes, evenly spread, the first and the last among them
+BLOCKS, BLOCK_BYTES = (
+    32,
+    64 * 2**10,
+)  # of a longer one: as many pieces of so many bytes, evenly spread, the first and the last among them
 CONFIG_FILES = ("config.json", "generation_config.json")  # of which each rank makes its model
 WHOLE_FILE = "model.safetensors"
 
 
 def compute_model_digests(path: Path) -> dict[str, str]:
-    """"SIZE:SHA-256" of each file from which a model is made, by name: the config, and the weights that are loaded. A missing file has none.
+    """ "SIZE:SHA-256" of each file from which a model is made, by name: the config, and the weights that are
+    loaded. A missing file has none.
 
-    Files above 8 MiB are hashed by their size, the safetensors header and 32 blocks of 64 KiB: a directory of 100 GB in 20 files costs 40 MiB
-    of reading. So another model, another revision, a file that is cut or has its weights in another place is told apart; a copy in which few bytes
-    differ, as by a failing disk, only where they lie in a block. Raises ModelError if a file cannot be read.
+    Files above 8 MiB are hashed by their size, the safetensors header and 32 blocks of 64 KiB: a directory of
+    100 GB in 20 files costs 40 MiB of reading. So another model, another revision, a file that is cut or has
+    its weights in another place is told apart; a copy in which few bytes differ, as by a failing disk, only
+    where they lie in a block. Raises ModelError if a file cannot be read.
     """
     found: dict[str, str] = {}
     for name in list_model_files(path):
@@ -51,7 +56,9 @@ def _hash_file(path: Path) -> str:
 
 
 def _choose_blocks(size: int, *, header: int) -> Iterator[tuple[int, int]]:
-    """(start, bytes) of what is read. `header`: bytes of the safetensors header, as its first eight say, which may be nonsense."""
+    """(start, bytes) of what is read. `header`: bytes of the safetensors header, as its first eight say,
+    which may be nonsense.
+    """
     if size <= WHOLE_BYTES:
         yield 0, size
         return

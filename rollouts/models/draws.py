@@ -1,4 +1,6 @@
-"""One token per row from logits, by inverse transform over a counter-based stream: a row's draws depend on its key and count alone."""
+"""One token per row from logits, by inverse transform over a counter-based stream: a row's draws depend on
+its key and count alone.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from torch import Tensor
 from rollouts.types import FloatArray, IntArray, SamplingParams
 
 # How each row samples, one record per row. `drawn` is t: the number of tokens the row has drawn so far.
-DRAW_DTYPE = np.dtype([("key", np.uint64, 2), ("drawn", np.uint64), ("temperature", np.float32), ("top_p", np.float32), ("top_k", np.int64)])
+DRAW_DTYPE = np.dtype(
+    [
+        ("key", np.uint64, 2),
+        ("drawn", np.uint64),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("top_k", np.int64),
+    ]
+)
 
 LARGEST_INVERSE_TEMPERATURE = 1e30  # 0 * inf would be NaN at the largest logit
 FIRST_CANDIDATES = 1024  # of top-p; a whole-vocabulary sort costs 50 times as much and is rarely needed
@@ -24,7 +34,9 @@ class Sampled(NamedTuple):
     """What was drawn for each row."""
 
     token_ids: IntArray  # [B]
-    log_probs: FloatArray  # [B] nats, of the distribution drawn from; at temperature 0 of the one at temperature 1
+    log_probs: (
+        FloatArray  # [B] nats, of the distribution drawn from; at temperature 0 of the one at temperature 1
+    )
 
 
 def stream_key(engine_seed: int, request_id: str, seed: int | None) -> tuple[int, int]:
@@ -42,8 +54,8 @@ def make_draw(key: tuple[int, int], sampling: SamplingParams) -> NDArray[np.void
 def compute_uniforms(keys: NDArray[np.uint64], drawn: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Uniform numbers [B] in [0, 1) with 53 bits, a function of (key [B, 2], drawn [B]) alone.
 
-    Two rounds of the splitmix64 finaliser (Steele et al. 2014), one per half of the key, so that streams of different keys do not
-    become shifted copies of each other.
+    Two rounds of the splitmix64 finaliser (Steele et al. 2014), one per half of the key, so that streams of
+    different keys do not become shifted copies of each other.
     """
     first = _mix(keys[:, 0] + drawn * np.uint64(0x9E3779B97F4A7C15))
     bits = _mix(first ^ keys[:, 1])
@@ -57,11 +69,12 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def sample_tokens(logits: Tensor, draws: NDArray[np.void]) -> Sampled:
-    """One token per row of logits [B, V]. Each record of `draws` (DRAW_DTYPE) describes its row; the caller advances `drawn`.
+    """One token per row of logits [B, V]. Each record of `draws` (DRAW_DTYPE) describes its row; the caller
+    advances `drawn`.
 
-    The order of the filters is temperature, top-k, top-p on what top-k left; log-probs are of the renormalised distribution. At
-    temperature 0 the first largest logit is taken and the filters do not apply. A NaN among a row's logits, or a +inf, makes its
-    log-prob NaN: check it.
+    The order of the filters is temperature, top-k, top-p on what top-k left; log-probs are of the
+    renormalised distribution. At temperature 0 the first largest logit is taken and the filters do not apply.
+    A NaN among a row's logits, or a +inf, makes its log-prob NaN: check it.
     """
     temperature = draws["temperature"].astype(np.float64)
     greedy = temperature == 0
@@ -69,11 +82,18 @@ def sample_tokens(logits: Tensor, draws: NDArray[np.void]) -> Sampled:
     filtered = ~greedy & ((draws["top_p"] < 1) | ((draws["top_k"] > 0) & (draws["top_k"] < logits.shape[1])))
     if filtered.any():
         rows = torch.from_numpy(np.flatnonzero(filtered)).to(logits.device)
-        kept = keep_top(logits[rows], temperature[filtered], draws["top_k"][filtered], draws["top_p"][filtered].astype(np.float64))
+        kept = keep_top(
+            logits[rows],
+            temperature[filtered],
+            draws["top_k"][filtered],
+            draws["top_p"][filtered].astype(np.float64),
+        )
         logits = logits.index_copy(0, rows, kept)
     largest = logits.amax(-1, keepdim=True)
     weights = logits - largest
-    inverse = np.minimum(1 / np.where(greedy, 1.0, temperature), LARGEST_INVERSE_TEMPERATURE).astype(np.float32)
+    inverse = np.minimum(1 / np.where(greedy, 1.0, temperature), LARGEST_INVERSE_TEMPERATURE).astype(
+        np.float32
+    )
     scale = None if (inverse == 1).all() else torch.from_numpy(inverse).to(logits.device)
     if scale is not None:
         weights.mul_(scale[:, None])
@@ -88,8 +108,11 @@ def sample_tokens(logits: Tensor, draws: NDArray[np.void]) -> Sampled:
     return Sampled(ids.cpu().numpy(), log_probs.cpu().numpy())
 
 
-def keep_top(logits: Tensor, temperature: NDArray[np.float64], top_k: NDArray[np.int64], top_p: NDArray[np.float64]) -> Tensor:
-    """The logits with -inf outside each row's kept set: the top_k largest, of these the fewest whose mass reaches top_p, at least one.
+def keep_top(
+    logits: Tensor, temperature: NDArray[np.float64], top_k: NDArray[np.int64], top_p: NDArray[np.float64]
+) -> Tensor:
+    """The logits with -inf outside each row's kept set: the top_k largest, of these the fewest whose mass
+    reaches top_p, at least one.
 
     logits [B, V]; one temperature, top_k (0: all) and top_p per row.
     """
@@ -111,7 +134,9 @@ def keep_top(logits: Tensor, temperature: NDArray[np.float64], top_k: NDArray[np
 
 
 def _largest(scaled: Tensor, candidates: int, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The `candidates` largest of each row [B, candidates], their ids, and the share of the top-k mass up to and with each of them."""
+    """The `candidates` largest of each row [B, candidates], their ids, and the share of the top-k mass up to
+    and with each of them.
+    """
     values, ids = scaled.topk(candidates, dim=-1)
     inside = torch.arange(candidates, device=scaled.device) < limits
     weights = values.double().exp() * inside
@@ -135,9 +160,11 @@ class _Inverted(NamedTuple):
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> _Inverted:
-    """For each row of weights [B, V] the first index at which their running sum exceeds uniform * total; uniforms [B] are float64.
+    """For each row of weights [B, V] the first index at which their running sum exceeds uniform * total;
+    uniforms [B] are float64.
 
-    In two levels, blocks then one block's tokens: a running sum over the whole vocabulary would cost as much as the exponentials.
+    In two levels, blocks then one block's tokens: a running sum over the whole vocabulary would cost as much
+    as the exponentials.
     """
     vocab = weights.shape[1]
     size = _block_size(vocab)
@@ -153,10 +180,16 @@ def _invert(weights: Tensor, uniforms: Tensor) -> _Inverted:
 
 
 def _first_above(edges: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Index [B] of the first of the edges [B, N] above uniform * last edge, and how far into that step the target lies, in [0, 1)."""
+    """Index [B] of the first of the edges [B, N] above uniform * last edge, and how far into that step the
+    target lies, in [0, 1).
+    """
     total = edges[:, -1]
-    target = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))  # rounding may reach the total itself
+    target = torch.minimum(
+        uniforms * total, torch.nextafter(total, torch.zeros_like(total))
+    )  # rounding may reach the total itself
     index = torch.searchsorted(edges, target[:, None], right=True)[:, 0].clamp_(max=edges.shape[1] - 1)
     after = edges.gather(1, index[:, None])[:, 0]
-    before = torch.where(index > 0, edges.gather(1, (index - 1).clamp_(min=0)[:, None])[:, 0], torch.zeros_like(after))
+    before = torch.where(
+        index > 0, edges.gather(1, (index - 1).clamp_(min=0)[:, None])[:, 0], torch.zeros_like(after)
+    )
     return index, (target - before) / (after - before)

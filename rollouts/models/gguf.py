@@ -1,4 +1,6 @@
-"""GGUF files, the format of llama.cpp: each is converted once into a Hugging Face model directory and used from there."""
+"""GGUF files, the format of llama.cpp: each is converted once into a Hugging Face model directory and used
+from there.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,12 @@ CONVERSION_ERRORS = (
 
 
 def make_gguf_model(gguf_file: Path, cache: Path) -> Path:
-    """The directory in `cache` of the model in `gguf_file`, converted on first use. Its name has the SHA-256 of the file's content.
+    """The directory in `cache` of the model in `gguf_file`, converted on first use. Its name has the SHA-256
+    of the file's content.
 
-    Raises ModelError if the file is not GGUF, is cut short, or holds an architecture that cannot be converted. Reads the whole file
-    each time (about 1 s per GB), so that a file that was replaced is never mistaken for the one before.
+    Raises ModelError if the file is not GGUF, is cut short, or holds an architecture that cannot be
+    converted. Reads the whole file each time (about 1 s per GB), so that a file that was replaced is never
+    mistaken for the one before.
     """
     check_gguf_file(gguf_file)
     with gguf_file.open("rb") as file:
@@ -56,18 +60,25 @@ def check_gguf_file(gguf_file: Path) -> None:
     except OSError as error:
         raise ModelError(f"{gguf_file} cannot be read ({error})") from error
     if start != MAGIC:
-        raise ModelError(f"{gguf_file} is not a GGUF file (it begins with {start!r}, not {MAGIC!r}); download it again, or give a model directory")
+        raise ModelError(
+            f"{gguf_file} is not a GGUF file (it begins with {start!r}, not {MAGIC!r}); download it again, or"
+            " give a model directory"
+        )
 
 
 def convert_gguf(gguf_file: Path, folder: Path) -> None:
-    """Writes the file's model and tokenizer, chat template included, into `folder`. Blocks; memory: the model in float32.
+    """Writes the file's model and tokenizer, chat template included, into `folder`. Blocks; memory: the model
+    in float32.
 
-    Packed weights are unpacked to float32 and kept so: no bit is lost, and training starts from float32 anyway. Raises ModelError naming
-    the packages that are missing, or what the file lacks.
+    Packed weights are unpacked to float32 and kept so: no bit is lost, and training starts from float32
+    anyway. Raises ModelError naming the packages that are missing, or what the file lacks.
     """
     missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
     if missing:
-        raise ModelError(f"{gguf_file.name} cannot be converted without {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise ModelError(
+            f"{gguf_file.name} cannot be converted without {' and '.join(missing)}: pip install"
+            f" {' '.join(missing)}"
+        )
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -80,20 +91,25 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
                 source,
                 gguf_file=gguf_file.name,
                 dtype=torch.float32,
-                quantization_config=GgufConfig(dequantize=True),  # without it the weights stay packed and can neither train nor be saved
+                quantization_config=GgufConfig(
+                    dequantize=True
+                ),  # without it the weights stay packed and can neither train nor be saved
                 local_files_only=True,
                 output_loading_info=True,
             )
     except CONVERSION_ERRORS as error:
         raise ModelError(
-            f"{gguf_file} cannot be converted ({type(error).__name__}: {str(error).strip().splitlines()[0][:300] if str(error) else 'no message'}); "
-            "it is cut short, damaged, or of an architecture that transformers does not read from GGUF: download it again, or use the model's "
-            "safetensors directory"
+            f"{gguf_file} cannot be converted ({type(error).__name__}:"
+            f" {str(error).strip().splitlines()[0][:300] if str(error) else 'no message'}); it is cut short,"
+            " damaged, or of an architecture that transformers does not read from GGUF: download it again,"
+            " or use the model's safetensors directory"
         ) from error
     model, loading = loaded
     lost = sorted(loading["missing_keys"])
     if lost:  # transformers would train them from random values
-        raise ModelError(f"{gguf_file} lacks {lost[0]} (and {len(lost) - 1} more); use the model's safetensors directory")
+        raise ModelError(
+            f"{gguf_file} lacks {lost[0]} (and {len(lost) - 1} more); use the model's safetensors directory"
+        )
     with quiet_transformers():
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
@@ -101,7 +117,9 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
 
 
 def _drop_added_tokens(folder: Path, *, vocab_size: int) -> None:
-    """Takes tokens that transformers adds of its own (an unknown token, <|endoftext|>) out of the saved tokenizer: no embedding is theirs."""
+    """Takes tokens that transformers adds of its own (an unknown token, <|endoftext|>) out of the saved
+    tokenizer: no embedding is theirs.
+    """
     path = folder / "tokenizer.json"
     if not path.is_file():
         return
@@ -115,7 +133,13 @@ def _drop_added_tokens(folder: Path, *, vocab_size: int) -> None:
     path.write_text(json.dumps(saved, ensure_ascii=False), "utf-8")
     settings_path = folder / "tokenizer_config.json"
     settings = json.loads(settings_path.read_text("utf-8"))
-    kept: dict[str, Any] = {name: value for name, value in settings.items() if not (isinstance(value, str) and value in foreign)}
+    kept: dict[str, Any] = {
+        name: value for name, value in settings.items() if not (isinstance(value, str) and value in foreign)
+    }
     if isinstance(kept.get("added_tokens_decoder"), dict):
-        kept["added_tokens_decoder"] = {key: value for key, value in kept["added_tokens_decoder"].items() if value.get("content") not in foreign}
+        kept["added_tokens_decoder"] = {
+            key: value
+            for key, value in kept["added_tokens_decoder"].items()
+            if value.get("content") not in foreign
+        }
     settings_path.write_text(json.dumps(kept, ensure_ascii=False, indent=2), "utf-8")

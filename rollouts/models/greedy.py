@@ -1,4 +1,6 @@
-"""A model's own greedy answer, with everything it thought at each token: what an engine's answer can be compared with later."""
+"""A model's own greedy answer, with everything it thought at each token: what an engine's answer can be
+compared with later.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 def complete_greedily(
     model: PreTrainedModel, prompt_ids: IntArray, count: int, *, autocast_dtype: torch.dtype | None = None
 ) -> FloatArray:
-    """[count, V] float32 log-probs, in nats, at each of `count` greedy tokens after `prompt_ids`; row i is given the argmax of the rows before.
+    """[count, V] float32 log-probs, in nats, at each of `count` greedy tokens after `prompt_ids`; row i is
+    given the argmax of the rows before.
 
     One forward pass over the whole sequence for each, so it is meant for a few tokens.
     """

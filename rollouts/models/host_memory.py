@@ -16,13 +16,15 @@ class _GroupFiles:
     cached: str  # line of memory.stat: pages of files that the system gives back before it refuses any
 
 
-VERSION_1 = _GroupFiles("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+VERSION_1 = _GroupFiles(
+    "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+)
 VERSION_2 = _GroupFiles("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file")
 
 
 def read_free_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still take: of the machine, of its control group and of those around it, whichever is least; None where
-    none can be read. `root` holds proc and sys.
+    """Bytes that this process may still take: of the machine, of its control group and of those around it,
+    whichever is least; None where none can be read. `root` holds proc and sys.
     """
     machine = _read_numbers(root / "proc/meminfo").get("MemAvailable:")
     found = [] if machine is None else [machine * 1024]
@@ -42,7 +44,9 @@ def _find_groups(root: Path) -> list[tuple[_GroupFiles, Path]]:
         if controllers and "memory" not in controllers.split(","):
             continue
         files = VERSION_1 if controllers else VERSION_2
-        inner = PurePosixPath(path.strip("/"))  # in a container it may be the host's name, which is not here: the root of what is here is the last
+        inner = PurePosixPath(
+            path.strip("/")
+        )  # in a container it may be the host's name, which is not here: the root of what is here is the last
         found += [(files, root / files.root / place) for place in (inner, *inner.parents)]
     return found
 

@@ -13,8 +13,8 @@ from rollouts.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Programs of one layer's code, beyond which torch runs it uncompiled. With and without gradient, with and without a mask, one sequence or
-# several make 8, which is torch's own limit; kinds of layers multiply that.
+# Programs of one layer's code, beyond which torch runs it uncompiled. With and without gradient, with and
+# without a mask, one sequence or several make 8, which is torch's own limit; kinds of layers multiply that.
 PROGRAMS = 64
 
 
@@ -26,26 +26,35 @@ def find_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     found: list[torch.nn.Module] = []
     inside: set[int] = set()
     for module in model.modules():
-        if id(module) not in inside and (isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in unsplit):
+        if id(module) not in inside and (
+            isinstance(module, GradientCheckpointingLayer) or type(module).__name__ in unsplit
+        ):
             found.append(module)
             inside.update(id(part) for part in module.modules())
     return found
 
 
 def compile_layers(model: PreTrainedModel, *, backend: str | Callable[..., Any]) -> int:
-    """How many layers of `model` are now run by torch.compile. They are compiled when they first run, alike ones once.
+    """How many layers of `model` are now run by torch.compile. They are compiled when they first run, alike
+    ones once.
 
-    Sizes are variables of the programs, so that batches of other lengths need no others; a single sequence is a case of its own. Layers that
-    FSDP shards keep its hooks outside of the programs, those that are computed twice for the gradient have that inside.
-    Raises ConfigError in deterministic mode, ModelError if the model has no layers that repeat.
+    Sizes are variables of the programs, so that batches of other lengths need no others; a single sequence is
+    a case of its own. Layers that FSDP shards keep its hooks outside of the programs, those that are computed
+    twice for the gradient have that inside. Raises ConfigError in deterministic mode, ModelError if the model
+    has no layers that repeat.
     """
     import torch._dynamo
 
     if torch.are_deterministic_algorithms_enabled():
-        raise ConfigError("model.compile=true with deterministic=true; compiled sums round in another order; leave one of the two out")
+        raise ConfigError(
+            "model.compile=true with deterministic=true; compiled sums round in another order; leave one of"
+            " the two out"
+        )
     layers = find_layers(model)
     if not layers:
-        raise ModelError(f"{type(model).__name__} has no layers that repeat, to be compiled; set model.compile=false")
+        raise ModelError(
+            f"{type(model).__name__} has no layers that repeat, to be compiled; set model.compile=false"
+        )
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, PROGRAMS)
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)
@@ -54,7 +63,9 @@ def compile_layers(model: PreTrainedModel, *, backend: str | Callable[..., Any])
 
 @contextmanager
 def uncompiled(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, compiled layers run as they are written. For who calls them with caches, of which every layer and length would be a case."""
+    """Inside, compiled layers run as they are written. For who calls them with caches, of which every layer
+    and length would be a case.
+    """
     if all(module._compiled_call_impl is None for module in model.modules()):
         yield
         return

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-CONTEXT_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "context_length")
+CONTEXT_NAMES = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "seq_length",
+    "context_length",
+)
 
 
 class RotaryLimit(NamedTuple):
-    """Rotary frequencies of every position are fixed in rows of at most `tokens`; in a longer row all of them change."""
+    """Rotary frequencies of every position are fixed in rows of at most `tokens`; in a longer row all of them
+    change.
+    """
 
     kind: str  # rope_type of the config: "dynamic" or "longrope"
     tokens: int
@@ -16,7 +25,9 @@ class RotaryLimit(NamedTuple):
 
 
 def find_rotary_limit(config: Any) -> RotaryLimit | None:
-    """The shortest limit of a Hugging Face config's rotary embeddings; None where frequencies do not depend on the length."""
+    """The shortest limit of a Hugging Face config's rotary embeddings; None where frequencies do not depend
+    on the length.
+    """
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     found: list[RotaryLimit] = []
@@ -24,7 +35,9 @@ def find_rotary_limit(config: Any) -> RotaryLimit | None:
         kind, field = str(part.get("rope_type", "")), "max_position_embeddings"
         tokens = getattr(config, field, None)
         if kind == "longrope":  # a dynamic one never looks at the original length
-            original = part.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            original = part.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
             field, tokens = ("original_max_position_embeddings", original) if original else (field, tokens)
         elif "dynamic" not in kind:
             continue

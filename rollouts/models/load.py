@@ -1,4 +1,6 @@
-"""From a model's name to a directory, and from a directory to a torch module and a tokenizer. Runs no code and unpickles nothing from disk."""
+"""From a model's name to a directory, and from a directory to a torch module and a tokenizer. Runs no code
+and unpickles nothing from disk.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from rollouts.models.directories import check_model_directory
 from rollouts.models.gguf import make_gguf_model
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.tiny import make_tiny
-from rollouts.models.tokenizers import check_chat_template_compiles, check_tokenizer_fits, find_turn_end_ids, read_chat_template
+from rollouts.models.tokenizers import (
+    check_chat_template_compiles,
+    check_tokenizer_fits,
+    find_turn_end_ids,
+    read_chat_template,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,17 +30,27 @@ ModelHead = Literal["tokens", "scalar"]
 """What a model says at each position: log-probs of the next token, or one number. See rollouts.models.scalar_head."""
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-OTHER_HEADS = ("Model", "ForMaskedLM", "ForPreTraining", "Classification", "ForQuestionAnswering")  # ends of names of what is not a causal model
+OTHER_HEADS = (
+    "Model",
+    "ForMaskedLM",
+    "ForPreTraining",
+    "Classification",
+    "ForQuestionAnswering",
+)  # ends of names of what is not a causal model
 HUB_IGNORED = ["original/*", "consolidated*"]  # the same weights in the format of their authors
 
 
-def resolve_model(name: str, *, cache_dir: Path | None = None, seed: int = 0, head: ModelHead = "tokens") -> Path:
-    """The directory of a model that is ready to load, with load_hf_model or, for head="scalar", with load_scalar_model.
+def resolve_model(
+    name: str, *, cache_dir: Path | None = None, seed: int = 0, head: ModelHead = "tokens"
+) -> Path:
+    """The directory of a model that is ready to load, with load_hf_model or, for head="scalar", with
+    load_scalar_model.
 
-    "bundled:NAME": converted once from an installed package. "tiny:KIND": random, made from `seed` (see rollouts.models.tiny). A directory:
-    checked. A *.gguf file: converted once. "org/model:file.gguf": such a file on the Hugging Face hub. Anything else is a name on the hub,
-    downloaded into the hub's own cache, or found there when offline. `cache_dir` replaces where made and converted models are kept. Raises
-    ModelError that says what is missing. Blocks: seconds for a conversion, minutes for a download.
+    "bundled:NAME": converted once from an installed package. "tiny:KIND": random, made from `seed` (see
+    rollouts.models.tiny). A directory: checked. A *.gguf file: converted once. "org/model:file.gguf": such a
+    file on the Hugging Face hub. Anything else is a name on the hub, downloaded into the hub's own cache, or
+    found there when offline. `cache_dir` replaces where made and converted models are kept. Raises ModelError
+    that says what is missing. Blocks: seconds for a conversion, minutes for a download.
     """
     kind, _, rest = name.partition(":")
     cache = choose_model_cache(cache_dir)
@@ -48,7 +65,8 @@ def resolve_model(name: str, *, cache_dir: Path | None = None, seed: int = 0, he
         return _checked(make_gguf_model(path if path.is_file() else _download_gguf(name), cache), head)
     if not name or path.exists() or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ModelError(
-            f"model.name={name!r} is not a directory; give a directory, a .gguf file, a hub name like 'org/model', 'bundled:…' or 'tiny:byte'"
+            f"model.name={name!r} is not a directory; give a directory, a .gguf file, a hub name like"
+            " 'org/model', 'bundled:…' or 'tiny:byte'"
         )
     return _checked(_download(name, head), head)
 
@@ -67,21 +85,28 @@ def _check_class(path: Path, head: ModelHead) -> None:
 
 
 def find_causal_class(path: Path) -> str:
-    """Name of transformers' class for the causal language model in a directory, by its config.json alone: before any weight is read.
+    """Name of transformers' class for the causal language model in a directory, by its config.json alone:
+    before any weight is read.
 
-    Raises ModelError, with the way out, for what cannot be trained: another kind of model, code in the directory, packed weights.
+    Raises ModelError, with the way out, for what cannot be trained: another kind of model, code in the
+    directory, packed weights.
     """
     config, model_type, written = _read_class(path)
     found = _find_causal_class(path, config, model_type, written)
     if found not in written and _has_other_head(config, written):
-        raise ModelError(f"{_describe(path, model_type, written)} was not trained to predict the next token; use a model named …ForCausalLM")
+        raise ModelError(
+            f"{_describe(path, model_type, written)} was not trained to predict the next token; use a model"
+            " named …ForCausalLM"
+        )
     return found
 
 
 def find_scalar_class(path: Path) -> str:
-    """Name of transformers' class for the model in a directory with one number as its head, by its config.json alone.
+    """Name of transformers' class for the model in a directory with one number as its head, by its
+    config.json alone.
 
-    The directory holds a causal language model or such a model itself. Raises ModelError as find_causal_class does, and for other heads.
+    The directory holds a causal language model or such a model itself. Raises ModelError as find_causal_class
+    does, and for other heads.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
@@ -90,17 +115,30 @@ def find_scalar_class(path: Path) -> str:
     what = _describe(path, model_type, written)
     found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
     if found is None:
-        raise ModelError(f"{what} cannot have a scalar head: transformers has no …ForSequenceClassification for it; use a Llama, Qwen or Gemma")
+        raise ModelError(
+            f"{what} cannot have a scalar head: transformers has no …ForSequenceClassification for it; use a"
+            " Llama, Qwen or Gemma"
+        )
     if not {found, causal} & set(written) and _has_other_head(config, written):
-        raise ModelError(f"{what} has neither the head of a causal language model nor a scalar one; use a model named {causal} or {found}")
-    labels = len(config.get("id2label") or ()) or config.get("num_labels", 2)  # 2 where nothing is written, as for transformers
+        raise ModelError(
+            f"{what} has neither the head of a causal language model nor a scalar one; use a model named"
+            f" {causal} or {found}"
+        )
+    labels = len(config.get("id2label") or ()) or config.get(
+        "num_labels", 2
+    )  # 2 where nothing is written, as for transformers
     if found in written and labels != 1:
-        raise ModelError(f"{what} has {labels} labels, and a scalar head has one; use a reward model with num_labels=1, or the model named {causal}")
+        raise ModelError(
+            f"{what} has {labels} labels, and a scalar head has one; use a reward model with num_labels=1, or"
+            f" the model named {causal}"
+        )
     return found
 
 
 def has_own_scalar_head(path: Path) -> bool:
-    """Whether the files in a directory that find_scalar_class accepts hold the scalar head; else it is a causal model's, and the head is new."""
+    """Whether the files in a directory that find_scalar_class accepts hold the scalar head; else it is a
+    causal model's, and the head is new.
+    """
     return find_scalar_class(path) in _read_class(path)[2]
 
 
@@ -108,13 +146,21 @@ def _read_class(path: Path) -> tuple[dict[str, Any], str, list[str]]:
     """config.json, its model_type and its architectures."""
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
-        return config, str(config.get("model_type")), [str(name) for name in config.get("architectures") or []]
+        return (
+            config,
+            str(config.get("model_type")),
+            [str(name) for name in config.get("architectures") or []],
+        )
     except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ModelError(f"{path / 'config.json'} cannot be read ({error}); copy the model directory again") from error
+        raise ModelError(
+            f"{path / 'config.json'} cannot be read ({error}); copy the model directory again"
+        ) from error
 
 
 def _has_other_head(config: dict[str, Any], written: list[str]) -> bool:
-    return bool(written) and bool(config.get("is_encoder_decoder") or all(name.endswith(OTHER_HEADS) for name in written))
+    return bool(written) and bool(
+        config.get("is_encoder_decoder") or all(name.endswith(OTHER_HEADS) for name in written)
+    )
 
 
 def _describe(path: Path, model_type: str, written: list[str]) -> str:
@@ -128,15 +174,28 @@ def _find_causal_class(path: Path, config: dict[str, Any], model_type: str, writ
     what = _describe(path, model_type, written)
     found = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     if found is None and config.get("auto_map"):
-        raise ModelError(f"{what} needs code from its directory (auto_map), which is never run; use a model that transformers itself implements")
+        raise ModelError(
+            f"{what} needs code from its directory (auto_map), which is never run; use a model that"
+            " transformers itself implements"
+        )
     if found is None:
-        raise ModelError(f"{what} is not a causal language model that transformers has; use a decoder-only model, one named …ForCausalLM")
+        raise ModelError(
+            f"{what} is not a causal language model that transformers has; use a decoder-only model, one"
+            " named …ForCausalLM"
+        )
     if found.endswith("ForConditionalGeneration"):
-        raise ModelError(f"{what} reads images or sound as well; use its text-only model, one named …ForCausalLM")
+        raise ModelError(
+            f"{what} reads images or sound as well; use its text-only model, one named …ForCausalLM"
+        )
     quantization = config.get("quantization_config")
     if quantization:
-        method = quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
-        raise ModelError(f"{what} has weights packed by {method!r} (quantization_config), which cannot train; use the model it was made from")
+        method = (
+            quantization.get("quant_method", "unknown") if isinstance(quantization, dict) else quantization
+        )
+        raise ModelError(
+            f"{what} has weights packed by {method!r} (quantization_config), which cannot train; use the"
+            " model it was made from"
+        )
     return found
 
 
@@ -145,20 +204,28 @@ def _download(name: str, head: ModelHead) -> Path:
 
     try:
         with quiet_transformers():
-            _check_class(Path(hf_hub_download(name, "config.json")).parent, head)  # gigabytes of a model that cannot be used are not asked for
+            _check_class(
+                Path(hf_hub_download(name, "config.json")).parent, head
+            )  # gigabytes of a model that cannot be used are not asked for
             return Path(snapshot_download(name, allow_patterns=HUB_FILES, ignore_patterns=HUB_IGNORED))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"model.name={name!r} is no directory here, and the hub did not give it ({type(error).__name__}: {_first_line(error)}); check the "
-            "spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a directory"
+            f"model.name={name!r} is no directory here, and the hub did not give it ({type(error).__name__}:"
+            f" {_first_line(error)}); check the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give a"
+            " directory"
         ) from error
 
 
 def _download_gguf(name: str) -> Path:
-    """A GGUF file named as org/model:file.gguf; a path that is not there has no colon, or says that it is one."""
+    """A GGUF file named as org/model:file.gguf; a path that is not there has no colon, or says that it is
+    one.
+    """
     repository, colon, file = name.partition(":")
     if not colon or not file or repository.startswith((".", "~", "/")) or repository.count("/") != 1:
-        raise ModelError(f"model.name={name!r} is not a file here; give the path of a .gguf file, or 'org/model:file.gguf' for one on the hub")
+        raise ModelError(
+            f"model.name={name!r} is not a file here; give the path of a .gguf file, or 'org/model:file.gguf'"
+            " for one on the hub"
+        )
     from huggingface_hub import hf_hub_download
 
     try:
@@ -166,68 +233,100 @@ def _download_gguf(name: str) -> Path:
             return Path(hf_hub_download(repository, file))
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"model.name={name!r}: the hub did not give {file!r} of {repository!r} ({type(error).__name__}: {_first_line(error)}); check the "
-            "spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give the path of a .gguf file"
+            f"model.name={name!r}: the hub did not give {file!r} of {repository!r} ({type(error).__name__}:"
+            f" {_first_line(error)}); check the spelling, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, or give"
+            " the path of a .gguf file"
         ) from error
 
 
 def load_hf_model(path: Path, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The causal language model in a directory, on the CPU, in evaluation mode, with every weight from the files.
+    """The causal language model in a directory, on the CPU, in evaluation mode, with every weight from the
+    files.
 
-    safetensors only, no code from the directory, SDPA attention where the model has it (one with capped scores has not). Raises ModelError
-    if it cannot be loaded, is of another kind (see find_causal_class), or the files lack a weight.
+    safetensors only, no code from the directory, SDPA attention where the model has it (one with capped
+    scores has not). Raises ModelError if it cannot be loaded, is of another kind (see find_causal_class), or
+    the files lack a weight.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     check_model_directory(path)
     attention = choose_attention(find_causal_class(path))
-    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, "attn_implementation": attention}
+    options: dict[str, Any] = {
+        "local_files_only": True,
+        "use_safetensors": True,
+        "trust_remote_code": False,
+        "attn_implementation": attention,
+    }
     try:
         with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=dtype, output_loading_info=True, **options)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, SafetensorError) as error:
-        raise ModelError(f"the model in {path} cannot be loaded ({type(error).__name__}: {_first_line(error)})") from error
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=dtype, output_loading_info=True, **options
+            )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        ImportError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
+        raise ModelError(
+            f"the model in {path} cannot be loaded ({type(error).__name__}: {_first_line(error)})"
+        ) from error
     model, loading = loaded
     missing = sorted(loading["missing_keys"])
     if missing:  # transformers would train them from random values
-        raise ModelError(f"the weights in {path} lack {missing[0]} (and {len(missing) - 1} more); copy the model directory again")
+        raise ModelError(
+            f"the weights in {path} lack {missing[0]} (and {len(missing) - 1} more); copy the model directory"
+            " again"
+        )
     return model
 
 
 def choose_attention(class_name: str) -> str:
-    """The attention that a class of transformers runs with here: SDPA where it has it, "eager" where it has not (one with capped scores)."""
+    """The attention that a class of transformers runs with here: SDPA where it has it, "eager" where it has
+    not (one with capped scores).
+    """
     import transformers
 
     return "sdpa" if getattr(getattr(transformers, class_name, None), "_supports_sdpa", False) else "eager"
 
 
 def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model directory; it has a padding token (where it has none of its own, one that ends an answer) and a chat template.
+    """The tokenizer in a model directory; it has a padding token (where it has none of its own, one that ends
+    an answer) and a chat template.
 
-    `chat_template` is a Jinja file that takes the place of the directory's own. Raises ModelError if it cannot be loaded, lacks a chat
-    template or every token that could end an answer, or has ids that the model beside it has no embedding for.
+    `chat_template` is a Jinja file that takes the place of the directory's own. Raises ModelError if it
+    cannot be loaded, lacks a chat template or every token that could end an answer, or has ids that the model
+    beside it has no embedding for.
     """
     from transformers import AutoTokenizer
 
     try:
         with quiet_transformers():
-            tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
-        raise ModelError(f"the tokenizer in {path} cannot be loaded ({type(error).__name__}: {_first_line(error)})") from error
+        raise ModelError(
+            f"the tokenizer in {path} cannot be loaded ({type(error).__name__}: {_first_line(error)})"
+        ) from error
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
     if not tokenizer.chat_template:
         raise ModelError(
-            f"the tokenizer in {path} has no chat template; use an instruction-tuned model, set model.chat_template, or put a chat_template.jinja "
-            "beside it"
+            f"the tokenizer in {path} has no chat template; use an instruction-tuned model, set"
+            " model.chat_template, or put a chat_template.jinja beside it"
         )
     check_chat_template_compiles(tokenizer, str(chat_template or path))
     stop_ids = stop_token_ids(tokenizer, path)
     if not stop_ids:
         raise ModelError(
-            f"the tokenizer in {path} has no end token, its chat template ends turns with text, and there is no eos_token_id in a "
-            "generation_config.json, so no answer would end; set eos_token in its tokenizer_config.json"
+            f"the tokenizer in {path} has no end token, its chat template ends turns with text, and there is"
+            " no eos_token_id in a generation_config.json, so no answer would end; set eos_token in its"
+            " tokenizer_config.json"
         )
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or str(tokenizer.convert_ids_to_tokens(stop_ids[0]))
@@ -237,20 +336,24 @@ def load_tokenizer(path: Path, *, chat_template: Path | None = None) -> PreTrain
 
 
 def read_text_config(path: Path) -> dict[str, Any]:
-    """The settings of the language model in a directory, defaults filled in, without those of what it may see or hear. Raises ModelError."""
+    """The settings of the language model in a directory, defaults filled in, without those of what it may see
+    or hear. Raises ModelError.
+    """
     from transformers import AutoConfig
 
     try:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
-        raise ModelError(f"{path / 'config.json'} cannot be read ({type(error).__name__}: {_first_line(error)})") from error
+        raise ModelError(
+            f"{path / 'config.json'} cannot be read ({type(error).__name__}: {_first_line(error)})"
+        ) from error
     return config.get_text_config(decoder=True).to_dict()
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int, ...]:
-    """Sorted ids that end a completion: the tokenizer's end token, what its chat template ends an assistant's turn with (which is what SFT
-    teaches), and those of the directory's generation_config.json.
+    """Sorted ids that end a completion: the tokenizer's end token, what its chat template ends an assistant's
+    turn with (which is what SFT teaches), and those of the directory's generation_config.json.
 
     Raises ModelError if the file is not JSON or its ids are not integers.
     """
@@ -264,7 +367,9 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, path: Path) -> tuple[int,
             raise ModelError(f"{generation_config} cannot be read ({error})") from error
         ids.update(more if isinstance(more, list) else [] if more is None else [more])
     if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise ModelError(f"{generation_config} has eos_token_id={sorted(map(str, ids))}; the ids must be integers")
+        raise ModelError(
+            f"{generation_config} has eos_token_id={sorted(map(str, ids))}; the ids must be integers"
+        )
     return tuple(sorted(ids))
 
 

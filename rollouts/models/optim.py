@@ -10,26 +10,33 @@ from rollouts.config.schema import OptimConfig
 
 
 def create_adamw_optimizer(model: torch.nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW over every parameter that trains, tied ones once. Weight decay only on matrices (embeddings included), not norms or biases.
+    """Fused AdamW over every parameter that trains, tied ones once. Weight decay only on matrices (embeddings
+    included), not norms or biases.
 
-    Works on CPU and CUDA. Two parameter groups, matrices first; a group is there even when empty, so that state dicts always fit.
-    Raises ValueError if nothing trains or a beta is 1.
+    Works on CPU and CUDA. Two parameter groups, matrices first; a group is there even when empty, so that
+    state dicts always fit. Raises ValueError if nothing trains or a beta is 1.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise ValueError("the model has no parameter with requires_grad=True; there is nothing to optimize")
     groups = [
-        {"params": [parameter for parameter in trained if parameter.ndim >= 2], "weight_decay": config.weight_decay},
+        {
+            "params": [parameter for parameter in trained if parameter.ndim >= 2],
+            "weight_decay": config.weight_decay,
+        },
         {"params": [parameter for parameter in trained if parameter.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+    )
 
 
 def compute_lr(step: int, total_steps: int, config: OptimConfig) -> float:
     """The learning rate of optimizer step number `step`, counted from 0.
 
-    Rises as lr·(step + 1)/warmup_steps; from its peak it stays, or falls as a line or half a cosine to lr·min_lr_ratio at step
-    total_steps − 1 and stays there. Without warm-up the peak is step 0. A warm-up longer than the run is never finished.
+    Rises as lr·(step + 1)/warmup_steps; from its peak it stays, or falls as a line or half a cosine to
+    lr·min_lr_ratio at step total_steps − 1 and stays there. Without warm-up the peak is step 0. A warm-up
+    longer than the run is never finished.
     """
     assert step >= 0, step
     if step < config.warmup_steps:

@@ -6,13 +6,18 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-for _name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao where it is there, which says at length what it does without
+for _name in (
+    "torchao",
+    "torch.utils._pytree",
+):  # transformers imports torchao where it is there, which says at length what it does without
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Inside, transformers logs errors only and draws no progress bars; afterwards both are as they were. Process-wide."""
+    """Inside, transformers logs errors only and draws no progress bars; afterwards both are as they were.
+    Process-wide.
+    """
     from transformers.utils import logging as transformers_logging
 
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()

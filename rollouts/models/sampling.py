@@ -1,6 +1,7 @@
-"""Completions from a torch model in the calling thread, without an engine: token ids in, token ids and log-probs out.
+"""Completions from a torch model in the calling thread, without an engine: token ids in, token ids and
+log-probs out.
 
-    requests ──► prompts in one padded forward pass ──► draw a token per row ──► one step of the cache ──► … until the last row has ended
+requests ──► prompts in one padded forward pass ──► draw a token per row ──► one step of the cache ──► … until the last row has ended
 """
 
 from __future__ import annotations
@@ -24,30 +25,43 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 UNLIMITED = 2**62  # the context of a model that states none
-ATTENTION = {"full_attention", "sliding_attention"}  # kinds of layers that a mask over the padding is enough for
+ATTENTION = {
+    "full_attention",
+    "sliding_attention",
+}  # kinds of layers that a mask over the padding is enough for
 Steps = Generator[Tensor, Tensor, None]
 
 
 def sample_completions(
-    model: PreTrainedModel, requests: Sequence[GenerateRequest], *, seed: int = 0, weight_version: int = 0, use_cache: bool = True
+    model: PreTrainedModel,
+    requests: Sequence[GenerateRequest],
+    *,
+    seed: int = 0,
+    weight_version: int = 0,
+    use_cache: bool = True,
 ) -> list[Completion]:
-    """One completion per request, in their order: token ids (the stop token included) and log-probs in nats of the distribution drawn from.
+    """One completion per request, in their order: token ids (the stop token included) and log-probs in nats
+    of the distribution drawn from.
 
-    The temperature, then top-k, then top-p shape that distribution; temperature 0 takes the likeliest token, with log-probs at temperature 1.
-    Draw t of a request depends on (seed, its own seed or else its id, t) alone, so neither its order nor its neighbours change it, but for
-    rounding. `weight_version` is written beside every token. The requests are one padded batch, decoded until the last row ends. The
-    model's dropout is off meanwhile and no gradient is kept.
+    The temperature, then top-k, then top-p shape that distribution; temperature 0 takes the likeliest token,
+    with log-probs at temperature 1. Draw t of a request depends on (seed, its own seed or else its id, t)
+    alone, so neither its order nor its neighbours change it, but for rounding. `weight_version` is written
+    beside every token. The requests are one padded batch, decoded until the last row ends. The model's
+    dropout is off meanwhile and no gradient is kept.
 
-    `use_cache` keeps keys and values where the model can; without it, and for a model that has none, every step computes everything again.
-    Raises RequestRefused for an empty or too long prompt, an id outside the vocabulary, two requests of one id, wrong settings, and
-    for a row that may outgrow the length up to which the model's rotary frequencies are fixed; ModelError if the model's distribution is not finite.
+    `use_cache` keeps keys and values where the model can; without it, and for a model that has none, every
+    step computes everything again. Raises RequestRefused for an empty or too long prompt, an id outside the
+    vocabulary, two requests of one id, wrong settings, and for a row that may outgrow the length up to which
+    the model's rotary frequencies are fixed; ModelError if the model's distribution is not finite.
     """
     if not requests:
         return []
     _check_requests(model, requests)
     prompts = [np.asarray(request.prompt_ids, np.int64) for request in requests]
     with evaluation_mode(model), torch.no_grad():
-        steps = _cached_steps(model, prompts) if use_cache and _has_cache(model) else _plain_steps(model, prompts)
+        steps = (
+            _cached_steps(model, prompts) if use_cache and _has_cache(model) else _plain_steps(model, prompts)
+        )
         return _draw_all(steps, requests, seed, weight_version)
 
 
@@ -63,11 +77,18 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = True
 
 
-# --- drawing -----------------------------------------------------------------------------------------------------------------
+# --- drawing ------------------------------------------------------------------------------------------------
 
 
-def _draw_all(steps: Steps, requests: Sequence[GenerateRequest], seed: int, weight_version: int) -> list[Completion]:
-    draws = np.stack([make_draw(stream_key(seed, request.request_id, request.sampling.seed), request.sampling) for request in requests])
+def _draw_all(
+    steps: Steps, requests: Sequence[GenerateRequest], seed: int, weight_version: int
+) -> list[Completion]:
+    draws = np.stack(
+        [
+            make_draw(stream_key(seed, request.request_id, request.sampling.seed), request.sampling)
+            for request in requests
+        ]
+    )
     token_ids: list[list[int]] = [[] for _ in requests]
     log_probs: list[list[float]] = [[] for _ in requests]
     reasons: list[FinishReason | None] = [None] * len(requests)
@@ -80,8 +101,8 @@ def _draw_all(steps: Steps, requests: Sequence[GenerateRequest], seed: int, weig
                 continue
             if not np.isfinite(sampled.log_probs[row]):
                 raise ModelError(
-                    f"request {request.request_id!r}: the model's distribution of token {len(token_ids[row])} is not finite; look for NaN in its "
-                    "weights, or lower the learning rate that made them"
+                    f"request {request.request_id!r}: the model's distribution of token {len(token_ids[row])}"
+                    " is not finite; look for NaN in its weights, or lower the learning rate that made them"
                 )
             token_ids[row].append(int(sampled.token_ids[row]))
             log_probs[row].append(float(sampled.log_probs[row]))
@@ -108,11 +129,13 @@ def _finish_reason(token_ids: Sequence[int], request: GenerateRequest) -> Finish
     return "length" if len(token_ids) == request.sampling.max_new_tokens else None
 
 
-# --- stepping ----------------------------------------------------------------------------------------------------------------
+# --- stepping -----------------------------------------------------------------------------------------------
 
 
 def _cached_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
-    """Yields logits [B, V] of the next token; takes the tokens [B] that were drawn. Prompts are padded on the left, so all end together."""
+    """Yields logits [B, V] of the next token; takes the tokens [B] that were drawn. Prompts are padded on the
+    left, so all end together.
+    """
     width = max(len(prompt) for prompt in prompts)
     input_ids, mask = np.zeros((len(prompts), width), np.int64), np.zeros((len(prompts), width), np.int64)
     for row, prompt in enumerate(prompts):
@@ -122,8 +145,16 @@ def _cached_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
     accepted = _accepted_inputs(model)
     cache: Any = None
     while True:
-        options = {"attention_mask": attention, "position_ids": positions, "past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-        output: Any = model(input_ids=ids, **{name: value for name, value in options.items() if name in accepted})
+        options = {
+            "attention_mask": attention,
+            "position_ids": positions,
+            "past_key_values": cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        output: Any = model(
+            input_ids=ids, **{name: value for name, value in options.items() if name in accepted}
+        )
         cache = output.past_key_values
         drawn = yield output.logits[:, -1]
         ids, positions = drawn[:, None], positions[:, -1:] + 1
@@ -131,7 +162,9 @@ def _cached_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
 
 
 def _plain_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
-    """The same without a cache. Rows are padded on the right, where no token of a causal model sees the padding: exact for all of them."""
+    """The same without a cache. Rows are padded on the right, where no token of a causal model sees the
+    padding: exact for all of them.
+    """
     rows = [torch.from_numpy(prompt).to(model.device) for prompt in prompts]
     options = without_cache(model)
     while True:
@@ -143,11 +176,19 @@ def _plain_steps(model: PreTrainedModel, prompts: Sequence[IntArray]) -> Steps:
 
 
 def _has_cache(model: PreTrainedModel) -> bool:
-    """Whether padding on the left with a cache is exact: every layer attends, under a mask that hides the padding, to keys that are handed back."""
+    """Whether padding on the left with a cache is exact: every layer attends, under a mask that hides the
+    padding, to keys that are handed back.
+    """
     config: Any = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    stateful = bool(getattr(model, "_is_stateful", False))  # layers that sum up what came before, padding included
-    return not stateful and kinds <= ATTENTION and {"past_key_values", "use_cache", "attention_mask"} <= _accepted_inputs(model)
+    stateful = bool(
+        getattr(model, "_is_stateful", False)
+    )  # layers that sum up what came before, padding included
+    return (
+        not stateful
+        and kinds <= ATTENTION
+        and {"past_key_values", "use_cache", "attention_mask"} <= _accepted_inputs(model)
+    )
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, Any]:
@@ -159,7 +200,7 @@ def _accepted_inputs(model: PreTrainedModel) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
 
 
-# --- checking ----------------------------------------------------------------------------------------------------------------
+# --- checking -----------------------------------------------------------------------------------------------
 
 
 def _check_requests(model: PreTrainedModel, requests: Sequence[GenerateRequest]) -> None:
@@ -173,10 +214,15 @@ def _check_requests(model: PreTrainedModel, requests: Sequence[GenerateRequest])
         total = len(request.prompt_ids) + request.sampling.max_new_tokens
         if rotary is not None and total > rotary.tokens:
             raise RequestRefused(
-                f"request {request.request_id!r}: {len(request.prompt_ids)} prompt tokens and max_new_tokens={request.sampling.max_new_tokens} make "
-                f"{total}; rope_type={rotary.kind!r} changes the frequencies of every position beyond {rotary.tokens} tokens "
-                f"(config.{rotary.field}), so its log-probs would not be those of the finished row: shorten the prompt or lower max_new_tokens"
+                f"request {request.request_id!r}: {len(request.prompt_ids)} prompt tokens and"
+                f" max_new_tokens={request.sampling.max_new_tokens} make {total}; rope_type={rotary.kind!r}"
+                f" changes the frequencies of every position beyond {rotary.tokens} tokens"
+                f" (config.{rotary.field}), so its log-probs would not be those of the finished row: shorten"
+                " the prompt or lower max_new_tokens"
             )
         if request.request_id in seen:
-            raise RequestRefused(f"request {request.request_id!r} is there twice; both would draw the same tokens: give every request its own id")
+            raise RequestRefused(
+                f"request {request.request_id!r} is there twice; both would draw the same tokens: give every"
+                " request its own id"
+            )
         seen.add(request.request_id)

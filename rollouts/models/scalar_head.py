@@ -1,10 +1,11 @@
-"""Models that say one number at each position: reward models and critics, any causal language model with a head [1, H] instead of its own.
+"""Models that say one number at each position: reward models and critics, any causal language model with a
+head [1, H] instead of its own.
 
     directory of a causal model ───────────► its decoder, a new head of exactly 0
     directory of a …ForSequenceClassification with one label ──► its decoder and its head          both are transformers' class of that name
 
-The number at a position is hidden state · head: it depends on that token and those before it. Transformers takes the last token's as the score
-of a sequence.
+The number at a position is hidden state · head: it depends on that token and those before it. Transformers
+takes the last token's as the score of a sequence.
 """
 
 from __future__ import annotations
@@ -28,32 +29,57 @@ HEAD_WEIGHT = f"{HEAD}.weight"
 PROBING_DIRECTIONS = 16
 
 
-def load_scalar_model(path: Path, *, dtype: torch.dtype = torch.float32, new_head: bool = True) -> PreTrainedModel:
-    """The model in a directory with one scalar head, on the CPU, in evaluation mode; every weight is from the files but a new head, which is 0.
+def load_scalar_model(
+    path: Path, *, dtype: torch.dtype = torch.float32, new_head: bool = True
+) -> PreTrainedModel:
+    """The model in a directory with one scalar head, on the CPU, in evaluation mode; every weight is from the
+    files but a new head, which is 0.
 
-    new_head: False where the head too must be in the files, as in those of a checkpoint. Loaded as strictly as load_hf_model does. Raises
-    ModelError as that does, and for what find_scalar_class refuses.
+    new_head: False where the head too must be in the files, as in those of a checkpoint. Loaded as strictly
+    as load_hf_model does. Raises ModelError as that does, and for what find_scalar_class refuses.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForSequenceClassification
 
     check_model_directory(path)
     attention, own = choose_attention(find_scalar_class(path)), has_own_scalar_head(path)
-    options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True, "trust_remote_code": False, "attn_implementation": attention}
+    options: dict[str, Any] = {
+        "local_files_only": True,
+        "use_safetensors": True,
+        "trust_remote_code": False,
+        "attn_implementation": attention,
+    }
     try:
         with quiet_transformers(), torch.random.fork_rng(devices=[]):  # it draws a head, which is not kept
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                str(path), dtype=dtype, output_loading_info=True, **options, **({} if own else {"num_labels": 1})
+                str(path),
+                dtype=dtype,
+                output_loading_info=True,
+                **options,
+                **({} if own else {"num_labels": 1}),
             )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, SafetensorError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+        ImportError,
+        AttributeError,
+        SafetensorError,
+    ) as error:
         first_line = str(error).strip().split("\n", 1)[0][:300]
-        raise ModelError(f"the model in {path} cannot be loaded ({type(error).__name__}: {first_line})") from error
+        raise ModelError(
+            f"the model in {path} cannot be loaded ({type(error).__name__}: {first_line})"
+        ) from error
     model, loading = loaded
     check_scalar_head(model, path)
     made = {HEAD_WEIGHT} if new_head and not own else set()
     missing = sorted(set(loading["missing_keys"]) - made)
     if missing:  # transformers would train them from random values
-        raise ModelError(f"the weights in {path} lack {missing[0]} (and {len(missing) - 1} more); copy the model directory again")
+        raise ModelError(
+            f"the weights in {path} lack {missing[0]} (and {len(missing) - 1} more); copy the model directory"
+            " again"
+        )
     if made:
         with torch.no_grad():
             get_scalar_weight(model).zero_()
@@ -63,7 +89,10 @@ def load_scalar_model(path: Path, *, dtype: torch.dtype = torch.float32, new_hea
 def check_scalar_head(model: PreTrainedModel, path: Path) -> None:
     """Raises ModelError if the model of a directory has another head than one matrix [1, H]."""
     if not has_scalar_head(model) or get_scalar_weight(model).shape[0] != 1:
-        raise ModelError(f"{type(model).__name__} of the model in {path} has no head {HEAD_WEIGHT} of shape [1, H]; use a Llama, Qwen or Gemma")
+        raise ModelError(
+            f"{type(model).__name__} of the model in {path} has no head {HEAD_WEIGHT} of shape [1, H]; use a"
+            " Llama, Qwen or Gemma"
+        )
 
 
 def has_scalar_head(model: torch.nn.Module) -> bool:
@@ -81,24 +110,35 @@ def project_states(states: Tensor, direction: Tensor) -> Tensor:
     """hidden states [N, H] · direction [H], [N]: in float32, in float64 where states are."""
     wide = torch.float64 if states.dtype == torch.float64 else torch.float32
     with torch.autocast(states.device.type, enabled=False):
-        # no view of something larger: FSDP waits for the gradient of what this gives. A copy: where a weight lies in memory changes the rounding
+        # no view of something larger: FSDP waits for the gradient of what this gives. A copy: where a weight
+        # lies in memory changes the rounding
         return torch.mv(states.to(wide), direction.to(wide, copy=True))
 
 
 def make_probing_directions(states: Tensor) -> Tensor:
-    """[D, H] fixed random directions in which hidden states [N, H] have values of size 1: what is proved of a model whose own head may be 0."""
+    """[D, H] fixed random directions in which hidden states [N, H] have values of size 1: what is proved of a
+    model whose own head may be 0.
+    """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn((PROBING_DIRECTIONS, states.shape[-1]), generator=generator, dtype=torch.float64)
-    size = float(states.double().square().sum(-1).mean().sqrt())  # |hidden|: a random direction of unit variance gives values of this size
+    size = float(
+        states.double().square().sum(-1).mean().sqrt()
+    )  # |hidden|: a random direction of unit variance gives values of this size
     return (drawn / max(size, torch.finfo(torch.float32).tiny)).to(states)
 
 
 def set_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Gives the config the tokenizer's padding token, where it has none: transformers scores several sequences at once only if there is one.
+    """Gives the config the tokenizer's padding token, where it has none: transformers scores several
+    sequences at once only if there is one.
 
-    One that also ends an answer is not taken: transformers takes the last token that is no padding, and would pass over the end of every answer.
+    One that also ends an answer is not taken: transformers takes the last token that is no padding, and would
+    pass over the end of every answer.
     """
     config: Any = model.config.get_text_config()
-    if tokenizer is None or getattr(config, "pad_token_id", None) is not None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+    if (
+        tokenizer is None
+        or getattr(config, "pad_token_id", None) is not None
+        or tokenizer.pad_token_id == tokenizer.eos_token_id
+    ):
         return
     config.pad_token_id = tokenizer.pad_token_id

@@ -2,7 +2,8 @@
 
     bucket ─► names of the files ─► CPU, dtype ─► appended to the open shard of its dtype ─► shard full: header written, file complete
 
-The header stands before the tensors and is written last: room for it is kept, and what is left of the room is spaces, as the format allows.
+The header stands before the tensors and is written last: room for it is kept, and what is left of the room is
+spaces, as the format allows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ LENGTH_BYTES = 8
 
 
 class Names(Protocol):
-    """From tensors under the names that they have in memory to those of a model's files: rollouts.models.export.FileNames is one."""
+    """From tensors under the names that they have in memory to those of a model's files:
+    rollouts.models.export.FileNames is one.
+    """
 
     def translate(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
         """The bucket as files have it; what must wait for more comes later."""
@@ -42,7 +45,9 @@ def name_shard(prefix: str, number: int) -> str:
 
 
 class GrowingFile:
-    """A safetensors file that tensors of one dtype are appended to. Open only while something is written: one that is given up leaks nothing."""
+    """A safetensors file that tensors of one dtype are appended to. Open only while something is written: one
+    that is given up leaks nothing.
+    """
 
     def __init__(self, path: Path, shard_bytes: int) -> None:
         self.path = path
@@ -87,11 +92,13 @@ class GrowingFile:
 
 
 class ShardWriter:
-    """A WeightSink that writes safetensors files of at most `shard_bytes` (a larger tensor alone). Runs on the device thread.
+    """A WeightSink that writes safetensors files of at most `shard_bytes` (a larger tensor alone). Runs on
+    the device thread.
 
-    `on_shard` is called with each file that is complete. What fails is kept in `failure` and later buckets are let through unread: an error in
-    a sink would fail the backend and every step after, and with several ranks it would leave the others inside a collective.
-    `prefix`: of the names of files, which are {prefix}-00001.safetensors and so on.
+    `on_shard` is called with each file that is complete. What fails is kept in `failure` and later buckets
+    are let through unread: an error in a sink would fail the backend and every step after, and with several
+    ranks it would leave the others inside a collective. `prefix`: of the names of files, which are
+    {prefix}-00001.safetensors and so on.
     """
 
     def __init__(
@@ -110,7 +117,9 @@ class ShardWriter:
         self._dtype = dtype
         self._shard_bytes = shard_bytes
         self._on_shard = on_shard
-        self._open: dict[torch.dtype, GrowingFile] = {}  # one of each dtype, so that every tensor is aligned to its elements
+        self._open: dict[
+            torch.dtype, GrowingFile
+        ] = {}  # one of each dtype, so that every tensor is aligned to its elements
         self._begun = 0  # files
         self._stopped = False
         self.failure: Exception | None = None
@@ -122,7 +131,9 @@ class ShardWriter:
 
     def close(self) -> None:
         """Completes what is left."""
-        self._guard(lambda: (self._add_all(self._names.rest()), [self._finish(dtype) for dtype in list(self._open)]))
+        self._guard(
+            lambda: (self._add_all(self._names.rest()), [self._finish(dtype) for dtype in list(self._open)])
+        )
 
     def stop(self) -> None:
         """Whatever comes later is let through: nobody waits for it any more."""
@@ -140,13 +151,17 @@ class ShardWriter:
         for name, tensor in tensors:
             dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
             if dtype not in DTYPES:
-                raise ModelError(f"{name} has dtype {dtype}, which model files do not hold here; convert it first")
+                raise ModelError(
+                    f"{name} has dtype {dtype}, which model files do not hold here; convert it first"
+                )
             own = tensor.detach().to(device="cpu", dtype=dtype)
             if dtype in self._open and not self._open[dtype].has_room(name, own):
                 self._finish(dtype)
             if dtype not in self._open:
                 self._begun += 1
-                self._open[dtype] = GrowingFile(self._folder / name_shard(self._prefix, self._begun), self._shard_bytes)
+                self._open[dtype] = GrowingFile(
+                    self._folder / name_shard(self._prefix, self._begun), self._shard_bytes
+                )
             self._open[dtype].append(name, own)
 
     def _finish(self, dtype: torch.dtype) -> None:

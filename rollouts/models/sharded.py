@@ -1,8 +1,10 @@
-"""Models whose weights are spread over ranks: made without memory, filled by slices, so that no rank ever holds the whole.
+"""Models whose weights are spread over ranks: made without memory, filled by slices, so that no rank ever
+holds the whole.
 
     make_meta_model(path) ─► fully_shard (the caller) ─► load_sharded_weights(model, path): each rank reads its rows of every weight
 
-A weight that files have in pieces (a mixture's experts) is put together on every rank, one such weight at a time, and cut there.
+A weight that files have in pieces (a mixture's experts) is put together on every rank, one such weight at a
+time, and cut there.
 """
 
 from __future__ import annotations
@@ -19,10 +21,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollouts.errors import ModelError
 from rollouts.models.directories import check_model_directory
-from rollouts.models.load import ModelHead, choose_attention, find_causal_class, find_scalar_class, has_own_scalar_head
+from rollouts.models.load import (
+    ModelHead,
+    choose_attention,
+    find_causal_class,
+    find_scalar_class,
+    has_own_scalar_head,
+)
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.scalar_head import HEAD_WEIGHT, check_scalar_head, has_scalar_head
-from rollouts.models.weight_files import CONVERSIONS, FileTensor, WeightGroup, convert_group, list_weights, plan_weights
+from rollouts.models.weight_files import (
+    CONVERSIONS,
+    FileTensor,
+    WeightGroup,
+    convert_group,
+    list_weights,
+    plan_weights,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,13 +45,22 @@ if TYPE_CHECKING:
 INITIALIZED = "_is_hf_initialized"  # transformers leaves tensors and modules that have it alone
 
 
-def make_meta_model(path: Path, *, dtype: torch.dtype = torch.float32, head: ModelHead = "tokens") -> PreTrainedModel:
-    """The causal language model of a directory without its weights: parameters on the meta device, buffers that no file holds as they must be.
+def make_meta_model(
+    path: Path, *, dtype: torch.dtype = torch.float32, head: ModelHead = "tokens"
+) -> PreTrainedModel:
+    """The causal language model of a directory without its weights: parameters on the meta device, buffers
+    that no file holds as they must be.
 
-    Evaluation mode, attention as load_hf_model chooses it. Shard it, then load_sharded_weights. `Module.to_empty` would lose the buffers:
-    load_sharded_weights gives the parameters their memory. head: "scalar" makes a model as load_scalar_model does. Raises ModelError as those do.
+    Evaluation mode, attention as load_hf_model chooses it. Shard it, then load_sharded_weights.
+    `Module.to_empty` would lose the buffers: load_sharded_weights gives the parameters their memory. head:
+    "scalar" makes a model as load_scalar_model does. Raises ModelError as those do.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        GenerationConfig,
+    )
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     check_model_directory(path)
@@ -46,23 +70,33 @@ def make_meta_model(path: Path, *, dtype: torch.dtype = torch.float32, head: Mod
     labels = {"num_labels": 1} if scalar and not has_own_scalar_head(path) else {}
     try:
         with quiet_transformers():
-            config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False, **labels)
+            config = AutoConfig.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False, **labels
+            )
             with torch.device("meta"):
-                model = auto.from_config(config, dtype=dtype, attn_implementation=attention, trust_remote_code=False)
+                model = auto.from_config(
+                    config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+                )
             if model.can_generate() and (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
             _compute_buffers(model)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, AttributeError, TypeError) as error:
         first_line = str(error).strip().split("\n", 1)[0]
-        raise ModelError(f"the model in {path} cannot be made ({type(error).__name__}: {first_line})") from error
+        raise ModelError(
+            f"the model in {path} cannot be made ({type(error).__name__}: {first_line})"
+        ) from error
     if scalar:
         check_scalar_head(model, path)
-    setattr(model, CONVERSIONS, get_model_conversion_mapping(model))  # before sharding gives the classes other names, which it looks them up by
+    setattr(
+        model, CONVERSIONS, get_model_conversion_mapping(model)
+    )  # before sharding gives the classes other names, which it looks them up by
     return model.eval()
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Gives the buffers that no file holds their values, on the CPU, by the model's own initialisation; weights keep to the meta device."""
+    """Gives the buffers that no file holds their values, on the CPU, by the model's own initialisation;
+    weights keep to the meta device.
+    """
     weights, _ = list_weights(model)
     for weight in weights.values():
         setattr(weight, INITIALIZED, True)
@@ -76,17 +110,20 @@ def _compute_buffers(model: PreTrainedModel) -> None:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Frees what a forward gathered and kept; afterwards every parameter of a sharded model is its DTensor. No communication."""
+    """Frees what a forward gathered and kept; afterwards every parameter of a sharded model is its DTensor.
+    No communication.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def compute_local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """What of a tensor this rank holds, one slice for each dimension; all of it where it is not sharded. Shards at the end may be empty.
+    """What of a tensor this rank holds, one slice for each dimension; all of it where it is not sharded.
+    Shards at the end may be empty.
 
-    torch cuts as torch.chunk does: every rank has ceil(n / ranks) rows but the last ones. Raises ModelError for layouts that are not rows of
-    a tensor (partial sums, interleaved shards).
+    torch cuts as torch.chunk does: every rank has ceil(n / ranks) rows but the last ones. Raises ModelError
+    for layouts that are not rows of a tensor (partial sums, interleaved shards).
     """
     bounds = [(0, size) for size in tensor.shape]
     if isinstance(tensor, DTensor):
@@ -99,7 +136,10 @@ def compute_local_slices(tensor: Tensor) -> tuple[slice, ...]:
                 first = min(start + coordinates[axis] * chunk, stop)
                 bounds[placement.dim] = (first, min(first + chunk, stop))
             elif not isinstance(placement, Replicate):
-                raise ModelError(f"a weight of shape {tuple(tensor.shape)} is laid out as {placement}; shard along one dimension, or replicate")
+                raise ModelError(
+                    f"a weight of shape {tuple(tensor.shape)} is laid out as {placement}; shard along one"
+                    " dimension, or replicate"
+                )
     return tuple(slice(start, stop) for start, stop in bounds)
 
 
@@ -119,11 +159,13 @@ def load_sharded_weights(
 ) -> None:
     """Fills a model, sharded or not, with the weights in a directory; this rank reads its own slices.
 
-    A model on the meta device gets memory on `device`, for buffers on `buffer_device` where that is another (parameters offloaded to the CPU);
-    parameters that have memory stay the same objects. What the model then computes is bit for bit what one from load_hf_model does. new_head: a
-    scalar head becomes 0 where the directory is a causal model's, as in load_scalar_model.
-    Raises ModelError, the same on every rank and before anything is changed, naming weights that are missing, unknown, misshapen or laid out
-    in a way that is not known; a disk that fails later may raise on one rank only. Call it on every rank; it does not communicate.
+    A model on the meta device gets memory on `device`, for buffers on `buffer_device` where that is another
+    (parameters offloaded to the CPU); parameters that have memory stay the same objects. What the model then
+    computes is bit for bit what one from load_hf_model does. new_head: a scalar head becomes 0 where the
+    directory is a causal model's, as in load_scalar_model. Raises ModelError, the same on every rank and
+    before anything is changed, naming weights that are missing, unknown, misshapen or laid out in a way that
+    is not known; a disk that fails later may raise on one rank only. Call it on every rank; it does not
+    communicate.
     """
     reshard(model)
     new = (HEAD_WEIGHT,) if new_head and has_scalar_head(model) and not has_own_scalar_head(path) else ()
@@ -142,7 +184,9 @@ def load_sharded_weights(
             for name, (tensor, cut) in targets.items():
                 weight = weights[aliases.get(name, name)]
                 get_local(weight).copy_(tensor if cut else tensor[compute_local_slices(weight)])
-    cast(Any, model)._weight_conversions = list(plan.used_conversions)  # what transformers notes when it loads: saving undoes it
+    cast(Any, model)._weight_conversions = list(
+        plan.used_conversions
+    )  # what transformers notes when it loads: saving undoes it
 
 
 def _read_group(model: PreTrainedModel, group: WeightGroup, weight: Tensor) -> dict[str, tuple[Tensor, bool]]:
@@ -155,7 +199,9 @@ def _read_group(model: PreTrainedModel, group: WeightGroup, weight: Tensor) -> d
 
 
 def _read_slices(sources: Sequence[FileTensor], slices: tuple[slice, ...] | None) -> list[Tensor]:
-    """Each file is opened for this alone: what was read through a mapping counts as this process's memory until it is closed."""
+    """Each file is opened for this alone: what was read through a mapping counts as this process's memory
+    until it is closed.
+    """
     by_file: dict[Path, list[int]] = {}
     for index, source in enumerate(sources):
         by_file.setdefault(source.file, []).append(index)

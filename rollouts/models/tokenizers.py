@@ -1,4 +1,5 @@
-"""What a run needs of a tokenizer beside its directory: a template that compiles, the ids that end a turn, ids within the model's vocabulary.
+"""What a run needs of a tokenizer beside its directory: a template that compiles, the ids that end a turn,
+ids within the model's vocabulary.
 
 And a tokenizer that needs no files: one token per byte.
 """
@@ -18,15 +19,17 @@ if TYPE_CHECKING:
 PAD_TOKEN, START_TOKEN, END_TOKEN = "<pad>", "<|im_start|>", "<|im_end|>"
 PAD_ID, START_ID, END_ID = 256, 257, 258  # after the 256 bytes
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{%"
+    " endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8, followed by <pad>, <|im_start|> and <|im_end|> (which ends a turn).
+    """A tokenizer whose ids 0 to 255 are the bytes of UTF-8, followed by <pad>, <|im_start|> and <|im_end|>
+    (which ends a turn).
 
-    Any text decodes to itself; ids that are not valid UTF-8 decode to replacement characters. Has a ChatML chat template.
+    Any text decodes to itself; ids that are not valid UTF-8 decode to replacement characters. Has a ChatML
+    chat template.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -35,7 +38,9 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD_TOKEN, START_TOKEN, END_TOKEN)])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (PAD_TOKEN, START_TOKEN, END_TOKEN)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD_TOKEN,
@@ -47,13 +52,19 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def byte_characters() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte, in byte order: itself if printable, else one from U+0100 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    """The printable character that byte-level tokenizers write for each byte, in byte order: itself if
+    printable, else one from U+0100 on.
+    """
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
 
 
-# --- chat templates ----------------------------------------------------------------------------------------------------------
+# --- chat templates -----------------------------------------------------------------------------------------
 
 
 def read_chat_template(path: Path) -> str:
@@ -61,26 +72,36 @@ def read_chat_template(path: Path) -> str:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"the chat template {path} cannot be read ({type(error).__name__}: {error}); give the path of a Jinja file") from error
+        raise ModelError(
+            f"the chat template {path} cannot be read ({type(error).__name__}: {error}); give the path of a"
+            " Jinja file"
+        ) from error
     if not text.strip():
         raise ModelError(f"the chat template {path} is empty; give the path of a Jinja file")
     return text
 
 
 def check_chat_template_compiles(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Raises ModelError, beginning with `where` and naming the line, if the chat template is no Jinja. What it refuses is not looked at."""
+    """Raises ModelError, beginning with `where` and naming the line, if the chat template is no Jinja. What
+    it refuses is not looked at.
+    """
     from jinja2 import TemplateSyntaxError
 
     try:
         _write_turns(tokenizer, [{"role": "user", "content": "a"}])
     except TemplateSyntaxError as error:
-        raise ModelError(f"{where}: the chat template is no Jinja: line {error.lineno}: {error.message}") from error
-    except Exception:  # whatever the template's author raises about one message; the rows will show whether it takes theirs
+        raise ModelError(
+            f"{where}: the chat template is no Jinja: line {error.lineno}: {error.message}"
+        ) from error
+    except (
+        Exception
+    ):  # whatever the template's author raises about one message; the rows will show whether it takes theirs
         return
 
 
 def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Ids of the tokens with which the chat template ends a plain answer, and a tool call where it writes one. Found by writing both.
+    """Ids of the tokens with which the chat template ends a plain answer, and a tool call where it writes
+    one. Found by writing both.
 
     Empty if there is no template, it refuses them, or it ends them with text.
     """
@@ -93,15 +114,26 @@ def find_turn_end_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     plain_end = _first_token(written.rpartition(answer)[2], [*special, *added]) if answer in written else None
     ends = [plain_end, _find_call_end(tokenizer, question, special, plain_end)]
     ids: list[Any] = [tokenizer.convert_tokens_to_ids(end) for end in ends if end is not None]
-    return tuple(sorted({token_id for token_id in ids if isinstance(token_id, int) and token_id != tokenizer.unk_token_id}))
+    return tuple(
+        sorted(
+            {token_id for token_id in ids if isinstance(token_id, int) and token_id != tokenizer.unk_token_id}
+        )
+    )
 
 
-def _find_call_end(tokenizer: PreTrainedTokenizerBase, question: Mapping[str, Any], special: Sequence[str], plain_end: str | None) -> str | None:
+def _find_call_end(
+    tokenizer: PreTrainedTokenizerBase,
+    question: Mapping[str, Any],
+    special: Sequence[str],
+    plain_end: str | None,
+) -> str | None:
     if not special:
         return None
     for arguments in ({"key": "zqvalue"}, '{"key": "zqvalue"}'):
         call = {"type": "function", "id": "abcdef123", "function": {"name": "zqname", "arguments": arguments}}
-        written = _write_if_it_can(tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}])
+        written = _write_if_it_can(
+            tokenizer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        )
         if "zqname" in written and "zqvalue" in written:
             one = "|".join(re.escape(token) for token in special)
             run = re.search(rf"(?:(?:{one})\s*)+\Z", written)
@@ -121,16 +153,22 @@ def _special_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[
     tokens = tokenizer.added_tokens_decoder.values()
     special = {*map(str, tokenizer.all_special_tokens), *(token.content for token in tokens if token.special)}
     added = {token.content for token in tokens} - special
-    special_texts, added_texts = ([text for text in sorted(texts, key=len, reverse=True) if text.strip()] for texts in (special, added))
+    special_texts, added_texts = (
+        [text for text in sorted(texts, key=len, reverse=True) if text.strip()] for texts in (special, added)
+    )
     return special_texts, added_texts
 
 
 def _write_if_it_can(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages in the chat template; empty if it refuses them, with and without a system turn before them."""
+    """The messages in the chat template; empty if it refuses them, with and without a system turn before
+    them.
+    """
     for system in ([], [{"role": "system", "content": "system"}]):
         try:
             return _write_turns(tokenizer, [*system, *messages])
-        except Exception:  # its author's code: it raises what that chose, and Python what the code meets; it may want a system turn
+        # its author's code: it raises what that chose, and Python what the code meets; it may want a system
+        # turn
+        except Exception:
             continue
     return ""
 
@@ -139,16 +177,22 @@ def _write_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[
     return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
 
 
-# --- vocabularies ------------------------------------------------------------------------------------------------------------
+# --- vocabularies -------------------------------------------------------------------------------------------
 
 
-def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_config: Mapping[str, Any], where: str) -> None:
-    """Raises ModelError, beginning with `where`, unless every id that the tokenizer can give is one that the model has an embedding for.
+def check_tokenizer_fits(
+    tokenizer: PreTrainedTokenizerBase, model_config: Mapping[str, Any], where: str
+) -> None:
+    """Raises ModelError, beginning with `where`, unless every id that the tokenizer can give is one that the
+    model has an embedding for.
 
-    `model_config` is the content of config.json. A vocabulary larger than the tokenizer is usual (padded), and fine.
+    `model_config` is the content of config.json. A vocabulary larger than the tokenizer is usual (padded),
+    and fine.
     """
     text_config = model_config.get("text_config")
-    vocab_size = model_config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, Mapping) else None)
+    vocab_size = model_config.get(
+        "vocab_size", text_config.get("vocab_size") if isinstance(text_config, Mapping) else None
+    )
     if not isinstance(vocab_size, int) or isinstance(vocab_size, bool) or vocab_size <= 0:
         raise ModelError(f"{where}: config.json has vocab_size={vocab_size!r}; it must be a number above 0")
     vocabulary = tokenizer.get_vocab()
@@ -156,15 +200,26 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_config: Mappi
     if outside:
         first_id, token = outside[0]
         raise ModelError(
-            f"{where}: the tokenizer's ids reach {outside[-1][0]}, the model's vocabulary has {vocab_size} (0 to {vocab_size - 1}); the first token "
-            f"outside is {token!r} with id {first_id}; use the tokenizer that came with the model"
+            f"{where}: the tokenizer's ids reach {outside[-1][0]}, the model's vocabulary has {vocab_size} (0"
+            f" to {vocab_size - 1}); the first token outside is {token!r} with id {first_id}; use the"
+            " tokenizer that came with the model"
         )
     for name in ("bos_token_id", "eos_token_id"):
         ids = model_config.get(name)
-        beyond = [token_id for token_id in (ids if isinstance(ids, list) else [ids]) if isinstance(token_id, int) and token_id >= vocab_size]
+        beyond = [
+            token_id
+            for token_id in (ids if isinstance(ids, list) else [ids])
+            if isinstance(token_id, int) and token_id >= vocab_size
+        ]
         if beyond:
-            raise ModelError(f"{where}: config.json has {name}={beyond[0]}, outside the model's vocabulary of {vocab_size}; correct it")
+            raise ModelError(
+                f"{where}: config.json has {name}={beyond[0]}, outside the model's vocabulary of"
+                f" {vocab_size}; correct it"
+            )
     for name, token in tokenizer.special_tokens_map.items():
         for text in token if isinstance(token, list | tuple) else [token]:
             if str(text) not in vocabulary:
-                raise ModelError(f"{where}: {name}={str(text)!r} is not in the tokenizer's vocabulary; correct its tokenizer_config.json")
+                raise ModelError(
+                    f"{where}: {name}={str(text)!r} is not in the tokenizer's vocabulary; correct its"
+                    " tokenizer_config.json"
+                )

@@ -1,4 +1,5 @@
-"""Which tensors of a directory's safetensors files make which weights of a model. Reads headers only, so it costs no memory.
+"""Which tensors of a directory's safetensors files make which weights of a model. Reads headers only, so it
+costs no memory.
 
     names and shapes in the files ─► transformers' renamings ─► a weight read by slices: one tensor of the files
                                             └───────────────► weights made together from several tensors (a mixture's experts)
@@ -46,8 +47,12 @@ class WeightGroup:
     """Weights of the model that are made from the same tensors of the files; one from one almost always."""
 
     target: str  # the model's name, of the first weight where several are made
-    converter: Any = None  # transformers' WeightConverter for this group; None: the one tensor is the weight as it is
-    sources: list[tuple[str, FileTensor]] = field(default_factory=list)  # (pattern of the converter that its name matched, tensor), in order
+    converter: Any = (
+        None  # transformers' WeightConverter for this group; None: the one tensor is the weight as it is
+    )
+    sources: list[tuple[str, FileTensor]] = field(
+        default_factory=list
+    )  # (pattern of the converter that its name matched, tensor), in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,11 @@ def list_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, s
     """(parameters and buffers that files hold, by name; other names of tied ones → the name among the first)."""
     weights: dict[str, Tensor] = dict(model.named_parameters())
     names = {id(parameter): name for name, parameter in weights.items()}
-    aliases = {name: names[id(parameter)] for name, parameter in model.named_parameters(remove_duplicate=False) if name not in weights}
+    aliases = {
+        name: names[id(parameter)]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name not in weights
+    }
     for path, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -71,17 +80,25 @@ def list_weights(model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, s
 
 
 def plan_weights(model: PreTrainedModel, path: Path, *, new: Collection[str] = ()) -> WeightPlan:
-    """Where each of the model's weights lies in the directory. `new`: a head that its files do not have; what they have in its place is left.
+    """Where each of the model's weights lies in the directory. `new`: a head that its files do not have; what
+    they have in its place is left.
 
-    The model may be sharded or on the meta device. Rotary frequencies, and what transformers itself passes over for this model, may be in
-    the files. Raises ModelError naming the weights that are missing, unknown or of another shape.
+    The model may be sharded or on the meta device. Rotary frequencies, and what transformers itself passes
+    over for this model, may be in the files. Raises ModelError naming the weights that are missing, unknown
+    or of another shape.
     """
     check_model_directory(path)
     weights, aliases = list_weights(model)
     conversions = _get_conversions(model)
     unknown: list[str] = []
     prefix = f"{model.base_model_prefix}."
-    groups = _group(model, _read_headers(path), conversions, {**dict.fromkeys(weights, True), **dict.fromkeys(aliases, True)}, unknown)
+    groups = _group(
+        model,
+        _read_headers(path),
+        conversions,
+        {**dict.fromkeys(weights, True), **dict.fromkeys(aliases, True)},
+        unknown,
+    )
     shapes: dict[str, tuple[int, ...]] = {}
     tied: dict[str, list[WeightGroup]] = {}
     for group in groups:
@@ -89,15 +106,32 @@ def plan_weights(model: PreTrainedModel, path: Path, *, new: Collection[str] = (
             main = aliases.get(name, name)
             shapes[main] = shape
             tied.setdefault(main, []).append(group)
-    unknown = [name for name in unknown if not new or name.startswith(prefix)] + sorted(set(shapes) - set(weights))
-    missing = [name for name in weights if name not in shapes and name not in new and not _matches(model._keys_to_ignore_on_load_missing, name)]
-    wrong = [f"{name} {shapes[name]} for {tuple(w.shape)}" for name, w in weights.items() if name in shapes and shapes[name] != tuple(w.shape)]
-    for what, found in (("are missing", missing), ("are not the model's", unknown), ("have another shape", wrong)):
+    unknown = [name for name in unknown if not new or name.startswith(prefix)] + sorted(
+        set(shapes) - set(weights)
+    )
+    missing = [
+        name
+        for name in weights
+        if name not in shapes
+        and name not in new
+        and not _matches(model._keys_to_ignore_on_load_missing, name)
+    ]
+    wrong = [
+        f"{name} {shapes[name]} for {tuple(w.shape)}"
+        for name, w in weights.items()
+        if name in shapes and shapes[name] != tuple(w.shape)
+    ]
+    for what, found in (
+        ("are missing", missing),
+        ("are not the model's", unknown),
+        ("have another shape", wrong),
+    ):
         if found:
             more = f" and {len(found) - NAMES_SHOWN} more" if len(found) > NAMES_SHOWN else ""
             raise ModelError(
-                f"the weights in {path} do not fit: {len(found)} {what}: {', '.join(found[:NAMES_SHOWN])}{more}; copy the model directory again, "
-                "or use the one that the config.json is of"
+                f"the weights in {path} do not fit: {len(found)} {what}:"
+                f" {', '.join(found[:NAMES_SHOWN])}{more}; copy the model directory again, or use the one"
+                " that the config.json is of"
             )
     for name, twice in tied.items():
         _check_equal(name, twice, path)
@@ -126,17 +160,33 @@ def _read_headers(path: Path) -> list[FileTensor]:
             raise ModelError(f"{path / WEIGHT_INDEX} names the file {name!r}; shards lie beside their index")
         try:
             with safe_open(path / name, framework="pt") as file:
-                found += [FileTensor(key, path / name, tuple(file.get_slice(key).get_shape())) for key in file.keys()]  # noqa: SIM118
+                found += [
+                    FileTensor(key, path / name, tuple(file.get_slice(key).get_shape()))
+                    for key in file.keys()  # noqa: SIM118
+                ]
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path / name} cannot be read ({error}); copy the model directory again") from error
+            raise ModelError(
+                f"{path / name} cannot be read ({error}); copy the model directory again"
+            ) from error
     return found
 
 
 def _group(
-    model: PreTrainedModel, tensors: Sequence[FileTensor], conversions: Sequence[Any], known: Mapping[str, Any], unknown: list[str]
+    model: PreTrainedModel,
+    tensors: Sequence[FileTensor],
+    conversions: Sequence[Any],
+    known: Mapping[str, Any],
+    unknown: list[str],
 ) -> list[WeightGroup]:
-    """The tensors by what is made of them, as transformers does when it loads; names that are nobody's are added to `unknown`."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    """The tensors by what is made of them, as transformers does when it loads; names that are nobody's are
+    added to `unknown`.
+    """
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
@@ -158,10 +208,12 @@ def _group(
 
 
 def is_ignored(model: PreTrainedModel, name: str) -> bool:
-    """Whether a tensor of the files that is no weight of the model is passed over: rotary frequencies, which old files carry, and what
-    transformers names for the model.
+    """Whether a tensor of the files that is no weight of the model is passed over: rotary frequencies, which
+    old files carry, and what transformers names for the model.
     """
-    return name.endswith(("rotary_emb.inv_freq", "position_ids")) or _matches(model._keys_to_ignore_on_load_unexpected, name)
+    return name.endswith(("rotary_emb.inv_freq", "position_ids")) or _matches(
+        model._keys_to_ignore_on_load_unexpected, name
+    )
 
 
 def _matches(patterns: Any, name: str) -> bool:
@@ -169,7 +221,9 @@ def _matches(patterns: Any, name: str) -> bool:
 
 
 def convert_group(model: PreTrainedModel, group: WeightGroup, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The weights that transformers makes of a group's tensors, which are in the order of its sources. Raises ModelError."""
+    """The weights that transformers makes of a group's tensors, which are in the order of its sources. Raises
+    ModelError.
+    """
     if group.converter is None:
         return {group.target: tensors[0]}
     converter = copy.deepcopy(group.converter)
@@ -177,9 +231,14 @@ def convert_group(model: PreTrainedModel, group: WeightGroup, tensors: Sequence[
         converter.add_tensor(group.target, source.name, pattern, tensor)
     try:
         made = converter.convert(group.target, model=model, config=model.config)
-    except Exception as error:  # transformers' operations raise whatever torch does with tensors that do not fit together
+    except (
+        Exception
+    ) as error:  # transformers' operations raise whatever torch does with tensors that do not fit together
         names = f"{group.sources[0][1].name} … {group.sources[-1][1].name}"
-        raise ModelError(f"{names} cannot be made into {group.target} ({type(error).__name__}: {error}); copy the model directory again") from error
+        raise ModelError(
+            f"{names} cannot be made into {group.target} ({type(error).__name__}: {error}); copy the model"
+            " directory again"
+        ) from error
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
@@ -191,7 +250,9 @@ def _compute_shapes(model: PreTrainedModel, group: WeightGroup) -> dict[str, tup
 
 
 def _check_equal(name: str, groups: Sequence[WeightGroup], path: Path) -> None:
-    """Raises ModelError if files hold a tied weight under two names with different values: the model would not be the one that was saved."""
+    """Raises ModelError if files hold a tied weight under two names with different values: the model would
+    not be the one that was saved.
+    """
     if len(groups) < 2:
         return
     sources = [group.sources[0][1] for group in groups]
@@ -202,9 +263,11 @@ def _check_equal(name: str, groups: Sequence[WeightGroup], path: Path) -> None:
             with safe_open(other.file, framework="pt") as right:
                 one, two = left.get_slice(first.name), right.get_slice(other.name)
                 starts = range(0, next(iter(first.shape), 0), rows)
-                same = all(torch.equal(one[start : start + rows], two[start : start + rows]) for start in starts)
+                same = all(
+                    torch.equal(one[start : start + rows], two[start : start + rows]) for start in starts
+                )
             if not same:
                 raise ModelError(
-                    f"the weights in {path} have {first.name} and {other.name}, which config.json ties, with different values; set "
-                    "tie_word_embeddings to false in config.json"
+                    f"the weights in {path} have {first.name} and {other.name}, which config.json ties, with"
+                    " different values; set tie_word_embeddings to false in config.json"
                 )

@@ -1,1 +1,3 @@
-"""What `--dry-run` and `check` share: config, files, rows, functions, templates, lengths, memory. Nothing here trains or loads torch."""
+"""What `--dry-run` and `check` share: config, files, rows, functions, templates, lengths, memory. Nothing
+here trains or loads torch.
+"""

@@ -1,4 +1,5 @@
-"""Findings about a run before it starts: rows, functions, the model directory, the chat template, lengths, memory, and what it will compute.
+"""Findings about a run before it starts: rows, functions, the model directory, the chat template, lengths,
+memory, and what it will compute.
 
 A check reports instead of raising, so that one look shows everything that is wrong.
 """
@@ -21,7 +22,14 @@ from rollouts.config.schema import (
     RunConfig,
     SFTTrainingConfig,
 )
-from rollouts.data.chat import ChatTokenizer, TemplateOptions, compute_loss_mask, render_prompt, tokenize_conversation, tokenize_prompt
+from rollouts.data.chat import (
+    ChatTokenizer,
+    TemplateOptions,
+    compute_loss_mask,
+    render_prompt,
+    tokenize_conversation,
+    tokenize_prompt,
+)
 from rollouts.data.datasets import (
     Mixture,
     Row,
@@ -50,10 +58,20 @@ from rollouts.types import IntArray
 if TYPE_CHECKING:
     from rollouts.models.devices import DeviceMemory
 
-__all__ = ["CheckedRun", "check_functions", "check_lengths", "check_run", "collect_rows", "look_at_run", "prepare_rows"]
+__all__ = [
+    "CheckedRun",
+    "check_functions",
+    "check_lengths",
+    "check_run",
+    "collect_rows",
+    "look_at_run",
+    "prepare_rows",
+]
 
 LossSection = PreferenceTrainingConfig | RLTrainingConfig  # the table of a stage that names its loss
-LOOKED_AT = 20_000  # rows that are tokenized: seconds; of more, the longest half of them and others evenly spaced
+LOOKED_AT = (
+    20_000  # rows that are tokenized: seconds; of more, the longest half of them and others evenly spaced
+)
 SHOWN_BAD_ROWS = 20
 SHOWN_CHARACTERS = 600  # of a conversation whose trained parts are shown
 
@@ -102,13 +120,15 @@ def look_at_run(
     check_models: Callable[[Any], object] | None = None,
     look_at_device: Callable[[], DeviceMemory] | None = None,
 ) -> CheckedRun:
-    """Everything that can be known about a run without weights: rows, functions, model directory, chat template, lengths, memory, work.
+    """Everything that can be known about a run without weights: rows, functions, model directory, chat
+    template, lengths, memory, work.
 
-    `find_model` answers model.name with a directory, `open_tokenizer` opens the tokenizer in it; both raise ModelError when they cannot.
-    `check_loss` raises ConfigError or PlugInError for a stage whose loss cannot be used; `check_models`, given the tokenizer, raises ConfigError or
-    ModelError for a reward model or a critic that RL cannot have; `look_at_device` says where the run would compute and raises ConfigError where
-    model.device is not to be had, None: on the CPU. They are asked for because they load torch.
-    Raises: never for what files and users do; those become findings of level "error".
+    `find_model` answers model.name with a directory, `open_tokenizer` opens the tokenizer in it; both raise
+    ModelError when they cannot. `check_loss` raises ConfigError or PlugInError for a stage whose loss cannot
+    be used; `check_models`, given the tokenizer, raises ConfigError or ModelError for a reward model or a
+    critic that RL cannot have; `look_at_device` says where the run would compute and raises ConfigError where
+    model.device is not to be had, None: on the CPU. They are asked for because they load torch. Raises: never
+    for what files and users do; those become findings of level "error".
     """
     missing = [stage for stage in stages if getattr(config, stage) is None]
     no_table = "--mode has this stage but the config has no [{}] table; add it or choose another mode"
@@ -127,10 +147,15 @@ def look_at_run(
     with reporting(findings, "model.device"):
         if look_at_device is not None:
             device = look_at_device()
-            findings.append(Finding("ok", "model.device", "on the CPU" if device.kind == "cpu" else "on a GPU"))
+            findings.append(
+                Finding("ok", "model.device", "on the CPU" if device.kind == "cpu" else "on a GPU")
+            )
     with reporting(findings, "model.chat_template"):
         if config.model.chat_template and not Path(config.model.chat_template).is_file():
-            raise ModelError(f"there is no file {config.model.chat_template}; name a Jinja file, or leave it out to use the tokenizer's own")
+            raise ModelError(
+                f"there is no file {config.model.chat_template}; name a Jinja file, or leave it out to use"
+                " the tokenizer's own"
+            )
     with reporting(findings, "model.name"):
         model_dir = find_model(config.model.name)
         tokenizer = open_tokenizer(model_dir)
@@ -138,31 +163,44 @@ def look_at_run(
         if check_models is not None:
             with reporting(findings, "rl"):
                 check_models(tokenizer)
-        lengths = check_lengths(config, present, rows, tokenizer, context_length=read_context_length(model_dir), findings=findings)
+        lengths = check_lengths(
+            config, present, rows, tokenizer, context_length=read_context_length(model_dir), findings=findings
+        )
         findings += estimate_memory(config, present, lengths, read_model_size(model_dir), device=device)
     findings += estimate_work(config, present, {name: len(found) for name, found in rows.items()})
     return CheckedRun(findings, rows)
 
 
-# --- rows --------------------------------------------------------------------------------------------------------------------
+# --- rows ---------------------------------------------------------------------------------------------------
 
 
 def collect_rows(config: RunConfig, stages: Sequence[str], findings: list[Finding]) -> dict[str, list[Row]]:
-    """The rows of "eval" and of each stage that could be read, held-out prompts left out; what was found is appended to `findings`."""
+    """The rows of "eval" and of each stage that could be read, held-out prompts left out; what was found is
+    appended to `findings`.
+    """
     rows: dict[str, list[Row]] = {}
     for stage in (*(["eval"] if config.eval else []), *stages):
         with reporting(findings, f"{stage}.data"):
-            sources = _read_sources(getattr(config, stage).data, f"{stage}.data", choose_use(config, stage), findings)
+            sources = _read_sources(
+                getattr(config, stage).data, f"{stage}.data", choose_use(config, stage), findings
+            )
             found = [row for source in sources for row in source.rows if row is not None]
-            if not found and any(finding.level == "error" and finding.subject.startswith(f"{stage}.data") for finding in findings):
+            if not found and any(
+                finding.level == "error" and finding.subject.startswith(f"{stage}.data")
+                for finding in findings
+            ):
                 continue  # that there is no row follows from what was said
             rows[stage], removed = _without_held_out(stage, found, rows.get("eval", []))
             findings.append(_describe_rows(stage, len(rows[stage]), removed, sources))
     return rows
 
 
-def _read_sources(sources: Sequence[DataSourceConfig], name: str, use: RowUse, findings: list[Finding]) -> list[SourceRows]:
-    """Every source that can be read, its malformed rows listed in a finding. Raises DataError for names that cannot be told apart."""
+def _read_sources(
+    sources: Sequence[DataSourceConfig], name: str, use: RowUse, findings: list[Finding]
+) -> list[SourceRows]:
+    """Every source that can be read, its malformed rows listed in a finding. Raises DataError for names that
+    cannot be told apart.
+    """
     names = [source.name or f"source-{index}" for index, source in enumerate(sources)]
     check_names(names, name=name)
     found: list[SourceRows] = []
@@ -182,10 +220,23 @@ def _describe_bad_rows(rows: SourceRows, source: DataSourceConfig, key: str) -> 
     found: list[Finding] = []
     with reporting(found, key):
         require_good_rows(rows, max_bad_fraction=source.max_bad_fraction, name=key)
-    rule = f"more than max_bad_fraction={source.max_bad_fraction:g} allows; mend them" if found else "they are skipped"
-    lines = [f"{len(rows.bad)} of {len(rows.rows)} rows are malformed, {rule}:", *(f"{bad}" for bad in rows.bad[:SHOWN_BAD_ROWS])]
+    rule = (
+        f"more than max_bad_fraction={source.max_bad_fraction:g} allows; mend them"
+        if found
+        else "they are skipped"
+    )
+    lines = [
+        f"{len(rows.bad)} of {len(rows.rows)} rows are malformed, {rule}:",
+        *(f"{bad}" for bad in rows.bad[:SHOWN_BAD_ROWS]),
+    ]
     more = len(rows.bad) - SHOWN_BAD_ROWS
-    return [Finding("error" if found else "warning", key, "\n".join([*lines, *([f"and {more} more"] if more > 0 else [])]))]
+    return [
+        Finding(
+            "error" if found else "warning",
+            key,
+            "\n".join([*lines, *([f"and {more} more"] if more > 0 else [])]),
+        )
+    ]
 
 
 def _without_held_out(stage: str, found: list[Row], held_out: list[Row]) -> tuple[list[Row], int]:
@@ -200,12 +251,15 @@ def _describe_rows(stage: str, count: int, removed: int, sources: Sequence[Sourc
     why = "asked twice" if stage == "eval" else "held out by eval.data"
     left_out = f", {removed} left out because they are {why}" if removed else ""
     total = sum(source.weight for source in sources)
-    shares = ", ".join(f"{source.name} {source.good_count} rows ({source.weight / total:.0%} of the draws)" for source in sources)
+    shares = ", ".join(
+        f"{source.name} {source.good_count} rows ({source.weight / total:.0%} of the draws)"
+        for source in sources
+    )
     mixture = f": {shares}" if len(sources) > 1 else ""
     return Finding("ok" if count else "error", f"{stage}.data", f"{count} rows{left_out}{mixture}")
 
 
-# --- functions ---------------------------------------------------------------------------------------------------------------
+# --- functions ----------------------------------------------------------------------------------------------
 
 
 def check_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) -> list[Finding]:
@@ -216,7 +270,13 @@ def check_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path)
     with reporting(findings, "rl.rollout.reward"):
         check_reward_settings(rollout, needed="rl" in stages and rl is not None)
     if config.eval and not config.eval.reward and not rollout.reward:
-        findings.append(Finding("error", "eval.reward", "empty, and there is no rl.rollout.reward to fall back on; name a function of one sample"))
+        findings.append(
+            Finding(
+                "error",
+                "eval.reward",
+                "empty, and there is no rl.rollout.reward to fall back on; name a function of one sample",
+            )
+        )
     if rl and "rl" in stages:
         findings += check_advantages(rl, base_dir=base_dir)
     for key, role, name in named_functions(config):
@@ -257,15 +317,20 @@ def named_functions(config: RunConfig) -> list[tuple[str, Role, str]]:
         found.append(("eval.reward", "reward", config.eval.reward))
     for stage in ("sft", "rl", *PREFERENCE_STAGES, "eval"):
         section = getattr(config, stage)
-        found.extend((f"{stage}.data.function", "rows", source.function) for source in (section.data if section else ()))
+        found.extend(
+            (f"{stage}.data.function", "rows", source.function)
+            for source in (section.data if section else ())
+        )
     return [(key, role, name) for key, role, name in found if name]
 
 
-# --- the model's side --------------------------------------------------------------------------------------------------------
+# --- the model's side ---------------------------------------------------------------------------------------
 
 
 def read_context_length(model_dir: Path) -> int | None:
-    """Tokens that the model's config.json allows for prompt and response together; None if it does not say. Raises ModelError."""
+    """Tokens that the model's config.json allows for prompt and response together; None if it does not say.
+    Raises ModelError.
+    """
     path = model_dir / "config.json"
     try:
         settings: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -286,7 +351,8 @@ def check_lengths(
     context_length: int | None,
     findings: list[Finding],
 ) -> Lengths:
-    """The longest prompt and conversation in tokens; whether the chat template takes the rows and they fit is appended to `findings`.
+    """The longest prompt and conversation in tokens; whether the chat template takes the rows and they fit is
+    appended to `findings`.
 
     Looks at every row, or at LOOKED_AT of them.
     """
@@ -294,35 +360,68 @@ def check_lengths(
     longest_prompt = longest_conversation = 0
     if config.rl and "rl" in stages and rows.get("rl"):
         with reporting(findings, "rl.data"):
-            longest_prompt = _check_prompts("rl", rows["rl"], tokenizer, config.rl.rollout.max_new_tokens, context_length, options, findings)
+            longest_prompt = _check_prompts(
+                "rl",
+                rows["rl"],
+                tokenizer,
+                config.rl.rollout.max_new_tokens,
+                context_length,
+                options,
+                findings,
+            )
     if config.eval and rows.get("eval"):
         with reporting(findings, "eval.data"):
-            held_out = _check_prompts("eval", rows["eval"], tokenizer, config.eval.max_new_tokens, context_length, options, findings)
+            held_out = _check_prompts(
+                "eval", rows["eval"], tokenizer, config.eval.max_new_tokens, context_length, options, findings
+            )
             longest_prompt = max(longest_prompt, held_out)
     if config.sft and "sft" in stages and rows.get("sft"):
         with reporting(findings, "sft.data"):
             options = replace(options, thinking=config.sft.thinking)
-            longest_conversation = _check_conversations(config.sft, rows["sft"], tokenizer, context_length, options, findings)
+            longest_conversation = _check_conversations(
+                config.sft, rows["sft"], tokenizer, context_length, options, findings
+            )
     for stage in PREFERENCE_STAGES:
         if stage in stages and rows.get(stage):
             with reporting(findings, f"{stage}.data"):
-                looked_at = [rows[stage][index] for index in _choose_rows([len(str(row)) for row in rows[stage]])]
-                longest = check_preferences(config, stage, looked_at, tokenizer, context_length=context_length, findings=findings)
+                looked_at = [
+                    rows[stage][index] for index in _choose_rows([len(str(row)) for row in rows[stage]])
+                ]
+                longest = check_preferences(
+                    config, stage, looked_at, tokenizer, context_length=context_length, findings=findings
+                )
                 longest_conversation = max(longest_conversation, longest)
     return Lengths(longest_prompt, longest_conversation)
 
 
 def prepare_rows(
-    config: RunConfig, stages: Sequence[str], rows: Rows, tokenizer: ChatTokenizer, *, context_length: int | None
+    config: RunConfig,
+    stages: Sequence[str],
+    rows: Rows,
+    tokenizer: ChatTokenizer,
+    *,
+    context_length: int | None,
 ) -> SFTMixture | None:
-    """The tokenized conversations of an SFT stage, after the same look at prompts and lengths as a check takes: before a model loads.
+    """The tokenized conversations of an SFT stage, after the same look at prompts and lengths as a check
+    takes: before a model loads.
 
-    Raises ConfigError for a length that does not fit the context, DataError and ModelError for rows that the chat template does not take.
+    Raises ConfigError for a length that does not fit the context, DataError and ModelError for rows that the
+    chat template does not take.
     """
     findings: list[Finding] = []
-    prompts = {stage: [row for source in mixture.sources for row in source.rows if row is not None] for stage, mixture in rows.training.items()}
+    prompts = {
+        stage: [row for source in mixture.sources for row in source.rows if row is not None]
+        for stage, mixture in rows.training.items()
+    }
     known = {"rl": prompts.get("rl", []), "eval": list(rows.held_out)}
-    check_lengths(config, [stage for stage in stages if stage != "sft"], known, tokenizer, context_length=context_length, findings=findings)
+    check_lengths(
+        config,
+        [stage for stage in stages if stage != "sft"],
+        known,
+        tokenizer,
+        context_length=context_length,
+        findings=findings,
+    )
     wrong = next((finding for finding in findings if finding.level == "error"), None)
     if wrong is not None:
         raise ConfigError(f"{wrong.subject}: {wrong.message}")
@@ -330,11 +429,18 @@ def prepare_rows(
         return None
     options = TemplateOptions(config.model.template_params, config.sft.thinking)
     prepared = prepare_sft_mixture(
-        rows.training["sft"], tokenizer, max_length=config.sft.max_length, train_on=config.sft.train_on, options=options
+        rows.training["sft"],
+        tokenizer,
+        max_length=config.sft.max_length,
+        train_on=config.sft.train_on,
+        options=options,
     )
     longest = max(len(sample.token_ids) for sample in prepared.slots if sample is not None)
     if context_length is not None and longest > context_length:
-        raise ConfigError(f"sft.max_length: a row trains {longest} tokens, more than the context of {context_length}; lower it")
+        raise ConfigError(
+            f"sft.max_length: a row trains {longest} tokens, more than the context of {context_length};"
+            " lower it"
+        )
     return prepared
 
 
@@ -357,7 +463,13 @@ def _check_prompts(
     key = "rl.rollout.max_new_tokens" if stage == "rl" else "eval.max_new_tokens"
     total = f"the longest prompt has {longest} tokens, with max_new_tokens={max_new_tokens} that is {needed}"
     fits = context_length is None or needed <= context_length
-    limit = "" if context_length is None else f" of {context_length}" if fits else f", more than the context of {context_length}; lower it"
+    limit = (
+        ""
+        if context_length is None
+        else f" of {context_length}"
+        if fits
+        else f", more than the context of {context_length}; lower it"
+    )
     findings.append(Finding("ok" if fits else "error", key, total + limit))
     return longest
 
@@ -378,7 +490,9 @@ def _tokenize_row(row: Row, where: str, tokenizer: ChatTokenizer, options: Templ
 
 
 def _choose_rows(characters: Sequence[int]) -> list[int]:
-    """Numbers of the rows that are looked at, in order: all, or LOOKED_AT of them, half the longest, the others evenly spaced."""
+    """Numbers of the rows that are looked at, in order: all, or LOOKED_AT of them, half the longest, the
+    others evenly spaced.
+    """
     count = len(characters)
     if count <= LOOKED_AT:
         return list(range(count))
@@ -395,37 +509,71 @@ def _check_conversations(
     options: TemplateOptions,
     findings: list[Finding],
 ) -> int:
-    findings.append(Finding("ok", "sft.data", f"of the first conversation this trains: {_mark_trained(rows[0], tokenizer, config, options)}"))
+    findings.append(
+        Finding(
+            "ok",
+            "sft.data",
+            f"of the first conversation this trains: {_mark_trained(rows[0], tokenizer, config, options)}",
+        )
+    )
     chosen = set(_choose_rows([_count_row_characters(row) for row in rows]))
     looked_at = [row if index in chosen else None for index, row in enumerate(rows)]
-    prepared = prepare_sft_rows(looked_at, tokenizer, max_length=config.max_length, train_on=config.train_on, options=options)
+    prepared = prepare_sft_rows(
+        looked_at, tokenizer, max_length=config.max_length, train_on=config.train_on, options=options
+    )
     tokens = max(len(sample.token_ids) for sample in prepared.samples)
-    findings.append(Finding("ok", "sft.data", f"the longest conversation trains {tokens} tokens of max_length={config.max_length}"))
+    findings.append(
+        Finding(
+            "ok",
+            "sft.data",
+            f"the longest conversation trains {tokens} tokens of max_length={config.max_length}",
+        )
+    )
     dropped = sum(prepared.dropped.values())
     if prepared.truncated or dropped:
-        counts = f"of {len(chosen)} rows {prepared.truncated} are cut and {dropped} dropped; raise it if they matter"
+        counts = (
+            f"of {len(chosen)} rows {prepared.truncated} are cut and {dropped} dropped; raise it if they"
+            " matter"
+        )
         findings.append(Finding("warning", "sft.max_length", counts))
     if context_length is not None and tokens > context_length:
-        findings.append(Finding("error", "sft.max_length", f"a row trains {tokens} tokens, more than the context of {context_length}; lower it"))
+        findings.append(
+            Finding(
+                "error",
+                "sft.max_length",
+                f"a row trains {tokens} tokens, more than the context of {context_length}; lower it",
+            )
+        )
     return tokens
 
 
-def _mark_trained(row: Row, tokenizer: ChatTokenizer, config: SFTTrainingConfig, options: TemplateOptions) -> str:
+def _mark_trained(
+    row: Row, tokenizer: ChatTokenizer, config: SFTTrainingConfig, options: TemplateOptions
+) -> str:
     """The conversation as the model reads it, what trains within ⟦ ⟧; cut in the middle when it is long."""
     messages = row_to_conversation(row, where="row 0")
-    conversation = tokenize_conversation(messages, tokenizer, train_on=config.train_on, options=options, tools=_tools_of(row))
+    conversation = tokenize_conversation(
+        messages, tokenizer, train_on=config.train_on, options=options, tools=_tools_of(row)
+    )
     mask = compute_loss_mask(conversation, config.train_on)
     decode: Any = getattr(tokenizer, "decode", None)
     counts = f"{int(mask.sum())} of {len(mask)} tokens"
     if decode is None:
         return counts
     edges = [0, *(at for at in range(1, len(mask)) if mask[at] != mask[at - 1]), len(mask)]
-    pieces = [(decode(conversation.token_ids[begin:end].tolist()), bool(mask[begin])) for begin, end in pairwise(edges)]
+    pieces = [
+        (decode(conversation.token_ids[begin:end].tolist()), bool(mask[begin]))
+        for begin, end in pairwise(edges)
+    ]
     text = repr("".join(f"⟦{piece}⟧" if trains else piece for piece, trains in pieces))
     half = SHOWN_CHARACTERS // 2
-    return f"{counts}, within ⟦ ⟧: " + (text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}")
+    return f"{counts}, within ⟦ ⟧: " + (
+        text if len(text) <= SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+    )
 
 
 def _count_row_characters(row: Row) -> int:
     answer = row.get("answer")
-    return sum(_count_characters(row[key]) for key in ("prompt", "messages") if key in row) + (len(answer) if isinstance(answer, str) else 0)
+    return sum(_count_characters(row[key]) for key in ("prompt", "messages") if key in row) + (
+        len(answer) if isinstance(answer, str) else 0
+    )

@@ -1,7 +1,8 @@
-"""The user's functions that a config names: imported and checked before a model loads, and put where they run.
+"""The user's functions that a config names: imported and checked before a model loads, and put where they
+run.
 
-    load_functions   config names ──► functions of this process, signatures checked
-    open_functions   sync rewards ──► worker processes that can be killed; async ones stay in the event loop, watched
+load_functions   config names ──► functions of this process, signatures checked
+open_functions   sync rewards ──► worker processes that can be killed; async ones stay in the event loop, watched
 """
 
 from __future__ import annotations
@@ -34,17 +35,22 @@ class Functions:
     """What the config names; None where it names nothing."""
 
     generate: GenerateFn | None = None  # None: one chat turn
-    reward: RewardFn | None = None  # weighed by rl.rollout.reward_weights, unless a reward model is to be added first
+    reward: RewardFn | None = (
+        None  # weighed by rl.rollout.reward_weights, unless a reward model is to be added first
+    )
     group_reward: GroupRewardFn | None = None
     eval_reward: RewardFn | None = None
     filters: tuple[FilterFn, ...] = ()
     curriculum: Callable[..., Any] | None = None
-    advantages: Mapping[str, AdvantageFn] = field(default_factory=dict)  # by the names in rl.advantage and rl.changes
+    advantages: Mapping[str, AdvantageFn] = field(
+        default_factory=dict
+    )  # by the names in rl.advantage and rl.changes
 
 
 def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) -> Functions:
-    """Every function as it is, in this process. Raises PlugInError for one that does not import or does not take what its role passes,
-    ConfigError where a stage lacks one, or two settings contradict each other; the message names the setting.
+    """Every function as it is, in this process. Raises PlugInError for one that does not import or does not
+    take what its role passes, ConfigError where a stage lacks one, or two settings contradict each other; the
+    message names the setting.
     """
 
     def load(name: str, role: Role) -> Any:
@@ -58,7 +64,10 @@ def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) 
     group_reward = load(rollout.group_reward, "group_reward")
     eval_reward = load(config.eval.reward, "reward") if config.eval and config.eval.reward else reward
     if config.eval and eval_reward is None:
-        raise ConfigError("eval.reward is empty and there is no rl.rollout.reward to fall back on; name a function of one sample")
+        raise ConfigError(
+            "eval.reward is empty and there is no rl.rollout.reward to fall back on; name a function of one"
+            " sample"
+        )
     return Functions(
         generate=load(rollout.generate, "generate"),
         reward=reward,
@@ -71,14 +80,21 @@ def load_functions(config: RunConfig, stages: Sequence[str], *, base_dir: Path) 
 
 
 def load_advantages(config: RLTrainingConfig, *, base_dir: Path) -> dict[str, AdvantageFn]:
-    """The functions that rl.advantage and rl.changes name, by name. Raises as load_advantage; the message names the change."""
+    """The functions that rl.advantage and rl.changes name, by name. Raises as load_advantage; the message
+    names the change.
+    """
     found: dict[str, AdvantageFn] = {}
-    check_algorithms(config, lambda settings: found.update({settings.advantage: load_advantage(settings, base_dir=base_dir)}))
+    check_algorithms(
+        config,
+        lambda settings: found.update({settings.advantage: load_advantage(settings, base_dir=base_dir)}),
+    )
     return found
 
 
 def load_advantage(config: RLTrainingConfig, *, base_dir: Path) -> AdvantageFn:
-    """The function that rl.advantage names. Raises PlugInError if there is none, ConfigError if it does not take rl.advantage_params."""
+    """The function that rl.advantage names. Raises PlugInError if there is none, ConfigError if it does not
+    take rl.advantage_params.
+    """
     try:
         function = load_function(config.advantage, role="advantage", base_dir=base_dir, built_in=ADVANTAGES)
     except PlugInError as error:
@@ -91,33 +107,46 @@ def check_reward_settings(rollout: RolloutConfig, *, needed: bool) -> None:
     """Raises ConfigError unless the settings name one way to score; none is enough unless one is `needed`."""
     if needed and not rollout.reward and not rollout.group_reward and not rollout.reward_model:
         raise ConfigError(
-            "rl.rollout.reward is empty; name a function as module:function or file.py:function (or rl.rollout.group_reward or reward_model)"
+            "rl.rollout.reward is empty; name a function as module:function or file.py:function (or"
+            " rl.rollout.group_reward or reward_model)"
         )
     if rollout.reward_model and (rollout.group_reward or rollout.reward_combine):
         raise ConfigError(
-            "rl.rollout.reward_model scores samples one by one and is added to rl.rollout.reward; leave group_reward and reward_combine out, weigh "
-            "the parts with reward_weights"
+            "rl.rollout.reward_model scores samples one by one and is added to rl.rollout.reward; leave"
+            " group_reward and reward_combine out, weigh the parts with reward_weights"
         )
     if rollout.reward and rollout.group_reward:
-        raise ConfigError("rl.rollout.reward and rl.rollout.group_reward are both given; score samples one by one or by group: keep one")
+        raise ConfigError(
+            "rl.rollout.reward and rl.rollout.group_reward are both given; score samples one by one or by"
+            " group: keep one"
+        )
     if rollout.reward_weights and rollout.reward_combine:
         raise ConfigError("rl.rollout.reward_weights and rl.rollout.reward_combine are both given; keep one")
     if rollout.group_reward and (rollout.reward_weights or rollout.reward_combine):
-        raise ConfigError("rl.rollout.reward_weights and reward_combine weigh the parts of rl.rollout.reward; a group_reward weighs its own")
+        raise ConfigError(
+            "rl.rollout.reward_weights and reward_combine weigh the parts of rl.rollout.reward; a"
+            " group_reward weighs its own"
+        )
 
 
 @asynccontextmanager
 async def open_functions(
     config: RunConfig, functions: Functions, *, base_dir: Path, warn: Callable[[str], None]
 ) -> AsyncIterator[Functions]:
-    """The same functions where they run in a training run: sync rewards in worker processes for as long as this is open.
+    """The same functions where they run in a training run: sync rewards in worker processes for as long as
+    this is open.
 
-    `warn` gets a sentence when an async one blocks the event loop. Raises RewardCrashed if the processes cannot be started.
+    `warn` gets a sentence when an async one blocks the event loop. Raises RewardCrashed if the processes
+    cannot be started.
     """
     rollout = config.rl.rollout if config.rl else RolloutConfig()
     eval_name = config.eval.reward if config.eval else ""
     named = (rollout.reward, rollout.group_reward, eval_name)
-    in_workers = [name for name, role in zip(named, ("reward", "group_reward", "reward"), strict=True) if name and _is_sync(name, role, base_dir)]
+    in_workers = [
+        name
+        for name, role in zip(named, ("reward", "group_reward", "reward"), strict=True)
+        if name and _is_sync(name, role, base_dir)
+    ]
     with watch_blocking(warn):
         if not in_workers:
             yield functions
@@ -149,10 +178,13 @@ def count_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def weigh(reward: RewardFn | None, rollout: RolloutConfig, combine: Callable[[Mapping[str, float]], float] | None) -> RewardFn | None:
+def weigh(
+    reward: RewardFn | None, rollout: RolloutConfig, combine: Callable[[Mapping[str, float]], float] | None
+) -> RewardFn | None:
     """`reward` with its parts weighed as the config says; `reward` itself if the config says nothing.
 
-    Raises ConfigError for a weight that is no number; what it makes raises UserFunctionError for weights that do not name every part.
+    Raises ConfigError for a weight that is no number; what it makes raises UserFunctionError for weights that
+    do not name every part.
     """
     check_weights(rollout.reward_weights)
     if reward is None or not (rollout.reward_weights or combine):

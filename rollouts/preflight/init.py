@@ -1,4 +1,6 @@
-"""A task to begin with: a config with every setting and its meaning, and a file of three functions. Both run as they are."""
+"""A task to begin with: a config with every setting and its meaning, and a file of three functions. Both run
+as they are.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from rollouts.config.spelling import nearest
 from rollouts.errors import ConfigError, RunDirError
 
 CONFIG_NAME, TASK_NAME = "config.toml", "task.py"
-SAID_ALREADY = {"rl.data": "sft.data", "eval.data": "sft.data", "rl.optim": "sft.optim"}  # tables alike, written out once
+SAID_ALREADY = {
+    "rl.data": "sft.data",
+    "eval.data": "sft.data",
+    "rl.optim": "sft.optim",
+}  # tables alike, written out once
 RESULT_NOTE = """# Begin here: this trains a random two-layer model in seconds, so that you see everything work; then name a real one in [model].
 # A line that begins with # is a setting with its default. What a setting means: python -m rollouts explain KEY
 #
@@ -104,32 +110,45 @@ class StarterTask:
     max_new_tokens: int
 
 
-TASKS: Mapping[str, StarterTask] = {"counting": StarterTask(COUNTING, 3), "reversing": StarterTask(REVERSING, 5)}
+TASKS: Mapping[str, StarterTask] = {
+    "counting": StarterTask(COUNTING, 3),
+    "reversing": StarterTask(REVERSING, 5),
+}
 
 
 def write_task(directory: Path, task: str) -> list[Path]:
     """The config and the task file that were written into `directory`, made if it is not there.
 
-    Raises ConfigError for a task that does not exist, RunDirError if one of the files is there already, or cannot be written.
+    Raises ConfigError for a task that does not exist, RunDirError if one of the files is there already, or
+    cannot be written.
     """
     if task not in TASKS:
         close = nearest(task, list(TASKS))
-        raise ConfigError(f"--task {task}: there is no such task{f'; did you mean {close}?' if close else ''} Tasks: {', '.join(TASKS)}")
+        raise ConfigError(
+            f"--task {task}: there is no such task{f'; did you mean {close}?' if close else ''} Tasks:"
+            f" {', '.join(TASKS)}"
+        )
     config, source = directory / CONFIG_NAME, directory / TASK_NAME
     for path in (config, source):
         if path.exists():
-            raise RunDirError(f"{path} is there already and is not overwritten; name another directory, or move it away")
+            raise RunDirError(
+                f"{path} is there already and is not overwritten; name another directory, or move it away"
+            )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         source.write_text(TASKS[task].source, encoding="utf-8")
         config.write_text(make_config(task, config), encoding="utf-8")
     except OSError as error:
-        raise RunDirError(f"{directory} cannot be written ({error.strerror}); name another directory") from error
+        raise RunDirError(
+            f"{directory} cannot be written ({error.strerror}); name another directory"
+        ) from error
     return [config, source]
 
 
 def make_config(task: str, path: Path) -> str:
-    """A config of every setting: those of the task set, the others commented out with their defaults, each with its meaning."""
+    """A config of every setting: those of the task set, the others commented out with their defaults, each
+    with its meaning.
+    """
     values = _values_of(task)
     parts = [RESULT_NOTE.format(config=path, name=task), _format_table("", values)]
     left_out = list_left_out(values)
@@ -138,12 +157,21 @@ def make_config(task: str, path: Path) -> str:
             header = f"[[{key.key}]]" if key.is_list else f"[{key.key}]"
             parts.append(f"# {key.meaning}\n{header}\n" + _format_table(key.key, values))
     tables = ", ".join(f"[{table}]" for table in left_out)
-    return "\n".join([*parts, f"# Not written out, for this run has none of them: {tables}; python -m rollouts explain TABLE\n"])
+    return "\n".join(
+        [
+            *parts,
+            f"# Not written out, for this run has none of them: {tables}; python -m rollouts explain TABLE\n",
+        ]
+    )
 
 
 def list_left_out(values: Mapping[str, object]) -> list[str]:
-    """Tables that a run may do without and that `values` set nothing of: written out they would add a stage, a critic or a change."""
-    tables = [key for key in config_keys().values() if key.is_table and (key.default == "unset" or key.is_list)]
+    """Tables that a run may do without and that `values` set nothing of: written out they would add a stage,
+    a critic or a change.
+    """
+    tables = [
+        key for key in config_keys().values() if key.is_table and (key.default == "unset" or key.is_list)
+    ]
     found: list[str] = []
     for key in tables:
         if not _is_in(key.key, found) and not any(name.startswith(f"{key.key}.") for name in values):
@@ -159,7 +187,9 @@ def _values_of(task: str) -> dict[str, object]:
     rows = {"kind": "python", "function": f"{TASK_NAME}:make_rows"}
     data: dict[str, object] = {}
     for stage, size, seed in (("sft", 400, 1), ("rl", 400, 2), ("eval", 24, 3)):
-        data |= {f"{stage}.data.{name}": value for name, value in {**rows, "size": size, "seed": seed}.items()}
+        data |= {
+            f"{stage}.data.{name}": value for name, value in {**rows, "size": size, "seed": seed}.items()
+        }
     length = TASKS[task].max_new_tokens
     return {
         **data,
@@ -189,7 +219,10 @@ def _values_of(task: str) -> dict[str, object]:
 def _format_table(table: str, values: Mapping[str, object]) -> str:
     keys = [key for key in config_keys().values() if key.table == table and not key.is_table]
     if table in SAID_ALREADY:
-        return "".join(_format_setting(key, values) for key in keys if key.key in values) + f"# the other settings: as in {SAID_ALREADY[table]}\n"
+        return (
+            "".join(_format_setting(key, values) for key in keys if key.key in values)
+            + f"# the other settings: as in {SAID_ALREADY[table]}\n"
+        )
     return "".join(_format_setting(key, values) for key in keys)
 
 

@@ -1,6 +1,7 @@
-"""Whether a run may use the ranks that it was started with, and how a program that was started alone becomes several.
+"""Whether a run may use the ranks that it was started with, and how a program that was started alone becomes
+several.
 
-    python train.py --distributed.ranks 4 ──► torchrun --nproc-per-node=4 train.py --distributed.ranks 4 ──► 4 ranks, which find WORLD_SIZE set
+python train.py --distributed.ranks 4 ──► torchrun --nproc-per-node=4 train.py --distributed.ranks 4 ──► 4 ranks, which find WORLD_SIZE set
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from rollouts.errors import ConfigError
 
 
 def choose_relaunch(config: RunConfig, environ: Mapping[str, str], argv: Sequence[str]) -> list[str] | None:
-    """The command of torchrun that starts distributed.ranks processes of `argv` (a program and its arguments); None where none is needed.
+    """The command of torchrun that starts distributed.ranks processes of `argv` (a program and its
+    arguments); None where none is needed.
 
     A process that a launcher has started (WORLD_SIZE is set) is one of the ranks already.
     """
@@ -24,7 +26,8 @@ def choose_relaunch(config: RunConfig, environ: Mapping[str, str], argv: Sequenc
 
 
 def check_ranks(config: RunConfig, launch: Launch, *, dry_run: bool = False) -> None:
-    """Raises ConfigError where the config asks for other ranks than the launcher has started, or for groups into which they do not divide.
+    """Raises ConfigError where the config asks for other ranks than the launcher has started, or for groups
+    into which they do not divide.
 
     `dry_run`: a process that stays alone answers for as many ranks as the config asks for.
     """
@@ -33,15 +36,19 @@ def check_ranks(config: RunConfig, launch: Launch, *, dry_run: bool = False) -> 
         launch = replace(launch, world_size=asked, local_world_size=asked)
     if asked not in (1, launch.local_world_size):
         raise ConfigError(
-            f"distributed.ranks={asked}, but the launcher has started {launch.local_world_size} on this machine; leave distributed.ranks out under "
-            f"a launcher, or start it with --nproc-per-node={asked}"
+            f"distributed.ranks={asked}, but the launcher has started {launch.local_world_size} on this"
+            " machine; leave distributed.ranks out under a launcher, or start it with"
+            f" --nproc-per-node={asked}"
         )
     for name in ("reduce_each_micro_batch", "cpu_offload"):
         if launch.world_size == 1 and getattr(config.distributed, name):
-            raise ConfigError(f"distributed.{name}=true, but one process trains alone; set distributed.ranks, or leave it out")
+            raise ConfigError(
+                f"distributed.{name}=true, but one process trains alone; set distributed.ranks, or leave"
+                " it out"
+            )
     if shard_size and launch.world_size % shard_size:
         fitting = [str(size) for size in range(1, launch.world_size + 1) if launch.world_size % size == 0]
         raise ConfigError(
-            f"distributed.shard_size={shard_size} does not divide the {launch.world_size} ranks into equal groups; use {' or '.join(fitting)}, "
-            "or 0 for one group of all"
+            f"distributed.shard_size={shard_size} does not divide the {launch.world_size} ranks into equal"
+            f" groups; use {' or '.join(fitting)}, or 0 for one group of all"
         )

@@ -1,11 +1,13 @@
-"""Whether a launcher starts a run again, which then resumes by itself, or a user starts one, who must say --resume.
+"""Whether a launcher starts a run again, which then resumes by itself, or a user starts one, who must say
+--resume.
 
     torchrun's agent on each machine ──► processes of the run          after a failure: TORCHELASTIC_RESTART_COUNT is above 0
                                      └─► the same command once more     after a machine left or came: it is not
 
-So run.lock keeps the agents of the run that used the directory last. An agent starts one command only: a process that one of them has started is a
-restart. A machine that has taken another's place has an agent that nobody knows; if rank 0 is on it, an agent of another rank must be known.
-The run id alone proves nothing: it is the user's to choose, "none" by default, and the same for two runs that were meant to be two.
+So run.lock keeps the agents of the run that used the directory last. An agent starts one command only: a
+process that one of them has started is a restart. A machine that has taken another's place has an agent that
+nobody knows; if rank 0 is on it, an agent of another rank must be known. The run id alone proves nothing: it
+is the user's to choose, "none" by default, and the same for two runs that were meant to be two.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ def read_agents(run_dir: RunDir) -> tuple[str, frozenset[str]]:
 
 
 def find_restart(run_dir: RunDir, launch: Launch) -> Restart:
-    """Whether the launcher starts again what used the directory last. Ask before the directory is locked. Only reads.
+    """Whether the launcher starts again what used the directory last. Ask before the directory is locked.
+    Only reads.
 
-    The launcher's own count tells only where agents are not known: a start that was refused is started again too.
+    The launcher's own count tells only where agents are not known: a start that was refused is started again
+    too.
     """
     run_id, agents = read_agents(run_dir)
     if not launch.agent or not agents:
@@ -45,7 +49,9 @@ def find_restart(run_dir: RunDir, launch: Launch) -> Restart:
 
 
 def choose_resume(run_dir: RunDir, launch: Launch, *, asked: bool) -> tuple[Restart, bool]:
-    """find_restart's answer, and whether the run resumes. `asked`: by --resume, after which no other rank need say anything."""
+    """find_restart's answer, and whether the run resumes. `asked`: by --resume, after which no other rank
+    need say anything.
+    """
     restart = find_restart(run_dir, launch)
     if asked and restart == "if another rank says so":
         restart = "yes"
@@ -53,15 +59,18 @@ def choose_resume(run_dir: RunDir, launch: Launch, *, asked: bool) -> tuple[Rest
 
 
 def describe_launch(run_dir: RunDir, launch: Launch, restart: Restart) -> dict[str, Any]:
-    """What run.lock says of this launch once the directory is locked and checked, before other ranks are heard: of one that is not proven to be a
-    restart, and may be refused, nothing new."""
+    """What run.lock says of this launch once the directory is locked and checked, before other ranks are
+    heard: of one that is not proven to be a restart, and may be refused, nothing new.
+    """
     agents = set(read_agents(run_dir)[1]) if restart != "no" else set()
     if restart != "if another rank says so" and launch.agent:
         agents.add(launch.agent)
     return {"run_id": launch.run_id, "agents": sorted(agents)}
 
 
-def confirm_launch(run_dir: RunDir, launch: Launch, restart: Restart, agents: Collection[str]) -> dict[str, Any]:
+def confirm_launch(
+    run_dir: RunDir, launch: Launch, restart: Restart, agents: Collection[str]
+) -> dict[str, Any]:
     """The same once the agents of all ranks are known: those of before stay, for some may come back.
 
     Raises RunDirError where another rank had to say that this is a restart, and none does.
@@ -69,7 +78,7 @@ def confirm_launch(run_dir: RunDir, launch: Launch, restart: Restart, agents: Co
     _, before = read_agents(run_dir)
     if restart == "if another rank says so" and not before & set(agents):
         raise RunDirError(
-            f"output.dir={run_dir.root} is not empty, and another launch has used it last; go on with --resume, or name another directory with "
-            "--output.dir DIR"
+            f"output.dir={run_dir.root} is not empty, and another launch has used it last; go on with"
+            " --resume, or name another directory with --output.dir DIR"
         )
     return {"run_id": launch.run_id, "agents": sorted(before | set(agents) - {""})}

@@ -1,4 +1,6 @@
-"""The models with a scalar head that RL asks for by name: what scores its samples, and what its critic starts from. For a run and for a check."""
+"""The models with a scalar head that RL asks for by name: what scores its samples, and what its critic starts
+from. For a run and for a check.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,11 @@ class Vocabulary(Protocol):
     def get_vocab(self) -> Mapping[str, int]: ...
 
 
-def check_reward_models(config: RunConfig, stages: Sequence[str], run_dir: RunDir, tokenizer: Vocabulary) -> dict[str, Path | None]:
-    """By setting, the directory of each model that RL names, before anything trains; None for one that the stage reward_model will have trained.
+def check_reward_models(
+    config: RunConfig, stages: Sequence[str], run_dir: RunDir, tokenizer: Vocabulary
+) -> dict[str, Path | None]:
+    """By setting, the directory of each model that RL names, before anything trains; None for one that the
+    stage reward_model will have trained.
 
     Empty without the stage rl. Raises as find_reward_model, find_critic_start and check_tokens do.
     """
@@ -30,7 +35,9 @@ def check_reward_models(config: RunConfig, stages: Sequence[str], run_dir: RunDi
         return found
     trained_before = "reward_model" in stages
     if name := config.rl.rollout.reward_model:
-        found[REWARD] = None if name == STAGE and trained_before else find_reward_model(config, run_dir, REWARD, name)
+        found[REWARD] = (
+            None if name == STAGE and trained_before else find_reward_model(config, run_dir, REWARD, name)
+        )
     if config.rl.critic is not None and (name := config.rl.critic.model):
         found[CRITIC] = None if name == STAGE and trained_before else find_critic_start(config, run_dir, name)
     for setting, path in found.items():
@@ -40,9 +47,11 @@ def check_reward_models(config: RunConfig, stages: Sequence[str], run_dir: RunDi
 
 
 def find_reward_model(config: RunConfig, run_dir: RunDir, setting: str, name: str) -> Path:
-    """The directory of the reward model `name`, the value of `setting`: "stage" is the last checkpoint of this run's own.
+    """The directory of the reward model `name`, the value of `setting`: "stage" is the last checkpoint of
+    this run's own.
 
-    Raises ConfigError if this run has trained none or the model has no scalar head, ModelError if there is no such model.
+    Raises ConfigError if this run has trained none or the model has no scalar head, ModelError if there is no
+    such model.
     """
     from rollouts.models.load import has_own_scalar_head
 
@@ -50,17 +59,27 @@ def find_reward_model(config: RunConfig, run_dir: RunDir, setting: str, name: st
         steps = config.reward_model.steps if config.reward_model else 0
         path = run_dir.checkpoint("reward_model", steps)
         if not path.is_dir():
-            raise ConfigError(f'{setting}="stage", but {run_dir.root} has no reward model of {steps} steps; add the stage: --mode …+reward_model+rl')
+            raise ConfigError(
+                f'{setting}="stage", but {run_dir.root} has no reward model of {steps} steps; add the stage:'
+                " --mode …+reward_model+rl"
+            )
         return path
     path = _resolve(config, setting, name)
     if not has_own_scalar_head(path):
-        raise ConfigError(f"{setting}={name!r} is no reward model: it has no scalar head; train one with the stage reward_model")
+        raise ConfigError(
+            f"{setting}={name!r} is no reward model: it has no scalar head; train one with the stage"
+            " reward_model"
+        )
     return path
 
 
 def find_critic_start(config: RunConfig, run_dir: RunDir, name: str) -> Path:
-    """The directory that a critic starts from: a reward model, or any causal model, which gets a head of 0. Raises as find_reward_model."""
-    return find_reward_model(config, run_dir, CRITIC, name) if name == STAGE else _resolve(config, CRITIC, name)
+    """The directory that a critic starts from: a reward model, or any causal model, which gets a head of 0.
+    Raises as find_reward_model.
+    """
+    return (
+        find_reward_model(config, run_dir, CRITIC, name) if name == STAGE else _resolve(config, CRITIC, name)
+    )
 
 
 def _resolve(config: RunConfig, setting: str, name: str) -> Path:
@@ -73,8 +92,13 @@ def _resolve(config: RunConfig, setting: str, name: str) -> Path:
 
 
 def check_tokens(path: Path, setting: str, tokenizer: Vocabulary) -> None:
-    """Raises ConfigError if the model's tokens are not the policy's, whose ids it reads; ModelError if it has no tokenizer."""
+    """Raises ConfigError if the model's tokens are not the policy's, whose ids it reads; ModelError if it has
+    no tokenizer.
+    """
     from rollouts.models.load import load_tokenizer
 
     if load_tokenizer(path).get_vocab() != tokenizer.get_vocab():
-        raise ConfigError(f"{setting}: the model in {path} has other tokens than the policy, whose ids it reads; name one with the same tokenizer")
+        raise ConfigError(
+            f"{setting}: the model in {path} has other tokens than the policy, whose ids it reads; name one"
+            " with the same tokenizer"
+        )

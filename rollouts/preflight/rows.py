@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rollouts.config.schema import PreferenceTrainingConfig, RewardModelTrainingConfig, RLTrainingConfig, RunConfig, SFTTrainingConfig
+from rollouts.config.schema import (
+    PreferenceTrainingConfig,
+    RewardModelTrainingConfig,
+    RLTrainingConfig,
+    RunConfig,
+    SFTTrainingConfig,
+)
 from rollouts.data.datasets import exclude_from_mixture, load_sources, unique_prompts
 from rollouts.data.mixture import Mixture
 from rollouts.data.rows import USE_OF_STAGE, BadRow, Row, RowUse
@@ -38,8 +44,12 @@ SHOWN = 5
 
 def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
     """Raises DataError naming file, line and field; ConfigError for a stage that the config has no table for."""
-    evaluation = load_sources(config.eval.data, name="eval.data", use=USE_OF_STAGE["eval"]) if config.eval else None
-    held_out = unique_prompts(row for source in evaluation.sources for row in source.rows) if evaluation else []
+    evaluation = (
+        load_sources(config.eval.data, name="eval.data", use=USE_OF_STAGE["eval"]) if config.eval else None
+    )
+    held_out = (
+        unique_prompts(row for source in evaluation.sources for row in source.rows) if evaluation else []
+    )
     training: dict[str, Mixture] = {}
     left_out: dict[str, int] = {}
     bad = {"eval.data": _bad_rows(evaluation)} if evaluation else {}
@@ -47,7 +57,10 @@ def load_all_rows(config: RunConfig, stages: Sequence[str]) -> Rows:
         name = f"{stage}.data"
         section = read_section(config, stage)
         if section is None:
-            raise ConfigError(f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose another mode")
+            raise ConfigError(
+                f"--mode has the stage {stage!r} but the config has no [{stage}] table; add it or choose"
+                " another mode"
+            )
         loaded = load_sources(section.data, name=name, use=choose_use(config, stage))
         bad[name] = _bad_rows(loaded)
         training[stage], left_out[stage] = exclude_from_mixture(loaded, held_out, name=name)
@@ -58,12 +71,19 @@ def read_section(
     config: RunConfig, stage: str
 ) -> SFTTrainingConfig | RLTrainingConfig | PreferenceTrainingConfig | RewardModelTrainingConfig | None:
     """The settings of a training stage; None if the config has none."""
-    sections = {"sft": config.sft, "rl": config.rl, "preference": config.preference, "reward_model": config.reward_model}
+    sections = {
+        "sft": config.sft,
+        "rl": config.rl,
+        "preference": config.preference,
+        "reward_model": config.reward_model,
+    }
     return sections[stage]
 
 
 def choose_use(config: RunConfig, stage: str) -> RowUse:
-    """What the rows of "eval" or a training stage must be: of preferences pairs, but labelled responses for KTO."""
+    """What the rows of "eval" or a training stage must be: of preferences pairs, but labelled responses for
+    KTO.
+    """
     is_kto = stage == "preference" and config.preference is not None and config.preference.loss == "kto"
     return "labelled" if is_kto else USE_OF_STAGE[stage]
 

@@ -19,7 +19,8 @@ from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
 from rollouts.run_dir import RunDir, check_links, is_locked, read_holder
 
-PARTIAL_CONFIG = ".tmp-config.toml"  # all that a run leaves that was killed while it wrote its first file: nothing of it is lost
+# all that a run leaves that was killed while it wrote its first file: nothing of it is lost
+PARTIAL_CONFIG = ".tmp-config.toml"
 
 
 LOCK_TRIES = 10_000  # each some microseconds
@@ -34,37 +35,52 @@ def choose_run_dir(config: RunConfig) -> RunDir:
 
 
 def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, locked: bool = False) -> None:
-    """Raises RunDirError if the directory is another run's, or a run is at work in it: not this one, if it is `locked` here. Only reads."""
+    """Raises RunDirError if the directory is another run's, or a run is at work in it: not this one, if it is
+    `locked` here. Only reads.
+    """
     if run_dir.root.exists() and not run_dir.root.is_dir():
         raise RunDirError(f"output.dir={run_dir.root} is a file; name a directory")
     check_links(run_dir)
     if not locked:
         check_unlocked(run_dir)
-    used = run_dir.root.is_dir() and any(path != run_dir.lock and path.name != PARTIAL_CONFIG for path in run_dir.root.iterdir())
+    used = run_dir.root.is_dir() and any(
+        path != run_dir.lock and path.name != PARTIAL_CONFIG for path in run_dir.root.iterdir()
+    )
     if used and not resume:
-        raise RunDirError(f"output.dir={run_dir.root} is not empty; go on with --resume, or name another directory with --output.dir DIR")
+        raise RunDirError(
+            f"output.dir={run_dir.root} is not empty; go on with --resume, or name another directory with"
+            " --output.dir DIR"
+        )
     if used and not run_dir.config.exists():
-        raise RunDirError(f"output.dir={run_dir.root} holds files but no config.toml: it is not a run; name another directory with --output.dir DIR")
+        raise RunDirError(
+            f"output.dir={run_dir.root} holds files but no config.toml: it is not a run; name another"
+            " directory with --output.dir DIR"
+        )
     if used:
         check_same_run(load_config(run_dir.config, ()), config)
 
 
-# --- one run at a time -------------------------------------------------------------------------------------------------------
+# --- one run at a time --------------------------------------------------------------------------------------
 
 
 def lock_run_dir(run_dir: RunDir) -> int:
-    """Keeps other runs off the directory, made if missing, until this process ends or closes the descriptor that is returned.
+    """Keeps other runs off the directory, made if missing, until this process ends or closes the descriptor
+    that is returned.
 
-    The system drops the lock with the process, however that ends; started programs and forked children do not hold it on. Where several
-    ranks make one run, only the first locks. What the file says of the launch that used the directory last stays until write_holder says
-    another: this one may yet be refused. On a file system that has no locks nobody is kept off, and a warning says so. Raises RunDirError naming
-    who holds it, or OSError's reason.
+    The system drops the lock with the process, however that ends; started programs and forked children do not
+    hold it on. Where several ranks make one run, only the first locks. What the file says of the launch that
+    used the directory last stays until write_holder says another: this one may yet be refused. On a file
+    system that has no locks nobody is kept off, and a warning says so. Raises RunDirError naming who holds
+    it, or OSError's reason.
     """
     try:
         run_dir.root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(run_dir.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as error:
-        raise RunDirError(f"output.dir={run_dir.root} cannot be written ({error}); name another directory with --output.dir DIR") from error
+        raise RunDirError(
+            f"output.dir={run_dir.root} cannot be written ({error}); name another directory with"
+            " --output.dir DIR"
+        ) from error
     try:
         take_lock(descriptor)
     except BlockingIOError as error:
@@ -74,9 +90,15 @@ def lock_run_dir(run_dir: RunDir) -> int:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             os.close(descriptor)
-            raise RunDirError(f"{run_dir.lock} cannot be locked ({error}); name a directory on another file system with --output.dir DIR") from error
+            raise RunDirError(
+                f"{run_dir.lock} cannot be locked ({error}); name a directory on another file system with"
+                " --output.dir DIR"
+            ) from error
         logging.getLogger("rollouts").warning(
-            "warning: the file system of %s has no locks (%s): nothing keeps a second run off it; see that none is started there", run_dir.root, error
+            "warning: the file system of %s has no locks (%s): nothing keeps a second run off it; see that"
+            " none is started there",
+            run_dir.root,
+            error,
         )
     write_holder(descriptor, read_holder(run_dir).get("launch"))
     made = os.fstat(descriptor)
@@ -85,7 +107,8 @@ def lock_run_dir(run_dir: RunDir) -> int:
 
 
 def take_lock(descriptor: int) -> None:
-    """Locks the file alone. Who only asks whether it is locked (is_locked) shares it for a moment, and is waited for.
+    """Locks the file alone. Who only asks whether it is locked (is_locked) shares it for a moment, and is
+    waited for.
 
     Raises BlockingIOError where another has it alone, OSError where it cannot be locked.
     """
@@ -100,7 +123,11 @@ def take_lock(descriptor: int) -> None:
 
 def write_holder(descriptor: int, launch: Mapping[str, Any] | None) -> None:
     """Who holds the lock, and what started it (rollouts.preflight.restarts), in the file of the lock."""
-    holder: dict[str, Any] = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    holder: dict[str, Any] = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
     holder |= {} if launch is None else {"launch": launch}
     try:
         os.ftruncate(descriptor, 0)
@@ -114,7 +141,10 @@ def _drop_in_child() -> None:
     for descriptor, file in _held.items():
         try:
             here = os.fstat(descriptor)
-            if (here.st_dev, here.st_ino) == file:  # else whoever locked has closed it, and the number is another file's now
+            if (
+                here.st_dev,
+                here.st_ino,
+            ) == file:  # else whoever locked has closed it, and the number is another file's now
                 os.close(descriptor)
         except OSError:  # closed already
             continue
@@ -137,4 +167,7 @@ def describe_holder(run_dir: RunDir) -> str:
         who = f"process {holder['pid']} on {holder['host']}, since {holder['started']}"
     except KeyError:
         who = f"a process that {run_dir.lock} does not name"
-    return f"output.dir={run_dir.root} is in use by {who}; wait for it or stop it, or name another directory with --output.dir DIR"
+    return (
+        f"output.dir={run_dir.root} is in use by {who}; wait for it or stop it, or name another directory"
+        " with --output.dir DIR"
+    )

@@ -1,4 +1,6 @@
-"""One call of every function that a config names, on a made-up sample: what it answers, or how it fails, before anything is generated."""
+"""One call of every function that a config names, on a made-up sample: what it answers, or how it fails,
+before anything is generated.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,34 @@ from rollouts.types import RewardResult, Sample, SampleGroup, Status
 WRONG_ANSWER = "(a made-up response)"
 
 
-async def call_functions(config: RunConfig, stages: Sequence[str], rows: Mapping[str, Sequence[Row]], *, base_dir: Path) -> list[Finding]:
-    """A finding per function: what it made of a sample of the first row. Sync rewards run in a worker process, as in training.
+async def call_functions(
+    config: RunConfig, stages: Sequence[str], rows: Mapping[str, Sequence[Row]], *, base_dir: Path
+) -> list[Finding]:
+    """A finding per function: what it made of a sample of the first row. Sync rewards run in a worker
+    process, as in training.
 
-    The row's answer is the response of the first sample of the group, something else that of the second. `generate` is not called: it
-    needs an engine. Raises: never for what functions do.
+    The row's answer is the response of the first sample of the group, something else that of the second.
+    `generate` is not called: it needs an engine. Raises: never for what functions do.
     """
     findings: list[Finding] = []
     small = _with_one_worker(config)
     try:
         functions = load_functions(small, stages, base_dir=base_dir)
-        async with open_functions(small, functions, base_dir=base_dir, warn=lambda text: _warn(text, findings)) as running:
+        async with open_functions(
+            small, functions, base_dir=base_dir, warn=lambda text: _warn(text, findings)
+        ) as running:
             if rows.get("rl"):
-                await _call_rollout(running, config.rl.rollout if config.rl else RolloutConfig(), rows["rl"][0], findings)
+                await _call_rollout(
+                    running, config.rl.rollout if config.rl else RolloutConfig(), rows["rl"][0], findings
+                )
             if rows.get("eval") and config.eval and config.eval.reward:
-                await _call_reward(running.eval_reward, make_trial_samples(rows["eval"][0])[0], config, "eval.reward", findings)
+                await _call_reward(
+                    running.eval_reward,
+                    make_trial_samples(rows["eval"][0])[0],
+                    config,
+                    "eval.reward",
+                    findings,
+                )
             if running.curriculum and config.rl:
                 _call_curriculum(running.curriculum, config, findings)
     except* RolloutsError as group:
@@ -50,7 +65,11 @@ def _warn(text: str, findings: list[Finding]) -> None:
 def make_trial_samples(row: Row) -> list[Sample]:
     """Two samples of a row: one whose response is its answer, and one with something else."""
     answer = row.get("answer")
-    metadata = {**{key: value for key, value in row.items() if key != "prompt"}, "prompt_id": "row-0", "epoch": 0}
+    metadata = {
+        **{key: value for key, value in row.items() if key != "prompt"},
+        "prompt_id": "row-0",
+        "epoch": 0,
+    }
     responses = (str(answer) if isinstance(answer, str | int | float) else WRONG_ANSWER, WRONG_ANSWER)
     return [
         Sample(
@@ -59,7 +78,9 @@ def make_trial_samples(row: Row) -> list[Sample]:
             response=response,
             group_index=0,
             status=Status.COMPLETED,
-            metadata=copy.deepcopy(metadata),  # as in a run: what a function changes in one sample is not in the other
+            metadata=copy.deepcopy(
+                metadata
+            ),  # as in a run: what a function changes in one sample is not in the other
         )
         for index, response in enumerate(responses)
     ]
@@ -72,17 +93,36 @@ def _with_one_worker(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"rl": config.rl.model_copy(update={"rollout": rollout})})
 
 
-async def _call_rollout(functions: Functions, rollout: RolloutConfig, row: Row, findings: list[Finding]) -> None:
+async def _call_rollout(
+    functions: Functions, rollout: RolloutConfig, row: Row, findings: list[Finding]
+) -> None:
     samples = make_trial_samples(row)
     results: list[RewardResult] = []
     if functions.group_reward:
         with reporting(findings, "rl.rollout.group_reward"):
-            results = list(await call_group_reward(functions.group_reward, samples, timeout_s=rollout.reward_timeout_s))
-            findings.append(Finding("ok", "rl.rollout.group_reward", f"called with {_responses(samples)}: {', '.join(map(_describe, results))}"))
+            results = list(
+                await call_group_reward(functions.group_reward, samples, timeout_s=rollout.reward_timeout_s)
+            )
+            findings.append(
+                Finding(
+                    "ok",
+                    "rl.rollout.group_reward",
+                    f"called with {_responses(samples)}: {', '.join(map(_describe, results))}",
+                )
+            )
     elif functions.reward:
         with reporting(findings, "rl.rollout.reward"):
-            results = [await call_reward(functions.reward, sample, timeout_s=rollout.reward_timeout_s) for sample in samples]
-            findings.append(Finding("ok", "rl.rollout.reward", f"called with {_responses(samples)}: {', '.join(map(_describe, results))}"))
+            results = [
+                await call_reward(functions.reward, sample, timeout_s=rollout.reward_timeout_s)
+                for sample in samples
+            ]
+            findings.append(
+                Finding(
+                    "ok",
+                    "rl.rollout.reward",
+                    f"called with {_responses(samples)}: {', '.join(map(_describe, results))}",
+                )
+            )
     if functions.generate:
         findings.append(Finding("ok", "rl.rollout.generate", "not called: it needs a model"))
     scored = [apply_reward(sample, result) for sample, result in zip(samples, results, strict=False)]
@@ -91,10 +131,16 @@ async def _call_rollout(functions: Functions, rollout: RolloutConfig, row: Row, 
             group = SampleGroup(0, "row-0", tuple(replace(sample) for sample in scored))
             decision = await call_filter(filter_, group, timeout_s=rollout.reward_timeout_s)
             verdict = "keeps" if decision.keep else f"drops ({decision.reason})"
-            findings.append(Finding("ok", "rl.rollout.filters", f"{function_name(filter_)} {verdict} a group of these two"))
+            findings.append(
+                Finding(
+                    "ok", "rl.rollout.filters", f"{function_name(filter_)} {verdict} a group of these two"
+                )
+            )
 
 
-async def _call_reward(reward: Any, sample: Sample, config: RunConfig, key: str, findings: list[Finding]) -> None:
+async def _call_reward(
+    reward: Any, sample: Sample, config: RunConfig, key: str, findings: list[Finding]
+) -> None:
     timeout_s = config.rl.rollout.reward_timeout_s if config.rl else RolloutConfig().reward_timeout_s
     with reporting(findings, key):
         result = await call_reward(reward, sample, timeout_s=timeout_s)
@@ -106,7 +152,13 @@ def _call_curriculum(curriculum: Any, config: RunConfig, findings: list[Finding]
     names = [source.name or f"source-{index}" for index, source in enumerate(config.rl.data)]
     with reporting(findings, "rl.curriculum"):
         weights = call_curriculum(curriculum, 1, start_statistics(names), function=config.rl.curriculum)
-        findings.append(Finding("ok", "rl.curriculum", "step 1: " + ", ".join(f"{name} {weight:g}" for name, weight in weights.items())))
+        findings.append(
+            Finding(
+                "ok",
+                "rl.curriculum",
+                "step 1: " + ", ".join(f"{name} {weight:g}" for name, weight in weights.items()),
+            )
+        )
 
 
 def _responses(samples: Sequence[Sample]) -> str:

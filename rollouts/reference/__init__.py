@@ -1,1 +1,3 @@
-"""Frozen models that score what the policy sampled, and which shortcuts of a forward pass are exact for a model."""
+"""Frozen models that score what the policy sampled, and which shortcuts of a forward pass are exact for a
+model.
+"""

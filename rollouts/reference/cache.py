@@ -1,14 +1,16 @@
-"""Frozen models by name within a budget of bytes: loaded when first asked for, several at once, the least recently used given up for the next.
+"""Frozen models by name within a budget of bytes: loaded when first asked for, several at once, the least
+recently used given up for the next.
 
     lease(names) ─► all here, or being loaded ───────────────────────────────────────► leased ─► last lease ends ─► idle, may be given up
                  └► some missing: sizes from the files ─► its turn ─► room for all ─► load
                                                                        │ idle models go, least recently used first, until they fit
                                                                        └ none idle: wait until a lease ends
 
-Bytes are counted before a load begins and given back after a model is really gone, so the sum never exceeds the budget, also during loads.
-Requests for what is missing are served in the order of asking; what is loaded is leased at once, so models that are leased by somebody at
-every moment can keep others waiting. A lease of several names gets room for all of them at once: nobody holds a model while waiting for
-another. A task that asks for a second lease inside a first one breaks that rule and may wait for itself; ask for both in one call.
+Bytes are counted before a load begins and given back after a model is really gone, so the sum never exceeds
+the budget, also during loads. Requests for what is missing are served in the order of asking; what is loaded
+is leased at once, so models that are leased by somebody at every moment can keep others waiting. A lease of
+several names gets room for all of them at once: nobody holds a model while waiting for another. A task that
+asks for a second lease inside a first one breaks that rule and may wait for itself; ask for both in one call.
 """
 
 from __future__ import annotations
@@ -59,7 +61,9 @@ class _Entry(Generic[T]):
     value: T | None = None
     ready: bool = False
     error: Exception | None = None  # of the load, for all who waited for it
-    settled: trio.Event = field(default_factory=trio.Event)  # loaded, failed, or given up by the task that loaded it
+    settled: trio.Event = field(
+        default_factory=trio.Event
+    )  # loaded, failed, or given up by the task that loaded it
 
 
 class ReferenceCache(Generic[T]):
@@ -68,7 +72,9 @@ class ReferenceCache(Generic[T]):
     def __init__(self, *, budget_bytes: int, measure: Measure, load: Load[T], unload: Unload[T]) -> None:
         self.budget_bytes = budget_bytes
         self._measure, self._load_model, self._unload_model = measure, load, unload
-        self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()  # loaded or being loaded; least recently used first
+        self._entries: OrderedDict[str, _Entry[T]] = (
+            OrderedDict()
+        )  # loaded or being loaded; least recently used first
         self._used = 0
         self._peak = 0
         self._turn = trio.Lock()  # of those who need room: first come, first served
@@ -80,7 +86,8 @@ class ReferenceCache(Generic[T]):
     async def lease(self, *names: str) -> AsyncIterator[tuple[T, ...]]:
         """The models `names`, in their order, which stay in memory as long as the context is open.
 
-        Raises ConfigError if they are together larger than the budget, and what loading raised; BackendClosed after the cache was closed.
+        Raises ConfigError if they are together larger than the budget, and what loading raised; BackendClosed
+        after the cache was closed.
         """
         entries = await self._acquire(list(dict.fromkeys(names)))
         try:
@@ -139,14 +146,18 @@ class ReferenceCache(Generic[T]):
         """Returns when `needed` bytes are free. Idle models are given up for them, least recently used first."""
         while self._used + needed > self.budget_bytes:
             self._check_open()
-            idle = next((name for name, entry in self._entries.items() if entry.ready and not entry.users), None)
+            idle = next(
+                (name for name, entry in self._entries.items() if entry.ready and not entry.users), None
+            )
             if idle is None:
                 await self._changed.wait()
             else:
                 await self._evict(idle)
 
     async def _load(self, sizes: Mapping[str, ModelSize]) -> None:
-        """Loads models whose bytes are counted, one after the other. If one fails, it and those after it are as if never asked for."""
+        """Loads models whose bytes are counted, one after the other. If one fails, it and those after it are
+        as if never asked for.
+        """
         waiting = list(sizes)
         try:
             while waiting:
@@ -170,10 +181,12 @@ class ReferenceCache(Generic[T]):
     def _check_fits(self, sizes: Mapping[str, ModelSize]) -> None:
         needed = _add_up(sizes.values())
         if needed > self.budget_bytes:
-            parts = ", ".join(f"{name} {size.held}, {size.loading} while it loads" for name, size in sizes.items())
+            parts = ", ".join(
+                f"{name} {size.held}, {size.loading} while it loads" for name, size in sizes.items()
+            )
             raise ConfigError(
-                f"reference models need {needed} bytes at once ({parts}), and the cache's budget_bytes is {self.budget_bytes}; raise it, choose a "
-                "smaller dtype, or lease fewer at once"
+                f"reference models need {needed} bytes at once ({parts}), and the cache's budget_bytes is"
+                f" {self.budget_bytes}; raise it, choose a smaller dtype, or lease fewer at once"
             )
 
     def _check_open(self) -> None:
@@ -215,14 +228,18 @@ class ReferenceCache(Generic[T]):
         changed.set()
 
     async def aclose(self) -> None:
-        """Gives every model up. Leases must have ended: what is still leased stays with its holder, uncounted."""
+        """Gives every model up. Leases must have ended: what is still leased stays with its holder,
+        uncounted.
+        """
         self._closed = True
         self._notify()
         for name in [name for name, entry in self._entries.items() if entry.ready and not entry.users]:
             await self._evict(name)
 
     def statistics(self) -> Mapping[str, float]:
-        """models and bytes in memory now, the most bytes that ever were, and how many loads, hits, evictions and failed loads there were."""
+        """models and bytes in memory now, the most bytes that ever were, and how many loads, hits, evictions
+        and failed loads there were.
+        """
         ready = sum(entry.ready for entry in self._entries.values())
         return {"models": float(ready), "bytes": float(self._used), "peak_bytes": float(self._peak)} | {
             name: float(count) for name, count in self._counts.items()
@@ -236,8 +253,12 @@ def _add_up(sizes: Iterable[ModelSize]) -> int:
 
 
 @asynccontextmanager
-async def open_model_cache(*, budget_bytes: int, measure: Measure, load: Load[T], unload: Unload[T]) -> AsyncIterator[ReferenceCache[T]]:
-    """A cache of at most `budget_bytes` of models, which `load` loads and `unload` lets go of. Nothing is loaded before somebody asks."""
+async def open_model_cache(
+    *, budget_bytes: int, measure: Measure, load: Load[T], unload: Unload[T]
+) -> AsyncIterator[ReferenceCache[T]]:
+    """A cache of at most `budget_bytes` of models, which `load` loads and `unload` lets go of. Nothing is
+    loaded before somebody asks.
+    """
     if budget_bytes < 1:
         raise ConfigError(f"budget_bytes={budget_bytes} of the reference cache must be at least 1")
     cache = ReferenceCache(budget_bytes=budget_bytes, measure=measure, load=load, unload=unload)
@@ -261,8 +282,9 @@ async def open_reference_cache(
 ) -> AsyncIterator[ReferenceCache[FrozenReference]]:
     """Frozen references by what resolve_model takes: a directory, a name on the hub, bundled:…, tiny:….
 
-    `budget_bytes` bounds the weights on `device`; what a forward pass needs beside them comes on top. Models are loaded and score on
-    `device_thread`, one after the other. `say` is told what quantising a model does to its log-probs.
+    `budget_bytes` bounds the weights on `device`; what a forward pass needs beside them comes on top. Models
+    are loaded and score on `device_thread`, one after the other. `say` is told what quantising a model does
+    to its log-probs.
     """
     paths: dict[str, Path] = {}
 
@@ -271,21 +293,36 @@ async def open_reference_cache(
             paths[name] = await trio.to_thread.run_sync(lambda: resolve_model(name, cache_dir=cache_dir))
         size = await trio.to_thread.run_sync(lambda: count_bytes_by_headers(paths[name], dtype))
         # a quantised model is made from the whole one, which is on the CPU then
-        loading = size.held + size.exact if dtype in ("8bit", "4bit") and torch.device(device).type == "cpu" else size.held
+        loading = (
+            size.held + size.exact
+            if dtype in ("8bit", "4bit") and torch.device(device).type == "cpu"
+            else size.held
+        )
         return ModelSize(held=size.held, loading=loading)
 
     async def load(name: str) -> FrozenReference:
         lines: list[str] = []
         options: dict[str, Any] = {"dtype": dtype, "device": device, "micro_batch_tokens": micro_batch_tokens}
-        future = device_thread.submit(lambda: load_reference(paths[name], say=lambda line: lines.append(f"{name}: {line}"), **options))
+        future = device_thread.submit(
+            lambda: load_reference(paths[name], say=lambda line: lines.append(f"{name}: {line}"), **options)
+        )
         loaded: LoadedReference | None = None
-        with trio.CancelScope(shield=True):  # a job that has begun goes on, and what it loaded would be nobody's
+        with trio.CancelScope(
+            shield=True
+        ):  # a job that has begun goes on, and what it loaded would be nobody's
             loaded = await future
         assert loaded is not None
         for line in lines:
             say(line)
-        return FrozenReference(loaded.model, device_thread, loaded.plan, micro_batch_tokens, metrics=loaded.metrics)
+        return FrozenReference(
+            loaded.model, device_thread, loaded.plan, micro_batch_tokens, metrics=loaded.metrics
+        )
 
-    options = {"budget_bytes": budget_bytes, "measure": measure, "load": load, "unload": FrozenReference.release}
+    options = {
+        "budget_bytes": budget_bytes,
+        "measure": measure,
+        "load": load,
+        "unload": FrozenReference.release,
+    }
     async with open_model_cache(**options) as cache:
         yield cache

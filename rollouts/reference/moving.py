@@ -1,13 +1,15 @@
-"""A reference model that follows the policy: an exponential moving average, a reset every k steps, or TR-DPO's mixture.
+"""A reference model that follows the policy: an exponential moving average, a reset every k steps, or
+TR-DPO's mixture.
 
     after step n ──► due? ──► backend.stream_weights ──► per weight, on the device thread: accumulator ← rule(accumulator, policy)
                                                          all came ──► the model that scores gets the accumulators' values
     checkpoint   ──► save(dir): a Hugging Face directory of the accumulators, exact, and moving_reference.json with the counters
     resume       ──► open_moving_reference(dir): goes on from there, bit for bit
 
-Accumulators are float32 or float64, also where the model that scores is bfloat16: with a decay of 0.999 a step of an average is below half
-the distance of two bfloat16 numbers and would be rounded away. A float32 accumulator stands still when a step is below 6e-8 of a weight, a
-float64 one at 1e-16. Where both have one dtype, the scoring model's weights are the accumulators.
+Accumulators are float32 or float64, also where the model that scores is bfloat16: with a decay of 0.999 a
+step of an average is below half the distance of two bfloat16 numbers and would be rounded away. A float32
+accumulator stands still when a step is below 6e-8 of a weight, a float64 one at 1e-16. Where both have one
+dtype, the scoring model's weights are the accumulators.
 """
 
 from __future__ import annotations
@@ -42,23 +44,31 @@ STATE_FILE = "moving_reference.json"
 STATE_FORMAT = 1
 
 
-# --- rules -----------------------------------------------------------------------------------------------------------------------------
+# --- rules --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """reference ← policy_weight · policy + reference_weight · reference, after every `every`-th step. The weights add up to 1."""
+    """reference ← policy_weight · policy + reference_weight · reference, after every `every`-th step. The
+    weights add up to 1.
+    """
 
     policy_weight: float  # 1.0: the reference becomes the policy
     reference_weight: float
     every: int = 1  # completed steps from one update to the next
 
     def __post_init__(self) -> None:
-        for name, value in (("policy_weight", self.policy_weight), ("reference_weight", self.reference_weight)):
+        for name, value in (
+            ("policy_weight", self.policy_weight),
+            ("reference_weight", self.reference_weight),
+        ):
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(f"{name}={value} of a moving reference must lie between 0 and 1")
         if not math.isclose(self.policy_weight + self.reference_weight, 1.0, abs_tol=1e-12):
-            raise ConfigError(f"policy_weight={self.policy_weight} and reference_weight={self.reference_weight} must add up to 1")
+            raise ConfigError(
+                f"policy_weight={self.policy_weight} and reference_weight={self.reference_weight} must add up"
+                " to 1"
+            )
         if self.policy_weight == 0.0:
             raise ConfigError("policy_weight=0 never moves the reference; use a frozen reference instead")
         if self.every < 1:
@@ -70,19 +80,28 @@ class UpdateRule:
 
 
 def make_ema_rule(*, ema_decay: float, every: int = 1) -> UpdateRule:
-    """reference ← ema_decay · reference + (1 − ema_decay) · policy. Raises ConfigError unless 0 <= ema_decay < 1."""
+    """reference ← ema_decay · reference + (1 − ema_decay) · policy. Raises ConfigError unless 0 <= ema_decay
+    < 1.
+    """
     if not 0.0 <= ema_decay < 1.0:
-        raise ConfigError(f"ema_decay={ema_decay} must be at least 0 and below 1; 0.99 keeps 99 % of the reference at each update")
+        raise ConfigError(
+            f"ema_decay={ema_decay} must be at least 0 and below 1; 0.99 keeps 99 % of the reference at each"
+            " update"
+        )
     return UpdateRule(policy_weight=1.0 - ema_decay, reference_weight=ema_decay, every=every)
 
 
 def make_reset_rule(*, every: int) -> UpdateRule:
-    """reference ← policy after every `every`-th step; TR-DPO's hard update (Gorbatovski et al. 2024, arXiv 2404.09656)."""
+    """reference ← policy after every `every`-th step; TR-DPO's hard update (Gorbatovski et al. 2024, arXiv
+    2404.09656).
+    """
     return UpdateRule(policy_weight=1.0, reference_weight=0.0, every=every)
 
 
 def make_tr_dpo_rule(*, policy_weight: float, every: int = 1) -> UpdateRule:
-    """reference ← policy_weight · policy + (1 − policy_weight) · reference; TR-DPO's soft update, whose α is policy_weight (arXiv 2404.09656)."""
+    """reference ← policy_weight · policy + (1 − policy_weight) · reference; TR-DPO's soft update, whose α is
+    policy_weight (arXiv 2404.09656).
+    """
     return UpdateRule(policy_weight=policy_weight, reference_weight=1.0 - policy_weight, every=every)
 
 
@@ -90,24 +109,34 @@ def make_rule(update: str, *, every: int, ema_decay: float, policy_weight: float
     """The rule of the settings in [reference]: "ema", "reset" or "tr_dpo"; each reads what concerns it."""
     if update == "ema":
         return make_ema_rule(ema_decay=ema_decay, every=every)
-    return make_reset_rule(every=every) if update == "reset" else make_tr_dpo_rule(policy_weight=policy_weight, every=every)
+    return (
+        make_reset_rule(every=every)
+        if update == "reset"
+        else make_tr_dpo_rule(policy_weight=policy_weight, every=every)
+    )
 
 
 def compute_update(reference: Tensor, policy: Tensor, rule: UpdateRule) -> Tensor:
-    """reference_weight · reference + policy_weight · policy, a new tensor of the reference's shape, dtype and device.
+    """reference_weight · reference + policy_weight · policy, a new tensor of the reference's shape, dtype and
+    device.
 
-    Computed in float64 and rounded once: in float32 the two weights themselves are rounded and no longer add up to 1, which over many
-    updates pulls every weight by up to 3e-8 / policy_weight. A hard update is a copy, so that it is equal bit for bit and an infinity of
-    the old reference does not become NaN.
+    Computed in float64 and rounded once: in float32 the two weights themselves are rounded and no longer add
+    up to 1, which over many updates pulls every weight by up to 3e-8 / policy_weight. A hard update is a
+    copy, so that it is equal bit for bit and an infinity of the old reference does not become NaN.
     """
     assert reference.shape == policy.shape, (reference.shape, policy.shape)
     wide = policy.detach().to(device=reference.device)
     if rule.reference_weight == 0.0:
         return wide.to(reference.dtype, copy=True)
-    return reference.double().mul(rule.reference_weight).add_(wide.double().mul(rule.policy_weight)).to(reference.dtype)
+    return (
+        reference.double()
+        .mul(rule.reference_weight)
+        .add_(wide.double().mul(rule.policy_weight))
+        .to(reference.dtype)
+    )
 
 
-# --- the scorer ------------------------------------------------------------------------------------------------------------------------
+# --- the scorer ---------------------------------------------------------------------------------------------
 
 
 class MovingReference:
@@ -136,7 +165,9 @@ class MovingReference:
         return {"reference/updates": float(self._counters.updates)}
 
     async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-        """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. Under the weights after every update that was asked for before."""
+        """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. Under the weights after every
+        update that was asked for before.
+        """
         return await self._device_thread.submit(lambda: self._score(batch))
 
     def _score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
@@ -144,11 +175,13 @@ class MovingReference:
         return self._scorer._score(batch)
 
     async def update(self, backend: TrainingBackend, *, step: int) -> bool:
-        """Moves the reference if the rule says so after `step` completed steps; True if it did. A step that was seen before changes nothing.
+        """Moves the reference if the rule says so after `step` completed steps; True if it did. A step that
+        was seen before changes nothing.
 
-        What is scored afterwards sees the moved weights, also if who waits here is cancelled: the device thread finishes what it began.
-        Call it on rank 0, whose backend hands out whole weights. Raises what stream_weights raises; BackendError if a weight is missing,
-        unknown or of another shape: then the reference has moved in part, and nothing but load() helps.
+        What is scored afterwards sees the moved weights, also if who waits here is cancelled: the device
+        thread finishes what it began. Call it on rank 0, whose backend hands out whole weights. Raises what
+        stream_weights raises; BackendError if a weight is missing, unknown or of another shape: then the
+        reference has moved in part, and nothing but load() helps.
         """
         if step <= self._counters.step:
             return False
@@ -158,23 +191,33 @@ class MovingReference:
         self._check_whole()
         move = _Move(self._accumulators, self.rule)
         streamed = backend.stream_weights(move.take)
-        finished = self._device_thread.submit(lambda: self._finish(move, step))  # queued at once, so that nobody scores in between
+        finished = self._device_thread.submit(
+            lambda: self._finish(move, step)
+        )  # queued at once, so that nobody scores in between
         try:
             await streamed
         except Exception:
-            with contextlib.suppress(BackendError):  # says that weights are missing, which follows from what is raised
+            with contextlib.suppress(
+                BackendError
+            ):  # says that weights are missing, which follows from what is raised
                 await finished
             raise
         await finished
         if not move.seen:
-            raise BackendError("the policy's weights never came, so the reference did not move; stream_weights must hand out all of them")
+            raise BackendError(
+                "the policy's weights never came, so the reference did not move; stream_weights must hand out"
+                " all of them"
+            )
         return True
 
     def _finish(self, move: _Move, step: int) -> None:
         if move.failure is None and not move.seen:
             return  # the stream itself failed before it gave anything, and says so; nothing has moved
         if move.failure is None and (missing := self._accumulators.keys() - move.seen):
-            move.failure = BackendError(f"{len(missing)} weights of the reference never came, {min(missing)!r} for one; stream all of the policy's")
+            move.failure = BackendError(
+                f"{len(missing)} weights of the reference never came, {min(missing)!r} for one; stream all of"
+                " the policy's"
+            )
         if move.failure is not None:
             self._moved_in_part = self._moved_in_part or bool(move.seen)
             raise move.failure
@@ -190,8 +233,9 @@ class MovingReference:
                     parameter.copy_(self._accumulators[name])
 
     async def save(self, path: Path) -> None:
-        """Writes a model directory that holds the accumulators in their own dtype, and the counters beside it. Not atomic, not synced: write
-        into a directory that nobody reads yet. Raises OSError, and BackendError if the reference has moved in part.
+        """Writes a model directory that holds the accumulators in their own dtype, and the counters beside
+        it. Not atomic, not synced: write into a directory that nobody reads yet. Raises OSError, and
+        BackendError if the reference has moved in part.
         """
         await self._device_thread.submit(lambda: self._save(path))
 
@@ -208,7 +252,9 @@ class MovingReference:
         (path / STATE_FILE).write_text(json.dumps(record) + "\n", "utf-8")
 
     async def hold(self) -> Callable[[Path], Awaitable[None]]:
-        """What save() would write now, copied: the result writes it to a directory later, while the reference moves on."""
+        """What save() would write now, copied: the result writes it to a directory later, while the reference
+        moves on.
+        """
 
         def copy() -> dict[str, Tensor]:
             self._check_whole()
@@ -222,18 +268,29 @@ class MovingReference:
         return write
 
     async def load(self, path: Path) -> None:
-        """Goes on from what save() wrote, bit for bit. Raises ModelError and CheckpointError, with the reference as it was."""
+        """Goes on from what save() wrote, bit for bit. Raises ModelError and CheckpointError, with the
+        reference as it was.
+        """
         await self._device_thread.submit(lambda: self._load(path))
 
     def _load(self, path: Path) -> None:
         counters = _read_counters(path)
         if counters is None:
-            raise CheckpointError(f"{path} has no {STATE_FILE}: it is no saved reference; give the directory that save() wrote")
+            raise CheckpointError(
+                f"{path} has no {STATE_FILE}: it is no saved reference; give the directory that save() wrote"
+            )
         dtype = next(iter(self._accumulators.values())).dtype
         weights = dict(load_hf_model(path, dtype=dtype).named_parameters())
-        unlike = [name for name, held in self._accumulators.items() if name not in weights or weights[name].shape != held.shape]
+        unlike = [
+            name
+            for name, held in self._accumulators.items()
+            if name not in weights or weights[name].shape != held.shape
+        ]
         if unlike or weights.keys() - self._accumulators.keys():
-            raise CheckpointError(f"the reference in {path} is of another model: {min([*unlike, *(weights.keys() - self._accumulators.keys())])!r}")
+            raise CheckpointError(
+                f"the reference in {path} is of another model:"
+                f" {min([*unlike, *(weights.keys() - self._accumulators.keys())])!r}"
+            )
         with torch.no_grad():
             for name, held in self._accumulators.items():
                 held.copy_(weights[name])
@@ -243,13 +300,20 @@ class MovingReference:
 
     def _check_whole(self) -> None:
         if self._moved_in_part:
-            raise BackendError("the last update of this reference broke off in the middle, so it is no model any more; load() a saved one")
+            raise BackendError(
+                "the last update of this reference broke off in the middle, so it is no model any more;"
+                " load() a saved one"
+            )
 
 
 class FollowingReference:
-    """A MovingReference that moves by itself: before it scores, and before it is held, it follows the policy up to the steps that are completed."""
+    """A MovingReference that moves by itself: before it scores, and before it is held, it follows the policy
+    up to the steps that are completed.
+    """
 
-    def __init__(self, moving: MovingReference, backend: TrainingBackend, completed_steps: Callable[[], int]) -> None:
+    def __init__(
+        self, moving: MovingReference, backend: TrainingBackend, completed_steps: Callable[[], int]
+    ) -> None:
         self._moving = moving
         self._backend = backend
         self._completed_steps = completed_steps
@@ -265,13 +329,17 @@ class FollowingReference:
         return await self._moving.score(batch)
 
     async def hold(self) -> Callable[[Path], Awaitable[None]]:
-        """What writes the reference as it is after the completed steps to a directory, from which open_moving_reference goes on."""
+        """What writes the reference as it is after the completed steps to a directory, from which
+        open_moving_reference goes on.
+        """
         await self._moving.update(self._backend, step=self._completed_steps())
         return await self._moving.hold()
 
 
 class _Move:
-    """One update while the weights come in. A sink does not raise: under ranks the others would wait in a collective for ever."""
+    """One update while the weights come in. A sink does not raise: under ranks the others would wait in a
+    collective for ever.
+    """
 
     def __init__(self, accumulators: dict[str, Tensor], rule: UpdateRule) -> None:
         self.seen: set[str] = set()
@@ -291,9 +359,15 @@ class _Move:
     def _move(self, name: str, policy: Tensor) -> None:
         held = self._accumulators.get(name)
         if held is None or name in self.seen:
-            raise BackendError(f"the weight {name!r} came twice, or is none of the reference's; both must be of one architecture")
+            raise BackendError(
+                f"the weight {name!r} came twice, or is none of the reference's; both must be of one"
+                " architecture"
+            )
         if held.shape != policy.shape:
-            raise BackendError(f"the policy's {name!r} is {list(policy.shape)}, the reference's {list(held.shape)}; use models of one architecture")
+            raise BackendError(
+                f"the policy's {name!r} is {list(policy.shape)}, the reference's {list(held.shape)}; use"
+                " models of one architecture"
+            )
         self.seen.add(name)
         with torch.no_grad():
             held.copy_(compute_update(held, policy, self._rule))
@@ -316,7 +390,10 @@ def _read_counters(path: Path) -> _Counters | None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); copy the directory again") from error
     if written != STATE_FORMAT or not all(type(value) is int and value >= 0 for value in (updates, step)):
-        raise CheckpointError(f"{file} is of format {written!r}, updates {updates!r}, step {step!r}; this version reads format {STATE_FORMAT}")
+        raise CheckpointError(
+            f"{file} is of format {written!r}, updates {updates!r}, step {step!r}; this version reads format"
+            f" {STATE_FORMAT}"
+        )
     return _Counters(updates, step)
 
 
@@ -333,17 +410,23 @@ async def open_moving_reference(
 ) -> AsyncIterator[MovingReference]:
     """A reference that starts as the model at `model_path`, or goes on where save() left it there.
 
-    `device_thread` is the one that the backend runs on, so that scores and updates keep the order in which they were asked for. `dtype` is
-    what the model scores in, `accumulator_dtype` (float32 or float64) what is averaged. Raises ModelError, CheckpointError, ConfigError.
+    `device_thread` is the one that the backend runs on, so that scores and updates keep the order in which
+    they were asked for. `dtype` is what the model scores in, `accumulator_dtype` (float32 or float64) what is
+    averaged. Raises ModelError, CheckpointError, ConfigError.
     """
     if accumulator_dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"accumulator_dtype={accumulator_dtype} of a moving reference rounds small steps away; use torch.float32 or torch.float64")
+        raise ConfigError(
+            f"accumulator_dtype={accumulator_dtype} of a moving reference rounds small steps away; use"
+            " torch.float32 or torch.float64"
+        )
 
     def load() -> MovingReference:
         counters = _read_counters(model_path) or _Counters()
         source = load_hf_model(model_path, dtype=accumulator_dtype).to(device)  # pyright: ignore[reportArgumentType]
         model = source.requires_grad_(False)
-        accumulators: dict[str, Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
+        accumulators: dict[str, Tensor] = {
+            name: parameter.data for name, parameter in model.named_parameters()
+        }
         if dtype != accumulator_dtype:
             model = load_hf_model(model_path, dtype=dtype).to(device).requires_grad_(False)  # pyright: ignore[reportArgumentType]
         else:

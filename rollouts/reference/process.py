@@ -1,11 +1,13 @@
-"""A frozen reference in a process of its own, so that scoring does not stand in the queue of the trainer's device thread.
+"""A frozen reference in a process of its own, so that scoring does not stand in the queue of the trainer's
+device thread.
 
     score() ──► its turn ──► unix socket ──► child (worker.py): one batch at a time ──► log-probs
                                   │
                                   └─ the child ends ──► it is started again, once, and asked again; the next time: ScoringError
 
-The child runs under rollouts.engines.process_guard: when the context is left, or this process ends by any signal, nothing of it is left. Its
-output goes to log_dir/reference.log. The socket lies in a directory that only this user may enter.
+The child runs under rollouts.engines.process_guard: when the context is left, or this process ends by any
+signal, nothing of it is left. Its output goes to log_dir/reference.log. The socket lies in a directory that
+only this user may enter.
 """
 
 from __future__ import annotations
@@ -23,14 +25,23 @@ import trio
 from rollouts.distributed.commands import Command, decode_command
 from rollouts.engines.processes import GuardedProcess, describe_signal, read_tail, start_guarded
 from rollouts.errors import ConfigError, ControlError, DataError, ModelError, RolloutsError, ScoringError
-from rollouts.reference.messages import LENGTH, MOST_BYTES, decode_scores, encode_batch, encode_frame, read_fields
+from rollouts.reference.messages import (
+    LENGTH,
+    MOST_BYTES,
+    decode_scores,
+    encode_batch,
+    encode_frame,
+    read_fields,
+)
 from rollouts.types import FloatArray, RolloutBatch
 
 KILL_S = 30.0  # for SIGKILL to take effect; a GPU driver may hold a process for seconds
 TAKE_S = 1.0  # for a child to take a batch whose sender was cancelled
 READ_BYTES = 1 << 20
 RESTARTS = 1
-SAME_ERRORS = {error.__name__: error for error in (ConfigError, DataError, ModelError)}  # that keep their class across the socket
+SAME_ERRORS = {
+    error.__name__: error for error in (ConfigError, DataError, ModelError)
+}  # that keep their class across the socket
 
 
 class _Ended(RolloutsError):
@@ -48,7 +59,9 @@ async def _hurry_when_cancelled(scope: trio.CancelScope) -> None:
 class ReferenceProcess:
     """A LogProbScorer in a child process. Made by open_reference_process."""
 
-    def __init__(self, load: Command, *, log_path: Path, socket_path: Path, start_s: float, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, load: Command, *, log_path: Path, socket_path: Path, start_s: float, say: Callable[[str], None]
+    ) -> None:
         self.metrics: Mapping[str, float] = {}
         self.restarts = 0
         self._load = load
@@ -69,11 +82,12 @@ class ReferenceProcess:
         return 0 if self._child is None else self._child.pid
 
     async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-        """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. One batch after the other, in the order of asking.
+        """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. One batch after the other, in the
+        order of asking.
 
-        Raises ScoringError when the child has ended once too often or answers nonsense, and after the context was left; what the model raises
-        (ModelError, DataError). Cancelling leaves the child at work, and its answer is passed over; one that does not
-        even take the batch is killed, and started anew for the next.
+        Raises ScoringError when the child has ended once too often or answers nonsense, and after the context
+        was left; what the model raises (ModelError, DataError). Cancelling leaves the child at work, and its
+        answer is passed over; one that does not even take the batch is killed, and started anew for the next.
         """
         async with self._turn:
             while True:
@@ -87,14 +101,21 @@ class ReferenceProcess:
                     await self._note_end()
 
     async def start(self) -> None:
-        """Returns when the child has loaded the model. Raises ScoringError if it ends before, and what loading raised."""
+        """Returns when the child has loaded the model. Raises ScoringError if it ends before, and what
+        loading raised.
+        """
         self._socket_path.unlink(missing_ok=True)
         try:
-            with trio.fail_after(self._start_s), trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM) as listener:
+            with (
+                trio.fail_after(self._start_s),
+                trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM) as listener,
+            ):
                 await listener.bind(str(self._socket_path))
                 listener.listen(1)
                 command = [sys.executable, "-m", "rollouts.reference.worker", str(self._socket_path)]
-                self._child = await start_guarded(command, os.environ, self._log_path, headline="start of the reference", grace_s=0.0)
+                self._child = await start_guarded(
+                    command, os.environ, self._log_path, headline="start of the reference", grace_s=0.0
+                )
                 self._stream = await self._accept(listener, self._child)
                 self._received.clear()
                 self._unanswered = 0
@@ -103,9 +124,15 @@ class ReferenceProcess:
         except BaseException as error:
             await self.stop()
             if isinstance(error, trio.TooSlowError):
-                raise ScoringError(f"the reference process had not loaded its model after start_s={self._start_s:g}; {self._read_log()}") from error
+                raise ScoringError(
+                    f"the reference process had not loaded its model after start_s={self._start_s:g};"
+                    f" {self._read_log()}"
+                ) from error
             if isinstance(error, _Ended):
-                raise ScoringError(f"the reference process {self._describe_end()} before it had loaded its model; {self._read_log()}") from error
+                raise ScoringError(
+                    f"the reference process {self._describe_end()} before it had loaded its model;"
+                    f" {self._read_log()}"
+                ) from error
             raise
         if loaded.name == "failed":
             await self.stop()
@@ -130,14 +157,16 @@ class ReferenceProcess:
                 await child.wait_ended()
             await child.release()
         if not child.has_ended:
-            raise ScoringError(f"the reference process (pid {child.pid}) did not end {KILL_S:g} s after SIGKILL")
+            raise ScoringError(
+                f"the reference process (pid {child.pid}) did not end {KILL_S:g} s after SIGKILL"
+            )
 
     async def close(self) -> None:
         """Ends the child; later calls raise."""
         self._ended_for_good = "the reference process was closed; score inside its `async with`"
         await self.stop()
 
-    # --- talking -----------------------------------------------------------------------------------------------------------------
+    # --- talking --------------------------------------------------------------------------------------------
 
     async def _ask(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         self._last_id += 1
@@ -153,9 +182,11 @@ class ReferenceProcess:
             return decode_scores(answer, batch)
 
     async def _send_reading(self, command: Command) -> None:
-        """Sends, and reads meanwhile what is answered to those who were cancelled: else each side could wait for the other to read.
+        """Sends, and reads meanwhile what is answered to those who were cancelled: else each side could wait
+        for the other to read.
 
-        Half a frame would spoil the next one: who is cancelled leaves the child TAKE_S to take the rest, after which it is killed.
+        Half a frame would spoil the next one: who is cancelled leaves the child TAKE_S to take the rest,
+        after which it is killed.
         """
         ended: _Ended | None = None
         async with trio.open_nursery() as nursery:
@@ -199,7 +230,10 @@ class ReferenceProcess:
             if len(self._received) >= LENGTH.size:
                 (count,) = LENGTH.unpack_from(self._received)
                 if count > MOST_BYTES:
-                    raise ScoringError(f"the reference process announced a message of {count} bytes, which is none; {self._read_log()}")
+                    raise ScoringError(
+                        f"the reference process announced a message of {count} bytes, which is none;"
+                        f" {self._read_log()}"
+                    )
                 if len(self._received) >= LENGTH.size + count:
                     body = bytes(self._received[LENGTH.size : LENGTH.size + count])
                     del self._received[: LENGTH.size + count]
@@ -234,7 +268,9 @@ class ReferenceProcess:
         await self.stop()
         why = f"the reference process {self._describe_end()}"
         if self.restarts >= RESTARTS:
-            self._ended_for_good = f"{why}, after it had been started again {self.restarts} time(s); {self._read_log()}"
+            self._ended_for_good = (
+                f"{why}, after it had been started again {self.restarts} time(s); {self._read_log()}"
+            )
             return
         self.restarts += 1
         self._say(f"{why} and is started again; {self._read_log()}")
@@ -257,13 +293,19 @@ def _decode(body: bytes) -> Command:
     try:
         return decode_command(body)
     except ControlError as error:
-        raise ScoringError(f"the reference process answered with something that is no message: {error}") from error
+        raise ScoringError(
+            f"the reference process answered with something that is no message: {error}"
+        ) from error
 
 
 def _make_error(answer: Command) -> RolloutsError:
     fields = read_fields(answer, error=str, message=str)
     kind = SAME_ERRORS.get(fields["error"])
-    return kind(fields["message"]) if kind else ScoringError(f"the reference process failed: {fields['error']}: {fields['message']}")
+    return (
+        kind(fields["message"])
+        if kind
+        else ScoringError(f"the reference process failed: {fields['error']}: {fields['message']}")
+    )
 
 
 @asynccontextmanager
@@ -281,9 +323,9 @@ async def open_reference_process(
 ) -> AsyncIterator[ReferenceProcess]:
     """The model at `path`, loaded in a child process, as a LogProbScorer.
 
-    `torch_threads`: that the child computes with; None: torch's own choice. `start_s`: seconds for loading, quantising included. `say` is told
-    of a restart and of what a quantised model's error is. Raises ModelError and ConfigError as load_reference does, ScoringError if the child
-    ends before it has loaded.
+    `torch_threads`: that the child computes with; None: torch's own choice. `start_s`: seconds for loading,
+    quantising included. `say` is told of a restart and of what a quantised model's error is. Raises
+    ModelError and ConfigError as load_reference does, ScoringError if the child ends before it has loaded.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
     fields: dict[str, Any] = {
@@ -295,7 +337,13 @@ async def open_reference_process(
     }
     load = Command("load", fields, {} if probe is None else encode_batch(probe))
     with tempfile.TemporaryDirectory(prefix="rollouts-reference-") as folder:
-        scorer = ReferenceProcess(load, log_path=log_dir / "reference.log", socket_path=Path(folder) / "socket", start_s=start_s, say=say)
+        scorer = ReferenceProcess(
+            load,
+            log_path=log_dir / "reference.log",
+            socket_path=Path(folder) / "socket",
+            start_s=start_s,
+            say=say,
+        )
         try:
             await scorer.start()
             yield scorer

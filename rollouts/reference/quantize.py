@@ -4,9 +4,10 @@
     4bit   matrices between the embeddings: blocks of 32, unsigned, a float32 scale and a zero point     5.25 bits a weight, 0.16 of float32
            embedding and head (one matrix in many small models): as in 8bit, for they decide the logits
 
-Codes are computed by torchao; the model keeps them instead of the matrix, which is made again, in float32, each time that a layer runs. So a
-forward pass computes in float32, needs one layer's matrix at a time beside the codes, and runs on a CPU and on a GPU alike. Vectors (norms,
-biases), short rows (convolutions, states of a state space model) and routers of mixtures stay as they are.
+Codes are computed by torchao; the model keeps them instead of the matrix, which is made again, in float32,
+each time that a layer runs. So a forward pass computes in float32, needs one layer's matrix at a time beside
+the codes, and runs on a CPU and on a GPU alike. Vectors (norms, biases), short rows (convolutions, states of
+a state space model) and routers of mixtures stay as they are.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ ENDS = ("embed", "wte", "lm_head", "output.weight")  # parts of the names of emb
 ROUTERS = (".gate.weight", ".router.weight")
 
 
-# --- codes -----------------------------------------------------------------------------------------------------------------------------
+# --- codes --------------------------------------------------------------------------------------------------
 
 
 class PackedWeight(nn.Module):
-    """One weight [..., columns] as integer codes; unpack() gives it back in float32. Its buffers move with the model it is part of."""
+    """One weight [..., columns] as integer codes; unpack() gives it back in float32. Its buffers move with
+    the model it is part of.
+    """
 
     codes: Tensor  # [N, block] int8, or [N, block / 2] uint8, the first of two in the low half
     scale: Tensor  # [N, 1] float32
@@ -73,7 +76,10 @@ class PackedWeight(nn.Module):
     def unpack_rows(self, index: Tensor) -> Tensor:
         """[*index.shape, columns] the rows of a matrix, without making the others."""
         blocks = self.shape[-1] // self.block
-        parts = [None if part is None else part.view(self.shape[0], blocks, -1)[index.flatten()].flatten(0, 1) for part in self._parts()]
+        parts = [
+            None if part is None else part.view(self.shape[0], blocks, -1)[index.flatten()].flatten(0, 1)
+            for part in self._parts()
+        ]
         codes, scale, zero = parts
         assert codes is not None and scale is not None
         return self._unpack(codes, scale, zero).view(*index.shape, self.shape[-1])
@@ -94,22 +100,33 @@ Quantise = Callable[[Tensor, Bits], tuple[Tensor, Tensor, Tensor]]
 
 
 def load_torchao() -> Quantise:
-    """Blocks [N, block] in float32 → codes [N, block], scales [N], zero points [N], by torchao. Raises ConfigError naming the extra."""
+    """Blocks [N, block] in float32 → codes [N, block], scales [N], zero points [N], by torchao. Raises
+    ConfigError naming the extra.
+    """
     try:
         with _quiet_logs():
-            from torchao.quantization import MappingType, choose_qparams_affine, quantize_affine  # pyright: ignore[reportMissingImports]
+            from torchao.quantization import (
+                MappingType,
+                choose_qparams_affine,
+                quantize_affine,
+            )  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"a reference in 8bit or 4bit needs torchao ({error}); install rollouts-rl[reference-quant], or choose the dtype bfloat16 or float32"
+            f"a reference in 8bit or 4bit needs torchao ({error}); install rollouts-rl[reference-quant], or"
+            " choose the dtype bfloat16 or float32"
         ) from error
 
     def quantise(blocks: Tensor, bits: Bits) -> tuple[Tensor, Tensor, Tensor]:
         size = (1, blocks.shape[-1])
         kind, dtype, low, high = (
-            (MappingType.SYMMETRIC, torch.int8, -127, 127) if bits == 8 else (MappingType.ASYMMETRIC, torch.uint8, 0, 15)
+            (MappingType.SYMMETRIC, torch.int8, -127, 127)
+            if bits == 8
+            else (MappingType.ASYMMETRIC, torch.uint8, 0, 15)
         )
         smallest = torch.finfo(torch.float32).tiny  # a block of zeros has a scale all the same
-        scale, zero = choose_qparams_affine(blocks, kind, size, dtype, low, high, eps=smallest, scale_dtype=torch.float32)  # pyright: ignore[reportArgumentType]  (torchao writes Tuple[int] for one of any length)
+        scale, zero = choose_qparams_affine(
+            blocks, kind, size, dtype, low, high, eps=smallest, scale_dtype=torch.float32
+        )  # pyright: ignore[reportArgumentType]  (torchao writes Tuple[int] for one of any length)
         codes = quantize_affine(blocks, size, scale, zero, dtype, low, high)
         return codes, scale.reshape(-1), zero.reshape(-1)
 
@@ -118,7 +135,9 @@ def load_torchao() -> Quantise:
 
 @contextmanager
 def _quiet_logs() -> Iterator[None]:
-    """Importing torchao logs warnings of kernels that it does without and of what it registers. Process-wide, for as long as the import takes."""
+    """Importing torchao logs warnings of kernels that it does without and of what it registers. Process-wide,
+    for as long as the import takes.
+    """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -128,21 +147,27 @@ def _quiet_logs() -> Iterator[None]:
 
 
 def choose_block(columns: int, bits: Bits) -> int:
-    """Weights of a row that share a scale: 64 or 32, or the largest of their divisors that divides the row, or the whole row."""
+    """Weights of a row that share a scale: 64 or 32, or the largest of their divisors that divides the row,
+    or the whole row.
+    """
     block = math.gcd(columns, BLOCK[bits])
     return block if block >= LEAST_BLOCK else columns
 
 
-# --- models ----------------------------------------------------------------------------------------------------------------------------
+# --- models -------------------------------------------------------------------------------------------------
 
 
 def quantize_model(model: PreTrainedModel, bits: Bits) -> None:
-    """Replaces the model's matrices by codes, in place; it has no gradients afterwards and cannot be saved. A tied weight stays tied.
+    """Replaces the model's matrices by codes, in place; it has no gradients afterwards and cannot be saved. A
+    tied weight stays tied.
 
     Raises ConfigError if torchao is not installed, ModelError for weights that are not finite.
     """
     model.requires_grad_(False)
-    ends = {id(getattr(module, "weight", None)) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    ends = {
+        id(getattr(module, "weight", None))
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    }
     done: dict[int, PackedWeight] = {}
     kept: list[Tensor] = []  # an id stays its own while the tensor lives
     for module in list(model.modules()):
@@ -150,15 +175,23 @@ def quantize_model(model: PreTrainedModel, bits: Bits) -> None:
             if weight is None or not (id(weight) in done or is_quantised(module, weight)):
                 continue
             if id(weight) not in done:
-                done[id(weight)] = PackedWeight(weight, 8 if id(weight) in ends or weight.shape[-1] % 2 else bits)
-                weight.data = weight.data.new_empty(0)  # of both modules that have it; its memory goes now, not at the end
+                done[id(weight)] = PackedWeight(
+                    weight, 8 if id(weight) in ends or weight.shape[-1] % 2 else bits
+                )
+                weight.data = weight.data.new_empty(
+                    0
+                )  # of both modules that have it; its memory goes now, not at the end
                 kept.append(weight)
             _replace(module, name, done[id(weight)])
 
 
 def is_quantised(module: nn.Module, weight: Tensor) -> bool:
-    """Whether a parameter is stored in codes: matrices of linear layers and embeddings, and the stacked ones of a mixture's experts."""
-    return (weight.ndim >= 3 or (weight.ndim == 2 and isinstance(module, nn.Linear | nn.Embedding))) and weight.shape[-1] >= BLOCK[4]
+    """Whether a parameter is stored in codes: matrices of linear layers and embeddings, and the stacked ones
+    of a mixture's experts.
+    """
+    return (
+        weight.ndim >= 3 or (weight.ndim == 2 and isinstance(module, nn.Linear | nn.Embedding))
+    ) and weight.shape[-1] >= BLOCK[4]
 
 
 def _replace(module: nn.Module, name: str, packed: PackedWeight) -> None:
@@ -184,9 +217,11 @@ class WeightBytes(NamedTuple):
 
 
 def count_bytes_by_headers(path: Path, dtype: str) -> WeightBytes:
-    """What the model in a directory will take at most, by the headers of its safetensors files alone. `dtype`: a ReferenceDtype.
+    """What the model in a directory will take at most, by the headers of its safetensors files alone.
+    `dtype`: a ReferenceDtype.
 
-    In 8bit and 4bit a mixture's router is counted as exact and an embedding or head, told by its name, as 8 bits. Raises ModelError.
+    In 8bit and 4bit a mixture's router is counted as exact and an embedding or head, told by its name, as 8
+    bits. Raises ModelError.
     """
     check_model_directory(path)
     held, exact = BUFFER_BYTES, BUFFER_BYTES
@@ -195,7 +230,9 @@ def count_bytes_by_headers(path: Path, dtype: str) -> WeightBytes:
             with safe_open(path / file_name, framework="pt") as file:
                 shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path / file_name} cannot be read ({error}); copy the model directory again") from error
+            raise ModelError(
+                f"{path / file_name} cannot be read ({error}); copy the model directory again"
+            ) from error
         for name, shape in shapes.items():
             count = math.prod(shape)
             exact += 4 * count
@@ -214,21 +251,27 @@ def _count_bits(name: str, shape: tuple[int, ...], dtype: str) -> float:
     return 4 + 40 / choose_block(shape[-1], 4)
 
 
-# --- the error -------------------------------------------------------------------------------------------------------------------------
+# --- the error ----------------------------------------------------------------------------------------------
 
 
-def compare_log_probs(approximate: tuple[FloatArray, ...], exact: tuple[FloatArray, ...], batch: RolloutBatch) -> dict[str, float]:
+def compare_log_probs(
+    approximate: tuple[FloatArray, ...], exact: tuple[FloatArray, ...], batch: RolloutBatch
+) -> dict[str, float]:
     """How far log-probs are from the exact ones on the trained tokens of a batch, in nats.
 
-    reference/log_prob_error/mean and /max: of |exact − approximate|, per token. reference/kl_bias: mean(exact − approximate), which is what the
-    k1 estimate mean(policy − reference) of KL(policy || reference) is too large by. On tokens that the exact model sampled it estimates
-    KL(exact || approximate). Raises DataError for a batch that trains no token.
+    reference/log_prob_error/mean and /max: of |exact − approximate|, per token. reference/kl_bias: mean(exact
+    − approximate), which is what the k1 estimate mean(policy − reference) of KL(policy || reference) is too
+    large by. On tokens that the exact model sampled it estimates KL(exact || approximate). Raises DataError
+    for a batch that trains no token.
     """
     pairs = zip(exact, approximate, batch.loss_masks, strict=True)
     parts = [one[mask].astype(np.float64) - other[mask].astype(np.float64) for one, other, mask in pairs]
     differences = np.concatenate([np.zeros(0), *parts])
     if not len(differences):
-        raise DataError("the probe batch of a quantised reference trains no token; give one with a loss mask that is not 0 everywhere")
+        raise DataError(
+            "the probe batch of a quantised reference trains no token; give one with a loss mask that is not"
+            " 0 everywhere"
+        )
     sizes = np.abs(differences)
     return {
         "reference/kl_bias": float(differences.mean()),
@@ -237,21 +280,29 @@ def compare_log_probs(approximate: tuple[FloatArray, ...], exact: tuple[FloatArr
     }
 
 
-async def measure_kl_bias(scorer: LogProbScorer, exact_scorer: LogProbScorer, batch: RolloutBatch) -> dict[str, float]:
-    """What compare_log_probs says of `scorer` beside `exact_scorer` on the same tokens. Raises what they raise, and DataError."""
+async def measure_kl_bias(
+    scorer: LogProbScorer, exact_scorer: LogProbScorer, batch: RolloutBatch
+) -> dict[str, float]:
+    """What compare_log_probs says of `scorer` beside `exact_scorer` on the same tokens. Raises what they
+    raise, and DataError.
+    """
     return compare_log_probs(await scorer.score(batch), await exact_scorer.score(batch), batch)
 
 
 def describe_kl_bias(metrics: Mapping[str, float], dtype: str) -> str:
     """One line for the log."""
     return (
-        f"the reference's {dtype} weights change log-probs by {metrics['reference/log_prob_error/mean']:.3g} nats a token on average and by at most "
-        f"{metrics['reference/log_prob_error/max']:.3g}; a k1 KL against it is {metrics['reference/kl_bias']:+.3g} nats a token off"
+        f"the reference's {dtype} weights change log-probs by {metrics['reference/log_prob_error/mean']:.3g}"
+        f" nats a token on average and by at most {metrics['reference/log_prob_error/max']:.3g}; a k1 KL"
+        f" against it is {metrics['reference/kl_bias']:+.3g} nats a token off"
     )
 
 
-def sample_probe(model: PreTrainedModel, *, rows: int = PROBE_ROWS, tokens: int = PROBE_TOKENS, seed: int = 0) -> RolloutBatch:
-    """Rows of `tokens` tokens that the model itself samples at temperature 1 after its start token: what a policy near it would say.
+def sample_probe(
+    model: PreTrainedModel, *, rows: int = PROBE_ROWS, tokens: int = PROBE_TOKENS, seed: int = 0
+) -> RolloutBatch:
+    """Rows of `tokens` tokens that the model itself samples at temperature 1 after its start token: what a
+    policy near it would say.
 
     Deterministic for one model and machine. Leaves torch's random state as it was.
     """

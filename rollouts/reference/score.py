@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 
 class FrozenReference:
-    """A LogProbScorer over a model that it never changes itself. Made by open_frozen_reference, open_reference and the cache."""
+    """A LogProbScorer over a model that it never changes itself. Made by open_frozen_reference,
+    open_reference and the cache.
+    """
 
     def __init__(
         self,
@@ -35,7 +37,9 @@ class FrozenReference:
         *,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """`metrics`: what was measured when the model was opened, see rollouts.reference.quantize; None: nothing."""
+        """`metrics`: what was measured when the model was opened, see rollouts.reference.quantize; None:
+        nothing.
+        """
         self.metrics = dict(metrics or {})
         self._model: PreTrainedModel | None = model
         self._device_thread = device_thread
@@ -43,7 +47,9 @@ class FrozenReference:
         self._plan = plan
 
     async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-        """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. Raises BackendClosed after release()."""
+        """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. Raises BackendClosed after
+        release().
+        """
         return await self._device_thread.submit(lambda: self._score(batch))
 
     async def release(self) -> None:
@@ -52,9 +58,15 @@ class FrozenReference:
 
     def _score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         if self._model is None:
-            raise BackendClosed("this reference model was released; score inside the `async with` of its lease")
+            raise BackendClosed(
+                "this reference model was released; score inside the `async with` of its lease"
+            )
         return score_batch(
-            self._model, batch, plan=self._plan, micro_batch_tokens=self._micro_batch_tokens, on_boundary=self._device_thread.check_open
+            self._model,
+            batch,
+            plan=self._plan,
+            micro_batch_tokens=self._micro_batch_tokens,
+            on_boundary=self._device_thread.check_open,
         )
 
     def _release(self) -> None:
@@ -65,12 +77,18 @@ class FrozenReference:
 
 
 def score_batch(
-    model: PreTrainedModel, batch: RolloutBatch, *, plan: ForwardPlan, micro_batch_tokens: int, on_boundary: Callable[[], None] = lambda: None
+    model: PreTrainedModel,
+    batch: RolloutBatch,
+    *,
+    plan: ForwardPlan,
+    micro_batch_tokens: int,
+    on_boundary: Callable[[], None] = lambda: None,
 ) -> tuple[FloatArray, ...]:
-    """Log-probs [T_i] per row at batch.temperature, float32, nats; 0.0 where the loss mask is 0. No rows give no arrays. Of a model with a scalar
-    head: its values.
+    """Log-probs [T_i] per row at batch.temperature, float32, nats; 0.0 where the loss mask is 0. No rows give
+    no arrays. Of a model with a scalar head: its values.
 
-    `on_boundary` is called before each micro-batch and may raise to end the work. Raises ModelError for rows longer than the plan is exact for.
+    `on_boundary` is called before each micro-batch and may raise to end the work. Raises ModelError for rows
+    longer than the plan is exact for.
     """
     if not len(batch):
         return ()
@@ -78,7 +96,11 @@ def score_batch(
     budget = 1 if layout == "single" else micro_batch_tokens
     share_prefix, padding_free = layout in ("packed", "tries"), layout == "packed"
     micro_batches = make_micro_batches(
-        batch.tokens, batch.loss_masks, micro_batch_tokens=budget, share_prefix=share_prefix, padding_free=padding_free
+        batch.tokens,
+        batch.loss_masks,
+        micro_batch_tokens=budget,
+        share_prefix=share_prefix,
+        padding_free=padding_free,
     )
     flats: list[TokenOutputs] = []
     with torch.no_grad():
@@ -90,9 +112,15 @@ def score_batch(
 
 @asynccontextmanager
 async def open_frozen_reference(
-    model_path: Path, *, device_thread: DeviceThread, micro_batch_tokens: int = 8192, device: str = "cpu", head: ModelHead = "tokens"
+    model_path: Path,
+    *,
+    device_thread: DeviceThread,
+    micro_batch_tokens: int = 8192,
+    device: str = "cpu",
+    head: ModelHead = "tokens",
 ) -> AsyncIterator[FrozenReference]:
-    """The model at `model_path` in float32 on `device`, without gradients, on a device thread that somebody else owns. Raises ModelError.
+    """The model at `model_path` in float32 on `device`, without gradients, on a device thread that somebody
+    else owns. Raises ModelError.
 
     head: "scalar" loads a reward model, whose scores a batch of make_score_batch gets.
     """

@@ -1,8 +1,10 @@
-"""The program of a reference model in a process of its own: loads it, scores what it is sent, ends when the socket does.
+"""The program of a reference model in a process of its own: loads it, scores what it is sent, ends when the
+socket does.
 
     python -m rollouts.reference.worker SOCKET
 
-Started by rollouts.reference.process under a guard, which kills it when the trainer is gone. It scores one batch at a time on its one thread.
+Started by rollouts.reference.process under a guard, which kills it when the trainer is gone. It scores one
+batch at a time on its one thread.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ def main() -> None:
 
 
 def serve(channel: socket.socket) -> None:
-    """Answers the load command, then score commands, until the other side closes. Ends after a load that failed."""
+    """Answers the load command, then score commands, until the other side closes. Ends after a load that
+    failed.
+    """
     first = read_command(channel)
     if first is None:
         return
@@ -51,7 +55,11 @@ def _load(command: Command, said: list[str]) -> LoadedReference:
     if fields["torch_threads"] is not None:
         torch.set_num_threads(int(fields["torch_threads"]))
     probe = decode_batch(command.arrays) if command.arrays else None
-    options = {"dtype": fields["dtype"], "device": fields["device"], "micro_batch_tokens": int(fields["micro_batch_tokens"])}
+    options = {
+        "dtype": fields["dtype"],
+        "device": fields["device"],
+        "micro_batch_tokens": int(fields["micro_batch_tokens"]),
+    }
     return load_reference(Path(fields["path"]), probe=probe, say=said.append, **options)
 
 
@@ -60,9 +68,15 @@ def _score(loaded: LoadedReference, command: Command, micro_batch_tokens: int) -
     number = {"id": command.fields["id"]}
     try:
         rows = score_batch(loaded.model, batch, plan=loaded.plan, micro_batch_tokens=micro_batch_tokens)
-    except (RolloutsError, ValueError, IndexError) as error:  # a mask that no model can serve, a token that it has no embedding for
+    except (
+        RolloutsError,
+        ValueError,
+        IndexError,
+    ) as error:  # a mask that no model can serve, a token that it has no embedding for
         return Command("failed", {**number, "error": type(error).__name__, "message": str(error)})
-    return Command("scored", number, {"log_probs": np.concatenate([np.zeros(0, np.float32), *rows]).astype(np.float32)})
+    return Command(
+        "scored", number, {"log_probs": np.concatenate([np.zeros(0, np.float32), *rows]).astype(np.float32)}
+    )
 
 
 def send(channel: socket.socket, command: Command) -> None:

@@ -1,9 +1,10 @@
-"""`rollouts replay RUN --step N`: the loss of a step computed again from the record alone, and compared with what was logged.
+"""`rollouts replay RUN --step N`: the loss of a step computed again from the record alone, and compared with
+what was logged.
 
-    metrics.jsonl ── loss/total, kl/coef ─────────────┐
-    contributions.jsonl ── which rows, loss, share ───┼──► the same loss function, in float64 ──► loss and shares ──► compared
-    tokens/*.bin ── per-token arrays ─────────────────┤
-    config.toml ── loss, parameters, unit ────────────┘
+metrics.jsonl ── loss/total, kl/coef ─────────────┐
+contributions.jsonl ── which rows, loss, share ───┼──► the same loss function, in float64 ──► loss and shares ──► compared
+tokens/*.bin ── per-token arrays ─────────────────┤
+config.toml ── loss, parameters, unit ────────────┘
 """
 
 from __future__ import annotations
@@ -31,20 +32,31 @@ def add_parser(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory, for example runs/demo")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="which step of the stage")
-    parser.add_argument("--stage", default="rl", metavar="STAGE", help="which stage (default rl, the only one whose samples have contributions)")
-    parser.add_argument("--update", type=int, metavar="K", help="one optimizer update of the step, from 0 (default all)")
+    parser.add_argument(
+        "--stage",
+        default="rl",
+        metavar="STAGE",
+        help="which stage (default rl, the only one whose samples have contributions)",
+    )
+    parser.add_argument(
+        "--update", type=int, metavar="K", help="one optimizer update of the step, from 0 (default all)"
+    )
     parser.set_defaults(run=run_replay)
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
-    """Prints a table: 0 where loss and shares are the same, 1 where they are not, 2 where the record lacks what it takes.
+    """Prints a table: 0 where loss and shares are the same, 1 where they are not, 2 where the record lacks
+    what it takes.
 
-    Raises ConfigError and PlugInError for a config.toml that cannot be read here, RunDirError for what is no run directory or is damaged.
+    Raises ConfigError and PlugInError for a config.toml that cannot be read here, RunDirError for what is no
+    run directory or is damaged.
     """
     from rollouts.replay.compare import replay_step
 
     try:
-        replay = replay_step(arguments.run_dir, stage=arguments.stage, step=arguments.step, update=arguments.update)
+        replay = replay_step(
+            arguments.run_dir, stage=arguments.stage, step=arguments.step, update=arguments.update
+        )
     except RecordError as error:
         print(f"RecordError: {error}", file=sys.stderr)
         return 2
@@ -57,16 +69,26 @@ def print_replay(replay: StepReplay) -> None:
     from rollouts.replay.compare import TOLERANCE
 
     print(f"{replay.stage} step {replay.step}: {replay.algorithm}\n")
-    print(f"{'update':<10s} {'rows':>6s} {'tokens':>9s}  {'loss logged':>16s}  {'replayed':>16s}  {'differs':>8s}  {'shares':>8s}")
+    print(
+        f"{'update':<10s} {'rows':>6s} {'tokens':>9s}  {'loss logged':>16s}  {'replayed':>16s} "
+        f" {'differs':>8s}  {'shares':>8s}"
+    )
     for one in replay.updates:
         place = f"{one.update:<10d} {one.rows:>6d} {one.tokens:>9d}"
         shares = "-" if one.share_difference is None else f"{one.share_difference:.1e}"
-        print(f"{place}  {describe_pair(one.loss)}  {shares:>8s}  {judge(one.is_same)}" if one.loss else f"{place}  skipped: it changed nothing")
+        print(
+            f"{place}  {describe_pair(one.loss)}  {shares:>8s}  {judge(one.is_same)}"
+            if one.loss
+            else f"{place}  skipped: it changed nothing"
+        )
     if replay.total is not None:
         print(f"{'loss/total':<27s}  {describe_pair(replay.total)}  {'':>8s}  {judge(replay.total.is_same)}")
     for problem in replay.problems:
         print(problem)
-    print(f"\nThe same is {TOLERANCE:g} or less: of a loss relative to max(1e-3, |loss|), beside float32's rounding of its terms; of a row's share.")
+    print(
+        f"\nThe same is {TOLERANCE:g} or less: of a loss relative to max(1e-3, |loss|), beside float32's"
+        " rounding of its terms; of a row's share."
+    )
 
 
 def describe_pair(pair: LossPair) -> str:

@@ -69,20 +69,28 @@ class StepReplay:
     step: int
     algorithm: str  # in words
     updates: Sequence[UpdateReplay]
-    total: LossPair | None  # of loss/total; None where not all updates were asked for, or it was not logged because all were skipped
+    total: (
+        LossPair | None
+        # of loss/total; None where not all updates were asked for, or it was not logged because all were
+        # skipped
+    )
     problems: Sequence[str] = field(default_factory=list)
 
     @property
     def is_same(self) -> bool:
         """Whether all of it is."""
-        return not self.problems and all(one.is_same for one in self.updates) and (self.total is None or self.total.is_same)
+        return (
+            not self.problems
+            and all(one.is_same for one in self.updates)
+            and (self.total is None or self.total.is_same)
+        )
 
 
 def replay_step(root: Path, *, stage: str, step: int, update: int | None = None) -> StepReplay:
     """The step's losses from the record alone. `update`: only this one.
 
-    Raises RecordError naming what the record lacks, or a loss that cannot be replayed; ConfigError, PlugInError and RunDirError as what reads the
-    config, the loss and the files.
+    Raises RecordError naming what the record lacks, or a loss that cannot be replayed; ConfigError,
+    PlugInError and RunDirError as what reads the config, the loss and the files.
     """
     if stage != "rl":
         raise RecordError(f"stage {stage!r} has no contributions, which a replay needs; it replays rl")
@@ -103,28 +111,48 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
 
 
 def find_algorithm(config: RLTrainingConfig, step: int, record: StepRecord) -> Algorithm:
-    """What held in the step, with the KL coefficient that was logged. Raises RecordError where a controller's was not."""
+    """What held in the step, with the KL coefficient that was logged. Raises RecordError where a controller's
+    was not.
+    """
     logged = record.metrics.get("kl/coef")
     if config.kl_control != "fixed" and logged is None:
-        raise RecordError(f"step {step} has no kl/coef, to which rl.kl_control={config.kl_control!r} had come; it cannot be computed again")
-    return choose_algorithm(config, step, LoopState(kl_coef=config.kl_coef if logged is None else float(logged)))
+        raise RecordError(
+            f"step {step} has no kl/coef, to which rl.kl_control={config.kl_control!r} had come; it cannot be"
+            " computed again"
+        )
+    return choose_algorithm(
+        config, step, LoopState(kl_coef=config.kl_coef if logged is None else float(logged))
+    )
 
 
 def replay_update(
-    run_dir: RunDir, config: RLTrainingConfig, loss: LossSpec, record: StepRecord, one: UpdateRows, problems: list[str]
+    run_dir: RunDir,
+    config: RLTrainingConfig,
+    loss: LossSpec,
+    record: StepRecord,
+    one: UpdateRows,
+    problems: list[str],
 ) -> UpdateReplay:
-    """One update. `problems` is told of a denominator that is not the logged one. Raises RecordError for arrays that are not there."""
+    """One update. `problems` is told of a denominator that is not the logged one. Raises RecordError for
+    arrays that are not there.
+    """
     tokens = sum(int(row["tokens"]) for row in one.rows)
     if one.loss is None:
         return UpdateReplay(one.update, len(one.rows), tokens)
     rows: list[Columns] = [read_token_arrays(run_dir, row) for row in one.rows]
     if any("log_prob" not in row for row in rows):
-        raise RecordError(f"step {one.rows[0]['step']}, update {one.update}: the backend gave no per-token arrays, which a replay needs")
+        raise RecordError(
+            f"step {one.rows[0]['step']}, update {one.update}: the backend gave no per-token arrays, which a"
+            " replay needs"
+        )
     spec = replace(loss, constant=find_constant(config, loss, record, one))
     found = recompute(spec, rows)
     denominator = found.counted if spec.constant is None else spec.constant
     if abs(denominator - one.denominator) > DENOMINATOR_TOLERANCE * one.denominator:
-        problems.append(f"update {one.update} was divided by {one.denominator:g}; by the record it should be {denominator:g} {spec.unit}")
+        problems.append(
+            f"update {one.update} was divided by {one.denominator:g}; by the record it should be"
+            f" {denominator:g} {spec.unit}"
+        )
     logged = [row.get("share") for row in one.rows]
     difference = None
     if None not in logged and not one.is_skipped:
@@ -135,10 +163,14 @@ def replay_update(
     return UpdateReplay(one.update, len(rows), tokens, denominator, pair, difference)
 
 
-def find_constant(config: RLTrainingConfig, loss: LossSpec, record: StepRecord, one: UpdateRows) -> float | None:
-    """The denominator of unit "constant": the update's part of it by groups, as plan_updates has it. None for another unit.
+def find_constant(
+    config: RLTrainingConfig, loss: LossSpec, record: StepRecord, one: UpdateRows
+) -> float | None:
+    """The denominator of unit "constant": the update's part of it by groups, as plan_updates has it. None for
+    another unit.
 
-    Where kl_stop left updates out, groups of the batch may be in none that was made: what was logged stands then.
+    Where kl_stop left updates out, groups of the batch may be in none that was made: what was logged stands
+    then.
     """
     if loss.constant is None or config.minibatches == 1:
         return loss.constant
@@ -148,8 +180,12 @@ def find_constant(config: RLTrainingConfig, loss: LossSpec, record: StepRecord, 
     return loss.constant * (len({row["group_index"] for row in one.rows}) / len(groups))
 
 
-def compare_total(config: RLTrainingConfig, record: StepRecord, replays: Sequence[UpdateReplay]) -> LossPair | None:
-    """loss/total, which is of the last pass: Σ loss · denominator / Σ denominator over its updates that were not skipped."""
+def compare_total(
+    config: RLTrainingConfig, record: StepRecord, replays: Sequence[UpdateReplay]
+) -> LossPair | None:
+    """loss/total, which is of the last pass: Σ loss · denominator / Σ denominator over its updates that were
+    not skipped.
+    """
     logged = record.metrics.get("loss/total")
     last_pass = replays[begin_last_pass(len(replays), config.minibatches) :]
     counted = [(one.loss, one.denominator) for one in last_pass if one.loss is not None]

@@ -36,19 +36,24 @@ class Recomputed(NamedTuple):
 
 
 def check_replayable(spec: LossSpec) -> None:
-    """Raises RecordError, naming it, for a loss that needs more than the record has; ConfigError and PlugInError as resolve_loss."""
+    """Raises RecordError, naming it, for a loss that needs more than the record has; ConfigError and
+    PlugInError as resolve_loss.
+    """
     whole = spec.params.get("cov_fraction") == 1 and {"log_prob_mean", "advantage_mean"} <= set(spec.params)
     if spec.name in CHOOSE_AMONG_MICRO_BATCH and not whole:
         raise RecordError(
-            f"loss {spec.name!r} chooses among the tokens of a micro-batch, and the record does not say how batches were divided; it replays with "
-            "cov_fraction = 1 and both means given"
+            f"loss {spec.name!r} chooses among the tokens of a micro-batch, and the record does not say how"
+            " batches were divided; it replays with cov_fraction = 1 and both means given"
         )
     if wants_entropy_gradient(spec.name, spec.params) or spec.params.get("policy_entropy_fraction", 1) != 1:
-        raise RecordError(f"loss {spec.name!r} with a term of the entropy: that of each token is not in the record")
+        raise RecordError(
+            f"loss {spec.name!r} with a term of the entropy: that of each token is not in the record"
+        )
 
 
 def recompute(spec: LossSpec, rows: Sequence[Columns]) -> Recomputed:
-    """The loss over all rows, with its gradient by log-prob. Raises RecordError where the loss fails on what is recorded.
+    """The loss over all rows, with its gradient by log-prob. Raises RecordError where the loss fails on what
+    is recorded.
 
     A function of the user is taken to be what a loss must be: the same however rows are put together.
     """
@@ -62,7 +67,9 @@ def recompute(spec: LossSpec, rows: Sequence[Columns]) -> Recomputed:
             output.sum.backward()
         except Exception as error:
             if isinstance(error, RolloutsError) or ":" in spec.name:
-                raise RecordError(f"loss {spec.name!r} fails on what is recorded: {type(error).__name__}: {error}") from error
+                raise RecordError(
+                    f"loss {spec.name!r} fails on what is recorded: {type(error).__name__}: {error}"
+                ) from error
             raise
         total += float(output.sum.detach())
         count += float(output.count)

@@ -47,19 +47,25 @@ class StepRecord:
 
 
 def read_step(run_dir: RunDir, stage: str, step: int) -> StepRecord:
-    """The newest complete attempt at a step. Raises RunDirError where there is no run, RecordError where the record lacks rows of the step."""
+    """The newest complete attempt at a step. Raises RunDirError where there is no run, RecordError where the
+    record lacks rows of the step.
+    """
     if not run_dir.metrics.exists():
         raise RunDirError(f"{run_dir.root} has no metrics.jsonl; name a run directory, for example runs/demo")
     steps = newest_attempts(find_rows(run_dir, run_dir.metrics, stage, step))
     if not steps:
-        raise RecordError(f"{run_dir.root} has no row of {stage} step {step}; it was not trained, or is not complete")
+        raise RecordError(
+            f"{run_dir.root} has no row of {stage} step {step}; it was not trained, or is not complete"
+        )
     metrics = steps[-1]
     attempt = metrics["attempt"]
-    rows = [row for row in find_rows(run_dir, run_dir.contributions, stage, step) if row.get("attempt") == attempt]
+    rows = [
+        row for row in find_rows(run_dir, run_dir.contributions, stage, step) if row.get("attempt") == attempt
+    ]
     if not rows:
         raise RecordError(
-            f"{run_dir.contributions} has no row of {stage} step {step}, attempt {attempt}: only samples that RL trains on have any, and only "
-            "in runs of a version that writes them"
+            f"{run_dir.contributions} has no row of {stage} step {step}, attempt {attempt}: only samples that"
+            " RL trains on have any, and only in runs of a version that writes them"
         )
     return StepRecord(metrics, list(group_updates(rows, f"{stage} step {step}")))
 
@@ -70,11 +76,15 @@ def group_updates(rows: Sequence[Row], what: str) -> Iterator[UpdateRows]:
     for row in rows:
         by_update.setdefault(int(row["update"]), []).append(row)
     if sorted(by_update) != list(range(len(by_update))):
-        raise RecordError(f"{what} has rows of the updates {', '.join(map(str, sorted(by_update)))}; some are missing")
+        raise RecordError(
+            f"{what} has rows of the updates {', '.join(map(str, sorted(by_update)))}; some are missing"
+        )
     for update, found in sorted(by_update.items()):
         found.sort(key=lambda row: row["row"])
         if [row["row"] for row in found] != list(range(len(found))):
-            raise RecordError(f"{what}, update {update}: rows are missing or stand twice in contributions.jsonl")
+            raise RecordError(
+                f"{what}, update {update}: rows are missing or stand twice in contributions.jsonl"
+            )
         yield UpdateRows(update, found)
 
 

@@ -1,7 +1,8 @@
 """Which async user function keeps the event loop from everybody else: told once per function, by name.
 
-call.py marks what it awaits with running_in_loop; a trio instrument notes when each step of a task began. The time that a function
-held the loop is looked at when a step ends inside it, and when it ends inside a step. Without a watcher neither costs anything to speak of.
+call.py marks what it awaits with running_in_loop; a trio instrument notes when each step of a task began. The
+time that a function held the loop is looked at when a step ends inside it, and when it ends inside a step.
+Without a watcher neither costs anything to speak of.
 """
 
 from __future__ import annotations
@@ -24,15 +25,21 @@ class Running:
     entered_s: float  # of the watcher's clock
 
 
-_running: ContextVar[Running | None] = ContextVar("rollouts_running_user_function", default=None)  # tasks that a function starts inherit it
+_running: ContextVar[Running | None] = ContextVar(
+    "rollouts_running_user_function", default=None
+)  # tasks that a function starts inherit it
 _watchers: list[BlockingWatch] = []
 
 
 @contextlib.contextmanager
-def watch_blocking(warn: Callable[[str], None], *, threshold_s: float = 0.1, clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
-    """While open, `warn` gets a sentence about each async user function that held the event loop longer than `threshold_s` in one step.
+def watch_blocking(
+    warn: Callable[[str], None], *, threshold_s: float = 0.1, clock: Callable[[], float] = time.perf_counter
+) -> Iterator[None]:
+    """While open, `warn` gets a sentence about each async user function that held the event loop longer than
+    `threshold_s` in one step.
 
-    To be opened inside trio. Seconds are of `clock`, wall time, so a machine that is very busy can blame a function that did little.
+    To be opened inside trio. Seconds are of `clock`, wall time, so a machine that is very busy can blame a
+    function that did little.
     """
     watch = BlockingWatch(warn, threshold_s, clock)
     trio.lowlevel.add_instrument(watch)
@@ -85,10 +92,19 @@ class BlockingWatch(trio.abc.Instrument):
         if held_s <= self._threshold_s or key in self._told:
             return
         self._told.add(key)
-        self._warn(f"async {running.kind} function {running.name} blocked the event loop for {held_s:.2f} s {_way_out(running.kind)}")
+        self._warn(
+            f"async {running.kind} function {running.name} blocked the event loop for {held_s:.2f} s"
+            f" {_way_out(running.kind)}"
+        )
 
 
 def _way_out(kind: str) -> str:
     if kind in ("reward", "group reward"):
-        return "in one step, in which nothing else could go on; make it sync, so that it runs in a worker process, or await"
-    return "in one step, in which nothing else could go on; await what takes long, or run it with trio.to_thread.run_sync"
+        return (
+            "in one step, in which nothing else could go on; make it sync, so that it runs in a worker"
+            " process, or await"
+        )
+    return (
+        "in one step, in which nothing else could go on; await what takes long, or run it with"
+        " trio.to_thread.run_sync"
+    )

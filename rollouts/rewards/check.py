@@ -1,4 +1,6 @@
-"""What a user's function may answer. Plain functions without trio: the asynchronous callers and the synchronous tier share them."""
+"""What a user's function may answer. Plain functions without trio: the asynchronous callers and the
+synchronous tier share them.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,25 @@ from rollouts.errors import UserFunctionError
 from rollouts.types import FilterDecision, RewardResult, Sample
 
 NOTE_CHARS = 10_000  # of a note; what is beyond is cut
-RAISED = (Exception, SystemExit, GeneratorExit)  # what a plain function of a user's may raise that is its own: not what stops everything
+RAISED = (
+    Exception,
+    SystemExit,
+    GeneratorExit,
+)  # what a plain function of a user's may raise that is its own: not what stops everything
 
 
 def check_reward(answer: object, where: str) -> RewardResult:
-    """`answer` as a record: a finite number, a mapping of named parts whose sum is the reward, or a RewardResult; True is 1.0.
+    """`answer` as a record: a finite number, a mapping of named parts whose sum is the reward, or a
+    RewardResult; True is 1.0.
 
-    Raises UserFunctionError, beginning with `where`, for anything else: NaN, infinity, None, text, no parts at all.
+    Raises UserFunctionError, beginning with `where`, for anything else: NaN, infinity, None, text, no parts
+    at all.
     """
     if isinstance(answer, RewardResult):
         note = _check_note(answer.note, where)
-        return RewardResult(_check_number(answer.reward, where, "reward"), _check_parts(answer.parts, where), note)
+        return RewardResult(
+            _check_number(answer.reward, where, "reward"), _check_parts(answer.parts, where), note
+        )
     if isinstance(answer, Mapping):
         parts = _check_parts(answer, where)
         if not parts:
@@ -42,7 +52,9 @@ def check_group_rewards(answer: Any, count: int, where: str) -> tuple[RewardResu
     """
     values = _as_list(answer, count)
     if values is None:
-        raise UserFunctionError(f"{where} returned {shorten(answer)}; it must return {count} rewards, one per sample")
+        raise UserFunctionError(
+            f"{where} returned {shorten(answer)}; it must return {count} rewards, one per sample"
+        )
     return tuple(check_reward(value, f"{where}, reward {index}") for index, value in enumerate(values))
 
 
@@ -53,14 +65,26 @@ def check_decision(answer: object, filter_name: str, where: str) -> FilterDecisi
     """
     if isinstance(answer, FilterDecision):
         if not isinstance(answer.keep, bool | np.bool_):
-            raise UserFunctionError(f"{where} returned a FilterDecision with keep={shorten(answer.keep)}; it must be True or False")
+            raise UserFunctionError(
+                f"{where} returned a FilterDecision with keep={shorten(answer.keep)}; it must be True or"
+                " False"
+            )
         for name in ("reason", "detail"):
             if not isinstance(getattr(answer, name), str):
-                raise UserFunctionError(f"{where} returned a FilterDecision with {name}={shorten(getattr(answer, name))}; it must be text")
+                raise UserFunctionError(
+                    f"{where} returned a FilterDecision with {name}={shorten(getattr(answer, name))}; it must"
+                    " be text"
+                )
             _check_text(getattr(answer, name), where, name)
-        return replace(answer, keep=bool(answer.keep), reason=answer.reason if answer.keep or answer.reason else filter_name)
+        return replace(
+            answer,
+            keep=bool(answer.keep),
+            reason=answer.reason if answer.keep or answer.reason else filter_name,
+        )
     if not isinstance(answer, bool | np.bool_):
-        raise UserFunctionError(f"{where} returned {shorten(answer)}; it must return True, False or a FilterDecision")
+        raise UserFunctionError(
+            f"{where} returned {shorten(answer)}; it must return True, False or a FilterDecision"
+        )
     return FilterDecision(keep=True) if answer else FilterDecision(keep=False, reason=filter_name)
 
 
@@ -71,17 +95,23 @@ def apply_reward(sample: Sample, result: RewardResult) -> Sample:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """The name by which errors and metrics call a function, without its module: through functools.partial; the class of a callable object."""
+    """The name by which errors and metrics call a function, without its module: through functools.partial;
+    the class of a callable object.
+    """
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", None) or type(function).__name__
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine: a coroutine function, also through functools.partial, or an object with an async __call__."""
+    """Whether calling it gives a coroutine: a coroutine function, also through functools.partial, or an
+    object with an async __call__.
+    """
     while isinstance(function, functools.partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        getattr(function, "__call__", None)  # noqa: B004
+    )
 
 
 def describe(error: BaseException) -> str:
@@ -118,7 +148,11 @@ def _check_note(note: Any, where: str) -> str | None:
     if not isinstance(note, str):
         raise UserFunctionError(f"{where} returned the note {shorten(note)}; a note is text")
     _check_text(note, where, "note")
-    return note if len(note) <= NOTE_CHARS else f"{note[:NOTE_CHARS]} … (cut: the note had {len(note)} characters)"
+    return (
+        note
+        if len(note) <= NOTE_CHARS
+        else f"{note[:NOTE_CHARS]} … (cut: the note had {len(note)} characters)"
+    )
 
 
 def _check_text(text: str, where: str, what: str) -> None:
@@ -126,8 +160,8 @@ def _check_text(text: str, where: str, what: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserFunctionError(
-            f"{where} returned the {what} {shorten(text)} with half a surrogate pair at character {error.start}, which no file can hold; "
-            f"make it with text.encode('utf-8', 'replace').decode()"
+            f"{where} returned the {what} {shorten(text)} with half a surrogate pair at character"
+            f" {error.start}, which no file can hold; make it with text.encode('utf-8', 'replace').decode()"
         ) from error
 
 
@@ -137,7 +171,9 @@ def _check_parts(parts: object, where: str) -> dict[str, float]:
     except RAISED as error:
         raise UserFunctionError(f"{where} returned parts that cannot be read: {describe(error)}") from error
     if items is None or not all(isinstance(name, str) and name for name, _ in items):
-        raise UserFunctionError(f"{where} returned the parts {shorten(parts)}; parts are a mapping from names to numbers")
+        raise UserFunctionError(
+            f"{where} returned the parts {shorten(parts)}; parts are a mapping from names to numbers"
+        )
     for name, _ in items:
         _check_text(name, where, "name of a part")
     return {name: _check_number(value, where, f"part {shorten(name)}") for name, value in items}
@@ -146,17 +182,25 @@ def _check_parts(parts: object, where: str) -> dict[str, float]:
 def _check_number(value: Any, where: str, what: str) -> float:
     number, cause = math.nan, None
     try:
-        if hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0:  # numpy and torch scalars too, arrays not
+        if (
+            hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0
+        ):  # numpy and torch scalars too, arrays not
             number = float(value)
-    except RAISED as error:  # a tensor of complex numbers raises RuntimeError, a user's class whatever it likes
+    except (
+        RAISED
+    ) as error:  # a tensor of complex numbers raises RuntimeError, a user's class whatever it likes
         number, cause = math.nan, error
     if not math.isfinite(number):
-        raise UserFunctionError(f"{where} returned {shorten(value)} as its {what}; it must be a finite number") from cause
+        raise UserFunctionError(
+            f"{where} returned {shorten(value)} as its {what}; it must be a finite number"
+        ) from cause
     return number
 
 
 def _as_list(values: Any, count: int) -> list[Any] | None:
-    """The `count` values; None if there are not so many, or they have no number or no order: an iterator may have no end."""
+    """The `count` values; None if there are not so many, or they have no number or no order: an iterator may
+    have no end.
+    """
     if isinstance(values, str | bytes | Mapping | Set) or not isinstance(values, Sized):
         return None
     try:

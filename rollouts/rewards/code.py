@@ -1,8 +1,10 @@
-"""The response is a program, and its tests decide. It runs in a child process with as little around it as the host allows.
+"""The response is a program, and its tests decide. It runs in a child process with as little around it as the
+host allows.
 
-One child per test: its own session, limits on time, memory, disk and processes, no environment, no descriptors, and, where the kernel lets
-this user have them, an own empty network, file system and process numbers (see code_child.py). Nothing of it is left when the reward returns.
-Blocking, and without threads: it belongs into a reward's worker process.
+One child per test: its own session, limits on time, memory, disk and processes, no environment, no
+descriptors, and, where the kernel lets this user have them, an own empty network, file system and process
+numbers (see code_child.py). Nothing of it is left when the reward returns. Blocking, and without threads: it
+belongs into a reward's worker process.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ class Isolation:
     """What the code cannot reach or use up, each True where the host allowed it."""
 
     network: bool  # it has none
-    filesystem: bool  # it sees Python's libraries, read-only, and an empty directory in memory; nothing else, no /proc
+    # it sees Python's libraries, read-only, and an empty directory in memory; nothing else, no /proc
+    filesystem: bool
     processes: bool  # it can signal no process but its own and leaves none behind
     memory: bool  # its address space is limited
     user: bool  # it is not the worker's user, or sees none of that user's files
@@ -68,7 +71,9 @@ DEFAULT_LIMITS = Limits()
 
 
 class Case(NamedTuple):
-    """One test: either a source that runs after the response in its interpreter, or a program's input and output."""
+    """One test: either a source that runs after the response in its interpreter, or a program's input and
+    output.
+    """
 
     source: str | None
     stdin: str
@@ -85,7 +90,9 @@ class Outcome(NamedTuple):
 
 
 class ChildEnd(NamedTuple):
-    """What a child left: `status` is its exit status, None if it was killed here, and then `killed_for` says why."""
+    """What a child left: `status` is its exit status, None if it was killed here, and then `killed_for` says
+    why.
+    """
 
     reports: tuple[Mapping[str, Any], ...]
     stdout: bytes
@@ -97,8 +104,12 @@ class ChildEnd(NamedTuple):
 
 
 def code_passes_tests(sample: Sample) -> RewardResult:
-    """1 if the program in the response passes all tests in metadata["tests"], otherwise 0. See make_code_reward."""
-    return _reward_code(sample, key="tests", partial=False, limits=DEFAULT_LIMITS, namespaces=True, import_paths=())
+    """1 if the program in the response passes all tests in metadata["tests"], otherwise 0. See
+    make_code_reward.
+    """
+    return _reward_code(
+        sample, key="tests", partial=False, limits=DEFAULT_LIMITS, namespaces=True, import_paths=()
+    )
 
 
 def make_code_reward(
@@ -112,33 +123,51 @@ def make_code_reward(
 ) -> Callable[[Sample], RewardResult]:
     """A reward of 1 if all tests in metadata[key] pass, otherwise 0; with `partial` the fraction that pass.
 
-    The tests are Python source or a list of sources (assert statements, or a `check(candidate)` as in HumanEval; each runs after the response in
-    a fresh interpreter), or a list of {"input": standard input, "output": expected standard output}, compared here, white space at the ends of
-    lines left out. metadata["entry_point"], where it is there, names what the response must define; the tests know it as `candidate` too.
-    Parts: `passed`, the fraction of tests, and `compiled`. The note says how the first failing test failed and which isolation there was.
-    After a test that took too long the others are not run and count as failed. Code that hangs, exits early or breaks a limit has failed its
-    test. That is a reward; but the child not starting raises UserFunctionError, and tests that are missing or do not parse raise DataError.
+    The tests are Python source or a list of sources (assert statements, or a `check(candidate)` as in
+    HumanEval; each runs after the response in a fresh interpreter), or a list of {"input": standard input,
+    "output": expected standard output}, compared here, white space at the ends of lines left out.
+    metadata["entry_point"], where it is there, names what the response must define; the tests know it as
+    `candidate` too. Parts: `passed`, the fraction of tests, and `compiled`. The note says how the first
+    failing test failed and which isolation there was. After a test that took too long the others are not run
+    and count as failed. Code that hangs, exits early or breaks a limit has failed its test. That is a reward;
+    but the child not starting raises UserFunctionError, and tests that are missing or do not parse raise
+    DataError.
 
-    `require` names fields of Isolation without which nothing is run. `import_paths` are directories that the code may read and import from;
-    otherwise it has the standard library. `namespaces=False` leaves them out. Raises ConfigError for a bad option or isolation that is not to be had.
+    `require` names fields of Isolation without which nothing is run. `import_paths` are directories that the
+    code may read and import from; otherwise it has the standard library. `namespaces=False` leaves them out.
+    Raises ConfigError for a bad option or isolation that is not to be had.
     """
     _check_options(limits, require, import_paths)
-    missing = [name for name in describe_isolation(namespaces=namespaces).missing() if name in require] if require else []
+    missing = (
+        [name for name in describe_isolation(namespaces=namespaces).missing() if name in require]
+        if require
+        else []
+    )
     if missing:
         raise ConfigError(
-            f"require={list(require)}: this host gives the code no isolation of {', '.join(missing)}; run as root or allow user namespaces "
-            "(sysctl kernel.unprivileged_userns_clone=1, or a container that permits unshare and mount), or take them out of require"
+            f"require={list(require)}: this host gives the code no isolation of {', '.join(missing)}; run as"
+            " root or allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, or a container that"
+            " permits unshare and mount), or take them out of require"
         )
 
     def code_reward(sample: Sample) -> RewardResult:
-        return _reward_code(sample, key=key, partial=partial, limits=limits, namespaces=namespaces, import_paths=tuple(import_paths))
+        return _reward_code(
+            sample,
+            key=key,
+            partial=partial,
+            limits=limits,
+            namespaces=namespaces,
+            import_paths=tuple(import_paths),
+        )
 
     return code_reward
 
 
 @cache
 def describe_isolation(*, namespaces: bool = True) -> Isolation:
-    """What this host lets this user isolate, found out by a child without code. Raises UserFunctionError if a child does not start."""
+    """What this host lets this user isolate, found out by a child without code. Raises UserFunctionError if a
+    child does not start.
+    """
     with ExitStack() as stack:
         directory = stack.enter_context(_temporary_directory())
         end = _run_child(_request(None, DEFAULT_LIMITS, namespaces=namespaces), "", DEFAULT_LIMITS, directory)
@@ -146,7 +175,8 @@ def describe_isolation(*, namespaces: bool = True) -> Isolation:
 
 
 def extract_code(response: str) -> str:
-    """The last fenced block marked as Python; if there is none the last fenced block without a language; else the whole response.
+    """The last fenced block marked as Python; if there is none the last fenced block without a language; else
+    the whole response.
 
     A block that is not closed ends with the response.
     """
@@ -156,20 +186,37 @@ def extract_code(response: str) -> str:
     return (python or bare or [response])[-1]
 
 
-# --- one sample -----------------------------------------------------------------------------------------------------------------
+# --- one sample ---------------------------------------------------------------------------------------------
 
 
-def _reward_code(sample: Sample, *, key: str, partial: bool, limits: Limits, namespaces: bool, import_paths: tuple[str, ...]) -> RewardResult:
+def _reward_code(
+    sample: Sample,
+    *,
+    key: str,
+    partial: bool,
+    limits: Limits,
+    namespaces: bool,
+    import_paths: tuple[str, ...],
+) -> RewardResult:
     cases = _read_cases(sample, key)
     entry_point = sample.metadata.get("entry_point")
     if entry_point is not None and not (isinstance(entry_point, str) and entry_point.isidentifier()):
-        raise DataError(f"sample {sample.id}: metadata['entry_point'] is {entry_point!r}; it must be the name of a function")
+        raise DataError(
+            f"sample {sample.id}: metadata['entry_point'] is {entry_point!r}; it must be the name of a"
+            " function"
+        )
     isolation = describe_isolation(namespaces=namespaces)
     code = extract_code(sample.response)
     outcomes: list[Outcome] = []
     for case in cases:
         request = _request(
-            code, limits, namespaces=namespaces, test=case.source, entry_point=entry_point, import_paths=import_paths, expected=asdict(isolation)
+            code,
+            limits,
+            namespaces=namespaces,
+            test=case.source,
+            entry_point=entry_point,
+            import_paths=import_paths,
+            expected=asdict(isolation),
         )
         outcomes.append(_run_case(request, case, limits, isolation, sample))
         if outcomes[-1].timed_out or not outcomes[-1].compiled:
@@ -177,10 +224,14 @@ def _reward_code(sample: Sample, *, key: str, partial: bool, limits: Limits, nam
     passed = sum(outcome.passed for outcome in outcomes)
     compiled = float(outcomes[0].compiled)
     reward = passed / len(cases) if partial else float(passed == len(cases))
-    return RewardResult(reward, {"passed": passed / len(cases), "compiled": compiled}, _note(outcomes, len(cases), isolation))
+    return RewardResult(
+        reward, {"passed": passed / len(cases), "compiled": compiled}, _note(outcomes, len(cases), isolation)
+    )
 
 
-def _run_case(request: dict[str, Any], case: Case, limits: Limits, isolation: Isolation, sample: Sample) -> Outcome:
+def _run_case(
+    request: dict[str, Any], case: Case, limits: Limits, isolation: Isolation, sample: Sample
+) -> Outcome:
     with ExitStack() as stack:
         directory = "/" if isolation.filesystem else stack.enter_context(_temporary_directory())
         end = _run_child(request, case.stdin, limits, directory)
@@ -191,14 +242,24 @@ def _run_case(request: dict[str, Any], case: Case, limits: Limits, isolation: Is
     compiled = end.report("compiled") is not None
     if end.status is None:
         return Outcome(False, compiled, end.killed_for.startswith("took"), f"it {end.killed_for}")
-    failed = end.report("syntax") or end.report("raised") or (end.report("exited") if case.source is not None else None)
+    failed = (
+        end.report("syntax")
+        or end.report("raised")
+        or (end.report("exited") if case.source is not None else None)
+    )
     if failed is not None:
         return Outcome(False, compiled, False, str(failed.get("what")))
     if case.source is None:
         return _judge_output(end, case, compiled)
     done = end.report("done")
-    passed = end.status == 0 and done is not None and secrets.compare_digest(str(done.get("nonce")), request["nonce"])
-    return Outcome(passed, compiled, False, "" if passed else f"it ended with status {end.status} before the test had")
+    passed = (
+        end.status == 0
+        and done is not None
+        and secrets.compare_digest(str(done.get("nonce")), request["nonce"])
+    )
+    return Outcome(
+        passed, compiled, False, "" if passed else f"it ended with status {end.status} before the test had"
+    )
 
 
 def _judge_output(end: ChildEnd, case: Case, compiled: bool) -> Outcome:
@@ -217,7 +278,10 @@ def _note(outcomes: Sequence[Outcome], num_cases: int, isolation: Isolation) -> 
     failed = next(((index, outcome) for index, outcome in enumerate(outcomes) if not outcome.passed), None)
     what = "" if failed is None else f"; test {failed[0]}: {failed[1].note}"
     there = [field.name for field in fields(isolation) if getattr(isolation, field.name)]
-    return f"{sum(o.passed for o in outcomes)} of {num_cases} tests passed{what}; isolated: {', '.join(there) or 'nothing'}"
+    return (
+        f"{sum(o.passed for o in outcomes)} of {num_cases} tests passed{what}; isolated:"
+        f" {', '.join(there) or 'nothing'}"
+    )
 
 
 def _read_cases(sample: Sample, key: str) -> list[Case]:
@@ -226,14 +290,24 @@ def _read_cases(sample: Sample, key: str) -> list[Case]:
     listed = list(tests) if isinstance(tests, list | tuple) else [tests]
     if not listed:
         raise DataError(f"{where} is empty; a program without tests passes nothing")
-    return [_read_case(test, f"{where}[{index}]" if isinstance(tests, list | tuple) else where) for index, test in enumerate(listed)]
+    return [
+        _read_case(test, f"{where}[{index}]" if isinstance(tests, list | tuple) else where)
+        for index, test in enumerate(listed)
+    ]
 
 
 def _read_case(test: object, where: str) -> Case:
-    if isinstance(test, Mapping) and isinstance(test.get("input"), str) and isinstance(test.get("output"), str):
+    if (
+        isinstance(test, Mapping)
+        and isinstance(test.get("input"), str)
+        and isinstance(test.get("output"), str)
+    ):
         return Case(None, test["input"], test["output"])
     if not isinstance(test, str) or not test.strip():
-        raise DataError(f"{where} is {str(test)[:80]!r}; a test is Python source, or a table with the texts 'input' and 'output'")
+        raise DataError(
+            f"{where} is {str(test)[:80]!r}; a test is Python source, or a table with the texts 'input' and"
+            " 'output'"
+        )
     try:
         ast.parse(test)
     except (SyntaxError, ValueError) as error:
@@ -243,7 +317,11 @@ def _read_case(test: object, where: str) -> Case:
 
 def _check_options(limits: Limits, require: Sequence[str], import_paths: Sequence[str]) -> None:
     names = [field.name for field in fields(Isolation)]
-    unknown = [name for name in ([require] if isinstance(require, str) else require) if name not in names or isinstance(require, str)]
+    unknown = [
+        name
+        for name in ([require] if isinstance(require, str) else require)
+        if name not in names or isinstance(require, str)
+    ]
     if unknown:
         raise ConfigError(f"require={require!r} holds {unknown[0]!r}; it is a list of {', '.join(names)}")
     for field in fields(limits):
@@ -252,10 +330,12 @@ def _check_options(limits: Limits, require: Sequence[str], import_paths: Sequenc
             raise ConfigError(f"limits.{field.name}={value!r}; it must be a number above 0")
     for path in import_paths:
         if not Path(path).is_absolute() or not Path(path).is_dir():
-            raise ConfigError(f"import_paths holds {str(path)!r}; each must be the absolute path of a directory that exists")
+            raise ConfigError(
+                f"import_paths holds {str(path)!r}; each must be the absolute path of a directory that exists"
+            )
 
 
-# --- one child --------------------------------------------------------------------------------------------------------------------
+# --- one child ----------------------------------------------------------------------------------------------
 
 
 def _request(
@@ -304,8 +384,12 @@ def _run_child(request: dict[str, Any], stdin: str, limits: Limits, directory: s
     return ChildEnd(_parse_reports(reports), stdout, None if killed_for else status, killed_for)
 
 
-def _read_until_exit(exit_fd: int, result_fd: int, stdout_fd: int, limits: Limits) -> tuple[str, bytes, bytes]:
-    """Why the child must be killed, empty if it has ended; its reports; its output. The time counts from its first report."""
+def _read_until_exit(
+    exit_fd: int, result_fd: int, stdout_fd: int, limits: Limits
+) -> tuple[str, bytes, bytes]:
+    """Why the child must be killed, empty if it has ended; its reports; its output. The time counts from its
+    first report.
+    """
     read: dict[int, bytearray] = {result_fd: bytearray(), stdout_fd: bytearray()}
     most = {result_fd: MAX_REPORT_BYTES, stdout_fd: int(limits.output_bytes)}
     deadline = time.monotonic() + START_S
@@ -355,7 +439,9 @@ def _started(end: ChildEnd) -> Mapping[str, bool]:
     first = end.reports[0] if end.reports else {}
     if not isinstance(first.get("isolation"), Mapping):
         what = first.get("error") or end.killed_for or f"it ended with status {end.status}"
-        raise UserFunctionError(f"the child process that runs the code ({sys.executable} {CHILD.name}) did not start: {what}")
+        raise UserFunctionError(
+            f"the child process that runs the code ({sys.executable} {CHILD.name}) did not start: {what}"
+        )
     return first["isolation"]
 
 

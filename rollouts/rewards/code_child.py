@@ -1,14 +1,15 @@
-"""The child process in which model-written code runs. A script of its own: `python -I -S code_child.py REQUEST_FD RESULT_FD`.
+"""The child process in which model-written code runs. A script of its own: `python -I -S code_child.py
+REQUEST_FD RESULT_FD`.
 
     worker ──> outer ──(own namespaces)──> init ──(own root, no privileges, limits)──> the code
                waits                       waits; all that is left dies with it
 
-Each of the three is killed when the one before it dies. Without namespaces there is only one process, which puts itself under the limits.
-The request is one JSON object, the results are lines of JSON. It imports nothing of the package: what is here can be seen by the code.
+Each of the three is killed when the one before it dies. Without namespaces there is only one process, which
+puts itself under the limits. The request is one JSON object, the results are lines of JSON. It imports
+nothing of the package: what is here can be seen by the code.
 """
 
 # pathlib would lengthen the start of this process.
-# ruff: noqa: PTH102, PTH103, PTH110, PTH112, PTH114, PTH115, PTH120, PTH123, PTH211
 from __future__ import annotations
 
 import contextlib
@@ -32,7 +33,8 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 NOBODY = 65534
 FIRST_OWN_UID = 1_000_000_000  # real root gives each child a user of its own: this plus its process id
-NEW_ROOT = "/proc"  # where the new root is put together: a directory that every host has and that nothing is taken from
+# where the new root is put together: a directory that every host has and that nothing is taken from
+NEW_ROOT = "/proc"
 WORK = "/work"
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
@@ -47,7 +49,9 @@ def main(request_fd: int, result_fd: int) -> None:
     signal.alarm(request["cpu_s"] + 90)  # in case that the worker hangs; not inherited by the inner processes
     is_root = os.geteuid() == 0
     own_uid = FIRST_OWN_UID + os.getpid()  # here, for in a namespace of processes the numbers start anew
-    got: dict[str, bool] = {name: False for name in ("network", "filesystem", "processes", "memory", "user", "privileges")}  # noqa: C420 - typed
+    got: dict[str, bool] = {  # noqa: C420
+        name: False for name in ("network", "filesystem", "processes", "memory", "user", "privileges")
+    }
     if request["namespaces"] and enter_namespaces(is_root):
         got["network"] = got["processes"] = True
         die_with_parent()  # new credentials can take it away
@@ -59,7 +63,9 @@ def main(request_fd: int, result_fd: int) -> None:
     give_up_privileges(request, got, own_uid if is_root else None)
     die_with_parent()  # and a change of user does
     if request["expected"] is not None and got != request["expected"]:
-        report(result_fd, {"error": f"this process is isolated by {got}, the first one by {request['expected']}"})
+        report(
+            result_fd, {"error": f"this process is isolated by {got}, the first one by {request['expected']}"}
+        )
         os._exit(1)
     report(result_fd, {"isolation": got})
     if request["code"] is not None:
@@ -77,19 +83,21 @@ def wait_for(child: int) -> None:
             os._exit(code if code >= 0 else 128 - code)
 
 
-# --- namespaces -----------------------------------------------------------------------------------------------------------------
+# --- namespaces ---------------------------------------------------------------------------------------------
 
 
 def enter_namespaces(is_root: bool) -> bool:
-    """Whether the children of this process have a network, process ids, mounts and IPC of their own. Root of a container without the right
-    to do so tries a user namespace, as any other user does."""
+    """Whether the children of this process have a network, process ids, mounts and IPC of their own. Root of
+    a container without the right to do so tries a user namespace, as any other user does.
+    """
     wanted = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWPID | CLONE_NEWNET
     if is_root and libc().unshare(wanted) == 0:
         return True
     uid, gid = os.geteuid(), os.getegid()
     if libc().unshare(wanted | CLONE_NEWUSER) != 0:
         return False
-    # Without these maps the process is nobody, with all the rights that count here; a host that forbids them forbids the mounts too.
+    # Without these maps the process is nobody, with all the rights that count here; a host that forbids them
+    # forbids the mounts too.
     with contextlib.suppress(OSError):
         write_text("/proc/self/setgroups", "deny")
         write_text("/proc/self/gid_map", f"{NOBODY} {gid} 1")
@@ -98,7 +106,9 @@ def enter_namespaces(is_root: bool) -> bool:
 
 
 def enter_own_root(request: dict[str, Any]) -> bool:
-    """Whether the file system is now a small one in memory: libraries to read, an empty working directory to write, nothing else."""
+    """Whether the file system is now a small one in memory: libraries to read, an empty working directory to
+    write, nothing else.
+    """
     try:
         mount("none", "/", None, MS_REC | MS_PRIVATE)
         mount("tmpfs", NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
@@ -108,7 +118,13 @@ def enter_own_root(request: dict[str, Any]) -> bool:
         if not os.path.lexists(NEW_ROOT + "/tmp"):
             os.symlink(WORK, NEW_ROOT + "/tmp")
         set_read_only(NEW_ROOT)
-        mount("tmpfs", NEW_ROOT + WORK, "tmpfs", MS_NOSUID | MS_NODEV, f"mode=777,size={request['disk_bytes']},nr_inodes=4096")
+        mount(
+            "tmpfs",
+            NEW_ROOT + WORK,
+            "tmpfs",
+            MS_NOSUID | MS_NODEV,
+            f"mode=777,size={request['disk_bytes']},nr_inodes=4096",
+        )
         os.chdir(NEW_ROOT)
         check(libc().pivot_root(b".", b"."), "pivot_root")
         check(libc().umount2(b".", MNT_DETACH), "umount2")
@@ -141,16 +157,26 @@ def bind(path: str) -> None:
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     encoded = [None if text is None else text.encode() for text in (source, target, kind)]
-    check(libc().mount(*encoded, ctypes.c_ulong(flags), None if options is None else options.encode()), f"mount {target}")
+    check(
+        libc().mount(*encoded, ctypes.c_ulong(flags), None if options is None else options.encode()),
+        f"mount {target}",
+    )
 
 
 def set_read_only(path: str) -> None:
     attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID, 0, 0, 0)
-    done = libc().syscall(SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), AT_RECURSIVE, ctypes.byref(attributes), ctypes.sizeof(attributes))
+    done = libc().syscall(
+        SYS_MOUNT_SETATTR,
+        AT_FDCWD,
+        path.encode(),
+        AT_RECURSIVE,
+        ctypes.byref(attributes),
+        ctypes.sizeof(attributes),
+    )
     check(done, f"mount_setattr {path}")
 
 
-# --- privileges and limits --------------------------------------------------------------------------------------------------------
+# --- privileges and limits ----------------------------------------------------------------------------------
 
 
 def give_up_privileges(request: dict[str, Any], got: dict[str, bool], own_uid: int | None) -> None:
@@ -199,11 +225,13 @@ def die_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-# --- the code -----------------------------------------------------------------------------------------------------------------------
+# --- the code -----------------------------------------------------------------------------------------------
 
 
 def run_code(request: dict[str, Any], result_fd: int) -> None:
-    """Reports `compiled`, then how it ended: `done` (only this with the nonce), `exited` or `raised`; or only `syntax`. Ends the process."""
+    """Reports `compiled`, then how it ended: `done` (only this with the nonce), `exited` or `raised`; or only
+    `syntax`. Ends the process.
+    """
     nonce, send, leave = request.pop("nonce"), report, os._exit  # the code may replace what is in modules
     sys.path += request["import_paths"]
     os.environ.clear()  # Python sets the locale itself
@@ -219,7 +247,7 @@ def run_code(request: dict[str, Any], result_fd: int) -> None:
         if is_test:
             run_test(code, request["test"], request["entry_point"])
         else:
-            exec(code, {"__name__": "__main__", "__builtins__": __builtins__})  # noqa: S102 - what this process is for
+            exec(code, {"__name__": "__main__", "__builtins__": __builtins__})
     except SystemExit as error:
         send(result_fd, {"status": "exited", "what": f"it called sys.exit({error.code!r})"[:200]})
         if not is_test:
@@ -236,13 +264,13 @@ def run_code(request: dict[str, Any], result_fd: int) -> None:
 
 def run_test(code: Any, test: str, entry_point: str | None) -> None:
     space: dict[str, Any] = {"__name__": "solution", "__builtins__": __builtins__}
-    exec(code, space)  # noqa: S102 - what this process is for
+    exec(code, space)
     if entry_point is not None:
         if entry_point not in space:
             raise NameError(f"the response does not define {entry_point}")
         space["candidate"] = space[entry_point]
     check_of_code = space.get("check")
-    exec(compile(test, "<test>", "exec"), space)  # noqa: S102
+    exec(compile(test, "<test>", "exec"), space)
     if entry_point is not None and space.get("check") is not check_of_code:
         space["check"](space["candidate"])
 
@@ -258,7 +286,7 @@ def report(result_fd: int, result: dict[str, Any]) -> None:
     os.write(result_fd, json.dumps(result).encode() + b"\n")
 
 
-# --- libc -----------------------------------------------------------------------------------------------------------------------------
+# --- libc ---------------------------------------------------------------------------------------------------
 
 
 def libc() -> Any:
@@ -266,7 +294,10 @@ def libc() -> Any:
 
 
 def prctl(option: int, value: int) -> bool:
-    return libc().prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)) == 0
+    return (
+        libc().prctl(option, ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+        == 0
+    )
 
 
 def check(status: int, what: str) -> None:

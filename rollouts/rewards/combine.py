@@ -17,13 +17,16 @@ CombineFn = Callable[[Mapping[str, float]], Any]
 
 
 def combine_rewards(
-    rewards: Mapping[str, SyncReward] | Sequence[tuple[str, SyncReward]], *, weights: Mapping[str, float] | None = None
+    rewards: Mapping[str, SyncReward] | Sequence[tuple[str, SyncReward]],
+    *,
+    weights: Mapping[str, float] | None = None,
 ) -> Callable[[Sample], RewardResult]:
     """A reward of Σ weight · reward over the named sync rewards; without weights each counts once.
 
-    Parts: each component's reward under its name, before weighing, and its own parts as name.part. Notes are joined as `name: note`.
-    A component that raises makes the whole raise. Raises ConfigError for no components, a name twice, a name that is empty or has a dot,
-    a component that is async, and weights that do not name every component once.
+    Parts: each component's reward under its name, before weighing, and its own parts as name.part. Notes are
+    joined as `name: note`. A component that raises makes the whole raise. Raises ConfigError for no
+    components, a name twice, a name that is empty or has a dot, a component that is async, and weights that
+    do not name every component once.
     """
     pairs = list(rewards.items()) if isinstance(rewards, Mapping) else list(rewards)
     names = [name for name, _ in pairs]
@@ -36,11 +39,16 @@ def combine_rewards(
         parts: dict[str, float] = {}
         notes: list[str] = []
         for name, reward in pairs:
-            result = check_reward(reward(sample), f"reward function {function_name(reward)} (component {name!r}) on sample {sample.id}")
+            result = check_reward(
+                reward(sample),
+                f"reward function {function_name(reward)} (component {name!r}) on sample {sample.id}",
+            )
             parts[name] = result.reward
             parts.update({f"{name}.{part}": value for part, value in result.parts.items()})
             notes += [f"{name}: {result.note}"] if result.note is not None else []
-        return RewardResult(math.fsum(factors[name] * parts[name] for name in names), parts, "; ".join(notes) or None)
+        return RewardResult(
+            math.fsum(factors[name] * parts[name] for name in names), parts, "; ".join(notes) or None
+        )
 
     return combined_reward
 
@@ -48,18 +56,25 @@ def combine_rewards(
 def apply_weights(result: RewardResult, weights: Mapping[str, float]) -> RewardResult:
     """The result with the reward Σ weight · part; parts and note stay as they are.
 
-    Every part needs a weight, 0 for one that shall not count; only the details of a part (`exact.exact` where there is `exact`) need none.
-    Raises ConfigError naming a weight without its part, a part without weight, or a weight that is no finite number; UserFunctionError if
-    the sum is not finite.
+    Every part needs a weight, 0 for one that shall not count; only the details of a part (`exact.exact` where
+    there is `exact`) need none. Raises ConfigError naming a weight without its part, a part without weight,
+    or a weight that is no finite number; UserFunctionError if the sum is not finite.
     """
     check_weights(weights)
     needed = [name for name in result.parts if not _is_detail(name, result.parts)]
     _check_same_names(weights, present=result.parts, needed=needed, what="the reward has the parts")
-    return replace(result, reward=add_up((weight * result.parts[name] for name, weight in weights.items()), "the weights and the reward function"))
+    return replace(
+        result,
+        reward=add_up(
+            (weight * result.parts[name] for name, weight in weights.items()),
+            "the weights and the reward function",
+        ),
+    )
 
 
 def apply_combine(result: RewardResult, combine: CombineFn, *, of: str = "") -> RewardResult:
-    """The result with the reward combine(parts); parts and note stay as they are. `of` says in errors whose parts they are.
+    """The result with the reward combine(parts); parts and note stay as they are. `of` says in errors whose
+    parts they are.
 
     Raises UserFunctionError if the function raises or its answer is not a finite number.
     """
@@ -73,11 +88,15 @@ def apply_combine(result: RewardResult, combine: CombineFn, *, of: str = "") -> 
 
 def describe_combine(combine: CombineFn, result: RewardResult, *, of: str) -> str:
     """What errors of a combine function begin with."""
-    return f"combine function {function_name(combine)} on the parts {', '.join(result.parts) or '(none)'}" + (f" of {of}" if of else "")
+    return f"combine function {function_name(combine)} on the parts {', '.join(result.parts) or '(none)'}" + (
+        f" of {of}" if of else ""
+    )
 
 
 def check_combined(answer: object, result: RewardResult, where: str) -> RewardResult:
-    """The result with a combine function's answer as its reward. Raises UserFunctionError unless that is a finite number."""
+    """The result with a combine function's answer as its reward. Raises UserFunctionError unless that is a
+    finite number.
+    """
     if isinstance(answer, Mapping | RewardResult):
         raise UserFunctionError(f"{where} returned a {type(answer).__name__}; it must be a finite number")
     return replace(result, reward=check_reward(answer, where).reward)
@@ -94,13 +113,27 @@ def _check_components(pairs: Sequence[tuple[str, SyncReward]]) -> None:
     names = [name for name, _ in pairs]
     for name, reward in pairs:
         if not isinstance(name, str) or not name or "." in name:
-            raise ConfigError(f"combine_rewards has a component named {name!r}; a name is text without a dot (dots lead to a component's parts)")
+            raise ConfigError(
+                f"combine_rewards has a component named {name!r}; a name is text without a dot (dots lead to"
+                " a component's parts)"
+            )
         if names.count(name) > 1:
-            raise ConfigError(f"combine_rewards has {names.count(name)} components named {name!r}; each needs a name of its own")
+            raise ConfigError(
+                f"combine_rewards has {names.count(name)} components named {name!r}; each needs a name of"
+                " its own"
+            )
         if not callable(reward):
-            raise ConfigError(f"combine_rewards: component {name!r} is a {type(reward).__name__}; it must be a reward function")
-        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(getattr(reward, "__call__", None)):  # noqa: B004
-            raise ConfigError(f"combine_rewards: component {name!r} ({function_name(reward)}) is async; await it in an async reward of your own")
+            raise ConfigError(
+                f"combine_rewards: component {name!r} is a {type(reward).__name__}; it must be a reward"
+                " function"
+            )
+        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
+            getattr(reward, "__call__", None)  # noqa: B004
+        ):
+            raise ConfigError(
+                f"combine_rewards: component {name!r} ({function_name(reward)}) is async; await it in an"
+                " async reward of your own"
+            )
 
 
 def check_weights(weights: Mapping[str, float]) -> None:
@@ -110,11 +143,19 @@ def check_weights(weights: Mapping[str, float]) -> None:
             raise ConfigError(f"weights: {name!r} is {weight!r}; a weight is a finite number")
 
 
-def _check_same_names(weights: Mapping[str, float], *, present: Mapping[str, float] | Sequence[str], needed: Sequence[str], what: str) -> None:
+def _check_same_names(
+    weights: Mapping[str, float],
+    *,
+    present: Mapping[str, float] | Sequence[str],
+    needed: Sequence[str],
+    what: str,
+) -> None:
     known = f"{what} {', '.join(present) or '(none)'}"
     for name in weights:
         if name not in present:
             raise ConfigError(f"weights: {name!r} is weighted but not there; {known}")
     for name in needed:
         if name not in weights:
-            raise ConfigError(f"weights: {name!r} has no weight; {known}; give it one, 0 if it shall not count")
+            raise ConfigError(
+                f"weights: {name!r} has no weight; {known}; give it one, 0 if it shall not count"
+            )

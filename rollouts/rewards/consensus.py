@@ -1,10 +1,12 @@
-"""Rewards without an answer to compare with: the group votes (TTRL). Group rewards: `rl.rollout.group_reward`.
+"""Rewards without an answer to compare with: the group votes (TTRL). Group rewards:
+`rl.rollout.group_reward`.
 
-Rules. An answer is whatever `extract` makes of a response; None has no vote and gets 0. The label is the answer with the most votes. Its vote
-ratio is votes / valid answers, or votes / samples with of="all". There is no label when nobody voted, when the ratio is below min_ratio, or
-on a tie with ties="none" (the default: either label would punish as many right answers as the other); ties="first" takes the answer that was
-given first in launch order. Without a label every reward is 0: the filter `check_consensus` drops such a group as "no_consensus", and
-`check_reward_nonzero_std`, which sees rewards that are all alike, as "zero_variance".
+Rules. An answer is whatever `extract` makes of a response; None has no vote and gets 0. The label is the
+answer with the most votes. Its vote ratio is votes / valid answers, or votes / samples with of="all". There
+is no label when nobody voted, when the ratio is below min_ratio, or on a tie with ties="none" (the default:
+either label would punish as many right answers as the other); ties="first" takes the answer that was given
+first in launch order. Without a label every reward is 0: the filter `check_consensus` drops such a group as
+"no_consensus", and `check_reward_nonzero_std`, which sees rewards that are all alike, as "zero_variance".
 """
 
 from __future__ import annotations
@@ -43,17 +45,25 @@ class Consensus:
 
 
 def compute_consensus(
-    answers: Sequence[Hashable | None], *, min_ratio: float = 0.0, ties: TieRule = "none", of: RatioOf = "valid"
+    answers: Sequence[Hashable | None],
+    *,
+    min_ratio: float = 0.0,
+    ties: TieRule = "none",
+    of: RatioOf = "valid",
 ) -> Consensus:
-    """The label that most of the answers [G] agree on, and a reward of 1 for each that does. The rules stand at the top of this file.
+    """The label that most of the answers [G] agree on, and a reward of 1 for each that does. The rules stand
+    at the top of this file.
 
-    Paper: TTRL, 2504.16084. Raises ConfigError unless 0 <= min_ratio <= 1, ties is "none" or "first" and of is "valid" or "all".
+    Paper: TTRL, 2504.16084. Raises ConfigError unless 0 <= min_ratio <= 1, ties is "none" or "first" and of
+    is "valid" or "all".
     """
     _check_rules(min_ratio, ties, of)
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return Consensus(None, (0.0,) * len(answers), 0, 0, len(answers))
-    (label, votes), *others = counts.most_common()  # equal counts stand in the order in which they were first met
+    (label, votes), *others = (
+        counts.most_common()
+    )  # equal counts stand in the order in which they were first met
     num_valid = counts.total()
     tied = bool(others) and others[0][1] == votes
     ratio = votes / (num_valid if of == "valid" else len(answers))
@@ -63,12 +73,16 @@ def compute_consensus(
 
 
 def make_consensus_reward(
-    extract: Callable[[Sample], Hashable | None], *, min_ratio: float = 0.0, ties: TieRule = "none", of: RatioOf = "valid"
+    extract: Callable[[Sample], Hashable | None],
+    *,
+    min_ratio: float = 0.0,
+    ties: TieRule = "none",
+    of: RatioOf = "valid",
 ) -> Callable[[Sequence[Sample]], list[RewardResult]]:
     """A group reward of 1 for each sample whose answer is the group's label, otherwise 0.
 
-    Parts: `agrees` is the reward, `has_answer`, and `vote_ratio` and `has_label`, which are the group's. The note names the label.
-    Raises ConfigError as `compute_consensus`.
+    Parts: `agrees` is the reward, `has_answer`, and `vote_ratio` and `has_label`, which are the group's. The
+    note names the label. Raises ConfigError as `compute_consensus`.
     """
     _check_rules(min_ratio, ties, of)
 

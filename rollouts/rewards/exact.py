@@ -7,7 +7,8 @@ from rollouts.types import JSONValue, RewardResult, Sample
 
 
 def exact_match(sample: Sample, *, key: str = "answer", ignore_case: bool = False) -> RewardResult:
-    """1 if the response equals metadata[key], a text or a list of accepted ones, without white space around either; otherwise 0.
+    """1 if the response equals metadata[key], a text or a list of accepted ones, without white space around
+    either; otherwise 0.
 
     Part `exact` is the reward itself. Raises DataError if the sample has no such key.
     """
@@ -19,9 +20,14 @@ def exact_match(sample: Sample, *, key: str = "answer", ignore_case: bool = Fals
 
 
 def read_answer(sample: Sample, key: str) -> JSONValue:
-    """metadata[key]. Raises DataError naming the sample and what it has instead, so that the sample fails and does not count as wrong."""
+    """metadata[key]. Raises DataError naming the sample and what it has instead, so that the sample fails and
+    does not count as wrong.
+    """
     if sample.metadata.get(key) is None:
-        raise DataError(f"sample {sample.id} has no metadata[{key!r}] to compare with; its row has {', '.join(sample.metadata) or 'no fields'}")
+        raise DataError(
+            f"sample {sample.id} has no metadata[{key!r}] to compare with; its row has"
+            f" {', '.join(sample.metadata) or 'no fields'}"
+        )
     return sample.metadata[key]
 
 

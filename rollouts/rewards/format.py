@@ -25,7 +25,8 @@ def _compile(pattern: str) -> re.Pattern[str]:
 
 
 def make_format_reward(pattern: str, *, weight: float = 1.0) -> Callable[[Sample], RewardResult]:
-    """A reward of `weight` where the whole response matches the regular expression (a dot matches newlines too), otherwise 0.
+    """A reward of `weight` where the whole response matches the regular expression (a dot matches newlines
+    too), otherwise 0.
 
     Part `format` is the reward itself. Raises ConfigError naming the pattern and the place where it is wrong.
     """
@@ -43,16 +44,22 @@ think_answer_format = make_format_reward(THINK_ANSWER)
 
 
 def make_tags_reward(tags: Sequence[str], *, partial: bool = False) -> Callable[[Sample], RewardResult]:
-    """A reward of 1 where the response is <tag>…</tag> of each tag, in this order and with nothing but white space between, otherwise 0.
+    """A reward of 1 where the response is <tag>…</tag> of each tag, in this order and with nothing but white
+    space between, otherwise 0.
 
-    With `partial` it is the fraction of the opening and closing tags that stand in the response exactly once, in any order and with any text.
-    Part `format` is the reward itself. Raises ConfigError for no tags, a tag twice or a name that is no tag's.
+    With `partial` it is the fraction of the opening and closing tags that stand in the response exactly once,
+    in any order and with any text. Part `format` is the reward itself. Raises ConfigError for no tags, a tag
+    twice or a name that is no tag's.
     """
     names = [tags] if isinstance(tags, str) else list(tags)
     if not names or len(set(names)) < len(names) or not all(TAG_NAME.fullmatch(name) for name in names):
-        raise ConfigError(f"tags={tags!r}; they must be names such as 'think' and 'answer', at least one and each once")
+        raise ConfigError(
+            f"tags={tags!r}; they must be names such as 'think' and 'answer', at least one and each once"
+        )
     inside = "".join(f"</?{name}>|" for name in names).rstrip("|")
-    whole = re.compile(r"\s*" + r"\s*".join(rf"<{name}>(?:(?!{inside}).)*</{name}>" for name in names) + r"\s*", re.DOTALL)
+    whole = re.compile(
+        r"\s*" + r"\s*".join(rf"<{name}>(?:(?!{inside}).)*</{name}>" for name in names) + r"\s*", re.DOTALL
+    )
     marks = [mark for name in names for mark in (f"<{name}>", f"</{name}>")]
 
     def tags_reward(sample: Sample) -> RewardResult:
@@ -71,8 +78,9 @@ def json_format(sample: Sample) -> RewardResult:
 def make_json_reward(required_keys: Sequence[str]) -> Callable[[Sample], RewardResult]:
     """A reward of 1 where the whole response is a JSON object with these keys, otherwise 0.
 
-    White space around it is allowed; NaN, Infinity and a key twice in one object are not JSON here. Parts: `format`, the reward itself, and
-    `json`, 1 if the response is JSON of any kind. The note says what is wrong. Raises ConfigError for a key that is no text, or a bare text of keys.
+    White space around it is allowed; NaN, Infinity and a key twice in one object are not JSON here. Parts:
+    `format`, the reward itself, and `json`, 1 if the response is JSON of any kind. The note says what is
+    wrong. Raises ConfigError for a key that is no text, or a bare text of keys.
     """
     if isinstance(required_keys, str) or not all(isinstance(key, str) for key in required_keys):
         raise ConfigError(f"required_keys={required_keys!r}; it must be a list of texts")
@@ -84,19 +92,26 @@ def make_json_reward(required_keys: Sequence[str]) -> Callable[[Sample], RewardR
     return json_keys_format
 
 
-def make_extracted(reward: Callable[[Sample], Any], pattern: str = ANSWER_TAG, *, pick: str = "last") -> Callable[[Sample], RewardResult]:
-    """`reward` of the sample with its response cut down to what the pattern's group holds, the <answer> tag's text unless told otherwise.
+def make_extracted(
+    reward: Callable[[Sample], Any], pattern: str = ANSWER_TAG, *, pick: str = "last"
+) -> Callable[[Sample], RewardResult]:
+    """`reward` of the sample with its response cut down to what the pattern's group holds, the <answer> tag's
+    text unless told otherwise.
 
-    The group is the first one, or the whole match of a pattern without groups; of several matches the last, or with pick="first" the first,
-    or with pick="only" none of them. White space around it is left out, a dot matches newlines too. Tokens and metadata stay those of the
-    whole sample. Parts: those of `reward` and `extracted`, 1; without a match the reward is 0, `extracted` 0 and a note says so, and `reward` is not
+    The group is the first one, or the whole match of a pattern without groups; of several matches the last,
+    or with pick="first" the first, or with pick="only" none of them. White space around it is left out, a dot
+    matches newlines too. Tokens and metadata stay those of the whole sample. Parts: those of `reward` and
+    `extracted`, 1; without a match the reward is 0, `extracted` 0 and a note says so, and `reward` is not
     called, so its parts are missing. Raises ConfigError for a wrong pattern or pick.
     """
     compiled = _compile(pattern)
     if pick not in ("first", "last", "only"):
         raise ConfigError(f"pick={pick!r}; it must be first, last or only")
     if compiled.groups > 1:
-        raise ConfigError(f"pattern={pattern!r} has {compiled.groups} groups; mark what to extract with one and write the others (?:…)")
+        raise ConfigError(
+            f"pattern={pattern!r} has {compiled.groups} groups; mark what to extract with one and write the"
+            " others (?:…)"
+        )
 
     def extracted_reward(sample: Sample) -> RewardResult:
         found = [match for match in compiled.finditer(sample.response) if match[compiled.groups] is not None]
@@ -112,7 +127,9 @@ def make_extracted(reward: Callable[[Sample], Any], pattern: str = ANSWER_TAG, *
 
 def _reward_json(sample: Sample, keys: tuple[str, ...]) -> RewardResult:
     try:
-        value = json.loads(sample.response, parse_constant=_refuse_constant, object_pairs_hook=_object_of_unique_keys)
+        value = json.loads(
+            sample.response, parse_constant=_refuse_constant, object_pairs_hook=_object_of_unique_keys
+        )
     except (ValueError, RecursionError) as error:
         return RewardResult(0.0, {"format": 0.0, "json": 0.0}, f"not JSON: {error}")
     if not keys:

@@ -17,25 +17,32 @@ ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
 def fuzzy_match(sample: Sample, *, key: str = "answer", ignore_case: bool = False) -> RewardResult:
-    """How alike the response and metadata[key] are, 0 to 1; of several accepted answers the nearest. White space around is left out.
+    """How alike the response and metadata[key] are, 0 to 1; of several accepted answers the nearest. White
+    space around is left out.
 
-    1 - d / (len(response) + len(answer)), with d the number of characters to insert or delete; 1 for two empty texts. This is the ratio
-    of rapidfuzz over 100. Part `similarity` is the reward itself. Raises DataError if the sample has no such key or an empty list of
-    answers, ConfigError naming the extra if rapidfuzz is not installed.
+    1 - d / (len(response) + len(answer)), with d the number of characters to insert or delete; 1 for two
+    empty texts. This is the ratio of rapidfuzz over 100. Part `similarity` is the reward itself. Raises
+    DataError if the sample has no such key or an empty list of answers, ConfigError naming the extra if
+    rapidfuzz is not installed.
     """
     indel = _load_indel()
     response = _fold(sample.response, ignore_case)
-    similarity = max(float(indel.normalized_similarity(response, _fold(answer, ignore_case))) for answer in _read_answers(sample, key))
+    similarity = max(
+        float(indel.normalized_similarity(response, _fold(answer, ignore_case)))
+        for answer in _read_answers(sample, key)
+    )
     return RewardResult(similarity, {"similarity": similarity})
 
 
 def f1_match(sample: Sample, *, key: str = "answer") -> RewardResult:
-    """The F1 score of the response's words against those of metadata[key], 0 to 1; of several accepted answers the best.
+    """The F1 score of the response's words against those of metadata[key], 0 to 1; of several accepted
+    answers the best.
 
-    2·p·r / (p + r), p and r the shared words (with their number) over those of the response and of the answer. Lower case, punctuation and
-    the articles a, an, the left out first. If either has no words left it is 1 if both have none, otherwise 0. Part `f1` is the reward itself.
-    Paper: Rajpurkar et al. 2016, "SQuAD: 100,000+ Questions for Machine Comprehension of Text", arXiv:1606.05250, section 6.1.
-    Raises DataError if the sample has no such key or an empty list of answers.
+    2·p·r / (p + r), p and r the shared words (with their number) over those of the response and of the
+    answer. Lower case, punctuation and the articles a, an, the left out first. If either has no words left it
+    is 1 if both have none, otherwise 0. Part `f1` is the reward itself. Paper: Rajpurkar et al. 2016, "SQuAD:
+    100,000+ Questions for Machine Comprehension of Text", arXiv:1606.05250, section 6.1. Raises DataError if
+    the sample has no such key or an empty list of answers.
     """
     words = normalise_words(sample.response)
     f1 = max(_compute_f1(words, normalise_words(answer)) for answer in _read_answers(sample, key))
@@ -57,7 +64,10 @@ def _read_answers(sample: Sample, key: str) -> list[str]:
     answers = read_answer(sample, key)
     accepted = [str(answer) for answer in (answers if isinstance(answers, list | tuple) else [answers])]
     if not accepted:
-        raise DataError(f"sample {sample.id}: metadata[{key!r}] is an empty list; it must hold at least one accepted answer")
+        raise DataError(
+            f"sample {sample.id}: metadata[{key!r}] is an empty list; it must hold at least one accepted"
+            " answer"
+        )
     return accepted
 
 
@@ -70,5 +80,7 @@ def _load_indel() -> Any:
     try:
         from rapidfuzz.distance import Indel
     except ImportError as error:
-        raise ConfigError("fuzzy_match needs rapidfuzz, which is not installed; pip install 'rollouts-rl[rewards]'") from error
+        raise ConfigError(
+            "fuzzy_match needs rapidfuzz, which is not installed; pip install 'rollouts-rl[rewards]'"
+        ) from error
     return Indel

@@ -19,15 +19,22 @@ def measure_length(sample: Sample, unit: LengthUnit) -> int:
     return len(sample.response.split()) if unit == "words" else len(sample.response)
 
 
-def make_soft_overlong_punishment(*, max_tokens: int, buffer_tokens: int, weight: float = 1.0) -> Callable[[Sample], RewardResult]:
-    """A punishment from 0 down to -weight over the last `buffer_tokens` before `max_tokens`; n is the number of tokens that train.
+def make_soft_overlong_punishment(
+    *, max_tokens: int, buffer_tokens: int, weight: float = 1.0
+) -> Callable[[Sample], RewardResult]:
+    """A punishment from 0 down to -weight over the last `buffer_tokens` before `max_tokens`; n is the number
+    of tokens that train.
 
-    weight · 0 if n <= max - buffer; weight · ((max - buffer) - n) / buffer if n <= max; weight · -1 above. Part `overlong` is the reward itself.
-    Paper: Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement Learning System at Scale", arXiv:2503.14476, equation 13, with
-    max_tokens = L_max and buffer_tokens = L_cache. Raises ConfigError unless 0 < buffer_tokens <= max_tokens and weight is a number above 0.
+    weight · 0 if n <= max - buffer; weight · ((max - buffer) - n) / buffer if n <= max; weight · -1 above.
+    Part `overlong` is the reward itself. Paper: Yu et al. 2025, "DAPO: An Open-Source LLM Reinforcement
+    Learning System at Scale", arXiv:2503.14476, equation 13, with max_tokens = L_max and buffer_tokens =
+    L_cache. Raises ConfigError unless 0 < buffer_tokens <= max_tokens and weight is a number above 0.
     """
     if not 0 < buffer_tokens <= max_tokens:
-        raise ConfigError(f"buffer_tokens={buffer_tokens} and max_tokens={max_tokens}; the buffer is part of the maximum: 0 < buffer <= max")
+        raise ConfigError(
+            f"buffer_tokens={buffer_tokens} and max_tokens={max_tokens}; the buffer is part of the maximum: 0"
+            " < buffer <= max"
+        )
     _check_positive("weight", weight)
     free_tokens = max_tokens - buffer_tokens
 
@@ -39,8 +46,11 @@ def make_soft_overlong_punishment(*, max_tokens: int, buffer_tokens: int, weight
     return soft_overlong_punishment
 
 
-def make_length_target(*, target: int, width: int, unit: LengthUnit = "words") -> Callable[[Sample], RewardResult]:
-    """A reward of max(0, 1 - |length - target| / width): 1 at the target, 0 from `width` away on. Part `length` is the reward itself.
+def make_length_target(
+    *, target: int, width: int, unit: LengthUnit = "words"
+) -> Callable[[Sample], RewardResult]:
+    """A reward of max(0, 1 - |length - target| / width): 1 at the target, 0 from `width` away on. Part
+    `length` is the reward itself.
 
     Raises ConfigError if target is negative, width is not above 0, or the unit is unknown.
     """
@@ -55,7 +65,9 @@ def make_length_target(*, target: int, width: int, unit: LengthUnit = "words") -
     return length_target
 
 
-def make_length_cutoff(*, most: int, least: int = 0, unit: LengthUnit = "tokens") -> Callable[[Sample], RewardResult]:
+def make_length_cutoff(
+    *, most: int, least: int = 0, unit: LengthUnit = "tokens"
+) -> Callable[[Sample], RewardResult]:
     """A reward of 1 where least <= length <= most, otherwise 0. Part `length` is the reward itself.
 
     Raises ConfigError unless 0 <= least <= most, or if the unit is unknown.

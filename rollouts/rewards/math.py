@@ -1,7 +1,7 @@
 r"""The response's number or formula is the answer's.
 
-Numbers are compared as exact fractions; the number is the last one in the last \boxed{…}, else after the last ####, else in the whole response.
-Formulas are read and compared by the library math-verify.
+Numbers are compared as exact fractions; the number is the last one in the last \boxed{…}, else after the last
+####, else in the whole response. Formulas are read and compared by the library math-verify.
 """
 
 from __future__ import annotations
@@ -19,23 +19,31 @@ from rollouts.rewards.exact import read_answer
 from rollouts.types import RewardResult, Sample
 
 # a sign only where it cannot be a minus between two terms; commas only where they group thousands
-NUMBER = re.compile(r"(?:(?<![\w)\]])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
+NUMBER = re.compile(
+    r"(?:(?<![\w)\]])[-+])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?"
+)
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 FINAL_MARK = "####"
-READ_CHARACTERS = 8000  # the library's patterns take time that grows with the square: 1 s for so many, minutes for a response that repeats itself
+# the library's patterns take time that grows with the square: 1 s for so many, minutes for a response that
+# repeats itself
+READ_CHARACTERS = 8000
 
 
 def numeric_match(sample: Sample, *, key: str = "answer", tolerance: float = 0.0) -> RewardResult:
-    """1 if the number that the response ends with equals metadata[key] within `tolerance` · max(1, |answer|); otherwise 0.
+    """1 if the number that the response ends with equals metadata[key] within `tolerance` · max(1, |answer|);
+    otherwise 0.
 
-    1,000 = 1000, 0.5 = 1/2, 7.0 = 7. Parts: `numeric`, the reward itself, and `has_number`, 1 if the response holds a number at all.
-    Raises DataError if the sample has no such key or the answer holds no number.
+    1,000 = 1000, 0.5 = 1/2, 7.0 = 7. Parts: `numeric`, the reward itself, and `has_number`, 1 if the response
+    holds a number at all. Raises DataError if the sample has no such key or the answer holds no number.
     """
     return _compare_numbers(sample, key, lambda wanted: Fraction(tolerance) * max(1, abs(wanted)))
 
 
-def make_numeric_reward(*, key: str = "answer", relative: float = 0.0, absolute: float = 0.0) -> Callable[[Sample], RewardResult]:
-    """numeric_match with |response - answer| <= max(relative · |answer|, absolute), both bounds included; by default exact.
+def make_numeric_reward(
+    *, key: str = "answer", relative: float = 0.0, absolute: float = 0.0
+) -> Callable[[Sample], RewardResult]:
+    """numeric_match with |response - answer| <= max(relative · |answer|, absolute), both bounds included; by
+    default exact.
 
     Raises ConfigError if a tolerance is negative or not finite.
     """
@@ -44,8 +52,11 @@ def make_numeric_reward(*, key: str = "answer", relative: float = 0.0, absolute:
             raise ConfigError(f"{name}={value}; a tolerance is a number that is not negative")
 
     def numeric_reward(sample: Sample) -> RewardResult:
-        # through the decimal that was written: the float 0.1 is a little more than 1/10, which would move the bound
-        return _compare_numbers(sample, key, lambda wanted: max(Fraction(str(relative)) * abs(wanted), Fraction(str(absolute))))
+        # through the decimal that was written: the float 0.1 is a little more than 1/10, which would move the
+        # bound
+        return _compare_numbers(
+            sample, key, lambda wanted: max(Fraction(str(relative)) * abs(wanted), Fraction(str(absolute)))
+        )
 
     return numeric_reward
 
@@ -54,14 +65,18 @@ def _compare_numbers(sample: Sample, key: str, allowed: Callable[[Fraction], Fra
     answer = read_answer(sample, key)
     wanted = find_final_number(str(answer))
     if wanted is None:
-        raise DataError(f"sample {sample.id}: metadata[{key!r}] is {str(answer)[:80]!r}, which holds no number")
+        raise DataError(
+            f"sample {sample.id}: metadata[{key!r}] is {str(answer)[:80]!r}, which holds no number"
+        )
     found = find_final_number(sample.response)
     close = found is not None and abs(found - wanted) <= allowed(wanted)
     return RewardResult(float(close), {"numeric": float(close), "has_number": float(found is not None)})
 
 
 def find_final_number(text: str) -> Fraction | None:
-    """The number that a text ends up with; None if it has none, or one that is no number (7/0, thousands of digits)."""
+    """The number that a text ends up with; None if it has none, or one that is no number (7/0, thousands of
+    digits).
+    """
     text = text.replace("−", "-")
     boxed = BOXED.findall(text)
     place = boxed[-1] if boxed else text.rpartition(FINAL_MARK)[2]
@@ -74,28 +89,35 @@ def find_final_number(text: str) -> Fraction | None:
         return None
 
 
-# --- formulas ---------------------------------------------------------------------------------------------------------------------
+# --- formulas -----------------------------------------------------------------------------------------------
 
 
 def math_match(sample: Sample) -> RewardResult:
-    """1 if the formula that the response ends with equals metadata["answer"], otherwise 0. See make_math_reward."""
+    """1 if the formula that the response ends with equals metadata["answer"], otherwise 0. See
+    make_math_reward.
+    """
     return _compare_formulas(sample, key="answer", timeout_s=5, strict=True)
 
 
-def make_math_reward(*, key: str = "answer", timeout_s: int = 5, strict: bool = True) -> Callable[[Sample], RewardResult]:
-    r"""A reward of 1 if the formula that the response ends with equals metadata[key], a text or a list of accepted ones; otherwise 0.
+def make_math_reward(
+    *, key: str = "answer", timeout_s: int = 5, strict: bool = True
+) -> Callable[[Sample], RewardResult]:
+    r"""A reward of 1 if the formula that the response ends with equals metadata[key], a text or a list of
+    accepted ones; otherwise 0.
 
-    The response's formula is what its last \boxed{…} holds, else what follows "answer is" or "Answer:", else the last formula between $ or the
-    last number; only about 8000 characters are read (find_last_part). The answer is LaTeX with or without $; of a text with #### only what
-    follows it. Both are read and compared by math-verify: 1/2 = 0.5 = \frac{1}{2}, 50% = 0.5 and 50% = 50, units and currency signs are left
-    out, {1,2} = {2,1} but (1,2) ≠ (2,1), (1,2) = {1,2}, (0,1] ≠ [0,1), "x = 5" = 5, decimals count to six places. With strict=False names of
-    variables do not matter and sets compare with tuples.
-    Parts: `math`, the reward itself, and `parsed`, 0 with a note if the response holds no formula that can be read.
+    The response's formula is what its last \boxed{…} holds, else what follows "answer is" or "Answer:", else
+    the last formula between $ or the last number; only about 8000 characters are read (find_last_part). The
+    answer is LaTeX with or without $; of a text with #### only what follows it. Both are read and compared by
+    math-verify: 1/2 = 0.5 = \frac{1}{2}, 50% = 0.5 and 50% = 50, units and currency signs are left out, {1,2}
+    = {2,1} but (1,2) ≠ (2,1), (1,2) = {1,2}, (0,1] ≠ [0,1), "x = 5" = 5, decimals count to six places. With
+    strict=False names of variables do not matter and sets compare with tuples. Parts: `math`, the reward
+    itself, and `parsed`, 0 with a note if the response holds no formula that can be read.
 
-    Raises DataError if the answer is missing or cannot be read; RewardTimeout if one reading or comparing takes longer than `timeout_s`, whole
-    seconds, felt as soon as Python code runs again (a product of gigantic integers is ended only by the end of the process);
-    UserFunctionError if a comparison fails; ConfigError if math-verify is not installed, timeout_s is not a whole number above 0, or it is
-    called outside the main thread, where the library cannot stop itself.
+    Raises DataError if the answer is missing or cannot be read; RewardTimeout if one reading or comparing
+    takes longer than `timeout_s`, whole seconds, felt as soon as Python code runs again (a product of
+    gigantic integers is ended only by the end of the process); UserFunctionError if a comparison fails;
+    ConfigError if math-verify is not installed, timeout_s is not a whole number above 0, or it is called
+    outside the main thread, where the library cannot stop itself.
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int) or timeout_s < 1:
         raise ConfigError(f"timeout_s={timeout_s!r}; it must be a whole number of seconds above 0")
@@ -109,28 +131,50 @@ def make_math_reward(*, key: str = "answer", timeout_s: int = 5, strict: bool = 
 def _compare_formulas(sample: Sample, *, key: str, timeout_s: int, strict: bool) -> RewardResult:
     library = _load_math_verify()
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("math_match runs only in the main thread of a process, where its time can be limited; name it in the config as a reward")
+        raise ConfigError(
+            "math_match runs only in the main thread of a process, where its time can be limited; name it in"
+            " the config as a reward"
+        )
     answers = read_answer(sample, key)
     accepted = [str(answer) for answer in (answers if isinstance(answers, list | tuple) else [answers])]
     where = f"math_match on sample {sample.id}"
-    wanted = [_read_wanted_formula(library, answer, where=where, key=key, timeout_s=timeout_s) for answer in accepted]
+    wanted = [
+        _read_wanted_formula(library, answer, where=where, key=key, timeout_s=timeout_s)
+        for answer in accepted
+    ]
     if not wanted:
-        raise DataError(f"{where}: metadata[{key!r}] is an empty list; it must hold at least one accepted answer")
-    found = _read_formula(library, find_last_part(sample.response), mode="first_match", where=f"{where}: reading the response", timeout_s=timeout_s)
+        raise DataError(
+            f"{where}: metadata[{key!r}] is an empty list; it must hold at least one accepted answer"
+        )
+    found = _read_formula(
+        library,
+        find_last_part(sample.response),
+        mode="first_match",
+        where=f"{where}: reading the response",
+        timeout_s=timeout_s,
+    )
     if found is None:
-        return RewardResult(0.0, {"math": 0.0, "parsed": 0.0}, "the response holds no formula that can be read")
-    equal = float(any(_is_equal(library, one, found, strict=strict, where=where, timeout_s=timeout_s) for one in wanted))
+        return RewardResult(
+            0.0, {"math": 0.0, "parsed": 0.0}, "the response holds no formula that can be read"
+        )
+    equal = float(
+        any(_is_equal(library, one, found, strict=strict, where=where, timeout_s=timeout_s) for one in wanted)
+    )
     return RewardResult(equal, {"math": equal, "parsed": 1.0})
 
 
 def find_last_part(text: str) -> str:
-    r"""At most 8000 characters of a text, from the start of a line if there is one: those before the end, or around the last \boxed."""
+    r"""At most 8000 characters of a text, from the start of a line if there is one: those before the end, or
+    around the last \boxed.
+    """
     boxed = text.rfind("\\boxed")
     end = len(text) if boxed < 0 else min(len(text), boxed + READ_CHARACTERS // 2)
     start = max(0, end - READ_CHARACTERS)
     line = text.find("\n", start, end)
     # inside a line the $ would be paired wrongly; but do not cut away what is wanted
-    return text[line if start and 0 <= line < (boxed if boxed >= 0 else end - READ_CHARACTERS // 2) else start : end]
+    return text[
+        line if start and 0 <= line < (boxed if boxed >= 0 else end - READ_CHARACTERS // 2) else start : end
+    ]
 
 
 def _read_wanted_formula(library: Any, answer: str, *, where: str, key: str, timeout_s: int) -> Any:
@@ -138,10 +182,16 @@ def _read_wanted_formula(library: Any, answer: str, *, where: str, key: str, tim
     is_marked = any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
     # The library reads LaTeX only between marks; of a bare \sqrt{2} it would find nothing and of 2\pi the 2.
     formula = _read_formula(
-        library, text if is_marked else f"${text}$", mode="any_match", where=f"{where}: reading metadata[{key!r}]", timeout_s=timeout_s
+        library,
+        text if is_marked else f"${text}$",
+        mode="any_match",
+        where=f"{where}: reading metadata[{key!r}]",
+        timeout_s=timeout_s,
     )
     if formula is None or formula in _not_values():
-        raise DataError(f"{where}: metadata[{key!r}] is {answer[:80]!r}, which holds no formula that can be read")
+        raise DataError(
+            f"{where}: metadata[{key!r}] is {answer[:80]!r}, which holds no formula that can be read"
+        )
     return formula
 
 
@@ -150,7 +200,14 @@ def _read_formula(library: Any, text: str, *, mode: str, where: str, timeout_s: 
     config = (library.LatexExtractionConfig(boxed_match_priority=0), library.ExprExtractionConfig())
     # By default the library answers a timeout, an error and a text without formula all with an empty list.
     try:
-        found = library.parse(text, config, fallback_mode="no_fallback", extraction_mode=mode, parsing_timeout=timeout_s, raise_on_error=True)
+        found = library.parse(
+            text,
+            config,
+            fallback_mode="no_fallback",
+            extraction_mode=mode,
+            parsing_timeout=timeout_s,
+            raise_on_error=True,
+        )
     except library.errors.TimeoutException as error:  # a BaseException
         raise RewardTimeout(f"{where} took longer than {timeout_s} s") from error
     except MemoryError:
@@ -166,7 +223,9 @@ def _is_equal(library: Any, wanted: Any, found: Any, *, strict: bool, where: str
     except library.errors.TimeoutException as error:
         raise RewardTimeout(f"{where}: comparing took longer than {timeout_s} s") from error
     except Exception as error:
-        raise UserFunctionError(f"{where}: comparing failed with {type(error).__name__}: {str(error)[:200]}") from error
+        raise UserFunctionError(
+            f"{where}: comparing failed with {type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
 
 @cache
@@ -183,5 +242,7 @@ def _load_math_verify() -> Any:
         import math_verify
         import math_verify.errors
     except ImportError as error:
-        raise ConfigError(f"math_match needs math-verify ({error}); pip install 'rollouts-rl[rewards]'") from error
+        raise ConfigError(
+            f"math_match needs math-verify ({error}); pip install 'rollouts-rl[rewards]'"
+        ) from error
     return math_verify

@@ -2,11 +2,13 @@ r"""The response chooses one of several lettered answers.
 
 The first of these rules that finds a letter decides, and in each the last place counts:
 1. the last \boxed{…}, if a letter is all that it holds, with \text or brackets around it or without;
-2. a sentence: "answer is B", "Answer: (b)", "**Answer:** B", "correct option is B", "I choose B", "option B is correct", "B is the right answer";
-3. lines that hold only a letter, "B", "B.", "(B)", "**B**", or begin with one and a point, bracket or colon, "B. Paris": all such lines must
-   name the same letter, for a list of the choices is not a choice.
-Letters may be small in rules 1 and 2 where nothing but punctuation follows ("answer: b", not "the answer is a pity").
-Ambiguous are a sentence that goes on with another letter ("A or B", "A and C", "A/B") and lines of different letters: no letter is chosen.
+2. a sentence: "answer is B", "Answer: (b)", "**Answer:** B", "correct option is B", "I choose B", "option B
+   is correct", "B is the right answer";
+3. lines that hold only a letter, "B", "B.", "(B)", "**B**", or begin with one and a point, bracket or colon,
+   "B. Paris": all such lines must name the same letter, for a list of the choices is not a choice.
+Letters may be small in rules 1 and 2 where nothing but punctuation follows ("answer: b", not "the answer is a
+pity"). Ambiguous are a sentence that goes on with another letter ("A or B", "A and C", "A/B") and lines of
+different letters: no letter is chosen.
 """
 
 from __future__ import annotations
@@ -24,19 +26,33 @@ OPEN = r"[\s*_`\"'(\[{$]*(?:\\(?:text|textbf|mathrm|mathbf)\{)?[\s*(]*"
 CLOSE = r"[*_`\"')\]}$]*"
 BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
 BOXED_LETTER = re.compile(OPEN + r"([A-Za-z])[\s.:*)]*[}\s)]*")
-# after the letter: the end, punctuation, or a word that goes on with the sentence and not with a noun ("A car")
-AFTER = CLOSE + r"(?=\s*$|\s*\n|\s*[.,:;!?)\]/&<]|\s+(?i:because|since|as|so|or|and|with|which|not|is)\b|\s+[-–—(])"
+# after the letter: the end, punctuation, or a word that goes on with the sentence and not with a noun ("A
+# car")
+AFTER = (
+    CLOSE
+    + r"(?=\s*$|\s*\n|\s*[.,:;!?)\]/&<]|\s+(?i:because|since|as|so|or|and|with|which|not|is)\b|\s+[-–—(])"
+)
 SMALL_AFTER = CLOSE + r"(?=\s*$|\s*\n|\s*[.,:;!?)\]<])"
 SENTENCE_STARTS = (
-    r"(?i:\banswer\b[\s*_]*(?:is|was|would be|must be|should be|:|=)[\s*_:]*(?:clearly\s+)?(?:(?:the\s+)?(?:option|choice|letter)\s+)?)",
+    (
+        r"(?i:\banswer\b[\s*_]*(?:is|was|would be|must be|should"
+        r" be|:|=)[\s*_:]*(?:clearly\s+)?(?:(?:the\s+)?(?:option|choice|letter)\s+)?)"
+    ),
     r"(?i:\b(?:correct|right|best)\s+(?:option|choice|letter)\s*(?:is|:)\s*:?)",
     r"(?i:\bi\s+(?:would\s+)?(?:choose|pick|select)\s+(?:(?:the\s+)?(?:option|choice|letter|answer)\s+)?)",
 )
-SENTENCES = [re.compile(start + OPEN + r"(?:([A-Z])" + AFTER + "|([a-z])" + SMALL_AFTER + ")") for start in SENTENCE_STARTS] + [
+SENTENCES = [
+    re.compile(start + OPEN + r"(?:([A-Z])" + AFTER + "|([a-z])" + SMALL_AFTER + ")")
+    for start in SENTENCE_STARTS
+] + [
     re.compile(r"(?<![A-Za-z0-9])[*(]*([A-Z])[*)]*\s+(?i:is\s+(?:the\s+)?(?:correct|right|best)\b)()"),
 ]
-ANOTHER_LETTER = re.compile(r"[*_)\]}]*\s*(?:,?\s*(?i:or|and)\b|/|&|,)\s*(?i:option\s+|choice\s+)?[*_(\[]*([A-Z])(?![A-Za-z'])")
-LINE = re.compile(r"^[ \t>#-]*[*_`(\[]*([A-Z])(?:[*_`)\].:]+[ \t]*$|[ \t]*$|[*_`]*[.):\]][*_`]*[ \t]+\S)", re.MULTILINE)
+ANOTHER_LETTER = re.compile(
+    r"[*_)\]}]*\s*(?:,?\s*(?i:or|and)\b|/|&|,)\s*(?i:option\s+|choice\s+)?[*_(\[]*([A-Z])(?![A-Za-z'])"
+)
+LINE = re.compile(
+    r"^[ \t>#-]*[*_`(\[]*([A-Z])(?:[*_`)\].:]+[ \t]*$|[ \t]*$|[*_`]*[.):\]][*_`]*[ \t]+\S)", re.MULTILINE
+)
 
 
 class Choice(NamedTuple):
@@ -46,23 +62,34 @@ class Choice(NamedTuple):
     why: str
 
 
-def multiple_choice_match(sample: Sample, *, key: str = "answer", choices_key: str = "choices") -> RewardResult:
-    """1 if the letter that the response chooses is metadata[key], otherwise 0; what chooses is said at the top of this module.
+def multiple_choice_match(
+    sample: Sample, *, key: str = "answer", choices_key: str = "choices"
+) -> RewardResult:
+    """1 if the letter that the response chooses is metadata[key], otherwise 0; what chooses is said at the
+    top of this module.
 
-    metadata[key] is a letter, or a whole number counting the choices from 0. metadata[choices_key], where it is there, is the list of choices:
-    only so many letters count; without it A to J. Parts: `choice`, the reward itself, and `chosen`, 1 if exactly one letter was chosen; otherwise
-    the note says why none was. Raises DataError if the answer is missing or none of the letters.
+    metadata[key] is a letter, or a whole number counting the choices from 0. metadata[choices_key], where it
+    is there, is the list of choices: only so many letters count; without it A to J. Parts: `choice`, the
+    reward itself, and `chosen`, 1 if exactly one letter was chosen; otherwise the note says why none was.
+    Raises DataError if the answer is missing or none of the letters.
     """
     letters = _read_letters(sample, choices_key)
     wanted = _read_wanted(sample, key, letters)
     choice = find_choice(sample.response, letters)
     right = float(choice.letter == wanted)
-    return RewardResult(right, {"choice": right, "chosen": float(choice.letter is not None)}, choice.why or None)
+    return RewardResult(
+        right, {"choice": right, "chosen": float(choice.letter is not None)}, choice.why or None
+    )
 
 
 def find_choice(text: str, letters: str = LETTERS[:DEFAULT_CHOICES]) -> Choice:
     """The letter that a text chooses by the rules of this module."""
-    return _find_boxed(text, letters) or _find_sentence(text, letters) or _find_lines(text, letters) or Choice(None, "no choice was found")
+    return (
+        _find_boxed(text, letters)
+        or _find_sentence(text, letters)
+        or _find_lines(text, letters)
+        or Choice(None, "no choice was found")
+    )
 
 
 def _find_boxed(text: str, letters: str) -> Choice | None:
@@ -72,7 +99,12 @@ def _find_boxed(text: str, letters: str) -> Choice | None:
 
 
 def _find_sentence(text: str, letters: str) -> Choice | None:
-    matches = [match for pattern in SENTENCES for match in pattern.finditer(text) if (match[1] or match[2]).upper() in letters]
+    matches = [
+        match
+        for pattern in SENTENCES
+        for match in pattern.finditer(text)
+        if (match[1] or match[2]).upper() in letters
+    ]
     if not matches:
         return None
     last = max(matches, key=lambda match: match.start(1) if match[1] else match.start(2))
@@ -95,7 +127,10 @@ def _read_letters(sample: Sample, choices_key: str) -> str:
     if choices is None:
         return LETTERS[:DEFAULT_CHOICES]
     if not isinstance(choices, list | tuple) or not 2 <= len(choices) <= len(LETTERS):
-        raise DataError(f"sample {sample.id}: metadata[{choices_key!r}] is {str(choices)[:80]!r}; it must be a list of 2 to {len(LETTERS)} choices")
+        raise DataError(
+            f"sample {sample.id}: metadata[{choices_key!r}] is {str(choices)[:80]!r}; it must be a list of 2"
+            f" to {len(LETTERS)} choices"
+        )
     return LETTERS[: len(choices)]
 
 

@@ -1,6 +1,6 @@
 """A reward model as the reward of samples: alone, or beside the reward that rules give.
 
-    reward calls of many samples, at once ──► channel ──► one batch of what has come ──► the model ──► each call's own score
+reward calls of many samples, at once ──► channel ──► one batch of what has come ──► the model ──► each call's own score
 """
 
 from __future__ import annotations
@@ -35,22 +35,27 @@ class _Request:
 
 
 def select_scored_tokens(sample: Sample) -> IntArray:
-    """What a reward model reads of a sample: everything up to the last sampled token, as its own training rows end with a response's last.
+    """What a reward model reads of a sample: everything up to the last sampled token, as its own training
+    rows end with a response's last.
 
     Raises UserFunctionError if nothing was sampled.
     """
     sampled = np.flatnonzero(sample.loss_mask)
     if not len(sampled):
-        raise UserFunctionError(f"sample {sample.id} has no sampled token, so a reward model has nothing to score; return one that has, or fail it")
+        raise UserFunctionError(
+            f"sample {sample.id} has no sampled token, so a reward model has nothing to score; return one"
+            " that has, or fail it"
+        )
     return sample.tokens[: sampled[-1] + 1]
 
 
 @asynccontextmanager
 async def open_model_reward(scorer: LogProbScorer) -> AsyncIterator[RewardFn]:
-    """A reward function whose reward is the score of a model with a scalar head, part "reward_model". Calls that wait at the same time are one batch.
+    """A reward function whose reward is the score of a model with a scalar head, part "reward_model". Calls
+    that wait at the same time are one batch.
 
-    `scorer.score` answers a batch of make_score_batch with values. What it raises is raised by every call of the batch; a score that is not
-    finite is a UserFunctionError of its sample.
+    `scorer.score` answers a batch of make_score_batch with values. What it raises is raised by every call of
+    the batch; a score that is not finite is a UserFunctionError of its sample.
     """
     requests_in, requests = trio.open_memory_channel[_Request](math.inf)
 
@@ -61,7 +66,10 @@ async def open_model_reward(scorer: LogProbScorer) -> AsyncIterator[RewardFn]:
         if request.error is not None:
             raise request.error
         if not math.isfinite(request.score):
-            raise UserFunctionError(f"the reward model scores sample {sample.id} with {request.score}; a reward is finite: look at the model")
+            raise UserFunctionError(
+                f"the reward model scores sample {sample.id} with {request.score}; a reward is finite: look"
+                " at the model"
+            )
         return RewardResult(request.score, {PART: request.score})
 
     score_model.keeps_own_time = True  # pyright: ignore[reportFunctionMemberAccess]  (it waits for a device that others use as well)
@@ -92,7 +100,9 @@ async def _serve(requests: trio.MemoryReceiveChannel[_Request], scorer: LogProbS
             request.answered.set()
 
 
-def add_model_reward(model_reward: RewardFn, rule: RewardFn | None, *, timeout_s: float = math.inf) -> RewardFn:
+def add_model_reward(
+    model_reward: RewardFn, rule: RewardFn | None, *, timeout_s: float = math.inf
+) -> RewardFn:
     """The model's reward plus the rule's, with the parts of both; the model's alone where there is no rule.
 
     A rule that answers with a number is the part "rule". Weigh the parts with rl.rollout.reward_weights.
@@ -107,7 +117,10 @@ def add_model_reward(model_reward: RewardFn, rule: RewardFn | None, *, timeout_s
         of_model = await call_reward(model_reward, sample)
         parts = dict(of_rule.parts) or {RULE_PART: of_rule.reward}
         if PART in parts:
-            raise UserFunctionError(f"the rule's reward on sample {sample.id} has a part {PART!r}, the name of the model's; give it another name")
+            raise UserFunctionError(
+                f"the rule's reward on sample {sample.id} has a part {PART!r}, the name of the model's; give"
+                " it another name"
+            )
         return RewardResult(of_rule.reward + of_model.reward, {**parts, **of_model.parts}, of_rule.note)
 
     score_both.keeps_own_time = True  # pyright: ignore[reportAttributeAccessIssue]  (the calls within have their deadlines)

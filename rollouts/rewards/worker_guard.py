@@ -1,4 +1,5 @@
-"""The guard: a small process with one thread that forks the reward workers, kills them with all their descendants, and outlives nobody.
+"""The guard: a small process with one thread that forks the reward workers, kills them with all their
+descendants, and outlives nobody.
 
     trainer ──► spawn id + (channel, output) ──► fork ──► worker      the channel and the output go straight from trainer to worker;
             ──► kill id                      ──► SIGKILL              the guard never reads them
@@ -7,8 +8,9 @@
 
     the trainer's end closes, or its process ends ──► everything below the guard is killed and reaped; then the guard ends
 
-Workers are forked, not started anew, so a replacement is there in milliseconds with numpy and this package loaded. The guard adopts
-orphans: each child of its that is no worker was left behind by one, and is killed, and so are the orphans that this makes, until none is left.
+Workers are forked, not started anew, so a replacement is there in milliseconds with numpy and this package
+loaded. The guard adopts orphans: each child of its that is no worker was left behind by one, and is killed,
+and so are the orphans that this makes, until none is left.
 """
 
 from __future__ import annotations
@@ -51,11 +53,15 @@ class Guard:
     memory_bytes: int
     pids: dict[int, int] = field(default_factory=dict)  # pid: worker id
     killed: set[int] = field(default_factory=set)  # worker ids
-    deadlines: dict[int, float] = field(default_factory=dict)  # worker id: when a worker that should end is killed
+    deadlines: dict[int, float] = field(
+        default_factory=dict
+    )  # worker id: when a worker that should end is killed
 
 
 def main() -> None:
-    """Runs until the trainer is gone. The one argument is JSON: control_fd, memory_bytes, python_path (what the workers shall find)."""
+    """Runs until the trainer is gone. The one argument is JSON: control_fd, memory_bytes, python_path (what
+    the workers shall find).
+    """
     settings = json.loads(sys.argv[1])
     os.environ.pop("PYTHONPATH", None)  # it carried the trainer's sys.path to here
     if settings["python_path"] is not None:
@@ -65,7 +71,9 @@ def main() -> None:
     worker_os.adopt_orphans()
     gc.collect()
     gc.freeze()  # so that a worker's collector does not copy all these pages
-    with socket.socket(fileno=settings["control_fd"]) as control:  # a worker leaves by os._exit and never comes back to here
+    with socket.socket(
+        fileno=settings["control_fd"]
+    ) as control:  # a worker leaves by os._exit and never comes back to here
         guard = Guard(control, _open_wake_pipe(), settings["memory_bytes"])
         trainer = _open_trainer()
         send_event(guard, HELLO, 0, 0)
@@ -100,7 +108,11 @@ def serve(guard: Guard, trainer: int | None) -> bool:
     for fd in (guard.control.fileno(), guard.wake, *([] if trainer is None else [trainer])):
         poll.register(fd, select.POLLIN)
     strays = sweep(guard)
-    wait_s = SWEEP_S if strays else max(0.0, min(guard.deadlines.values(), default=3600.0 + time.monotonic()) - time.monotonic())
+    wait_s = (
+        SWEEP_S
+        if strays
+        else max(0.0, min(guard.deadlines.values(), default=3600.0 + time.monotonic()) - time.monotonic())
+    )
     ready = {fd for fd, _ in poll.poll(wait_s * 1000)}
     if trainer in ready:
         return False
@@ -186,7 +198,9 @@ def _keep_only(channel_fd: int, output_fd: int) -> int:
 
 
 def kill(guard: Guard, worker_id: int) -> None:
-    """Kills a worker and its process group; its other descendants become orphans when it is gone, and are swept."""
+    """Kills a worker and its process group; its other descendants become orphans when it is gone, and are
+    swept.
+    """
     guard.deadlines.pop(worker_id, None)
     for pid in [pid for pid, other in guard.pids.items() if other == worker_id]:
         if not worker_os.has_ended(pid):
@@ -208,7 +222,8 @@ def reap(guard: Guard) -> None:
 
 
 def sweep(guard: Guard) -> bool:
-    """Kills what workers left behind. True if some of it may be left, for its own children turn up only when it is dead.
+    """Kills what workers left behind. True if some of it may be left, for its own children turn up only when
+    it is dead.
 
     Many looks in a row: something that forks and ends all the time lives only as long as a look takes.
     """

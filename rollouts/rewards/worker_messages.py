@@ -3,8 +3,8 @@
     trainer ──► request: an id that nobody can guess; a function's name; samples, or none to only load it
     worker  ──► answer:  the id; rewards · raised · refused (what the function returned is no reward) · crashed; what makes the worker unfit for more
 
-Token arrays are base64 of their bytes: for long samples five times as fast as lists of numbers. The worker believes the trainer; the
-trainer believes nothing: everything of an answer is checked here.
+Token arrays are base64 of their bytes: for long samples five times as fast as lists of numbers. The worker
+believes the trainer; the trainer believes nothing: everything of an answer is checked here.
 """
 
 from __future__ import annotations
@@ -23,8 +23,15 @@ from rollouts.types import RewardResult, Sample
 
 HEADER = struct.Struct("<I")  # bytes of the body that follows
 TEXT_CHARS = 2000  # of a message or a traceback
-ENCODE = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # bound here: a function may replace what is in the json module
-ARRAYS = {"tokens": np.int64, "loss_mask": np.bool_, "rollout_log_probs": np.float32, "weight_versions": np.int64}
+ENCODE = json.JSONEncoder(
+    allow_nan=False, separators=(",", ":")
+).encode  # bound here: a function may replace what is in the json module
+ARRAYS = {
+    "tokens": np.int64,
+    "loss_mask": np.bool_,
+    "rollout_log_probs": np.float32,
+    "weight_versions": np.int64,
+}
 
 
 class BadAnswer(ValueError):
@@ -32,7 +39,9 @@ class BadAnswer(ValueError):
 
 
 class RaisedInWorker(Exception):
-    """Stands for an exception of the user's function, whose own object stays in the worker; group.fail_sample writes its traceback down."""
+    """Stands for an exception of the user's function, whose own object stays in the worker; group.fail_sample
+    writes its traceback down.
+    """
 
     def __init__(self, message: str, traceback_text: str) -> None:
         super().__init__(message)
@@ -43,7 +52,9 @@ class RaisedInWorker(Exception):
 class Loaded:
     """The function is there; nothing was called."""
 
-    digests: Mapping[str, str] = field(default_factory=dict)  # path of each file that was imported for it: SHA-256, hexadecimal digits
+    digests: Mapping[str, str] = field(
+        default_factory=dict
+    )  # path of each file that was imported for it: SHA-256, hexadecimal digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +91,21 @@ Answer = Loaded | Rewards | Raised | Refused | Crashed
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer, and what the call left behind in its process; "" if nothing, so that the worker may serve the next call."""
+    """An answer, and what the call left behind in its process; "" if nothing, so that the worker may serve
+    the next call.
+    """
 
     answer: Answer
     unfit: str = ""
 
 
-# --- frames ------------------------------------------------------------------------------------------------------------------
+# --- frames -------------------------------------------------------------------------------------------------
 
 
 def encode_frame(value: object) -> bytes:
-    """`value` as compact JSON in ASCII, so that lone surrogates cross too, behind its length. Raises ValueError on NaN and infinity."""
+    """`value` as compact JSON in ASCII, so that lone surrogates cross too, behind its length. Raises
+    ValueError on NaN and infinity.
+    """
     body = ENCODE(value).encode("ascii")
     return HEADER.pack(len(body)) + body
 
@@ -110,12 +125,30 @@ def _refuse_constant(name: str) -> NoReturn:
 DECODE = json.JSONDecoder(parse_constant=_refuse_constant).decode
 
 
-# --- requests ----------------------------------------------------------------------------------------------------------------
+# --- requests -----------------------------------------------------------------------------------------------
 
 
-def encode_request(*, request_id: str, name: str, base_dir: str, role: str, combine: str, where: str, samples: Sequence[Sample] | None) -> bytes:
-    """The frame that asks a worker to call a function, and the one named `combine` (may be "") on its parts; without samples, only to load them."""
-    request: dict[str, Any] = {"id": request_id, "name": name, "base_dir": base_dir, "role": role, "combine": combine, "where": where}
+def encode_request(
+    *,
+    request_id: str,
+    name: str,
+    base_dir: str,
+    role: str,
+    combine: str,
+    where: str,
+    samples: Sequence[Sample] | None,
+) -> bytes:
+    """The frame that asks a worker to call a function, and the one named `combine` (may be "") on its parts;
+    without samples, only to load them.
+    """
+    request: dict[str, Any] = {
+        "id": request_id,
+        "name": name,
+        "base_dir": base_dir,
+        "role": role,
+        "combine": combine,
+        "where": where,
+    }
     if samples is not None:
         request["samples"] = [encode_sample(sample) for sample in samples]
     return encode_frame(request)
@@ -149,7 +182,7 @@ def decode_sample(record: Mapping[str, Any]) -> Sample:
     return Sample(**{**record, **arrays})
 
 
-# --- answers -----------------------------------------------------------------------------------------------------------------
+# --- answers ------------------------------------------------------------------------------------------------
 
 
 def encode_answer(answer: Answer, *, request_id: str, unfit: str = "") -> bytes:
@@ -170,7 +203,9 @@ def _encode(answer: Answer) -> dict[str, Any]:
 
 
 def parse_reply(body: bytes, *, count: int | None, request_id: str) -> Reply:
-    """A worker's reply to the request of that id, with `count` samples (None: to load). Raises BadAnswer saying what is wrong with it."""
+    """A worker's reply to the request of that id, with `count` samples (None: to load). Raises BadAnswer
+    saying what is wrong with it.
+    """
     record = decode_frame(body)
     if not isinstance(record, dict):
         raise BadAnswer(f"an answer that is a {type(record).__name__}")
@@ -213,7 +248,11 @@ def _parse_result(record: Any) -> RewardResult:
     if not isinstance(record, list) or len(record) != 3:
         raise BadAnswer("a reward that is not [number, parts, note]")
     reward, parts, note = record
-    if not _is_finite(reward) or not isinstance(parts, dict) or not all(_is_finite(part) for part in parts.values()):
+    if (
+        not _is_finite(reward)
+        or not isinstance(parts, dict)
+        or not all(_is_finite(part) for part in parts.values())
+    ):
         raise BadAnswer("a reward that is not a finite number with parts that are")
     if note is not None and not isinstance(note, str):
         raise BadAnswer("a note that is no text")

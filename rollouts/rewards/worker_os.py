@@ -1,7 +1,8 @@
 """What the operating system does for reward workers, and what happens where it does not.
 
-Linux: prctl makes the guard and each worker adopt orphans, and lets a worker die with its guard; /proc tells who a process's children are.
-Elsewhere: a worker that is killed takes its process group along; descendants that left the group are not found.
+Linux: prctl makes the guard and each worker adopt orphans, and lets a worker die with its guard; /proc tells
+who a process's children are. Elsewhere: a worker that is killed takes its process group along; descendants
+that left the group are not found.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """This process is killed when the thread that forked it ends: only sound when the parent has no other threads."""
+    """This process is killed when the thread that forked it ends: only sound when the parent has no other
+    threads.
+    """
     if _libc is None:
         return
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -48,9 +51,11 @@ def prefer_for_out_of_memory() -> None:
 
 
 def limit_resources(*, memory_bytes: int) -> None:
-    """No core files, and at most `memory_bytes` of data: RLIMIT_DATA, which on Linux counts private memory that can be written.
+    """No core files, and at most `memory_bytes` of data: RLIMIT_DATA, which on Linux counts private memory
+    that can be written.
 
-    RLIMIT_AS would count address space that libraries only reserve. Shared memory is not counted. A child process gets the same limit for itself.
+    RLIMIT_AS would count address space that libraries only reserve. Shared memory is not counted. A child
+    process gets the same limit for itself.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -59,7 +64,9 @@ def limit_resources(*, memory_bytes: int) -> None:
 
 
 def find_children() -> set[int] | None:
-    """Ids of this single-threaded process's children, also ended ones that nobody waited for; None where there is no /proc that is ours."""
+    """Ids of this single-threaded process's children, also ended ones that nobody waited for; None where
+    there is no /proc that is ours.
+    """
     own = os.getpid()
     try:
         if int(Path("/proc/self").readlink().name) != own:
@@ -69,7 +76,11 @@ def find_children() -> set[int] | None:
     try:
         return {int(pid) for pid in Path(f"/proc/self/task/{own}/children").read_text().split()}
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
-        return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit() and parent_of(int(entry.name)) == own}
+        return {
+            int(entry.name)
+            for entry in Path("/proc").iterdir()
+            if entry.name.isdigit() and parent_of(int(entry.name)) == own
+        }
 
 
 def parent_of(pid: int) -> int | None:
@@ -111,11 +122,15 @@ def has_ended(pid: int) -> bool:
 
 def _state_of(pid: int) -> str:
     """The state that ps tells, with a Z if the process has ended and was not waited for."""
-    return subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True, check=False).stdout
+    return subprocess.run(
+        ["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout
 
 
 def kill_group(pid: int) -> None:
-    """Kills a child and the group that it leads. Call it before the child is waited for: until then its id means nobody else."""
+    """Kills a child and the group that it leads. Call it before the child is waited for: until then its id
+    means nobody else.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -123,10 +138,12 @@ def kill_group(pid: int) -> None:
 
 
 def kill_stray(pid: int, *, spare: Container[int]) -> None:
-    """Kills a process that a worker left behind, with the whole group that it is in unless that is one to `spare`.
+    """Kills a process that a worker left behind, with the whole group that it is in unless that is one to
+    `spare`.
 
-    The kernel kills a group at once. A chain of processes of which each forks the next and ends cannot be killed one by one: by the time
-    that one is found it has a successor. Call it before the process is waited for: an ended one still tells its group.
+    The kernel kills a group at once. A chain of processes of which each forks the next and ends cannot be
+    killed one by one: by the time that one is found it has a successor. Call it before the process is waited
+    for: an ended one still tells its group.
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         group = os.getpgid(pid)
@@ -136,7 +153,9 @@ def kill_stray(pid: int, *, spare: Container[int]) -> None:
 
 
 def tell_senders(receiver: socket.socket) -> None:
-    """From now on the kernel adds to what `receiver` receives who sent it; it writes that itself, the sender cannot."""
+    """From now on the kernel adds to what `receiver` receives who sent it; it writes that itself, the sender
+    cannot.
+    """
     if hasattr(socket, "SO_PASSCRED"):
         receiver.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
 
@@ -144,6 +163,11 @@ def tell_senders(receiver: socket.socket) -> None:
 def sender_of(ancillary: list[tuple[int, int, bytes]]) -> int | None:
     """The process that sent what came with these; None where the kernel does not say."""
     for level, kind, payload in ancillary:
-        if LINUX and level == socket.SOL_SOCKET and kind == SCM_CREDENTIALS and len(payload) >= CREDENTIALS.size:
+        if (
+            LINUX
+            and level == socket.SOL_SOCKET
+            and kind == SCM_CREDENTIALS
+            and len(payload) >= CREDENTIALS.size
+        ):
             return CREDENTIALS.unpack_from(payload)[0]
     return None

@@ -1,4 +1,6 @@
-"""The trainer's side of the guard: open_guard starts it, spawn asks for workers, kill ends them, and read_events hears what became of them."""
+"""The trainer's side of the guard: open_guard starts it, spawn asks for workers, kill ends them, and
+read_events hears what became of them.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,12 @@ from rollouts.rewards.worker_guard import BORN, COMMAND, DIED, END, EVENT, HELLO
 from rollouts.rewards.worker_messages import HEADER, BadAnswer
 
 SECRET_NAMES = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")  # forking is sound only without threads, too
+ONE_THREAD = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+)  # forking is sound only without threads, too
 START_TIMEOUT_S = 60.0  # for the guard's imports, on a disk that is slow
-CLOSE_TIMEOUT_S = 8.0  # a little more than the guard takes at most; it is gone in milliseconds unless something cannot be killed
+# a little more than the guard takes at most; it is gone in milliseconds unless something cannot be killed
+CLOSE_TIMEOUT_S = 8.0
 READ_BYTES = 1 << 16
 TAIL_BYTES = 4000  # of a function's output that are kept for the failure's message
 
@@ -51,7 +56,9 @@ class Worker:
     output_limit: int  # bytes of output per call
     pid: int = 0  # 0: not born; below 0: could not be forked
     born: trio.Event = field(default_factory=trio.Event)
-    dropped: trio.Event = field(default_factory=trio.Event)  # it gets no more calls: killed, or ended by itself
+    dropped: trio.Event = field(
+        default_factory=trio.Event
+    )  # it gets no more calls: killed, or ended by itself
     ended: trio.Event = field(default_factory=trio.Event)
     end: End | None = None  # stays None if its guard died
     loaded: set[Hashable] = field(default_factory=set)  # functions that it has imported
@@ -91,23 +98,31 @@ class Worker:
         return count[0] > 0
 
     async def receive_frame(self, limit: int) -> bytes | None:
-        """The body of the next frame; None if the channel ends. Raises BadAnswer for one above `limit` bytes, or of another process."""
+        """The body of the next frame; None if the channel ends. Raises BadAnswer for one above `limit` bytes,
+        or of another process.
+        """
         received = bytearray()
         wanted = HEADER.size
         while len(received) < wanted:
-            part, ancillary, _, _ = await self.channel.recvmsg(READ_BYTES, socket.CMSG_SPACE(worker_os.CREDENTIALS.size))
+            part, ancillary, _, _ = await self.channel.recvmsg(
+                READ_BYTES, socket.CMSG_SPACE(worker_os.CREDENTIALS.size)
+            )
             if not part:
                 return None
             sender = worker_os.sender_of(ancillary)
             if sender not in (None, self.pid):
-                raise BadAnswer(f"an answer from process {sender}, which is not the worker but one that it started")
+                raise BadAnswer(
+                    f"an answer from process {sender}, which is not the worker but one that it started"
+                )
             received += part
             if wanted == HEADER.size and len(received) >= HEADER.size:
                 wanted += HEADER.unpack_from(received)[0]
                 if wanted > limit:
                     raise BadAnswer(f"an answer of {wanted} bytes, more than the {limit} of output_bytes")
         if len(received) > wanted:
-            raise BadAnswer("more than one answer (did it write to file descriptor 3, which is the worker's?)")
+            raise BadAnswer(
+                "more than one answer (did it write to file descriptor 3, which is the worker's?)"
+            )
         return bytes(received[HEADER.size :])
 
 
@@ -123,7 +138,9 @@ class GuardClient:
 
     @asynccontextmanager
     async def spawn(self) -> AsyncIterator[Worker]:
-        """A worker that is being born. Its sockets close when the context is left, which ends it if nothing did before."""
+        """A worker that is being born. Its sockets close when the context is left, which ends it if nothing
+        did before.
+        """
         channel, theirs = socket.socketpair()
         readable, writable = os.pipe()
         os.set_blocking(readable, False)
@@ -150,7 +167,9 @@ class GuardClient:
             self._command(KILL, worker)
 
     async def wait_ended(self, worker: Worker) -> End | None:
-        """How a worker ended whose channel is closed; killed if it does not do so by itself. None if its guard died."""
+        """How a worker ended whose channel is closed; killed if it does not do so by itself. None if its
+        guard died.
+        """
         if not worker.dropped.is_set():
             worker.dropped.set()
             self._command(END, worker)
@@ -226,13 +245,19 @@ async def _receive(control: trio.socket.SocketType, count: int = 4096) -> bytes:
 
 @asynccontextmanager
 async def open_guard(*, memory_bytes: int, output_limit: int) -> AsyncIterator[GuardClient]:
-    """A guard without workers. When the context is left, everything below the guard is killed and reaped first, then it ends itself.
+    """A guard without workers. When the context is left, everything below the guard is killed and reaped
+    first, then it ends itself.
 
-    Raises RewardCrashed if it does not start. It is not found by a terminal's Ctrl-C: it has a session of its own.
+    Raises RewardCrashed if it does not start. It is not found by a terminal's Ctrl-C: it has a session of its
+    own.
     """
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    settings = {"control_fd": theirs.fileno(), "memory_bytes": memory_bytes, "python_path": os.environ.get("PYTHONPATH")}
+    settings = {
+        "control_fd": theirs.fileno(),
+        "memory_bytes": memory_bytes,
+        "python_path": os.environ.get("PYTHONPATH"),
+    }
     try:
         process = await trio.lowlevel.open_process(
             [sys.executable, "-P", "-m", "rollouts.rewards.worker_guard", json.dumps(settings)],
@@ -253,7 +278,10 @@ async def open_guard(*, memory_bytes: int, output_limit: int) -> AsyncIterator[G
         if not await guard.wait_started():
             process.kill()
             code = await process.wait()
-            raise RewardCrashed(f"the guard of the reward workers did not start (it ended with {code}); what it said is on stderr")
+            raise RewardCrashed(
+                f"the guard of the reward workers did not start (it ended with {code}); what it said is on"
+                " stderr"
+            )
         yield guard
     finally:
         control.close()  # tells the guard
@@ -265,7 +293,9 @@ async def open_guard(*, memory_bytes: int, output_limit: int) -> AsyncIterator[G
 
 
 def make_environment() -> dict[str, str]:
-    """The trainer's environment without what looks like a secret, with its import path, and one thread per numerical library."""
+    """The trainer's environment without what looks like a secret, with its import path, and one thread per
+    numerical library.
+    """
     kept = {name: value for name, value in os.environ.items() if not SECRET_NAMES.search(name)}
     path = [str(Path(entry).resolve()) for entry in sys.path]  # '' is the working directory
     return {**kept, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}

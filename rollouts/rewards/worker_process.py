@@ -1,7 +1,9 @@
-"""What runs inside a reward worker: read a request, call the function, check what it did to its process, answer.
+"""What runs inside a reward worker: read a request, call the function, check what it did to its process,
+answer.
 
-Forked by worker_guard, so Python, numpy and this package are loaded already. Everything the function does can end this process; nothing
-that it does can answer in its place: a forked child is refused before it exists, and one that came about otherwise ends before answering.
+Forked by worker_guard, so Python, numpy and this package are loaded already. Everything the function does can
+end this process; nothing that it does can answer in its place: a forked child is refused before it exists,
+and one that came about otherwise ends before answering.
 """
 
 from __future__ import annotations
@@ -26,7 +28,18 @@ from rollouts.config.plugins import load_function
 from rollouts.errors import PlugInError, UserFunctionError
 from rollouts.rewards.check import check_group_rewards, check_reward
 from rollouts.rewards.combine import CombineFn, apply_combine
-from rollouts.rewards.worker_messages import HEADER, Answer, Crashed, Loaded, Raised, Refused, Rewards, decode_frame, decode_sample, encode_answer
+from rollouts.rewards.worker_messages import (
+    HEADER,
+    Answer,
+    Crashed,
+    Loaded,
+    Raised,
+    Refused,
+    Rewards,
+    decode_frame,
+    decode_sample,
+    encode_answer,
+)
 from rollouts.rewards.worker_os import limit_resources, prefer_for_out_of_memory
 from rollouts.rewards.worker_state import compare_states, take_state
 
@@ -36,10 +49,17 @@ EXIT_LOST_CHANNEL = 113  # the worker could not answer: its function closed the 
 
 
 def run_worker(channel: socket.socket, *, memory_bytes: int) -> NoReturn:
-    """Serves requests until the channel ends, then leaves without cleaning up: this process is a copy of another one."""
-    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(fd, mode, errors="backslashreplace", closefd=False) for fd, mode in ((0, "r"), (1, "w"), (2, "w")))
-    faulthandler.enable(file=2, all_threads=False)  # a segfault says where, on stderr, which the failure quotes
-    np.random.seed()  # noqa: NPY002  (forked from one parent, all workers would draw the same from the generator that users reach for)
+    """Serves requests until the channel ends, then leaves without cleaning up: this process is a copy of
+    another one.
+    """
+    sys.stdin, sys.stdout, sys.stderr = (
+        os.fdopen(fd, mode, errors="backslashreplace", closefd=False)
+        for fd, mode in ((0, "r"), (1, "w"), (2, "w"))
+    )
+    faulthandler.enable(
+        file=2, all_threads=False
+    )  # a segfault says where, on stderr, which the failure quotes
+    np.random.seed()
     prefer_for_out_of_memory()
     limit_resources(memory_bytes=memory_bytes)
     serving = {"id": ""}
@@ -67,7 +87,9 @@ def _answer_in_bounds(request: Mapping[str, Any]) -> bytes:
         answer = answer if isinstance(answer, Crashed) else _find_leftovers() or answer
         return encode_answer(answer, request_id=request_id, unfit=unfit)
     except MemoryError as error:
-        return encode_answer(Crashed(f"ran out of memory (MemoryError: {_text_of(error)})"), request_id=request_id)
+        return encode_answer(
+            Crashed(f"ran out of memory (MemoryError: {_text_of(error)})"), request_id=request_id
+        )
 
 
 def _answer(request: Mapping[str, Any]) -> Answer:
@@ -93,22 +115,33 @@ def _answer(request: Mapping[str, Any]) -> Answer:
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):
             value.close()
-        return Refused(f"{where} returned something to await; a worker process calls plain functions, an async def runs in the trainer")
+        return Refused(
+            f"{where} returned something to await; a worker process calls plain functions, an async def runs"
+            " in the trainer"
+        )
     answer = _check(value, samples, where, grouped=request["role"] == "group_reward")
     return _combine(answer, combine, where) if combine is not None and isinstance(answer, Rewards) else answer
 
 
 def _load(request: Mapping[str, Any]) -> tuple[Callable[..., Any], CombineFn | None, dict[str, str]]:
-    """The function, the one that combines its parts, and the digests of the files that they were imported from."""
+    """The function, the one that combines its parts, and the digests of the files that they were imported
+    from.
+    """
     base_dir = Path(request["base_dir"])
     digests = dict(_find_digest(name, base_dir) for name in (request["name"], request["combine"]) if name)
     function = load_function(request["name"], role=request["role"], base_dir=base_dir)
-    combine = load_function(request["combine"], role="reward_combine", base_dir=base_dir) if request["combine"] else None
+    combine = (
+        load_function(request["combine"], role="reward_combine", base_dir=base_dir)
+        if request["combine"]
+        else None
+    )
     return function, combine, digests
 
 
 def _find_digest(name: str, base_dir: Path) -> tuple[str, str]:
-    """The path of the file that a function's name means and the SHA-256 of the bytes that it had when it was first asked for, "" for a module."""
+    """The path of the file that a function's name means and the SHA-256 of the bytes that it had when it was
+    first asked for, "" for a module.
+    """
     where = name.rpartition(":")[0]
     path = (base_dir / Path(where).expanduser()).resolve()
     if where.endswith(".py") and str(path) not in _DIGESTS and path.is_file():
@@ -129,7 +162,9 @@ def _combine(answer: Rewards, combine: CombineFn, where: str) -> Answer:
 
 def _check(value: Any, samples: tuple[Any, ...], where: str, *, grouped: bool) -> Answer:
     try:
-        return Rewards(check_group_rewards(value, len(samples), where) if grouped else (check_reward(value, where),))
+        return Rewards(
+            check_group_rewards(value, len(samples), where) if grouped else (check_reward(value, where),)
+        )
     except UserFunctionError as error:
         return Refused(str(error))
     except MemoryError:
@@ -158,11 +193,13 @@ def _flush() -> None:
             stream.flush()
 
 
-# --- processes of the function's -----------------------------------------------------------------------------------------------
+# --- processes of the function's ----------------------------------------------------------------------------
 
 
 def _find_leftovers() -> Crashed | None:
-    """A crash if a child is still running; those that have ended are reaped. Orphans count too where the worker is their subreaper."""
+    """A crash if a child is still running; those that have ended are reaped. Orphans count too where the
+    worker is their subreaper.
+    """
     with contextlib.suppress(ChildProcessError):  # no children: the usual case
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -186,10 +223,12 @@ def _refuse_forks(channel: socket.socket, serving: Mapping[str, str]) -> None:
 
 
 def _forks_for_subprocess(caller: FrameType) -> bool:
-    return caller.f_globals.get("__name__") == "subprocess"  # with a preexec_fn; the child executes another program at once
+    return (
+        caller.f_globals.get("__name__") == "subprocess"
+    )  # with a preexec_fn; the child executes another program at once
 
 
-# --- frames ------------------------------------------------------------------------------------------------------------------
+# --- frames -------------------------------------------------------------------------------------------------
 
 
 def _read_request(channel: socket.socket) -> Mapping[str, Any] | None:

@@ -1,4 +1,6 @@
-"""What of a process a call can change so that the next call would see it: taken before and after, and compared."""
+"""What of a process a call can change so that the next call would see it: taken before and after, and
+compared.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ State = dict[str, Any]
 
 
 def take_state() -> State:
-    """The process as it is now; a timer that runs is stopped, for it would go off in the middle of something else."""
+    """The process as it is now; a timer that runs is stopped, for it would go off in the middle of something
+    else.
+    """
     pending = [timer for timer in TIMERS if signal.setitimer(timer, 0.0)[0] > 0]
     umask = os.umask(0o077)
     os.umask(umask)
@@ -30,7 +34,9 @@ def take_state() -> State:
         "other blocked signals": signal.pthread_sigmask(signal.SIG_BLOCK, []),
         "another resource limit": [resource.getrlimit(limit) for limit in LIMITS],
         "another environment variable": dict(os.environ),
-        "other standard streams": [(id(stream), getattr(stream, "closed", None)) for stream in (sys.stdin, sys.stdout, sys.stderr)],
+        "other standard streams": [
+            (id(stream), getattr(stream, "closed", None)) for stream in (sys.stdin, sys.stdout, sys.stderr)
+        ],
         "other standard files": [_identify_file(fd) for fd in (0, 1, 2)],
         "another recursion limit": sys.getrecursionlimit(),
         "a running thread": set(sys._current_frames()),  # those that run Python; a library may keep its own

@@ -1,4 +1,5 @@
-"""Reward functions in processes that can be killed: what one of them does costs its own sample and nobody else's.
+"""Reward functions in processes that can be killed: what one of them does costs its own sample and nobody
+else's.
 
     a call ──► takes a free worker ──► request ──► worker: the function runs ──► answer, checked ──► worker is free again
                (waits for one)                       │
@@ -10,14 +11,16 @@
                                                     ├─ worker
                                                     └─ …          trainer gone, however: the guard kills everything and ends
 
-A worker that answers, but whose call changed its process (working directory, signal handlers, a thread …), is replaced too; its answer stands.
-A slot is a task that keeps one worker alive: it asks for it, offers it to calls, and when it is dropped lets the next slot begin.
-Only if the guard itself dies (a function killed it) do all calls fail that run at that moment; a new guard is started.
+A worker that answers, but whose call changed its process (working directory, signal handlers, a thread …), is
+replaced too; its answer stands. A slot is a task that keeps one worker alive: it asks for it, offers it to
+calls, and when it is dropped lets the next slot begin. Only if the guard itself dies (a function killed it)
+do all calls fail that run at that moment; a new guard is started.
 
-On Linux nothing escapes: orphans, sessions of their own and ignored signals included; but where a function kills the guard, what has left its
-worker and is not swept yet goes on without one. Elsewhere there is no subreaper and no parent-death
-signal: a process that left its worker's process group is not found, and a guard that is killed leaves its workers to end at their next request.
-Limits are for mistakes: a function that means harm has the trainer's user and could kill the trainer.
+On Linux nothing escapes: orphans, sessions of their own and ignored signals included; but where a function
+kills the guard, what has left its worker and is not swept yet goes on without one. Elsewhere there is no
+subreaper and no parent-death signal: a process that left its worker's process group is not found, and a guard
+that is killed leaves its workers to end at their next request. Limits are for mistakes: a function that means
+harm has the trainer's user and could kill the trainer.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ from rollouts.rewards.worker_pool import End, GuardClient, Worker, open_guard
 from rollouts.rewards.worker_process import EXIT_LOST_CHANNEL
 from rollouts.types import RewardResult, Sample
 
-LOAD_TIMEOUT_S = 120.0  # importing a function's module, at its first call in each worker; it may well load torch
+LOAD_TIMEOUT_S = (
+    120.0  # importing a function's module, at its first call in each worker; it may well load torch
+)
 LEAST_MEMORY_BYTES = 128 << 20  # a worker needs some itself
 LEAST_OUTPUT_BYTES = 4096
 BACK_OFF_S = 0.2  # before the next worker if one ended without having been called, or could not be forked
@@ -100,15 +105,20 @@ def make_request(function: NamedFunction, samples: tuple[Sample, ...] | None, wh
 
 
 @asynccontextmanager
-async def open_reward_workers(*, count: int, timeout_s: float, memory_bytes: int, output_bytes: int = 1 << 20) -> AsyncIterator[RewardWorkers]:
-    """`count` worker processes for as long as the context is open; when it is left they and all that they started are gone.
+async def open_reward_workers(
+    *, count: int, timeout_s: float, memory_bytes: int, output_bytes: int = 1 << 20
+) -> AsyncIterator[RewardWorkers]:
+    """`count` worker processes for as long as the context is open; when it is left they and all that they
+    started are gone.
 
-    `timeout_s` of one call, from when its worker has it; `memory_bytes` that a worker, and each process that it starts, may allocate;
-    `output_bytes` that a call may print, and that its answer may have. Raises ConfigError for a limit that makes no sense, RewardCrashed if
-    the processes cannot be started.
+    `timeout_s` of one call, from when its worker has it; `memory_bytes` that a worker, and each process that
+    it starts, may allocate; `output_bytes` that a call may print, and that its answer may have. Raises
+    ConfigError for a limit that makes no sense, RewardCrashed if the processes cannot be started.
     """
     _check_limits(count=count, timeout_s=timeout_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
-    workers = RewardWorkers(count=count, timeout_s=timeout_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
+    workers = RewardWorkers(
+        count=count, timeout_s=timeout_s, memory_bytes=memory_bytes, output_bytes=output_bytes
+    )
     failure: Exception | None = None
     async with trio.open_nursery() as nursery:
         try:
@@ -128,9 +138,14 @@ def _check_limits(*, count: int, timeout_s: float, memory_bytes: int, output_byt
         raise ConfigError(f"count={count} reward workers; there must be at least 1")
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s={timeout_s} of the reward workers must be above 0")
-    for name, value, least in (("memory_bytes", memory_bytes, LEAST_MEMORY_BYTES), ("output_bytes", output_bytes, LEAST_OUTPUT_BYTES)):
+    for name, value, least in (
+        ("memory_bytes", memory_bytes, LEAST_MEMORY_BYTES),
+        ("output_bytes", output_bytes, LEAST_OUTPUT_BYTES),
+    ):
         if value < least:
-            raise ConfigError(f"{name}={value} of the reward workers is too little; it must be at least {least}")
+            raise ConfigError(
+                f"{name}={value} of the reward workers is too little; it must be at least {least}"
+            )
 
 
 class RewardWorkers:
@@ -143,21 +158,29 @@ class RewardWorkers:
         self._output_bytes = output_bytes
         self._guard: GuardClient | None = None
         self._offer, self._free = trio.open_memory_channel[Worker](math.inf)
-        self._counters = dict.fromkeys(("calls", "failed", "timeouts", "crashes", "retired", "workers_started", "guards_started"), 0)
-        self._digests: dict[str, str] = {}  # path of a file with functions: that of the first worker that imported it
+        self._counters = dict.fromkeys(
+            ("calls", "failed", "timeouts", "crashes", "retired", "workers_started", "guards_started"), 0
+        )
+        self._digests: dict[
+            str, str
+        ] = {}  # path of a file with functions: that of the first worker that imported it
         self._waiting = 0
         self._busy = 0
         self._closed = False
 
     def reward(self, name: str, base_dir: Path, *, combine: str = "") -> RewardFn:
-        """An async reward function that calls the plain function which `name` means, in a worker. It raises what call_reward raises.
+        """An async reward function that calls the plain function which `name` means, in a worker. It raises
+        what call_reward raises.
 
-        A function named by `combine` makes the reward from the parts, in the same worker and within the same limits.
+        A function named by `combine` makes the reward from the parts, in the same worker and within the same
+        limits.
         """
         function = NamedFunction(name, str(base_dir.resolve()), "reward", combine)
 
         async def call(sample: Sample) -> RewardResult:
-            (result,) = await self._call(function, (sample,), f"reward function {function.short_name} on sample {sample.id}")
+            (result,) = await self._call(
+                function, (sample,), f"reward function {function.short_name} on sample {sample.id}"
+            )
             return result
 
         return _dress(call, function)
@@ -173,7 +196,8 @@ class RewardWorkers:
         return _dress(call, function)
 
     def statistics(self) -> Mapping[str, float]:
-        """Totals since the start (calls, failed, timeouts, crashes, retired, workers_started, guards_started) and busy and waiting calls now.
+        """Totals since the start (calls, failed, timeouts, crashes, retired, workers_started, guards_started)
+        and busy and waiting calls now.
 
         retired: workers that answered but were replaced, since their call had left something behind.
         """
@@ -181,7 +205,9 @@ class RewardWorkers:
 
     # --- one call ---
 
-    async def _call(self, function: NamedFunction, samples: tuple[Sample, ...], where: str) -> tuple[RewardResult, ...]:
+    async def _call(
+        self, function: NamedFunction, samples: tuple[Sample, ...], where: str
+    ) -> tuple[RewardResult, ...]:
         self._counters["calls"] += 1
         try:
             return await self._call_somewhere(function, samples, where)
@@ -191,19 +217,29 @@ class RewardWorkers:
             self._counters["crashes"] += isinstance(error, RewardCrashed)
             raise
 
-    async def _call_somewhere(self, function: NamedFunction, samples: tuple[Sample, ...], where: str) -> tuple[RewardResult, ...]:
+    async def _call_somewhere(
+        self, function: NamedFunction, samples: tuple[Sample, ...], where: str
+    ) -> tuple[RewardResult, ...]:
         request = make_request(function, samples, where)  # before there is a worker to keep
         worker, guard = await self._take_worker(where)
         self._busy += 1
         try:
             if function not in worker.loaded:
-                late = f"{where} took longer than {LOAD_TIMEOUT_S:g} s to import; do less when the module is imported"
-                answer = await self._exchange(guard, worker, make_request(function, None, where), timeout_s=LOAD_TIMEOUT_S, late=late)
+                late = (
+                    f"{where} took longer than {LOAD_TIMEOUT_S:g} s to import; do less when the module is"
+                    " imported"
+                )
+                answer = await self._exchange(
+                    guard, worker, make_request(function, None, where), timeout_s=LOAD_TIMEOUT_S, late=late
+                )
                 if isinstance(answer, Refused):
                     raise UserFunctionError(_with_output(answer.message, worker))
                 self._check_files(answer, guard, worker, where)
                 worker.loaded.add(function)
-            late = f"{where} took longer than {self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
+            late = (
+                f"{where} took longer than {self._timeout_s:g} s; make it faster or raise"
+                " rl.rollout.reward_timeout_s"
+            )
             answer = await self._exchange(guard, worker, request, timeout_s=self._timeout_s, late=late)
             return _unpack(answer, where, worker)
         finally:
@@ -217,8 +253,9 @@ class RewardWorkers:
             if self._digests.setdefault(path, digest) != digest:
                 self._retire(guard, worker)
                 raise UserFunctionError(
-                    f"{where} cannot be called: {path} was changed during the run, and workers that began earlier have the old one; "
-                    f"put it back, or stop and go on with --resume to take the new one"
+                    f"{where} cannot be called: {path} was changed during the run, and workers that began"
+                    " earlier have the old one; put it back, or stop and go on with --resume to take the"
+                    " new one"
                 )
 
     async def _take_worker(self, where: str) -> tuple[Worker, GuardClient]:
@@ -234,7 +271,9 @@ class RewardWorkers:
         return worker, self._guard
 
     def _is_fit(self, worker: Worker) -> bool:
-        """Whether a worker that is free can be called: it lives, and a call before has not left bytes that the next one would take for its answer."""
+        """Whether a worker that is free can be called: it lives, and a call before has not left bytes that
+        the next one would take for its answer.
+        """
         if worker.dropped.is_set():
             return False
         if not worker.has_unread():
@@ -247,7 +286,9 @@ class RewardWorkers:
         self._counters["retired"] += 1
         guard.kill(worker)
 
-    async def _exchange(self, guard: GuardClient, worker: Worker, request: Request, *, timeout_s: float, late: str) -> Answer:
+    async def _exchange(
+        self, guard: GuardClient, worker: Worker, request: Request, *, timeout_s: float, late: str
+    ) -> Answer:
         """The worker's answer. The worker is killed unless it gave one and is fit for more.
 
         Raises RewardTimeout and RewardCrashed.
@@ -260,7 +301,9 @@ class RewardWorkers:
                     raise BadAnswer("an answer to no request")
                 body = await self._ask(worker, request.frame)
                 if body is None:
-                    raise RewardCrashed(_with_output(f"{where} {await self._tell_end(guard, worker)}", worker))
+                    raise RewardCrashed(
+                        _with_output(f"{where} {await self._tell_end(guard, worker)}", worker)
+                    )
                 reply = parse_reply(body, count=request.count, request_id=request.id)
                 answer = reply.answer
                 worker.drain()
@@ -292,7 +335,10 @@ class RewardWorkers:
             return self._too_much()
         if end is not None:
             return describe_end(end)
-        return f"was lost: the {'reward workers were closed' if self._closed else 'guard of the reward workers was killed'}"
+        return (
+            "was lost: the"
+            f" {'reward workers were closed' if self._closed else 'guard of the reward workers was killed'}"
+        )
 
     def _check_output(self, worker: Worker, where: str) -> None:
         if worker.too_much_output:
@@ -326,7 +372,9 @@ class RewardWorkers:
             await worker.born.wait()
             self._counters["workers_started"] += 1
             nursery.start_soon(self._watch_output, guard, worker)
-            if worker.pid > 0 and not self._closed:  # one that is born while the context is being left is offered to nobody
+            if (
+                worker.pid > 0 and not self._closed
+            ):  # one that is born while the context is being left is offered to nobody
                 self._offer.send_nowait(worker)
             await worker.dropped.wait()
             if worker.calls == 0:
@@ -336,7 +384,9 @@ class RewardWorkers:
             nursery.cancel_scope.cancel()
 
     async def _watch_output(self, guard: GuardClient, worker: Worker) -> None:
-        """Takes what is printed, so that nobody waits for a full pipe, and kills the worker when it is too much."""
+        """Takes what is printed, so that nobody waits for a full pipe, and kills the worker when it is too
+        much.
+        """
         more = True
         while more:
             await trio.lowlevel.wait_readable(worker.output_fd)
@@ -350,7 +400,7 @@ class RewardWorkers:
         self._free.close()
 
 
-# --- words -------------------------------------------------------------------------------------------------------------------
+# --- words --------------------------------------------------------------------------------------------------
 
 
 def describe_end(end: End) -> str:
@@ -378,7 +428,9 @@ def _unpack(answer: Answer, where: str, worker: Worker) -> tuple[RewardResult, .
 def _with_output(message: str, worker: Worker) -> str:
     text = worker.tail.decode(errors="replace").strip()
     fatal = text.find(FATAL)
-    text = text[-TAIL_CHARS:] if fatal < 0 else text[fatal : fatal + TAIL_CHARS]  # where it died stands at the beginning
+    text = (
+        text[-TAIL_CHARS:] if fatal < 0 else text[fatal : fatal + TAIL_CHARS]
+    )  # where it died stands at the beginning
     return f"{message}; the last it printed: {text!r}" if text else message
 
 

@@ -1,4 +1,6 @@
-"""What differs between two run directories that should be equal: everything is compared but clocks, throughput, memory and the attempt."""
+"""What differs between two run directories that should be equal: everything is compared but clocks,
+throughput, memory and the attempt.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,17 @@ OF_AN_ATTEMPT = ("time_unix", "attempt", "shard", "offset")
 
 def comparable(row: dict[str, Any]) -> dict[str, Any]:
     """The row without what may differ between two equal runs."""
-    return {key: value for key, value in row.items() if not key.startswith(NOT_COMPARED) and key not in OF_AN_ATTEMPT}
+    return {
+        key: value
+        for key, value in row.items()
+        if not key.startswith(NOT_COMPARED) and key not in OF_AN_ATTEMPT
+    }
 
 
 def read_comparable(path: Path) -> list[dict[str, Any]]:
-    """The rows of the newest attempt at each step, or at each evaluation of a step, in file order where they are of the same one."""
+    """The rows of the newest attempt at each step, or at each evaluation of a step, in file order where they
+    are of the same one.
+    """
     return sorted(
         (comparable(row) for row in newest_attempts(read_rows(path))),
         key=lambda row: (row["stage"], row["step"], str(row.get("name", "")), str(row.get("id", ""))),
@@ -36,14 +44,23 @@ def weights_digest(checkpoint: Path) -> str:
 
 
 def checkpoint_digests(checkpoint: Path) -> dict[str, str]:
-    """SHA-256 of every file of a checkpoint but its manifest, by relative path: weights, optimizer, random state, positions, the loop's state, and
-    all of a critic's."""
-    paths = [path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint_manifest(checkpoint)]
-    return {path.relative_to(checkpoint).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(paths)}
+    """SHA-256 of every file of a checkpoint but its manifest, by relative path: weights, optimizer, random
+    state, positions, the loop's state, and all of a critic's.
+    """
+    paths = [
+        path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint_manifest(checkpoint)
+    ]
+    return {
+        path.relative_to(checkpoint).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(paths)
+    }
 
 
-def find_differences(left: Path, right: Path, *, stages: tuple[str, ...] = STAGES, stopped: bool = False) -> list[str]:
-    """One line for each row file and each checkpoint in which the two run directories differ; empty if they are the same run.
+def find_differences(
+    left: Path, right: Path, *, stages: tuple[str, ...] = STAGES, stopped: bool = False
+) -> list[str]:
+    """One line for each row file and each checkpoint in which the two run directories differ; empty if they
+    are the same run.
 
     `stopped`: the right one was stopped on request, and may have the checkpoints of those moments besides.
     """
@@ -51,7 +68,12 @@ def find_differences(left: Path, right: Path, *, stages: tuple[str, ...] = STAGE
     for name in ROW_FILES:
         found += _row_differences(name, read_comparable(left / name), read_comparable(right / name))
     for stage in stages:
-        found += _checkpoint_differences(stage, RunDir(left).stage_checkpoints(stage), RunDir(right).stage_checkpoints(stage), stopped=stopped)
+        found += _checkpoint_differences(
+            stage,
+            RunDir(left).stage_checkpoints(stage),
+            RunDir(right).stage_checkpoints(stage),
+            stopped=stopped,
+        )
     return found
 
 

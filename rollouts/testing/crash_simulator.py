@@ -1,10 +1,12 @@
-"""The rollout manager and the DataBuffer in a process that dies at any task step and starts again from its last committed checkpoint.
+"""The rollout manager and the DataBuffer in a process that dies at any task step and starts again from its
+last committed checkpoint.
 
     process 1 ── batch, batch ─ capture ─ commit (some time later) ─ batch ── dies at task step n: everything in memory is gone
     process 2 ── from the newest committed state ── … ── dies ──► process 3 ── … ── every batch is trained
 
-In virtual time. A checkpoint is captured after a step and becomes complete later, while the next batch is made, as when saving goes on beside
-training. What the weights have seen is what the checkpoint's steps trained; later steps are lost with the process, and their prompts come again.
+In virtual time. A checkpoint is captured after a step and becomes complete later, while the next batch is
+made, as when saving goes on beside training. What the weights have seen is what the checkpoint's steps
+trained; later steps are lost with the process, and their prompts come again.
 """
 
 from __future__ import annotations
@@ -19,7 +21,14 @@ from typing import Any
 import trio
 import trio.testing
 
-from rollouts.testing.simulator import MOST_VIRTUAL_S, RecordingBuffer, Schedule, Simulation, draw_schedule, engine_version_of
+from rollouts.testing.simulator import (
+    MOST_VIRTUAL_S,
+    RecordingBuffer,
+    Schedule,
+    Simulation,
+    draw_schedule,
+    engine_version_of,
+)
 from rollouts.types import RolloutBatch
 
 Tamper = Callable[[Any, Any], None]
@@ -28,11 +37,15 @@ Tamper = Callable[[Any, Any], None]
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A checkpoint that is complete. The last three are what an all-knowing observer writes beside it; a new process does not read them."""
+    """A checkpoint that is complete. The last three are what an all-knowing observer writes beside it; a new
+    process does not read them.
+    """
 
     steps: int
     state: str  # JSON of buffer and manager
-    trained: tuple[tuple[int, str], ...]  # (epoch, prompt id) of every group that the weights have seen, in order
+    trained: tuple[
+        tuple[int, str], ...
+    ]  # (epoch, prompt id) of every group that the weights have seen, in order
     sample_ids: tuple[tuple[str, ...], ...]  # by step
     out: frozenset[tuple[int, str]]  # prompts that are used up or held
 
@@ -65,20 +78,32 @@ def draw_crash_schedule(seed: int, *, steps: int = 4) -> Schedule:
 
 
 def run_with_crashes(
-    schedule: Schedule, crash_after: Sequence[int], *, checkpoint_every: int = 1, save_s: float = 1.0, tamper: Tamper | None = None
+    schedule: Schedule,
+    crash_after: Sequence[int],
+    *,
+    checkpoint_every: int = 1,
+    save_s: float = 1.0,
+    tamper: Tamper | None = None,
 ) -> CrashReport:
-    """Runs processes one after the other: the i-th dies after crash_after[i] task steps, if it lives so long, and the last is left alone.
+    """Runs processes one after the other: the i-th dies after crash_after[i] task steps, if it lives so long,
+    and the last is left alone.
 
-    Raises AssertionError, naming the schedule, when a prompt trained twice, was lost, or the books do not balance.
+    Raises AssertionError, naming the schedule, when a prompt trained twice, was lost, or the books do not
+    balance.
     """
     committed = Committed(0, "", (), (), frozenset())
     crashes = lost = task_steps = 0
     for limit in [*crash_after, None]:
-        process = _Process(schedule, committed, limit, checkpoint_every=checkpoint_every, save_s=save_s, tamper=tamper)
+        process = _Process(
+            schedule, committed, limit, checkpoint_every=checkpoint_every, save_s=save_s, tamper=tamper
+        )
         try:
             trio.run(process.run, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[process])
         except BaseException as error:
-            error.add_note(f"crash_after={list(crash_after)}, checkpoint_every={checkpoint_every}, save_s={save_s}, schedule {schedule}")
+            error.add_note(
+                f"crash_after={list(crash_after)}, checkpoint_every={checkpoint_every}, save_s={save_s},"
+                f" schedule {schedule}"
+            )
             raise
         crashes += process.dead
         lost += process.simulation.version - process.committed.steps if process.dead else 0
@@ -92,7 +117,14 @@ class _Process(trio.abc.Instrument):
     """One life of the program."""
 
     def __init__(
-        self, schedule: Schedule, committed: Committed, limit: int | None, *, checkpoint_every: int, save_s: float, tamper: Tamper | None
+        self,
+        schedule: Schedule,
+        committed: Committed,
+        limit: int | None,
+        *,
+        checkpoint_every: int,
+        save_s: float,
+        tamper: Tamper | None,
     ) -> None:
         self.schedule = schedule
         self.committed = committed
@@ -147,7 +179,10 @@ class _Process(trio.abc.Instrument):
                     outcome = await simulation.run_batch(math.inf)
                     assert outcome == "delivered", outcome
                     simulation.check_books()
-                    if simulation.version % self._checkpoint_every == 0 or simulation.version == self.schedule.batches:
+                    if (
+                        simulation.version % self._checkpoint_every == 0
+                        or simulation.version == self.schedule.batches
+                    ):
                         saves.start_soon(self._commit, self._capture())
             helpers.cancel_scope.cancel()
 
@@ -167,19 +202,31 @@ class _Process(trio.abc.Instrument):
             self.committed = captured
 
     def _check_every_prompt(self) -> None:
-        """Every prompt that ever left the stream trained once, is held, waits, or was given up once for a reason of its own."""
+        """Every prompt that ever left the stream trained once, is held, waits, or was given up once for a
+        reason of its own.
+        """
         simulation = self.simulation
         buffer = simulation.buffer.buffer
         trained = simulation.report.prompt_keys
-        assert len(trained) == len(set(trained)) == self.schedule.batches * self.schedule.config.num_prompts, "a prompt trained twice"
-        groups = [group for ids in simulation.report.sample_ids for group in {sample_id.partition("-")[0] for sample_id in ids}]
+        assert (
+            len(trained) == len(set(trained)) == self.schedule.batches * self.schedule.config.num_prompts
+        ), "a prompt trained twice"
+        groups = [
+            group
+            for ids in simulation.report.sample_ids
+            for group in {sample_id.partition("-")[0] for sample_id in ids}
+        ]
         assert len(groups) == len(set(groups)), "an attempt trained twice"
-        drawn = {prompt.key for prompt in simulation.make_buffer().get_prompts(int(buffer.statistics()["drawn"]))}
+        drawn = {
+            prompt.key for prompt in simulation.make_buffer().get_prompts(int(buffer.statistics()["drawn"]))
+        }
         waiting = {(epoch, prompt_id) for prompt_id, epoch in buffer.state_dict()["returned"]}
         assert drawn == simulation.buffer.out | waiting, "a prompt was lost"
         assert not simulation.buffer.out & waiting, "a prompt is used up and waits"
 
 
 def draw_crashes(draw: random.Random, task_steps: int) -> list[int]:
-    """After how many task steps the first processes die: one to three of them, each at any step of a run of `task_steps`."""
+    """After how many task steps the first processes die: one to three of them, each at any step of a run of
+    `task_steps`.
+    """
     return [draw.randint(1, task_steps) for _ in range(draw.choice([1, 1, 2, 3]))]

@@ -1,6 +1,8 @@
-"""What every InferenceEngine must do, as functions that raise AssertionError: run them on fakes and on real engines.
+"""What every InferenceEngine must do, as functions that raise AssertionError: run them on fakes and on real
+engines.
 
-Each takes `open_engine`, which gives an async context with a fresh engine, open and not paused, whose vocabulary holds the ids 1..9.
+Each takes `open_engine`, which gives an async context with a fresh engine, open and not paused, whose
+vocabulary holds the ids 1..9.
 
     CHECKS           need nothing but an engine; fakes pass them too
     MODEL_CHECKS     need a model that decodes: contexts of LONG + 64 tokens, several requests at a time
@@ -29,7 +31,9 @@ LONG = 800  # tokens of a request that is still at work when a short one is done
 TRIES = 20
 
 
-def make_request(request_id: str = "a", *, prompt: tuple[int, ...] = (1, 2, 3), max_new_tokens: int = 4, **sampling: Any) -> GenerateRequest:
+def make_request(
+    request_id: str = "a", *, prompt: tuple[int, ...] = (1, 2, 3), max_new_tokens: int = 4, **sampling: Any
+) -> GenerateRequest:
     """A small request."""
     params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)
     return GenerateRequest(request_id=request_id, prompt_ids=np.asarray(prompt, np.int64), sampling=params)
@@ -37,10 +41,12 @@ def make_request(request_id: str = "a", *, prompt: tuple[int, ...] = (1, 2, 3), 
 
 @asynccontextmanager
 async def at_work(engine: InferenceEngine) -> AsyncIterator[list[Completion]]:
-    """In the block, a request "long" is in the middle of its work; its completion is in the list at the latest when the block has ended.
+    """In the block, a request "long" is in the middle of its work; its completion is in the list at the
+    latest when the block has ended.
 
-    Two short ones are awaited first: one may overtake it on the way to the engine, the next is sent when that one has been answered. On a
-    starved CPU vLLM was seen to read no request for seconds, until the long one was done: who needs it unfinished asks disturb().
+    Two short ones are awaited first: one may overtake it on the way to the engine, the next is sent when that
+    one has been answered. On a starved CPU vLLM was seen to read no request for seconds, until the long one
+    was done: who needs it unfinished asks disturb().
     """
     answers: list[Completion] = []
 
@@ -55,10 +61,11 @@ async def at_work(engine: InferenceEngine) -> AsyncIterator[list[Completion]]:
 
 
 async def disturb(engine: InferenceEngine, act: Callable[[list[Completion]], Awaitable[None]]) -> Completion:
-    """What a request of LONG tokens, in the middle of whose work `act` is done, is answered with: cut short, or of two versions.
+    """What a request of LONG tokens, in the middle of whose work `act` is done, is answered with: cut short,
+    or of two versions.
 
-    `act` is given the answers so far, which are none, and leaves the engine serving. All is done again, up to TRIES times, if the request
-    was whole before `act` reached the engine.
+    `act` is given the answers so far, which are none, and leaves the engine serving. All is done again, up to
+    TRIES times, if the request was whole before `act` reached the engine.
     """
     for _ in range(TRIES):
         async with at_work(engine) as answers:
@@ -67,11 +74,15 @@ async def disturb(engine: InferenceEngine, act: Callable[[list[Completion]], Awa
         versions = answers[0].weight_versions
         if answers[0].finish_reason == "abort" or versions[0] != versions[-1]:
             return answers[0]
-    raise AssertionError(f"a request of {LONG} tokens was whole and of one version {TRIES} times, whatever was done to it")
+    raise AssertionError(
+        f"a request of {LONG} tokens was whole and of one version {TRIES} times, whatever was done to it"
+    )
 
 
 async def check_completion_is_whole(open_engine: OpenEngine) -> None:
-    """Equal lengths, ids in the vocabulary, log-probs not above 0, every token of the version that the engine reports."""
+    """Equal lengths, ids in the vocabulary, log-probs not above 0, every token of the version that the engine
+    reports.
+    """
     async with open_engine() as engine:
         completion = await engine.generate(make_request())
         count = len(completion.token_ids)
@@ -102,7 +113,9 @@ async def check_many_requests_are_all_answered(open_engine: OpenEngine) -> None:
         async with trio.open_nursery() as nursery:
             for index in range(40):
                 nursery.start_soon(ask, f"request-{index}")
-        assert {name: answer.request_id for name, answer in answers.items()} == {f"request-{i}": f"request-{i}" for i in range(40)}
+        assert {name: answer.request_id for name, answer in answers.items()} == {
+            f"request-{i}": f"request-{i}" for i in range(40)
+        }
         assert engine.statistics()["running"] == 0
 
 
@@ -159,7 +172,10 @@ async def check_abort_all_answers_everyone(open_engine: OpenEngine) -> None:
                 nursery.start_soon(ask, name)
             await trio.testing.wait_all_tasks_blocked()
             await engine.abort_all()
-        assert [(answer.finish_reason, len(answer.token_ids)) for answer in answers] == [("abort", 0), ("abort", 0)]
+        assert [(answer.finish_reason, len(answer.token_ids)) for answer in answers] == [
+            ("abort", 0),
+            ("abort", 0),
+        ]
         await engine.resume()
         assert (await engine.generate(make_request("c"))).finish_reason != "abort"
 
@@ -178,7 +194,9 @@ async def check_cancelled_caller_leaves_no_trace(open_engine: OpenEngine) -> Non
 
 
 async def check_update_in_memory(open_engine: OpenEngine, weights: list[tuple[str, Any]]) -> None:
-    """`weights`, a whole model, become the new version; buckets outside an update are refused. A shared engine takes none."""
+    """`weights`, a whole model, become the new version; buckets outside an update are refused. A shared
+    engine takes none.
+    """
     async with open_engine() as engine:
         before = await engine.weight_version()
         if not engine.features.in_memory_update:
@@ -202,7 +220,9 @@ async def check_shared_engine_keeps_the_trainers_version(open_engine: OpenEngine
         version = await engine.weight_version()
         assert engine.features.shares_weights
         await engine.update_weights_from_checkpoint(path, version)
-        await _message_of(WeightVersionError, lambda: engine.update_weights_from_checkpoint(path, version + 1))
+        await _message_of(
+            WeightVersionError, lambda: engine.update_weights_from_checkpoint(path, version + 1)
+        )
 
 
 async def check_closed_engine_says_so(open_engine: OpenEngine) -> None:
@@ -213,14 +233,19 @@ async def check_closed_engine_says_so(open_engine: OpenEngine) -> None:
     await _message_of(EngineClosed, lambda: engine.pause("wait"))
     assert not await engine.health()
 
-# --- with a model behind the engine ------------------------------------------------------------------------------------------
+
+# --- with a model behind the engine -------------------------------------------------------------------------
 
 
 async def check_seed_fixes_the_tokens(open_engine: OpenEngine) -> None:
-    """Where features.seeds: the same seed gives the same tokens, whatever runs beside it, and other seeds give others."""
+    """Where features.seeds: the same seed gives the same tokens, whatever runs beside it, and other seeds
+    give others.
+    """
     async with open_engine() as engine:
         if not engine.features.seeds:
-            assert any("seed" in gap for gap in engine.features.gaps), "an engine without seeds says so in its gaps"
+            assert any("seed" in gap for gap in engine.features.gaps), (
+                "an engine without seeds says so in its gaps"
+            )
             return
         alone = await engine.generate(make_request(max_new_tokens=16, seed=11))
         answers: dict[str, Completion] = {}
@@ -299,7 +324,9 @@ async def check_cancelled_request_frees_its_place(open_engine: OpenEngine) -> No
 
 
 async def check_update_from_checkpoint(open_engine: OpenEngine, first: Path, second: Path) -> None:
-    """Each update shows in version, log-probs and checksum, and the first weights give the first log-probs again: no cache survives."""
+    """Each update shows in version, log-probs and checksum, and the first weights give the first log-probs
+    again: no cache survives.
+    """
     async with open_engine() as engine:
         version = await engine.weight_version()
         seen: list[tuple[list[float], str | None]] = []
@@ -309,7 +336,9 @@ async def check_update_from_checkpoint(open_engine: OpenEngine, first: Path, sec
             await engine.update_weights_from_checkpoint(path, version)
             await engine.resume()
             assert await engine.weight_version() == version
-            completion = await engine.generate(make_request(prompt=tuple(range(1, 10)) * 20, max_new_tokens=4, temperature=0.0))
+            completion = await engine.generate(
+                make_request(prompt=tuple(range(1, 10)) * 20, max_new_tokens=4, temperature=0.0)
+            )
             assert (completion.weight_versions == version).all()
             seen.append((completion.log_probs.tolist(), await engine.checksum()))
         assert np.allclose(seen[0][0], seen[2][0], atol=1e-3)
@@ -321,7 +350,9 @@ async def check_update_from_checkpoint(open_engine: OpenEngine, first: Path, sec
 
 
 async def check_keep_pause_spans_two_versions(open_engine: OpenEngine, second: Path) -> None:
-    """A request in flight over pause("keep"), an update and resume comes back whole, its tokens of the version that made each."""
+    """A request in flight over pause("keep"), an update and resume comes back whole, its tokens of the
+    version that made each.
+    """
     async with open_engine() as engine:
         before = await engine.weight_version()
         if not (engine.features.keep_pause and engine.features.version_spans):
@@ -335,7 +366,9 @@ async def check_keep_pause_spans_two_versions(open_engine: OpenEngine, second: P
 
 
 async def update_frozen(engine: InferenceEngine, path: Path, answers: list[Completion]) -> None:
-    """What is in flight stands still while the engine is brought to the weights in `path`, as its next version, and goes on with them."""
+    """What is in flight stands still while the engine is brought to the weights in `path`, as its next
+    version, and goes on with them.
+    """
     await engine.pause("keep")
     before = list(answers)
     await engine.update_weights_from_checkpoint(path, await engine.weight_version() + 1)
@@ -344,12 +377,16 @@ async def update_frozen(engine: InferenceEngine, path: Path, answers: list[Compl
 
 
 async def check_bad_snapshots_change_nothing(open_engine: OpenEngine, second: Path, folder: Path) -> None:
-    """A snapshot that is not there, has no weights or is cut is refused by name; version and log-probs stay, and the engine serves."""
+    """A snapshot that is not there, has no weights or is cut is refused by name; version and log-probs stay,
+    and the engine serves.
+    """
     cut = folder / "cut"
     cut.mkdir()
     for file in second.iterdir():
         content = file.read_bytes()
-        (cut / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+        (cut / file.name).write_bytes(
+            content[: len(content) // 2] if file.suffix == ".safetensors" else content
+        )
     empty = folder / "empty"
     empty.mkdir()
     async with open_engine() as engine:
@@ -357,7 +394,9 @@ async def check_bad_snapshots_change_nothing(open_engine: OpenEngine, second: Pa
         before = await engine.generate(make_request(temperature=0.0))
         for path in (folder / "nowhere", empty, cut):
             await engine.pause("wait")
-            message = await _message_of(EngineError, lambda path=path: engine.update_weights_from_checkpoint(path, version + 1))
+            message = await _message_of(
+                EngineError, lambda path=path: engine.update_weights_from_checkpoint(path, version + 1)
+            )
             await engine.resume()
             assert path.name in message, message
         after = await engine.generate(make_request(temperature=0.0))
@@ -386,7 +425,11 @@ MODEL_CHECKS = (
     check_cancelled_request_frees_its_place,
 )  # each takes open_engine
 
-SNAPSHOT_CHECKS = (check_update_from_checkpoint, check_keep_pause_spans_two_versions, check_bad_snapshots_change_nothing)  # see their arguments
+SNAPSHOT_CHECKS = (
+    check_update_from_checkpoint,
+    check_keep_pause_spans_two_versions,
+    check_bad_snapshots_change_nothing,
+)  # see their arguments
 
 
 async def _message_of(kind: type[Exception], call: Callable[[], Awaitable[object]]) -> str:

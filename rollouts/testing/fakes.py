@@ -1,6 +1,8 @@
-"""Fakes at the protocols, in numpy and virtual time: an engine that follows a script, a backend that only counts, a tokenizer of bytes.
+"""Fakes at the protocols, in numpy and virtual time: an engine that follows a script, a backend that only
+counts, a tokenizer of bytes.
 
-They keep every promise of their protocol (order of futures, pause modes, versions per token, failures) and run no model.
+They keep every promise of their protocol (order of futures, pause modes, versions per token, failures) and
+run no model.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from rollouts.types import (
 ResultT = TypeVar("ResultT")
 
 
-# --- tokenizer ---------------------------------------------------------------------------------------------------------------
+# --- tokenizer ----------------------------------------------------------------------------------------------
 
 FAKE_START, FAKE_END = 256, 257
 
@@ -61,9 +63,13 @@ class FakeTokenizer:
     def __init__(self) -> None:
         self.encoded: list[str] = []  # every text that was tokenized
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool = False, add_generation_prompt: bool = False) -> str:
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool = False, add_generation_prompt: bool = False
+    ) -> str:
         assert not tokenize
-        turns = "".join(f"<|start|>{message['role']}\n{message['content']}<|end|>" for message in conversation)
+        turns = "".join(
+            f"<|start|>{message['role']}\n{message['content']}<|end|>" for message in conversation
+        )
         return turns + ("<|start|>assistant\n" if add_generation_prompt else "")
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -73,7 +79,13 @@ class FakeTokenizer:
         marked = text.translate(special).replace("<|start|>", "\ue000").replace("<|end|>", "\ue001")
         ids: list[int] = []
         for character in marked:
-            ids += [FAKE_START] if character == "\ue000" else [FAKE_END] if character == "\ue001" else list(character.encode())
+            ids += (
+                [FAKE_START]
+                if character == "\ue000"
+                else [FAKE_END]
+                if character == "\ue001"
+                else list(character.encode())
+            )
         return ids
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = True) -> str:
@@ -82,14 +94,15 @@ class FakeTokenizer:
         return b"".join(special.get(token) or bytes([token]) for token in kept).decode(errors="replace")
 
 
-# --- engine ------------------------------------------------------------------------------------------------------------------
+# --- engine -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptedReply:
     """What the engine does with one request."""
 
-    text: str = "ok"  # its bytes are the sampled ids, followed by the first stop token if finish is "stop" and there is one
+    # its bytes are the sampled ids, followed by the first stop token if finish is "stop" and there is one
+    text: str = "ok"
     token_s: float = 0.0  # seconds per token
     finish: FinishReason = "stop"
     error: Exception | None = None  # raised after the tokens
@@ -109,10 +122,11 @@ class _Running:
 
 
 class ScriptedEngine:
-    """An InferenceEngine that answers as its script says, one token at a time, so that pauses and updates fall between tokens.
+    """An InferenceEngine that answers as its script says, one token at a time, so that pauses and updates
+    fall between tokens.
 
-    A token's log-prob depends on the request's seed, the token's position and the weight version, and is between −2 and 0.
-    Updates take any bucket and remember the names.
+    A token's log-prob depends on the request's seed, the token's position and the weight version, and is
+    between −2 and 0. Updates take any bucket and remember the names.
     """
 
     def __init__(
@@ -180,7 +194,9 @@ class ScriptedEngine:
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
         self._check_open()
         if self._features.shares_weights and version != self._version:
-            raise WeightVersionError(f"update to version {version} of an engine that shares weights at version {self._version}")
+            raise WeightVersionError(
+                f"update to version {version} of an engine that shares weights at version {self._version}"
+            )
         if not path.is_dir():
             raise EngineError(f"{path} is not a directory")
         await trio.lowlevel.checkpoint()
@@ -279,7 +295,9 @@ class ScriptedEngine:
 
     def _complete(self, running: _Running, finish: FinishReason) -> Completion:
         seed = running.request.sampling.seed
-        log_probs = [fake_log_prob(seed, position, version) for position, version in enumerate(running.versions)]
+        log_probs = [
+            fake_log_prob(seed, position, version) for position, version in enumerate(running.versions)
+        ]
         return Completion(
             request_id=running.request.request_id,
             token_ids=np.asarray(running.token_ids, np.int64),
@@ -293,7 +311,10 @@ class ScriptedEngine:
             raise RequestRefused(f"request {request.request_id!r} is in flight already")
         total = len(request.prompt_ids) + request.sampling.max_new_tokens
         if len(request.prompt_ids) == 0 or total > self._features.context_length:
-            raise RequestRefused(f"request {request.request_id!r} needs {total} tokens; the context is {self._features.context_length}")
+            raise RequestRefused(
+                f"request {request.request_id!r} needs {total} tokens; the context is"
+                f" {self._features.context_length}"
+            )
 
     def _abort_running(self) -> None:
         for running in self._running.values():
@@ -325,18 +346,24 @@ def fake_uniform(*key: object) -> float:
     return int.from_bytes(digest, "big") / 2**32
 
 
-# --- backend -----------------------------------------------------------------------------------------------------------------
+# --- backend ------------------------------------------------------------------------------------------------
 
 
 class FakeFuture(Generic[ResultT]):
-    """A TrainFuture whose work is done at a point in time. It was decided when the work was queued; waiting changes nothing."""
+    """A TrainFuture whose work is done at a point in time. It was decided when the work was queued; waiting
+    changes nothing.
+    """
 
     def __init__(self, result: ResultT | None, failure: RolloutsError | None, done_at: float) -> None:
         self._result = result
         self._done_at = done_at
         self.failure = failure
         self.awaited = False
-        self.before: tuple[int, int, int] = (0, 0, 0)  # the backend's steps, version and batches when it was queued
+        self.before: tuple[int, int, int] = (
+            0,
+            0,
+            0,
+        )  # the backend's steps, version and batches when it was queued
         self.has_pieces = False  # an interrupt can end it
 
     async def result(self) -> ResultT:
@@ -361,7 +388,8 @@ class FakeFuture(Generic[ResultT]):
 async def open_fake_backend(
     *, step_s: float = 0.0, micro_batch_s: float = 0.0, failures: Mapping[int, RolloutsError] | None = None
 ) -> AsyncIterator[FakeBackend]:
-    """A backend whose pieces of work take `step_s` each; the i-th piece submitted (from 0) fails with failures[i].
+    """A backend whose pieces of work take `step_s` each; the i-th piece submitted (from 0) fails with
+    failures[i].
 
     An interrupt is felt `micro_batch_s` later. Leaving raises the first failure that nobody awaited.
     """
@@ -374,9 +402,13 @@ async def open_fake_backend(
 
 
 class FakeBackend:
-    """A TrainingBackend without a model: its weights are one number, the optimizer steps that were done. Made by open_fake_backend."""
+    """A TrainingBackend without a model: its weights are one number, the optimizer steps that were done. Made
+    by open_fake_backend.
+    """
 
-    def __init__(self, *, step_s: float, failures: Mapping[int, RolloutsError], micro_batch_s: float = 0.0) -> None:
+    def __init__(
+        self, *, step_s: float, failures: Mapping[int, RolloutsError], micro_batch_s: float = 0.0
+    ) -> None:
         self._step_s = step_s
         self._micro_batch_s = micro_batch_s
         self._failures = failures
@@ -399,20 +431,32 @@ class FakeBackend:
             self.losses.append(loss)
             tokens = float(batch.response_lengths.sum())
             rows = float(len(batch))
-            denominator = {"tokens": tokens, "sequences": rows, "sequence_sums": rows, "constant": loss.constant or 1.0}[loss.unit]
-            return ForwardBackwardResult(loss=1.0 / (1 + self._steps), denominator=denominator, metrics={"loss/tokens": Total(tokens)})
+            denominator = {
+                "tokens": tokens,
+                "sequences": rows,
+                "sequence_sums": rows,
+                "constant": loss.constant or 1.0,
+            }[loss.unit]
+            return ForwardBackwardResult(
+                loss=1.0 / (1 + self._steps), denominator=denominator, metrics={"loss/tokens": Total(tokens)}
+            )
 
         return self._submit(run, has_pieces=True)
 
     def optim_step(self, params: OptimParams | None = None) -> FakeFuture[OptimStepResult]:
         def run() -> OptimStepResult:
             self._steps += 1
-            return OptimStepResult(step=self._steps, lr=params.lr if params else 1e-3, grad_norm=1.0, clipped=False)
+            return OptimStepResult(
+                step=self._steps, lr=params.lr if params else 1e-3, grad_norm=1.0, clipped=False
+            )
 
         return self._submit(run)
 
     def forward(self, batch: RolloutBatch) -> FakeFuture[tuple[FloatArray, ...]]:
-        return self._submit(lambda: tuple(np.where(mask, np.float32(-1), np.float32(0)) for mask in batch.loss_masks), has_pieces=True)
+        return self._submit(
+            lambda: tuple(np.where(mask, np.float32(-1), np.float32(0)) for mask in batch.loss_masks),
+            has_pieces=True,
+        )
 
     def stream_weights(self, sink: WeightSink) -> FakeFuture[None]:
         return self._submit(lambda: sink(list(self._weights().items())))  # pyright: ignore[reportArgumentType]  (arrays in place of tensors)
@@ -444,7 +488,11 @@ class FakeBackend:
         return self._submit(run)
 
     def interrupt(self) -> None:
-        pending = (index for index, future in enumerate(self._futures) if future.has_pieces and future.failure is None and not future.done())
+        pending = (
+            index
+            for index, future in enumerate(self._futures)
+            if future.has_pieces and future.failure is None and not future.done()
+        )
         first = next(pending, None)
         if first is None:
             return
@@ -454,7 +502,9 @@ class FakeBackend:
         self._free_at = trio.current_time() + self._micro_batch_s
         self._futures[first].fail(self._failed, self._free_at)
         for future in self._futures[first + 1 :]:
-            future.fail(EarlierStepFailed("a step before this one was interrupted; call reset()"), self._free_at)
+            future.fail(
+                EarlierStepFailed("a step before this one was interrupted; call reset()"), self._free_at
+            )
 
     def reset(self) -> FakeFuture[None]:
         self._failed = None
@@ -473,13 +523,20 @@ class FakeBackend:
     def close(self) -> RolloutsError | None:
         """The first failure that nobody awaited, but for what an interrupt or an earlier failure left undone."""
         self._closed = True
-        unheard = (future.failure for future in self._futures if future.failure is not None and not future.awaited)
-        return next((failure for failure in unheard if not isinstance(failure, EarlierStepFailed | StepInterrupted)), None)
+        unheard = (
+            future.failure for future in self._futures if future.failure is not None and not future.awaited
+        )
+        return next(
+            (failure for failure in unheard if not isinstance(failure, EarlierStepFailed | StepInterrupted)),
+            None,
+        )
 
     def _weights(self) -> dict[str, Any]:
         return {"weight": np.full(2, self._steps, np.float32)}
 
-    def _submit(self, run: Callable[[], ResultT], *, has_pieces: bool = False, takes_s: float | None = None) -> FakeFuture[ResultT]:
+    def _submit(
+        self, run: Callable[[], ResultT], *, has_pieces: bool = False, takes_s: float | None = None
+    ) -> FakeFuture[ResultT]:
         if self._closed:
             raise BackendClosed("the backend is closed; use it inside its `async with open_fake_backend(…)`")
         failure: RolloutsError | None = None
@@ -494,7 +551,9 @@ class FakeBackend:
                 result = run()
             except RolloutsError as error:
                 self._failed = failure = error
-        self._free_at = max(self._free_at, trio.current_time()) + (self._step_s if takes_s is None else takes_s)
+        self._free_at = max(self._free_at, trio.current_time()) + (
+            self._step_s if takes_s is None else takes_s
+        )
         future = FakeFuture(result, failure, self._free_at)
         future.before, future.has_pieces = before, has_pieces
         self._futures.append(future)

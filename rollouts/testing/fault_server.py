@@ -1,12 +1,14 @@
-"""An inference server over real sockets that speaks as vLLM or SGLang does and suffers a fault plan. It has no model.
+"""An inference server over real sockets that speaks as vLLM or SGLang does and suffers a fault plan. It has
+no model.
 
     client ──► 127.0.0.1 ──► Hypercorn (trio) ──► dialect ──► SimulatedProcess
                  │ closed while the process is down            what FaultyEngine stands on: a fault looks the same from both
                  └ cut and broken here, below ASGI
 
-Dialects are those of vLLM 0.32 and SGLang 0.5.23, as far as rollouts uses them, with their traits: vLLM puts a prefix before request ids
-and guards only /v1 and /inference; SGLang aborts every id that begins with the one it is given, and dies of a token id that it does not have.
-Needs hypercorn, which the extra `testing` installs.
+Dialects are those of vLLM 0.32 and SGLang 0.5.23, as far as rollouts uses them, with their traits: vLLM puts
+a prefix before request ids and guards only /v1 and /inference; SGLang aborts every id that begins with the
+one it is given, and dies of a token id that it does not have. Needs hypercorn, which the extra `testing`
+installs.
 """
 
 from __future__ import annotations
@@ -102,12 +104,14 @@ async def open_fault_server(
     read_weights: ReadWeights | None = None,
     base_weights: str = BASE_WEIGHTS,
 ) -> AsyncIterator[FaultServer]:
-    """A server on a free port of 127.0.0.1, until the block ends; it suffers the faults of `plan` that bear `name`.
+    """A server on a free port of 127.0.0.1, until the block ends; it suffers the faults of `plan` that bear
+    `name`.
 
-    Keys are required of clients where the dialect requires them; `admin_key` is SGLang's. `settings` replaces what the server says of its
-    own settings (vLLM: model_config; SGLang: /server_info). `model` is the path that it was started with: loading it gives the base weights.
-    Snapshots are read by `read_weights`, by default from the directory itself. Raises OSError if no port is free, and on leaving what a
-    defect of the server itself raised.
+    Keys are required of clients where the dialect requires them; `admin_key` is SGLang's. `settings` replaces
+    what the server says of its own settings (vLLM: model_config; SGLang: /server_info). `model` is the path
+    that it was started with: loading it gives the base weights. Snapshots are read by `read_weights`, by
+    default from the directory itself. Raises OSError if no port is free, and on leaving what a defect of the
+    server itself raised.
     """
     read = read_weights or read_snapshot
     opened = open_simulated_process(
@@ -125,7 +129,9 @@ async def open_fault_server(
         if dialect == "vllm":
             answer = partial(_answer_vllm, _VLLM(process, model, api_key, dict(settings or {})))
         else:
-            answer = partial(_answer_sglang, _SGLang(process, model, api_key, admin_key, dict(settings or {})))
+            answer = partial(
+                _answer_sglang, _SGLang(process, model, api_key, admin_key, dict(settings or {}))
+            )
         server = FaultServer(process, answer)
         await nursery.start(server.serve)
         try:
@@ -159,7 +165,9 @@ class FaultServer:
         return f"http://127.0.0.1:{self._port}"
 
     async def restart(self) -> None:
-        """Another process in place of this one, listening when this returns: base weights, version "default", not paused."""
+        """Another process in place of this one, listening when this returns: base weights, version "default",
+        not paused.
+        """
         await self.process.restart()
         await self._listening.wait()
 
@@ -173,7 +181,9 @@ class FaultServer:
         self._break_all()
 
     def statistics(self) -> dict[str, float]:
-        """connections open and ever opened, calls, generate requests, tokens decoded, requests in flight, faults that have struck."""
+        """connections open and ever opened, calls, generate requests, tokens decoded, requests in flight,
+        faults that have struck.
+        """
         process = self.process
         counts = {
             "open_connections": len(self._streams),
@@ -186,7 +196,7 @@ class FaultServer:
         }
         return {name: float(value) for name, value in counts.items()}
 
-    # --- sockets -------------------------------------------------------------------------------------------------------------
+    # --- sockets --------------------------------------------------------------------------------------------
 
     async def serve(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Listens while there is a process; connections end with it."""
@@ -194,7 +204,9 @@ class FaultServer:
             listeners = await trio.open_tcp_listeners(self._port, host="127.0.0.1")
             self._port = listeners[0].socket.getsockname()[1]
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(partial(trio.serve_listeners, self._serve_connection, listeners, handler_nursery=nursery))
+                nursery.start_soon(
+                    partial(trio.serve_listeners, self._serve_connection, listeners, handler_nursery=nursery)
+                )
                 self._listening.set()
                 task_status.started()
                 await self.process.wait_exited()
@@ -215,7 +227,9 @@ class FaultServer:
         except OSError:
             return  # the client left before we looked
         finally:
-            if self._streams.get(port) is stream:  # else we broke it, and another client may have the port by now
+            if (
+                self._streams.get(port) is stream
+            ):  # else we broke it, and another client may have the port by now
                 del self._streams[port]
             await trio.aclose_forcefully(stream)
 
@@ -229,15 +243,22 @@ class FaultServer:
         self._closed = True
         self._break_all()
 
-    # --- ASGI ----------------------------------------------------------------------------------------------------------------
+    # --- ASGI -----------------------------------------------------------------------------------------------
 
-    async def _app(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]) -> None:
+    async def _app(
+        self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
+    ) -> None:
         assert scope["type"] == "http", scope["type"]
         body = await _read_body(receive)
         if body is None:
             return
-        query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode(), keep_blank_values=True).items()}
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        query = {
+            name: values[-1]
+            for name, values in parse_qs(scope["query_string"].decode(), keep_blank_values=True).items()
+        }
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
+        }
         call = _Call(scope["method"], scope["path"], query, headers, body)
         self.calls.append(f"{call.method} {call.path}")
         try:
@@ -255,10 +276,14 @@ class FaultServer:
         except ConnectionLost:
             return None
         except BadAnswer as bad:
-            headers = () if bad.retry_after_s is None else ((b"retry-after", str(bad.retry_after_s).encode()),)
+            headers = (
+                () if bad.retry_after_s is None else ((b"retry-after", str(bad.retry_after_s).encode()),)
+            )
             return _Reply(_encode({"error": {"message": str(bad), "code": bad.status}}), bad.status, headers)
 
-    async def _respond(self, reply: _Reply | None, scope: Any, send: Callable[[Any], Awaitable[None]]) -> None:
+    async def _respond(
+        self, reply: _Reply | None, scope: Any, send: Callable[[Any], Awaitable[None]]
+    ) -> None:
         if reply is None:
             self._break(scope)
             return
@@ -296,7 +321,7 @@ async def _cancel_on_disconnect(receive: Callable[[], Awaitable[Any]], scope: tr
     scope.cancel()
 
 
-# --- vLLM --------------------------------------------------------------------------------------------------------------------
+# --- vLLM ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -322,7 +347,11 @@ async def _answer_vllm(vllm: _VLLM, call: _Call) -> _Reply:
 async def _control_vllm(process: SimulatedProcess, call: _Call) -> _Reply | None:
     match call.method, call.path:
         case "POST", "/pause":
-            await process.pause(_read_mode(call.query.get("mode", "abort"), {"abort": "abort", "wait": "wait", "keep": "keep"}))
+            await process.pause(
+                _read_mode(
+                    call.query.get("mode", "abort"), {"abort": "abort", "wait": "wait", "keep": "keep"}
+                )
+            )
             return _reply({"status": "paused"})
         case "POST", "/resume":
             await process.resume()
@@ -357,12 +386,21 @@ async def _tell_vllm(vllm: _VLLM, call: _Call) -> _Reply | None:
             return _reply({"vllm_config": _say_vllm_config(vllm)})
         case "/v1/models":
             await process.health()
-            return _reply({"object": "list", "data": [{"id": "policy", "object": "model", "max_model_len": process.context_length}]})
+            return _reply(
+                {
+                    "object": "list",
+                    "data": [{"id": "policy", "object": "model", "max_model_len": process.context_length}],
+                }
+            )
         case "/metrics":
             return await _say_vllm_metrics(process)
         case "/health" | "/load" | "/version" | "/get_world_size":
             load = await process.load()
-            said = {"/load": {"server_load": load.running}, "/version": {"version": "0.32.0"}, "/get_world_size": {"world_size": 1}}
+            said = {
+                "/load": {"server_load": load.running},
+                "/version": {"version": "0.32.0"},
+                "/get_world_size": {"world_size": 1},
+            }
             return _reply(said.get(call.path))
     return None
 
@@ -385,7 +423,9 @@ async def _generate_vllm(vllm: _VLLM, call: _Call) -> _Reply:
     ids = body.get("token_ids", [])
     if any(not 0 <= token < vllm.process.vocab_size for token in ids):
         raise BadAnswer(400, f"Token id {max(ids)} is out of vocabulary")
-    request = _make_request(server_id, ids, params, max_new_tokens=params.get("max_tokens", 16), seed=params.get("seed"))
+    request = _make_request(
+        server_id, ids, params, max_new_tokens=params.get("max_tokens", 16), seed=params.get("seed")
+    )
     answer = await vllm.process.answer(request, server_id)
     entries = []
     for index, log_prob in enumerate(answer.log_probs):
@@ -401,7 +441,12 @@ async def _generate_vllm(vllm: _VLLM, call: _Call) -> _Reply:
 
 
 def _say_vllm_config(vllm: _VLLM) -> dict[str, Any]:
-    model = {"model": vllm.model, "max_model_len": vllm.process.context_length, "logprobs_mode": "processed_logprobs", "enable_sleep_mode": False}
+    model = {
+        "model": vllm.model,
+        "max_model_len": vllm.process.context_length,
+        "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": False,
+    }
     return {
         "model_config": model | vllm.settings,
         "device_config": {"device": "cpu"},
@@ -422,11 +467,13 @@ async def _say_vllm_metrics(process: SimulatedProcess) -> _Reply:
         "vllm:prompt_tokens_total": process.prompt_tokens,
     }
     lines = ["# HELP vllm:num_requests_running Number of requests in model execution batches."]
-    lines += [f'{name}{{engine="0",model_name="policy"}} {float(value or 0)}' for name, value in numbers.items()]
+    lines += [
+        f'{name}{{engine="0",model_name="policy"}} {float(value or 0)}' for name, value in numbers.items()
+    ]
     return _Reply("\n".join([*lines, ""]).encode(), content_type=b"text/plain; version=0.0.4")
 
 
-# --- SGLang ------------------------------------------------------------------------------------------------------------------
+# --- SGLang -------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -445,7 +492,15 @@ class _SGLang:
 
 
 SGLANG_OPEN = ("/health", "/health_generate", "/ready", "/metrics")  # no key at all
-SGLANG_NORMAL = ("/generate", "/v1/models", "/v1/loads", "/model_info", "/get_model_info", "/server_info", "/get_server_info")
+SGLANG_NORMAL = (
+    "/generate",
+    "/v1/models",
+    "/v1/loads",
+    "/model_info",
+    "/get_model_info",
+    "/server_info",
+    "/get_server_info",
+)
 
 
 async def _answer_sglang(sglang: _SGLang, call: _Call) -> _Reply:
@@ -486,7 +541,9 @@ async def _control_sglang(sglang: _SGLang, call: _Call) -> _Reply | None:
             if body.get("abort_all_requests", True):
                 await process.abort()
             await process.set_version(str(body["new_version"]))
-            return _reply({"success": True, "message": "Weight version updated.", "new_version": body["new_version"]})
+            return _reply(
+                {"success": True, "message": "Weight version updated.", "new_version": body["new_version"]}
+            )
         case "POST", "/weights_checker":
             sums = {"model.weight": await process.checksum()}
             return _reply({"success": True, "message": "Success.", "ranks": [{"checksums": sums}]})
@@ -505,7 +562,14 @@ async def _tell_sglang(sglang: _SGLang, call: _Call) -> _Reply | None:
             return await _say_sglang_loads(process)
         case "/model_info" | "/get_model_info":
             version = await process.read_version()
-            return _reply({"model_path": sglang.model_path, "is_generation": True, "weight_version": version, "load_format": "auto"})
+            return _reply(
+                {
+                    "model_path": sglang.model_path,
+                    "is_generation": True,
+                    "weight_version": version,
+                    "load_format": "auto",
+                }
+            )
         case "/server_info" | "/get_server_info":
             await process.health()
             return _reply(_say_sglang_settings(sglang))
@@ -528,14 +592,25 @@ async def _generate_sglang(sglang: _SGLang, call: _Call) -> _Reply:
     if any(not 0 <= token < process.vocab_size for token in ids):
         process.crash("IndexError: index out of range in the embedding")
         raise ConnectionLost
-    request = _make_request(rid, ids, params, max_new_tokens=params.get("max_new_tokens", 128), seed=params.get("sampling_seed"))
+    request = _make_request(
+        rid, ids, params, max_new_tokens=params.get("max_new_tokens", 128), seed=params.get("sampling_seed")
+    )
     answer = await process.answer(request, rid)
-    meta: dict[str, Any] = {"id": rid, "finish_reason": _say_sglang_finish(answer), "weight_version": process.version_name}
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": _say_sglang_finish(answer),
+        "weight_version": process.version_name,
+    }
     if answer.finish != "abort" or answer.token_ids:
         meta |= {"prompt_tokens": len(ids), "cached_tokens": 0, "completion_tokens": len(answer.token_ids)}
         scored = [*answer.token_ids, 0][: len(answer.log_probs)]
-        finite = [None if log_prob is None or not math.isfinite(log_prob) else log_prob for log_prob in answer.log_probs]
-        meta["output_token_logprobs"] = [[log_prob, token, None] for log_prob, token in zip(finite, scored, strict=True)]
+        finite = [
+            None if log_prob is None or not math.isfinite(log_prob) else log_prob
+            for log_prob in answer.log_probs
+        ]
+        meta["output_token_logprobs"] = [
+            [log_prob, token, None] for log_prob, token in zip(finite, scored, strict=True)
+        ]
         if answer.spans is not None:
             meta["weight_versions"] = answer.spans
     return _send({"text": "", "output_ids": answer.token_ids, "meta_info": meta}, answer)
@@ -552,7 +627,9 @@ def _say_sglang_finish(answer: Answer) -> dict[str, Any]:
 
 
 async def _update_from_disk(sglang: _SGLang, body: dict[str, Any]) -> _Reply:
-    """Waits until nothing runs unless the server is paused. Frozen in place, a flush fails although the weights were replaced."""
+    """Waits until nothing runs unless the server is paused. Frozen in place, a flush fails although the
+    weights were replaced.
+    """
     process = sglang.process
     if process.paused is None:
         await process.wait_idle()
@@ -564,8 +641,19 @@ async def _update_from_disk(sglang: _SGLang, body: dict[str, Any]) -> _Reply:
         return _Reply(_encode({"success": False, "message": str(bad), "num_paused_requests": 0}), bad.status)
     sglang.model_path = str(body["model_path"])
     if process.paused == "keep" and not process.aborts_frozen and body.get("flush_cache", True):
-        return _Reply(_encode({"success": False, "message": "Flush cache failed.", "num_paused_requests": process.in_flight}), 400)
-    return _reply({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": process.in_flight})
+        return _Reply(
+            _encode(
+                {"success": False, "message": "Flush cache failed.", "num_paused_requests": process.in_flight}
+            ),
+            400,
+        )
+    return _reply(
+        {
+            "success": True,
+            "message": "Succeeded to update model weights.",
+            "num_paused_requests": process.in_flight,
+        }
+    )
 
 
 async def _say_sglang_loads(process: SimulatedProcess) -> _Reply:
@@ -596,10 +684,12 @@ def _say_sglang_settings(sglang: _SGLang) -> dict[str, Any]:
     return said | sglang.settings
 
 
-# --- both --------------------------------------------------------------------------------------------------------------------
+# --- both ---------------------------------------------------------------------------------------------------
 
 
-def _make_request(server_id: str, ids: list[int], params: dict[str, Any], *, max_new_tokens: int, seed: int | None) -> GenerateRequest:
+def _make_request(
+    server_id: str, ids: list[int], params: dict[str, Any], *, max_new_tokens: int, seed: int | None
+) -> GenerateRequest:
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=params.get("temperature", 1.0),

@@ -1,9 +1,11 @@
-"""An InferenceEngine in virtual time whose server suffers a fault plan: no socket, no disk, and the client code that real engines run.
+"""An InferenceEngine in virtual time whose server suffers a fault plan: no socket, no disk, and the client
+code that real engines run.
 
     generate() ──► EngineServer (gate, in flight, silence, abort) ──► _ProcessClient ──► SimulatedProcess
                    the same as in VLLMEngine and SGLangEngine         raises what the HTTP client raises
 
-Answers travel as bytes, spoiled where the plan says so, and become completions, or ReplyErrors, in rollouts.engines.wire.
+Answers travel as bytes, spoiled where the plan says so, and become completions, or ReplyErrors, in
+rollouts.engines.wire.
 """
 
 from __future__ import annotations
@@ -60,10 +62,11 @@ async def open_faulty_engine(
     read_weights: ReadWeights | None = None,
     base_weights: str = BASE_WEIGHTS,
 ) -> AsyncIterator[FaultyEngine]:
-    """An engine over a server of its own, which serves `base_weights` under no version and suffers what `plan` has for `name`.
+    """An engine over a server of its own, which serves `base_weights` under no version and suffers what
+    `plan` has for `name`.
 
-    `silence_s`: virtual seconds without an answer and without progress after which EngineSilent is raised. For the rest see
-    open_simulated_process. Leaving ends the server; later calls raise EngineClosed.
+    `silence_s`: virtual seconds without an answer and without progress after which EngineSilent is raised.
+    For the rest see open_simulated_process. Leaving ends the server; later calls raise EngineClosed.
     """
     opened = open_simulated_process(
         name,
@@ -84,11 +87,15 @@ async def open_faulty_engine(
 
 
 class FaultyEngine:
-    """An InferenceEngine. `restart` and `wait_exited` are what a fleet's Member takes. Made by open_faulty_engine."""
+    """An InferenceEngine. `restart` and `wait_exited` are what a fleet's Member takes. Made by
+    open_faulty_engine.
+    """
 
     def __init__(self, process: SimulatedProcess, *, silence_s: float) -> None:
         self.process = process
-        self._server = EngineServer(cast(HttpClient, _ProcessClient(process)), name=process.name, silence_s=silence_s)
+        self._server = EngineServer(
+            cast(HttpClient, _ProcessClient(process)), name=process.name, silence_s=silence_s
+        )
         self._features = EngineFeatures(
             vocab_size=process.vocab_size,
             context_length=process.context_length,
@@ -106,7 +113,7 @@ class FaultyEngine:
     def features(self) -> EngineFeatures:
         return self._features
 
-    # --- InferenceEngine -----------------------------------------------------------------------------------------------------
+    # --- InferenceEngine ------------------------------------------------------------------------------------
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return await self._server.run(request, self._features, self._ask)
@@ -121,14 +128,22 @@ class FaultyEngine:
         where = f"{self.process.name}: POST /generate"
         reply = _decode(body, where=where)
         return make_completion(
-            request, reply.token_ids, reply.log_probs, reply.spans, reply.finish, vocab_size=self._features.vocab_size, where=where
+            request,
+            reply.token_ids,
+            reply.log_probs,
+            reply.spans,
+            reply.finish,
+            vocab_size=self._features.vocab_size,
+            where=where,
         )
 
     async def _read_progress(self) -> Hashable:
         return await self._server.call("GET", "/tokens")
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
-        """Loads and names. Raises RequestRefused when there is nothing at `path`, InfrastructureError; the version is then the old one."""
+        """Loads and names. Raises RequestRefused when there is nothing at `path`, InfrastructureError; the
+        version is then the old one.
+        """
         await self._server.call("POST", "/load", str(path))
         await self._server.call("POST", "/version", str(version))
         return {"version": version}
@@ -192,16 +207,21 @@ class FaultyEngine:
         self._refuse_memory()
 
     def _refuse_memory(self) -> NoReturn:
-        raise EngineError(f"{self.process.name} takes weights from a snapshot only; call update_weights_from_checkpoint")
+        raise EngineError(
+            f"{self.process.name} takes weights from a snapshot only; call update_weights_from_checkpoint"
+        )
 
     def statistics(self) -> Mapping[str, float]:
-        return self._server.statistics() | {"tokens": float(self.process.tokens), "faults": float(len(self.process.struck))}
+        return self._server.statistics() | {
+            "tokens": float(self.process.tokens),
+            "faults": float(len(self.process.struck)),
+        }
 
     def close(self) -> None:
         """Every request in flight and every later call raises EngineClosed."""
         self._server.close()
 
-    # --- what a fleet's Member takes, and a test ---------------------------------------------------------------------------------
+    # --- what a fleet's Member takes, and a test ------------------------------------------------------------
 
     async def restart(self) -> None:
         """Another process in place of this one, after speed.start_s: base weights, no version, not paused."""
@@ -228,10 +248,18 @@ class _ProcessClient:
         self._process = process
         self._calls = 0  # that wait for an answer
         self._made = 0  # ever
-        self.requests: dict[str, GenerateRequest] = {}  # by server id; in place of the bodies of generate calls
+        self.requests: dict[
+            str, GenerateRequest
+        ] = {}  # by server id; in place of the bodies of generate calls
 
     async def request(
-        self, method: str, path: str, *, body: bytes | None = None, silence_s: float = 60.0, on_silence: Callable[[], Awaitable[bool]] | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        silence_s: float = 60.0,
+        on_silence: Callable[[], Awaitable[bool]] | None = None,
     ) -> HttpReply:
         """Raises EngineUnreachable, EngineSilent, ReplyError."""
         where = f"{method} {self._process.name}{path}"
@@ -265,7 +293,13 @@ class _ProcessClient:
         try:
             if server_id in self.requests:
                 return self._send(await self._process.answer(self.requests[server_id], server_id), where=path)
-            return HttpReply(200, {}, msgspec.json.encode(await self._control(method, path, None if body is None else msgspec.json.decode(body))))
+            return HttpReply(
+                200,
+                {},
+                msgspec.json.encode(
+                    await self._control(method, path, None if body is None else msgspec.json.decode(body))
+                ),
+            )
         except BadAnswer as answer:
             headers = {} if answer.retry_after_s is None else {"retry-after": str(answer.retry_after_s)}
             return HttpReply(answer.status, headers, str(answer).encode())
@@ -312,7 +346,9 @@ class _ProcessClient:
         return {"connections": float(self._calls), "idle": 0.0, "opened": float(self._made)}
 
 
-async def _wait_answered(answered: trio.Event, *, silence_s: float, on_silence: Callable[[], Awaitable[bool]] | None, where: str) -> None:
+async def _wait_answered(
+    answered: trio.Event, *, silence_s: float, on_silence: Callable[[], Awaitable[bool]] | None, where: str
+) -> None:
     """Raises EngineSilent after `silence_s`, unless on_silence() says to wait as long again."""
     while not answered.is_set():
         with trio.move_on_after(silence_s):
@@ -322,7 +358,9 @@ async def _wait_answered(answered: trio.Event, *, silence_s: float, on_silence: 
 
 
 def _decode(body: bytes, *, where: str) -> _Reply:
-    """Python's own parser reads it, for it takes the NaN that some servers write; make_completion is to see it."""
+    """Python's own parser reads it, for it takes the NaN that some servers write; make_completion is to see
+    it.
+    """
     try:
         return msgspec.convert(json.loads(body), _Reply)
     except (ValueError, msgspec.ValidationError) as error:

@@ -1,4 +1,6 @@
-"""One run of the fleet simulator, drawn from one integer: how it is trained, who serves, what goes wrong and when."""
+"""One run of the fleet simulator, drawn from one integer: how it is trained, who serves, what goes wrong and
+when.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class FleetSchedule:
     export_s: float  # to write a snapshot
     silence_s: float  # of a request or an update without progress
     checkpoint_every: int
-    ends: Literal["never", "stop", "kill"]  # of the first trainer: asked to stop after a step, or killed; another resumes
+    ends: Literal[
+        "never", "stop", "kill"
+    ]  # of the first trainer: asked to stop after a step, or killed; another resumes
     ends_at: float  # that step; or those seconds
 
 
@@ -134,7 +138,15 @@ def _draw_servers(draw: random.Random) -> tuple[SimulatedServer, ...]:
 def _draw_faults(seed: int, names: list[str]) -> FaultPlan:
     """The first plan of the seed's sequence that has enough."""
     for attempt in range(1000):
-        plan = draw_fault_plan(seed * 1000 + attempt, engines=names, most=5, requests=25, updates=LEAST_SYNCS, horizon_s=HORIZON_S / 2, recovers=True)
+        plan = draw_fault_plan(
+            seed * 1000 + attempt,
+            engines=names,
+            most=5,
+            requests=25,
+            updates=LEAST_SYNCS,
+            horizon_s=HORIZON_S / 2,
+            recovers=True,
+        )
         if len(plan.faults) >= PLANNED_FAULTS:
             return plan
     raise AssertionError(f"no plan of seed {seed} has {PLANNED_FAULTS} faults")

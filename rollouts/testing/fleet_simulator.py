@@ -1,11 +1,13 @@
-"""Random runs of RL over a fleet of servers that fail, in virtual time, each made of one integer; what must hold is checked after every event.
+"""Random runs of RL over a fleet of servers that fail, in virtual time, each made of one integer; what must
+hold is checked after every event.
 
     run_rl_training ─► AsyncRolloutManager ─► Fleet ─► FaultyEngine, over simulated processes that suffer a fault plan
           │                                     ▲
           └─► SimulatedBackend (checks what it trains on)  WeightSync, keep_engines_current ─► snapshots that are only names
 
-All but the ends are the real thing. Weights are a word; an engine's log-probs depend on the word that it really serves, so a token from other
-weights than it says is found out when it trains. A trainer that stops, is killed or gives up is followed by one that resumes from its checkpoint.
+All but the ends are the real thing. Weights are a word; an engine's log-probs depend on the word that it
+really serves, so a token from other weights than it says is found out when it trains. A trainer that stops,
+is killed or gives up is followed by one that resumes from its checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ import trio.testing
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines import fleet_state
 from rollouts.engines.fleet import Fleet, Member, open_fleet
-from rollouts.errors import FleetDown, InfrastructureError, NotEnoughSamples, SnapshotError, StalenessError, WeightSyncError
+from rollouts.errors import (
+    FleetDown,
+    InfrastructureError,
+    NotEnoughSamples,
+    SnapshotError,
+    StalenessError,
+    WeightSyncError,
+)
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.hooks import LoopHooks
@@ -37,7 +46,13 @@ from rollouts.metrics.spans import Span
 from rollouts.protocols import PauseMode, TrainingBackend, WeightSink
 from rollouts.testing.fakes import FAKE_END, FakeBackend, FakeFuture, FakeTokenizer, fake_uniform
 from rollouts.testing.faulty_engine import FaultyEngine
-from rollouts.testing.fleet_schedule import LEAST_FAULTS, LEAST_REQUESTS, LEAST_SYNCS, FleetSchedule, SimulatedServer
+from rollouts.testing.fleet_schedule import (
+    LEAST_FAULTS,
+    LEAST_REQUESTS,
+    LEAST_SYNCS,
+    FleetSchedule,
+    SimulatedServer,
+)
 from rollouts.testing.simulated_process import (
     BadAnswer,
     SimulatedProcess,
@@ -72,7 +87,8 @@ VOCAB_SIZE = 258
 Invariant = Literal[
     "ledger",  # every prompt drawn is in exactly one place of the manager's books
     "prompts",  # and of the buffer's: none lost, none trained twice
-    "serving",  # whoever gets requests has committed the published version, or the one that is being published
+    # whoever gets requests has committed the published version, or the one that is being published
+    "serving",
     "weights",  # and really serves its weights, or its process is gone and nobody could know
     "published",  # nothing is published that no engine has proven, nor committed that the trainer has not
     "paused",  # no engine is left paused without an attempt to resume it
@@ -121,7 +137,11 @@ def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
     simulation = _Simulation(schedule)
     _seed_scheduler(schedule.seed)
     try:
-        trio.run(simulation.run, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[_Watcher(simulation)])
+        trio.run(
+            simulation.run,
+            clock=trio.testing.MockClock(autojump_threshold=0),
+            instruments=[_Watcher(simulation)],
+        )
     except BaseException as error:
         broken = simulation.broken or _find_broken(error)
         if broken is None:
@@ -130,7 +150,9 @@ def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
         simulation.broken = broken
         broken.__cause__ = None if broken is error else error
     if simulation.broken is not None:
-        simulation.broken.add_note(f"python -m rollouts sim --seed {schedule.seed} (at {simulation.virtual_s:.2f} virtual seconds)")
+        simulation.broken.add_note(
+            f"python -m rollouts sim --seed {schedule.seed} (at {simulation.virtual_s:.2f} virtual seconds)"
+        )
         raise simulation.broken
     return simulation.report
 
@@ -140,13 +162,16 @@ def describe_report(report: FleetReport) -> str:
     faults = ", ".join(f"{count} {kind}" for kind, count in sorted(report.faults.items()))
     after = f" after {', '.join(report.interruptions)}" if report.interruptions else ""
     return (
-        f"{report.outcome}{after}; {report.steps} steps, {report.syncs} syncs, {report.requests} requests, {report.trained_tokens} tokens trained "
-        f"in {report.virtual_s:.0f} virtual seconds; {report.events} events checked; {report.faults.total()} faults: {faults}"
+        f"{report.outcome}{after}; {report.steps} steps, {report.syncs} syncs, {report.requests} requests,"
+        f" {report.trained_tokens} tokens trained in {report.virtual_s:.0f} virtual seconds; {report.events}"
+        f" events checked; {report.faults.total()} faults: {faults}"
     )
 
 
 def _seed_scheduler(seed: int) -> None:
-    """Which of several tasks that wake at once runs first is drawn from the seed too, so that a seed repeats its run."""
+    """Which of several tasks that wake at once runs first is drawn from the seed too, so that a seed repeats
+    its run.
+    """
     from trio._core import _run  # trio offers this to its own Hypothesis plug-in only
 
     _run._ALLOW_DETERMINISTIC_SCHEDULING = True  # pyright: ignore[reportPrivateImportUsage]
@@ -175,7 +200,7 @@ class _Watcher(trio.abc.Instrument):
         self._simulation.check_event()
 
 
-# --- the ends that are not real ----------------------------------------------------------------------------------------------
+# --- the ends that are not real -----------------------------------------------------------------------------
 
 
 class SimulatedEngine(FaultyEngine):
@@ -193,10 +218,17 @@ class SimulatedEngine(FaultyEngine):
 
 
 class SimulatedBackend(FakeBackend):
-    """Its weights are a word, another one after every step that is not skipped. `lineage` has the word of every version so far."""
+    """Its weights are a word, another one after every step that is not skipped. `lineage` has the word of
+    every version so far.
+    """
 
     def __init__(
-        self, *, step_s: float, lineage: list[str], name_next: Callable[[list[str]], str], check_batch: Callable[[RolloutBatch], None]
+        self,
+        *,
+        step_s: float,
+        lineage: list[str],
+        name_next: Callable[[list[str]], str],
+        check_batch: Callable[[RolloutBatch], None],
     ) -> None:
         super().__init__(step_s=step_s, failures={})
         self._version = len(lineage) - 1
@@ -220,7 +252,9 @@ class SimulatedBackend(FakeBackend):
 
         def run() -> FloatArray:
             greedy = SamplingParams(max_new_tokens=count, temperature=0.0)
-            tokens = draw_tokens(GenerateRequest(request_id="probe", prompt_ids=prompt_ids, sampling=greedy), VOCAB_SIZE)
+            tokens = draw_tokens(
+                GenerateRequest(request_id="probe", prompt_ids=prompt_ids, sampling=greedy), VOCAB_SIZE
+            )
             rows = np.full((count, VOCAB_SIZE), -np.inf, np.float32)
             for index, token in enumerate(tokens):
                 rows[index, token] = weights_log_prob(self.weights, len(prompt_ids) + index, token)
@@ -245,7 +279,9 @@ class HeldWord:
 
 
 class SimulatedSnapshots:
-    """A SnapshotKeeper whose snapshots are directories that do not exist: their last part says what the weights are."""
+    """A SnapshotKeeper whose snapshots are directories that do not exist: their last part says what the
+    weights are.
+    """
 
     def __init__(self, export_s: float) -> None:
         self._export_s = export_s
@@ -299,8 +335,12 @@ class _NoLog:
         updates: Sequence[UpdateRecord] = (),
         spans: Sequence[Span] = (),
     ) -> None: ...
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None: ...
-    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None: ...
+    async def log_samples(
+        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
+    ) -> None: ...
+    async def log_evaluation(
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+    ) -> None: ...
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
 
 
@@ -326,15 +366,19 @@ class _Trainer:
     buffer: RecordingBuffer
     manager: AsyncRolloutManager
     trained: set[tuple[int, str]]
-    incarnations: dict[str, int] = field(default_factory=dict)  # of the process that was last committed, by engine
+    incarnations: dict[str, int] = field(
+        default_factory=dict
+    )  # of the process that was last committed, by engine
     updating: set[str] = field(default_factory=set)
-    doubted: set[str] = field(default_factory=set)  # suspects whose process is another one than that which was committed
+    doubted: set[str] = field(
+        default_factory=set
+    )  # suspects whose process is another one than that which was committed
     most_committed: int = -1
     syncing: int = -1  # the version of the last update that was begun
     trained_all: trio.Event = field(default_factory=trio.Event)
 
 
-# --- one run -----------------------------------------------------------------------------------------------------------------
+# --- one run ------------------------------------------------------------------------------------------------
 
 
 class _Simulation:
@@ -360,7 +404,11 @@ class _Simulation:
         async with AsyncExitStack() as stack:
             for server in schedule.servers:
                 opened = open_simulated_process(
-                    server.name, schedule.faults, speed=server.speed, vocab_size=VOCAB_SIZE, read_weights=self.snapshots.read
+                    server.name,
+                    schedule.faults,
+                    speed=server.speed,
+                    vocab_size=VOCAB_SIZE,
+                    read_weights=self.snapshots.read,
                 )
                 self.processes[server.name] = await stack.enter_async_context(opened)
             with self.scope:
@@ -372,7 +420,9 @@ class _Simulation:
                         pass
                     nursery.cancel_scope.cancel()
             if self.scope.cancelled_caught and self.broken is None:
-                self.broken = BrokenInvariant("progress", f"the run has not ended after {MOST_VIRTUAL_S:g} s; {self.last_seen}")
+                self.broken = BrokenInvariant(
+                    "progress", f"the run has not ended after {MOST_VIRTUAL_S:g} s; {self.last_seen}"
+                )
             if self.broken is None:
                 self.check_report()
 
@@ -390,7 +440,7 @@ class _Simulation:
         if self.trainer is not None and server.name in self.trainer.engines:
             await self.trainer.fleet.leave(self.trainer.engines[server.name], grace_s=20.0)
 
-    # --- one trainer ---------------------------------------------------------------------------------------------------------
+    # --- one trainer ----------------------------------------------------------------------------------------
 
     async def live(self) -> bool:
         """Whether this trainer has finished the run, or its successor is not to try."""
@@ -434,17 +484,29 @@ class _Simulation:
         schedule, saved = self.schedule, self.checkpoint
         engines: dict[str, SimulatedEngine] = {}
         members = [self.make_member(name, engines) for name in self.members]
-        async with open_fleet(members, settings=schedule.settings, seed=schedule.seed, warn=self.warn) as fleet:
-            backend = SimulatedBackend(step_s=schedule.step_s, lineage=list(saved.lineage), name_next=self.name_weights, check_batch=self.check_batch)
+        async with open_fleet(
+            members, settings=schedule.settings, seed=schedule.seed, warn=self.warn
+        ) as fleet:
+            backend = SimulatedBackend(
+                step_s=schedule.step_s,
+                lineage=list(saved.lineage),
+                name_next=self.name_weights,
+                check_batch=self.check_batch,
+            )
             limit_s = schedule.silence_s * 2
             sync = WeightSync(
                 Probe(make_probe_prompt(VOCAB_SIZE), tolerance=1e-4, num_tokens=4),
                 keeper=self.snapshots,
                 admission=fleet,
-                limits=SilenceLimits(pause=limit_s, load=limit_s, set_version=limit_s, resume=limit_s, probe=limit_s * 4),
+                limits=SilenceLimits(
+                    pause=limit_s, load=limit_s, set_version=limit_s, resume=limit_s, probe=limit_s * 4
+                ),
                 warn=self.warn,
             )
-            buffer = RecordingBuffer(DataBuffer([{"prompt": f"p{row}"} for row in range(schedule.rows)], seed=schedule.seed), set(saved.out))
+            buffer = RecordingBuffer(
+                DataBuffer([{"prompt": f"p{row}"} for row in range(schedule.rows)], seed=schedule.seed),
+                set(saved.out),
+            )
             manager = AsyncRolloutManager(
                 buffer,
                 fleet,
@@ -461,7 +523,9 @@ class _Simulation:
                 buffer_state, manager_state = json.loads(saved.state)
                 buffer.buffer.load_state_dict(buffer_state)
                 manager.load_state_dict(manager_state)
-            self.trainer = trainer = _Trainer(fleet, engines, sync, backend, buffer, manager, set(saved.trained))
+            self.trainer = trainer = _Trainer(
+                fleet, engines, sync, backend, buffer, manager, set(saved.trained)
+            )
             self.check_books(trainer)
             try:
                 yield trainer
@@ -475,7 +539,11 @@ class _Simulation:
         hooks = LoopHooks(
             save_checkpoint=self.save,
             checkpoint_every=schedule.checkpoint_every,
-            stop_requested=lambda: schedule.ends == "stop" and self.lives == 1 and trainer.backend.weight_version >= schedule.ends_at,
+            stop_requested=lambda: (
+                schedule.ends == "stop"
+                and self.lives == 1
+                and trainer.backend.weight_version >= schedule.ends_at
+            ),
         )
         try:
             await self.sync_weights(trainer.backend, [trainer.fleet], start)
@@ -491,25 +559,48 @@ class _Simulation:
         return "completed" if start + len(history) == schedule.config.steps else "stopped"
 
     async def visit(self, trainer: _Trainer, number: int) -> None:
-        """Asks the fleet all the time, also while it is updated, as an evaluation does, and looks at every answer."""
+        """Asks the fleet all the time, also while it is updated, as an evaluation does, and looks at every
+        answer.
+        """
         sampling = SamplingParams(max_new_tokens=VISITOR_TOKENS)
         for count in itertools.takewhile(lambda _: not trainer.trained_all.is_set(), itertools.count()):
             prompt_ids = np.arange(1 + (count + number) % 7)
-            request = GenerateRequest(request_id=f"visitor-{number}-{count}", prompt_ids=prompt_ids, sampling=replace(sampling, seed=count))
+            request = GenerateRequest(
+                request_id=f"visitor-{number}-{count}",
+                prompt_ids=prompt_ids,
+                sampling=replace(sampling, seed=count),
+            )
             try:
                 with trio.fail_after(MOST_WAIT_S):
                     completion = await trainer.fleet.generate(request)
             except trio.TooSlowError:
-                raise BrokenInvariant("progress", f"{request.request_id} got no answer in {MOST_WAIT_S:g} s; {self.describe()}") from None
+                raise BrokenInvariant(
+                    "progress", f"{request.request_id} got no answer in {MOST_WAIT_S:g} s; {self.describe()}"
+                ) from None
             except (InfrastructureError, FleetDown):
                 await trio.sleep(1.0)
                 continue
-            for index, (token, log_prob, of) in enumerate(zip(completion.token_ids, completion.log_probs, completion.weight_versions, strict=True)):
-                self.check_token(trainer, len(prompt_ids) + index, int(token), float(log_prob), int(of), oldest=0, newest=trainer.most_committed)
+            for index, (token, log_prob, of) in enumerate(
+                zip(completion.token_ids, completion.log_probs, completion.weight_versions, strict=True)
+            ):
+                self.check_token(
+                    trainer,
+                    len(prompt_ids) + index,
+                    int(token),
+                    float(log_prob),
+                    int(of),
+                    oldest=0,
+                    newest=trainer.most_committed,
+                )
             await trio.sleep(0.5)
 
     async def sync_weights(
-        self, backend: TrainingBackend, engines: Sequence[Any], version: int, *, released: trio.Event | None = None
+        self,
+        backend: TrainingBackend,
+        engines: Sequence[Any],
+        version: int,
+        *,
+        released: trio.Event | None = None,
     ) -> Mapping[str, float]:
         trainer = self.trainer
         assert trainer is not None
@@ -518,7 +609,10 @@ class _Simulation:
         self.report.syncs += 1
         self.report.released += released is not None and released.is_set()
         if trainer.fleet.published_version != version:
-            self.fail("published", f"the trainer has synced {version}, published is {trainer.fleet.published_version}")
+            self.fail(
+                "published",
+                f"the trainer has synced {version}, published is {trainer.fleet.published_version}",
+            )
         return metrics
 
     async def save(self, step: int) -> None:
@@ -528,12 +622,22 @@ class _Simulation:
         self.check_books(trainer)
         self.report.saved_in_flight += int(trainer.manager.statistics()["in_flight"])
         state = json.dumps([trainer.buffer.buffer.state_dict(), trainer.manager.state_dict()])
-        self.checkpoint = _Checkpoint(step, state, frozenset(trainer.buffer.out), frozenset(trainer.trained), tuple(trainer.backend.lineage))
+        self.checkpoint = _Checkpoint(
+            step,
+            state,
+            frozenset(trainer.buffer.out),
+            frozenset(trainer.trained),
+            tuple(trainer.backend.lineage),
+        )
 
     def make_member(self, name: str, engines: dict[str, SimulatedEngine]) -> Member:
         server = self.servers[name]
         engine = engines[name] = SimulatedEngine(self.processes[name], silence_s=self.schedule.silence_s)
-        return Member(engine, engine.restart if server.can_restart else None, engine.wait_exited if server.is_watched else None)
+        return Member(
+            engine,
+            engine.restart if server.can_restart else None,
+            engine.wait_exited if server.is_watched else None,
+        )
 
     def name_weights(self, lineage: list[str]) -> str:
         """What the next step makes of the weights; the same step of another trainer makes others."""
@@ -542,7 +646,9 @@ class _Simulation:
         return lineage[-1] if skipped else f"w{step}.{self.lives}"
 
     async def reward(self, sample: Sample) -> float:
-        await trio.sleep(self.schedule.reward_s * int(4 * fake_uniform(self.schedule.seed, "takes", sample.id)))
+        await trio.sleep(
+            self.schedule.reward_s * int(4 * fake_uniform(self.schedule.seed, "takes", sample.id))
+        )
         if fake_uniform(self.schedule.seed, "reward fails", sample.id) < self.schedule.failed_reward_rate:
             raise ValueError("a bug in the reward")
         return fake_uniform(self.schedule.seed, "reward", sample.id)
@@ -554,7 +660,7 @@ class _Simulation:
     def warn(self, text: str) -> None:
         self.report.warnings += 1
 
-    # --- what must hold ------------------------------------------------------------------------------------------------------
+    # --- what must hold -------------------------------------------------------------------------------------
 
     def fail(self, invariant: Invariant, detail: str) -> None:
         """Ends the run; the first to fail is told."""
@@ -582,7 +688,10 @@ class _Simulation:
             if state.version is not None and state.version > trainer.most_committed:
                 trainer.most_committed = state.version
             if state.in_flight > len(live.calls):
-                self.fail("seats", f"{name} has {state.in_flight} in flight by its count, {len(live.calls)} hold a seat")
+                self.fail(
+                    "seats",
+                    f"{name} has {state.in_flight} in flight by its count, {len(live.calls)} hold a seat",
+                )
             process = self.processes[name]
             if state.updating:
                 trainer.updating.add(name)
@@ -594,68 +703,128 @@ class _Simulation:
             if fleet_state.in_service(state):
                 self.check_serving(name, state.version, trainer, published)
                 continue
-            if state.condition == "suspect" and process.up and process.incarnation != trainer.incarnations.get(name):
+            if (
+                state.condition == "suspect"
+                and process.up
+                and process.incarnation != trainer.incarnations.get(name)
+            ):
                 trainer.doubted.add(name)  # the check that comes has to notice
-            if process.paused is not None and process.up and not is_syncing and not trainer.engines[name].resume_tried:
-                self.fail("paused", f"{name} is paused ({process.paused}), nobody updates it, and nobody has tried to resume it")
+            if (
+                process.paused is not None
+                and process.up
+                and not is_syncing
+                and not trainer.engines[name].resume_tried
+            ):
+                self.fail(
+                    "paused",
+                    f"{name} is paused ({process.paused}), nobody updates it, and nobody has tried to"
+                    " resume it",
+                )
         if published > trainer.most_committed or trainer.most_committed > version:
-            self.fail("published", f"published is {published}, the trainer has {version}, engines have proven {trainer.most_committed} at most")
+            self.fail(
+                "published",
+                f"published is {published}, the trainer has {version}, engines have proven"
+                f" {trainer.most_committed} at most",
+            )
 
     def check_serving(self, name: str, committed: int | None, trainer: _Trainer, published: int) -> None:
         is_syncing = trainer.sync._lock.locked()
         if self.life.cancel_called and committed is not None:
             published = committed  # a trainer that is killed between commit and publish leaves the fleet so
-        if committed is None or not (committed == published or (is_syncing and committed == trainer.syncing > published)):
+        if committed is None or not (
+            committed == published or (is_syncing and committed == trainer.syncing > published)
+        ):
             self.fail("serving", f"{name} gets requests with version {committed}, published is {published}")
             return
         process = self.processes[name]
         other_process = process.incarnation != trainer.incarnations.get(name, process.incarnation)
-        if not process.up or (other_process and not self.servers[name].is_watched and name not in trainer.doubted):
+        if not process.up or (
+            other_process and not self.servers[name].is_watched and name not in trainer.doubted
+        ):
             return  # nobody can know yet; its answers are checked when they train
         if process.paused is not None:
             self.fail("paused", f"{name} gets requests and is paused ({process.paused})")
         if process.weights != trainer.backend.lineage[committed]:
             weights = trainer.backend.lineage[committed]
-            self.fail("weights", f"{name} gets requests as version {committed}, which is {weights}, and serves {process.weights}")
+            self.fail(
+                "weights",
+                f"{name} gets requests as version {committed}, which is {weights}, and serves"
+                f" {process.weights}",
+            )
 
     def check_batch(self, batch: RolloutBatch) -> None:
         """Every token that trains, and which prompts do."""
         trainer = self.trainer
-        assert trainer is not None and batch.rollout_log_probs is not None and batch.weight_versions is not None
+        assert (
+            trainer is not None and batch.rollout_log_probs is not None and batch.weight_versions is not None
+        )
         version = trainer.backend.weight_version
         oldest = version - self.schedule.config.max_staleness
-        rows = zip(batch.tokens, batch.loss_masks, batch.rollout_log_probs, batch.weight_versions, strict=True)
+        rows = zip(
+            batch.tokens, batch.loss_masks, batch.rollout_log_probs, batch.weight_versions, strict=True
+        )
         for tokens, mask, log_probs, versions in rows:
             for position in np.flatnonzero(mask).tolist():
-                token, log_prob, of = int(tokens[position]), float(log_probs[position]), int(versions[position])
-                self.check_token(trainer, position, token, log_prob, of, oldest=max(oldest, 0), newest=version)
+                token, log_prob, of = (
+                    int(tokens[position]),
+                    float(log_probs[position]),
+                    int(versions[position]),
+                )
+                self.check_token(
+                    trainer, position, token, log_prob, of, oldest=max(oldest, 0), newest=version
+                )
                 self.report.trained_tokens += 1
             self.report.mixed_samples += len(set(versions[mask].tolist())) > 1
         self.check_prompts(batch, trainer)
         self.report.steps += 1
 
-    def check_token(self, trainer: _Trainer, position: int, token: int, log_prob: float, version: int, *, oldest: int, newest: int) -> None:
+    def check_token(
+        self,
+        trainer: _Trainer,
+        position: int,
+        token: int,
+        log_prob: float,
+        version: int,
+        *,
+        oldest: int,
+        newest: int,
+    ) -> None:
         if not oldest <= version <= newest:
-            raise BrokenInvariant("tokens", f"token {position} is of version {version}, the window is {oldest} to {newest}")
+            raise BrokenInvariant(
+                "tokens", f"token {position} is of version {version}, the window is {oldest} to {newest}"
+            )
         expected = weights_log_prob(trainer.backend.lineage[version], position, token)
         if abs(log_prob - expected) > 1e-6:
-            raise BrokenInvariant("tokens", f"token {position} says version {version}: its log-prob is {log_prob}, of those weights {expected}")
+            raise BrokenInvariant(
+                "tokens",
+                f"token {position} says version {version}: its log-prob is {log_prob}, of those weights"
+                f" {expected}",
+            )
 
     def check_prompts(self, batch: RolloutBatch, trainer: _Trainer) -> None:
         rollout = self.schedule.config.rollout
         ids = [sample.id for sample in batch.samples]
         groups = Counter((metadata["epoch"], metadata["prompt_id"]) for metadata in batch.metadata)
-        if len(set(ids)) != len(ids) or len(groups) != rollout.num_prompts or max(groups.values()) > rollout.samples_per_prompt:
+        if (
+            len(set(ids)) != len(ids)
+            or len(groups) != rollout.num_prompts
+            or max(groups.values()) > rollout.samples_per_prompt
+        ):
             raise BrokenInvariant("prompts", f"a batch of {ids}")
         if again := trainer.trained & groups.keys():
             raise BrokenInvariant("prompts", f"{sorted(again)} trained twice")
         trainer.trained |= groups.keys()
 
     def check_books(self, trainer: _Trainer) -> None:
-        """Every prompt taken off the stream waits in the buffer, or was trained, dropped, failed, is held, or, ahead of its batch, in flight."""
+        """Every prompt taken off the stream waits in the buffer, or was trained, dropped, failed, is held,
+        or, ahead of its batch, in flight.
+        """
         books = trainer.manager.statistics()
         final = {name: count for name, count in books.items() if name.startswith(("dropped/", "failed/"))}
-        given_back = sum(final.pop(name, 0) for name in ("dropped/surplus", "dropped/stale", "dropped/aborted", "failed/infrastructure"))
+        given_back = sum(
+            final.pop(name, 0)
+            for name in ("dropped/surplus", "dropped/stale", "dropped/aborted", "failed/infrastructure")
+        )
         used_up = books["trained"] + books["held"] + books["in_flight"] + sum(final.values())
         buffer = trainer.buffer.buffer.statistics()
         if (books["in_flight"] and not trainer.manager.is_ahead) or books["drawn"] != used_up + given_back:
@@ -663,17 +832,24 @@ class _Simulation:
         if books.get("dropped/stale"):
             raise BrokenInvariant("tokens", f"{books['dropped/stale']:g} groups became too old")
         if buffer["drawn"] != buffer["returned"] + used_up or len(trainer.buffer.out) != used_up:
-            raise BrokenInvariant("prompts", f"a prompt was lost: {buffer}, {len(trainer.buffer.out)} are out, {used_up} are used up")
+            raise BrokenInvariant(
+                "prompts",
+                f"a prompt was lost: {buffer}, {len(trainer.buffer.out)} are out, {used_up} are used up",
+            )
         if not trainer.trained <= trainer.buffer.out or len(trainer.trained) != books["trained"]:
-            raise BrokenInvariant("prompts", f"{len(trainer.trained)} trained, the books say {books['trained']}")
+            raise BrokenInvariant(
+                "prompts", f"{len(trainer.trained)} trained, the books say {books['trained']}"
+            )
 
     def check_explained(self, error: Exception, trainer: _Trainer) -> None:
         """No engine of the fleet went without a fault."""
         spared = [name for name in trainer.fleet._live if not self.processes[name].struck]
         if spared:
-            raise BrokenInvariant("explained", f"{', '.join(spared)} had no fault, and yet: {type(error).__name__}: {error}")
+            raise BrokenInvariant(
+                "explained", f"{', '.join(spared)} had no fault, and yet: {type(error).__name__}: {error}"
+            )
 
-    # --- the end -------------------------------------------------------------------------------------------------------------
+    # --- the end --------------------------------------------------------------------------------------------
 
     async def settle(self, trainer: _Trainer) -> None:
         """Waits until all who can serve do, and looks for what was left behind."""
@@ -700,7 +876,10 @@ class _Simulation:
             for name, live in trainer.fleet._live.items()
             if not fleet_state.in_service(live.state)
             and not live.state.leaving
-            and (self.processes[name].up or (self.servers[name].can_restart and not fleet_state.gave_up(live.state)))
+            and (
+                self.processes[name].up
+                or (self.servers[name].can_restart and not fleet_state.gave_up(live.state))
+            )
         ]
 
     def check_idle(self, trainer: _Trainer) -> None:
@@ -710,12 +889,20 @@ class _Simulation:
             "queued": fleet._queue.waiting,
             **{f"{name} seats": len(live.calls) + live.state.in_flight for name, live in fleet._live.items()},
             **{f"{name} tasks": len(engine._server._in_flight) for name, engine in trainer.engines.items()},
-            **{f"{name} requests": process.in_flight for name, process in self.processes.items() if process.up},
+            **{
+                f"{name} requests": process.in_flight
+                for name, process in self.processes.items()
+                if process.up
+            },
             "fleet tasks": len(fleet._nursery.child_tasks) - len(fleet._live) - 1,
         }
         if found := {what: count for what, count in left.items() if count}:
             raise BrokenInvariant("idle", f"left behind: {found}")
-        paused = [name for name, live in fleet._live.items() if self.processes[name].up and self.processes[name].paused is not None]
+        paused = [
+            name
+            for name, live in fleet._live.items()
+            if self.processes[name].up and self.processes[name].paused is not None
+        ]
         if paused:
             raise BrokenInvariant("paused", f"{', '.join(paused)} at the end")
 
@@ -727,7 +914,10 @@ class _Simulation:
         if report.outcome != "completed":
             return
         had = (report.syncs, report.requests, report.faults.total())
-        if any(count < least for count, least in zip(had, (LEAST_SYNCS, LEAST_REQUESTS, LEAST_FAULTS), strict=True)):
+        if any(
+            count < least
+            for count, least in zip(had, (LEAST_SYNCS, LEAST_REQUESTS, LEAST_FAULTS), strict=True)
+        ):
             self.broken = BrokenInvariant("minimum", f"syncs, requests, faults: {had}")
 
     def describe(self) -> str:

@@ -1,13 +1,15 @@
-"""Starts a command-line program many times, in a process of its own each time, or in several that are ranks, with its imports already made.
+"""Starts a command-line program many times, in a process of its own each time, or in several that are ranks,
+with its imports already made.
 
     parent ── {"argv", "environ", "output", "kill_after_s", …} ──► server: has imported the program, one thread, runs nothing itself
            ◄── {"pids"} ◄────────────────────────────────────────────┤
                                                                      └─ fork ──► main(argv), or exec of "command" ──► exit, or SIGKILL in time
            ◄── {"returncodes", "wall_s", "leftover", …} ◄──────────────┘ descendants that outlive the program become the server's children
 
-A model program spends most of a short run on imports; a forked one begins at once, so that it can be killed at hundreds of instants. To several
-processes the server is what torchrun is: when one fails, the others get SIGTERM, and SIGKILL 30 s later; nobody is started again. Linux only.
-`python -m rollouts.testing.fork_server MODULE:FUNCTION [MODULE …]` speaks one JSON object a line on its stdin and stdout.
+A model program spends most of a short run on imports; a forked one begins at once, so that it can be killed
+at hundreds of instants. To several processes the server is what torchrun is: when one fails, the others get
+SIGTERM, and SIGKILL 30 s later; nobody is started again. Linux only. `python -m rollouts.testing.fork_server
+MODULE:FUNCTION [MODULE …]` speaks one JSON object a line on its stdin and stdout.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ from rollouts.rewards.worker_os import adopt_orphans, die_with_parent
 DRAIN_S = 10.0  # for descendants of a program that has ended to end too
 END_S = 30.0  # for the others of a process that has failed, from SIGTERM to SIGKILL: what torchrun gives them
 ALONE: tuple[Mapping[str, str], ...] = ({},)
-ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # forking is sound only while nothing else runs
+ONE_THREAD = {
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}  # forking is sound only while nothing else runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,12 @@ class Ended:
     wall_s: float  # from its start to the end of the last process
     others_s: float  # from the end of the first process to that of the last
     timed_out: bool  # it was still running after limit_s, and was killed for that
-    leftover: tuple[str, ...]  # command lines of descendants that were still there after DRAIN_S, and were then killed; where `drain` asked
+    leftover: tuple[
+        str,
+        ...,
+        # command lines of descendants that were still there after DRAIN_S, and were then killed; where
+        # `drain` asked
+    ]
 
 
 class ForkServer:
@@ -75,12 +86,14 @@ class ForkServer:
         limit_s: float = 300.0,
         drain: bool = True,
     ) -> list[int]:
-        """Starts the program; the ids of its processes, one for each of `processes`, in whose environment it has those variables besides.
+        """Starts the program; the ids of its processes, one for each of `processes`, in whose environment it
+        has those variables besides.
 
-        It writes to the file `output`, and stderr to `errors` where that is given, and has `environ` on top of the server's environment. With
-        `command` that is executed instead, as from a shell. `kill_after_s`: SIGKILL then to the process number `killed`, if it still runs.
-        `end_others`: when a process fails the others are ended, as by torchrun. `drain`: `wait` also waits for descendants, and tells which did
-        not end.
+        It writes to the file `output`, and stderr to `errors` where that is given, and has `environ` on top
+        of the server's environment. With `command` that is executed instead, as from a shell. `kill_after_s`:
+        SIGKILL then to the process number `killed`, if it still runs. `end_others`: when a process fails the
+        others are ended, as by torchrun. `drain`: `wait` also waits for descendants, and tells which did not
+        end.
         """
         request = {
             "argv": list(argv),
@@ -103,7 +116,9 @@ class ForkServer:
     def wait(self) -> Ended:
         """Returns when the program that was started has ended, on all its processes."""
         fields = self._read_reply()
-        return Ended(**{**fields, "returncodes": tuple(fields["returncodes"]), "leftover": tuple(fields["leftover"])})
+        return Ended(
+            **{**fields, "returncodes": tuple(fields["returncodes"]), "leftover": tuple(fields["leftover"])}
+        )
 
     def _read_reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -114,7 +129,9 @@ class ForkServer:
 
 
 def place_ranks(count: int) -> tuple[Mapping[str, str], ...]:
-    """For `processes`: the environment of each of so many ranks on this machine; of one, that of a lone process."""
+    """For `processes`: the environment of each of so many ranks on this machine; of one, that of a lone
+    process.
+    """
     if count == 1:
         return ALONE
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -125,17 +142,25 @@ def place_ranks(count: int) -> tuple[Mapping[str, str], ...]:
 
 
 @contextmanager
-def open_fork_server(program: str, *, imports: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Iterator[ForkServer]:
-    """A server for `program`, "module:function" of one argument, argv, that returns an exit code; with the modules of `imports` loaded too."""
+def open_fork_server(
+    program: str, *, imports: Sequence[str] = (), environ: Mapping[str, str] | None = None
+) -> Iterator[ForkServer]:
+    """A server for `program`, "module:function" of one argument, argv, that returns an exit code; with the
+    modules of `imports` loaded too.
+    """
     command = [sys.executable, "-m", "rollouts.testing.fork_server", program, *imports]
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **ONE_THREAD, **(environ or {})}
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **ONE_THREAD, **(environ or {})},
     )
     with process:  # closes the pipes, at which the server ends, and waits for that
         yield ForkServer(process)
 
 
-# --- the server's side -------------------------------------------------------------------------------------------------------
+# --- the server's side --------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -191,7 +216,12 @@ def _watch(pids: Sequence[int], request: Mapping[str, Any], started: float) -> d
     leftover = _drain() if request["drain"] else []
     failed = [code for code in codes.values() if code]  # in the order in which they ended
     times = {"wall_s": ended - started, "others_s": ended - first_end, "timed_out": ended >= limit}
-    return {"returncode": (failed or [0])[0], "returncodes": [codes[pid] for pid in pids], **times, "leftover": leftover}
+    return {
+        "returncode": (failed or [0])[0],
+        "returncodes": [codes[pid] for pid in pids],
+        **times,
+        "leftover": leftover,
+    }
 
 
 def _signal(pids: Sequence[int], number: signal.Signals) -> None:
@@ -204,7 +234,10 @@ def _become(program: Any, request: Mapping[str, Any], environ: Mapping[str, str]
     code = 1
     try:
         die_with_parent(server)
-        output, errors = (os.open(request[name], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644) for name in ("output", "errors"))
+        output, errors = (
+            os.open(request[name], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            for name in ("output", "errors")
+        )
         null = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((null, 0), (output, 1), (errors, 2)):
             os.dup2(source, target)
@@ -254,7 +287,9 @@ def _drain() -> list[str]:
         signal.sigtimedwait({signal.SIGCHLD}, left)
     leftover: list[str] = []
     for pid in _children():
-        leftover.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip())
+        leftover.append(
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace").strip()
+        )
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return leftover

@@ -1,17 +1,20 @@
-"""Kills training runs with SIGKILL, starts them again with --resume until they finish, and says what was lost or differs.
+"""Kills training runs with SIGKILL, starts them again with --resume until they finish, and says what was lost
+or differs.
 
     unbroken run ─► how often each crash point is reached, how long it takes, what it leaves
     killed run   ─► attempt 1 ─ SIGKILL ─► attempt 2 --resume ─ SIGKILL ─► … ─► last attempt --resume, undisturbed ─► what it leaves
                          at a crash point, or after a time drawn from a seed; of several ranks one is killed, and the others end themselves
 
-    with open_kill_harness(Job("sft", ("--config", "tiny.toml", "--mode", "sft"), ("sft",)), Path("work")) as harness:
+    with open_kill_harness(Job("sft", ("--config", "tiny.toml", "--mode", "sft"), ("sft",)), Path("work")) as
+    harness:
         outcome = harness.kill("a", [Cut(point="checkpoint.before_rename:2"), Cut(after_s=1.5)])
         assert not outcome.violations
 
-A violation is a sentence. The promises: every resume succeeds; no step with a complete checkpoint is computed again or lost; readers see one row
-for each step; the files of the run, all bits of its checkpoints included, are those of the unbroken run, where the job is exact; every prompt
-is accounted for; the other ranks of one that is killed are gone within seconds; no process and no temporary file outlives the last attempt.
-Jobs write into directories below the given one. Linux only.
+A violation is a sentence. The promises: every resume succeeds; no step with a complete checkpoint is computed
+again or lost; readers see one row for each step; the files of the run, all bits of its checkpoints included,
+are those of the unbroken run, where the job is exact; every prompt is accounted for; the other ranks of one
+that is killed are gone within seconds; no process and no temporary file outlives the last attempt. Jobs write
+into directories below the given one. Linux only.
 """
 
 from __future__ import annotations
@@ -37,7 +40,12 @@ from rollouts.types import JSONValue
 
 PROGRAM = "integration_training.train:main"
 FRESH = f"import sys; from {PROGRAM.replace(':', ' import ')}; sys.exit(main())"
-IMPORTS = ("transformers.models.llama.modeling_llama", "rollouts.engines.local", "rollouts.backends.open", "rollouts.weight_sync.open")
+IMPORTS = (
+    "transformers.models.llama.modeling_llama",
+    "rollouts.engines.local",
+    "rollouts.backends.open",
+    "rollouts.weight_sync.open",
+)
 RANK_IMPORTS = ("rollouts.backends.ranks", "rollouts.backends.fsdp", "torch.distributed.rendezvous")
 OTHERS_S = 10.0  # for the other ranks to end after one was killed
 TAIL_CHARS = 1500  # of an attempt's output that a violation quotes
@@ -67,7 +75,9 @@ class Cut:
     fresh: bool = False  # a process that imports everything anew, so that it can be killed while it does
 
     def __str__(self) -> str:
-        return (self.point or f"{self.after_s:.3f} s on rank {self.rank}") + (" (fresh)" if self.fresh else "")
+        return (self.point or f"{self.after_s:.3f} s on rank {self.rank}") + (
+            " (fresh)" if self.fresh else ""
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +114,18 @@ class KillHarness:
     root: Path
     server: ForkServer
     reference: Path
-    reached: Sequence[Mapping[str, int]] = ()  # of each rank: by crash point, how often the unbroken run reaches it
+    reached: Sequence[
+        Mapping[str, int]
+    ] = ()  # of each rank: by crash point, how often the unbroken run reaches it
     wall_s: float = 0.0  # of the unbroken run
-    usual: frozenset[str] = frozenset()  # names that libraries leave in the temporary directory of a run that nobody killed, for the next one
+    usual: frozenset[str] = (
+        frozenset()
+    )  # names that libraries leave in the temporary directory of a run that nobody killed, for the next one
 
     def run_unbroken(self) -> None:
-        """Makes the run that others are compared with. Raises AssertionError if it breaks a promise by itself."""
+        """Makes the run that others are compared with. Raises AssertionError if it breaks a promise by
+        itself.
+        """
         listed = [self.root / f"reached-{rank}.txt" for rank in range(self.job.ranks)]
         ended = self._start(self.reference, None, resume=False, lists=listed)
         self.reached = [Counter(path.read_text().split()) if path.exists() else Counter() for path in listed]
@@ -119,7 +135,9 @@ class KillHarness:
         assert not violations, violations
 
     def kill(self, name: str, cuts: Sequence[Cut]) -> Outcome:
-        """Kills a run by each of `cuts` in turn, lets it finish, and compares. Its directory is removed if there was no violation."""
+        """Kills a run by each of `cuts` in turn, lets it finish, and compares. Its directory is removed if
+        there was no violation.
+        """
         out = self.root / name
         assert not out.exists(), f"{out} is there already"
         attempts: list[Attempt] = []
@@ -144,9 +162,11 @@ class KillHarness:
         return Outcome(name, tuple(attempts), tuple(violations))
 
     def plan_points(self, *, once: bool = False) -> dict[str, list[Cut]]:
-        """By name of a run, its cuts: every point that a rank of the unbroken run reaches, the first, middle and last time; the points of a resumed
-        start, after a kill in the middle; and every point in two attempts running. Of several ranks each is killed at its points, in the middle
-        only: where in the run a rank dies is tried by the job of one rank. once: so it is with one rank too."""
+        """By name of a run, its cuts: every point that a rank of the unbroken run reaches, the first, middle
+        and last time; the points of a resumed start, after a kill in the middle; and every point in two
+        attempts running. Of several ranks each is killed at its points, in the middle only: where in the run
+        a rank dies is tried by the job of one rank. once: so it is with one rank too.
+        """
         plan: dict[str, list[Cut]] = {}
         thorough = self.job.ranks == 1 and not once
         for rank, reached in enumerate(self.reached):
@@ -157,26 +177,35 @@ class KillHarness:
                     plan[f"{point}-{nth}{place}"] = [Cut(f"{point}:{nth}{place}")]
                 if thorough:
                     plan[f"{point}-again"] = [Cut(f"{point}:{middle}"), Cut(f"{point}:1", optional=True)]
-        saved = Cut(f"checkpoint.complete:{max(1, self.reached[0]['checkpoint.complete'] - 1)}")  # the last but one, of the last stage
+        saved = Cut(
+            f"checkpoint.complete:{max(1, self.reached[0]['checkpoint.complete'] - 1)}"
+        )  # the last but one, of the last stage
         for point in POINTS:
             if point.startswith("resume.") and (point != "resume.state_loaded" or "rl" in self.job.stages):
                 plan[f"{point}-1"] = [saved, Cut(f"{point}:1")]
         return plan
 
     def draw_cuts(self, seed: int, *, most: int = 2, fresh: bool = False) -> list[Cut]:
-        """One to `most` random instants of the unbroken run's duration, made of the seed. `fresh`: one instant of a start that imports anew."""
+        """One to `most` random instants of the unbroken run's duration, made of the seed. `fresh`: one
+        instant of a start that imports anew.
+        """
         draw = random.Random(f"{self.job.name}/{seed}")
         if fresh:
             assert self.job.ranks == 1, "a launcher that is killed leaves its ranks to themselves"
             return [Cut(after_s=draw.uniform(0, 4 * self.wall_s), fresh=True)]
-        return [Cut(after_s=draw.uniform(0, self.wall_s), rank=draw.randrange(self.job.ranks)) for _ in range(draw.randint(1, most))]
+        return [
+            Cut(after_s=draw.uniform(0, self.wall_s), rank=draw.randrange(self.job.ranks))
+            for _ in range(draw.randint(1, most))
+        ]
 
     @property
     def _temporary(self) -> Path:
         return self.root / "tmp"
 
     def _find_violations(self, out: Path, attempts: Sequence[Attempt]) -> list[str]:
-        left = [f"{path} was left behind" for path in self._temporary.iterdir() if path.name not in self.usual]
+        left = [
+            f"{path} was left behind" for path in self._temporary.iterdir() if path.name not in self.usual
+        ]
         return [*left, *find_violations(self.job, out, attempts, self._output(out))]
 
     def _output(self, out: Path) -> Path:
@@ -190,7 +219,10 @@ class KillHarness:
             argv,
             output=self._output(out),
             environ={"TMPDIR": str(self._temporary), "ROLLOUTS_CACHE": str(self.root / "cache"), **point},
-            processes=[{**place, **listing} for place, listing in zip(place_ranks(self.job.ranks), listings, strict=True)],
+            processes=[
+                {**place, **listing}
+                for place, listing in zip(place_ranks(self.job.ranks), listings, strict=True)
+            ],
             command=[sys.executable, "-c", FRESH, *argv] if cut is not None and cut.fresh else None,
             kill_after_s=cut.after_s if cut is not None else None,
             killed=cut.rank if cut is not None else 0,
@@ -201,19 +233,23 @@ class KillHarness:
 
 @contextmanager
 def open_kill_harness(job: Job, root: Path, *, server: ForkServer | None = None) -> Iterator[KillHarness]:
-    """A harness for `job` that has made the unbroken run, in `root`/unbroken. `server`: one for train.py that is there already."""
+    """A harness for `job` that has made the unbroken run, in `root`/unbroken. `server`: one for train.py that
+    is there already.
+    """
     for folder in (root / "tmp", root / "cache"):
         folder.mkdir(parents=True)
     with ExitStack() as stack:
         if server is None:
             imports = (*IMPORTS, *(RANK_IMPORTS if job.ranks > 1 else ()), *job.imports)
-            server = stack.enter_context(open_fork_server(PROGRAM, imports=imports, environ={"PYTHONWARNINGS": "ignore"}))
+            server = stack.enter_context(
+                open_fork_server(PROGRAM, imports=imports, environ={"PYTHONWARNINGS": "ignore"})
+            )
         harness = KillHarness(job, root, server, root / "unbroken")
         harness.run_unbroken()
         yield harness
 
 
-# --- the promises ------------------------------------------------------------------------------------------------------------
+# --- the promises -------------------------------------------------------------------------------------------
 
 
 def read_committed(out: Path, stages: Sequence[str]) -> dict[str, int]:
@@ -224,19 +260,32 @@ def read_committed(out: Path, stages: Sequence[str]) -> dict[str, int]:
 
 def check_nothing_lost(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
     """Violations of: what was complete stays complete, or something newer is."""
-    return [f"{stage}: step {step} was complete, and now {after.get(stage, 0)} is" for stage, step in before.items() if after.get(stage, 0) < step]
+    return [
+        f"{stage}: step {step} was complete, and now {after.get(stage, 0)} is"
+        for stage, step in before.items()
+        if after.get(stage, 0) < step
+    ]
 
 
 def check_others_ended(attempt: Attempt) -> list[str]:
     """Violations of: when one rank is killed the others end soon, without being killed themselves."""
     ended = attempt.ended
-    if not attempt.was_killed or (ended.others_s <= OTHERS_S and ended.returncodes.count(-signal.SIGKILL) == 1):
+    if not attempt.was_killed or (
+        ended.others_s <= OTHERS_S and ended.returncodes.count(-signal.SIGKILL) == 1
+    ):
         return []
-    return [f"{attempt.cut}: the ranks ended with {ended.returncodes}, the last {ended.others_s:.1f} s after the first"]
+    return [
+        (
+            f"{attempt.cut}: the ranks ended with {ended.returncodes}, the last {ended.others_s:.1f} s after the"
+            " first"
+        )
+    ]
 
 
 def check_rows_of_attempt(out: Path, committed: Mapping[str, int], began_unix: float) -> list[str]:
-    """Violations of: an attempt goes on with the step after the newest complete one, and has consecutive steps."""
+    """Violations of: an attempt goes on with the step after the newest complete one, and has consecutive
+    steps.
+    """
     found: list[str] = []
     by_stage: dict[str, list[int]] = {}
     for row in read_rows(out / "metrics.jsonl"):
@@ -254,8 +303,17 @@ def find_violations(job: Job, out: Path, attempts: Sequence[Attempt], output: Pa
     last = attempts[-1].ended
     if last.returncode != 0:
         said = output.read_text()[-TAIL_CHARS:] if output.exists() else ""
-        ending = f"was still running after {last.wall_s:.0f} s" if last.timed_out else f"ended with {last.returncode}"
-        return [f"attempt {len(attempts)}, after {[str(attempt.cut) for attempt in attempts[:-1]]}, {ending}: {said}"]
+        ending = (
+            f"was still running after {last.wall_s:.0f} s"
+            if last.timed_out
+            else f"ended with {last.returncode}"
+        )
+        return [
+            (
+                f"attempt {len(attempts)}, after {[str(attempt.cut) for attempt in attempts[:-1]]}, {ending}:"
+                f" {said}"
+            )
+        ]
     found = [f"a process outlived the run: {command}" for command in last.leftover]
     found += [f"{path} was left behind" for path in sorted(out.rglob(".tmp-*"))]
     rows = newest_attempts(read_rows(out / "metrics.jsonl"))
@@ -273,11 +331,15 @@ def find_violations(job: Job, out: Path, attempts: Sequence[Attempt], output: Pa
 
 
 def check_ledger(state: Mapping[str, JSONValue]) -> list[str]:
-    """Violations of: every prompt that left the stream trained, was given up for a reason, is held, or waits in the DataBuffer."""
+    """Violations of: every prompt that left the stream trained, was given up for a reason, is held, or waits
+    in the DataBuffer.
+    """
     buffer, manager = state["data_buffer"], state["rollout_manager"]
     ledger = manager["ledger"]
     given_back = {"surplus", "stale", "aborted"}
-    used = ledger["trained"] + sum(count for reason, count in ledger["dropped"].items() if reason not in given_back)
+    used = ledger["trained"] + sum(
+        count for reason, count in ledger["dropped"].items() if reason not in given_back
+    )
     used += sum(count for name, count in ledger["failed"].items() if name != "infrastructure")
     held = len(manager["held"]) + len(manager["unfinished"])
     waiting = len(buffer["returned"]) + len(manager["in_flight"])

@@ -1,11 +1,12 @@
-"""A whole RL run in virtual time, in which generating, training and updating the engine take given times: how much of them goes on at once.
+"""A whole RL run in virtual time, in which generating, training and updating the engine take given times: how
+much of them goes on at once.
 
     engine    `slots` requests at a time, a token each every token_s; lengths are lognormal; an update freezes it for pause_s
     trainer   train_s for a step; hold_s for the copy of its weights
     update    hold_s (the trainer waits) ─► export_s (nobody waits) ─► pause_s (the engine is frozen, what is in flight goes on from new weights)
 
-The loop, the manager and its rules are the real ones. Limits: a batch cannot be generated in less than its tokens · token_s / slots, nor trained in
-less than train_s + hold_s.
+The loop, the manager and its rules are the real ones. Limits: a batch cannot be generated in less than its
+tokens · token_s / slots, nor trained in less than train_s + hold_s.
 """
 
 from __future__ import annotations
@@ -57,11 +58,15 @@ class OverlapSetting:
     num_prompts: int = 16
     samples_per_prompt: int = 8
     slots: int = 128
-    over_sampling: float = 1.1  # so that a slot that becomes free has a request at once, though groups are launched whole
+    over_sampling: float = (
+        1.1  # so that a slot that becomes free has a request at once, though groups are launched whole
+    )
     mean_tokens: int = 400
     sigma: float = 0.8
     steps: int = 60
-    warm_up: int = 20  # steps at the beginning that do not count: the first batches are shorter, for their longest answers are on the way
+    # steps at the beginning that do not count: the first batches are shorter, for their longest answers are
+    # on the way
+    warm_up: int = 20
     seed: int = 0
 
 
@@ -86,7 +91,9 @@ class OverlapReport:
 
 
 class SlotEngine:
-    """Decodes `slots` requests at once; the others wait in order of arrival. Frozen requests keep their slots."""
+    """Decodes `slots` requests at once; the others wait in order of arrival. Frozen requests keep their
+    slots.
+    """
 
     def __init__(self, setting: OverlapSetting) -> None:
         self.features = EngineFeatures(
@@ -134,7 +141,11 @@ class SlotEngine:
             began, version, token_s = trio.current_time(), self.version, self._setting.token_s
             with trio.move_on_after((left - len(versions)) * token_s) as scope:
                 await self._disturbed.wait()
-            count = left - len(versions) if scope.cancelled_caught else int((trio.current_time() - began) / token_s + 1e-6)
+            count = (
+                left - len(versions)
+                if scope.cancelled_caught
+                else int((trio.current_time() - began) / token_s + 1e-6)
+            )
             versions += [version] * min(count, left - len(versions))
 
     def _disturb(self) -> None:
@@ -231,13 +242,19 @@ class _StepLog:
         self.times.append(trio.current_time())
         await trio.lowlevel.checkpoint()
 
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
+    async def log_samples(
+        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
+    ) -> None:
         if samples:
             self.tokens.append(float(sum(sample.loss_mask.sum() for sample in samples)))
-            self.mixed += sum(len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in samples)
+            self.mixed += sum(
+                len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in samples
+            )
         await trio.lowlevel.checkpoint()
 
-    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
+    async def log_evaluation(
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+    ) -> None:
         raise AssertionError("nothing is evaluated")
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
@@ -252,7 +269,9 @@ class _SilentTokenizer(FakeTokenizer):
 def run_overlap(setting: OverlapSetting) -> OverlapReport:
     """Runs a setting. Deterministic but for the order in which trio runs what is due at one moment."""
     cpu = time.process_time()
-    log, engine, statistics, lags = trio.run(_run, setting, clock=trio.testing.MockClock(autojump_threshold=0))
+    log, engine, statistics, lags = trio.run(
+        _run, setting, clock=trio.testing.MockClock(autojump_threshold=0)
+    )
     cpu_s = (time.process_time() - cpu) / setting.steps
     first, last = setting.warm_up, setting.steps - 1  # the last step waits for its own update
     tokens = np.asarray(log.tokens[first:])
@@ -291,7 +310,11 @@ async def _run(setting: OverlapSetting) -> tuple[_StepLog, SlotEngine, Mapping[s
         return fake_uniform(setting.seed, "reward", sample.id)
 
     async def sync_weights(
-        backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, *, released: trio.Event | None = None
+        backend: TrainingBackend,
+        engines: Sequence[InferenceEngine],
+        version: int,
+        *,
+        released: trio.Event | None = None,
     ) -> Mapping[str, float]:
         await trio.sleep(setting.hold_s)
         if released is not None:
@@ -313,6 +336,8 @@ async def _run(setting: OverlapSetting) -> tuple[_StepLog, SlotEngine, Mapping[s
         policy_version=lambda: backend.weight_version,
         max_staleness=setting.max_staleness,
     )
-    history = await run_rl_training(backend, buffer, manager, [engine], config, log, sync_weights=sync_weights)
+    history = await run_rl_training(
+        backend, buffer, manager, [engine], config, log, sync_weights=sync_weights
+    )
     lags = np.asarray([row["off_policy/max"] for row in history])
     return log, engine, manager.statistics(), lags

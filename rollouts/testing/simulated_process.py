@@ -1,12 +1,13 @@
-"""The process of an inference server, without the process: slots, a rate, pauses, versions, weights, and the faults of a plan.
+"""The process of an inference server, without the process: slots, a rate, pauses, versions, weights, and the
+faults of a plan.
 
     answer() ──► queue ──► slot ──► one token per token_s ──► Answer
                    │ opens when not paused     │ frozen while paused "keep" or hung
                    └ abort: nothing            └ abort: what it has      crash: ConnectionLost, everywhere
 
-FaultyEngine (in virtual time, no socket) and the fault server (HTTP) both stand on it, so that a fault looks the same from both. Every call
-below is one call to the server: it raises ConnectionLost where a client's connection breaks, BadAnswer where a client reads a status that
-is no success, and waits where a client would.
+FaultyEngine (in virtual time, no socket) and the fault server (HTTP) both stand on it, so that a fault looks
+the same from both. Every call below is one call to the server: it raises ConnectionLost where a client's
+connection breaks, BadAnswer where a client reads a status that is no success, and waits where a client would.
 """
 
 from __future__ import annotations
@@ -115,7 +116,9 @@ class SimulatedProcess:
         self._read_weights = read_weights
         self._base_weights = base_weights
         self._nursery = nursery
-        self._pending = [fault for fault in plan.of_engine(name) if fault.at_s is None]  # those with a time have tasks
+        self._pending = [
+            fault for fault in plan.of_engine(name) if fault.at_s is None
+        ]  # those with a time have tasks
         self.struck: list[Fault] = []  # faults that have happened, in order
         self.requests: list[GenerateRequest] = []  # every request that came, in order
         self.loads = 0  # of weights, begun
@@ -146,7 +149,7 @@ class SimulatedProcess:
         self._loaded = False  # since the last resume
         self._probe_comes = False  # resumed after a load: the next request is the probe
 
-    # --- life ----------------------------------------------------------------------------------------------------------------
+    # --- life -----------------------------------------------------------------------------------------------
 
     @property
     def up(self) -> bool:
@@ -183,7 +186,9 @@ class SimulatedProcess:
         await self._started.wait()
 
     async def restart(self) -> None:
-        """Ends the process if there is one and starts another, which serves after speed.start_s: base weights, version "default"."""
+        """Ends the process if there is one and starts another, which serves after speed.start_s: base
+        weights, version "default".
+        """
         self.crash("ended to be started again")
         incarnation = self.incarnation
         await trio.sleep(self.speed.start_s)
@@ -210,7 +215,9 @@ class SimulatedProcess:
             await self.restart()
 
     def add_fault(self, fault: Fault) -> None:
-        """One more thing that goes wrong, at a request or an update; one whose moment is past strikes at the next."""
+        """One more thing that goes wrong, at a request or an update; one whose moment is past strikes at the
+        next.
+        """
         assert fault.engine == self.name and fault.at_s is None, fault
         self._pending.append(fault)
 
@@ -241,10 +248,12 @@ class SimulatedProcess:
         self._pending.remove(fault)
         self.struck.append(fault)
 
-    # --- requests ------------------------------------------------------------------------------------------------------------
+    # --- requests -------------------------------------------------------------------------------------------
 
     async def answer(self, request: GenerateRequest, server_id: str) -> Answer:
-        """What the server says. Cancelling is what a closed connection is: the request ends there. Raises ConnectionLost, BadAnswer."""
+        """What the server says. Cancelling is what a closed connection is: the request ends there. Raises
+        ConnectionLost, BadAnswer.
+        """
         await self._enter()
         fault = self._next_request_fault(len(self.requests))
         self.requests.append(request)
@@ -270,7 +279,9 @@ class SimulatedProcess:
         try:
             return await self._decode(running, fault)
         finally:
-            if self._running.get(server_id) is running:  # else the process has crashed, and this is another one
+            if (
+                self._running.get(server_id) is running
+            ):  # else the process has crashed, and this is another one
                 del self._running[server_id]
                 if running in self._queue:
                     self._queue.remove(running)
@@ -312,7 +323,11 @@ class SimulatedProcess:
         crash = fault if fault is not None and isinstance(fault.what, Crash) else None
         for token in planned[:limit]:
             await self._spend(running, self.speed.token_s)
-            if crash is not None and isinstance(crash.what, Crash) and len(running.token_ids) >= crash.what.after_tokens:
+            if (
+                crash is not None
+                and isinstance(crash.what, Crash)
+                and len(running.token_ids) >= crash.what.after_tokens
+            ):
                 self._strike(crash)
             if running.stop.is_set():
                 break
@@ -321,10 +336,14 @@ class SimulatedProcess:
             self._strike(crash)
         if running.lost:
             raise ConnectionLost(self._exit_reason)
-        finish: FinishReason = "abort" if running.stop.is_set() else "length" if len(planned) > limit else "stop"
+        finish: FinishReason = (
+            "abort" if running.stop.is_set() else "length" if len(planned) > limit else "stop"
+        )
         if finish == "stop" and (not planned or planned[-1] not in running.request.sampling.stop_token_ids):
             finish = "length"
-        answer = Answer(tuple(running.token_ids), tuple(running.log_probs), find_spans(running.versions), finish)
+        answer = Answer(
+            tuple(running.token_ids), tuple(running.log_probs), find_spans(running.versions), finish
+        )
         return answer if fault is None else self._spoil(answer, fault, limit=limit)
 
     async def _spend(self, running: _Running, seconds: float) -> None:
@@ -338,7 +357,9 @@ class SimulatedProcess:
     def _take_token(self, running: _Running, token: int) -> None:
         position = len(running.request.prompt_ids) + len(running.token_ids)
         running.token_ids.append(token)
-        running.log_probs.append(weights_log_prob(self.weights, position, token, running.request.sampling.temperature))
+        running.log_probs.append(
+            weights_log_prob(self.weights, position, token, running.request.sampling.temperature)
+        )
         running.versions.append(self.version_name)
         self.tokens += 1
         self._notify()
@@ -347,7 +368,9 @@ class SimulatedProcess:
         if isinstance(fault.what, CutBody):
             self.struck.append(fault)
             return replace(answer, cut_at=fault.what.at_byte)
-        if isinstance(fault.what, BadReply) and answer.token_ids:  # an abort that has nothing gives nothing to spoil
+        if (
+            isinstance(fault.what, BadReply) and answer.token_ids
+        ):  # an abort that has nothing gives nothing to spoil
             self.struck.append(fault)
             return spoil_answer(answer, fault.what, vocab_size=self.vocab_size, limit=limit)
         return answer
@@ -360,10 +383,12 @@ class SimulatedProcess:
             self._queue.popleft().go.set()
             busy += 1
 
-    # --- control -------------------------------------------------------------------------------------------------------------
+    # --- control --------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """abort: answers all with what they have; wait: returns when what is in a slot is done; keep: freezes at once."""
+        """abort: answers all with what they have; wait: returns when what is in a slot is done; keep: freezes
+        at once.
+        """
         await self._enter(self.speed.control_s)
         await self._fail_phase("pause", self.loads)
         self.paused = mode
@@ -382,7 +407,9 @@ class SimulatedProcess:
         self._notify()
 
     async def load_weights(self, path: Path) -> None:
-        """Serves what read_weights() finds at `path`, under the old version. Raises BadAnswer(400) if there is nothing."""
+        """Serves what read_weights() finds at `path`, under the old version. Raises BadAnswer(400) if there
+        is nothing.
+        """
         await self._enter()
         index = self.loads
         self.loads += 1
@@ -425,7 +452,9 @@ class SimulatedProcess:
         """Requests in slots and requests that wait for one."""
         await self._enter(self.speed.control_s)
         running = len(self._running) - len(self._queue)
-        return EngineLoad(running=running, waiting=len(self._queue), cache_usage=min(1.0, running / self.speed.slots))
+        return EngineLoad(
+            running=running, waiting=len(self._queue), cache_usage=min(1.0, running / self.speed.slots)
+        )
 
     async def read_tokens(self) -> int:
         """Tokens decoded since the process began: a counter that stands still when nothing moves."""
@@ -436,11 +465,15 @@ class SimulatedProcess:
         await self._enter(self.speed.control_s)
 
     async def abort(self, server_ids: Sequence[str] | None = None, *, prefixes: bool = False) -> None:
-        """Answers these requests, or all, with what they have. With `prefixes`, every request whose id begins with one of them."""
+        """Answers these requests, or all, with what they have. With `prefixes`, every request whose id begins
+        with one of them.
+        """
         await self._enter(self.speed.control_s)
         names = list(self._running)
         if server_ids is not None and prefixes:
-            names = [name for name in names if any(name.startswith(prefix) for prefix in server_ids if prefix)]
+            names = [
+                name for name in names if any(name.startswith(prefix) for prefix in server_ids if prefix)
+            ]
         elif server_ids is not None:
             names = [name for name in names if name in server_ids]
         if self.paused == "keep" and not self.aborts_frozen:
@@ -465,7 +498,7 @@ class SimulatedProcess:
             running.go.set()
         self._notify()
 
-    # --- waiting and failing -------------------------------------------------------------------------------------------------
+    # --- waiting and failing --------------------------------------------------------------------------------
 
     async def _enter(self, seconds: float = 0.0) -> None:
         """The way in of every call."""
@@ -496,7 +529,9 @@ class SimulatedProcess:
         raise ConnectionLost(self._exit_reason)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Returns when `condition()` holds; it is asked after every request that comes or goes, and every token. Raises ConnectionLost."""
+        """Returns when `condition()` holds; it is asked after every request that comes or goes, and every
+        token. Raises ConnectionLost.
+        """
         gone = self._gone
         await trio.lowlevel.checkpoint()
         while not gone.is_set() and not condition():
@@ -521,7 +556,11 @@ class SimulatedProcess:
             await self._while_hung()
 
     def _due_at_update(self, index: int, kinds: tuple[type, ...]) -> list[Fault]:
-        return [fault for fault in self._pending if fault.at_update is not None and fault.at_update <= index and isinstance(fault.what, kinds)]
+        return [
+            fault
+            for fault in self._pending
+            if fault.at_update is not None and fault.at_update <= index and isinstance(fault.what, kinds)
+        ]
 
     def _notify(self) -> None:
         changed, self._changed = self._changed, trio.Event()
@@ -540,9 +579,11 @@ async def open_simulated_process(
     read_weights: ReadWeights | None = None,
     base_weights: str = BASE_WEIGHTS,
 ) -> AsyncIterator[SimulatedProcess]:
-    """A server that serves `base_weights`, version "default", and suffers the faults of `plan` that bear its name.
+    """A server that serves `base_weights`, version "default", and suffers the faults of `plan` that bear its
+    name.
 
-    `write_tokens` decides what is sampled (default: draw_tokens), `read_weights` what a path holds (default: read_snapshot).
+    `write_tokens` decides what is sampled (default: draw_tokens), `read_weights` what a path holds (default:
+    read_snapshot).
     """
     async with open_timers() as nursery:
         process = SimulatedProcess(
@@ -567,7 +608,9 @@ async def open_simulated_process(
 
 @asynccontextmanager
 async def open_timers() -> AsyncIterator[trio.Nursery]:
-    """A nursery for tasks that end with the context and raise nothing; what the body raises comes out as it is, not in a group."""
+    """A nursery for tasks that end with the context and raise nothing; what the body raises comes out as it
+    is, not in a group.
+    """
     try:
         async with trio.open_nursery() as nursery:
             try:
@@ -581,30 +624,43 @@ async def open_timers() -> AsyncIterator[trio.Nursery]:
         raise error from error.__cause__
 
 
-# --- what is said ------------------------------------------------------------------------------------------------------------
+# --- what is said -------------------------------------------------------------------------------------------
 
 
 def weights_log_prob(weights: str, position: int, token_id: int, temperature: float = 1.0) -> float:
-    """A number between −2 and 0, times the temperature (0 counts as 1), that depends on all four and nothing else, rounded to float32.
+    """A number between −2 and 0, times the temperature (0 counts as 1), that depends on all four and nothing
+    else, rounded to float32.
 
-    `position` counts from the first prompt token. A trainer that knows the weights and the tokens can say it too, so a probe shows whether
-    an engine serves other weights than it should.
+    `position` counts from the first prompt token. A trainer that knows the weights and the tokens can say it
+    too, so a probe shows whether an engine serves other weights than it should.
     """
     return float(np.float32(-2.0 * fake_uniform(weights, position, token_id) * (temperature or 1.0)))
 
 
 def compute_log_probs(weights: str, tokens: IntArray, temperature: float = 1.0) -> FloatArray:
     """[T] weights_log_prob of every token of a sequence, the first included."""
-    return np.asarray([weights_log_prob(weights, position, int(token), temperature) for position, token in enumerate(tokens)], np.float32)
+    return np.asarray(
+        [
+            weights_log_prob(weights, position, int(token), temperature)
+            for position, token in enumerate(tokens)
+        ],
+        np.float32,
+    )
 
 
 def draw_tokens(request: GenerateRequest, vocab_size: int) -> tuple[int, ...]:
-    """Ids that depend on the sampling seed, or on the prompt where there is none or the temperature is 0; not on the weights.
+    """Ids that depend on the sampling seed, or on the prompt where there is none or the temperature is 0; not
+    on the weights.
 
-    With a stop token, 1 to max_new_tokens ids of which the last is the stop token, or one id too many: it is cut then.
+    With a stop token, 1 to max_new_tokens ids of which the last is the stop token, or one id too many: it is
+    cut then.
     """
     sampling = request.sampling
-    key = sampling.seed if sampling.seed is not None and sampling.temperature > 0 else tuple(request.prompt_ids.tolist())
+    key = (
+        sampling.seed
+        if sampling.seed is not None and sampling.temperature > 0
+        else tuple(request.prompt_ids.tolist())
+    )
     if not sampling.stop_token_ids:
         return tuple(_draw_id(key, position, vocab_size) for position in range(sampling.max_new_tokens))
     count = int(fake_uniform(key, "count") * (sampling.max_new_tokens + 1))
@@ -627,7 +683,9 @@ def find_spans(versions: Sequence[str]) -> tuple[VersionSpan, ...]:
 
 
 def spoil_answer(answer: Answer, spoil: BadReply, *, vocab_size: int, limit: int) -> Answer:
-    """The answer as a server that is broken in this way gives it. One without tokens keeps the fields where a token would be spoiled."""
+    """The answer as a server that is broken in this way gives it. One without tokens keeps the fields where a
+    token would be spoiled.
+    """
     ids, log_probs = list(answer.token_ids), list(answer.log_probs)
     spans, finish = answer.spans or (), answer.finish
     count = len(ids)
@@ -656,7 +714,9 @@ def spoil_answer(answer: Answer, spoil: BadReply, *, vocab_size: int, limit: int
         spans = (VersionSpan(spans[-1].version if spans else BASE_VERSION, 0, limit + 1),)
     elif spoil.kind.startswith("spans"):
         spans = _spoil_spans(spoil.kind, answer)
-    return replace(answer, token_ids=tuple(ids), log_probs=tuple(log_probs), spans=spans, finish=finish, spoil=spoil)
+    return replace(
+        answer, token_ids=tuple(ids), log_probs=tuple(log_probs), spans=spans, finish=finish, spoil=spoil
+    )
 
 
 def _spoil_spans(kind: str, answer: Answer) -> tuple[VersionSpan, ...] | None:
@@ -671,11 +731,16 @@ def _spoil_spans(kind: str, answer: Answer) -> tuple[VersionSpan, ...] | None:
         return (VersionSpan(last, 1, count + 1),)
     if kind == "spans_overlap":
         return (VersionSpan(last, 0, count), VersionSpan(last, max(count - 1, 0), count + 1))
-    return (VersionSpan("9", 0, max(count - 1, 1)), VersionSpan("8", max(count - 1, 1), max(count, 2)))  # falling
+    return (
+        VersionSpan("9", 0, max(count - 1, 1)),
+        VersionSpan("8", max(count - 1, 1), max(count, 2)),
+    )  # falling
 
 
 def spoil_body(body: bytes, answer: Answer) -> bytes:
-    """The bytes of an answer as they leave the server; what is cut off is cut by the connection, see count_arriving()."""
+    """The bytes of an answer as they leave the server; what is cut off is cut by the connection, see
+    count_arriving().
+    """
     kind = answer.spoil.kind if answer.spoil is not None else ""
     if kind == "malformed_json":
         return body[:-1] + b","
@@ -690,7 +755,9 @@ def count_arriving(body: bytes, answer: Answer) -> int:
 
 
 def read_snapshot(path: Path) -> str:
-    """What a snapshot directory holds: the hash of its manifest, or of its safetensors files if it has none. Reads no tensor."""
+    """What a snapshot directory holds: the hash of its manifest, or of its safetensors files if it has none.
+    Reads no tensor.
+    """
     manifest = path / "manifest.json"
     files = [manifest] if manifest.is_file() else sorted(path.glob("*.safetensors"))
     if not files:

@@ -1,10 +1,12 @@
-"""Random runs of the rollout manager in virtual time, each made of one integer, with its books checked after every batch.
+"""Random runs of the rollout manager in virtual time, each made of one integer, with its books checked after
+every batch.
 
-A schedule draws everything that can go wrong: latencies, engine errors, refused requests, generate, reward and filter functions that raise,
-rewards that are not numbers or never come, engines that abort, cancellation at any moment, a process that dies in the middle of a batch.
-Whether a sample fails or a group is dropped, and what it answers, depends on its id alone, so a slow, obvious model can say what a batch must
-hold, however often its samples were interrupted.
-Which of the tasks that wake at the same moment runs first is left to trio, which shuffles them: every run of a schedule tries another order.
+A schedule draws everything that can go wrong: latencies, engine errors, refused requests, generate, reward
+and filter functions that raise, rewards that are not numbers or never come, engines that abort, cancellation
+at any moment, a process that dies in the middle of a batch. Whether a sample fails or a group is dropped, and
+what it answers, depends on its id alone, so a slow, obvious model can say what a batch must hold, however
+often its samples were interrupted. Which of the tasks that wake at the same moment runs first is left to
+trio, which shuffles them: every run of a schedule tries another order.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ import trio.testing
 
 from rollouts.config.schema import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer, PromptRow
-from rollouts.errors import EngineError, EngineUnreachable, NotEnoughSamples, RequestRefused, UserFunctionError
+from rollouts.errors import (
+    EngineError,
+    EngineUnreachable,
+    NotEnoughSamples,
+    RequestRefused,
+    UserFunctionError,
+)
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.protocols import InferenceEngine
@@ -60,7 +68,9 @@ class Schedule:
 
 
 def draw_schedule(seed: int, *, faults: bool = True, latency_seed: int | None = None) -> Schedule:
-    """The schedule of an integer. Without `faults` nothing fails, is cancelled, aborted or restarted; filters still drop groups."""
+    """The schedule of an integer. Without `faults` nothing fails, is cancelled, aborted or restarted; filters
+    still drop groups.
+    """
     draw = random.Random(seed)
     batches = draw.choice([1, 1, 2, 3])
     config = RolloutConfig(
@@ -100,18 +110,30 @@ def draw_schedule(seed: int, *, faults: bool = True, latency_seed: int | None = 
         return drawn
     more = draw.choice([0, 0, 2, 5])  # what is carried over shows in later batches
     lag = draw.randint(0, drawn.engine_lag)
-    cancel_after += tuple(draw.uniform(0, 12) if faults and draw.random() < 0.1 else math.inf for _ in range(more))
+    cancel_after += tuple(
+        draw.uniform(0, 12) if faults and draw.random() < 0.1 else math.inf for _ in range(more)
+    )
     cancel_after = (*drawn.cancel_after_s, *cancel_after[batches:])
-    return replace(drawn, batches=batches + more, engine_lag=lag, sync_every=draw.randint(1, max_staleness - lag + 1), cancel_after_s=cancel_after)
+    return replace(
+        drawn,
+        batches=batches + more,
+        engine_lag=lag,
+        sync_every=draw.randint(1, max_staleness - lag + 1),
+        cancel_after_s=cancel_after,
+    )
 
 
 @dataclass(slots=True)
 class SimulationReport:
     """What happened, for tests to compare and count."""
 
-    outcomes: list[str] = field(default_factory=list)  # per batch: delivered, cancelled, or the name of the error
+    outcomes: list[str] = field(
+        default_factory=list
+    )  # per batch: delivered, cancelled, or the name of the error
     sample_ids: list[list[str]] = field(default_factory=list)  # of each batch delivered
-    prompt_keys: list[tuple[int, str]] = field(default_factory=list)  # (epoch, prompt id) that trained, in order
+    prompt_keys: list[tuple[int, str]] = field(
+        default_factory=list
+    )  # (epoch, prompt id) that trained, in order
     statistics: Mapping[str, float] = field(default_factory=dict)  # of the manager, at the end
     virtual_s: float = 0.0
     snapshots: int = 0
@@ -127,7 +149,7 @@ def run_simulation(schedule: Schedule) -> SimulationReport:
         raise
 
 
-# --- the slow, obvious model -------------------------------------------------------------------------------------------------
+# --- the slow, obvious model --------------------------------------------------------------------------------
 
 
 def fault_of(schedule: Schedule, sample_id: str) -> str | None:
@@ -193,7 +215,7 @@ class RecordingBuffer:
         return self.buffer.find_prompt(prompt_id, epoch)
 
 
-# --- one run -----------------------------------------------------------------------------------------------------------------
+# --- one run ------------------------------------------------------------------------------------------------
 
 
 class Simulation:
@@ -210,7 +232,9 @@ class Simulation:
         self.manager = self.make_manager(self.buffer)
 
     def make_buffer(self) -> DataBuffer:
-        return DataBuffer([{"prompt": f"p{index}"} for index in range(self.schedule.rows)], seed=self.schedule.seed)
+        return DataBuffer(
+            [{"prompt": f"p{index}"} for index in range(self.schedule.rows)], seed=self.schedule.seed
+        )
 
     def make_manager(self, buffer: RecordingBuffer) -> AsyncRolloutManager:
         schedule = self.schedule
@@ -245,9 +269,13 @@ class Simulation:
                     self.restart()
                     self.check_books()
             nursery.cancel_scope.cancel()
-        assert len(self.report.outcomes) == self.schedule.batches, f"batch {len(self.report.outcomes)} never ended"
+        assert len(self.report.outcomes) == self.schedule.batches, (
+            f"batch {len(self.report.outcomes)} never ended"
+        )
         engine = self.engine.statistics()
-        self.report.statistics = {name: count for name, count in self.manager.statistics().items() if name not in engine}
+        self.report.statistics = {
+            name: count for name, count in self.manager.statistics().items() if name not in engine
+        }
         self.report.virtual_s = trio.current_time()
         return self.report
 
@@ -263,7 +291,9 @@ class Simulation:
             except (NotEnoughSamples, UserFunctionError) as error:
                 outcome = type(error).__name__
         drawn = self.manager.statistics()["drawn"] - drawn_before
-        assert drawn <= self.schedule.config.num_prompts * self.schedule.config.max_attempts, "more groups than max_attempts allows"
+        assert drawn <= self.schedule.config.num_prompts * self.schedule.config.max_attempts, (
+            "more groups than max_attempts allows"
+        )
         if batch is not None:
             self.check_batch(batch, state["next_group_index"])
             self.version += 1
@@ -272,16 +302,28 @@ class Simulation:
     # --- what can go wrong ---
 
     def latency(self, *key: object) -> float:
-        return self.schedule.latency_step_s * int(4 * fake_uniform(self.schedule.latency_seed, *key))  # few values, so that ends coincide
+        return self.schedule.latency_step_s * int(
+            4 * fake_uniform(self.schedule.latency_seed, *key)
+        )  # few values, so that ends coincide
 
     def answer(self, request: GenerateRequest) -> ScriptedReply:
         sample_id, _, done = request.request_id.partition("@")
         fault = fault_of(self.schedule, sample_id)
-        errors = {"engine": EngineError("it broke"), "refused": RequestRefused("it is too long"), "unreachable": EngineUnreachable("it is gone")}
+        errors = {
+            "engine": EngineError("it broke"),
+            "refused": RequestRefused("it is too long"),
+            "unreachable": EngineUnreachable("it is gone"),
+        }
         error = errors.get(fault or "")
-        return ScriptedReply(text=text_of(self.schedule, sample_id)[int(done or 0) :], token_s=self.latency("token", request.request_id), error=error)
+        return ScriptedReply(
+            text=text_of(self.schedule, sample_id)[int(done or 0) :],
+            token_s=self.latency("token", request.request_id),
+            error=error,
+        )
 
-    async def generate(self, sample: Sample, engine: InferenceEngine, sampling: SamplingParams) -> Sample | list[Sample]:
+    async def generate(
+        self, sample: Sample, engine: InferenceEngine, sampling: SamplingParams
+    ) -> Sample | list[Sample]:
         answer = self.chat_generate(sample, engine, sampling)
         assert not isinstance(answer, Sample | Sequence)
         done = await answer
@@ -313,7 +355,9 @@ class Simulation:
 
     async def save_in_the_middle(self) -> None:
         await trio.sleep(self.schedule.snapshot_at_s)
-        buffer, manager = self.resume(json.dumps([self.buffer.buffer.state_dict(), self.manager.state_dict()]))
+        buffer, manager = self.resume(
+            json.dumps([self.buffer.buffer.state_dict(), self.manager.state_dict()])
+        )
         self.check_balance(buffer.buffer, manager)
         self.report.snapshots += 1
 
@@ -329,32 +373,50 @@ class Simulation:
     def restart(self) -> None:
         expected = self.buffer.buffer.state_dict(), self.manager.state_dict()
         self.buffer, self.manager = self.resume(json.dumps(expected))
-        assert (self.buffer.buffer.state_dict(), self.manager.state_dict()) == expected, "a restart changed the state"
+        assert (
+            self.buffer.buffer.state_dict(),
+            self.manager.state_dict(),
+        ) == expected, "a restart changed the state"
 
     # --- what must hold ---
 
     def check_books(self) -> None:
-        """After every call, however it ended: nothing runs, and every prompt taken off the stream is in exactly one place."""
+        """After every call, however it ended: nothing runs, and every prompt taken off the stream is in
+        exactly one place.
+        """
         assert self.engine.in_flight == 0, "a request outlived its batch"
         statistics = self.manager.statistics()
         assert statistics["in_flight"] == 0
         assert statistics["held"] == statistics["held/finished"] + statistics["held/unfinished"]
         if self.is_paced:
-            assert statistics["held"] <= self.schedule.config.num_prompts * (self.schedule.max_staleness + 1), "more groups than the window allows"
+            assert statistics["held"] <= self.schedule.config.num_prompts * (
+                self.schedule.max_staleness + 1
+            ), "more groups than the window allows"
             assert statistics.get("dropped/stale", 0) == 0, "a group became too old"
         else:
             assert statistics["held"] == 0, "a group was carried over"
-        assert len(self.buffer.out) == self.check_balance(self.buffer.buffer, self.manager), "prompts that are out are not those that are used up"
+        assert len(self.buffer.out) == self.check_balance(self.buffer.buffer, self.manager), (
+            "prompts that are out are not those that are used up"
+        )
         assert self.trained <= self.buffer.out, "a prompt that trained was returned too"
 
     def check_balance(self, buffer: DataBuffer, manager: AsyncRolloutManager) -> int:
-        """How many prompts are used up or held: those that were drawn from the stream and do not wait in the buffer."""
+        """How many prompts are used up or held: those that were drawn from the stream and do not wait in the
+        buffer.
+        """
         statistics = manager.statistics()
-        final = {name: count for name, count in statistics.items() if name.startswith(("dropped/", "failed/"))}
-        given_back = sum(final.pop(name, 0) for name in ("dropped/surplus", "dropped/stale", "dropped/aborted", "failed/infrastructure"))
+        final = {
+            name: count for name, count in statistics.items() if name.startswith(("dropped/", "failed/"))
+        }
+        given_back = sum(
+            final.pop(name, 0)
+            for name in ("dropped/surplus", "dropped/stale", "dropped/aborted", "failed/infrastructure")
+        )
         used_up = statistics["trained"] + statistics["held"] + sum(final.values())
         assert statistics["drawn"] == used_up + given_back, f"the ledger does not balance: {statistics}"
-        assert buffer.statistics()["drawn"] == buffer.statistics()["returned"] + used_up, f"a prompt was lost: {buffer.statistics()} {statistics}"
+        assert buffer.statistics()["drawn"] == buffer.statistics()["returned"] + used_up, (
+            f"a prompt was lost: {buffer.statistics()} {statistics}"
+        )
         return int(used_up)
 
     def check_batch(self, batch: RolloutBatch, first_group_index: int) -> None:
@@ -363,16 +425,26 @@ class Simulation:
         assert ids == sorted(ids) and len(set(ids)) == len(ids), "rows are not in launch order"
         members: dict[int, set[str]] = {}
         for sample in batch.samples:
-            assert sample.group_index is not None and sample.reward is not None and sample.oldest_version is not None
+            assert (
+                sample.group_index is not None
+                and sample.reward is not None
+                and sample.oldest_version is not None
+            )
             assert fault_of(schedule, sample.id.partition(".")[0]) is None, "a failed sample is in the batch"
             assert 0 <= self.version - sample.oldest_version <= schedule.max_staleness, "a sample is too old"
-            assert np.all(np.diff(sample.weight_versions[sample.loss_mask]) >= 0), "a later token has an earlier version"
-            assert sample.response == text_of(schedule, sample.id.partition(".")[0]), "an interruption lost or repeated tokens"
+            assert np.all(np.diff(sample.weight_versions[sample.loss_mask]) >= 0), (
+                "a later token has an earlier version"
+            )
+            assert sample.response == text_of(schedule, sample.id.partition(".")[0]), (
+                "an interruption lost or repeated tokens"
+            )
             members.setdefault(sample.group_index, set()).add(sample.id.partition(".")[0])
         assert len(members) == schedule.config.num_prompts, "the batch has another number of groups"
         for group_index, group in members.items():
             assert min(2, size) <= len(group) <= size, "a group has another size"
-            assert outcome_of(schedule, group_index) == "kept", "a group is in the batch that the filter dropped"
+            assert outcome_of(schedule, group_index) == "kept", (
+                "a group is in the batch that the filter dropped"
+            )
         if not self.is_paced:
             assert list(members) == first_kept(schedule, first_group_index), "not the first groups by launch"
         keys = dict.fromkeys((metadata["epoch"], metadata["prompt_id"]) for metadata in batch.metadata)
@@ -380,4 +452,6 @@ class Simulation:
         self.trained |= set(keys)
         self.report.sample_ids.append(ids)
         self.report.prompt_keys += keys
-        self.report.mixed_samples += sum(len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in batch.samples)
+        self.report.mixed_samples += sum(
+            len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in batch.samples
+        )

@@ -2,8 +2,9 @@
 
     async def test_steps(): await check_failed_step_stops_later_ones_until_reset(open_my_backend)
 
-`open_backend()` is an async context manager of a backend in float32 with a fresh optimizer, equal weights every time it is opened, a token
-vocabulary of at least 40, and two in a row as its limit of steps that are not finite.
+`open_backend()` is an async context manager of a backend in float32 with a fresh optimizer, equal weights
+every time it is opened, a token vocabulary of at least 40, and two in a row as its limit of steps that are
+not finite.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import torch
 import trio
 from torch import Tensor
 
-from rollouts.errors import BackendError, DenominatorMismatch, EarlierStepFailed, NonFiniteSteps, StepInterrupted
+from rollouts.errors import (
+    BackendError,
+    DenominatorMismatch,
+    EarlierStepFailed,
+    NonFiniteSteps,
+    StepInterrupted,
+)
 from rollouts.losses import LossInputs, LossOutput
 from rollouts.losses.reductions import reduce_loss
 from rollouts.protocols import TrainingBackend
@@ -32,7 +39,7 @@ STEP = OptimParams(lr=1e-2, max_grad_norm=None)
 TRACED = ("log_probs", "slopes", "weights")  # of TokenArrays
 
 
-# --- losses that misbehave, named as module:function so that they cross ranks ----------------------------------------------------
+# --- losses that misbehave, named as module:function so that they cross ranks -------------------------------
 
 
 def nan_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
@@ -70,7 +77,7 @@ def drawing_and_raising_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     raise ZeroDivisionError("the loss failed on purpose")
 
 
-# --- batches -----------------------------------------------------------------------------------------------------------------
+# --- batches ------------------------------------------------------------------------------------------------
 
 
 def make_batch(seed: int = 0, *, groups: int = 3, size: int = 3, temperature: float = 1.0) -> RolloutBatch:
@@ -83,7 +90,9 @@ def make_batch(seed: int = 0, *, groups: int = 3, size: int = 3, temperature: fl
             answer = rng.integers(0, 40, rng.integers(1, 9))
             tokens.append(np.concatenate([prompt, answer]))
             masks.append(np.arange(len(tokens[-1])) >= len(prompt))
-            log_probs.append(np.where(masks[-1], rng.normal(-3.7, 0.1, len(tokens[-1])), 0.0).astype(np.float32))
+            log_probs.append(
+                np.where(masks[-1], rng.normal(-3.7, 0.1, len(tokens[-1])), 0.0).astype(np.float32)
+            )
             advantages.append(np.where(masks[-1], rng.normal(), 0.0).astype(np.float32))
             indices.append(group)
     return RolloutBatch(
@@ -122,7 +131,7 @@ async def raised_by(future: object) -> BaseException:
     raise AssertionError("the future did not raise")
 
 
-# --- steps ---------------------------------------------------------------------------------------------------------------------
+# --- steps --------------------------------------------------------------------------------------------------
 
 
 async def check_steps_train(open_backend: OpenBackend) -> None:
@@ -141,12 +150,16 @@ async def check_steps_train(open_backend: OpenBackend) -> None:
         result = await backend.forward_backward(batch, SFT).result()
     tokens = sum(int(mask.sum()) for mask in batch.loss_masks)
     assert result.denominator == tokens
-    assert result.loss is not None and abs(-sum(float(row.sum()) for row in rows) / tokens - result.loss) < 1e-4
+    assert (
+        result.loss is not None and abs(-sum(float(row.sum()) for row in rows) / tokens - result.loss) < 1e-4
+    )
     assert all((row[~mask] == 0).all() for row, mask in zip(rows, batch.loss_masks, strict=True))
 
 
 async def check_accumulation_equals_one_batch(open_backend: OpenBackend) -> None:
-    """Two halves under a constant denominator move the weights as the whole does, to 1e-5; every unit has its global denominator."""
+    """Two halves under a constant denominator move the weights as the whole does, to 1e-5; every unit has its
+    global denominator.
+    """
     batch = make_batch()
     spec = LossSpec("reinforce", unit="constant", constant=50.0)
     half = len(batch) // 2
@@ -176,10 +189,11 @@ def take_rows(batch: RolloutBatch, rows: Sequence[int]) -> RolloutBatch:
 
 
 async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
-    """Asked for, a step says of every token its log-prob, the loss's slope there and the correction's weight, as formulas have them; else nothing.
+    """Asked for, a step says of every token its log-prob, the loss's slope there and the correction's weight,
+    as formulas have them; else nothing.
 
-    Of ppo_clip with old log-probs and mu a token's term is −w·min(r·A, clip(r)·A), w = min(exp(old − mu), 2), whose slope is −w·r·A where the clip
-    lets it through and 0 where not. The terms add up to the loss.
+    Of ppo_clip with old log-probs and mu a token's term is −w·min(r·A, clip(r)·A), w = min(exp(old − mu), 2),
+    whose slope is −w·r·A where the clip lets it through and 0 where not. The terms add up to the loss.
     """
     batch = make_batch()
     assert batch.advantages is not None and batch.rollout_log_probs is not None
@@ -187,8 +201,13 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
     rng = np.random.default_rng(7)
     async with open_backend() as backend:
         own = await backend.forward(batch).result()
-        old = tuple((row + rng.normal(0, 0.3, len(row)) * mask).astype(np.float32) for row, mask in zip(own, batch.loss_masks, strict=True))
-        linear = await backend.forward_backward(batch, LossSpec("linear", unit="constant", constant=7.0, per_token=True)).result()
+        old = tuple(
+            (row + rng.normal(0, 0.3, len(row)) * mask).astype(np.float32)
+            for row, mask in zip(own, batch.loss_masks, strict=True)
+        )
+        linear = await backend.forward_backward(
+            batch, LossSpec("linear", unit="constant", constant=7.0, per_token=True)
+        ).result()
         both = dataclasses.replace(batch, old_log_probs=old)
         clipped = await backend.forward_backward(both, LossSpec("ppo_clip", per_token=True)).result()
         silent = await backend.forward_backward(both, LossSpec("ppo_clip")).result()
@@ -199,9 +218,18 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
     assert seen is not None and traced is not None and clipped.loss is not None
     total, cut = 0.0, 0
     for row, mask in enumerate(batch.loss_masks):
-        advantages, mu = (np.asarray(values[row], np.float64) for values in (batch.advantages, batch.rollout_log_probs))
-        for arrays in (*(getattr(seen, name) for name in TRACED), *(getattr(traced, name) for name in TRACED)):
-            assert len(arrays[row]) == len(mask) and arrays[row].dtype == np.float32 and not arrays[row][~mask].any(), "0.0 outside the mask"
+        advantages, mu = (
+            np.asarray(values[row], np.float64) for values in (batch.advantages, batch.rollout_log_probs)
+        )
+        for arrays in (
+            *(getattr(seen, name) for name in TRACED),
+            *(getattr(traced, name) for name in TRACED),
+        ):
+            assert (
+                len(arrays[row]) == len(mask)
+                and arrays[row].dtype == np.float32
+                and not arrays[row][~mask].any()
+            ), "0.0 outside the mask"
         np.testing.assert_allclose(seen.log_probs[row], own[row], atol=2e-5)
         np.testing.assert_allclose(seen.slopes[row], -advantages / 7.0 * mask, rtol=1e-6)
         np.testing.assert_array_equal(seen.weights[row], mask.astype(np.float32))
@@ -209,8 +237,15 @@ async def check_slopes_and_weights_of_tokens(open_backend: OpenBackend) -> None:
         weights = np.minimum(np.exp(old[row].astype(np.float64) - mu), 2.0)
         through = np.where(advantages >= 0, ratio < 1.2, ratio > 0.8) & mask
         np.testing.assert_allclose(traced.weights[row], weights * mask, rtol=1e-4)
-        np.testing.assert_allclose(traced.slopes[row], np.where(through, -weights * ratio * advantages, 0.0) / tokens, rtol=1e-4, atol=1e-9)
-        total -= float((weights * np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages))[mask].sum())
+        np.testing.assert_allclose(
+            traced.slopes[row],
+            np.where(through, -weights * ratio * advantages, 0.0) / tokens,
+            rtol=1e-4,
+            atol=1e-9,
+        )
+        total -= float(
+            (weights * np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages))[mask].sum()
+        )
         cut += int((mask & ~through).sum())
     assert cut > 0, "the batch has tokens that the clip cuts"
     assert abs(total / tokens - clipped.loss) < 1e-5, (total / tokens, clipped.loss)
@@ -227,11 +262,13 @@ async def check_clipping_bounds_the_gradient(open_backend: OpenBackend) -> None:
         assert not result.clipped
 
 
-# --- steps that are not finite ---------------------------------------------------------------------------------------------------
+# --- steps that are not finite ------------------------------------------------------------------------------
 
 
 async def check_non_finite_steps_change_nothing(open_backend: OpenBackend) -> None:
-    """After a skipped step weights and optimizer are bit-identical: the next step does what it would have done without it."""
+    """After a skipped step weights and optimizer are bit-identical: the next step does what it would have
+    done without it.
+    """
     batch = make_batch()
     async with open_backend() as backend:
         await train(backend, batch)
@@ -241,7 +278,9 @@ async def check_non_finite_steps_change_nothing(open_backend: OpenBackend) -> No
         async with open_backend() as backend:
             await train(backend, batch)
             before = await copy_weights(backend)
-            await backend.forward_backward(batch, SFT).result()  # what was accumulated before is not used either
+            await backend.forward_backward(
+                batch, SFT
+            ).result()  # what was accumulated before is not used either
             bad = await backend.forward_backward(batch, LossSpec(name)).result()
             skipped = await backend.optim_step(STEP).result()
             assert (bad.skipped is not None and bad.loss is None) == (where == "loss"), bad
@@ -265,7 +304,9 @@ async def check_too_many_non_finite_steps_raise(open_backend: OpenBackend) -> No
         assert isinstance(await raised_by(backend.optim_step(STEP)), NonFiniteSteps)
         await backend.reset().result()
         await backend.forward_backward(batch, bad).result()
-        assert (await backend.optim_step(STEP).result()).skipped is not None, "after the error the count begins anew"
+        assert (await backend.optim_step(STEP).result()).skipped is not None, (
+            "after the error the count begins anew"
+        )
 
 
 async def train(backend: TrainingBackend, batch: RolloutBatch, loss: LossSpec = SFT) -> None:
@@ -275,11 +316,13 @@ async def train(backend: TrainingBackend, batch: RolloutBatch, loss: LossSpec = 
     assert result.skipped is None
 
 
-# --- failures ------------------------------------------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------------
 
 
 async def check_failed_step_stops_later_ones_until_reset(open_backend: OpenBackend) -> None:
-    """The failed step's future raises its own error, later ones EarlierStepFailed; after reset() the old gradients are gone."""
+    """The failed step's future raises its own error, later ones EarlierStepFailed; after reset() the old
+    gradients are gone.
+    """
     batch = make_batch()
     async with open_backend() as backend:
         before = await copy_weights(backend)
@@ -291,28 +334,42 @@ async def check_failed_step_stops_later_ones_until_reset(open_backend: OpenBacke
         for future in later:
             error = await raised_by(future)
             assert isinstance(error, EarlierStepFailed) and isinstance(error.__cause__, ZeroDivisionError)
-        assert isinstance(await raised_by(backend.get_weights()), EarlierStepFailed), "a failure lasts until reset()"
+        assert isinstance(await raised_by(backend.get_weights()), EarlierStepFailed), (
+            "a failure lasts until reset()"
+        )
         assert backend.weight_version == 0, "the version that was queued behind the failure was never set"
         await backend.reset().result()
         assert_weights_equal(before, await copy_weights(backend))
-        assert isinstance(await raised_by(backend.optim_step(STEP)), BackendError), "accumulated gradients survived the failure"
+        assert isinstance(await raised_by(backend.optim_step(STEP)), BackendError), (
+            "accumulated gradients survived the failure"
+        )
         await backend.reset().result()
         await train(backend, batch)
 
 
 async def check_an_interrupt_ends_what_is_queued_at_a_micro_batch(open_backend: OpenBackend) -> None:
-    """What was queued fails with StepInterrupted and changes nothing; after reset() the backend trains as if the step had never begun."""
+    """What was queued fails with StepInterrupted and changes nothing; after reset() the backend trains as if
+    the step had never begun.
+    """
     batch, gate = make_batch(), threading.Event()
     async with open_backend() as backend:
         await train(backend, batch)
         before = await copy_weights(backend)
-        held = backend.stream_weights(lambda bucket: assert_passes(gate))  # else the step might be through before it is interrupted
-        forward, optim, version = backend.forward_backward(batch, SFT), backend.optim_step(STEP), backend.set_weight_version(9)
+        held = backend.stream_weights(
+            lambda bucket: assert_passes(gate)
+        )  # else the step might be through before it is interrupted
+        forward, optim, version = (
+            backend.forward_backward(batch, SFT),
+            backend.optim_step(STEP),
+            backend.set_weight_version(9),
+        )
         backend.interrupt()
         gate.set()
         await held.result()
         assert isinstance(await raised_by(forward), StepInterrupted)
-        assert isinstance(await raised_by(optim), EarlierStepFailed) and isinstance(await raised_by(version), EarlierStepFailed)
+        assert isinstance(await raised_by(optim), EarlierStepFailed) and isinstance(
+            await raised_by(version), EarlierStepFailed
+        )
         await backend.reset().result()
         assert backend.weight_version == 0
         assert_weights_equal(before, await copy_weights(backend))
@@ -332,20 +389,25 @@ def assert_passes(gate: threading.Event) -> None:
 async def check_a_miscounting_loss_is_refused(open_backend: OpenBackend) -> None:
     """DenominatorMismatch when the counts that the loss returned are not those of the masks."""
     async with open_backend() as backend:
-        assert isinstance(await raised_by(backend.forward_backward(make_batch(), LossSpec(f"{HERE}:miscounting_loss"))), DenominatorMismatch)
+        assert isinstance(
+            await raised_by(backend.forward_backward(make_batch(), LossSpec(f"{HERE}:miscounting_loss"))),
+            DenominatorMismatch,
+        )
 
 
 async def check_a_step_needs_a_gradient(open_backend: OpenBackend) -> None:
     """optim_step without forward_backward is a BackendError, and a batch without trained tokens too."""
     batch = make_batch()
-    empty = RolloutBatch(tokens=batch.tokens, loss_masks=tuple(np.zeros_like(mask) for mask in batch.loss_masks))
+    empty = RolloutBatch(
+        tokens=batch.tokens, loss_masks=tuple(np.zeros_like(mask) for mask in batch.loss_masks)
+    )
     async with open_backend() as backend:
         assert isinstance(await raised_by(backend.optim_step()), BackendError)
         await backend.reset().result()
         assert isinstance(await raised_by(backend.forward_backward(empty, SFT)), BackendError)
 
 
-# --- futures and versions ----------------------------------------------------------------------------------------------------------
+# --- futures and versions -----------------------------------------------------------------------------------
 
 
 async def check_futures(open_backend: OpenBackend) -> None:
@@ -355,11 +417,18 @@ async def check_futures(open_backend: OpenBackend) -> None:
 
     async def note(number: int, future: object) -> None:
         await future  # pyright: ignore[reportGeneralTypeIssues]
-        assert all(earlier.done() for earlier in futures[:number]), "a future finished before one that was submitted earlier"
+        assert all(earlier.done() for earlier in futures[:number]), (
+            "a future finished before one that was submitted earlier"
+        )
         finished.append(number)
 
     async with open_backend() as backend:
-        futures = [backend.forward_backward(batch, SFT), backend.optim_step(STEP), backend.forward(batch), backend.set_weight_version(1)]
+        futures = [
+            backend.forward_backward(batch, SFT),
+            backend.optim_step(STEP),
+            backend.forward(batch),
+            backend.set_weight_version(1),
+        ]
         assert not any(future.done() for future in futures)
         with trio.move_on_after(0):
             await futures[0].result()
@@ -391,16 +460,20 @@ async def check_weight_version_counts_what_is_queued(open_backend: OpenBackend) 
         assert backend.weight_version == 3
 
 
-# --- weights -----------------------------------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------------------
 
 
 async def check_weights_come_and_go(open_backend: OpenBackend) -> None:
-    """stream_weights and get_weights agree; load_weights restores; a wrong name or shape is refused before anything is copied."""
+    """stream_weights and get_weights agree; load_weights restores; a wrong name or shape is refused before
+    anything is copied.
+    """
     batch = make_batch()
     async with open_backend() as backend:
         before = await copy_weights(backend)
         streamed: dict[str, Tensor] = {}
-        await backend.stream_weights(lambda bucket: streamed.update({name: tensor.cpu().clone() for name, tensor in bucket})).result()
+        await backend.stream_weights(
+            lambda bucket: streamed.update({name: tensor.cpu().clone() for name, tensor in bucket})
+        ).result()
         assert_weights_equal(before, streamed)
         await train(backend, batch)
         trained = await copy_weights(backend)
@@ -419,7 +492,9 @@ async def check_weights_come_and_go(open_backend: OpenBackend) -> None:
 
 
 async def check_resume_is_exact(open_backend: OpenBackend, folder: Path) -> None:
-    """Two steps, save, two steps: a fresh backend that loads and does the last two has the same weights bit for bit."""
+    """Two steps, save, two steps: a fresh backend that loads and does the last two has the same weights bit
+    for bit.
+    """
     batches = [make_batch(seed) for seed in range(4)]
     async with open_backend() as backend:
         for batch in batches[:2]:
@@ -441,7 +516,9 @@ async def check_resume_is_exact(open_backend: OpenBackend, folder: Path) -> None
 
 
 async def check_a_step_that_is_given_up_draws_nothing(open_backend: OpenBackend, folder: Path) -> None:
-    """A loss that draws from torch's generator draws the same when its step is repeated: at once, and after a save and a load."""
+    """A loss that draws from torch's generator draws the same when its step is repeated: at once, and after a
+    save and a load.
+    """
     batches, draws = [make_batch(seed) for seed in range(3)], LossSpec(f"{HERE}:drawing_loss")
     failing = LossSpec(f"{HERE}:drawing_and_raising_loss")
     async with open_backend() as backend:
@@ -453,7 +530,9 @@ async def check_a_step_that_is_given_up_draws_nothing(open_backend: OpenBackend,
     async with open_backend() as backend:
         await backend.load(folder / "before").result()
         for name, batch in (("first", batches[1]), ("second", batches[2])):
-            assert isinstance(await raised_by(backend.forward_backward(batch, failing)), ZeroDivisionError), name
+            assert isinstance(await raised_by(backend.forward_backward(batch, failing)), ZeroDivisionError), (
+                name
+            )
             await backend.reset().result()
             await backend.save(folder / name).result()
             await train(backend, batch, draws)

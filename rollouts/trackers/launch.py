@@ -1,7 +1,8 @@
-"""A run's own followers: one process beside it, that ends with it or soon after. Whatever happens to that process, the run goes on as if it was not.
+"""A run's own followers: one process beside it, that ends with it or soon after. Whatever happens to that
+process, the run goes on as if it was not.
 
-    run ──► pipe ──► supervisor ──► a worker for each tracker
-    the pipe closes, for whatever reason ──► what is left is sent, for at most DRAIN_S
+run ──► pipe ──► supervisor ──► a worker for each tracker
+the pipe closes, for whatever reason ──► what is left is sent, for at most DRAIN_S
 """
 
 from __future__ import annotations
@@ -39,12 +40,18 @@ def check_trackers(names: Sequence[str]) -> None:
 
 @asynccontextmanager
 async def open_trackers(
-    run_dir: RunDir, names: Sequence[str], *, say: Say, end_s: float = END_S, command: Sequence[str] = SUPERVISOR
+    run_dir: RunDir,
+    names: Sequence[str],
+    *,
+    say: Say,
+    end_s: float = END_S,
+    command: Sequence[str] = SUPERVISOR,
 ) -> AsyncIterator[None]:
-    """Followers of the run, inside the block. To be entered before the run's files are opened, so that these are closed first.
+    """Followers of the run, inside the block. To be entered before the run's files are opened, so that these
+    are closed first.
 
-    The block waits `end_s` at its end, at most, and says in one line which trackers do not have everything, and how they get it. Raises never:
-    a follower that cannot start is said.
+    The block waits `end_s` at its end, at most, and says in one line which trackers do not have everything,
+    and how they get it. Raises never: a follower that cannot start is said.
     """
     if not names:
         yield
@@ -52,7 +59,10 @@ async def open_trackers(
     try:
         process, pipe = start_followers(run_dir, names, command)
     except (OSError, NotImplementedError) as error:
-        say(f"warning: the followers of output.trackers do not start ({error}); {describe_catching_up(run_dir.root, names)}")
+        say(
+            f"warning: the followers of output.trackers do not start ({error});"
+            f" {describe_catching_up(run_dir.root, names)}"
+        )
         yield
         return
     try:
@@ -64,22 +74,34 @@ async def open_trackers(
         behind = [name for name in names if is_behind(run_dir.root, name)]
         if behind:
             left = f"they have {DRAIN_S:.0f} s more" if is_running(process) else "their followers have ended"
-            say(f"not everything was sent to {', '.join(behind)}, {left}; {describe_catching_up(run_dir.root, behind)}")
+            say(
+                f"not everything was sent to {', '.join(behind)}, {left};"
+                f" {describe_catching_up(run_dir.root, behind)}"
+            )
         for name in names:
             left_out = read_left_out(run_dir.root, name)
             if left_out:
-                say(f"warning: {name} does not have all rows: {left_out}; {run_dir.root / 'trackers' / f'{name}.log'} says why")
+                say(
+                    f"warning: {name} does not have all rows: {left_out};"
+                    f" {run_dir.root / 'trackers' / f'{name}.log'} says why"
+                )
 
 
 def start_followers(run_dir: RunDir, names: Sequence[str], command: Sequence[str]) -> tuple[int, int]:
-    """(process id, our end of its stdin). In a session of its own, so that neither Ctrl-C nor the end of a terminal reaches it. Raises OSError."""
+    """(process id, our end of its stdin). In a session of its own, so that neither Ctrl-C nor the end of a
+    terminal reaches it. Raises OSError.
+    """
     logs = run_dir.root / "trackers"
     logs.mkdir(exist_ok=True)
     words = [*command, str(run_dir.root), str(os.getpid()), *names]
     log = os.open(logs / "followers.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     theirs, ours = os.pipe()
     try:
-        files = [(os.POSIX_SPAWN_DUP2, theirs, 0), (os.POSIX_SPAWN_DUP2, log, 1), (os.POSIX_SPAWN_DUP2, log, 2)]
+        files = [
+            (os.POSIX_SPAWN_DUP2, theirs, 0),
+            (os.POSIX_SPAWN_DUP2, log, 1),
+            (os.POSIX_SPAWN_DUP2, log, 2),
+        ]
         return os.posix_spawn(words[0], words, os.environ, file_actions=files, setsid=True), ours
     except BaseException:
         os.close(ours)
@@ -96,7 +118,9 @@ async def wait_process(pid: int) -> None:
         await wait_pidfd(descriptor)
         return
     with contextlib.suppress(ChildProcessError):  # it is gone, where a program ignores SIGCHLD
-        await trio.to_thread.run_sync(lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT), abandon_on_cancel=True)
+        await trio.to_thread.run_sync(
+            lambda: os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT), abandon_on_cancel=True
+        )
 
 
 def is_running(pid: int) -> bool:
@@ -126,4 +150,7 @@ def read_left_out(root: Path, name: str) -> str:
 
 def describe_catching_up(root: Path, names: Sequence[str]) -> str:
     """The command that sends what is left."""
-    return f"to send the rest: python -m rollouts track {shlex.quote(str(root))} {' '.join(f'--to {name}' for name in names)} --once"
+    return (
+        f"to send the rest: python -m rollouts track {shlex.quote(str(root))}"
+        f" {' '.join(f'--to {name}' for name in names)} --once"
+    )

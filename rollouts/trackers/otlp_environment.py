@@ -1,4 +1,5 @@
-"""Where OTLP goes, as OpenTelemetry's environment variables say. Exactly these are read, and an empty one is as none:
+"""Where OTLP goes, as OpenTelemetry's environment variables say. Exactly these are read, and an empty one is
+as none:
 
     OTEL_EXPORTER_OTLP_ENDPOINT                    the collector (default http://localhost:4318); /v1/metrics and /v1/traces are added to its path
     OTEL_EXPORTER_OTLP_{METRICS,TRACES}_ENDPOINT   whole addresses, taken as they are
@@ -8,11 +9,11 @@
     OTEL_SERVICE_NAME                              service.name (default rollouts)
     OTEL_RESOURCE_ATTRIBUTES                       name=value,… as for headers; its service.name yields to OTEL_SERVICE_NAME
 
-HEADERS, TIMEOUT and PROTOCOL may be given for one signal too, as OTEL_EXPORTER_OTLP_METRICS_HEADERS, which takes the place of the common one.
-Messages name a variable and never a value that may be a secret.
+HEADERS, TIMEOUT and PROTOCOL may be given for one signal too, as OTEL_EXPORTER_OTLP_METRICS_HEADERS, which
+takes the place of the common one. Messages name a variable and never a value that may be a secret.
 
-Sources: opentelemetry.io/docs/specs/otel/protocol/exporter and …/configuration/sdk-environment-variables. Where these would ignore a setting that
-cannot be read, it is refused here.
+Sources: opentelemetry.io/docs/specs/otel/protocol/exporter and …/configuration/sdk-environment-variables.
+Where these would ignore a setting that cannot be read, it is refused here.
 """
 
 from __future__ import annotations
@@ -50,7 +51,10 @@ def read_route(environment: Mapping[str, str], signal: Signal) -> Route:
     """The route of a signal. Raises TrackerError for a setting that cannot be used, by its variable's name."""
     name, protocol = find_setting(environment, signal, "PROTOCOL")
     if protocol and protocol != PROTOCOL:
-        raise TrackerError(f"{name}={protocol!r} is not spoken; set it to {PROTOCOL}, and the endpoint to the collector's port for that, often 4318")
+        raise TrackerError(
+            f"{name}={protocol!r} is not spoken; set it to {PROTOCOL}, and the endpoint to the collector's"
+            " port for that, often 4318"
+        )
     url = find_url(environment, signal)
     parts = urlsplit(url)
     host = f"{parts.hostname}:{parts.port}" if parts.port else str(parts.hostname)
@@ -59,7 +63,9 @@ def read_route(environment: Mapping[str, str], signal: Signal) -> Route:
 
 
 def find_setting(environment: Mapping[str, str], signal: Signal, name: str) -> tuple[str, str]:
-    """(variable, value) of a setting: the signal's own, else the common one; an empty value where there is neither."""
+    """(variable, value) of a setting: the signal's own, else the common one; an empty value where there is
+    neither.
+    """
     own = f"{PREFIX}{signal.upper()}_{name}"
     variable = own if environment.get(own, "").strip() else f"{PREFIX}{name}"
     return variable, environment.get(variable, "").strip()
@@ -70,7 +76,10 @@ def find_url(environment: Mapping[str, str], signal: Signal) -> str:
     name, text = find_setting(environment, signal, "ENDPOINT")
     parts = split_url(text or DEFAULT_ENDPOINT)
     if parts is None:
-        raise TrackerError(f"{name} is no http address; set it to one like {DEFAULT_ENDPOINT}{f'/v1/{signal}' if signal.upper() in name else ''}")
+        raise TrackerError(
+            f"{name} is no http address; set it to one like"
+            f" {DEFAULT_ENDPOINT}{f'/v1/{signal}' if signal.upper() in name else ''}"
+        )
     if name == f"{PREFIX}ENDPOINT":
         parts = parts._replace(path=f"{parts.path.rstrip('/')}/v1/{signal}")
     return parts._replace(fragment="").geturl()
@@ -82,20 +91,33 @@ def split_url(text: str) -> SplitResult | None:
         parts = urlsplit(text)
         httpx2.URL(text)
         whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except (ValueError, httpx2.InvalidURL):  # a port that is no number: what is said of it could be a part of a password
+    except (
+        ValueError,
+        httpx2.InvalidURL,
+    ):  # a port that is no number: what is said of it could be a part of a password
         return None
     return parts if whole else None
 
 
 def read_headers(environment: Mapping[str, str], signal: Signal) -> dict[str, str]:
-    """The headers of a signal's requests. Raises TrackerError, without the values, for what cannot be a header."""
+    """The headers of a signal's requests. Raises TrackerError, without the values, for what cannot be a
+    header.
+    """
     name, text = find_setting(environment, signal, "HEADERS")
     headers = {key: value.strip(" \t") for key, value in parse_pairs(name, text).items()}
     for key, value in headers.items():
         if not HEADER_NAME.fullmatch(key):
-            raise TrackerError(f"{name} has a name that no header can have; names are letters, digits and -, as in x-api-key=value")
-        if not HEADER_VALUE.fullmatch(value):  # not even the header's name is said: where a comma is not encoded, it is a part of a value
-            raise TrackerError(f"{name} has a value with a character that no header can have, as a line's end or é; give it in printable ASCII")
+            raise TrackerError(
+                f"{name} has a name that no header can have; names are letters, digits and -, as in"
+                " x-api-key=value"
+            )
+        if not HEADER_VALUE.fullmatch(
+            value
+        ):  # not even the header's name is said: where a comma is not encoded, it is a part of a value
+            raise TrackerError(
+                f"{name} has a value with a character that no header can have, as a line's end or é; give it"
+                " in printable ASCII"
+            )
     return headers
 
 
@@ -105,7 +127,9 @@ def parse_pairs(name: str, text: str) -> dict[str, str]:
     for part in filter(None, map(str.strip, text.split(","))):
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
-            raise TrackerError(f"{name} is to be name=value,name=value with percent-encoded values; one of its parts is not")
+            raise TrackerError(
+                f"{name} is to be name=value,name=value with percent-encoded values; one of its parts is not"
+            )
         pairs[key.strip()] = unquote(value.strip())
     return pairs
 
@@ -116,7 +140,9 @@ def read_timeout_s(environment: Mapping[str, str], signal: Signal) -> float:
     if not text:
         return DEFAULT_TIMEOUT_S
     if not (text.isascii() and text.isdecimal() and len(text) < 10) or int(text) == 0:
-        raise TrackerError(f"{name}={text!r} is to be a whole number of milliseconds above 0, for example 10000")
+        raise TrackerError(
+            f"{name}={text!r} is to be a whole number of milliseconds above 0, for example 10000"
+        )
     return int(text) / 1000
 
 

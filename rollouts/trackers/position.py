@@ -1,11 +1,11 @@
 """How far a tracker has followed a run: RUN/trackers/NAME.json, and the rows after that place.
 
-    files     where the next row begins, per file        everything before it was taken
-    sending   where the rows being sent end              stored before they are sent: after a kill exactly these are sent again
-    number    rows taken so far, or left out
-    left_out  how many of them the service refused for good, and which was the last
-    handed    rows that a library took after these, without saying whether the service has them: sent again after a kill
-    mark      what the sink said of them
+files     where the next row begins, per file        everything before it was taken
+sending   where the rows being sent end              stored before they are sent: after a kill exactly these are sent again
+number    rows taken so far, or left out
+left_out  how many of them the service refused for good, and which was the last
+handed    rows that a library took after these, without saying whether the service has them: sent again after a kill
+mark      what the sink said of them
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Position:
     """How far one tracker has followed one run."""
 
     id: str  # 32 hex digits; the run's identity in the tracker
-    files: Mapping[str, Place] = field(default_factory=dict)  # a file that is not in it begins at its beginning
+    files: Mapping[str, Place] = field(
+        default_factory=dict
+    )  # a file that is not in it begins at its beginning
     sending: Mapping[str, Place] | None = None
     number: int = 0
     handed: int = 0
@@ -67,8 +69,12 @@ class Batch(NamedTuple):
     places: list[Place]  # for each row, where the next one of its file begins
 
     def find_ends(self, begin: int, end: int) -> dict[str, Place]:
-        """Where each file's next row begins after rows `begin` to `end` of the batch, without what was passed over after the last of them."""
-        return {row.file: place for row, place in zip(self.rows[begin:end], self.places[begin:end], strict=True)}
+        """Where each file's next row begins after rows `begin` to `end` of the batch, without what was passed
+        over after the last of them.
+        """
+        return {
+            row.file: place for row, place in zip(self.rows[begin:end], self.places[begin:end], strict=True)
+        }
 
 
 def position_path(root: Path, name: str) -> Path:
@@ -93,14 +99,23 @@ def read_position(path: Path) -> Position | None:
             number=int(held["number"]),
             handed=int(held["handed"]),
             mark=held["mark"],
-            left_out=LeftOut(int(held["left_out"]["rows"]), str(held["left_out"]["last"])) if "left_out" in held else LeftOut(),
+            left_out=(
+                LeftOut(int(held["left_out"]["rows"]), str(held["left_out"]["last"]))
+                if "left_out" in held
+                else LeftOut()
+            ),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunDirError(f"{path} does not say how far the tracker is ({error!r}); remove it to send the whole run again, as a new one") from error
+        raise RunDirError(
+            f"{path} does not say how far the tracker is ({error!r}); remove it to send the whole run again,"
+            " as a new one"
+        ) from error
 
 
 def write_position(path: Path, position: Position) -> None:
-    """The whole position under this name, on disk when this returns, or what was there before. Raises OSError."""
+    """The whole position under this name, on disk when this returns, or what was there before. Raises
+    OSError.
+    """
     held = {
         "schema": SCHEMA,
         "id": position.id,
@@ -120,7 +135,9 @@ def write_position(path: Path, position: Position) -> None:
 
 
 def open_position(path: Path) -> Position:
-    """The stored position; a new one is stored first, so that a kill never gives a run two identities. Raises OSError, RunDirError."""
+    """The stored position; a new one is stored first, so that a kill never gives a run two identities. Raises
+    OSError, RunDirError.
+    """
     position = read_position(path)
     if position is None:
         path.parent.mkdir(exist_ok=True)
@@ -132,28 +149,42 @@ def open_position(path: Path) -> Position:
 def advance(position: Position, ends: Mapping[str, Place], rows: int, mark: Mark | None) -> Position:
     """The position after `rows` rows up to `ends` were taken. A sink that says no mark keeps its last one."""
     return replace(
-        position, files={**position.files, **ends}, sending=None, number=position.number + rows, mark=position.mark if mark is None else mark
+        position,
+        files={**position.files, **ends},
+        sending=None,
+        number=position.number + rows,
+        mark=position.mark if mark is None else mark,
     )
 
 
 def describe_left_out(position: Position) -> str:
     """What the tracker will never have, empty where that is nothing."""
     rows, last = position.left_out
-    values = (position.mark or {}).get("left_out")  # of a sink whose service may take a batch without some of its values
+    values = (position.mark or {}).get(
+        "left_out"
+    )  # of a sink whose service may take a batch without some of its values
     said = [f"{rows} refused for good and left out, the last: {last}"] if rows else []
     said += [f"{values} values left out by the service"] if isinstance(values, int) and values else []
     return "; ".join(said)
 
 
-# --- the rows after a position -----------------------------------------------------------------------------------------------
+# --- the rows after a position ------------------------------------------------------------------------------
 
 
 def read_batch(
-    root: Path, files: Sequence[str], position: Position, *, limit: int, say: Callable[[str], None], batch_bytes: int = BATCH_BYTES
+    root: Path,
+    files: Sequence[str],
+    position: Position,
+    *,
+    limit: int,
+    say: Callable[[str], None],
+    batch_bytes: int = BATCH_BYTES,
 ) -> Batch:
-    """Whole rows after the position: exactly the ones being sent if some are, else up to `limit`, of all files together by their time.
+    """Whole rows after the position: exactly the ones being sent if some are, else up to `limit`, of all
+    files together by their time.
 
-    Within a file rows keep their order. A line that is no row is passed over and said; one without its newline is waited for. Raises OSError.
+    Within a file rows keep their order. A line that is no row is passed over and said; one without its
+    newline is waited for. Raises OSError.
     """
     sources = [_read_lines(root, file, position, say) for file in files]
     rows: list[TrackedRow] = []
@@ -172,7 +203,9 @@ def read_batch(
 
 
 def count_unsent(root: Path, files: Sequence[str], position: Position) -> int:
-    """Bytes of rows that were not taken yet. A torn last line, as a killed writer leaves, is no row. Raises OSError."""
+    """Bytes of rows that were not taken yet. A torn last line, as a killed writer leaves, is no row. Raises
+    OSError.
+    """
     unsent = 0
     for file in files:
         part, offset = position.place(file)
@@ -184,7 +217,9 @@ def count_unsent(root: Path, files: Sequence[str], position: Position) -> int:
 
 
 def find_last_row_end(path: Path, start: int) -> int:
-    """Where the last line of a file ends that has its newline; `start` if none that begins after it has one. Raises OSError."""
+    """Where the last line of a file ends that has its newline; `start` if none that begins after it has one.
+    Raises OSError.
+    """
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > start:
@@ -215,7 +250,8 @@ def _read_lines(root: Path, file: str, position: Position, say: Callable[[str], 
     part, offset = position.place(file)
     stop = None if position.sending is None else position.sending.get(file, Place(part, offset))
     while True:
-        # Looked at before the part is read: the writer begins a part only when it has written the last row of the one before.
+        # Looked at before the part is read: the writer begins a part only when it has written the last row of
+        # the one before.
         has_next = part_path(root, file, part + 1).exists()
         for line, end in _read_part(part_path(root, file, part), offset, last=not has_next, say=say):
             if stop is not None and Place(part, offset) >= stop:
@@ -223,7 +259,10 @@ def _read_lines(root: Path, file: str, position: Position, say: Callable[[str], 
             offset = end
             row = _parse_row(line)
             if row is None:
-                say(f"{part_path(root, file, part).name}: no row ends at byte {end} ({line[:40]!r}…): passed over")
+                say(
+                    f"{part_path(root, file, part).name}: no row ends at byte {end} ({line[:40]!r}…): passed"
+                    " over"
+                )
             time_unix = float("-inf") if row is None else float(row["time_unix"])
             yield _Line(time_unix, file, row, Place(part, end), len(line))
         if not has_next or (stop is not None and Place(part, offset) >= stop):
@@ -231,8 +270,12 @@ def _read_lines(root: Path, file: str, position: Position, say: Callable[[str], 
         part, offset = part + 1, 0
 
 
-def _read_part(path: Path, offset: int, *, last: bool, say: Callable[[str], None]) -> Iterator[tuple[bytes, int]]:
-    """(line, where the next begins). A line without a newline is left where it is in the last part, for more of it may come."""
+def _read_part(
+    path: Path, offset: int, *, last: bool, say: Callable[[str], None]
+) -> Iterator[tuple[bytes, int]]:
+    """(line, where the next begins). A line without a newline is left where it is in the last part, for more
+    of it may come.
+    """
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -249,7 +292,9 @@ def _read_part(path: Path, offset: int, *, last: bool, say: Callable[[str], None
 
 
 def _find_row_start(descriptor: int, path: Path, offset: int, say: Callable[[str], None]) -> int:
-    """`offset`, or the beginning of the line before it where no row begins there: a power cut took the file's end, and others were written since."""
+    """`offset`, or the beginning of the line before it where no row begins there: a power cut took the file's
+    end, and others were written since.
+    """
     size = os.fstat(descriptor).st_size
     if offset <= size and os.pread(descriptor, 1, offset - 1) == b"\n":
         return offset
@@ -264,7 +309,9 @@ def _parse_row(line: bytes) -> Mapping[str, Any] | None:
     """A row with the fields that every row has."""
     try:
         row = json.loads(line)
-        whole = isinstance(row["stage"], str) and isinstance(row["step"], int) and isinstance(row["attempt"], int)
+        whole = (
+            isinstance(row["stage"], str) and isinstance(row["step"], int) and isinstance(row["attempt"], int)
+        )
         timed = isinstance(row["time_unix"], int | float) and math.isfinite(row["time_unix"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
@@ -285,6 +332,10 @@ def _dump_places(places: Mapping[str, Place]) -> dict[str, dict[str, int]]:
 def check_followable(run_dir: RunDir) -> None:
     """Raises RunDirError if this is no run directory."""
     if not run_dir.root.is_dir():
-        raise RunDirError(f"{run_dir.root} is not a directory; name a run directory, for example one in runs/")
+        raise RunDirError(
+            f"{run_dir.root} is not a directory; name a run directory, for example one in runs/"
+        )
     if not any(path.exists() for path in (run_dir.config, run_dir.metrics, run_dir.evaluations)):
-        raise RunDirError(f"{run_dir.root} has neither config.toml nor metrics.jsonl: it is not a run directory")
+        raise RunDirError(
+            f"{run_dir.root} has neither config.toml nor metrics.jsonl: it is not a run directory"
+        )

@@ -1,9 +1,11 @@
-"""Prometheus: an endpoint on this machine that shows the newest value of each metric, for as long as the run is followed.
+"""Prometheus: an endpoint on this machine that shows the newest value of each metric, for as long as the run
+is followed.
 
     http://127.0.0.1:9464/metrics      another port: OTEL_EXPORTER_PROMETHEUS_PORT
 
-Prometheus asks when it likes and stamps what it gets, so values between two of its scrapes are not there, and neither are those of an outage. The
-mark is what was shown last: a follower that starts again shows it at once.
+Prometheus asks when it likes and stamps what it gets, so values between two of its scrapes are not there, and
+neither are those of an outage. The mark is what was shown last: a follower that starts again shows it at
+once.
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ from rollouts.metrics.names import find_metric
 from rollouts.trackers.sinks import Mark, RunInfo, TrackedRow
 
 DEFAULT_PORT = 9464
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # of every answer: whoever asks for another form can read this one
+# of every answer: whoever asks for another form can read this one
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 STALL_S = 5.0  # until a client that says nothing is left
 
 Shown = dict[str, dict[str, float]]  # name of a metric → stage → newest value
 
 
 def open_sink(run: RunInfo) -> PrometheusSink:
-    """The endpoint of a run. Raises TrackerError for a port that is none, SinkRefused where another process has it."""
+    """The endpoint of a run. Raises TrackerError for a port that is none, SinkRefused where another process
+    has it.
+    """
     return PrometheusSink(run, read_port(run.environment))
 
 
@@ -37,16 +42,24 @@ class PrometheusSink:
     def __init__(self, run: RunInfo, port: int) -> None:
         self._run = run
         shown = (run.mark or {}).get("shown", {})
-        self._shown: Shown = {name: dict(values) for name, values in shown.items()} if isinstance(shown, Mapping) else {}  # pyright: ignore[reportArgumentType, reportCallIssue]
+        self._shown: Shown = (
+            {name: dict(values) for name, values in shown.items()} if isinstance(shown, Mapping) else {}
+        )  # pyright: ignore[reportArgumentType, reportCallIssue]
         self._page = format_page(run.name, self._shown)
         try:
             self._server = _Server(("127.0.0.1", port), _Handler)
         except OSError as error:
-            raise SinkRefused(f"port {port} of this machine cannot be had ({error}); set OTEL_EXPORTER_PROMETHEUS_PORT to a free one") from error
+            raise SinkRefused(
+                f"port {port} of this machine cannot be had ({error}); set OTEL_EXPORTER_PROMETHEUS_PORT to a"
+                " free one"
+            ) from error
         self._server.read_page = lambda: self._page
-        # A thread, though the project has none elsewhere: a follower's worker has no event loop, and blocks by design, so that the system's alarm
-        # can end a library that hangs. Prometheus must be answered meanwhile. All that the threads share is a page of bytes, replaced as a whole.
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True)
+        # A thread, though the project has none elsewhere: a follower's worker has no event loop, and blocks
+        # by design, so that the system's alarm can end a library that hangs. Prometheus must be answered
+        # meanwhile. All that the threads share is a page of bytes, replaced as a whole.
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.2}, daemon=True
+        )
         self._thread.start()
 
     @property
@@ -77,7 +90,9 @@ class _Server(ThreadingHTTPServer):
     read_page: Callable[[], bytes]
 
     def server_bind(self) -> None:
-        """As any TCP server: an HTTP server would look up its own name, which can take as long as a name server does not answer."""
+        """As any TCP server: an HTTP server would look up its own name, which can take as long as a name
+        server does not answer.
+        """
         TCPServer.server_bind(self)
         self.server_name, self.server_port = "localhost", self.server_address[1]
 
@@ -99,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a line."""
 
 
@@ -114,7 +129,10 @@ def format_page(run: str, shown: Shown) -> bytes:
         seen.add(exposed)
         meaning = f"{known.meaning}{f' ({known.unit})' if known.unit else ''}" if known else name
         lines += [f"# HELP {exposed} {escape(meaning, quote=False)}", f"# TYPE {exposed} gauge"]
-        lines += [f'{exposed}{{run="{escape(run)}",stage="{escape(stage)}"}} {value!r}' for stage, value in values.items()]
+        lines += [
+            f'{exposed}{{run="{escape(run)}",stage="{escape(stage)}"}} {value!r}'
+            for stage, value in values.items()
+        ]
     return "".join(f"{line}\n" for line in lines).encode()
 
 
@@ -135,5 +153,8 @@ def read_port(environment: Mapping[str, str]) -> int:
     if not text:
         return DEFAULT_PORT
     if not text.isdecimal() or int(text) > 65535:
-        raise TrackerError(f"OTEL_EXPORTER_PROMETHEUS_PORT={text!r} is no port; give a number up to 65535, or leave it out for {DEFAULT_PORT}")
+        raise TrackerError(
+            f"OTEL_EXPORTER_PROMETHEUS_PORT={text!r} is no port; give a number up to 65535, or leave it out"
+            f" for {DEFAULT_PORT}"
+        )
     return int(text)

@@ -1,7 +1,9 @@
-"""MLflow: the server or store that MLFLOW_TRACKING_URI names (otherwise MLflow's own default), experiment MLFLOW_EXPERIMENT_NAME or `rollouts`.
+"""MLflow: the server or store that MLFLOW_TRACKING_URI names (otherwise MLflow's own default), experiment
+MLFLOW_EXPERIMENT_NAME or `rollouts`.
 
-The run is found again by a tag. A metric is stored with its time and step, and a database keeps one of equal ones: rows that are sent again change
-nothing there. Steps that a resumed run repeats are shown twice; `STAGE/attempt` tells them apart.
+The run is found again by a tag. A metric is stored with its time and step, and a database keeps one of equal
+ones: rows that are sent again change nothing there. Steps that a resumed run repeats are shown twice;
+`STAGE/attempt` tells them apart.
 """
 
 from __future__ import annotations
@@ -18,8 +20,13 @@ TAG = "rollouts.run_id"
 FORBIDDEN = re.compile(r"[^/\w.\- :]")  # in the name of a metric or parameter
 METRICS_PER_CALL, PARAMS_PER_CALL, PARAM_CHARS = 1000, 100, 500  # what every server takes
 WORDS = 300  # characters of a server's words that are worth a line
-# A server that does not answer is asked again by the follower, not for minutes by the client; a user's own values stay.
-PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+# A server that does not answer is asked again by the follower, not for minutes by the client; a user's own
+# values stay.
+PATIENCE = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
 
 
 def open_sink(run: RunInfo) -> MlflowSink:
@@ -69,11 +76,16 @@ class MlflowSink:
         metrics = [Metric(*value) for tracked in rows for value in list_metrics(tracked)]
         try:
             for start in range(0, len(metrics), METRICS_PER_CALL):
-                self._client.log_batch(self._run_id, metrics=metrics[start : start + METRICS_PER_CALL], synchronous=True)
+                self._client.log_batch(
+                    self._run_id, metrics=metrics[start : start + METRICS_PER_CALL], synchronous=True
+                )
         except self._failure as error:
             failure: Any = error
             # A row for a run that was deleted is refused in the same way as a bad row.
-            if failure.get_http_status_code() == 400 and self._client.get_run(self._run_id).info.lifecycle_stage == "active":
+            if (
+                failure.get_http_status_code() == 400
+                and self._client.get_run(self._run_id).info.lifecycle_stage == "active"
+            ):
                 raise RowsRefused(" ".join(str(error).split())[:WORDS]) from error
             raise translate(error) from error
 

@@ -1,10 +1,12 @@
-"""TensorBoard: event files in RUN/trackers/tensorboard/STAGE, which `tensorboard --logdir RUN/trackers/tensorboard` shows as one run a stage.
+"""TensorBoard: event files in RUN/trackers/tensorboard/STAGE, which `tensorboard --logdir
+RUN/trackers/tensorboard` shows as one run a stage.
 
-A row is one event, of the row's time, step and metrics, so the same rows give the same bytes. The mark is how long each file was: what a killed
-follower wrote beyond it is cut off before it is written again, so no row is there twice.
+A row is one event, of the row's time, step and metrics, so the same rows give the same bytes. The mark is how
+long each file was: what a killed follower wrote beyond it is cut off before it is written again, so no row is
+there twice.
 
-Steps that a resumed run repeats: the first of them begins a session, at which TensorBoard forgets what it had from that step on. It shows the newest
-attempt.
+Steps that a resumed run repeats: the first of them begins a session, at which TensorBoard forgets what it had
+from that step on. It shows the newest attempt.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]  (made when it is imported)
+from tensorboard.compat.proto.event_pb2 import (
+    Event,
+    SessionLog,
+)  # pyright: ignore[reportAttributeAccessIssue]  (made when it is imported)
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -46,7 +51,9 @@ class TensorBoardSink:
             raise SinkUnavailable(f"{root} cannot be written ({error})") from error
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark:
-        """Appends the rows. Raises SinkUnavailable for a disk that refuses; the mark then cuts off what it took."""
+        """Appends the rows. Raises SinkUnavailable for a disk that refuses; the mark then cuts off what it
+        took.
+        """
         try:
             for tracked in rows:
                 self._write(tracked)
@@ -58,7 +65,9 @@ class TensorBoardSink:
         """Nothing is held open between rows."""
 
     def _cut(self) -> None:
-        """Makes the files what the mark says: longer ones were written by a follower that died before it stored that it had."""
+        """Makes the files what the mark says: longer ones were written by a follower that died before it
+        stored that it had.
+        """
         for path in self._root.glob("*/events.out.tfevents.*"):
             name = path.relative_to(self._root).as_posix()
             if EVENT_FILE.fullmatch(path.name) is None or self._owner not in path.name:
@@ -71,14 +80,25 @@ class TensorBoardSink:
         for stage, name in list(self._files.items()):
             path = self._root / name
             if not path.exists() or path.stat().st_size < self._sizes[name]:
-                del self._files[stage]  # its end is lost, as after a power cut, and TensorBoard reads no further than that: another file goes on
+                del self._files[
+                    stage
+                    # its end is lost, as after a power cut, and TensorBoard reads no further than that:
+                    # another file goes on
+                ]
 
     def _write(self, tracked: TrackedRow) -> None:
         row, stage = tracked.row, str(tracked.row["stage"])
         metrics = {**tracked.metrics(), **tracked.aliases}
         events = [make_event(row["time_unix"], row["step"], metrics)]
         if tracked.file == "metrics" and row["attempt"] > self._attempts.get(stage, row["attempt"]):
-            events.insert(0, Event(wall_time=row["time_unix"], step=row["step"], session_log=SessionLog(status=SessionLog.START)))
+            events.insert(
+                0,
+                Event(
+                    wall_time=row["time_unix"],
+                    step=row["step"],
+                    session_log=SessionLog(status=SessionLog.START),
+                ),
+            )
         if tracked.file == "metrics":
             self._attempts[stage] = max(row["attempt"], self._attempts.get(stage, 0))
         if stage not in self._files:

@@ -1,7 +1,9 @@
-"""trackio: rows go into its local database (TRACKIO_DIR), project TRACKIO_PROJECT or `rollouts`; `trackio show` shows them.
+"""trackio: rows go into its local database (TRACKIO_DIR), project TRACKIO_PROJECT or `rollouts`; `trackio
+show` shows them.
 
-Written through its storage, not through `trackio.log`: that returns before anything is written and drops what cannot be. Each row has an id, under
-which the database takes it once. Steps that a resumed run repeats are shown twice, with their `STAGE/attempt`.
+Written through its storage, not through `trackio.log`: that returns before anything is written and drops what
+cannot be. Each row has an id, under which the database takes it once. Steps that a resumed run repeats are
+shown twice, with their `STAGE/attempt`.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class TrackioSink:
                 run_id=self._run.id,
                 metrics_list=[describe(tracked) for tracked in rows],
                 steps=[tracked.row["step"] for tracked in rows],
-                timestamps=[datetime.fromtimestamp(tracked.row["time_unix"], UTC).isoformat() for tracked in rows],
+                timestamps=[
+                    datetime.fromtimestamp(tracked.row["time_unix"], UTC).isoformat() for tracked in rows
+                ],
                 log_ids=[f"{self._run.id}-{tracked.number}" for tracked in rows],
                 config=dict(self._run.config) or None,
             )

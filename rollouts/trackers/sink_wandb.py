@@ -1,8 +1,9 @@
-"""Weights & Biases: project WANDB_PROJECT or `rollouts`, one run, its files in RUN/trackers/wandb; the key from WANDB_API_KEY or its own login.
+"""Weights & Biases: project WANDB_PROJECT or `rollouts`, one run, its files in RUN/trackers/wandb; the key
+from WANDB_API_KEY or its own login.
 
-wandb.log returns before anything is sent, so rows count as sent when the run was finished. A follower that was killed before that sends them
-again, as the same run with the same `_step`s, and wandb leaves out the steps that it has. Steps that a resumed run repeats are shown twice, with
-their `STAGE/attempt`.
+wandb.log returns before anything is sent, so rows count as sent when the run was finished. A follower that
+was killed before that sends them again, as the same run with the same `_step`s, and wandb leaves out the
+steps that it has. Steps that a resumed run repeats are shown twice, with their `STAGE/attempt`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,22 @@ from rollouts.trackers.sinks import RunInfo, TrackedRow
 
 
 def open_sink(run: RunInfo) -> WandbSink:
-    """The sink of a run. Raises SinkRefused for a key that is missing or wrong, SinkUnavailable where the service does not answer."""
+    """The sink of a run. Raises SinkRefused for a key that is missing or wrong, SinkUnavailable where the
+    service does not answer.
+    """
     import wandb  # pyright: ignore[reportMissingImports]
 
     folder = run.root / "trackers" / "wandb"
     folder.mkdir(exist_ok=True)
     # Nothing of this process is worth recording: it is not the one that trains.
-    settings = wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True, disable_job_creation=True)
+    settings = wandb.Settings(
+        console="off",
+        silent=True,
+        x_disable_stats=True,
+        disable_git=True,
+        disable_code=True,
+        disable_job_creation=True,
+    )
     try:
         opened = wandb.init(
             project=run.environment.get("WANDB_PROJECT") or "rollouts",
@@ -60,10 +70,14 @@ class WandbSink:
     def close(self) -> None:
         """Returns when the service has everything, or the file of a run that is offline."""
         self._run.finish()
-        self._teardown()  # finish may return before wandb's own process has written the end of its file, and that is killed after this one
+        # finish may return before wandb's own process has written the end of its file, and that is killed
+        # after this one
+        self._teardown()
 
     def _define(self, name: str, axis: str) -> None:
-        """Draws a metric over its stage's steps. An alias that several stages have is drawn over those of the first."""
+        """Draws a metric over its stage's steps. An alias that several stages have is drawn over those of the
+        first.
+        """
         if name not in self._defined:
             self._defined.add(name)
             self._run.define_metric(name, step_metric=axis)

@@ -1,14 +1,16 @@
 """StatsD and DogStatsD: gauges in datagrams, over UDP or a unix datagram socket.
 
-DogStatsD is spoken where DD_DOGSTATSD_URL (udp://HOST:PORT or unix:///PATH), DD_AGENT_HOST or DD_DOGSTATSD_PORT is set: run, stage and attempt are
-tags, and each value has the time of its row, so what is sent after an outage lands where it belongs, as far back as the service takes it (Datadog: an
-hour, unless historical metrics are on). Agents before 7.40 do not know times and refuse such lines.
+DogStatsD is spoken where DD_DOGSTATSD_URL (udp://HOST:PORT or unix:///PATH), DD_AGENT_HOST or
+DD_DOGSTATSD_PORT is set: run, stage and attempt are tags, and each value has the time of its row, so what is
+sent after an outage lands where it belongs, as far back as the service takes it (Datadog: an hour, unless
+historical metrics are on). Agents before 7.40 do not know times and refuse such lines.
 
-Otherwise plain StatsD to STATSD_HOST and STATSD_PORT (localhost, 8125): run and stage are in the name. It knows no times: a value counts when it
-arrives. Of the rows that are waiting only the newest value of each metric is sent, so after an outage the gauges are right again and what was
-between is not there.
+Otherwise plain StatsD to STATSD_HOST and STATSD_PORT (localhost, 8125): run and stage are in the name. It
+knows no times: a value counts when it arrives. Of the rows that are waiting only the newest value of each
+metric is sent, so after an outage the gauges are right again and what was between is not there.
 
-Nobody confirms a datagram. An address at which nothing listens is noticed on this machine, and rows wait; across a network what is lost is lost.
+Nobody confirms a datagram. An address at which nothing listens is noticed on this machine, and rows wait;
+across a network what is lost is lost.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ from rollouts.errors import SinkUnavailable, TrackerError
 from rollouts.trackers.sinks import RunInfo, TrackedRow
 
 DEFAULT_HOST, DEFAULT_PORT = "localhost", 8125
-UDP_BYTES, UNIX_BYTES = 1432, 8192  # of a datagram: what an Ethernet frame holds; what Datadog's agent reads at once
+UDP_BYTES, UNIX_BYTES = (
+    1432,
+    8192,
+)  # of a datagram: what an Ethernet frame holds; what Datadog's agent reads at once
 SEND_TIMEOUT_S = 5.0  # of a unix socket whose reader does not read
 
 
@@ -40,7 +45,9 @@ class Address(NamedTuple):
 
 
 def open_sink(run: RunInfo) -> StatsdSink:
-    """The sink of a run. Raises TrackerError for an address that is none, SinkUnavailable where nothing is at it."""
+    """The sink of a run. Raises TrackerError for an address that is none, SinkUnavailable where nothing is at
+    it.
+    """
     return StatsdSink(run, find_address(run.environment))
 
 
@@ -57,15 +64,23 @@ class StatsdSink:
 
     def send(self, rows: Sequence[TrackedRow]) -> None:
         """Returns when the system has taken the datagrams. Raises SinkUnavailable where nothing listens."""
-        lines = make_dogstatsd_lines(self._run, rows) if self._address.dogstatsd else make_plain_lines(self._run, rows)
+        lines = (
+            make_dogstatsd_lines(self._run, rows)
+            if self._address.dogstatsd
+            else make_plain_lines(self._run, rows)
+        )
         try:
             for datagram in pack_lines(lines, UDP_BYTES if self._address.path is None else UNIX_BYTES):
                 self._socket.send(datagram)
-                failure = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)  # of a port of this machine at which nothing listens
+                failure = self._socket.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ERROR
+                )  # of a port of this machine at which nothing listens
                 if failure:
                     raise ConnectionRefusedError(failure, "refused")
         except OSError as error:
-            raise SinkUnavailable(f"nothing takes datagrams at {self._address.describe()} ({error})") from error
+            raise SinkUnavailable(
+                f"nothing takes datagrams at {self._address.describe()} ({error})"
+            ) from error
 
     def close(self) -> None:
         """Closes the socket."""
@@ -75,7 +90,9 @@ class StatsdSink:
 def connect(address: Address) -> socket.socket:
     """A datagram socket that sends there. Raises OSError."""
     if address.path is None:
-        family, kind, protocol, _, place = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, place = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_DGRAM
+        )[0]
     else:
         family, kind, protocol, place = socket.AF_UNIX, socket.SOCK_DGRAM, 0, address.path
     connection = socket.socket(family, kind, protocol)
@@ -104,7 +121,12 @@ def find_address(environment: Mapping[str, str]) -> Address:
     if environment.get("DD_AGENT_HOST") or environment.get("DD_DOGSTATSD_PORT"):
         port = check_port("DD_DOGSTATSD_PORT", environment.get("DD_DOGSTATSD_PORT", ""))
         return Address(True, None, environment.get("DD_AGENT_HOST") or DEFAULT_HOST, port)
-    return Address(False, None, environment.get("STATSD_HOST") or DEFAULT_HOST, check_port("STATSD_PORT", environment.get("STATSD_PORT", "")))
+    return Address(
+        False,
+        None,
+        environment.get("STATSD_HOST") or DEFAULT_HOST,
+        check_port("STATSD_PORT", environment.get("STATSD_PORT", "")),
+    )
 
 
 def check_port(name: str, text: str) -> int:
@@ -112,25 +134,36 @@ def check_port(name: str, text: str) -> int:
     if not text:
         return DEFAULT_PORT
     if not text.isdecimal() or not 0 < int(text) < 65536:
-        raise TrackerError(f"{name}: {text!r} is no port; give a number from 1 to 65535, or leave it out for {DEFAULT_PORT}")
+        raise TrackerError(
+            f"{name}: {text!r} is no port; give a number from 1 to 65535, or leave it out for {DEFAULT_PORT}"
+        )
     return int(text)
 
 
-# --- lines ---------------------------------------------------------------------------------------------------------------------
+# --- lines --------------------------------------------------------------------------------------------------
 
 
 def make_dogstatsd_lines(run: RunInfo, rows: Iterable[TrackedRow]) -> Iterator[str]:
-    """NAME:VALUE|g|#TAGS|TSECONDS for each value; `rollouts.step` says of which step the values of that time are."""
+    """NAME:VALUE|g|#TAGS|TSECONDS for each value; `rollouts.step` says of which step the values of that time
+    are.
+    """
     for tracked in rows:
         row = tracked.row
-        tags = {"run": run.name, "stage": row["stage"], "attempt": row["attempt"], **({"evaluation": row["name"]} if "name" in row else {})}
+        tags = {
+            "run": run.name,
+            "stage": row["stage"],
+            "attempt": row["attempt"],
+            **({"evaluation": row["name"]} if "name" in row else {}),
+        }
         ends = f"|g|#{','.join(f'{key}:{clean_tag(str(value))}' for key, value in tags.items())}|T{int(row['time_unix'])}"
         for name, value in list_values(tracked).items():
             yield f"{clean_name(name)}:{format_value(value)}{ends}"
 
 
 def make_plain_lines(run: RunInfo, rows: Iterable[TrackedRow]) -> Iterator[str]:
-    """rollouts.RUN.STAGE.NAME:VALUE|g, the newest value of each. A sign means a change of a gauge, so a negative value follows a zero."""
+    """rollouts.RUN.STAGE.NAME:VALUE|g, the newest value of each. A sign means a change of a gauge, so a
+    negative value follows a zero.
+    """
     newest: dict[str, float] = {}
     for tracked in rows:
         prefix = f"rollouts.{clean_part(run.name)}.{clean_part(str(tracked.row['stage']))}"
@@ -138,12 +171,17 @@ def make_plain_lines(run: RunInfo, rows: Iterable[TrackedRow]) -> Iterator[str]:
             newest[f"{prefix}.{clean_name(name).removeprefix('rollouts.')}"] = value
     for name, value in newest.items():
         line = f"{name}:{format_value(value)}|g"
-        yield f"{name}:0|g\n{line}" if value < 0 else line  # one item, so that no datagram's end comes between
+        yield (
+            f"{name}:0|g\n{line}" if value < 0 else line
+        )  # one item, so that no datagram's end comes between
 
 
 def list_values(tracked: TrackedRow) -> dict[str, float]:
     """The numbers of a row by the names they are sent under, before these are cleaned."""
-    ours = {f"rollouts.{name}": value for name, value in {"step": tracked.row["step"], **tracked.metrics()}.items()}
+    ours = {
+        f"rollouts.{name}": value
+        for name, value in {"step": tracked.row["step"], **tracked.metrics()}.items()
+    }
     return {**ours, **tracked.aliases}
 
 

@@ -1,4 +1,5 @@
-"""One process that follows a run for several trackers: it starts a worker for each, and again when one dies or hangs.
+"""One process that follows a run for several trackers: it starts a worker for each, and again when one dies
+or hangs.
 
     run (or `rollouts track`) ──► supervisor ──► worker of tensorboard
                                              └─► worker of wandb ──► what the tracker's library starts
@@ -34,12 +35,18 @@ from rollouts.trackers.worker import DONE, HELD, LOOK_S, ONCE, REFUSED, UNUSABLE
 DRAIN_S = 30.0  # after the end of a run that started its followers: then they go, whatever is not sent
 PATIENCE_S = 300.0  # after the end of the run, without a row taken: then `rollouts track` gives up
 SHORT_S = 60.0  # a worker that ends sooner without a row taken counts as failing again
-LINE_BYTES, LOG_BYTES = 1 << 16, 4 << 20  # of one line and of one log: a library that cannot stop complaining fills no disk
-OUTPUT_S = 1.0  # after a worker's end, for its last words, which a process that it left behind could hold back for ever
+LINE_BYTES, LOG_BYTES = (
+    1 << 16,
+    4 << 20,
+)  # of one line and of one log: a library that cannot stop complaining fills no disk
+# after a worker's end, for its last words, which a process that it left behind could hold back for ever
+OUTPUT_S = 1.0
 WORKER = (sys.executable, "-m", "rollouts.trackers.worker")
 
 Say = Callable[[str], None]
-Outcome = Literal["sent", "behind", "held"]  # everything; not everything; nothing, as another process follows the run for this tracker
+Outcome = Literal[
+    "sent", "behind", "held"
+]  # everything; not everything; nothing, as another process follows the run for this tracker
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +69,8 @@ async def supervise(
 ) -> dict[str, Outcome]:
     """Follows the run at `root` until it is over and all is sent. What became of each tracker.
 
-    `wait_over` returns when nothing is written any more. `once`: where another process follows the run for a tracker it is not waited for.
-    `command`, followed by root, name and a process id, is a worker.
+    `wait_over` returns when nothing is written any more. `once`: where another process follows the run for a
+    tracker it is not waited for. `command`, followed by root, name and a process id, is a worker.
     """
     outcomes: dict[str, Outcome] = dict.fromkeys(names, "behind")
     over = trio.Event()
@@ -74,7 +81,9 @@ async def supervise(
 
     async def follow_one(name: str) -> None:
         words = [*command, str(root), name, str(os.getpid()), *((ONCE,) if once else ())]
-        outcomes[name] = await keep_following(root, name, over=over, limits=limits, say=say_for(name), command=words)
+        outcomes[name] = await keep_following(
+            root, name, over=over, limits=limits, say=say_for(name), command=words
+        )
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(notice_end)
@@ -85,9 +94,12 @@ async def supervise(
     return outcomes
 
 
-async def keep_following(root: Path, name: str, *, over: trio.Event, limits: Limits, say: Say, command: Sequence[str]) -> Outcome:
-    """Runs workers until one has sent everything, or is not to wait for another follower, or the limits are reached or the service refuses after
-    the run's end."""
+async def keep_following(
+    root: Path, name: str, *, over: trio.Event, limits: Limits, say: Say, command: Sequence[str]
+) -> Outcome:
+    """Runs workers until one has sent everything, or is not to wait for another follower, or the limits are
+    reached or the service refuses after the run's end.
+    """
     failures = 0
     async with trio.open_nursery() as nursery:
         nursery.start_soon(end_in_time, root, name, over, limits, nursery.cancel_scope)
@@ -96,7 +108,9 @@ async def keep_following(root: Path, name: str, *, over: trio.Event, limits: Lim
             try:
                 code = await run_worker(command, over=over, say=say)
                 end = describe_end(code)
-            except OSError as error:  # too many processes, no memory: the other trackers' workers go on meanwhile
+            except (
+                OSError
+            ) as error:  # too many processes, no memory: the other trackers' workers go on meanwhile
                 code, end = None, f"cannot start ({error})"
             if code in (DONE, REFUSED, HELD) or (code == UNUSABLE and over.is_set()):
                 nursery.cancel_scope.cancel()
@@ -110,18 +124,22 @@ async def keep_following(root: Path, name: str, *, over: trio.Event, limits: Lim
     return "behind"
 
 
-async def end_in_time(root: Path, name: str, over: trio.Event, limits: Limits, scope: trio.CancelScope) -> None:
+async def end_in_time(
+    root: Path, name: str, over: trio.Event, limits: Limits, scope: trio.CancelScope
+) -> None:
     """Cancels `scope` when the time after the run's end is up."""
     await over.wait()
     with trio.move_on_after(limits.drain_s):
         sent = -1
-        while sent != (sent := count_sent(root, name)):  # noqa: ASYNC110
+        while sent != (sent := count_sent(root, name)):
             await trio.sleep(limits.patience_s)  # what is waited for is that nothing happens
     scope.cancel()
 
 
 def count_sent(root: Path, name: str) -> int:
-    """Rows that the tracker has taken or its library holds, as its position says; 0 where that cannot be read."""
+    """Rows that the tracker has taken or its library holds, as its position says; 0 where that cannot be
+    read.
+    """
     try:
         position = read_position(position_path(root, name))
     except (OSError, RunDirError):
@@ -137,11 +155,15 @@ def describe_end(code: int) -> str:
 
 
 async def run_worker(command: Sequence[str], *, over: trio.Event, say: Say) -> int:
-    """The exit code of a worker, minus the signal that killed it. Neither it nor what it started outlives this call. Raises OSError."""
+    """The exit code of a worker, minus the signal that killed it. Neither it nor what it started outlives
+    this call. Raises OSError.
+    """
     secrets = find_secrets(os.environ)
     process = start_worker(command)
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
-    stdin, output = (trio.lowlevel.FdStream(os.dup(pipe.fileno())) for pipe in (process.stdin, process.stdout))
+    stdin, output = (
+        trio.lowlevel.FdStream(os.dup(pipe.fileno())) for pipe in (process.stdin, process.stdout)
+    )
     process.stdin.close()
     process.stdout.close()
     closed = trio.Event()
@@ -172,9 +194,18 @@ async def run_worker(command: Sequence[str], *, over: trio.Event, say: Say) -> i
 
 
 def start_worker(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Not through trio, which starts processes in a thread: a worker asks the system to be killed with the thread that has started it."""
+    """Not through trio, which starts processes in a thread: a worker asks the system to be killed with the
+    thread that has started it.
+    """
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, start_new_session=True, env=get_environment(os.environ))
+    return subprocess.Popen(
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env=get_environment(os.environ),
+    )
 
 
 def get_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -193,7 +224,9 @@ async def wait_exit(process: subprocess.Popen[bytes]) -> None:
 
 
 def open_pidfd(pid: int) -> int | None:
-    """A descriptor that can be read when the process has ended. None where it is gone, or the system has no such thing, or none left."""
+    """A descriptor that can be read when the process has ended. None where it is gone, or the system has no
+    such thing, or none left.
+    """
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -227,20 +260,24 @@ async def read_lines(stream: trio.abc.ReceiveStream) -> AsyncIterator[str]:
         yield held.decode(errors="replace")
 
 
-# --- whether the run is over -------------------------------------------------------------------------------------------------
+# --- whether the run is over --------------------------------------------------------------------------------
 
 
 async def wait_unlocked(run_dir: RunDir) -> None:
-    """Until no run can be at work in the directory. No system tells when a lock is given back, so it is looked at now and then."""
-    while find_activity(run_dir).may_go_on:  # noqa: ASYNC110
+    """Until no run can be at work in the directory. No system tells when a lock is given back, so it is
+    looked at now and then.
+    """
+    while find_activity(run_dir).may_go_on:
         await trio.sleep(LOOK_S)
 
 
-# --- started by a run --------------------------------------------------------------------------------------------------------
+# --- started by a run ---------------------------------------------------------------------------------------
 
 
 async def wait_starter(parent: int) -> None:
-    """Until the process that started this one closes its end of stdin, or ends: a child that it forked may hold that end."""
+    """Until the process that started this one closes its end of stdin, or ends: a child that it forked may
+    hold that end.
+    """
     pidfd = open_pidfd(parent)
     if os.getppid() != parent:  # looked at afterwards: the number may be another process's by now
         return
@@ -264,7 +301,9 @@ def append_line(path: Path, text: str) -> None:
 
 
 def main(argv: Sequence[str], *, command: Sequence[str] = WORKER) -> int:
-    """The supervisor that a run starts: ROOT PARENT_PID NAME…; logs beside the positions. 0 if everything was sent, else 1."""
+    """The supervisor that a run starts: ROOT PARENT_PID NAME…; logs beside the positions. 0 if everything was
+    sent, else 1.
+    """
     root, parent, names = Path(argv[0]), int(argv[1]), argv[2:]
 
     def say_for(name: str) -> Say:

@@ -28,11 +28,22 @@ from typing import Any, NoReturn
 
 from rollouts.errors import RowsRefused, RunDirError, SinkUnavailable, TrackerError
 from rollouts.run_dir import RunDir
-from rollouts.trackers.position import Batch, LeftOut, Position, advance, open_position, position_path, read_batch, write_position
+from rollouts.trackers.position import (
+    Batch,
+    LeftOut,
+    Position,
+    advance,
+    open_position,
+    position_path,
+    read_batch,
+    write_position,
+)
 from rollouts.trackers.secrets import remove_secrets
 from rollouts.trackers.sinks import SINKS, RunInfo, Sink, SinkKind, TrackedRow, open_sink
 
-LOOK_S = 0.5  # between two looks at the files: nothing tells a process that another has written, but for what each system has of its own
+# between two looks at the files: nothing tells a process that another has written, but for what each system
+# has of its own
+LOOK_S = 0.5
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0  # after a failure
 LAST_WAIT_S = 5.0  # the longest once the run is over: little time is left
 REFUSED_WAIT_S = 300.0  # after a refusal: a person has to act
@@ -79,10 +90,11 @@ class Following:
 
 
 def follow(following: Following, control: Control, *, draw: Callable[[], float] = random.random) -> int:
-    """Sends rows until the run is over and all are sent: DONE. REFUSED: the run is over, and the service will not take the rest.
+    """Sends rows until the run is over and all are sent: DONE. REFUSED: the run is over, and the service will
+    not take the rest.
 
-    Without end while the run goes on; afterwards the supervisor ends the process when time is up. Raises RunDirError for a position that
-    cannot be read.
+    Without end while the run goes on; afterwards the supervisor ends the process when time is up. Raises
+    RunDirError for a position that cannot be read.
     """
     failures, said = 0, ""
     while True:
@@ -92,21 +104,29 @@ def follow(following: Following, control: Control, *, draw: Callable[[], float] 
             return DONE
         except RunDirError:
             raise
-        except Exception as error:  # whatever a service's library raises: it must neither end the follower nor lose rows
+        except (
+            Exception
+        ) as error:  # whatever a service's library raises: it must neither end the follower nor lose rows
             failure = error
         control.wait(0)
-        if isinstance(failure, TrackerError) and not isinstance(failure, SinkUnavailable):  # refused, or settings of the environment that are wrong
+        if isinstance(failure, TrackerError) and not isinstance(
+            failure, SinkUnavailable
+        ):  # refused, or settings of the environment that are wrong
             wait_s, problem = REFUSED_WAIT_S, f"refuses rows: {failure}"
             if control.over:
                 following.say(problem)
                 return REFUSED
         else:
-            if open_position(following.position_path).number > before:  # some were taken: the service was there until now
+            if (
+                open_position(following.position_path).number > before
+            ):  # some were taken: the service was there until now
                 failures, said = 0, ""
             failures += 1
             asked_s = failure.retry_after_s if isinstance(failure, SinkUnavailable) else None
             wait_s = choose_wait(failures, asked_s=asked_s, over=control.over, draw=draw)
-            problem = f"does not take rows: {failure if isinstance(failure, SinkUnavailable) else repr(failure)}"
+            problem = (
+                f"does not take rows: {failure if isinstance(failure, SinkUnavailable) else repr(failure)}"
+            )
         if problem != said:
             following.say(f"{problem}; tried again until it does")
         said = problem
@@ -114,15 +134,18 @@ def follow(following: Following, control: Control, *, draw: Callable[[], float] 
 
 
 def choose_wait(failures: int, *, asked_s: float | None, over: bool, draw: Callable[[], float]) -> float:
-    """Seconds until the next try after so many failures in a row: doubling, with up to half of it taken off by chance, so that the followers of many
-    runs do not come at once. Never less than the service asks for, unless the run is over."""
+    """Seconds until the next try after so many failures in a row: doubling, with up to half of it taken off
+    by chance, so that the followers of many runs do not come at once. Never less than the service asks for,
+    unless the run is over.
+    """
     longest = LAST_WAIT_S if over else LONGEST_WAIT_S
     wait_s = min(longest, FIRST_WAIT_S * 2.0 ** min(failures - 1, 30)) * (1 - 0.5 * draw())
     return wait_s if asked_s is None else min(max(wait_s, asked_s), longest if over else REFUSED_WAIT_S)
 
 
 def send_rows(following: Following, control: Control, *, troubled: bool = False) -> None:
-    """Opens the sink at the stored position and sends rows until the run is over and all are sent. Raises what the sink raises, OSError.
+    """Opens the sink at the stored position and sends rows until the run is over and all are sent. Raises
+    what the sink raises, OSError.
 
     `troubled`: the last try failed; says so when rows are taken again.
     """
@@ -148,10 +171,14 @@ def send_rows(following: Following, control: Control, *, troubled: bool = False)
         write_position(following.position_path, position)
 
 
-def send_batch(following: Following, sink: Sink, position: Position, batch: Batch, control: Control) -> Position:
-    """The stored position after the sink has taken the batch, whole or, where it refuses rows of it, in halves without those that it refuses alone.
+def send_batch(
+    following: Following, sink: Sink, position: Position, batch: Batch, control: Control
+) -> Position:
+    """The stored position after the sink has taken the batch, whole or, where it refuses rows of it, in
+    halves without those that it refuses alone.
 
-    A half that is taken counts at once: what comes again after a failure is the rest of the batch, in the same order and with the same numbers.
+    A half that is taken counts at once: what comes again after a failure is the rest of the batch, in the
+    same order and with the same numbers.
     """
     if not batch.rows:
         return store(following, advance(position, batch.ends, 0, None))
@@ -174,12 +201,17 @@ def send_batch(following: Following, sink: Sink, position: Position, batch: Batc
             following.say(f"refuses {describe_row(rows[0])} for good; it is left out: {error}")
             position = replace(position, left_out=LeftOut(position.left_out.rows + 1, describe_row(rows[0])))
         ends = batch.find_ends(begin, end) if pieces else batch.ends
-        position = store(following, replace(advance(position, ends, len(rows), mark), sending=batch.ends if pieces else None))
+        position = store(
+            following,
+            replace(advance(position, ends, len(rows), mark), sending=batch.ends if pieces else None),
+        )
     return position
 
 
 def store(following: Following, position: Position) -> Position:
-    """The position, which is on disk now; of a sink that confirms at close only how many rows it holds is. Raises OSError."""
+    """The position, which is on disk now; of a sink that confirms at close only how many rows it holds is.
+    Raises OSError.
+    """
     if following.kind.confirms_at_close:
         confirmed = open_position(following.position_path)
         write_position(following.position_path, replace(confirmed, handed=position.number - confirmed.number))
@@ -192,7 +224,10 @@ def describe_row(tracked: TrackedRow) -> str:
     """Which row it is, for a person who looks for it in the files."""
     row = tracked.row
     name = f" {row['name']!r}" if "name" in row else ""
-    return f"row{name} of {tracked.file}.jsonl (stage {row['stage']}, step {row['step']}, attempt {row['attempt']})"
+    return (
+        f"row{name} of {tracked.file}.jsonl (stage {row['stage']}, step {row['step']}, attempt"
+        f" {row['attempt']})"
+    )
 
 
 @contextmanager
@@ -221,7 +256,9 @@ def alarm_after(seconds: float) -> Iterator[None]:
 
 def describe_run(root: Path, position: Position) -> RunInfo:
     """What a sink is told of the run. A config that is missing or cannot be read is an empty one."""
-    return RunInfo(position.id, root.resolve().name, root.resolve(), read_config(root), os.environ, position.mark)
+    return RunInfo(
+        position.id, root.resolve().name, root.resolve(), read_config(root), os.environ, position.mark
+    )
 
 
 def read_config(root: Path) -> Mapping[str, Any]:
@@ -245,8 +282,9 @@ def choose_aliases(root: Path) -> Callable[[TrackedRow], TrackedRow]:
 
 @contextmanager
 def holding(path: Path, control: Control, say: Say, *, once: bool) -> Iterator[bool]:
-    """One follower of a run for one tracker: waits for another to end, as one that still sends the last rows of the attempt before. False, with
-    `once`, while there is another."""
+    """One follower of a run for one tracker: waits for another to end, as one that still sends the last rows
+    of the attempt before. False, with `once`, while there is another.
+    """
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
@@ -273,21 +311,30 @@ def try_lock(descriptor: int) -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process at once: a library's threads and its handlers at exit could wait for a service that does not answer."""
+    """Ends the process at once: a library's threads and its handlers at exit could wait for a service that
+    does not answer.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def die_with(parent: int) -> None:
-    """This process is killed when its parent dies. Where the system has no such thing, the end of stdin has to do."""
+    """This process is killed when its parent dies. Where the system has no such thing, the end of stdin has
+    to do.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:
             leave(ABANDONED)
 
 
-def main(argv: Sequence[str], *, kinds: Mapping[str, SinkKind] = SINKS, open_named: Callable[[str, RunInfo], Sink] = open_sink) -> int:
+def main(
+    argv: Sequence[str],
+    *,
+    kinds: Mapping[str, SinkKind] = SINKS,
+    open_named: Callable[[str, RunInfo], Sink] = open_sink,
+) -> int:
     """The worker of a tracker: ROOT NAME PARENT_PID [ONCE]. Its exit code."""
     root, name, parent, once = Path(argv[0]), argv[1], int(argv[2]), ONCE in argv[3:]
     die_with(parent)
@@ -298,7 +345,9 @@ def main(argv: Sequence[str], *, kinds: Mapping[str, SinkKind] = SINKS, open_nam
         print(f"{name}: {text}", file=sys.stderr, flush=True)
 
     control = Control(0)
-    following = Following(root, name, kinds[name], lambda run: open_named(name, run), say, choose_aliases(root))
+    following = Following(
+        root, name, kinds[name], lambda run: open_named(name, run), say, choose_aliases(root)
+    )
     try:
         with holding(root / "trackers" / f"{name}.lock", control, say, once=once) as held:
             return follow(following, control) if held else HELD

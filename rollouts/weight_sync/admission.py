@@ -18,11 +18,15 @@ class Admission(Protocol):
         ...
 
     def commit(self, engine: InferenceEngine, version: int) -> bool:
-        """`engine` has proven that it serves `version`: it gets requests again, and what was held back is delivered. False: it died meanwhile."""
+        """`engine` has proven that it serves `version`: it gets requests again, and what was held back is
+        delivered. False: it died meanwhile.
+        """
         ...
 
     def fail(self, engine: InferenceEngine, error: Exception) -> None:
-        """`engine` is out of service until an update succeeds; what was held back is discarded and asked elsewhere."""
+        """`engine` is out of service until an update succeeds; what was held back is discarded and asked
+        elsewhere.
+        """
         ...
 
     def publish(self, version: int) -> None:
@@ -45,7 +49,9 @@ class UpdatedFleet(Admission, Protocol):
 
 
 class DirectAdmission:
-    """Engines that are asked directly: nobody stands between, so nothing can be held back and nobody taken out."""
+    """Engines that are asked directly: nobody stands between, so nothing can be held back and nobody taken
+    out.
+    """
 
     def close_admission(self, engine: InferenceEngine) -> None: ...
     def commit(self, engine: InferenceEngine, version: int) -> bool:

@@ -1,4 +1,5 @@
-"""Weight updates in memory: the trainer is rank 0 of one process group per engine and broadcasts its weights in flattened buckets.
+"""Weight updates in memory: the trainer is rank 0 of one process group per engine and broadcasts its weights
+in flattened buckets.
 
     trio                                                        backend's device thread (the last bucket: a worker thread)
     join every engine's group, begin its update
@@ -7,9 +8,10 @@
         answered when it is loaded, or the deadline ──────────► whoever failed is out, the next bucket goes to the others
     end every update; the answer says who failed
 
-One group an engine, so that a dead one hangs nobody else. Every step has `progress_s` and no longer: HTTP calls by trio, broadcasts by the
-group's own deadline. A failed engine's group is torn down and made anew at the next update. Nothing is ever pickled: transports that ship
-pickled handles over HTTP (CUDA IPC) are not offered.
+One group an engine, so that a dead one hangs nobody else. Every step has `progress_s` and no longer: HTTP
+calls by trio, broadcasts by the group's own deadline. A failed engine's group is torn down and made anew at
+the next update. Nothing is ever pickled: transports that ship pickled handles over HTTP (CUDA IPC) are not
+offered.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from rollouts.models.export import FileNames
 from rollouts.protocols import InferenceEngine, TrainingBackend
 from rollouts.weight_sync.flat_buckets import FlatBucket, flatten_tensors, split_tensors
 
-Transport = Callable[[TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, Exception | None]]]
+Transport = Callable[
+    [TrainingBackend, Sequence[InferenceEngine], int], Awaitable[Mapping[str, Exception | None]]
+]
 """Brings the backend's weights to engines under a version; by engine name what went wrong, None where nothing did. Engines are paused."""
 
 BUCKET_BYTES = 256 * 2**20
@@ -56,7 +60,9 @@ class Peer(Protocol):
         ...
 
     def start_sending(self, bucket: FlatBucket) -> Callable[[], None]:
-        """Begins the broadcast; the result waits for its end. Runs on a thread that may block, for progress_s at most."""
+        """Begins the broadcast; the result waits for its end. Runs on a thread that may block, for progress_s
+        at most.
+        """
         ...
 
     async def end(self, version: int) -> None: ...
@@ -69,7 +75,7 @@ class Peer(Protocol):
         ...
 
 
-# --- one update --------------------------------------------------------------------------------------------------------------
+# --- one update ---------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
@@ -81,10 +87,19 @@ class _Reply:
 
 
 class _Update:
-    """One update of several engines. The sink's half runs on the device thread and never raises: that would fail the backend."""
+    """One update of several engines. The sink's half runs on the device thread and never raises: that would
+    fail the backend.
+    """
 
     def __init__(
-        self, peers: Sequence[Peer], version: int, names: FileNames, *, bucket_bytes: int, dtype: torch.dtype | None, progress_s: float
+        self,
+        peers: Sequence[Peer],
+        version: int,
+        names: FileNames,
+        *,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        progress_s: float,
     ) -> None:
         self.outcomes: dict[str, Exception | None] = {peer.name: None for peer in peers}
         self._live = list(peers)
@@ -112,14 +127,20 @@ class _Update:
             finally:
                 self._nursery = None
         if self._failure is not None:
-            raise WeightSyncError(f"weights of version {self._version} could not be sent: {self._failure}") from self._failure
+            raise WeightSyncError(
+                f"weights of version {self._version} could not be sent: {self._failure}"
+            ) from self._failure
         async with trio.open_nursery() as nursery:
             for peer in list(self._live):
-                nursery.start_soon(self._guard, peer, lambda peer: peer.end(self._version), "ending the update")
+                nursery.start_soon(
+                    self._guard, peer, lambda peer: peer.end(self._version), "ending the update"
+                )
 
     @asynccontextmanager
     async def _breaking_off(self) -> AsyncIterator[None]:
-        """When the body is cancelled, broadcasts under way fail at once: the thread that waits for them cannot be left alone."""
+        """When the body is cancelled, broadcasts under way fail at once: the thread that waits for them
+        cannot be left alone.
+        """
         done = False
 
         async def watch() -> None:
@@ -187,7 +208,9 @@ class _Update:
             self._failure = error
 
     def _pass_on(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        for part in split_tensors([(name, torch.as_tensor(tensor)) for name, tensor in tensors], bucket_bytes=self._bucket_bytes):
+        for part in split_tensors(
+            [(name, torch.as_tensor(tensor)) for name, tensor in tensors], bucket_bytes=self._bucket_bytes
+        ):
             if self._held is not None:
                 self._ship(self._held, last=False)
             if not self._live:
@@ -222,7 +245,9 @@ class _Update:
 
     async def _tell(self, peer: Peer, bucket: FlatBucket, last: bool, reply: _Reply) -> None:
         try:
-            reply.good = await self._guard(peer, lambda peer: peer.receive(bucket, version=self._version, last=last), "taking a bucket")
+            reply.good = await self._guard(
+                peer, lambda peer: peer.receive(bucket, version=self._version, last=last), "taking a bucket"
+            )
         finally:
             reply.done.set()
 
@@ -232,30 +257,56 @@ class _Update:
 
 
 class Broadcast:
-    """A Transport with the groups that it keeps from one update to the next. Made by open_sglang_broadcast and open_vllm_broadcast."""
+    """A Transport with the groups that it keeps from one update to the next. Made by open_sglang_broadcast
+    and open_vllm_broadcast.
+    """
 
-    def __init__(self, make_peer: Callable[[InferenceEngine], Peer], *, bucket_bytes: int, dtype: torch.dtype | None, progress_s: float) -> None:
+    def __init__(
+        self,
+        make_peer: Callable[[InferenceEngine], Peer],
+        *,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        progress_s: float,
+    ) -> None:
         self._make_peer = make_peer
         self._bucket_bytes = bucket_bytes
         self._dtype = dtype
         self._progress_s = progress_s
-        self._peers: dict[int, tuple[InferenceEngine, Peer]] = {}  # by identity: an engine that was replaced is another
+        self._peers: dict[
+            int, tuple[InferenceEngine, Peer]
+        ] = {}  # by identity: an engine that was replaced is another
         self._lock = trio.Lock()
 
-    async def __call__(self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int) -> Mapping[str, Exception | None]:
-        """By engine name what went wrong, None where nothing did. Engines must be paused. Raises WeightSyncError if the trainer's half fails."""
+    async def __call__(
+        self, backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int
+    ) -> Mapping[str, Exception | None]:
+        """By engine name what went wrong, None where nothing did. Engines must be paused. Raises
+        WeightSyncError if the trainer's half fails.
+        """
         async with self._lock:
             peers = [self._find_peer(engine) for engine in engines]
             if not peers:
                 return {}
             names = FileNames(getattr(backend, "model", None))
-            update = _Update(peers, version, names, bucket_bytes=self._bucket_bytes, dtype=self._dtype, progress_s=self._progress_s)
+            update = _Update(
+                peers,
+                version,
+                names,
+                bucket_bytes=self._bucket_bytes,
+                dtype=self._dtype,
+                progress_s=self._progress_s,
+            )
             finished = False
             try:
                 await update.run(backend)
                 finished = True
             finally:
-                failed = [engine for engine in engines if not finished or update.outcomes[engine.features.name] is not None]
+                failed = [
+                    engine
+                    for engine in engines
+                    if not finished or update.outcomes[engine.features.name] is not None
+                ]
                 await self._forget(failed)
             return update.outcomes
 

@@ -18,14 +18,31 @@ from rollouts.engines.sglang import SGLangEngine
 from rollouts.errors import EngineError, WeightSyncError
 from rollouts.protocols import InferenceEngine
 from rollouts.weight_sync.broadcast import BUCKET_BYTES, PROGRESS_S, Broadcast, Peer
-from rollouts.weight_sync.broadcast_waits import Signal, device_context, record_stream, run_both, wait_stream, wait_work
+from rollouts.weight_sync.broadcast_waits import (
+    Signal,
+    device_context,
+    record_stream,
+    run_both,
+    wait_stream,
+    wait_work,
+)
 from rollouts.weight_sync.flat_buckets import FlatBucket
 
 
 class SGLangPeer:
-    """An SGLang server's end: a torch.distributed group over gloo or NCCL, made without touching the process's default group."""
+    """An SGLang server's end: a torch.distributed group over gloo or NCCL, made without touching the
+    process's default group.
+    """
 
-    def __init__(self, engine: SGLangEngine, *, backend: Literal["gloo", "nccl"], address: str, device: torch.device, progress_s: float) -> None:
+    def __init__(
+        self,
+        engine: SGLangEngine,
+        *,
+        backend: Literal["gloo", "nccl"],
+        address: str,
+        device: torch.device,
+        progress_s: float,
+    ) -> None:
         self._engine = engine
         self._backend = backend
         self._address = address
@@ -49,14 +66,17 @@ class SGLangPeer:
             return
         if self._engine.data_parallel != 1:
             raise EngineError(
-                f"{self.name} has --dp-size {self._engine.data_parallel}; weights in memory reach only servers with 1, or update from disk"
+                f"{self.name} has --dp-size {self._engine.data_parallel}; weights in memory reach only"
+                " servers with 1, or update from disk"
             )
         timeout = timedelta(seconds=self._progress_s)
         size = 1 + self._engine.world_size
         store = listen_for_group(self._address, size, timeout)
 
         async def ask() -> None:
-            await self._engine.join_group(address=self._address, port=store.port, group_name=self._group_name, backend=self._backend)
+            await self._engine.join_group(
+                address=self._address, port=store.port, group_name=self._group_name, backend=self._backend
+            )
 
         async def meet() -> None:
             def make() -> Any:
@@ -74,7 +94,9 @@ class SGLangPeer:
 
     async def receive(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
         names, shapes = [piece.name for piece in bucket.pieces], [piece.shape for piece in bucket.pieces]
-        await self._engine.receive_broadcast(names, bucket.dtype_names, shapes, group_name=self._group_name, version=version, last=last)
+        await self._engine.receive_broadcast(
+            names, bucket.dtype_names, shapes, group_name=self._group_name, version=version, last=last
+        )
 
     def start_sending(self, bucket: FlatBucket) -> Callable[[], None]:
         options = torch.distributed.BroadcastOptions()
@@ -105,7 +127,10 @@ class SGLangPeer:
         group, self._group = self._group, None
         if group is not None:
             await trio.to_thread.run_sync(group.abort, abandon_on_cancel=True)
-        for call in (self._engine.end_transfer if self._has_session else None, lambda: self._engine.leave_group(self._group_name)):
+        for call in (
+            self._engine.end_transfer if self._has_session else None,
+            lambda: self._engine.leave_group(self._group_name),
+        ):
             try:
                 await call() if call is not None else None
             except EngineError:
@@ -114,19 +139,29 @@ class SGLangPeer:
 
 
 def listen_for_group(address: str, size: int, timeout: timedelta) -> Any:
-    """A TCPStore on a port of its own, on `address` alone: by itself it would listen on all interfaces, and it asks nobody for a key."""
+    """A TCPStore on a port of its own, on `address` alone: by itself it would listen on all interfaces, and
+    it asks nobody for a key.
+    """
     family, kind, protocol, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.bind(where)
         listener.listen()
         port = listener.getsockname()[1]
         make = cast(Any, torch.distributed).TCPStore
-        return make(address, port, size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+        return make(
+            address,
+            port,
+            size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
 
 
 def make_gloo_group(store: Store, name: str, size: int, timeout: timedelta, *, address: str) -> Any:
-    """Rank 0 of a group that torch's own helper makes on the other side, which names it so in the store; listens on `address` alone.
-    Blocks until all are there.
+    """Rank 0 of a group that torch's own helper makes on the other side, which names it so in the store;
+    listens on `address` alone. Blocks until all are there.
     """
     found = PrefixStore("cpu/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     kind = cast(Any, torch.distributed).ProcessGroupGloo
@@ -137,9 +172,14 @@ def make_gloo_group(store: Store, name: str, size: int, timeout: timedelta, *, a
 
 
 def make_nccl_group(store: Store, name: str, size: int, timeout: timedelta) -> Any:
-    """As make_gloo_group; NCCL connects at the first broadcast. Raises WeightSyncError without CUDA. Not run by our tests: needs a GPU."""
+    """As make_gloo_group; NCCL connects at the first broadcast. Raises WeightSyncError without CUDA. Not run
+    by our tests: needs a GPU.
+    """
     if not torch.cuda.is_available():
-        raise WeightSyncError('broadcasts over NCCL need a GPU on the trainer\'s side, and there is none; use backend "gloo" or update from disk')
+        raise WeightSyncError(
+            'broadcasts over NCCL need a GPU on the trainer\'s side, and there is none; use backend "gloo" or'
+            " update from disk"
+        )
     found = PrefixStore("cuda/", PrefixStore(f"{name}/", PrefixStore(name, store)))
     kind = cast(Any, torch.distributed).ProcessGroupNCCL
     options = kind.Options()
@@ -158,18 +198,24 @@ async def open_sglang_broadcast(
 ) -> AsyncIterator[Broadcast]:
     """A Transport to SGLang servers without a disk in between.
 
-    backend: "gloo" over the CPU's network, "nccl" between GPUs (not run by our tests: needs a GPU). address: of this machine, as servers
-    reach it; groups listen there on ports of their own. dtype: what floating-point weights are sent as; None: as the trainer has them, and
-    the server converts. progress_s: what any one step, a bucket included, may take. Groups are kept between updates and torn down at the end.
+    backend: "gloo" over the CPU's network, "nccl" between GPUs (not run by our tests: needs a GPU). address:
+    of this machine, as servers reach it; groups listen there on ports of their own. dtype: what
+    floating-point weights are sent as; None: as the trainer has them, and the server converts. progress_s:
+    what any one step, a bucket included, may take. Groups are kept between updates and torn down at the end.
     Raises WeightSyncError for "nccl" without CUDA.
     """
     if backend == "nccl" and not torch.cuda.is_available():
-        raise WeightSyncError('broadcasts over NCCL need a GPU on the trainer\'s side, and there is none; use backend "gloo" or update from disk')
+        raise WeightSyncError(
+            'broadcasts over NCCL need a GPU on the trainer\'s side, and there is none; use backend "gloo" or'
+            " update from disk"
+        )
     device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
     def make_peer(engine: InferenceEngine) -> Peer:
         if not isinstance(engine, SGLangEngine):
-            raise WeightSyncError(f"engine {engine.features.name} is no SGLang server; give this transport SGLang engines only")
+            raise WeightSyncError(
+                f"engine {engine.features.name} is no SGLang server; give this transport SGLang engines only"
+            )
         return SGLangPeer(engine, backend=backend, address=address, device=device, progress_s=progress_s)
 
     transport = Broadcast(make_peer, bucket_bytes=bucket_bytes, dtype=dtype, progress_s=progress_s)

@@ -20,7 +20,9 @@ from rollouts.weight_sync.flat_buckets import FlatBucket
 
 
 class VLLMPeer:
-    """A vLLM server's end: its weight transfer engine over NCCL. Not run by our tests: needs a GPU on both sides."""
+    """A vLLM server's end: its weight transfer engine over NCCL. Not run by our tests: needs a GPU on both
+    sides.
+    """
 
     def __init__(self, engine: VLLMEngine, *, address: str, device: torch.device, progress_s: float) -> None:
         self._engine = engine
@@ -44,7 +46,11 @@ class VLLMPeer:
         with socket.socket() as listener:  # the server is told the port before the other side listens there
             listener.bind((self._address, 0))
             port = listener.getsockname()[1]
-        meeting = {"master_address": self._address, "master_port": port, "world_size": 1 + await self._engine.get_world_size()}
+        meeting = {
+            "master_address": self._address,
+            "master_port": port,
+            "world_size": 1 + await self._engine.get_world_size(),
+        }
 
         def connect() -> Any:
             with device_context(self._device):
@@ -62,8 +68,13 @@ class VLLMPeer:
         await self._engine.start_weight_update()
 
     async def receive(self, bucket: FlatBucket, *, version: int, last: bool) -> None:
-        names, shapes = [piece.name for piece in bucket.pieces], [list(piece.shape) for piece in bucket.pieces]
-        await self._engine.update_weights({"names": names, "dtype_names": bucket.dtype_names, "shapes": shapes})
+        names, shapes = (
+            [piece.name for piece in bucket.pieces],
+            [list(piece.shape) for piece in bucket.pieces],
+        )
+        await self._engine.update_weights(
+            {"names": names, "dtype_names": bucket.dtype_names, "shapes": shapes}
+        )
 
     def start_sending(self, bucket: FlatBucket) -> Callable[[], None]:
         group = self._group
@@ -89,31 +100,46 @@ class VLLMPeer:
 
 
 def import_vllm_endpoint() -> Callable[[Mapping[str, Any]], Any]:
-    """vLLM's own trainer side of a transfer: a group of rank 0 out of an address, a port and a size. Raises WeightSyncError without vLLM."""
+    """vLLM's own trainer side of a transfer: a group of rank 0 out of an address, a port and a size. Raises
+    WeightSyncError without vLLM.
+    """
     try:
         module = importlib.import_module("vllm.distributed.weight_transfer.nccl_common")
     except ImportError as error:
-        raise WeightSyncError(f"broadcasts to vLLM need vLLM in the trainer's Python as well: {error}; install it or update from disk") from error
+        raise WeightSyncError(
+            f"broadcasts to vLLM need vLLM in the trainer's Python as well: {error}; install it or update"
+            " from disk"
+        ) from error
     return module.trainer_init
 
 
 @asynccontextmanager
 async def open_vllm_broadcast(
-    *, address: str = "127.0.0.1", bucket_bytes: int = BUCKET_BYTES, dtype: torch.dtype | None = None, progress_s: float = PROGRESS_S
+    *,
+    address: str = "127.0.0.1",
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype: torch.dtype | None = None,
+    progress_s: float = PROGRESS_S,
 ) -> AsyncIterator[Broadcast]:
-    """A Transport to vLLM servers over NCCL, without a disk in between; see open_sglang_broadcast. Servers are started with
-    `--weight-transfer-config '{"backend": "nccl"}'`. Not run by our tests: needs a GPU on both sides, and vLLM in the trainer's Python.
+    """A Transport to vLLM servers over NCCL, without a disk in between; see open_sglang_broadcast. Servers
+    are started with `--weight-transfer-config '{"backend": "nccl"}'`. Not run by our tests: needs a GPU on
+    both sides, and vLLM in the trainer's Python.
 
     Raises WeightSyncError without CUDA or without vLLM.
     """
     if not torch.cuda.is_available():
-        raise WeightSyncError("broadcasts to vLLM run over NCCL and need a GPU on the trainer's side, and there is none; update from disk")
+        raise WeightSyncError(
+            "broadcasts to vLLM run over NCCL and need a GPU on the trainer's side, and there is none; update"
+            " from disk"
+        )
     import_vllm_endpoint()
     device = torch.device("cuda", torch.cuda.current_device())
 
     def make_peer(engine: InferenceEngine) -> Peer:
         if not isinstance(engine, VLLMEngine):
-            raise WeightSyncError(f"engine {engine.features.name} is no vLLM server; give this transport vLLM engines only")
+            raise WeightSyncError(
+                f"engine {engine.features.name} is no vLLM server; give this transport vLLM engines only"
+            )
         return VLLMPeer(engine, address=address, device=device, progress_s=progress_s)
 
     transport = Broadcast(make_peer, bucket_bytes=bucket_bytes, dtype=dtype, progress_s=progress_s)

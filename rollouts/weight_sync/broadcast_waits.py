@@ -42,7 +42,8 @@ class Signal:
 
 
 def wait_work(work: Any, signal: Signal, timeout_s: float) -> None:
-    """Returns when a broadcast over gloo has ended. Raises RuntimeError if it failed, was broken off, or takes longer than `timeout_s`.
+    """Returns when a broadcast over gloo has ended. Raises RuntimeError if it failed, was broken off, or
+    takes longer than `timeout_s`.
 
     Its memory stays with it until its group's own deadline: a broadcast that was left alone does no harm.
     """
@@ -62,7 +63,9 @@ def record_stream() -> Any:
 
 
 def wait_stream(signal: Signal, event: Any, timeout_s: float) -> None:
-    """As wait_work, for what `event` comes after. CUDA has no wait with a deadline, and a broadcast to a server that died never ends."""
+    """As wait_work, for what `event` comes after. CUDA has no wait with a deadline, and a broadcast to a
+    server that died never ends.
+    """
     deadline = time.monotonic() + timeout_s
     while not event.query():
         signal.wait(POLL_S)

@@ -1,9 +1,11 @@
-"""The weights of an embedded engine that is behind the trainer, in a checkpoint: a resumed run generates with what an unbroken one would.
+"""The weights of an embedded engine that is behind the trainer, in a checkpoint: a resumed run generates with
+what an unbroken one would.
 
     a save between two updates:   engine ──► state/engine.safetensors, with the version they are of
     resume:                       state/engine.safetensors ──► trainer ──► engine, an update verified as ever ──► the trainer's own are restored
 
-Only a stop, or what ends a run, saves between two updates (`rl.sync_every` > 1): checkpoints that are due come after an update.
+Only a stop, or what ends a run, saves between two updates (`rl.sync_every` > 1): checkpoints that are due
+come after an update.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ VERSION = "version"  # in the file's metadata
 
 
 async def hold_engine_weights(engine: InferenceEngine, version: int) -> WriteModel | None:
-    """What writes a copy of the engine's weights into a checkpoint; None if they are the trainer's, of `version`, or are a server's to keep."""
+    """What writes a copy of the engine's weights into a checkpoint; None if they are the trainer's, of
+    `version`, or are a server's to keep.
+    """
     if not isinstance(engine, LocalEngine) or engine.features.shares_weights:
         return None
     served = await engine.weight_version()
@@ -49,7 +53,8 @@ def write_engine_weights(checkpoint: Path, weights: Mapping[str, Tensor], versio
 
 
 def read_engine_weights(checkpoint: Path) -> tuple[dict[str, Tensor], int] | None:
-    """The weights that the engine had when `checkpoint` was saved, and their version; None if they were the trainer's. Blocks.
+    """The weights that the engine had when `checkpoint` was saved, and their version; None if they were the
+    trainer's. Blocks.
 
     Raises CheckpointError if they cannot be read.
     """
@@ -58,13 +63,24 @@ def read_engine_weights(checkpoint: Path) -> tuple[dict[str, Tensor], int] | Non
         return None
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, int((file.metadata() or {})[VERSION])  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}, int(  # noqa: SIM118
+                (file.metadata() or {})[VERSION]
+            )
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error}); resume from another checkpoint") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); resume from another checkpoint"
+        ) from error
 
 
-async def sync_as_saved(backend: TrainingBackend, engine: InferenceEngine, sync_weights: SyncWeights, checkpoint: Path, version: int) -> bool:
-    """Brings `engine` to the weights that it had when `checkpoint` was saved, else to the trainer's, which are of `version`.
+async def sync_as_saved(
+    backend: TrainingBackend,
+    engine: InferenceEngine,
+    sync_weights: SyncWeights,
+    checkpoint: Path,
+    version: int,
+) -> bool:
+    """Brings `engine` to the weights that it had when `checkpoint` was saved, else to the trainer's, which
+    are of `version`.
 
     True if the trainer's weights are not its own any more: restore them.
     """

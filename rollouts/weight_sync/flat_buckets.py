@@ -41,16 +41,30 @@ class FlatBucket:
         return found
 
 
-def flatten_tensors(tensors: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype | None, device: torch.device) -> FlatBucket:
-    """Copies of all `tensors` in one. `dtype`: what floating-point ones are sent as; None: as they are. At least one."""
+def flatten_tensors(
+    tensors: Sequence[tuple[str, Tensor]], *, dtype: torch.dtype | None, device: torch.device
+) -> FlatBucket:
+    """Copies of all `tensors` in one. `dtype`: what floating-point ones are sent as; None: as they are. At
+    least one.
+    """
     assert tensors, "an empty bucket"
-    sent = [(name, tensor.detach().to(device=device, dtype=dtype if dtype and tensor.is_floating_point() else None)) for name, tensor in tensors]
+    sent = [
+        (
+            name,
+            tensor.detach().to(device=device, dtype=dtype if dtype and tensor.is_floating_point() else None),
+        )
+        for name, tensor in tensors
+    ]
     sent.sort(key=lambda entry: -entry[1].dtype.itemsize)
     pieces = tuple(Piece(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in sent)
-    return FlatBucket(pieces, torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in sent]))
+    return FlatBucket(
+        pieces, torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in sent])
+    )
 
 
-def split_tensors(tensors: Sequence[tuple[str, Tensor]], *, bucket_bytes: int) -> list[list[tuple[str, Tensor]]]:
+def split_tensors(
+    tensors: Sequence[tuple[str, Tensor]], *, bucket_bytes: int
+) -> list[list[tuple[str, Tensor]]]:
     """`tensors` in order, in buckets of at most `bucket_bytes`; a larger tensor alone."""
     buckets: list[list[tuple[str, Tensor]]] = []
     size = 0

@@ -1,4 +1,6 @@
-"""A fleet of servers with weight sync as a config describes them, for a run: servers, engines, fleet, probe, transport, revival."""
+"""A fleet of servers with weight sync as a config describes them, for a run: servers, engines, fleet, probe,
+transport, revival.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,17 @@ async def open_synced_fleet(
 ) -> AsyncIterator[tuple[Fleet, SyncWeights]]:
     """A fleet of servers that holds the trainer's weights, and the function that brings it to a version.
 
-    An engine that comes back during the run is brought to the published version by itself. `trainer_exact`: the trainer computes in float32.
-    `device`: where it computes. `spans` is told how long each engine's updates took.
-    Raises what open_server_fleet raises, WeightSyncError for a transport that this machine cannot run.
+    An engine that comes back during the run is brought to the published version by itself. `trainer_exact`:
+    the trainer computes in float32. `device`: where it computes. `spans` is told how long each engine's
+    updates took. Raises what open_server_fleet raises, WeightSyncError for a transport that this machine
+    cannot run.
     """
     dtype = find_served_dtype(config, model_path)
     probe = Probe(make_probe_prompt(vocab_size), choose_tolerance(exact=trainer_exact and dtype == "float32"))
     async with (
-        open_server_fleet(config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn) as fleet,
+        open_server_fleet(
+            config, model_path, vocab_size=vocab_size, log_dir=log_dir, seed=seed, warn=warn
+        ) as fleet,
         open_transport(config, dtype, device) as transport,
         trio.open_nursery() as nursery,
     ):
@@ -73,11 +78,18 @@ async def open_synced_fleet(
         )
 
         async def sync_weights(
-            backend: TrainingBackend, engines: Sequence[InferenceEngine], version: int, *, released: trio.Event | None = None
+            backend: TrainingBackend,
+            engines: Sequence[InferenceEngine],
+            version: int,
+            *,
+            released: trio.Event | None = None,
         ) -> Mapping[str, float]:
             await fleet.wait_members_for_update()
             metrics = await sync(backend, engines, version, released=released)
-            return {**metrics, **{make_metric_name(name): value for name, value in fleet.statistics().items()}}
+            return {
+                **metrics,
+                **{make_metric_name(name): value for name, value in fleet.statistics().items()},
+            }
 
         nursery.start_soon(sync.keep_engines_current, backend, fleet)
         yield fleet, sync_weights
@@ -85,12 +97,16 @@ async def open_synced_fleet(
 
 
 def make_metric_name(name: str) -> str:
-    """A statistic's name as a metric may be called: engine/vllm-0/state is engine/vllm_0/state, a class becomes engine_unreachable."""
+    """A statistic's name as a metric may be called: engine/vllm-0/state is engine/vllm_0/state, a class
+    becomes engine_unreachable.
+    """
     return re.sub(r"[^a-z0-9_/]", "_", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
 
 
 @asynccontextmanager
-async def open_transport(config: EngineConfig, dtype: str | None, device: str) -> AsyncIterator[Transport | None]:
+async def open_transport(
+    config: EngineConfig, dtype: str | None, device: str
+) -> AsyncIterator[Transport | None]:
     """How weights reach the servers from a trainer on `device` without a disk; None: by snapshots."""
     sent_as = None if dtype is None else getattr(torch, dtype)
     if config.transport == "disk":
@@ -104,13 +120,17 @@ async def open_transport(config: EngineConfig, dtype: str | None, device: str) -
 
 
 def choose_wire(config: EngineConfig, device: str) -> Literal["gloo", "nccl"]:
-    """What carries weights to SGLang servers: NCCL from a GPU, unless the run starts them for a CPU; gloo takes tensors of either side."""
+    """What carries weights to SGLang servers: NCCL from a GPU, unless the run starts them for a CPU; gloo
+    takes tensors of either side.
+    """
     served_by_cpu = (dict(split_flags(config.args)).get("--device") or "").startswith("cpu")
     return "nccl" if torch.device(device).type == "cuda" and not served_by_cpu else "gloo"
 
 
 def find_served_dtype(config: EngineConfig, model_path: Path) -> str | None:
-    """What the servers compute in: engine.dtype, or the 16 bits of the model's config.json; None where a server chooses 16 bits by itself."""
+    """What the servers compute in: engine.dtype, or the 16 bits of the model's config.json; None where a
+    server chooses 16 bits by itself.
+    """
     if config.dtype != "auto":
         return config.dtype
     settings = json.loads((model_path / "config.json").read_text("utf-8"))

@@ -27,7 +27,9 @@ from rollouts.models.directories import WEIGHT_INDEX, fsync_path, read_shard_nam
 SNAPSHOT_SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
-SNAPSHOT_NAME = re.compile(r"v(0|[1-9][0-9]{0,17})(?:-([2-9]|[1-9][0-9]{1,8}))?")  # one name for each version and edition
+SNAPSHOT_NAME = re.compile(
+    r"v(0|[1-9][0-9]{0,17})(?:-([2-9]|[1-9][0-9]{1,8}))?"
+)  # one name for each version and edition
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ class SnapshotManifest:
     @property
     def digest(self) -> str:
         """Equal for two snapshots exactly if their shards are equal, byte for byte."""
-        shards = [f"{record.path} {record.sha256}" for record in self.files if record.path.endswith(".safetensors")]
+        shards = [
+            f"{record.path} {record.sha256}" for record in self.files if record.path.endswith(".safetensors")
+        ]
         return hashlib.sha256("\n".join(shards).encode()).hexdigest()
 
 
@@ -56,12 +60,16 @@ def parse_snapshot_name(name: str) -> tuple[int, int] | None:
 
 
 def list_snapshots(folder: Path) -> list[tuple[int, Path]]:
-    """(version, path) of every snapshot in `folder`, oldest first; within a version by edition. Incomplete ones have other names."""
-    named = [(parsed, path) for path in folder.glob("v*") if (parsed := parse_snapshot_name(path.name)) is not None]
+    """(version, path) of every snapshot in `folder`, oldest first; within a version by edition. Incomplete
+    ones have other names.
+    """
+    named = [
+        (parsed, path) for path in folder.glob("v*") if (parsed := parse_snapshot_name(path.name)) is not None
+    ]
     return [(version, path) for (version, _), path in sorted(named)]
 
 
-# --- the manifest ------------------------------------------------------------------------------------------------------------
+# --- the manifest -------------------------------------------------------------------------------------------
 
 
 def record_file(path: Path) -> FileRecord:
@@ -80,25 +88,39 @@ def write_manifest(snapshot: Path, manifest: SnapshotManifest) -> None:
     content = {
         "schema": SNAPSHOT_SCHEMA,
         "version": manifest.version,
-        "files": [{"path": record.path, "size": record.size, "sha256": record.sha256} for record in manifest.files],
+        "files": [
+            {"path": record.path, "size": record.size, "sha256": record.sha256} for record in manifest.files
+        ],
     }
     (snapshot / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
     fsync_path(snapshot / MANIFEST_NAME)
 
 
 def read_manifest(snapshot: Path) -> SnapshotManifest:
-    """The manifest of a snapshot. Raises SnapshotError naming the file if it is missing, unreadable or of another schema."""
+    """The manifest of a snapshot. Raises SnapshotError naming the file if it is missing, unreadable or of
+    another schema.
+    """
     path = snapshot / MANIFEST_NAME
     try:
         content = json.loads(path.read_bytes())
         if content["schema"] != SNAPSHOT_SCHEMA:
-            raise SnapshotError(f"{path} has schema {content['schema']!r}; this version reads {SNAPSHOT_SCHEMA}: remove {snapshot}")
-        files = tuple(FileRecord(_plain_name(record["path"]), int(record["size"]), str(record["sha256"])) for record in content["files"])
+            raise SnapshotError(
+                f"{path} has schema {content['schema']!r}; this version reads {SNAPSHOT_SCHEMA}: remove"
+                f" {snapshot}"
+            )
+        files = tuple(
+            FileRecord(_plain_name(record["path"]), int(record["size"]), str(record["sha256"]))
+            for record in content["files"]
+        )
         return SnapshotManifest(int(content["version"]), files)
     except FileNotFoundError as error:
-        raise SnapshotError(f"{path} is missing: {snapshot} was not finished or is no snapshot; remove it") from error
+        raise SnapshotError(
+            f"{path} is missing: {snapshot} was not finished or is no snapshot; remove it"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise SnapshotError(f"{path} cannot be read ({type(error).__name__}: {error}); remove {snapshot}") from error
+        raise SnapshotError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); remove {snapshot}"
+        ) from error
 
 
 def _plain_name(name: object) -> str:
@@ -108,26 +130,36 @@ def _plain_name(name: object) -> str:
 
 
 def check_snapshot(snapshot: Path, *, hashes: bool = True) -> SnapshotManifest:
-    """The manifest, if every file is as it says. `hashes` False compares sizes only. Raises SnapshotError naming the file. Blocks."""
+    """The manifest, if every file is as it says. `hashes` False compares sizes only. Raises SnapshotError
+    naming the file. Blocks.
+    """
     manifest = read_manifest(snapshot)
     for record in manifest.files:
         path = snapshot / record.path
         if not path.is_file():
             raise SnapshotError(f"{path} is missing, though the manifest names it; remove {snapshot}")
         if path.stat().st_size != record.size:
-            raise SnapshotError(f"{path} has {path.stat().st_size} bytes; the manifest says {record.size}: it is damaged, remove {snapshot}")
+            raise SnapshotError(
+                f"{path} has {path.stat().st_size} bytes; the manifest says {record.size}: it is damaged,"
+                f" remove {snapshot}"
+            )
         if hashes and compute_sha256(path) != record.sha256:
-            raise SnapshotError(f"{path} has other bytes than the manifest says (sha256): it is damaged, remove {snapshot}")
+            raise SnapshotError(
+                f"{path} has other bytes than the manifest says (sha256): it is damaged, remove {snapshot}"
+            )
     try:
         unnamed = set(read_shard_names(snapshot)) - {record.path for record in manifest.files}
     except ModelError as error:
         raise SnapshotError(str(error)) from error
     if unnamed:
-        raise SnapshotError(f"{snapshot / WEIGHT_INDEX} names {min(unnamed)}, which the manifest does not have; remove {snapshot}")
+        raise SnapshotError(
+            f"{snapshot / WEIGHT_INDEX} names {min(unnamed)}, which the manifest does not have; remove"
+            f" {snapshot}"
+        )
     return manifest
 
 
-# --- making ------------------------------------------------------------------------------------------------------------------
+# --- making -------------------------------------------------------------------------------------------------
 
 
 def make_temporary(path: Path) -> Path:
@@ -137,10 +169,16 @@ def make_temporary(path: Path) -> Path:
     return temporary
 
 
-def publish_files(temporary: Path, path: Path, *, version: int, shards: dict[str, FileRecord]) -> SnapshotManifest:
-    """The manifest of the snapshot `path`, complete on disk now. `shards`: those in `temporary` that are hashed and synced already. Blocks."""
+def publish_files(
+    temporary: Path, path: Path, *, version: int, shards: dict[str, FileRecord]
+) -> SnapshotManifest:
+    """The manifest of the snapshot `path`, complete on disk now. `shards`: those in `temporary` that are
+    hashed and synced already. Blocks.
+    """
     others = [record_file(file) for file in temporary.iterdir() if file.name not in shards]
-    manifest = SnapshotManifest(version, tuple(sorted([*shards.values(), *others], key=lambda record: record.path)))
+    manifest = SnapshotManifest(
+        version, tuple(sorted([*shards.values(), *others], key=lambda record: record.path))
+    )
     write_manifest(temporary, manifest)
     fsync_path(temporary)
     temporary.rename(path)
@@ -148,7 +186,7 @@ def publish_files(temporary: Path, path: Path, *, version: int, shards: dict[str
     return manifest
 
 
-# --- keeping -----------------------------------------------------------------------------------------------------------------
+# --- keeping ------------------------------------------------------------------------------------------------
 
 
 class Snapshots:
@@ -162,7 +200,9 @@ class Snapshots:
     def open_reader(self, path: Path) -> Iterator[Path]:
         """`path`, which stays until the context is left. Raises SnapshotError if it is not there any more."""
         if not path.is_dir():
-            raise SnapshotError(f"snapshot {path} is not there; it was pruned before it was opened: load the published one")
+            raise SnapshotError(
+                f"snapshot {path} is not there; it was pruned before it was opened: load the published one"
+            )
         self._readers[path] = self._readers.get(path, 0) + 1
         try:
             yield path
@@ -187,9 +227,11 @@ class Snapshots:
         return [path for _, path in list_snapshots(self.folder) if path != keep and not self.readers(path)]
 
     def clear_after_restart(self, version: int) -> list[Path]:
-        """Removes what a run that was killed left: half-written snapshots, and versions above `version`, which training will make again.
+        """Removes what a run that was killed left: half-written snapshots, and versions above `version`,
+        which training will make again.
 
-        The snapshots of `version` itself, which may or may not be of the weights that the trainer has now. Blocks.
+        The snapshots of `version` itself, which may or may not be of the weights that the trainer has now.
+        Blocks.
         """
         for path in self.folder.glob(f"{TEMPORARY_PREFIX}*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -201,7 +243,9 @@ class Snapshots:
 
 
 def remove_snapshot(path: Path) -> None:
-    """Removes a snapshot so that no reader ever sees half of it: its name goes first. One that is gone is fine. Blocks. Raises OSError."""
+    """Removes a snapshot so that no reader ever sees half of it: its name goes first. One that is gone is
+    fine. Blocks. Raises OSError.
+    """
     hidden = path.with_name(f"{TEMPORARY_PREFIX}removed-{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         path.rename(hidden)

@@ -1,11 +1,13 @@
-"""One weight update of many engines at once, each in its own task. No torch, no disk: what loads is an argument.
+"""One weight update of many engines at once, each in its own task. No torch, no disk: what loads is an
+argument.
 
     every engine:  close admission ─► pause ─► load ─► set version ─► resume ─► probe ─► commit
                                         └── fails, is silent or is cancelled ──► resume (attempted always) ──► fail
     when all have decided, and one at least has committed:  publish
 
-An engine that fails is out of service and keeps nobody waiting. None is left paused. When the update is cancelled, or the trainer fails, those
-that have committed by then are published and the rest is out of service: whoever serves has the published version.
+An engine that fails is out of service and keeps nobody waiting. None is left paused. When the update is
+cancelled, or the trainer fails, those that have committed by then are published and the rest is out of
+service: whoever serves has the published version.
 """
 
 from __future__ import annotations
@@ -24,7 +26,15 @@ from rollouts.crash_points import reach
 from rollouts.errors import BackendError, EngineError, EngineSilent, WeightSyncError
 from rollouts.protocols import InferenceEngine
 from rollouts.weight_sync.admission import Admission, DirectAdmission
-from rollouts.weight_sync.probe import Judge, Probe, ProbeReply, Verified, ask_probe, check_agreement, check_change
+from rollouts.weight_sync.probe import (
+    Judge,
+    Probe,
+    ProbeReply,
+    Verified,
+    ask_probe,
+    check_agreement,
+    check_change,
+)
 
 T = TypeVar("T")
 Phase = Literal["close", "pause", "load", "set_version", "resume", "probe", "commit"]
@@ -36,7 +46,9 @@ LoadTogether = Callable[[Sequence[InferenceEngine]], Awaitable[Mapping[str, Exce
 
 @dataclass(frozen=True, slots=True)
 class SilenceLimits:
-    """Seconds that an engine may spend in each phase without any sign of progress. There is no limit on the whole."""
+    """Seconds that an engine may spend in each phase without any sign of progress. There is no limit on the
+    whole.
+    """
 
     pause: float = 120.0
     load: float = 900.0  # a server that reads a large model from disk says nothing meanwhile
@@ -55,7 +67,9 @@ class EngineUpdate:
     pause_s: float  # seconds between pause and resume; 0 where there was nothing to load
     reply: ProbeReply | None  # its answer to the probe; None for an engine that shares the trainer's weights
     by_checksum: bool  # only the checksum showed that the weights changed
-    phases: tuple[tuple[Phase, float, float], ...] = ()  # gone through, in order: when it began, seconds ago at the end of the update, and how long
+    phases: tuple[
+        tuple[Phase, float, float], ...
+    ] = ()  # gone through, in order: when it began, seconds ago at the end of the update, and how long
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +89,10 @@ class SyncReport:
 
     def describe_failures(self) -> str:
         """One line for each engine that failed: its name, the phase, the error."""
-        return "\n".join(f"  {update.name}: {update.phase}: {type(update.error).__name__}: {update.error}" for update in self.failed)
+        return "\n".join(
+            f"  {update.name}: {update.phase}: {type(update.error).__name__}: {update.error}"
+            for update in self.failed
+        )
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a row of metrics; empty when every engine shares the trainer's weights."""
@@ -94,19 +111,29 @@ class SyncReport:
 
 
 class ProbeMemory:
-    """What each engine, by name, proved at its first version and at the last few, restarts in between included."""
+    """What each engine, by name, proved at its first version and at the last few, restarts in between
+    included.
+    """
 
     def __init__(self, *, versions: int = 4) -> None:
         self._versions = versions
         self._proven: dict[str, list[Verified]] = {}  # oldest first
-        self._doubted: set[str] = set()  # whose last update failed: what they say of their version counts for nothing
+        self._doubted: set[str] = (
+            set()
+        )  # whose last update failed: what they say of their version counts for nothing
 
     def remember(self, name: str, verified: Verified) -> None:
-        """Of one version the longest answer is kept: a later one may have been compared on its beginning only."""
+        """Of one version the longest answer is kept: a later one may have been compared on its beginning
+        only.
+        """
         for other in self.all(name):
-            if other.reply.version == verified.reply.version and len(other.reply.token_ids) > len(verified.reply.token_ids):
+            if other.reply.version == verified.reply.version and len(other.reply.token_ids) > len(
+                verified.reply.token_ids
+            ):
                 verified = replace(verified, reply=other.reply)
-        kept = [other for other in self._proven.get(name, []) if other.reply.version != verified.reply.version]
+        kept = [
+            other for other in self._proven.get(name, []) if other.reply.version != verified.reply.version
+        ]
         self._proven[name] = [*kept[:1], *kept[1:][-self._versions + 1 :], verified]
         self._doubted.discard(name)
 
@@ -115,7 +142,9 @@ class ProbeMemory:
         self._doubted.add(name)
 
     def has_proven(self, name: str, version: int) -> bool:
-        """Whether `version` is what engine `name` proved last, and no update of it failed since. It may have been restarted."""
+        """Whether `version` is what engine `name` proved last, and no update of it failed since. It may have
+        been restarted.
+        """
         proven = self.all(name)
         return name not in self._doubted and bool(proven) and proven[-1].reply.version == version
 
@@ -124,9 +153,17 @@ class ProbeMemory:
         return self._proven.get(name, ())
 
     def reply(self, version: int, name: str) -> ProbeReply | None:
-        """The longest verified answer of `version`, of equals the engine's own; None when nobody's is remembered."""
-        everyone = [verified.reply for proven in (self.all(name), *self._proven.values()) for verified in proven]
-        return max((reply for reply in everyone if reply.version == version), key=lambda reply: len(reply.token_ids), default=None)
+        """The longest verified answer of `version`, of equals the engine's own; None when nobody's is
+        remembered.
+        """
+        everyone = [
+            verified.reply for proven in (self.all(name), *self._proven.values()) for verified in proven
+        ]
+        return max(
+            (reply for reply in everyone if reply.version == version),
+            key=lambda reply: len(reply.token_ids),
+            default=None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +181,9 @@ class _Plan:
     limits: SilenceLimits
     read_progress: Callable[[InferenceEngine], Hashable]
     warn: Callable[[str], None]
-    stop: Callable[[BackendError], None]  # ends the whole update: what failed is the trainer, and no engine is to blame
+    stop: Callable[
+        [BackendError], None
+    ]  # ends the whole update: what failed is the trainer, and no engine is to blame
 
     def stay_away(self, engine: InferenceEngine) -> None:
         """Nobody waits for `engine` to load with the others."""
@@ -207,7 +246,9 @@ class _Run:
     reply: ProbeReply | None = None
     by_checksum: bool = False
     committed: bool = False
-    entered: list[tuple[Phase, float]] = field(default_factory=list)  # phases with the time, of trio's clock, at which they began
+    entered: list[tuple[Phase, float]] = field(
+        default_factory=list
+    )  # phases with the time, of trio's clock, at which they began
     ended_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -220,14 +261,22 @@ class _Run:
     def outcome(self) -> EngineUpdate:
         now, ends = trio.current_time(), [*(began for _, began in self.entered[1:]), self.ended_at]
         phases: list[tuple[Phase, float, float]] = []
-        for (phase, began), end in zip(self.entered, ends, strict=False):  # ends has one more where nothing was entered
+        for (phase, began), end in zip(
+            self.entered, ends, strict=False
+        ):  # ends has one more where nothing was entered
             phases.append((phase, now - began, end - began))
-        return EngineUpdate(self.name, self.phase, self.error, self.pause_s, self.reply, self.by_checksum, tuple(phases))
+        return EngineUpdate(
+            self.name, self.phase, self.error, self.pause_s, self.reply, self.by_checksum, tuple(phases)
+        )
 
 
 def read_statistics(engine: InferenceEngine) -> Hashable:
-    """What moves while an engine makes progress: its statistics, but for those of its connections, which health checks move too."""
-    return tuple(sorted((name, value) for name, value in engine.statistics().items() if not name.startswith("http/")))
+    """What moves while an engine makes progress: its statistics, but for those of its connections, which
+    health checks move too.
+    """
+    return tuple(
+        sorted((name, value) for name, value in engine.statistics().items() if not name.startswith("http/"))
+    )
 
 
 def log_warning(text: str) -> None:
@@ -252,19 +301,25 @@ async def sync_weights_to_engines(
     on_publish: Callable[[], None] = lambda: None,
     warn: Callable[[str], None] = log_warning,
 ) -> SyncReport:
-    """What became of each engine, when all have decided. At least one serves `version` and has proven it, and `version` is published.
+    """What became of each engine, when all have decided. At least one serves `version` and has proven it, and
+    `version` is published.
 
-    All engines at once. Each loads the snapshot `checkpoint_path`, or is given weights by `load`; `load_together` is called once, when every
-    engine is paused or out, with those that are paused. `judge` tells what the trainer thinks of an answer to `probe`; `memory` holds what
-    engines proved before, and learns what they prove now; `digest` is the snapshot's. An engine that reports `version` and proved it before is
-    only probed. One that fails is told to `admission.fail` and to `warn`. `on_publish` is called right after `admission.publish`. Raises
-    WeightSyncError that lists each engine's failure when nobody could be verified; nothing is published then. Raises BackendError at once when
-    the trainer fails (judging, or giving weights). Then, and when cancelled, every paused engine is resumed (shielded, `limits.resume` at most),
-    those that had not committed are out, and what the others committed is published.
+    All engines at once. Each loads the snapshot `checkpoint_path`, or is given weights by `load`;
+    `load_together` is called once, when every engine is paused or out, with those that are paused. `judge`
+    tells what the trainer thinks of an answer to `probe`; `memory` holds what engines proved before, and
+    learns what they prove now; `digest` is the snapshot's. An engine that reports `version` and proved it
+    before is only probed. One that fails is told to `admission.fail` and to `warn`. `on_publish` is called
+    right after `admission.publish`. Raises WeightSyncError that lists each engine's failure when nobody could
+    be verified; nothing is published then. Raises BackendError at once when the trainer fails (judging, or
+    giving weights). Then, and when cancelled, every paused engine is resumed (shielded, `limits.resume` at
+    most), those that had not committed are out, and what the others committed is published.
     """
     check_names(engines)
     if load is None and load_together is None and checkpoint_path is None:
-        raise WeightSyncError("an update needs a snapshot (checkpoint_path) or a way to load (load, load_together); give one of them")
+        raise WeightSyncError(
+            "an update needs a snapshot (checkpoint_path) or a way to load (load, load_together); give one of"
+            " them"
+        )
     failures: list[BackendError] = []
     nursery_scope = trio.CancelScope()
 
@@ -311,7 +366,10 @@ def check_names(engines: Sequence[InferenceEngine]) -> None:
     """Raises WeightSyncError if two engines have one name: what they prove is remembered by it."""
     for name, count in Counter(engine.features.name for engine in engines).items():
         if count > 1:
-            raise WeightSyncError(f"{count} engines are named {name!r}; names must be unique in an update, give each its own `name`")
+            raise WeightSyncError(
+                f"{count} engines are named {name!r}; names must be unique in an update, give each its own"
+                " `name`"
+            )
 
 
 def load_from(checkpoint_path: Path | None, version: int) -> LoadWeights:
@@ -324,7 +382,7 @@ def load_from(checkpoint_path: Path | None, version: int) -> LoadWeights:
     return load
 
 
-# --- one engine --------------------------------------------------------------------------------------------------------------
+# --- one engine ---------------------------------------------------------------------------------------------
 
 
 async def _update_engine(run: _Run) -> None:
@@ -338,21 +396,31 @@ async def _update_engine(run: _Run) -> None:
         reach("sync.committed")
     except BackendError as error:
         run.error = error
-        plan.admission.fail(run.engine, WeightSyncError(f"the trainer failed during the update to weight version {plan.version}: {error}"))
+        plan.admission.fail(
+            run.engine,
+            WeightSyncError(
+                f"the trainer failed during the update to weight version {plan.version}: {error}"
+            ),
+        )
         plan.stop(error)
     except Exception as error:  # whatever it is, it is this engine's, and the others go on
         run.error = error
         plan.memory.doubt(run.name)
         plan.warn(
-            f"engine {run.name} is out of service: the update to weight version {plan.version} failed in phase {run.phase}: "
-            f"{type(error).__name__}: {error}"
+            f"engine {run.name} is out of service: the update to weight version {plan.version} failed in"
+            f" phase {run.phase}: {type(error).__name__}: {error}"
         )
         plan.admission.fail(run.engine, error)
     finally:
         run.ended_at = trio.current_time()
         plan.stay_away(run.engine)
         if not run.committed and run.error is None:
-            plan.admission.fail(run.engine, WeightSyncError(f"the update to weight version {plan.version} was cancelled in phase {run.phase}"))
+            plan.admission.fail(
+                run.engine,
+                WeightSyncError(
+                    f"the update to weight version {plan.version} was cancelled in phase {run.phase}"
+                ),
+            )
 
 
 async def _bring_to_version(run: _Run) -> None:
@@ -368,11 +436,15 @@ async def _bring_to_version(run: _Run) -> None:
     plan.stay_away(engine)
     run.enter("probe")
     request_id = f"probe-{run.name}-v{plan.version}-{uuid.uuid4().hex[:8]}"
-    completion = await _watch(run, lambda: ask_probe(plan.probe, engine, version=plan.version, request_id=request_id))
+    completion = await _watch(
+        run, lambda: ask_probe(plan.probe, engine, version=plan.version, request_id=request_id)
+    )
     run.reply = await plan.judge(engine, completion)
     check_agreement(run.reply, tolerance=plan.probe.tolerance_of(run.name))
     now = Verified(run.reply, await _read_checksum(run), plan.digest)
-    for proven in plan.memory.all(run.name):  # a restarted engine may have the weights of any version that it once had
+    for proven in plan.memory.all(
+        run.name
+    ):  # a restarted engine may have the weights of any version that it once had
         run.by_checksum = check_change(proven, now)
     plan.memory.remember(run.name, now)
 
@@ -402,22 +474,31 @@ async def _replace_weights(run: _Run) -> None:
 
 
 async def _resume_after_failure(run: _Run) -> None:
-    """Attempts to resume, whatever is being raised or cancelled; ends within the limit. What it raises is a warning beside the failure."""
+    """Attempts to resume, whatever is being raised or cancelled; ends within the limit. What it raises is a
+    warning beside the failure.
+    """
     with trio.move_on_after(run.plan.limits.resume) as scope:
         scope.shield = True
         try:
             await run.engine.resume()
         except Exception as error:
-            run.plan.warn(f"engine {run.name} could not be resumed after its update failed: {type(error).__name__}: {error}")
+            run.plan.warn(
+                f"engine {run.name} could not be resumed after its update failed: {type(error).__name__}:"
+                f" {error}"
+            )
     if scope.cancelled_caught:
-        run.plan.warn(f"engine {run.name} did not resume within {run.plan.limits.resume:g} s after its update failed")
+        run.plan.warn(
+            f"engine {run.name} did not resume within {run.plan.limits.resume:g} s after its update failed"
+        )
 
 
 async def _check_version(run: _Run) -> None:
     run.enter("set_version")
     reported = await _watch(run, run.engine.weight_version)
     if reported != run.plan.version:
-        raise WeightSyncError(f"the engine reports weight version {reported} after an update to version {run.plan.version}")
+        raise WeightSyncError(
+            f"the engine reports weight version {reported} after an update to version {run.plan.version}"
+        )
 
 
 async def _reports_version(run: _Run) -> bool:
@@ -426,7 +507,9 @@ async def _reports_version(run: _Run) -> bool:
 
 
 async def _read_checksum(run: _Run) -> str | None:
-    """The checksum; None where there is none. Raises WeightSyncError where there was one before: who says nothing now may hide old weights."""
+    """The checksum; None where there is none. Raises WeightSyncError where there was one before: who says
+    nothing now may hide old weights.
+    """
     if not run.engine.features.checksum:
         return None
     checksum, why, cause = None, "it answered none", None
@@ -436,16 +519,24 @@ async def _read_checksum(run: _Run) -> str | None:
         why, cause = f"{type(error).__name__}: {error}", error
     if checksum is not None:
         return checksum
-    given = [verified.reply.version for verified in run.plan.memory.all(run.name) if verified.checksum is not None]
+    given = [
+        verified.reply.version for verified in run.plan.memory.all(run.name) if verified.checksum is not None
+    ]
     if given:
-        raise WeightSyncError(f"the engine gave no checksum of its weights, as it did at version {given[-1]}: {why}") from cause
+        raise WeightSyncError(
+            f"the engine gave no checksum of its weights, as it did at version {given[-1]}: {why}"
+        ) from cause
     run.plan.warn(f"engine {run.name} gave no checksum of its weights: {why}")
     return None
 
 
 async def _watch(run: _Run, work: Callable[[], Awaitable[T]]) -> T:
-    """What `work` returns. Raises EngineSilent once the phase has shown no progress for as long as its limit allows."""
-    limits: Mapping[Phase, float] = {name: getattr(run.plan.limits, name) for name in ("pause", "load", "set_version", "resume", "probe")}
+    """What `work` returns. Raises EngineSilent once the phase has shown no progress for as long as its limit
+    allows.
+    """
+    limits: Mapping[Phase, float] = {
+        name: getattr(run.plan.limits, name) for name in ("pause", "load", "set_version", "resume", "probe")
+    }
     return await watch_progress(
         work,
         silence_s=limits[run.phase],
@@ -454,8 +545,12 @@ async def _watch(run: _Run, work: Callable[[], Awaitable[T]]) -> T:
     )
 
 
-async def watch_progress(work: Callable[[], Awaitable[T]], *, silence_s: float, read_progress: Callable[[], Hashable], what: str) -> T:
-    """What `work` returns or raises. Looks every `silence_s` seconds: if nothing moved since the last look, `work` is cancelled: EngineSilent."""
+async def watch_progress(
+    work: Callable[[], Awaitable[T]], *, silence_s: float, read_progress: Callable[[], Hashable], what: str
+) -> T:
+    """What `work` returns or raises. Looks every `silence_s` seconds: if nothing moved since the last look,
+    `work` is cancelled: EngineSilent.
+    """
     results: list[T] = []
     failure: Exception | None = None
 

@@ -1,7 +1,8 @@
-"""A headless Chromium, driven over its DevTools protocol through a pair of pipes: no port, no driver, no package.
+"""A headless Chromium, driven over its DevTools protocol through a pair of pipes: no port, no driver, no
+package.
 
-    Page.call ──► fd 3 of Chromium ──► messages, each ended by a zero byte
-    _read     ◄── fd 4 of Chromium ◄── answers (by number) and events (kept in `events`, in order)
+Page.call ──► fd 3 of Chromium ──► messages, each ended by a zero byte
+_read     ◄── fd 4 of Chromium ◄── answers (by number) and events (kept in `events`, in order)
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ import trio
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CALL_TIMEOUT_S = 60.0
-KEY_CODES = {"Escape": 27, "Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}  # Windows virtual key codes
+KEY_CODES = {
+    "Escape": 27,
+    "Tab": 9,
+    "Enter": 13,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+}  # Windows virtual key codes
 ARGUMENTS = (
     "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--no-default-browser-check", "--disable-gpu", "--disable-dev-shm-usage",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-default-apps", "--disable-extensions",
@@ -49,11 +58,15 @@ class Page:
         self.events: list[dict[str, Any]] = []  # everything that the page said, in order
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """The result of a DevTools call. Raises DevToolsError if it is refused, TooSlowError without an answer in a minute."""
+        """The result of a DevTools call. Raises DevToolsError if it is refused, TooSlowError without an
+        answer in a minute.
+        """
         self._number += 1
         number, event, answer = self._number, trio.Event(), {}
         self._answers[number] = event, answer
-        message = {"id": number, "method": method, "params": parameters} | ({"sessionId": self._session} if self._session else {})
+        message = {"id": number, "method": method, "params": parameters} | (
+            {"sessionId": self._session} if self._session else {}
+        )
         with trio.fail_after(CALL_TIMEOUT_S):
             async with self._lock:
                 await self._to_browser.send_all(json.dumps(message).encode() + b"\0")
@@ -81,25 +94,39 @@ class Page:
     async def attach(self) -> None:
         """Opens the tab and lets it tell of its console, exceptions and requests."""
         target = await self.call("Target.createTarget", url="about:blank")
-        self._session = (await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True))["sessionId"]
+        self._session = (await self.call("Target.attachToTarget", targetId=target["targetId"], flatten=True))[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self.call(f"{domain}.enable")
 
     async def resize(self, width: int, height: int, *, scale: float = 1.0) -> None:
-        await self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=False)
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=False,
+        )
 
     async def prefer(self, scheme: str) -> None:
         """The system's theme, `light` or `dark`."""
-        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+        await self.call(
+            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
+        )
 
-    async def open(self, url: str, *, ready: str = "document.documentElement.dataset.ready === 'true'") -> None:
+    async def open(
+        self, url: str, *, ready: str = "document.documentElement.dataset.ready === 'true'"
+    ) -> None:
         """Goes to an address and waits until the expression is true of the page."""
         await self.call("Page.navigate", url=url)
         await self.wait(ready)
 
     async def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, promises awaited. Raises DevToolsError if it raises."""
-        answer = await self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = await self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         if "exceptionDetails" in answer:
             raise DevToolsError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
@@ -107,7 +134,8 @@ class Page:
     async def wait(self, expression: str, *, timeout_s: float = 20.0) -> None:
         """Until the expression is true of the page. Raises TooSlowError."""
         condition = f"(() => {{ try {{ return Boolean({expression}); }} catch {{ return false; }} }})()"
-        frame = "new Promise((done) => setTimeout(done, 20))"  # the page's own clock; a page without a window draws no frames
+        # the page's own clock; a page without a window draws no frames
+        frame = "new Promise((done) => setTimeout(done, 20))"
         with trio.fail_after(timeout_s):
             while not await self.evaluate(condition):
                 await self.evaluate(frame)
@@ -130,16 +158,26 @@ class Page:
 
     def complaints(self) -> list[str]:
         """Errors and warnings of the console, exceptions, and what the browser itself logged as an error."""
-        found = [event for event in self.events if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")]
+        found = [
+            event
+            for event in self.events
+            if event["method"] in ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
+        ]
         return [json.dumps(event["params"]) for event in found]
 
     def requests(self) -> list[str]:
         """Addresses of everything that the page asked for."""
-        return [event["params"]["request"]["url"] for event in self.events if event["method"] == "Network.requestWillBeSent"]
+        return [
+            event["params"]["request"]["url"]
+            for event in self.events
+            if event["method"] == "Network.requestWillBeSent"
+        ]
 
 
 @asynccontextmanager
-async def open_page(profile: Path, *, width: int = 1280, height: int = 900, scale: float = 1.0) -> AsyncIterator[Page]:
+async def open_page(
+    profile: Path, *, width: int = 1280, height: int = 900, scale: float = 1.0
+) -> AsyncIterator[Page]:
     """A tab of a browser of its own, which keeps its profile in `profile` and ends with the block.
 
     Raises DevToolsError where there is no Chromium.
@@ -159,7 +197,11 @@ async def open_page(profile: Path, *, width: int = 1280, height: int = 900, scal
     os.close(commands)
     os.close(answers)
     try:
-        async with trio.lowlevel.FdStream(to_browser) as send, trio.lowlevel.FdStream(from_browser) as receive, trio.open_nursery() as nursery:
+        async with (
+            trio.lowlevel.FdStream(to_browser) as send,
+            trio.lowlevel.FdStream(from_browser) as receive,
+            trio.open_nursery() as nursery,
+        ):
             page = Page(send)
             nursery.start_soon(page.read, receive)
             await page.attach()

@@ -1,4 +1,6 @@
-"""What a command shows on a terminal, as a page for a picture: it runs on a pseudo-terminal, and rich draws the characters and colours."""
+"""What a command shows on a terminal, as a page for a picture: it runs on a pseudo-terminal, and rich draws
+the characters and colours.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,14 @@ pre {{ margin: 0; font: 14px/18px "DejaVu Sans Mono", monospace }} i {{ display:
 
 
 def capture_terminal(words: Sequence[str], *, columns: int) -> str:
-    """What `python -m rollouts WORDS` writes to a terminal of this width, with its escape codes. Raises CalledProcessError if it fails."""
+    """What `python -m rollouts WORDS` writes to a terminal of this width, with its escape codes. Raises
+    CalledProcessError if it fails.
+    """
     parent, child = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm-256color", "COLORTERM": "truecolor"}
-    with subprocess.Popen([sys.executable, "-m", "rollouts", *words], stdin=child, stdout=child, stderr=child, env=environment) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "rollouts", *words], stdin=child, stdout=child, stderr=child, env=environment
+    ) as process:
         os.close(child)
         pieces: list[bytes] = []
         while piece := read_piece(parent):
@@ -46,8 +52,17 @@ def read_piece(terminal: int) -> bytes:
 def write_terminal_page(words: Sequence[str], path: Path, *, columns: int, last: int) -> int:
     """Writes a page of the command's last lines, under the command itself; how many lines those are together."""
     lines = capture_terminal(words, columns=columns).rstrip("\n").split("\n")[-last:]
-    console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(Text(f"$ python -m rollouts {' '.join(words)}\n", style="bold"), Text.from_ansi("\n".join(lines)), sep="", soft_wrap=True)
+    console = Console(
+        record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor"
+    )
+    console.print(
+        Text(f"$ python -m rollouts {' '.join(words)}\n", style="bold"),
+        Text.from_ansi("\n".join(lines)),
+        sep="",
+        soft_wrap=True,
+    )
     page = console.export_html(code_format=PAGE)
-    path.write_text(re.sub("[\u2800-\u28ff]", r"<i>\g<0></i>", page), encoding="utf-8")  # braille is of another font, in which it is wider
+    path.write_text(
+        re.sub("[\u2800-\u28ff]", r"<i>\g<0></i>", page), encoding="utf-8"
+    )  # braille is of another font, in which it is wider
     return len(lines) + 1

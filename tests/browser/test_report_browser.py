@@ -1,4 +1,6 @@
-"""The report in a real browser: it opens, its samples are filtered, steps change, keys work, and it says and loads nothing else."""
+"""The report in a real browser: it opens, its samples are filtered, steps change, keys work, and it says and
+loads nothing else.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,16 @@ SELECTED = "document.querySelector('#sample-list [aria-selected=true]')?.id"
 COUNT = "document.getElementById('sample-count').textContent"
 BACKGROUND = "getComputedStyle(document.body).backgroundColor"
 LIGHT, DARK = "rgb(246, 247, 249)", "rgb(16, 20, 24)"
-PICTURE_BYTES = "document.querySelector('{} canvas').toDataURL().length"  # an empty canvas of this size has about 3000
+PICTURE_BYTES = (  # an empty canvas of this size has about 3000
+    "document.querySelector('{} canvas').toDataURL().length"
+)
 
 
 @asynccontextmanager
 async def open_report(tmp_path: Path, *runs: Path) -> AsyncIterator[Page]:
-    """The page of a report. On the way out: nothing was said on the console, nothing raised, nothing but the file was asked for."""
+    """The page of a report. On the way out: nothing was said on the console, nothing raised, nothing but the
+    file was asked for.
+    """
     path = tmp_path / "report.html"
     write_report(runs or (write_run(tmp_path / "written"),), path)
     async with open_page(tmp_path / "profile") as page:
@@ -50,13 +56,16 @@ def run_in_browser(check: Callable[[Page], Awaitable[None]], tmp_path: Path, *ru
 async def choose(page: Page, label: str, value: str) -> None:
     """Chooses an entry of the select that stands in the label that begins with `label`."""
     await page.evaluate(
-        f"(() => {{ const node = [...document.querySelectorAll('#samples label')].find((other) => other.textContent.startsWith({label!r}));"
-        f" const field = node.querySelector('select'); field.value = {value!r}; field.dispatchEvent(new Event('change')); }})()"
+        "(() => { const node = [...document.querySelectorAll('#samples label')].find((other) =>"
+        f" other.textContent.startsWith({label!r})); const field = node.querySelector('select'); field.value"
+        f" = {value!r}; field.dispatchEvent(new Event('change')); }})()"
     )
 
 
 async def fill_in(page: Page, field: str, text: str) -> None:
-    await page.evaluate(f"document.getElementById({field!r}).focus(); document.getElementById({field!r}).select()")
+    await page.evaluate(
+        f"document.getElementById({field!r}).focus(); document.getElementById({field!r}).select()"
+    )
     await page.type(text)
 
 
@@ -68,7 +77,9 @@ async def set_value(page: Page, selector: str, value: str) -> None:
 
 def test_it_opens_with_every_section_and_draws(tmp_path: Path) -> None:
     async def check(page: Page) -> None:
-        titles: list[str] = await page.evaluate("[...document.querySelectorAll('main h2')].map((node) => node.textContent)")
+        titles: list[str] = await page.evaluate(
+            "[...document.querySelectorAll('main h2')].map((node) => node.textContent)"
+        )
         assert titles == [
             "Overview", "Curves", "Time by phase", "Distributions", "Failures", "Samples", "Evaluations", "Weight updates", "Settings",
         ]  # fmt: skip
@@ -86,14 +97,18 @@ def test_samples_are_filtered_by_status_reward_and_text(tmp_path: Path) -> None:
         assert await page.evaluate(SHOWN) == 80
         await choose(page, "Status", "failed")
         assert await page.evaluate(SHOWN) == 4
-        assert "no answer after 5 s" in await page.evaluate("document.querySelector('.message.failure').textContent")
+        assert "no answer after 5 s" in await page.evaluate(
+            "document.querySelector('.message.failure').textContent"
+        )
         await choose(page, "Status", "all")
         await fill_in(page, "sample-filter", "IT IS 21.")  # 18 + 3, 19 + 2, 20 + 1; the case does not count
         assert await page.evaluate(SHOWN) == 3
         assert await page.evaluate("document.querySelector('#sample mark').textContent") == "It is 21."
         await set_value(page, "#sample-filter", "")
         await set_value(page, '[aria-label="Least reward"]', "0.5")
-        assert await page.evaluate(SHOWN) == 36  # rewards 0.5 and 0.75 of twenty steps, less the four that failed and have none
+        assert (
+            await page.evaluate(SHOWN) == 36
+        )  # rewards 0.5 and 0.75 of twenty steps, less the four that failed and have none
         assert (await page.evaluate(COUNT)).startswith("36 samples found. The report holds all of the 80")
 
     run_in_browser(check, tmp_path)
@@ -149,7 +164,12 @@ def test_the_list_of_samples_takes_arrow_keys(tmp_path: Path) -> None:
         await page.press("ArrowDown")
         await page.press("ArrowDown")
         await page.press("ArrowUp")
-        assert await page.evaluate("document.getElementById('sample-list').getAttribute('aria-activedescendant')") == "sample-1"
+        assert (
+            await page.evaluate(
+                "document.getElementById('sample-list').getAttribute('aria-activedescendant')"
+            )
+            == "sample-1"
+        )
         assert "s1-1" in await page.evaluate("document.querySelector('#sample h3').textContent")
 
     run_in_browser(check, tmp_path)
@@ -158,9 +178,9 @@ def test_the_list_of_samples_takes_arrow_keys(tmp_path: Path) -> None:
 def test_everything_that_takes_a_click_is_reached_by_tab_and_has_a_name(tmp_path: Path) -> None:
     async def check(page: Page) -> None:
         nameless = await page.evaluate(
-            "[...document.querySelectorAll('button, select, input, canvas[tabindex], a[href]')].filter((node) => node.tabIndex < 0 ||"
-            " ![node.getAttribute('aria-label'), node.textContent, node.closest('label')?.textContent].some((text) => text?.trim()))"
-            ".map((node) => node.outerHTML)"
+            "[...document.querySelectorAll('button, select, input, canvas[tabindex], a[href]')].filter((node)"
+            " => node.tabIndex < 0 || ![node.getAttribute('aria-label'), node.textContent,"
+            " node.closest('label')?.textContent].some((text) => text?.trim())).map((node) => node.outerHTML)"
         )
         assert nameless == []
         found = set()
@@ -168,9 +188,13 @@ def test_everything_that_takes_a_click_is_reached_by_tab_and_has_a_name(tmp_path
             await page.press("Tab")
             found.add(await page.evaluate("document.activeElement.id || document.activeElement.tagName"))
         assert {"theme", "help", "metric-filter", "CANVAS", "SUMMARY"} <= found
-        levels = await page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map((node) => Number(node.tagName[1]))")
+        levels = await page.evaluate(
+            "[...document.querySelectorAll('h1, h2, h3, h4')].map((node) => Number(node.tagName[1]))"
+        )
         assert levels[0] == 1
-        assert max(after - before for before, after in pairwise(levels)) == 1  # no level is left out on the way down
+        assert (
+            max(after - before for before, after in pairwise(levels)) == 1
+        )  # no level is left out on the way down
 
     run_in_browser(check, tmp_path)
 
@@ -233,14 +257,19 @@ def test_nothing_is_wider_than_the_window(tmp_path: Path, width: int) -> None:
 def test_metrics_are_filtered_and_drawn_over_time_and_on_a_log_axis(tmp_path: Path) -> None:
     async def check(page: Page) -> None:
         await fill_in(page, "metric-filter", "reward")
-        titles: Any = await page.evaluate("[...document.querySelectorAll('#curves figcaption span:first-child')].map((node) => node.textContent)")
+        titles: Any = await page.evaluate(
+            "[...document.querySelectorAll('#curves figcaption span:first-child')].map((node) =>"
+            " node.textContent)"
+        )
         assert titles == ["reward/mean", "fail/reward"]
         for field in ("value=time", "type=checkbox"):
             await page.evaluate(f"document.querySelector('#curves input[{field}]').click()")
         await page.evaluate("document.querySelector('#curves canvas').focus()")
         await page.press("ArrowRight")
         await page.press("ArrowRight")
-        assert await page.evaluate("document.getElementById('tip').textContent") == "0.175 min\n0.02"  # 10.5 s after the first step of sft began
+        assert (
+            await page.evaluate("document.getElementById('tip').textContent") == "0.175 min\n0.02"
+        )  # 10.5 s after the first step of sft began
 
     run_in_browser(check, tmp_path)
 
@@ -258,10 +287,15 @@ def test_two_runs_are_shown_beside_each_other(tmp_path: Path) -> None:
     runs = write_run(tmp_path / "slow"), write_run(tmp_path / "fast", steps=30, lr=5e-3)
 
     async def check(page: Page) -> None:
-        assert await page.evaluate("document.querySelector('#differences tbody').innerText.includes('rl.optim.lr')")
+        assert await page.evaluate(
+            "document.querySelector('#differences tbody').innerText.includes('rl.optim.lr')"
+        )
         await page.evaluate("document.querySelector('#curves canvas').focus()")
         await page.press("ArrowRight")
-        assert await page.evaluate("document.getElementById('tip').textContent") == "step 1\nslow: 0.01\nfast: 0.01"
+        assert (
+            await page.evaluate("document.getElementById('tip').textContent")
+            == "step 1\nslow: 0.01\nfast: 0.01"
+        )
         await choose(page, "Run", "1")
         assert (await page.evaluate(COUNT)).startswith("120 samples found")
 
@@ -274,6 +308,8 @@ def test_it_prints_light_and_without_its_controls(tmp_path: Path) -> None:
         pdf = await page.call("Page.printToPDF", printBackground=True)
         assert len(pdf["data"]) > 50_000
         await page.call("Emulation.setEmulatedMedia", media="print")
-        assert await page.evaluate("[...document.querySelectorAll('.controls')].every((node) => !node.checkVisibility())")
+        assert await page.evaluate(
+            "[...document.querySelectorAll('.controls')].every((node) => !node.checkVisibility())"
+        )
 
     run_in_browser(check, tmp_path)

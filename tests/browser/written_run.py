@@ -1,4 +1,6 @@
-"""A run directory written row by row, for tests of reports: fast, always the same, with everything in it that a page could trip over."""
+"""A run directory written row by row, for tests of reports: fast, always the same, with everything in it that
+a page could trip over.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-NASTY = "</script><script>document.title = 'broken'</script> <!-- \u2028 & {{script}} \\u003c 'quoted' \"too\""
+NASTY = (
+    "</script><script>document.title = 'broken'</script> <!-- \u2028 & {{script}} \\u003c 'quoted' \"too\""
+)
 CONFIG = """name = "written"
 [rl]
 steps = {steps}
@@ -24,7 +28,14 @@ at = 9
 
 
 def head(stage: str, step: int, attempt: int = 1) -> dict[str, Any]:
-    return {"schema": 1, "stage": stage, "step": step, "policy_version": step - 1, "attempt": attempt, "time_unix": 1_800_000_000.0 + 10 * step}
+    return {
+        "schema": 1,
+        "stage": stage,
+        "step": step,
+        "policy_version": step - 1,
+        "attempt": attempt,
+        "time_unix": 1_800_000_000.0 + 10 * step,
+    }
 
 
 def make_metrics(steps: int) -> list[dict[str, Any]]:
@@ -32,11 +43,17 @@ def make_metrics(steps: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
         times = {"time/step": 2.0, "time/generate": 1.25, "time/train": 0.5}
-        rows.append(head("rl", step) | {"reward/mean": step / 100, "loss/total": 1 / step, "response_length/mean": 5.0} | times)
+        rows.append(
+            head("rl", step)
+            | {"reward/mean": step / 100, "loss/total": 1 / step, "response_length/mean": 5.0}
+            | times
+        )
         rows[-1] |= {"off_policy/max": float(step % 3), "off_policy/mean": 0.5}
         if step % 5 == 0:
             rows[-1] |= {"fail/reward": 1.0, "groups/dropped/stale": 2.0}
-    return [head("sft", step) | {"loss/total": 3.0 - step / 10, "time/step": 0.5} for step in range(1, 6)] + rows
+    return [
+        head("sft", step) | {"loss/total": 3.0 - step / 10, "time/step": 0.5} for step in range(1, 6)
+    ] + rows
 
 
 def make_samples(steps: int, per_step: int) -> list[dict[str, Any]]:
@@ -44,15 +61,33 @@ def make_samples(steps: int, per_step: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
         for number in range(per_step):
-            row = head("rl", step) | {"id": f"s{step}-{number}", "group_index": step * 10 + number // 2, "status": "completed"}
-            row |= {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"What is {step} + {number}? {NASTY}"}]}
+            row = head("rl", step) | {
+                "id": f"s{step}-{number}",
+                "group_index": step * 10 + number // 2,
+                "status": "completed",
+            }
+            row |= {
+                "prompt": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": f"What is {step} + {number}? {NASTY}"},
+                ]
+            }
             row |= {"response": f"It is {step + number}. <b>{'word ' * number}</b>", "tokens": 12 + number}
             row |= {"reward": (number % 4) / 4, "rewards": {"exact": 0.0, "form": 1.0}}
-            row |= {"response_length": 4 + number, "weight_version_min": max(0, step - 1 - number % 3), "weight_version_max": step - 1}
+            row |= {
+                "response_length": 4 + number,
+                "weight_version_min": max(0, step - 1 - number % 3),
+                "weight_version_max": step - 1,
+            }
             row |= {"metadata": {"answer": str(step + number), "note": NASTY}}
             if step % 5 == 0 and number == per_step - 1:
                 row["status"] = "failed"
-                failure = {"class": "reward", "function": "tasks:judge", "message": f"no answer after {step} s", "traceback": NASTY}
+                failure = {
+                    "class": "reward",
+                    "function": "tasks:judge",
+                    "message": f"no answer after {step} s",
+                    "traceback": NASTY,
+                }
                 row["metadata"]["failure"] = failure
                 del row["reward"]
             rows.append(row)
@@ -69,18 +104,29 @@ def write_run(root: Path, *, steps: int = 20, per_step: int = 4, lr: float = 1e-
     (root / "config.toml").write_text(CONFIG.format(steps=steps, lr=lr), encoding="utf-8")
     write_rows(root / "metrics.jsonl", make_metrics(steps))
     write_rows(root / "samples.jsonl", make_samples(steps, per_step))
-    evaluations = [head("rl", step) | {"name": "heldout", "eval/heldout/avg@1": step / 50, "eval/heldout/failed": 0.0} for step in (1, steps)]
+    evaluations = [
+        head("rl", step) | {"name": "heldout", "eval/heldout/avg@1": step / 50, "eval/heldout/failed": 0.0}
+        for step in (1, steps)
+    ]
     write_rows(root / "evaluations.jsonl", evaluations)
-    summary = {"mode": "sft+rl", "device": "cpu", "accuracy": {"base": 0.02}, "seed": 0, "versions": {"torch": "2"}}
+    summary = {
+        "mode": "sft+rl",
+        "device": "cpu",
+        "accuracy": {"base": 0.02},
+        "seed": 0,
+        "versions": {"torch": "2"},
+    }
     (root / "summary.json").write_text(json.dumps(summary))
-    (root / "updates.log").write_text("".join(make_update_line(step) for step in range(1, steps + 1)), encoding="utf-8")
+    (root / "updates.log").write_text(
+        "".join(make_update_line(step) for step in range(1, steps + 1)), encoding="utf-8"
+    )
     return root
 
 
 def make_update_line(step: int) -> str:
     skipped = "  skipped: the loss is not finite" if step == 7 else ""
     return (
-        f"2027-01-15T08:00:{step:02d}Z  attempt 1   rl            step {step:>6d}  update   0  version {step:>6d}  loss +1.000000e-02  "
-        f"kl          -  beta         -  grad_norm 1.000e+00 clipped  lr 1.000e-03  samples     4  "
-        f"zero_advantage     1  tokens       20{skipped}\n"
+        f"2027-01-15T08:00:{step:02d}Z  attempt 1   rl            step {step:>6d}  update   0  version"
+        f" {step:>6d}  loss +1.000000e-02  kl          -  beta         -  grad_norm 1.000e+00 clipped  lr"
+        f" 1.000e-03  samples     4  zero_advantage     1  tokens       20{skipped}\n"
     )

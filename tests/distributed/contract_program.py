@@ -1,6 +1,7 @@
-"""Every check of rollouts.testing.torch_contracts, and of what only ranks can do wrong, on one backend over ranks; rank 0 reports by name.
+"""Every check of rollouts.testing.torch_contracts, and of what only ranks can do wrong, on one backend over
+ranks; rank 0 reports by name.
 
-    torchrun … -m tests.distributed.contract_program SHARD_SIZE OUT
+torchrun … -m tests.distributed.contract_program SHARD_SIZE OUT
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ HERE = "tests.distributed.contract_program"
 CALLS: list[int] = []
 
 
-# --- losses of ranks ---------------------------------------------------------------------------------------------------------------------
+# --- losses of ranks ----------------------------------------------------------------------------------------
 
 
 def last_rank_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
@@ -61,7 +62,9 @@ def last_rank_nan_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
 
 
 def second_call_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    """Fails at a rank's second micro-batch, when the gradient of the first is held and not yet summed over the ranks."""
+    """Fails at a rank's second micro-batch, when the gradient of the first is held and not yet summed over
+    the ranks.
+    """
     CALLS.append(1)
     if len(CALLS) % 2 == 0:
         raise ZeroDivisionError("the second micro-batch failed")
@@ -93,7 +96,9 @@ def limit_files(size: int, *, rank: int) -> None:
 
 
 def scarce_memory_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
-    """Leaves the last rank's machine without memory for a copy, as that rank sees it from now on; every other sees plenty."""
+    """Leaves the last rank's machine without memory for a copy, as that rank sees it from now on; every other
+    sees plenty.
+    """
     last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
     sharded_capture.read_free_memory = lambda: 1000 if last else 1 << 40
     total, count = reduce_loss(-inputs.log_probs, inputs.mask, unit)
@@ -115,7 +120,7 @@ def no_copies_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
     return plain_loss(inputs, unit=unit)
 
 
-# --- checks of ranks ---------------------------------------------------------------------------------------------------------------------
+# --- checks of ranks ----------------------------------------------------------------------------------------
 
 
 async def check_a_failure_of_one_rank_is_named_and_forgotten_by_reset(open_backend: Any) -> None:
@@ -130,7 +135,10 @@ async def check_a_failure_of_one_rank_is_named_and_forgotten_by_reset(open_backe
             error = await raised_by(backend.forward_backward(batch, LossSpec(f"{HERE}:{name}")))
             assert "ZeroDivisionError" in repr(error) or "rank" in str(error), error
             if name == "last_rank_loss":
-                assert f"rank {backend.ranks.world_size - 1} failed: ZeroDivisionError: the loss failed on one rank" in str(error), error
+                assert (
+                    f"rank {backend.ranks.world_size - 1} failed: ZeroDivisionError: the loss failed on one"
+                    " rank" in str(error)
+                ), error
             await backend.reset().result()
             assert "no gradient" in str(await raised_by(backend.optim_step(STEP)))
             await backend.reset().result()
@@ -162,7 +170,10 @@ async def check_a_sink_that_raises_leaves_the_ranks_in_step(open_backend: Any) -
             raise OSError("the sink failed")
 
         error = await raised_by(backend.stream_weights(sink))
-        assert isinstance(error, OSError) and buckets == [len(dict(backend.model.named_parameters()))], (error, buckets)
+        assert isinstance(error, OSError) and buckets == [len(dict(backend.model.named_parameters()))], (
+            error,
+            buckets,
+        )
         await backend.reset().result()
         await train(backend, make_batch())
         names = [name for name, _ in backend.model.named_parameters()]
@@ -191,7 +202,9 @@ async def check_a_bad_batch_is_refused_on_all_ranks(open_backend: Any) -> None:
     async with open_backend() as backend:
         for bad, spec in ((wrong, SFT), (batch, LossSpec("no_such_loss"))):
             error = await raised_by(backend.forward_backward(bad, spec))
-            assert "outside" in str(error) or "ids are 0 to" in str(error) or "no_such_loss" in str(error), error
+            assert "outside" in str(error) or "ids are 0 to" in str(error) or "no_such_loss" in str(error), (
+                error
+            )
             await backend.reset().result()
         await train(backend, batch)
 
@@ -204,9 +217,13 @@ async def check_a_saved_model_loads_in_one_process(open_backend: Any, folder: Pa
         weights = await contract.copy_weights(backend)
         ranks = backend.ranks.world_size
     loaded = load_hf_model(folder)
-    assert all(torch.equal(parameter.detach(), weights[name]) for name, parameter in loaded.named_parameters())
+    assert all(
+        torch.equal(parameter.detach(), weights[name]) for name, parameter in loaded.named_parameters()
+    )
     files = sorted(path.name for path in (folder / "state").iterdir())
-    assert files == sorted(["backend.json", *(f"optimizer-{rank}-of-{ranks}.safetensors" for rank in range(ranks))]), files
+    assert files == sorted(
+        ["backend.json", *(f"optimizer-{rank}-of-{ranks}.safetensors" for rank in range(ranks))]
+    ), files
 
 
 async def check_a_damaged_checkpoint_changes_nothing(open_backend: Any, folder: Path) -> None:
@@ -226,7 +243,9 @@ async def check_a_damaged_checkpoint_changes_nothing(open_backend: Any, folder: 
 
 
 async def check_a_full_disk_on_one_rank_costs_the_checkpoint_only(open_backend: Any, folder: Path) -> None:
-    """All ranks fail the save alike, the one before loads, training goes on, and the next save is whole: on the last rank, then on rank 0."""
+    """All ranks fail the save alike, the one before loads, training goes on, and the next save is whole: on
+    the last rank, then on rank 0.
+    """
     batch = make_batch()
 
     async def save(backend: Any, step: int) -> None:
@@ -278,7 +297,9 @@ async def write_error(write: Callable[[Path], Awaitable[None]], path: Path) -> E
     return None
 
 
-async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(open_backend: Any, folder: Path) -> None:
+async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(
+    open_backend: Any, folder: Path
+) -> None:
     """Bit for bit, whatever is trained between the copy and the writing; and CheckpointWriter saves so."""
     async with open_backend() as backend:
         await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()
@@ -287,17 +308,30 @@ async def check_a_copy_is_written_beside_steps_and_is_what_a_save_writes(open_ba
         await backend.save(saved).result()
         write = await backend.capture().result()
         beside.mkdir()
-        steps = [backend.forward_backward(make_batch(1), SFT), backend.optim_step(STEP), backend.forward_backward(make_batch(2), SFT)]
+        steps = [
+            backend.forward_backward(make_batch(1), SFT),
+            backend.optim_step(STEP),
+            backend.forward_backward(make_batch(2), SFT),
+        ]
         await write(beside)
         for step in steps:
             await step.result()
         expected, found = read_files(saved), read_files(beside)
-        weights = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)} | {"model.safetensors.index.json"}
-        assert {*weights, "config.json", "state/backend.json", "state/optimizer-1-of-2.safetensors"} <= set(found), sorted(found)
-        assert found.keys() == expected.keys() and [name for name in expected if found[name] != expected[name]] == []
+        weights = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)} | {
+            "model.safetensors.index.json"
+        }
+        assert {*weights, "config.json", "state/backend.json", "state/optimizer-1-of-2.safetensors"} <= set(
+            found
+        ), sorted(found)
+        assert (
+            found.keys() == expected.keys()
+            and [name for name in expected if found[name] != expected[name]] == []
+        )
         await backend.reset().result()
         run_dir, warnings = RunDir(folder / "run"), list[str]()
-        async with open_checkpoint_writer(backend, run_dir, "sft", warn=warnings.append, free_memory=lambda: 1) as writer:
+        async with open_checkpoint_writer(
+            backend, run_dir, "sft", warn=warnings.append, free_memory=lambda: 1
+        ) as writer:
             await writer.save(1, {})
             await train(backend, make_batch(3))
             await writer.wait_written()
@@ -311,20 +345,32 @@ async def check_where_one_rank_has_no_room_for_a_copy_none_copies(open_backend: 
         await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:scarce_memory_loss")).result()
         await backend.optim_step(STEP).result()
         assert await backend.capture().result() is None
-        async with open_checkpoint_writer(backend, RunDir(folder), "sft", warn=print, free_memory=lambda: 1 << 40) as writer:
+        async with open_checkpoint_writer(
+            backend, RunDir(folder), "sft", warn=print, free_memory=lambda: 1 << 40
+        ) as writer:
             await writer.save(1, {})
             statistics = writer.statistics()
         assert (statistics["saved"], statistics["beside_training"]) == (1.0, 0.0)
         await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()
         await backend.optim_step(STEP).result()
-        assert await backend.capture().result() is not None  # never written: the next backend opens all the same
+        assert (
+            await backend.capture().result() is not None
+        )  # never written: the next backend opens all the same
 
 
-async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(open_backend: Any, folder: Path) -> None:
-    """Rank 0 raises the other rank's error after all have ended; steps are not disturbed, and the next copy is written."""
+async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
+    open_backend: Any, folder: Path
+) -> None:
+    """Rank 0 raises the other rank's error after all have ended; steps are not disturbed, and the next copy
+    is written.
+    """
     async with open_backend() as backend:
         await train(backend, make_batch())
-        refused = {"state/optimizer-1-of-2.safetensors": 1, "model-of-rank-0-00001.safetensors": 0, "model-of-rank-1-00001.safetensors": 1}
+        refused = {
+            "state/optimizer-1-of-2.safetensors": 1,
+            "model-of-rank-0-00001.safetensors": 0,
+            "model-of-rank-1-00001.safetensors": 1,
+        }
         for name, rank in refused.items():
             path = folder / name.replace("/", "-")
             (path / name).mkdir(parents=True)
@@ -346,14 +392,18 @@ async def check_a_disk_that_refuses_one_rank_beside_steps_costs_that_checkpoint(
         assert isinstance(error, RunDirError) and "rank 0" in str(error), error
 
 
-async def check_a_copy_that_finds_the_disk_full_before_it_is_written_leaves_no_memory_on_any_rank(open_backend: Any, folder: Path) -> None:
+async def check_a_copy_that_finds_the_disk_full_before_it_is_written_leaves_no_memory_on_any_rank(
+    open_backend: Any, folder: Path
+) -> None:
     """The next step finds none, on any rank, and the next copy is written."""
     run_dir, warnings, usage = RunDir(folder), list[str](), shutil.disk_usage
     folder.mkdir()
     async with open_backend() as backend:
         await backend.forward_backward(make_batch(), LossSpec(f"{HERE}:plenty_memory_loss")).result()
         await backend.optim_step(STEP).result()
-        async with open_checkpoint_writer(backend, run_dir, "sft", warn=warnings.append, free_memory=lambda: 1) as writer:
+        async with open_checkpoint_writer(
+            backend, run_dir, "sft", warn=warnings.append, free_memory=lambda: 1
+        ) as writer:
             shutil.disk_usage = lambda path: usage(path)._replace(free=0)
             try:
                 await writer.save(1, {})
@@ -368,7 +418,7 @@ async def check_a_copy_that_finds_the_disk_full_before_it_is_written_leaves_no_m
         assert [step for step, _ in checkpoints.list_checkpoints(run_dir.stage_checkpoints("sft"))] == [2]
 
 
-# --- running them ------------------------------------------------------------------------------------------------------------------------
+# --- running them -------------------------------------------------------------------------------------------
 
 
 def list_checks() -> dict[str, Callable[..., Awaitable[None]]]:

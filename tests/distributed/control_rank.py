@@ -1,7 +1,9 @@
-"""One rank for test_control_processes: python -m tests.distributed.control_rank; its place is in the environment.
+"""One rank for test_control_processes: python -m tests.distributed.control_rank; its place is in the
+environment.
 
-The address of the control channel goes out on rank 0's stdout and comes in on the others' stdin. Then the process does what a rank does in a
-collective: its body waits for a thread that waits for ever, which no cancellation can end.
+The address of the control channel goes out on rank 0's stdout and comes in on the others' stdin. Then the
+process does what a rank does in a collective: its body waits for a thread that waits for ever, which no
+cancellation can end.
 """
 
 from __future__ import annotations

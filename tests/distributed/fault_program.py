@@ -1,6 +1,7 @@
-"""One of two ranks that open a backend, started without a launcher; on rank 1 the third forward of the probe finds no memory.
+"""One of two ranks that open a backend, started without a launcher; on rank 1 the third forward of the probe
+finds no memory.
 
-    RANK=… WORLD_SIZE=2 … python -m tests.distributed.fault_program
+RANK=… WORLD_SIZE=2 … python -m tests.distributed.fault_program
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from rollouts.distributed.launch import read_launch
 from rollouts.models.load import resolve_model
 from rollouts.reference.forward_plan import plan_forward
 
-FORWARD = 3  # of those that a model may fail at, which then does without a shortcut: the first two must succeed
+FORWARD = (
+    3  # of those that a model may fail at, which then does without a shortcut: the first two must succeed
+)
 
 
 def plan_without_memory(model: Any, **options: Any) -> Any:
@@ -47,7 +50,9 @@ async def main() -> None:
             await serve_fsdp_rank(opened.link, opened.ranks)
             return
         optim = OptimConfig(lr=1e-2)
-        async with open_fsdp_backend(path, hub=opened.hub, ranks=opened.ranks, optim=optim, total_steps=1, autocast="off", threads=1):
+        async with open_fsdp_backend(
+            path, hub=opened.hub, ranks=opened.ranks, optim=optim, total_steps=1, autocast="off", threads=1
+        ):
             print("it opened", flush=True)
 
 

@@ -1,6 +1,7 @@
-"""An update that releases the trainer, on ranks, for tests.distributed.test_greedy_ranks: what it says beforehand, and the copy of its weights.
+"""An update that releases the trainer, on ranks, for tests.distributed.test_greedy_ranks: what it says
+beforehand, and the copy of its weights.
 
-    torchrun … -m tests.distributed.greedy_program MODEL FOLDER OUT    snapshots go to FOLDER
+torchrun … -m tests.distributed.greedy_program MODEL FOLDER OUT    snapshots go to FOLDER
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ async def take_step(backend: Any, seed: int) -> None:
 
 
 async def drive(hub: Any, ranks: Any) -> dict[str, Any]:
-    """Answers before and after a step, and the digests of snapshots: of the backend, of a copy once it has stepped on, and of it after that."""
+    """Answers before and after a step, and the digests of snapshots: of the backend, of a copy once it has
+    stepped on, and of it after that.
+    """
     from rollouts.backends.fsdp import open_fsdp_backend
 
     path, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    async with open_fsdp_backend(path, hub=hub, ranks=ranks, optim=OPTIM, total_steps=10, autocast="off", threads=1) as backend:
+    async with open_fsdp_backend(
+        path, hub=hub, ranks=ranks, optim=OPTIM, total_steps=10, autocast="off", threads=1
+    ) as backend:
         before = await backend.complete_greedily(PROMPT, COUNT).result()
         await take_step(backend, 0)
         after = await backend.complete_greedily(PROMPT, COUNT).result()

@@ -1,4 +1,6 @@
-"""What the programs of these tests share: each is run by torchrun, and writes what rank 0 found as JSON to the path in its last argument."""
+"""What the programs of these tests share: each is run by torchrun, and writes what rank 0 found as JSON to
+the path in its last argument.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,18 @@ def start_ranks(ranks: int, module: str, *arguments: str) -> None:
     from rollouts.distributed.launch import torchrun_command
 
     command = torchrun_command(ranks, ["-m", module, *arguments], max_restarts=0)
-    environ = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    environ = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
     environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S, check=False)
-    assert done.returncode == 0, f"{' '.join(command)} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    done = subprocess.run(
+        command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, (
+        f"{' '.join(command)} ended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    )
 
 
 async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0) -> Any:
@@ -45,7 +55,9 @@ async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size
 
     launch = read_launch(os.environ)
     async with open_device_thread(name="start", torch_threads=1) as thread:
-        ranks = await thread.submit(lambda: init_ranks(launch, device="cpu", shard_size=shard_size, timeout_s=120))
+        ranks = await thread.submit(
+            lambda: init_ranks(launch, device="cpu", shard_size=shard_size, timeout_s=120)
+        )
 
         async def share(data: bytes | None) -> bytes:
             return await thread.submit(lambda: broadcast_bytes(ranks, data))
@@ -59,7 +71,9 @@ async def drive_ranks(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size
 def main(drive: Callable[[Any, Any], Awaitable[Any]], *, shard_size: int = 0) -> None:
     """Runs `drive` on rank 0, and writes what it returns."""
     warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # torch hides it while it compiles, where it is no error
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor"
+    )  # torch hides it while it compiles, where it is no error
     found = trio.run(partial(drive_ranks, drive, shard_size=shard_size))
     if found is not None:
         Path(sys.argv[-1]).write_text(json.dumps(found))

@@ -1,4 +1,6 @@
-"""One rank in this process, without a launcher, and three steps of a backend: what the tests on a GPU compare."""
+"""One rank in this process, without a launcher, and three steps of a backend: what the tests on a GPU
+compare.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ async def train(backend: Any) -> Trained:
     for step in range(3):
         losses.append((await backend.forward_backward(make_batch(step), GRPO).result()).loss)
         if step == 0:
-            gradient = {name: get_local(parameter.grad).cpu().clone() for name, parameter in backend.model.named_parameters()}
+            gradient = {
+                name: get_local(parameter.grad).cpu().clone()
+                for name, parameter in backend.model.named_parameters()
+            }
         norms.append((await backend.optim_step().result()).grad_norm)
     return Trained(losses, norms, gradient, await backend.get_weights().result())
 
@@ -67,4 +72,6 @@ def compute_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> f
     """Norm of the difference over the norm of `wanted`, all tensors together."""
     assert found.keys() == wanted.keys()
     apart = torch.stack([(found[name] - wanted[name]).double().square().sum() for name in wanted]).sum()
-    return float((apart / torch.stack([tensor.double().square().sum() for tensor in wanted.values()]).sum()).sqrt())
+    return float(
+        (apart / torch.stack([tensor.double().square().sum() for tensor in wanted.values()]).sum()).sqrt()
+    )

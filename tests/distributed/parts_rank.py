@@ -1,6 +1,7 @@
-"""One rank of test_sharded_parts: a save, and a copy that is written later, of a model after one step; what each rank held and wrote.
+"""One rank of test_sharded_parts: a save, and a copy that is written later, of a model after one step; what
+each rank held and wrote.
 
-    torchrun … -m tests.distributed.parts_rank SHARD_SIZE FOLDER
+torchrun … -m tests.distributed.parts_rank SHARD_SIZE FOLDER
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def capture(trainer: ShardedTrainer, ranks: Ranks, path: Path) -> dict[str, Any]
     counts = [int(count) for count in all_gather_floats(ranks, [float(count)])[:, 0]]
     if ranks.rank == 0:
         name_parts(path, counts)
-    random_states = sum(tensor.nbytes for name, tensor in held.shard.tensors.items() if not name.startswith("exp_avg"))
+    random_states = sum(
+        tensor.nbytes for name, tensor in held.shard.tensors.items() if not name.startswith("exp_avg")
+    )
     weights = [tensor for bucket in held.weights for _, tensor in bucket]
     return {
         "held": held.nbytes() - random_states,
@@ -64,11 +67,17 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[-1])
     ranks = init_ranks(read_launch(os.environ), device="cpu", shard_size=int(sys.argv[1]), timeout_s=120)
-    trainer = open_trainer(ShardedOptions(model_path=str(folder / "model"), optim=OptimConfig().model_dump()), ranks, lambda: None)
+    trainer = open_trainer(
+        ShardedOptions(model_path=str(folder / "model"), optim=OptimConfig().model_dump()),
+        ranks,
+        lambda: None,
+    )
     step(trainer)
     trainer.save(folder / "saved", {"steps": 1.0}, None)
     weights: dict[str, torch.Tensor] = {}
-    trainer.stream_weights(lambda bucket: weights.update({name: torch.as_tensor(tensor).clone() for name, tensor in bucket}))
+    trainer.stream_weights(
+        lambda bucket: weights.update({name: torch.as_tensor(tensor).clone() for name, tensor in bucket})
+    )
     if ranks.rank == 0:
         save_file(weights, folder / "weights.safetensors")
     found = capture(trainer, ranks, folder / "beside")

@@ -1,6 +1,6 @@
 """Three steps of DPO, KTO and a reward model, for tests.distributed.test_preference_ranks.
 
-    torchrun … -m tests.distributed.preference_program OUT        weights go to OUT.<stage>.safetensors
+torchrun … -m tests.distributed.preference_program OUT        weights go to OUT.<stage>.safetensors
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import trio
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollouts.config.schema import DataSourceConfig, OptimConfig, PreferenceTrainingConfig, RewardModelTrainingConfig
+from rollouts.config.schema import (
+    DataSourceConfig,
+    OptimConfig,
+    PreferenceTrainingConfig,
+    RewardModelTrainingConfig,
+)
 from rollouts.data.preference import make_preference_mixture
 from rollouts.loops.linearised import on_thread
 from rollouts.loops.preference import run_preference_training
@@ -25,7 +30,13 @@ from tests.unit.test_preference_loops import make_labelled, make_pairs
 
 OPTIM = OptimConfig(lr=1e-3)
 STAGES = ("dpo", "kto", "reward_model")
-OPTIONS: dict[str, Any] = {"optim": OPTIM, "total_steps": 3, "micro_batch_tokens": 40, "autocast": "off", "threads": 1}
+OPTIONS: dict[str, Any] = {
+    "optim": OPTIM,
+    "total_steps": 3,
+    "micro_batch_tokens": 40,
+    "autocast": "off",
+    "threads": 1,
+}
 DATA = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
 
 
@@ -42,16 +53,25 @@ async def train(backend: Any, stage: str) -> tuple[list[dict[str, float]], dict[
     if stage == "reward_model":
         config = RewardModelTrainingConfig(data=DATA, steps=3, batch_size=5)
         pairs = make_preference_mixture(make_pairs(8))
-        history = await run_reward_model_training(backend, pairs, config, logger, loss=on_thread(submit, make_score_loss(0.01)))
+        history = await run_reward_model_training(
+            backend, pairs, config, logger, loss=on_thread(submit, make_score_loss(0.01))
+        )
     elif stage == "kto":
         config = PreferenceTrainingConfig(data=DATA, steps=3, batch_size=5, loss="kto")
         loss = on_thread(submit, make_kto_loss({"beta": 0.3}, num_desirable=5, num_undesirable=3))
         rows = make_preference_mixture(make_labelled(8))
-        history = await run_preference_training(backend, rows, config, logger, loss=loss, reference=FlatReference())
+        history = await run_preference_training(
+            backend, rows, config, logger, loss=loss, reference=FlatReference()
+        )
     else:
         config = PreferenceTrainingConfig(data=DATA, steps=3, batch_size=5)
-        pairs, loss = make_preference_mixture(make_pairs(8)), on_thread(submit, make_pair_loss("dpo", {"beta": 0.3}))
-        history = await run_preference_training(backend, pairs, config, logger, loss=loss, reference=FlatReference())
+        pairs, loss = (
+            make_preference_mixture(make_pairs(8)),
+            on_thread(submit, make_pair_loss("dpo", {"beta": 0.3})),
+        )
+        history = await run_preference_training(
+            backend, pairs, config, logger, loss=loss, reference=FlatReference()
+        )
     return history, await backend.get_weights().result()
 
 
@@ -68,7 +88,10 @@ async def drive(hub: Any, ranks: Any) -> dict[str, list[dict[str, float]]]:
         path = await trio.to_thread.run_sync(resolve_model, "tiny:llama")
         async with open_fsdp_backend(path, hub=hub, ranks=ranks, head=head_of(stage), **OPTIONS) as backend:
             found[stage], weights = await train(backend, stage)
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, f"{sys.argv[-1]}.{stage}.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in weights.items()},
+            f"{sys.argv[-1]}.{stage}.safetensors",
+        )
     return found
 
 

@@ -1,7 +1,8 @@
-"""A critic on ranks, for tests.distributed.test_scalar_ranks: a few steps for every case, and the contract of every backend.
+"""A critic on ranks, for tests.distributed.test_scalar_ranks: a few steps for every case, and the contract of
+every backend.
 
-    torchrun … -m tests.distributed.scalar_program cases CASES OUT              weights go to OUT.<number of the case>.safetensors
-    torchrun … -m tests.distributed.scalar_program contract MODEL BROKEN OUT    BROKEN: a directory that must be refused
+torchrun … -m tests.distributed.scalar_program cases CASES OUT              weights go to OUT.<number of the case>.safetensors
+torchrun … -m tests.distributed.scalar_program contract MODEL BROKEN OUT    BROKEN: a directory that must be refused
 """
 
 from __future__ import annotations
@@ -52,12 +53,16 @@ class Case(NamedTuple):
 def make_critic_rollouts(step: int) -> RolloutBatch:
     """make_rollouts with returns and old values."""
     batch, rng = make_rollouts(step), np.random.default_rng(step + 100)
-    returns, old = (tuple(rng.normal(size=len(row)).astype(np.float32) for row in batch.tokens) for _ in range(2))
+    returns, old = (
+        tuple(rng.normal(size=len(row)).astype(np.float32) for row in batch.tokens) for _ in range(2)
+    )
     return dataclasses.replace(batch, returns=returns, old_values=old)
 
 
 async def train(backend: Any, case: Case, saves: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What every step said, values and scores of the first rollouts afterwards, and the weights; after two steps it is saved in `saves`."""
+    """What every step said, values and scores of the first rollouts afterwards, and the weights; after two
+    steps it is saved in `saves`.
+    """
     losses, norms, metrics = [], [], {}
     if case.loads:
         await backend.load(Path(case.loads)).result()
@@ -71,14 +76,26 @@ async def train(backend: Any, case: Case, saves: Path) -> tuple[dict[str, Any], 
     rows = await backend.forward(make_critic_rollouts(0)).result()
     scored = make_score_batch(make_critic_rollouts(0).tokens)
     scores = read_scores(await backend.forward(scored).result(), scored)
-    found = {"losses": losses, "norms": norms, "metrics": metrics, "rows": [row.tolist() for row in rows], "scores": scores.tolist()}
+    found = {
+        "losses": losses,
+        "norms": norms,
+        "metrics": metrics,
+        "rows": [row.tolist() for row in rows],
+        "scores": scores.tolist(),
+    }
     return found, await backend.get_weights().result()
 
 
 def list_checks() -> dict[str, Callable[..., Awaitable[None]]]:
     """The contract's checks by name, and that of a copy written beside steps."""
-    contract_checks = {name: check for name, check in sorted(vars(contract).items()) if name.startswith("check_")}
-    return contract_checks | {name: getattr(contract_program, name) for name in vars(contract_program) if name.startswith("check_a_copy_is")}
+    contract_checks = {
+        name: check for name, check in sorted(vars(contract).items()) if name.startswith("check_")
+    }
+    return contract_checks | {
+        name: getattr(contract_program, name)
+        for name in vars(contract_program)
+        if name.startswith("check_a_copy_is")
+    }
 
 
 async def run_contract(hub: Any, ranks: Any, path: Path) -> dict[str, str]:
@@ -87,7 +104,13 @@ async def run_contract(hub: Any, ranks: Any, path: Path) -> dict[str, str]:
 
     @asynccontextmanager
     async def open_backend() -> AsyncIterator[Any]:
-        settings: dict[str, Any] = {"optim": CONTRACT_OPTIM, "total_steps": 10, "autocast": "off", "threads": 1, "head": "scalar"}
+        settings: dict[str, Any] = {
+            "optim": CONTRACT_OPTIM,
+            "total_steps": 10,
+            "autocast": "off",
+            "threads": 1,
+            "head": "scalar",
+        }
         async with open_fsdp_backend(path, hub=hub, ranks=ranks, **settings) as backend:
             yield backend
 
@@ -111,12 +134,28 @@ async def run_cases(hub: Any, ranks: Any, cases: Sequence[Sequence[Any]]) -> lis
     for number, fields in enumerate(cases):
         case = Case(*fields)
         path = Path(case.path) if case.path else await trio.to_thread.run_sync(find_model, case.model)
-        options: dict[str, Any] = {"optim": OPTIM, "total_steps": STEPS, "micro_batch_tokens": 160, "autocast": "off", "threads": 1, **case.options}
+        options: dict[str, Any] = {
+            "optim": OPTIM,
+            "total_steps": STEPS,
+            "micro_batch_tokens": 160,
+            "autocast": "off",
+            "threads": 1,
+            **case.options,
+        }
         async with open_fsdp_backend(
-            path, hub=hub, ranks=ranks, dtype=case.dtype, head="scalar", tokenizer=make_byte_tokenizer(), **options
+            path,
+            hub=hub,
+            ranks=ranks,
+            dtype=case.dtype,
+            head="scalar",
+            tokenizer=make_byte_tokenizer(),
+            **options,
         ) as backend:
             said, weights = await train(backend, case, Path(f"{sys.argv[-1]}.{number}.saved"))
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, f"{sys.argv[-1]}.{number}.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in weights.items()},
+            f"{sys.argv[-1]}.{number}.safetensors",
+        )
         found.append(said)
     return found
 

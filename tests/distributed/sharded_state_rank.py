@@ -1,4 +1,6 @@
-"""One rank of test_sharded_state: does a list of jobs, each: load or begin anew, train, save, write down what it has."""
+"""One rank of test_sharded_state: does a list of jobs, each: load or begin anew, train, save, write down what
+it has.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def write_down(folder: Path, name: str, model: Any, optimizer: torch.optim.Optim
     found: dict[str, Tensor] = {}
     for parameter_name, parameter in model.named_parameters():
         found[f"weight/{parameter_name}"] = whole(parameter)
-        found |= {f"{kind}/{parameter_name}": whole(value) for kind, value in optimizer.state[parameter].items()}
+        found |= {
+            f"{kind}/{parameter_name}": whole(value) for kind, value in optimizer.state[parameter].items()
+        }
     digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
     (folder / f"{name}-rng-{dist.get_rank()}.json").write_text(json.dumps(digest))
     if dist.get_rank() == 0:
@@ -92,7 +96,9 @@ def write_down(folder: Path, name: str, model: Any, optimizer: torch.optim.Optim
 
 def save(path: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
     path.mkdir(exist_ok=True)
-    save_sharded_state(path, model, optimizer, {"steps": 2.0}, rank=dist.get_rank(), ranks=dist.get_world_size())
+    save_sharded_state(
+        path, model, optimizer, {"steps": 2.0}, rank=dist.get_rank(), ranks=dist.get_world_size()
+    )
     weights = ((name, whole(parameter)) for name, parameter in model.named_parameters())
     if dist.get_rank():
         for _ in weights:  # gathering is everybody's
@@ -116,14 +122,28 @@ def check_refusals(folder: Path, mesh: DeviceMesh, names: list[str]) -> None:
 
 
 def check_differences(folder: Path, names: list[str]) -> None:
-    """What ranks of which the last has another model directory, other versions or another plan are refused with; and equal ones are not."""
+    """What ranks of which the last has another model directory, other versions or another plan are refused
+    with; and equal ones are not.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
-    ranks = Ranks(rank, world, world, torch.device("cpu"), init_device_mesh("cpu", (world,)), cast(Any, dist).HashStore())
+    ranks = Ranks(
+        rank,
+        world,
+        world,
+        torch.device("cpu"),
+        init_device_mesh("cpu", (world,)),
+        cast(Any, dist).HashStore(),
+    )
     other = rank == world - 1
     plan = ForwardPlan(tries_up_to=8 * other, rows_up_to=8, reason="")
     comparisons: dict[str, Callable[[], None]] = {
-        **{name: partial(check_same_model, ranks, folder / (name if other else "model")) for name in ["model", *names]},
-        "versions": lambda: check_same_versions(ranks, {**read_versions(), **({"transformers": "0.1"} if other else {})}),
+        **{
+            name: partial(check_same_model, ranks, folder / (name if other else "model"))
+            for name in ["model", *names]
+        },
+        "versions": lambda: check_same_versions(
+            ranks, {**read_versions(), **({"transformers": "0.1"} if other else {})}
+        ),
         "same versions": lambda: check_same_versions(ranks, read_versions()),
         "plan": lambda: check_same_plan(ranks, plan),
     }
@@ -144,7 +164,9 @@ def main() -> None:
     dist.init_process_group("gloo")
     for job in plan["jobs"]:
         shape = tuple(job.get("mesh", [dist.get_world_size()]))
-        run_job(job, folder, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
+        run_job(
+            job, folder, init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        )
     if plan.get("refusals"):
         check_refusals(folder, init_device_mesh("cpu", (dist.get_world_size(),)), plan["refusals"])
     if plan.get("differences"):

@@ -1,4 +1,6 @@
-"""Three real processes over loopback: when one is killed or stopped, the others end within ten seconds and say who it was."""
+"""Three real processes over loopback: when one is killed or stopped, the others end within ten seconds and
+say who it was.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ def open_ranks(count: int = 3) -> Iterator[list[subprocess.Popen[str]]]:
     ranks: list[subprocess.Popen[str]] = []
     try:
         for rank in range(count):
-            place = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "localhost"}
+            place = {
+                "RANK": rank,
+                "WORLD_SIZE": count,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": count,
+                "MASTER_ADDR": "localhost",
+            }
             ranks.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "tests.distributed.control_rank"],
@@ -41,7 +49,9 @@ def open_ranks(count: int = 3) -> Iterator[list[subprocess.Popen[str]]]:
         for rank in ranks[1:]:
             rank.stdin.write(address)
             rank.stdin.flush()
-        assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * count, [rank.poll() for rank in ranks]
+        assert [rank.stdout.readline() for rank in ranks] == ["ready\n"] * count, [
+            rank.poll() for rank in ranks
+        ]
         yield ranks
     finally:
         for rank in ranks:
@@ -57,14 +67,20 @@ def open_ranks(count: int = 3) -> Iterator[list[subprocess.Popen[str]]]:
         pytest.param(signal.SIGSTOP, "nothing was heard from it for 6 s", marks=pytest.mark.slow),
     ],
 )
-def test_when_a_rank_is_killed_or_stopped_the_others_end_and_name_it_and_its_phase(lost: int, how: signal.Signals, reason: str):
+def test_when_a_rank_is_killed_or_stopped_the_others_end_and_name_it_and_its_phase(
+    lost: int, how: signal.Signals, reason: str
+):
     with open_ranks() as ranks:
         ranks[lost].send_signal(how)
         since = time.monotonic()
         others = [rank for number, rank in enumerate(ranks) if number != lost]
         said = [rank.communicate(timeout=SOON_S)[1] for rank in others]
         took_s = time.monotonic() - since
-        assert said == [f"rollouts: rank {lost} was lost during step {lost + 1}: {reason}; this process ends too\n"] * 2
+        assert (
+            said
+            == [f"rollouts: rank {lost} was lost during step {lost + 1}: {reason}; this process ends too\n"]
+            * 2
+        )
         assert [rank.returncode for rank in others] == [EXIT_RANK_LOST] * 2
         assert took_s < NOTICED_S
         if how == signal.SIGSTOP:  # it goes on as if nothing had happened, and is told

@@ -1,4 +1,6 @@
-"""The contract of every TrainingBackend, and what only ranks can do wrong, on FSDPTrainingBackend: one launch, one test for each check."""
+"""The contract of every TrainingBackend, and what only ranks can do wrong, on FSDPTrainingBackend: one
+launch, one test for each check.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return run_ranks(2, "tests.distributed.contract_program", "0", out=tmp_path_factory.mktemp("contract") / "results")
+    return run_ranks(
+        2, "tests.distributed.contract_program", "0", out=tmp_path_factory.mktemp("contract") / "results"
+    )
 
 
 @pytest.mark.parametrize("check", list_checks())

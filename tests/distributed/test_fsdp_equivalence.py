@@ -1,4 +1,6 @@
-"""Training on 1, 2 and 4 ranks is training in one process: the same losses, gradient norms and weights, up to rounding."""
+"""Training on 1, 2 and 4 ranks is training in one process: the same losses, gradient norms and weights, up to
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,15 @@ from rollouts.device_thread import open_device_thread
 from rollouts.models.load import load_hf_model
 from rollouts.models.optim import create_adamw_optimizer
 from tests.distributed.job import run_ranks
-from tests.distributed.train_program import HALF, OPTIM, Case, backend_options, find_model, make_rollouts, train
+from tests.distributed.train_program import (
+    HALF,
+    OPTIM,
+    Case,
+    backend_options,
+    find_model,
+    make_rollouts,
+    train,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -35,14 +45,18 @@ OTHERS = [
     Case("gpt2", "float64", "entropy", 2),
     Case("gpt2", "float64", "grpo", 3, {"gradient_checkpointing": True}),
     Case("gpt2", "float64", "grpo", 3, {"reduce_each_micro_batch": True}),
-    Case("tiny:llama", "float32", "grpo", 2, {"compile_backend": "aot_eager", "gradient_checkpointing": True}),
+    Case(
+        "tiny:llama", "float32", "grpo", 2, {"compile_backend": "aot_eager", "gradient_checkpointing": True}
+    ),
     Case("gpt2", "float64", "grpo", 3, {"share_prefix": False, "micro_batch_tokens": 40}),
 ]
 
 
 @cache
 def train_alone(number: int, cases: str) -> tuple[dict[str, Any], dict[str, Tensor], list[float]]:
-    """What one process says and gets; and of each step the sum of the absolute terms of its loss, over the denominator."""
+    """What one process says and gets; and of each step the sum of the absolute terms of its loss, over the
+    denominator.
+    """
     case = {"ten": TEN_STEPS, "others": OTHERS}[cases][number]
 
     async def run() -> tuple[dict[str, Any], dict[str, Tensor], list[float]]:
@@ -66,7 +80,9 @@ def sum_terms(case: Case, step: int) -> float:
     return sum(float(np.abs(row).sum()) for row in batch.advantages) / tokens
 
 
-def assert_equal(said: dict[str, Any], weights: dict[str, Tensor], number: int, cases: str, *, first: int = 0) -> None:
+def assert_equal(
+    said: dict[str, Any], weights: dict[str, Tensor], number: int, cases: str, *, first: int = 0
+) -> None:
     """`first`: the steps of one process that went before."""
     alone, wanted, terms = train_alone(number, cases)
     tolerance = TOLERANCE[{"ten": TEN_STEPS, "others": OTHERS}[cases][number].dtype]
@@ -76,19 +92,27 @@ def assert_equal(said: dict[str, Any], weights: dict[str, Tensor], number: int, 
     assert said["metrics"] == pytest.approx(alone["metrics"], rel=1e-4, abs=1e-6)
     assert said["rows"] == pytest.approx(alone["rows"], rel=1e-5)
     assert set(weights) == set(wanted)
-    difference = math.sqrt(sum(float((weights[name].double() - wanted[name].double()).square().sum()) for name in wanted))
+    difference = math.sqrt(
+        sum(float((weights[name].double() - wanted[name].double()).square().sum()) for name in wanted)
+    )
     norm = math.sqrt(sum(float(wanted[name].double().square().sum()) for name in wanted))
     assert difference <= tolerance * norm, (difference, norm)
 
 
-def run_cases(ranks: int, cases: list[Case], folder: Path, *, shard_size: int = 0) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+def run_cases(
+    ranks: int, cases: list[Case], folder: Path, *, shard_size: int = 0
+) -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
     out = folder / "found"
     said = run_ranks(ranks, "tests.distributed.train_program", json.dumps(cases), str(shard_size), out=out)
     return [(one, load_file(f"{out}.{number}.safetensors")) for number, one in enumerate(said)]
 
 
-def test_ten_steps_on_ranks_are_those_of_one_process_also_when_their_number_changes_after_five(tmp_path: Path):
-    """On two ranks, which save after step 5; on one and on four, where five more steps follow what two have saved."""
+def test_ten_steps_on_ranks_are_those_of_one_process_also_when_their_number_changes_after_five(
+    tmp_path: Path,
+):
+    """On two ranks, which save after step 5; on one and on four, where five more steps follow what two have
+    saved.
+    """
     saved = [str(tmp_path / f"saved-{number}") for number in range(len(TEN_STEPS))]
     begun = [case._replace(saves=path) for case, path in zip(TEN_STEPS, saved, strict=True)]
     for number, (said, weights) in enumerate(run_cases(2, begun, tmp_path)):
@@ -97,7 +121,9 @@ def test_ten_steps_on_ranks_are_those_of_one_process_also_when_their_number_chan
     for ranks in (1, 4):
         found = run_cases(ranks, [*TEN_STEPS, *resumed], tmp_path)
         for number, (said, weights) in enumerate(found):
-            assert_equal(said, weights, number % len(TEN_STEPS), "ten", first=HALF if number >= len(TEN_STEPS) else 0)
+            assert_equal(
+                said, weights, number % len(TEN_STEPS), "ten", first=HALF if number >= len(TEN_STEPS) else 0
+            )
 
 
 def test_replicas_of_shards_train_as_one_process(tmp_path: Path):

@@ -1,4 +1,6 @@
-"""FSDP on a GPU, over NCCL with one rank, is the backend of one process on the same GPU: losses, gradients, weights; make test-gpu."""
+"""FSDP on a GPU, over NCCL with one rank, is the backend of one process on the same GPU: losses, gradients,
+weights; make test-gpu.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.distributed.one_rank import GRPO, NobodyElse, Trained, compute_differ
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("default"),  # of CUDA's, NCCL's and the compiler's own code, which differ from machine to machine
+    pytest.mark.filterwarnings(
+        "default"
+    ),  # of CUDA's, NCCL's and the compiler's own code, which differ from machine to machine
 ]
 OPTIONS: dict[str, Any] = {"optim": OptimConfig(lr=1e-4), "total_steps": 10, "micro_batch_tokens": 64}
 TOLERANCE = {"off": 1e-4, "bfloat16": 3e-2}  # of norms: sums in another order; products of 8 bits
@@ -50,7 +54,9 @@ def assert_same(found: Trained, wanted: Trained, tolerance: float) -> None:
 
 
 async def train_alone(path: Path, **options: Any) -> Trained:
-    async with open_pytorch_backend(path, device="cuda", **OPTIONS, **{"autocast": "off", **options}) as backend:
+    async with open_pytorch_backend(
+        path, device="cuda", **OPTIONS, **{"autocast": "off", **options}
+    ) as backend:
         return await train(backend)
 
 
@@ -58,7 +64,10 @@ async def train_alone(path: Path, **options: Any) -> Trained:
 async def test_a_rank_on_a_gpu_trains_as_one_process_there(case: str, path: Path):
     options = {"autocast": "off", **CASES[case]}
     wanted = await train_alone(path, autocast=options["autocast"])
-    async with open_one_rank("cuda") as ranks, open_fsdp_backend(path, hub=NobodyElse(), ranks=ranks, **OPTIONS, **options) as backend:
+    async with (
+        open_one_rank("cuda") as ranks,
+        open_fsdp_backend(path, hub=NobodyElse(), ranks=ranks, **OPTIONS, **options) as backend,
+    ):
         found = await train(backend)
         places = {get_local(parameter).device.type for parameter in backend.model.parameters()}
     assert_same(found, wanted, TOLERANCE[options["autocast"]])
@@ -67,18 +76,28 @@ async def test_a_rank_on_a_gpu_trains_as_one_process_there(case: str, path: Path
 
 @pytest.mark.parametrize("autocast", ["off", "bfloat16"])
 async def test_one_process_on_a_gpu_trains_the_same_with_compiled_layers(autocast: str, path: Path):
-    found, wanted = await train_alone(path, compile_backend="inductor", autocast=autocast), await train_alone(path, autocast=autocast)
+    found, wanted = (
+        await train_alone(path, compile_backend="inductor", autocast=autocast),
+        await train_alone(path, autocast=autocast),
+    )
     assert_same(found, wanted, TOLERANCE[autocast])
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
-async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(cpu_offload: bool, path: Path, tmp_path: Path):
+async def test_what_is_saved_on_a_gpu_goes_on_with_the_same_weights_and_moments(
+    cpu_offload: bool, path: Path, tmp_path: Path
+):
     """Saved after three steps; both backends take a fourth. The moments lie where the weights do."""
 
     async def step(backend: FSDPTrainingBackend) -> dict[str, torch.Tensor]:
         await backend.forward_backward(make_batch(3), GRPO).result()
         await backend.optim_step().result()
-        moments = {value.to_local().device.type for state in read_states(backend) for name, value in state.items() if name != "step"}
+        moments = {
+            value.to_local().device.type
+            for state in read_states(backend)
+            for name, value in state.items()
+            if name != "step"
+        }
         assert moments == {"cpu" if cpu_offload else "cuda"}
         return await backend.get_weights().result()
 

@@ -1,4 +1,6 @@
-"""What a trainer on two ranks says before it is released is what a single process says, and a copy of its weights is written as they were."""
+"""What a trainer on two ranks says before it is released is what a single process says, and a copy of its
+weights is written as they were.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize("name", ["tiny:llama", "tiny:moe"])
 def test_two_ranks_answer_as_one_process_and_their_copy_is_what_they_had(name: str, tmp_path: Path):
-    found = run_ranks(2, "tests.distributed.greedy_program", str(find_model(name)), str(tmp_path), out=tmp_path / "found")
+    found = run_ranks(
+        2, "tests.distributed.greedy_program", str(find_model(name)), str(tmp_path), out=tmp_path / "found"
+    )
 
     async def answer_alone() -> list[Any]:
-        async with open_pytorch_backend(find_model(name), optim=OPTIM, total_steps=10, autocast="off", threads=1) as backend:
+        async with open_pytorch_backend(
+            find_model(name), optim=OPTIM, total_steps=10, autocast="off", threads=1
+        ) as backend:
             before = await backend.complete_greedily(PROMPT, COUNT).result()
             await take_step(backend, 0)
             return [before, await backend.complete_greedily(PROMPT, COUNT).result()]

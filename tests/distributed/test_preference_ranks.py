@@ -24,7 +24,9 @@ def test_two_ranks_train_on_preferences_as_one_process(tmp_path: Path):
     found = run_ranks(2, "tests.distributed.preference_program", out=tmp_path / "found")
 
     async def train_alone(stage: str) -> Any:
-        async with open_pytorch_backend(resolve_model("tiny:llama"), head=head_of(stage), **OPTIONS) as backend:
+        async with open_pytorch_backend(
+            resolve_model("tiny:llama"), head=head_of(stage), **OPTIONS
+        ) as backend:
             return await train(backend, stage)
 
     for stage in STAGES:
@@ -35,4 +37,10 @@ def test_two_ranks_train_on_preferences_as_one_process(tmp_path: Path):
         saved = load_file(tmp_path / f"found.{stage}.safetensors")
         assert set(saved) == set(weights)
         for name, wanted in weights.items():
-            torch.testing.assert_close(saved[name], wanted, atol=2e-5, rtol=0.0, msg=lambda text, where=(stage, name): f"{where}: {text}")
+            torch.testing.assert_close(
+                saved[name],
+                wanted,
+                atol=2e-5,
+                rtol=0.0,
+                msg=lambda text, where=(stage, name): f"{where}: {text}",
+            )

@@ -1,4 +1,6 @@
-"""What ranks write of a model's weights: each its deal and no more, at once or from a copy, and together the model as others load it."""
+"""What ranks write of a model's weights: each its deal and no more, at once or from a copy, and together the
+model as others load it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from tests.distributed.job import start_ranks
 
 pytestmark = pytest.mark.slow
 
-CASES = {"two ranks": ("qwen3", 2, 0), "experts": ("moe", 2, 0), "two replicas of two ranks": ("llama", 4, 2)}  # kind, ranks, shard_size
+CASES = {
+    "two ranks": ("qwen3", 2, 0),
+    "experts": ("moe", 2, 0),
+    "two replicas of two ranks": ("llama", 4, 2),
+}  # kind, ranks, shard_size
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -41,17 +47,25 @@ def read_found(folder: Path, ranks: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["saved", "beside"])
 def test_what_ranks_wrote_loads_with_transformers_as_the_trained_weights(case: tuple[Path, int], name: str):
     folder, ranks = case
-    trained, before = load_file(folder / "weights.safetensors"), AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    trained, before = (
+        load_file(folder / "weights.safetensors"),
+        AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32),
+    )
     model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
     assert {name for name, _ in model.named_parameters()} == trained.keys()
     assert all(torch.equal(parameter, trained[name]) for name, parameter in model.named_parameters())
-    assert not any(torch.equal(parameter, trained[name]) for name, parameter in before.named_parameters()), "a step was made"
+    assert not any(torch.equal(parameter, trained[name]) for name, parameter in before.named_parameters()), (
+        "a step was made"
+    )
     files = {f"model-{number + 1:05d}-of-{ranks:05d}.safetensors" for number in range(ranks)}
     assert {path.name for path in (folder / name).glob("model*")} == files | {"model.safetensors.index.json"}
 
 
 def test_a_copy_that_was_written_later_has_the_bytes_of_the_save(case: tuple[Path, int]):
-    saved, beside = ({path.relative_to(part): path for path in part.rglob("*") if path.is_file()} for part in (case[0] / "saved", case[0] / "beside"))
+    saved, beside = (
+        {path.relative_to(part): path for path in part.rglob("*") if path.is_file()}
+        for part in (case[0] / "saved", case[0] / "beside")
+    )
     assert saved.keys() == beside.keys()
     assert [str(name) for name in saved if saved[name].read_bytes() != beside[name].read_bytes()] == []
 

@@ -1,6 +1,8 @@
-"""Weights, moments, steps and random states across changes of the number of ranks: equal bit for bit, whoever saved and whoever loads.
+"""Weights, moments, steps and random states across changes of the number of ranks: equal bit for bit, whoever
+saved and whoever loads.
 
-The model has 259 tokens and three experts: no number of ranks here divides its rows, and of four ranks one has no expert at all.
+The model has 259 tokens and three experts: no number of ranks here divides its rows, and of four ranks one
+has no expert at all.
 """
 
 from __future__ import annotations
@@ -33,14 +35,27 @@ def launch(ranks: int, folder: Path, **plan: Any) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", "tests.distributed.sharded_state_rank", str(folder), json.dumps(plan)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LAUNCH_S, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LAUNCH_S, check=False
+    )
     assert done.returncode == 0, done.stderr[-5000:]
 
 
 def make_model() -> Qwen3MoeForCausalLM:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-    experts: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    experts: dict[str, Any] = {
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "num_key_value_heads": 2,
+    }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=259, **sizes, **experts, tie_word_embeddings=True))
 
 
@@ -70,14 +85,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = load_hf_model(single)
     state: dict[str, torch.Tensor] = {"rng/cpu": torch.get_rng_state()}
     for name, parameter in model.named_parameters():
-        state |= {f"exp_avg/{name}": torch.randn_like(parameter), f"exp_avg_sq/{name}": torch.rand_like(parameter)}
+        state |= {
+            f"exp_avg/{name}": torch.randn_like(parameter),
+            f"exp_avg_sq/{name}": torch.rand_like(parameter),
+        }
         state[f"step/{name}"] = torch.tensor(2.0)
     save_file(state, single / "state/optimizer.safetensors")
     (single / "state/backend.json").write_text(json.dumps({"steps": 2.0}))
     damage(folder)
     launch(2, folder, jobs=[{"name": "two", "train": 2, "save": "c2", "compare": True}])
     hybrid = {"name": "hybrid", "mesh": [2, 2], "train": 2, "save": "c2x2"}
-    launch(4, folder, jobs=[{"name": "four", "train": 2, "save": "c4"}, hybrid, {"name": "two_on_four", "load": "c2"}])
+    launch(
+        4,
+        folder,
+        jobs=[{"name": "four", "train": 2, "save": "c4"}, hybrid, {"name": "two_on_four", "load": "c2"}],
+    )
     launch(1, folder, jobs=[{"name": "two_on_one", "load": "c2", "save": "c1"}])
     back = [{"name": f"{name}_on_two", "load": name} for name in ("c1", "c4", "c2x2", "single")]
     launch(2, folder, jobs=[*back, {"name": "again", "load": "c1"}], refusals=DAMAGED, differences=DAMAGED)
@@ -85,7 +107,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damage(folder: Path) -> None:
-    """Copies of the model with a file that is cut, without a weight, with one of another shape, with one too many."""
+    """Copies of the model with a file that is cut, without a weight, with one of another shape, with one too
+    many.
+    """
     for name in DAMAGED:
         shutil.copytree(folder / "model", folder / name)
         file = folder / name / "model.safetensors"
@@ -108,7 +132,13 @@ def test_two_ranks_compute_what_one_process_does(folder: Path):
 
 @pytest.mark.parametrize(
     ("loaded", "saved"),
-    [("two_on_one", "two"), ("two_on_four", "two"), ("c1_on_two", "two"), ("c4_on_two", "four"), ("c2x2_on_two", "hybrid")],
+    [
+        ("two_on_one", "two"),
+        ("two_on_four", "two"),
+        ("c1_on_two", "two"),
+        ("c4_on_two", "four"),
+        ("c2x2_on_two", "hybrid"),
+    ],
 )
 def test_a_change_of_ranks_changes_no_bit(folder: Path, loaded: str, saved: str):
     assert_same(load_file(folder / f"{loaded}.safetensors"), load_file(folder / f"{saved}.safetensors"))
@@ -120,7 +150,9 @@ def test_the_steps_of_training_are_those_that_ran(folder: Path):
     assert any(float(value.abs().max()) > 0 for name, value in state.items() if name.startswith("exp_avg/"))
 
 
-@pytest.mark.parametrize(("checkpoint", "saved"), [("c2", "two"), ("c4", "four"), ("c2x2", "hybrid"), ("c1", "two")])
+@pytest.mark.parametrize(
+    ("checkpoint", "saved"), [("c2", "two"), ("c4", "four"), ("c2x2", "hybrid"), ("c1", "two")]
+)
 def test_one_process_loads_what_ranks_saved(folder: Path, checkpoint: str, saved: str):
     assert_same(load_alone(folder / checkpoint), load_file(folder / f"{saved}.safetensors"))
 
@@ -164,9 +196,20 @@ def test_ranks_that_differ_are_refused_alike_naming_ranks_and_what_differs(folde
     size = (folder / "model/model.safetensors").stat().st_size
     for name in DAMAGED:
         file = folder / name / "model.safetensors"
-        assert said[0][name].startswith(f"ModelError: rank 1 on {host} has {file} with {file.stat().st_size} bytes"), said[0][name]
-        assert f"and rank 0 on {host} has {folder / 'model/model.safetensors'} with {size} bytes" in said[0][name]
+        assert said[0][name].startswith(
+            f"ModelError: rank 1 on {host} has {file} with {file.stat().st_size} bytes"
+        ), said[0][name]
+        assert (
+            f"and rank 0 on {host} has {folder / 'model/model.safetensors'} with {size} bytes"
+            in said[0][name]
+        )
     ours = version("transformers")
-    expected = f"ConfigError: rank 1 on {host} runs transformers 0.1 and rank 0 on {host} runs transformers {ours}; install the same versions"
+    expected = (
+        f"ConfigError: rank 1 on {host} runs transformers 0.1 and rank 0 on {host} runs transformers {ours};"
+        " install the same versions"
+    )
     assert said[0]["versions"].startswith(expected)
-    assert f"rank 1 on {host} has found tries_up_to=8 to be exact for the model and rank 0 on {host} tries_up_to=0" in said[0]["plan"]
+    assert (
+        f"rank 1 on {host} has found tries_up_to=8 to be exact for the model and rank 0 on {host}"
+        " tries_up_to=0" in said[0]["plan"]
+    )

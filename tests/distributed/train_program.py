@@ -1,6 +1,6 @@
 """Ten steps on fixed rollouts for every case, for tests.distributed.test_fsdp_equivalence.
 
-    torchrun … -m tests.distributed.train_program CASES SHARD_SIZE OUT        weights go to OUT.<number of the case>.safetensors
+torchrun … -m tests.distributed.train_program CASES SHARD_SIZE OUT        weights go to OUT.<number of the case>.safetensors
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ HALF = 5  # steps before a save
 SPECS = {
     "sft": LossSpec("sft"),
     "grpo": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2, "kl_coef": 0.01}),
-    "entropy": LossSpec("reinforce", {"entropy_coef": 0.1, "correction": "token_tis(cap=1.5)"}, unit="sequence_sums"),
+    "entropy": LossSpec(
+        "reinforce", {"entropy_coef": 0.1, "correction": "token_tis(cap=1.5)"}, unit="sequence_sums"
+    ),
 }
 
 
 def find_model(name: str) -> Path:
-    """The directory of a model; "gpt2" is a random one that computes in its own precision throughout: most others have norms in float32."""
+    """The directory of a model; "gpt2" is a random one that computes in its own precision throughout: most
+    others have norms in float32.
+    """
     return make_gpt2() if name == "gpt2" else resolve_model(name, seed=0)
 
 
@@ -44,10 +48,19 @@ def make_gpt2() -> Path:
     from rollouts.models.tokenizers import make_byte_tokenizer
 
     def write(folder: Path) -> None:
-        sizes = {"vocab_size": 259, "n_positions": 256, "n_embd": 64, "n_layer": 3, "n_head": 4, "initializer_range": 0.1}
+        sizes = {
+            "vocab_size": 259,
+            "n_positions": 256,
+            "n_embd": 64,
+            "n_layer": 3,
+            "n_head": 4,
+            "initializer_range": 0.1,
+        }
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=257)).save_pretrained(str(folder))
+            transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(**sizes, bos_token_id=256, eos_token_id=257)
+            ).save_pretrained(str(folder))
         make_byte_tokenizer().save_pretrained(str(folder))
 
     path = choose_model_cache(None) / "test-gpt2-1"
@@ -68,12 +81,16 @@ class Case(NamedTuple):
 
 
 def backend_options(case: Case) -> dict[str, Any]:
-    """Settings of both backends: a budget that makes several micro-batches of some batches, and one of others."""
+    """Settings of both backends: a budget that makes several micro-batches of some batches, and one of
+    others.
+    """
     return {"optim": OPTIM, "total_steps": case.steps, "micro_batch_tokens": 160, "share_prefix": True}
 
 
 def make_rollouts(step: int) -> RolloutBatch:
-    """Groups of uneven size over prompts of uneven length, answers of 1 to 60 tokens; some groups have no advantage."""
+    """Groups of uneven size over prompts of uneven length, answers of 1 to 60 tokens; some groups have no
+    advantage.
+    """
     rng = np.random.default_rng(step)
     tokens, masks, log_probs, ref, advantages = [], [], [], [], []
     for group in range(int(rng.integers(1, 5))):
@@ -122,12 +139,17 @@ async def drive(hub: Any, ranks: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for number, fields in enumerate(json.loads(sys.argv[1])):
         case = Case(*fields)
-        path = await trio.to_thread.run_sync(find_model, case.model)  # to make one takes seconds, in which this rank must be heard
+        path = await trio.to_thread.run_sync(
+            find_model, case.model
+        )  # to make one takes seconds, in which this rank must be heard
         options = {**backend_options(case), "autocast": "off", "threads": 1, **case.options}
         async with open_fsdp_backend(path, hub=hub, ranks=ranks, dtype=case.dtype, **options) as backend:
             said, weights = await train(backend, case)
             said["statistics"] = dict(backend.statistics())
-        save_file({name: tensor.contiguous() for name, tensor in weights.items()}, f"{sys.argv[-1]}.{number}.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in weights.items()},
+            f"{sys.argv[-1]}.{number}.safetensors",
+        )
         found.append(said)
     return found
 

@@ -28,8 +28,8 @@ LIMIT_S = 300.0
 class Train:
     """Starts train.py with the tiny config, shortened, writing into a directory of this test.
 
-    `run` and `run_config` fork the process from one that has made its imports, which is what most of so short a run would spend its time on;
-    `run_fresh` starts a program as a shell does.
+    `run` and `run_config` fork the process from one that has made its imports, which is what most of so short
+    a run would spend its time on; `run_fresh` starts a program as a shell does.
     """
 
     cache: Path
@@ -45,17 +45,29 @@ class Train:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "ROLLOUTS_CACHE": str(self.cache), "PYTHONWARNINGS": "default"}
 
-    def run(self, out: Path, *arguments: str, mode: str = "sft+rl", ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, out: Path, *arguments: str, mode: str = "sft+rl", ranks: int = 1
+    ) -> subprocess.CompletedProcess[str]:
         return self.fork(self.arguments(out, *arguments, mode=mode), out, ranks=ranks)
 
-    def run_config(self, config: Path, out: Path, *arguments: str, mode: str = "sft+rl") -> subprocess.CompletedProcess[str]:
+    def run_config(
+        self, config: Path, out: Path, *arguments: str, mode: str = "sft+rl"
+    ) -> subprocess.CompletedProcess[str]:
         """The same with a config of the test's own, as it is."""
         return self.fork(["--config", str(config), "--mode", mode, "--output.dir", str(out), *arguments], out)
 
-    def run_fresh(self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False) -> subprocess.CompletedProcess[str]:
+    def run_fresh(
+        self, out: Path, *arguments: str, mode: str = "sft+rl", torchrun: bool = False
+    ) -> subprocess.CompletedProcess[str]:
         command = self.command(out, *arguments, mode=mode, torchrun=torchrun)
         return subprocess.run(
-            command, capture_output=True, text=True, env=self.environment(), timeout=LIMIT_S, stdin=subprocess.DEVNULL, check=False
+            command,
+            capture_output=True,
+            text=True,
+            env=self.environment(),
+            timeout=LIMIT_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
         )
 
     def fork(
@@ -68,14 +80,31 @@ class Train:
         assert not ended.leftover, ended.leftover
         return subprocess.CompletedProcess(argv, ended.returncode, *self.said(out))
 
-    def start(self, argv: list[str], out: Path, *, ranks: int = 1, environ: Mapping[str, str] | None = None, end_others: bool = True) -> list[int]:
+    def start(
+        self,
+        argv: list[str],
+        out: Path,
+        *,
+        ranks: int = 1,
+        environ: Mapping[str, str] | None = None,
+        end_others: bool = True,
+    ) -> list[int]:
         """The processes of a run, one a rank; `server.wait()` is to follow."""
         stdout, stderr = self.outputs(out)
         stdout.unlink(missing_ok=True)
         stderr.unlink(missing_ok=True)
-        environ = {"ROLLOUTS_CACHE": str(self.cache), **(environ or {})}  # not the server's: tests find what a run has left by it
+        environ = {
+            "ROLLOUTS_CACHE": str(self.cache),
+            **(environ or {}),
+        }  # not the server's: tests find what a run has left by it
         return self.server.start(
-            argv, output=stdout, errors=stderr, environ=environ, processes=place_ranks(ranks), end_others=end_others, limit_s=LIMIT_S
+            argv,
+            output=stdout,
+            errors=stderr,
+            environ=environ,
+            processes=place_ranks(ranks),
+            end_others=end_others,
+            limit_s=LIMIT_S,
         )
 
     def said(self, out: Path) -> tuple[str, str]:

@@ -1,9 +1,11 @@
-"""train.py that stands still in one phase of its second RL step, or is stopped after a step. Run as `python -m tests.e2e.held_train ARGUMENTS`.
+"""train.py that stands still in one phase of its second RL step, or is stopped after a step. Run as `python
+-m tests.e2e.held_train ARGUMENTS`.
 
-HOLD names the phase; where it is unset, nothing is held. HOLD_METRICS is the run's metrics.jsonl, HOLD_REACHED the file that is made when the phase
-is reached. Phases that a user's function can hold are held by one: reward, loss and eval_reward below stand in the test's config.
-STOP_AFTER=stage:step requests the stop when that step's row is written: the moment is the same in every run, which that of a signal is not.
-ENCODED names a file that gets a line whenever the state of the rollout manager is made JSON.
+HOLD names the phase; where it is unset, nothing is held. HOLD_METRICS is the run's metrics.jsonl,
+HOLD_REACHED the file that is made when the phase is reached. Phases that a user's function can hold are held
+by one: reward, loss and eval_reward below stand in the test's config. STOP_AFTER=stage:step requests the stop
+when that step's row is written: the moment is the same in every run, which that of a signal is not. ENCODED
+names a file that gets a line whenever the state of the rollout manager is made JSON.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ RELEASED = "released"  # beside HOLD_REACHED
 
 
 def is_held(phase: str) -> bool:
-    """Whether this phase is held now: after the row of the first RL step, and, but for the evaluation, before that of the second."""
+    """Whether this phase is held now: after the row of the first RL step, and, but for the evaluation, before
+    that of the second.
+    """
     if os.environ.get("HOLD") != phase:
         return False
     metrics = Path(os.environ["HOLD_METRICS"])
@@ -54,7 +58,9 @@ def eval_reward(sample: Any) -> float:
 
 
 def loss(inputs: Any, *, unit: str, **params: Any) -> Any:
-    """REINFORCE weighted by numbers that torch draws, slow where it is held: many micro-batches, each a piece that an interrupt has to wait for."""
+    """REINFORCE weighted by numbers that torch draws, slow where it is held: many micro-batches, each a piece
+    that an interrupt has to wait for.
+    """
     import torch
 
     from rollouts.losses import LOSSES
@@ -113,7 +119,7 @@ def hold_save() -> None:
     async def held(*arguments: Any, **options: Any) -> Any:
         if is_held("save"):
             note_reached()
-            while not Path(os.environ["HOLD_REACHED"]).with_name(RELEASED).exists():  # noqa: ASYNC110  (another process makes it)
+            while not Path(os.environ["HOLD_REACHED"]).with_name(RELEASED).exists():
                 await trio.sleep(PIECE_S)
         return await original(*arguments, **options)
 
@@ -173,7 +179,9 @@ def main(argv: list[str] | None = None) -> int:
 
     if "ENCODED" in os.environ:
         count_encoded(Path(os.environ["ENCODED"]))
-    hold = {"generate": hold_generate, "sync": hold_sync, "save": hold_save, "startup": hold_startup}.get(os.environ.get("HOLD", ""))
+    hold = {"generate": hold_generate, "sync": hold_sync, "save": hold_save, "startup": hold_startup}.get(
+        os.environ.get("HOLD", "")
+    )
     if hold is not None:
         hold()
     if "STOP_AFTER" in os.environ:

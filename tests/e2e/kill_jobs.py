@@ -12,11 +12,24 @@ SMALL = (
     "--rl.rollout.num_prompts", "2", "--rl.rollout.samples_per_prompt", "2", "--rl.rollout.filters", "[]", "--rl.eval_every", "2",
 )  # fmt: skip
 ROWS = ("reasoning_gym",)
-SFT = Job("sft", (*SMALL, "--mode", "sft", "--sft.steps", "5", "--output.checkpoint_every", "1"), ("sft",), ROWS)
+SFT = Job(
+    "sft", (*SMALL, "--mode", "sft", "--sft.steps", "5", "--output.checkpoint_every", "1"), ("sft",), ROWS
+)
 RL = Job("rl", (*SMALL, "--mode", "rl", "--rl.steps", "5", "--output.checkpoint_every", "2"), ("rl",), ROWS)
-BOTH = Job("sft+rl", (*SMALL, "--mode", "sft+rl", "--sft.steps", "3", "--rl.steps", "4", "--output.checkpoint_every", "2"), ("sft", "rl"), ROWS)
+BOTH = Job(
+    "sft+rl",
+    (*SMALL, "--mode", "sft+rl", "--sft.steps", "3", "--rl.steps", "4", "--output.checkpoint_every", "2"),
+    ("sft", "rl"),
+    ROWS,
+)
 COPIED = Job("rl, copied weights", (*RL.arguments, "--engine.mode", "copied"), ("rl",), ROWS)
-STALE = Job("rl, held groups", (*COPIED.arguments, "--rl.max_staleness", "1", "--deterministic", "false"), ("rl",), ROWS, exact=False)
+STALE = Job(
+    "rl, held groups",
+    (*COPIED.arguments, "--rl.max_staleness", "1", "--deterministic", "false"),
+    ("rl",),
+    ROWS,
+    exact=False,
+)
 SFT_RANKS = Job("sft, two ranks", SFT.arguments, ("sft",), ROWS, ranks=2)
 # Every step has a micro-batch, at which it can be cut.
 RL_RANKS = Job("rl, two ranks", (*RL.arguments, "--rl.skip_zero_advantage", "false"), ("rl",), ROWS, ranks=2)

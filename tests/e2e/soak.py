@@ -1,6 +1,6 @@
 """Kills short runs at every crash point and at random instants, and writes what came of it.
 
-    python -m tests.e2e.soak [--instants 200] [--seed 0] [--jobs sft rl …] [--out FILE]
+python -m tests.e2e.soak [--instants 200] [--seed 0] [--jobs sft rl …] [--out FILE]
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Tally:
         self.counts[f"{kind} kills"] += outcome.kills
         self.counts["attempts"] += len(outcome.attempts)
         for violation in outcome.violations:
-            self.failures.append(f"{self.name}, {outcome.name}, cut at {', '.join(map(str, cuts))}: {violation}")
+            self.failures.append(
+                f"{self.name}, {outcome.name}, cut at {', '.join(map(str, cuts))}: {violation}"
+            )
         print("x" if outcome.violations else ".", end="", flush=True)
 
 
@@ -50,11 +52,15 @@ def soak_points(harness: KillHarness, tally: Tally, *, once: bool) -> None:
     plan = harness.plan_points(once=once)
     for name, cuts in plan.items():
         tally.add("point", harness.kill(name, cuts), cuts)
-    tally.counts["points"] = len({cut.point.partition(":")[0] for cuts in plan.values() for cut in cuts if cut.point})
+    tally.counts["points"] = len(
+        {cut.point.partition(":")[0] for cuts in plan.values() for cut in cuts if cut.point}
+    )
 
 
 def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int) -> None:
-    """At least `kills` runs that a random instant hit. A draw after the end of its run kills nothing and does not count."""
+    """At least `kills` runs that a random instant hit. A draw after the end of its run kills nothing and does
+    not count.
+    """
     while tally.counts["instant kills"] < kills:
         fresh = seed % FRESH_EVERY == FRESH_EVERY - 1 and harness.job.ranks == 1
         cuts = harness.draw_cuts(seed, fresh=fresh)
@@ -64,8 +70,14 @@ def soak_instants(harness: KillHarness, tally: Tally, *, kills: int, seed: int) 
 
 def describe_machine() -> str:
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")), platform.processor())
-    return f"{model}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+    model = next(
+        (line.partition(":")[2].strip() for line in cpuinfo if line.startswith("model name")),
+        platform.processor(),
+    )
+    return (
+        f"{model}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, torch"
+        f" {torch.__version__}"
+    )
 
 
 def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, once: bool) -> None:
@@ -75,19 +87,41 @@ def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, 
     lines = [
         f"# Soak, {dt.date.today().isoformat()}",
         "",
-        f"{describe_machine()}. `make soak`, seed {seed}, {wall_s / 60:.0f} minutes: {kills} SIGKILLs, {len(failures)} violations.",
+        (
+            f"{describe_machine()}. `make soak`, seed {seed}, {wall_s / 60:.0f} minutes: {kills} SIGKILLs,"
+            f" {len(failures)} violations."
+        ),
         "",
         f"A run is killed at a crash point ({ONCE if once else THOROUGH}; while it resumes), or at random",
-        "instants, resumed until it is finished, and compared with the run that nobody killed: rows, weights, optimizer and loop state bit for bit,",
-        "one row for each step, no committed step lost or computed again, every prompt accounted for, no process or temporary file left.",
-        "Of two ranks one is killed, at a point of its own or an instant, and the other has to end within 10 s.",
+        (
+            "instants, resumed until it is finished, and compared with the run that nobody killed: rows,"
+            " weights, optimizer and loop state bit for bit,"
+        ),
+        (
+            "one row for each step, no committed step lost or computed again, every prompt accounted for, no"
+            " process or temporary file left."
+        ),
+        (
+            "Of two ranks one is killed, at a point of its own or an instant, and the other has to end within"
+            " 10 s."
+        ),
         "",
-        "| job | unbroken, s | crash points | runs cut at points | kills | runs cut at instants | kills | violations |",
+        (
+            "| job | unbroken, s | crash points | runs cut at points | kills | runs cut at instants | kills |"
+            " violations |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for tally in tallies:
         count = tally.counts
-        cells = (count["points"], count["point runs"], count["point kills"], count["instant runs"], count["instant kills"], len(tally.failures))
+        cells = (
+            count["points"],
+            count["point runs"],
+            count["point kills"],
+            count["instant runs"],
+            count["instant kills"],
+            len(tally.failures),
+        )
         lines.append(f"| {tally.name} | {tally.wall_s:.1f} | " + " | ".join(map(str, cells)) + " |")
     lines += ["", *(f"- {failure}" for failure in failures)]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,11 +129,24 @@ def write_report(path: Path, tallies: list[Tally], *, seed: int, wall_s: float, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instants", type=int, default=200, help="kills at random instants, over SFT, RL and both; a tenth of that on ranks")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--instants",
+        type=int,
+        default=200,
+        help="kills at random instants, over SFT, RL and both; a tenth of that on ranks",
+    )
     parser.add_argument("--seed", type=int, default=0, help="the first; they count up from there")
-    parser.add_argument("--jobs", nargs="*", default=[job.name for job in JOBS], choices=[job.name for job in JOBS])
-    parser.add_argument("--once", action="store_true", help="kill at each point in the middle of the run only: a quarter of the time")
+    parser.add_argument(
+        "--jobs", nargs="*", default=[job.name for job in JOBS], choices=[job.name for job in JOBS]
+    )
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="kill at each point in the middle of the run only: a quarter of the time",
+    )
     parser.add_argument("--out", type=Path, default=RESULTS / f"soak-{dt.date.today().isoformat()}.md")
     options = parser.parse_args()
     jobs = [job for job in JOBS if job.name in options.jobs]
@@ -113,11 +160,15 @@ def main() -> int:
                 tally.wall_s = harness.wall_s
                 soak_points(harness, tally, once=options.once)
                 if job in shared:
-                    soak_instants(harness, tally, kills=-(-options.instants // len(shared)), seed=options.seed)
+                    soak_instants(
+                        harness, tally, kills=-(-options.instants // len(shared)), seed=options.seed
+                    )
                 if job.ranks > 1:
                     soak_instants(harness, tally, kills=-(-options.instants // RANK_SHARE), seed=options.seed)
             print(f" {job.name}")
-            write_report(options.out, tallies, seed=options.seed, wall_s=time.monotonic() - started, once=options.once)
+            write_report(
+                options.out, tallies, seed=options.seed, wall_s=time.monotonic() - started, once=options.once
+            )
     failures = [failure for tally in tallies for failure in tally.failures]
     print("\n".join([*failures, f"{options.out} has the result"]))
     return 1 if failures else 0

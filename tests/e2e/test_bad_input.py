@@ -1,4 +1,6 @@
-"""What is wrong with a setting, a file or a plug-in is said in one message, with exit code 2, before anything trains."""
+"""What is wrong with a setting, a file or a plug-in is said in one message, with exit code 2, before anything
+trains.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from integration_training.train import main
 from tests.e2e.conftest import TINY
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str, config: Path = TINY, mode: str = "sft+rl") -> tuple[int, str]:
+def run(
+    capsys: pytest.CaptureFixture[str], *arguments: str, config: Path = TINY, mode: str = "sft+rl"
+) -> tuple[int, str]:
     code = main(["--config", str(config), "--mode", mode, *arguments])
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
@@ -33,17 +37,29 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
 @pytest.mark.parametrize(
     ("old", "new", "wanted"),
     [
-        ("samples_per_prompt = 8", "sample_per_prompt = 8", ("rl.rollout.sample_per_prompt", "samples_per_prompt")),
+        (
+            "samples_per_prompt = 8",
+            "sample_per_prompt = 8",
+            ("rl.rollout.sample_per_prompt", "samples_per_prompt"),
+        ),
         ("max_new_tokens = 4", 'max_new_tokens = "many"', ("max_new_tokens", "many")),
         ("over_sampling = 1.25", "over_sampling = 0.5", ("rl.rollout.over_sampling", "0.5")),
         ('advantage = "grpo"', 'advantage = "grp"', ("rl.advantage", "grp", "grpo")),
         ('advantage = "grpo"', 'loss = "ppo_clop"', ("ppo_clop", "ppo_clip")),
-        ('advantage = "grpo"', 'loss_params = { clip_lo = 0.1 }', ("clip_lo", "clip_low")),
+        ('advantage = "grpo"', "loss_params = { clip_lo = 0.1 }", ("clip_lo", "clip_low")),
         ('advantage = "grpo"', "sync_every = 2", ("sync_every", "max_staleness")),
         (":close_answer", ":clos_answer", ("clos_answer", "close_answer")),
         ("arithmetic.py:close_answer", "arithmetics.py:close_answer", ("arithmetics.py",)),
-        ('filters = ["check_reward_nonzero_std"]', 'filters = ["no_such_module_here:keep"]', ("no_such_module_here",)),
-        ('dataset = "basic_arithmetic"', 'dataset = "basic_aritmetic"', ("basic_aritmetic", "basic_arithmetic")),
+        (
+            'filters = ["check_reward_nonzero_std"]',
+            'filters = ["no_such_module_here:keep"]',
+            ("no_such_module_here",),
+        ),
+        (
+            'dataset = "basic_arithmetic"',
+            'dataset = "basic_aritmetic"',
+            ("basic_aritmetic", "basic_arithmetic"),
+        ),
         ('name = "tiny:byte"', 'name = "tiny:bite"', ("tiny:bite",)),
     ],
 )
@@ -90,31 +106,47 @@ def test_the_output_directory_of_another_run_is_refused(capsys: pytest.CaptureFi
 def test_resuming_with_another_setting_names_it(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     out = str(tmp_path / "run")
     assert run(capsys, "--output.dir", out, "--sft.steps", "2", mode="sft")[0] == 0
-    code, message = run(capsys, "--output.dir", out, "--sft.steps", "2", "--sft.optim.lr", "0.5", "--resume", mode="sft")
+    code, message = run(
+        capsys, "--output.dir", out, "--sft.steps", "2", "--sft.optim.lr", "0.5", "--resume", mode="sft"
+    )
     assert code == 2
     assert "sft.optim.lr" in message
 
 
 def test_a_dry_run_reports_and_trains_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    code = main(["--config", str(TINY), "--mode", "sft+rl", "--dry-run", "--output.dir", str(tmp_path / "run")])
+    code = main(
+        ["--config", str(TINY), "--mode", "sft+rl", "--dry-run", "--output.dir", str(tmp_path / "run")]
+    )
     assert code == 0
     assert "nothing was trained" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
 
-def test_half_of_a_launchers_variables_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_half_of_a_launchers_variables_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, message = run(capsys, "--output.dir", str(tmp_path / "run"))
     assert code == 2
     assert "RANK is not set, but WORLD_SIZE='2'" in message
 
 
-def test_groups_that_do_not_divide_the_ranks_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, value in {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "localhost"}.items():
+def test_groups_that_do_not_divide_the_ranks_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in {
+        "WORLD_SIZE": "4",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "localhost",
+    }.items():
         monkeypatch.setenv(name, value)
     code, message = run(capsys, "--output.dir", str(tmp_path / "run"), "--distributed.shard_size", "3")
     assert code == 2
-    assert "distributed.shard_size=3 does not divide the 4 ranks into equal groups; use 1 or 2 or 4" in message
+    assert (
+        "distributed.shard_size=3 does not divide the 4 ranks into equal groups; use 1 or 2 or 4" in message
+    )
 
 
 @pytest.mark.parametrize("arguments", [["--mode", "sft"], ["--config", "x.toml"]])
@@ -144,7 +176,9 @@ def test_fewer_steps_than_the_checkpoint_has_are_refused(capsys: pytest.CaptureF
     assert (code, "sft.steps=2" in message) == (2, True)
 
 
-def test_an_output_directory_that_cannot_be_written_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_an_output_directory_that_cannot_be_written_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
     (tmp_path / "file").write_text("")
     code, message = run(capsys, "--output.dir", str(tmp_path / "file" / "run"), mode="sft")
     assert (code, "output.dir" in message) == (2, True)

@@ -24,7 +24,9 @@ def flip_a_bit(file: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "named"), [("state/optimizer.safetensors", "has not the SHA-256"), ("manifest.json", "")])
+@pytest.mark.parametrize(
+    ("file", "named"), [("state/optimizer.safetensors", "has not the SHA-256"), ("manifest.json", "")]
+)
 def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_exactly_from_the_one_before(
     file: str, named: str, train: Train, finished_run: Path, tmp_path: Path
 ):
@@ -34,7 +36,11 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_exactly_from_the_one_
     result = train.run(out, "--resume")
     assert result.returncode == 0, result.stderr
     skipped = [line for line in result.stderr.splitlines() if "skipped a checkpoint" in line]
-    assert len([line for line in skipped if f"sft/step_20/{file}" in line and named in line]) == len(skipped) == 1, result.stderr
+    assert (
+        len([line for line in skipped if f"sft/step_20/{file}" in line and named in line])
+        == len(skipped)
+        == 1
+    ), result.stderr
     assert "training goes on after step 16" in result.stderr
     for aside in out.glob("checkpoints/*/damaged-*"):
         shutil.rmtree(aside)
@@ -43,7 +49,9 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_exactly_from_the_one_
     assert len({(row["stage"], row["step"]) for row in rows}) == len(rows) == 24
 
 
-def test_a_stage_whose_checkpoints_are_all_damaged_does_not_start_over(train: Train, finished_run: Path, tmp_path: Path):
+def test_a_stage_whose_checkpoints_are_all_damaged_does_not_start_over(
+    train: Train, finished_run: Path, tmp_path: Path
+):
     out = tmp_path / "run"
     shutil.copytree(finished_run, out)
     flip_a_bit(out / "checkpoints/rl/step_4/model.safetensors")
@@ -53,7 +61,9 @@ def test_a_stage_whose_checkpoints_are_all_damaged_does_not_start_over(train: Tr
     assert [path.name for path in (out / "checkpoints/rl").iterdir()] == ["step_4"]
 
 
-def test_a_second_run_in_a_directory_ends_with_2_and_names_the_first(train: Train, finished_run: Path, tmp_path: Path):
+def test_a_second_run_in_a_directory_ends_with_2_and_names_the_first(
+    train: Train, finished_run: Path, tmp_path: Path
+):
     out = tmp_path / "run"
     shutil.copytree(finished_run, out)
     before = sorted(out.iterdir())
@@ -67,10 +77,18 @@ def test_a_second_run_in_a_directory_ends_with_2_and_names_the_first(train: Trai
 
 
 @pytest.mark.slow
-def test_a_disk_without_room_for_checkpoints_costs_them_and_the_last_one_ends_the_run(train: Train, finished_run: Path, tmp_path: Path):
-    """A limit on the size of a file stands in for the disk: rows are smaller than it, the model's files larger."""
+def test_a_disk_without_room_for_checkpoints_costs_them_and_the_last_one_ends_the_run(
+    train: Train, finished_run: Path, tmp_path: Path
+):
+    """A limit on the size of a file stands in for the disk: rows are smaller than it, the model's files
+    larger.
+    """
     out = tmp_path / "run"
-    largest = max(path.stat().st_size for path in (finished_run / "checkpoints/sft/step_20").rglob("*") if path.is_file())
+    largest = max(
+        path.stat().st_size
+        for path in (finished_run / "checkpoints/sft/step_20").rglob("*")
+        if path.is_file()
+    )
     assert (finished_run / "samples.jsonl").stat().st_size < largest - 1
     result = subprocess.run(
         train.command(out, mode="sft"),
@@ -87,21 +105,40 @@ def test_a_disk_without_room_for_checkpoints_costs_them_and_the_last_one_ends_th
     assert "Traceback" not in result.stderr
     rows = read_rows(out / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 21)), "training went on"
-    assert sum(row.get("checkpoint/failed", 0.0) for row in rows) == pytest.approx(4.0)  # of steps 4, 8, 12 and 16
+    assert sum(row.get("checkpoint/failed", 0.0) for row in rows) == pytest.approx(
+        4.0
+    )  # of steps 4, 8, 12 and 16
     assert not [path for path in out.rglob("*") if path.name.startswith(".tmp-")]
     result = train.run(out, "--resume", mode="sft")
     assert result.returncode == 0, result.stderr
-    assert weights_digest(out / "checkpoints/sft/step_20") == weights_digest(finished_run / "checkpoints/sft/step_20")
+    assert weights_digest(out / "checkpoints/sft/step_20") == weights_digest(
+        finished_run / "checkpoints/sft/step_20"
+    )
 
 
 def test_retention_keeps_the_best_beside_the_newest(train: Train, tmp_path: Path):
     out = tmp_path / "run"
     result = train.run(
-        out, "--output.keep_checkpoints", "1", "--output.keep_best", "true", "--sft.eval_every", "4", "--sft.optim.lr", "0.01", mode="sft"
+        out,
+        "--output.keep_checkpoints",
+        "1",
+        "--output.keep_best",
+        "true",
+        "--sft.eval_every",
+        "4",
+        "--sft.optim.lr",
+        "0.01",
+        mode="sft",
     )
     assert result.returncode == 0, result.stderr
-    scores = {row["step"]: row["eval/heldout/avg@1"] for row in read_rows(out / "evaluations.jsonl") if row["stage"] == "sft"}
-    during = {step: score for step, score in scores.items() if step < 20}  # the last is saved before it is evaluated
+    scores = {
+        row["step"]: row["eval/heldout/avg@1"]
+        for row in read_rows(out / "evaluations.jsonl")
+        if row["stage"] == "sft"
+    }
+    during = {
+        step: score for step, score in scores.items() if step < 20
+    }  # the last is saved before it is evaluated
     best = max(during, key=lambda step: (during[step], step))
     kept = {int(path.name.removeprefix("step_")) for path in (out / "checkpoints/sft").iterdir()}
     assert kept == {best, 20}

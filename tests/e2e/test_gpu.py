@@ -11,12 +11,26 @@ import torch
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.conftest import Train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize("mode", ["shared", "copied"])
-def test_sft_and_rl_run_on_a_gpu_with_engine_and_reference_and_go_on_there(train: Train, tmp_path: Path, mode: str):
-    settings = ("--deterministic", "false", "--model.device", "cuda", "--engine.mode", mode, "--rl.kl_coef", "0.01")
+def test_sft_and_rl_run_on_a_gpu_with_engine_and_reference_and_go_on_there(
+    train: Train, tmp_path: Path, mode: str
+):
+    settings = (
+        "--deterministic",
+        "false",
+        "--model.device",
+        "cuda",
+        "--engine.mode",
+        mode,
+        "--rl.kl_coef",
+        "0.01",
+    )
     first = train.run_fresh(tmp_path, *settings, "--rl.steps", "2")
     assert first.returncode == 0, first.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -25,6 +39,8 @@ def test_sft_and_rl_run_on_a_gpu_with_engine_and_reference_and_go_on_there(train
     resumed = train.run_fresh(tmp_path, *settings, "--rl.steps", "4", "--resume")
     assert resumed.returncode == 0, resumed.stderr
     rows = read_rows(tmp_path / "metrics.jsonl")
-    assert [(row["stage"], row["step"]) for row in rows] == [("sft", step) for step in range(1, 21)] + [("rl", step) for step in range(1, 5)]
+    assert [(row["stage"], row["step"]) for row in rows] == [("sft", step) for step in range(1, 21)] + [
+        ("rl", step) for step in range(1, 5)
+    ]
     assert all(row["optim/grad_norm"] > 0 for row in rows if row["stage"] == "sft")
     assert all("kl/ref_per_sample" in row for row in rows if row["stage"] == "rl")

@@ -1,4 +1,6 @@
-"""Runs killed with SIGKILL at crash points and at random instants, and resumed. `make soak` does the same at every point and ten times as often."""
+"""Runs killed with SIGKILL at crash points and at random instants, and resumed. `make soak` does the same at
+every point and ten times as often.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def both(train: Train, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kil
 
 def test_one_point_of_each_class_is_tried():
     classes = {point.partition(".")[0] for point in POINTS}
-    assert {point.partition(".")[0] for point in ONE_OF_EACH_CLASS} == classes - {"resume"}  # those need a run that was killed before
+    assert {point.partition(".")[0] for point in ONE_OF_EACH_CLASS} == classes - {
+        "resume"
+    }  # those need a run that was killed before
 
 
 @pytest.mark.parametrize("point", ONE_OF_EACH_CLASS)
@@ -40,17 +44,27 @@ def test_a_run_killed_at_a_crash_point_goes_on_exactly(both: KillHarness, point:
 
 
 def test_a_run_killed_while_it_resumes_goes_on_exactly(both: KillHarness):
-    outcome = both.kill("resume", [Cut("checkpoint.complete:3"), Cut("resume.restored:1"), Cut("resume.state_loaded:1")])
+    outcome = both.kill(
+        "resume", [Cut("checkpoint.complete:3"), Cut("resume.restored:1"), Cut("resume.state_loaded:1")]
+    )
     assert outcome.kills == 3
     assert outcome.violations == ()
 
 
 def test_a_run_on_ranks_goes_on_exactly_after_one_and_then_the_other_was_killed(train: Train, tmp_path: Path):
-    """Rank 1 before the all-gather of step 3, in which rank 0 is; resumed after step 2, rank 0 while it saves step 4, which rank 1 does too."""
+    """Rank 1 before the all-gather of step 3, in which rank 0 is; resumed after step 2, rank 0 while it saves
+    step 4, which rank 1 does too.
+    """
     with open_kill_harness(RL_RANKS, tmp_path / "work", server=train.server) as harness:
-        outcome = harness.kill("ranks", [Cut("train.before_agreement:3:1"), Cut("checkpoint.directory_made:1:0")])
+        outcome = harness.kill(
+            "ranks", [Cut("train.before_agreement:3:1"), Cut("checkpoint.directory_made:1:0")]
+        )
     assert outcome.violations == ()
-    assert [attempt.ended.returncodes for attempt in outcome.attempts] == [(75, -signal.SIGKILL), (-signal.SIGKILL, 75), (0, 0)]
+    assert [attempt.ended.returncodes for attempt in outcome.attempts] == [
+        (75, -signal.SIGKILL),
+        (-signal.SIGKILL, 75),
+        (0, 0),
+    ]
 
 
 @pytest.mark.parametrize("job", [SFT, RL], ids=lambda job: job.name)
@@ -71,4 +85,6 @@ def test_a_step_that_is_lost_is_noticed(both: KillHarness, tmp_path: Path):
     assert check_nothing_lost({"sft": 3}, {"sft": 2}) == ["sft: step 3 was complete, and now 2 is"]
     assert check_nothing_lost({"sft": 3}, {"sft": 3, "rl": 1}) == []
     assert check_rows_of_attempt(both.reference, {}, 0.0) == []
-    assert check_rows_of_attempt(both.reference, {"sft": 2}, 0.0) == ["sft: an attempt that began after step 2 computed the steps [1, 2, 3]"]
+    assert check_rows_of_attempt(both.reference, {"sft": 2}, 0.0) == [
+        "sft: an attempt that began after step 2 computed the steps [1, 2, 3]"
+    ]

@@ -39,17 +39,24 @@ def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path: 
     assert {"loss/nll", "kl/coef", "clip_ratio/dual", "weight_sync/bytes", "eval/heldout/avg@1"} <= names
     assert sorted(name for name in names if find_metric(name) is None) == []
 
-    spans, samples = read_rows(tmp_path / "run" / "spans.jsonl"), read_rows(tmp_path / "run" / "samples.jsonl")
+    spans, samples = (
+        read_rows(tmp_path / "run" / "spans.jsonl"),
+        read_rows(tmp_path / "run" / "samples.jsonl"),
+    )
     assert {(row["track"], row["name"]) for row in spans} == {
         ("trainer", "generate"), ("trainer", "log_probs"), ("trainer", "train"), ("trainer", "weight_sync"), ("trainer", "evaluate"),
         ("trainer", "checkpoint"), ("checkpoints", "checkpoint_write"), ("local", "generate"), ("rewards", "reward"),
         ("local", "weight_sync"), ("local", "weight_sync_pause"), ("local", "weight_sync_load"), ("local", "weight_sync_probe"),
     }  # fmt: skip
     of_samples = {row["id"] for row in spans if "id" in row}
-    assert of_samples == {row["id"] for row in samples if row["stage"] == "rl"}, "of each sample that is logged, and of no other"
+    assert of_samples == {row["id"] for row in samples if row["stage"] == "rl"}, (
+        "of each sample that is logged, and of no other"
+    )
     (evaluation,) = (row for row in read_rows(tmp_path / "run" / "evaluations.jsonl") if row["stage"] == "rl")
     last = max(row["start_unix"] + row["duration_s"] for row in spans if row["name"] == "evaluate")
-    assert last == pytest.approx(evaluation["time_unix"], abs=5.0), "what comes after the last step is in the file too"
+    assert last == pytest.approx(evaluation["time_unix"], abs=5.0), (
+        "what comes after the last step is in the file too"
+    )
     assert main_of_commands(["export-trace", str(tmp_path / "run")]) == 0
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == len(spans)
@@ -57,17 +64,32 @@ def test_supervised_and_reinforced_with_everything_that_a_row_can_say(tmp_path: 
 
 @pytest.mark.slow
 def test_preferences_a_reward_model_and_a_critic(tmp_path: Path):
-    short = [part for stage in ("preference", "reward_model") for part in (f"--{stage}.steps", "2", f"--{stage}.eval_every", "1")]
+    short = [
+        part
+        for stage in ("preference", "reward_model")
+        for part in (f"--{stage}.steps", "2", f"--{stage}.eval_every", "1")
+    ]
     names = logged_names(tmp_path / "run", PREFERENCES, "preference+reward_model+ppo", *short)
     spans = read_rows(tmp_path / "run" / "spans.jsonl")
     assert {row["stage"] for row in spans if row["name"] == "train"} == {"preference", "reward_model", "rl"}
-    assert {"eval/pairs/ece", "eval/pairs/perplexity/chosen", "logps/chosen", "value/explained_variance", "critic/optim/lr"} <= names
+    assert {
+        "eval/pairs/ece",
+        "eval/pairs/perplexity/chosen",
+        "logps/chosen",
+        "value/explained_variance",
+        "critic/optim/lr",
+    } <= names
     assert sorted(name for name in names if find_metric(name) is None) == []
 
 
 @pytest.mark.slow
 def test_judgements_of_single_answers(tmp_path: Path):
-    arguments = ("--preference.loss", "kto", "--preference.data.function", "integration_training.tasks.letter_words:make_labels")
+    arguments = (
+        "--preference.loss",
+        "kto",
+        "--preference.data.function",
+        "integration_training.tasks.letter_words:make_labels",
+    )
     names = logged_names(tmp_path / "run", PREFERENCES, "preference", "--preference.steps", "2", *arguments)
     assert {"kto/reference_point", "kto/desirable/frac", "rewards/margins"} <= names
     assert sorted(name for name in names if find_metric(name) is None) == []

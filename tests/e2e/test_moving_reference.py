@@ -1,4 +1,6 @@
-"""A run whose reference follows the policy, stopped and resumed: it is the run that never stopped, the reference included."""
+"""A run whose reference follows the policy, stopped and resumed: it is the run that never stopped, the
+reference included.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ SETTINGS = (
         (("reset", "--reference.every", "3"), [0, 0, 0, 1, 1, 1]),
     ],
 )
-def test_a_reference_that_moves_goes_on_where_it_was(train: Train, tmp_path: Path, update: tuple[str, ...], moved: list[int]):
+def test_a_reference_that_moves_goes_on_where_it_was(
+    train: Train, tmp_path: Path, update: tuple[str, ...], moved: list[int]
+):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     argv = ["--config", str(TINY), "--mode", "rl", *SETTINGS, "--reference.update", *update]
     done = train.fork([*argv, "--output.dir", str(whole)], whole)
@@ -39,5 +43,8 @@ def test_a_reference_that_moves_goes_on_where_it_was(train: Train, tmp_path: Pat
     assert [row["reference/updates"] for row in rows] == moved, "when the batch of each step was scored"
     assert_same_run(whole, parts, stopped=True)
     for file in ("model.safetensors", "moving_reference.json"):
-        held = [(run / "checkpoints" / "rl" / "step_6" / "reference" / file).read_bytes() for run in (whole, parts)]
+        held = [
+            (run / "checkpoints" / "rl" / "step_6" / "reference" / file).read_bytes()
+            for run in (whole, parts)
+        ]
         assert held[0] == held[1], file

@@ -1,4 +1,6 @@
-"""The notebook and the example of docs/tier1.md, as a reader runs them: a process, a home and a cache of their own."""
+"""The notebook and the example of docs/tier1.md, as a reader runs them: a process, a home and a cache of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,35 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 NOTEBOOK = DOCS / "notebooks" / "grpo_in_a_page.py"
 PAGE = (DOCS / "tier1.md").read_text("utf-8")
-# the hub's HTTP client loads trio where there is one, so its absence is what can be tested: None makes `import trio` fail
+# the hub's HTTP client loads trio where there is one, so its absence is what can be tested: None makes
+# `import trio` fail
 RUN = "import runpy, sys; sys.modules['trio'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
 
 
 def run_script(script: Path, folder: Path) -> list[str]:
-    """The lines that a script printed where trio is not installed. Everything it may write to is below `folder`."""
+    """The lines that a script printed where trio is not installed. Everything it may write to is below
+    `folder`.
+    """
     home = folder / "home"
     home.mkdir()
-    environment = {**os.environ, "HOME": str(home), "ROLLOUTS_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(DOCS.parent)}
+    environment = {
+        **os.environ,
+        "HOME": str(home),
+        "ROLLOUTS_CACHE": str(folder / "cache"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(DOCS.parent),
+    }
     command = [sys.executable, "-c", RUN, str(script)]
-    done = subprocess.run(command, cwd=home, env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, check=False)
+    done = subprocess.run(
+        command,
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -32,7 +52,12 @@ def run_script(script: Path, folder: Path) -> list[str]:
 @pytest.mark.slow
 def test_the_notebook_improves_its_reward_without_trio(tmp_path: Path):
     reports = run_script(NOTEBOOK, tmp_path)
-    assert [line[:32].strip() for line in reports] == ["GRPO", "RLOO + REINFORCE", "GRPO for vowels", "GRPO without the chat template"]
+    assert [line[:32].strip() for line in reports] == [
+        "GRPO",
+        "RLOO + REINFORCE",
+        "GRPO for vowels",
+        "GRPO without the chat template",
+    ]
     for line in reports:
         first, last = re.findall(r"\d\.\d\d", line)
         assert float(first) < 0.15 < 0.5 < float(last), line
@@ -42,14 +67,23 @@ def test_the_notebook_is_cells_with_short_comments():
     text = NOTEBOOK.read_text("utf-8")
     cells = re.split(r"^# %%", text, flags=re.MULTILINE)[1:]
     assert len(cells) > 10
-    assert all(line.startswith("#") or not line for cell in cells if cell.startswith(" [markdown]") for line in cell.splitlines()[1:])
+    assert all(
+        line.startswith("#") or not line
+        for cell in cells
+        if cell.startswith(" [markdown]")
+        for line in cell.splitlines()[1:]
+    )
 
 
 @pytest.mark.slow
 def test_the_page_of_tier_one_runs_as_it_is_written_without_trio(tmp_path: Path):
     (block,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
     script = tmp_path / "page.py"
-    script.write_text(block + "\nprint(len(batch), count == sum(batch.response_lengths), round(metrics['ratio/mean'].value, 3))\n", "utf-8")
+    script.write_text(
+        block + "\nprint(len(batch), count == sum(batch.response_lengths), round(metrics['ratio/mean'].value,"
+        " 3))\n",
+        "utf-8",
+    )
     assert run_script(script, tmp_path) == ["8 True 1.0"]
 
 

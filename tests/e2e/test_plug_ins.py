@@ -47,7 +47,11 @@ def processes_naming(text: str) -> list[int]:
     found = []
     for directory in Path("/proc").iterdir():
         try:
-            if directory.name.isdigit() and int(directory.name) != os.getpid() and text.encode() in (directory / "environ").read_bytes():
+            if (
+                directory.name.isdigit()
+                and int(directory.name) != os.getpid()
+                and text.encode() in (directory / "environ").read_bytes()
+            ):
                 found.append(int(directory.name))
         except OSError:
             continue  # it ended meanwhile, or is not ours
@@ -57,7 +61,14 @@ def processes_naming(text: str) -> list[int]:
 def test_hostile_rewards_fail_their_samples_and_nothing_else(train: Train, tmp_path: Path):
     plug_in = tmp_path / "hostile.py"
     plug_in.write_text(HOSTILE)
-    arguments = ("--rl.rollout.reward", f"{plug_in}:reward", "--rl.rollout.reward_timeout_s", "1.0", "--rl.rollout.reward_memory_gib", "1.0")
+    arguments = (
+        "--rl.rollout.reward",
+        f"{plug_in}:reward",
+        "--rl.rollout.reward_timeout_s",
+        "1.0",
+        "--rl.rollout.reward_memory_gib",
+        "1.0",
+    )
     arguments = (*arguments, "--output.samples_per_step", "100")
     result = train.run(tmp_path / "run", *arguments, mode="rl")
     assert result.returncode == 0, result.stderr
@@ -76,17 +87,32 @@ def test_hostile_rewards_fail_their_samples_and_nothing_else(train: Train, tmp_p
     assert processes_naming(str(train.cache)) == [], "a process is left"
 
 
-def test_past_the_budget_the_run_stops_with_a_saved_state_and_goes_on_when_the_reward_is_mended(train: Train, tmp_path: Path):
+def test_past_the_budget_the_run_stops_with_a_saved_state_and_goes_on_when_the_reward_is_mended(
+    train: Train, tmp_path: Path
+):
     plug_in = tmp_path / "grader.py"
     good = "def reward(sample):\n    return float(len(sample.response))\n"
-    plug_in.write_text(good.replace("return", "if sample.group_index >= 16: raise RuntimeError('the grader is gone')\n    return"))
+    plug_in.write_text(
+        good.replace(
+            "return", "if sample.group_index >= 16: raise RuntimeError('the grader is gone')\n    return"
+        )
+    )
     out = tmp_path / "run"
-    arguments = ("--rl.rollout.reward", f"{plug_in}:reward", "--rl.rollout.over_sampling", "1.0", "--output.checkpoint_every", "0")
+    arguments = (
+        "--rl.rollout.reward",
+        f"{plug_in}:reward",
+        "--rl.rollout.over_sampling",
+        "1.0",
+        "--output.checkpoint_every",
+        "0",
+    )
     arguments = (*arguments, "--output.samples_per_step", "100")
     stopped = train.run(out, *arguments, mode="rl")
     assert stopped.returncode == 1
     assert "the grader is gone" in stopped.stderr and "Traceback" not in stopped.stderr
-    assert [path.name for path in (out / "checkpoints" / "rl").iterdir()] == ["step_2"], "the complete steps are saved"
+    assert [path.name for path in (out / "checkpoints" / "rl").iterdir()] == ["step_2"], (
+        "the complete steps are saved"
+    )
     plug_in.write_text(good)
     resumed = train.run(out, *arguments, "--resume", mode="rl")
     assert resumed.returncode == 0, resumed.stderr
@@ -96,9 +122,16 @@ def test_past_the_budget_the_run_stops_with_a_saved_state_and_goes_on_when_the_r
 
 
 def prompts_of_steps(run: Path) -> dict[int, list[str]]:
-    """Prompts that trained, by step. Their samples differ: a prompt drawn again is a new attempt with random numbers of its own."""
-    rows = [row for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl" and row["status"] != "failed"]
-    return {step: sorted({row["metadata"]["prompt_id"] for row in rows if row["step"] == step}) for step in (1, 2, 3, 4)}
+    """Prompts that trained, by step. Their samples differ: a prompt drawn again is a new attempt with random
+    numbers of its own.
+    """
+    rows = [
+        row for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl" and row["status"] != "failed"
+    ]
+    return {
+        step: sorted({row["metadata"]["prompt_id"] for row in rows if row["step"] == step})
+        for step in (1, 2, 3, 4)
+    }
 
 
 PLUG_INS = """
@@ -196,8 +229,13 @@ def test_a_mixture_draws_its_shares_and_a_group_reward_scores_together(train: Tr
     assert row["reward/mean"] == 1.5, "ranks 0 to 3"
 
 
-def test_named_parts_are_weighed_by_the_config_and_a_curriculum_changes_the_mixture(train: Train, mixture, tmp_path: Path):
-    config = mixture('reward = "plug_ins.py:parts"\nreward_weights = { length = 0.0, noise = 2.0 }', 'curriculum = "plug_ins.py:later"')
+def test_named_parts_are_weighed_by_the_config_and_a_curriculum_changes_the_mixture(
+    train: Train, mixture, tmp_path: Path
+):
+    config = mixture(
+        'reward = "plug_ins.py:parts"\nreward_weights = { length = 0.0, noise = 2.0 }',
+        'curriculum = "plug_ins.py:later"',
+    )
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     result = train.run_config(config, straight)
     assert result.returncode == 0, result.stderr
@@ -209,7 +247,9 @@ def test_named_parts_are_weighed_by_the_config_and_a_curriculum_changes_the_mixt
     again = train.run_config(config, resumed, "--resume")
     assert again.returncode == 0, again.stderr
     assert read_comparable(resumed / "samples.jsonl") == read_comparable(straight / "samples.jsonl")
-    assert weights_digest(resumed / "checkpoints" / "rl" / "step_4") == weights_digest(straight / "checkpoints" / "rl" / "step_4")
+    assert weights_digest(resumed / "checkpoints" / "rl" / "step_4") == weights_digest(
+        straight / "checkpoints" / "rl" / "step_4"
+    )
 
 
 def test_malformed_rows_are_named_and_skipped_within_the_budget(train: Train, tmp_path: Path):

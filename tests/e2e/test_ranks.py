@@ -1,4 +1,6 @@
-"""Several ranks are the same run as one: under torchrun, started by themselves, across changes of their number, and when one is lost."""
+"""Several ranks are the same run as one: under torchrun, started by themselves, across changes of their
+number, and when one is lost.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,43 @@ pytestmark = pytest.mark.slow
 PATIENCE_S = 240.0
 NOTICED_S = 10.0  # what is promised
 STEPS = 12
-SETTINGS = ("--sft.optim.schedule", "constant", "--rl.steps", "2", "--rl.eval_every", "0", "--sft.eval_every", "6")
+SETTINGS = (
+    "--sft.optim.schedule",
+    "constant",
+    "--rl.steps",
+    "2",
+    "--rl.eval_every",
+    "0",
+    "--sft.eval_every",
+    "6",
+)
 LAST_STEPS = ("--sft.eval_every", "0", "--output.checkpoint_every", "2", "--sft.steps", "6")
 
 
 def torchrun(train: Train, out: Path, *arguments: str, mode: str, restarts: int = 0) -> list[str]:
     """train.py on two ranks, as torchrun starts it."""
     python, *script = train.command(out, *SETTINGS, "--sft.steps", str(STEPS), *arguments, mode=mode)
-    return [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}", *script]
+    return [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        f"--max-restarts={restarts}",
+        *script,
+    ]
 
 
 def run(train: Train, words: list[str]) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(words, capture_output=True, text=True, env=train.environment(), timeout=PATIENCE_S, stdin=subprocess.DEVNULL, check=False)
+    result = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        env=train.environment(),
+        timeout=PATIENCE_S,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     return result
 
@@ -80,13 +107,22 @@ def test_two_ranks_under_torchrun_are_the_run_of_one(train: Train, alone: Path, 
     assert_same_sft(alone, tmp_path / "run")
     expected, found = rows_of(alone, "rl"), rows_of(tmp_path / "run", "rl")
     assert [row["step"] for row in found] == [1, 2]
-    assert found[0]["reward/mean"] == pytest.approx(expected[0]["reward/mean"], abs=0.05)  # a sampled token may fall on the other side of a rounding
+    assert found[0]["reward/mean"] == pytest.approx(
+        expected[0]["reward/mean"], abs=0.05
+    )  # a sampled token may fall on the other side of a rounding
     assert found[0]["weight_sync/engines_updated"] == 1.0
     left, right = (read_rows(out / "evaluations.jsonl") for out in (alone, tmp_path / "run"))
     assert [(row["stage"], row["step"]) for row in right] == [(row["stage"], row["step"]) for row in left]
-    ours, theirs = (AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "sft" / f"step_{STEPS}") for out in (alone, tmp_path / "run"))
-    difference = torch.cat([(a - b).flatten() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)])
-    assert difference.norm() <= 1e-4 * torch.cat([parameter.flatten() for parameter in ours.parameters()]).norm()
+    ours, theirs = (
+        AutoModelForCausalLM.from_pretrained(out / "checkpoints" / "sft" / f"step_{STEPS}")
+        for out in (alone, tmp_path / "run")
+    )
+    difference = torch.cat(
+        [(a - b).flatten() for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)]
+    )
+    assert (
+        difference.norm() <= 1e-4 * torch.cat([parameter.flatten() for parameter in ours.parameters()]).norm()
+    )
 
 
 def test_a_run_goes_on_with_another_number_of_ranks(train: Train, alone: Path, tmp_path: Path):
@@ -101,15 +137,32 @@ def test_a_run_goes_on_with_another_number_of_ranks(train: Train, alone: Path, t
 
 
 def read_prompts(out: Path) -> list[tuple[int, str, int, Any]]:
-    """Of every sample of RL, in the order of the file: step, id, group and prompt. The newest attempt of a step counts."""
+    """Of every sample of RL, in the order of the file: step, id, group and prompt. The newest attempt of a
+    step counts.
+    """
     rows = [row for row in read_rows(out / "samples.jsonl") if row["stage"] == "rl"]
     newest = {row["step"]: row["attempt"] for row in rows}
-    return [(row["step"], row["id"], row["group_index"], row["prompt"]) for row in rows if row["attempt"] == newest[row["step"]]]
+    return [
+        (row["step"], row["id"], row["group_index"], row["prompt"])
+        for row in rows
+        if row["attempt"] == newest[row["step"]]
+    ]
 
 
 def test_rl_on_other_ranks_draws_the_same_prompts_in_the_same_order(train: Train, tmp_path: Path):
-    """Four steps on one rank; and two on one, one on two, one on one. Prompts wait and are given back on the way: over_sampling is above 1."""
-    options = ("--rl.steps", "4", "--rl.rollout.num_prompts", "4", "--rl.rollout.samples_per_prompt", "4", "--output.samples_per_step", "1000")
+    """Four steps on one rank; and two on one, one on two, one on one. Prompts wait and are given back on the
+    way: over_sampling is above 1.
+    """
+    options = (
+        "--rl.steps",
+        "4",
+        "--rl.rollout.num_prompts",
+        "4",
+        "--rl.rollout.samples_per_prompt",
+        "4",
+        "--output.samples_per_step",
+        "1000",
+    )
     one, changed = tmp_path / "one", tmp_path / "changed"
     fork(train, one, *options, mode="rl", ranks=1)
     fork(train, changed, *options, mode="rl", ranks=1, stop_after="rl:2")
@@ -121,7 +174,7 @@ def test_rl_on_other_ranks_draws_the_same_prompts_in_the_same_order(train: Train
     assert read_prompts(changed) == prompts
 
 
-# --- ranks that are lost -----------------------------------------------------------------------------------------------------
+# --- ranks that are lost ------------------------------------------------------------------------------------
 
 AGREEMENT = "train.before_agreement"  # a micro-batch, and so here a step: next is an all-gather
 KILLED, STOPPED = "its connection ended, as when its process is killed", "nothing was heard from it for 6 s"
@@ -138,7 +191,9 @@ KILLED, STOPPED = "its connection ended, as when its process is killed", "nothin
 async def test_when_a_rank_is_lost_before_or_inside_a_collective_the_other_ends_and_names_it(
     train: Train, tmp_path: Path, held: int, how: signal.Signals, reason: str
 ):
-    """One rank is held before an all-gather, so the other is inside it; rank 1 is lost. Nobody ends rank 0 but itself."""
+    """One rank is held before an all-gather, so the other is inside it; rank 1 is lost. Nobody ends rank 0
+    but itself.
+    """
     out = tmp_path / "run"
     listed = tmp_path / "reached"
     environ = {"ROLLOUTS_HANG_AT": f"{AGREEMENT}:3:{held}", "ROLLOUTS_LIST_POINTS": str(listed)}
@@ -156,18 +211,28 @@ async def test_when_a_rank_is_lost_before_or_inside_a_collective_the_other_ends_
         ended = train.server.wait()
     assert ended.returncodes == (75, -signal.SIGKILL), train.said(out)
     assert took_s < NOTICED_S
-    assert train.said(out)[1].count(f"rollouts: rank 1 was lost during forward_backward of step 3: {reason}; this process ends too\n") == 1
+    assert (
+        train.said(out)[1].count(
+            f"rollouts: rank 1 was lost during forward_backward of step 3: {reason}; this process ends too\n"
+        )
+        == 1
+    )
     assert ended.leftover == ()
 
 
-async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_again(train: Train, tmp_path: Path):
-    """Rank 1 is stopped before the all-gather of step 5, in which rank 0 is. Started again after step 2 or 4, nobody comes to a fifth one."""
+async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_again(
+    train: Train, tmp_path: Path
+):
+    """Rank 1 is stopped before the all-gather of step 5, in which rank 0 is. Started again after step 2 or 4,
+    nobody comes to a fifth one.
+    """
     out, listed = tmp_path / "run", tmp_path / "reached"
     environ = {
         **train.environment(),
         "ROLLOUTS_HANG_AT": f"{AGREEMENT}:5:1",
         "ROLLOUTS_LIST_POINTS": str(listed),
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",  # for a rank that does not end by SIGTERM; torch before 2.13 always gives it 30 s
+        # for a rank that does not end by SIGTERM; torch before 2.13 always gives it 30 s
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
     }
     words = torchrun(train, out, *LAST_STEPS, mode="sft", restarts=1)
     with start(words, environ) as process:
@@ -183,7 +248,10 @@ async def test_torchrun_gets_rid_of_a_rank_that_stands_still_and_starts_all_agai
     assert not Path(f"/proc/{stopped}").exists()
     rows = rows_of(out, "sft")
     attempts = {row["step"]: row["attempt"] for row in rows}
-    assert attempts in ({1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 6: 2}, {1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 2})  # step 4 is saved beside the next one
+    assert attempts in (
+        {1: 1, 2: 1, 3: 1, 4: 1, 5: 2, 6: 2},
+        {1: 1, 2: 1, 3: 2, 4: 2, 5: 2, 6: 2},
+    )  # step 4 is saved beside the next one
     fork(train, tmp_path / "unbroken", *LAST_STEPS, mode="sft", ranks=2)
     expected = rows_of(tmp_path / "unbroken", "sft")
     for name in ("loss/total", "optim/grad_norm", "entropy/mean"):
@@ -203,7 +271,10 @@ def test_the_recipe_for_two_machines_runs_on_one(train: Train, tmp_path: Path):
     environment = {**train.environment(), "HEAD": f"localhost:{port}", "PYTHON": sys.executable}
     script = TRAIN.parent / "launch" / "two_nodes.sh"
     words = [str(script), *train.command(tmp_path / "run", *SETTINGS, "--sft.steps", "2", mode="sft")[2:]]
-    machines = [subprocess.Popen(words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    machines = [
+        subprocess.Popen(words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in range(2)
+    ]
     try:
         said = [machine.communicate(timeout=PATIENCE_S) for machine in machines]
     finally:
@@ -236,8 +307,14 @@ def is_running(pid: int) -> bool:
 
 def find_rank(launcher: int, rank: int) -> int:
     """The process of a rank that the launcher has started."""
-    children = " ".join(path.read_text() for path in Path(f"/proc/{launcher}/task").glob("*/children")).split()
-    return next(int(pid) for pid in children if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    children = " ".join(
+        path.read_text() for path in Path(f"/proc/{launcher}/task").glob("*/children")
+    ).split()
+    return next(
+        int(pid)
+        for pid in children
+        if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    )
 
 
 if sys.platform != "linux":  # /proc

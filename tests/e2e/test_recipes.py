@@ -11,7 +11,18 @@ from integration_training.train import main
 from rollouts.metrics.jsonl import read_rows
 from tests.e2e.conftest import TINY
 
-COMMON = ("--rl.steps", "4", "--rl.rollout.num_prompts", "2", "--rl.rollout.filters", "[]", "--rl.eval_every", "0", "--eval.data.size", "4")
+COMMON = (
+    "--rl.steps",
+    "4",
+    "--rl.rollout.num_prompts",
+    "2",
+    "--rl.rollout.filters",
+    "[]",
+    "--rl.eval_every",
+    "0",
+    "--eval.data.size",
+    "4",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +38,11 @@ def run(out: Path, *arguments: str, config: Path = TINY, mode: str = "rl") -> li
 def test_a_copied_engine_is_synchronised_every_second_step_and_verified(tmp_path: Path):
     rows = run(tmp_path / "run", "--engine.mode", "copied", "--rl.sync_every", "2", "--rl.max_staleness", "1")
     assert ["weight_sync/probe_difference/max" in row for row in rows] == [False, True, False, True]
-    assert all(row["weight_sync/probe_difference/max"] < 1e-4 for row in rows if "weight_sync/probe_difference/max" in row)
+    assert all(
+        row["weight_sync/probe_difference/max"] < 1e-4
+        for row in rows
+        if "weight_sync/probe_difference/max" in row
+    )
     assert [row["off_policy/max"] for row in rows] == [0.0, 1.0, 0.0, 1.0]
 
 
@@ -56,23 +71,31 @@ def test_every_loss_trains(tmp_path: Path, loss: str):
 
 def test_ones_own_files_beside_the_config_are_enough(tmp_path: Path):
     (tmp_path / "mine.py").write_text(
-        "from dataclasses import replace\n"
-        "from rollouts.generation.generate import make_chat_generate\n"
-        "from rollouts.types import FilterDecision, RewardResult\n"
-        "async def short(sample):\n"
-        "    if sample.id.endswith('s001'):\n"
-        "        raise RuntimeError('no verdict on this one')\n"
-        "    return RewardResult(-float(sample.response_length), {'length': float(sample.response_length)}, note=sample.metadata['colour'])\n"
-        "def keep(group):\n"
-        "    return FilterDecision(keep=len(group.samples) == 7, reason='odd_size')\n"
+        "from dataclasses import replace\nfrom rollouts.generation.generate import make_chat_generate\nfrom"
+        " rollouts.types import FilterDecision, RewardResult\nasync def short(sample):\n    if"
+        " sample.id.endswith('s001'):\n        raise RuntimeError('no verdict on this one')\n    return"
+        " RewardResult(-float(sample.response_length), {'length': float(sample.response_length)},"
+        " note=sample.metadata['colour'])\ndef keep(group):\n    return"
+        " FilterDecision(keep=len(group.samples) == 7, reason='odd_size')\n"
     )
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"p{n}", "colour": "blue"}) + "\n" for n in range(12)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"p{n}", "colour": "blue"}) + "\n" for n in range(12))
+    )
     text = TINY.read_text()
     rl_data = text[text.index("[rl.data]") : text.index("[rl.rollout]")]
-    text = text.replace(rl_data, '[rl.data]\nkind = "jsonl"\npath = "rows.jsonl"\n\n').replace("../tasks", str(TINY.parents[1] / "tasks"))
+    text = text.replace(rl_data, '[rl.data]\nkind = "jsonl"\npath = "rows.jsonl"\n\n').replace(
+        "../tasks", str(TINY.parents[1] / "tasks")
+    )
     text = text.replace(f"{TINY.parents[1] / 'tasks'}/arithmetic.py:close_answer", "mine.py:short")
     (tmp_path / "mine.toml").write_text(text)
-    rows = run(tmp_path / "run", "--rl.rollout.filters", f'["{tmp_path}/mine.py:keep"]', "--rl.steps", "2", config=tmp_path / "mine.toml")
+    rows = run(
+        tmp_path / "run",
+        "--rl.rollout.filters",
+        f'["{tmp_path}/mine.py:keep"]',
+        "--rl.steps",
+        "2",
+        config=tmp_path / "mine.toml",
+    )
     assert rows[0]["fail/reward"] >= 2
     samples = [row for row in read_rows(tmp_path / "run" / "samples.jsonl") if row["stage"] == "rl"]
     failed = [row for row in samples if row["status"] == "failed"]

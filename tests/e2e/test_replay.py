@@ -41,8 +41,12 @@ def make_config(folder: Path, table: str = "", top: str = "") -> Path:
     return config
 
 
-def train_rl(train: Train, folder: Path, *settings: str, top: str = "", table: str = "", mode: str = "rl") -> RunDir:
-    """A run of two steps. Two in a row that a random model makes alike would prove little, so rewards and losses must not be all alike."""
+def train_rl(
+    train: Train, folder: Path, *settings: str, top: str = "", table: str = "", mode: str = "rl"
+) -> RunDir:
+    """A run of two steps. Two in a row that a random model makes alike would prove little, so rewards and
+    losses must not be all alike.
+    """
     done = train.run_config(make_config(folder, table, top), folder / "run", *SETTINGS, *settings, mode=mode)
     assert done.returncode == 0, done.stderr
     return RunDir(folder / "run")
@@ -79,26 +83,43 @@ def test_a_grpo_step_is_recomputed_from_the_record_and_every_gap_in_it_is_named(
         assert sum(row["share"] for row in rows) == pytest.approx(1.0, abs=1e-6)
         total, slopes = 0.0, []
         for row in rows:
-            arrays = {name: values.astype(np.float64) for name, values in read_token_arrays(run_dir, row).items()}
+            arrays = {
+                name: values.astype(np.float64) for name, values in read_token_arrays(run_dir, row).items()
+            }
             mask, advantage = arrays["mask"] > 0, arrays["advantage"]
             left_out = not advantage.any()
-            assert not any(values[~mask].any() for name, values in arrays.items() if name not in ("tokens", "version"))
+            assert not any(
+                values[~mask].any() for name, values in arrays.items() if name not in ("tokens", "version")
+            )
             assert (arrays["version"][mask] == step - 1).all() and (arrays["version"][~mask] == -1).all()
-            assert row["length"] == len(mask) and row["tokens"] == mask.sum() and row["advantage"] == pytest.approx(advantage[mask].mean(), rel=1e-6)
+            assert (
+                row["length"] == len(mask)
+                and row["tokens"] == mask.sum()
+                and row["advantage"] == pytest.approx(advantage[mask].mean(), rel=1e-6)
+            )
             assert row["weight"] == (0.0 if left_out else 1.0), "no correction: 1; a row that was left out: 0"
             ratio = np.exp(arrays["log_prob"] - arrays["mu"])
             total -= (np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage))[mask].sum()
             through = np.where(advantage > 0, ratio < 1.2, ratio > 0.8) & mask
-            np.testing.assert_allclose(arrays["slope"], np.where(through, -ratio * advantage, 0) / metrics_tokens(rows), rtol=1e-4, atol=1e-9)
+            np.testing.assert_allclose(
+                arrays["slope"],
+                np.where(through, -ratio * advantage, 0) / metrics_tokens(rows),
+                rtol=1e-4,
+                atol=1e-9,
+            )
             slopes.append(np.abs(arrays["slope"]).sum())
         logged = metrics["loss/total"]
         assert abs(total / metrics_tokens(rows) - logged) < 1e-5 * max(1e-3, abs(logged))
-        np.testing.assert_allclose([row["share"] for row in rows], np.asarray(slopes) / np.sum(slopes), rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(
+            [row["share"] for row in rows], np.asarray(slopes) / np.sum(slopes), rtol=1e-5, atol=1e-8
+        )
         assert replay(run_dir.root, step) == 0
         assert "loss/total" in capsys.readouterr().out
     lines = run_dir.updates_log.read_text().splitlines()
     assert [line.split()[5] for line in lines] == ["1", "2"] and len({len(line) for line in lines}) == 1
-    assert any(row["share"] == 0.0 == row["advantage"] for row in read_rows(run_dir.contributions)), "rl.skip_zero_advantage left rows out"
+    assert any(row["share"] == 0.0 == row["advantage"] for row in read_rows(run_dir.contributions)), (
+        "rl.skip_zero_advantage left rows out"
+    )
     check_lies_are_found(run_dir, capsys)
     check_gaps_are_named(run_dir, capsys)
 
@@ -123,7 +144,12 @@ def check_lies_are_found(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) ->
         row["denominator"] /= 2
 
     for number, (file, change) in enumerate(
-        [("metrics", raise_total), ("contributions", raise_loss), ("contributions", swap_share), ("contributions", halve_denominator)]
+        [
+            ("metrics", raise_total),
+            ("contributions", raise_loss),
+            ("contributions", swap_share),
+            ("contributions", halve_denominator),
+        ]
     ):
         lying = copy_run(run_dir, f"lying_{number}")
         rewrite(getattr(lying, file), change)
@@ -149,7 +175,10 @@ def check_gaps_are_named(run_dir: RunDir, capsys: pytest.CaptureFixture[str]) ->
     damaged = bytearray(shard.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     shard.write_bytes(damaged)
-    assert {replay(gone.root, 1), replay(gone.root, 2)} == {0, 2} and "its checksum is not the one that was written" in err()
+    assert {replay(gone.root, 1), replay(gone.root, 2)} == {
+        0,
+        2,
+    } and "its checksum is not the one that was written" in err()
     shard.unlink()
     assert replay(gone.root, 1) == 2 and f"{shard.name} of step 1, update 0, row 0 was removed" in err()
     torn = copy_run(run_dir, "torn")
@@ -194,7 +223,9 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {  # settings, and lines of [rl]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_every_update_of_every_kind_of_run_replays(train: Train, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]):
+def test_every_update_of_every_kind_of_run_replays(
+    train: Train, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+):
     settings, lines = CASES[case]
     run_dir = train_rl(train, tmp_path, *settings, top=f'advantage = "grpo"\n{lines}\n')
     steps = [row["step"] for row in read_rows(run_dir.metrics)]
@@ -227,7 +258,15 @@ def replayed_algorithms(run_dir: RunDir, steps: list[int], capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_the_policys_updates_of_ppo_replay_and_the_critics_have_lines(train: Train, tmp_path: Path):
-    run_dir = train_rl(train, tmp_path, "--rl.minibatches", "2", top='advantage = "gae"\n', table="\n[rl.critic]\n", mode="ppo")
+    run_dir = train_rl(
+        train,
+        tmp_path,
+        "--rl.minibatches",
+        "2",
+        top='advantage = "gae"\n',
+        table="\n[rl.critic]\n",
+        mode="ppo",
+    )
     for step in (1, 2):
         assert replay(run_dir.root, step) == 0
     row = read_step(run_dir, 1)[1][0]
@@ -242,12 +281,19 @@ def test_without_arrays_rows_keep_weights_and_shares_and_a_replay_says_what_it_l
 ):
     run_dir = train_rl(train, tmp_path, "--output.token_arrays_gib", "0")
     rows = read_step(run_dir, 2)[1]
-    assert sum(row["share"] for row in rows) == pytest.approx(1.0, abs=1e-6) and all("shard" not in row for row in rows)
+    assert sum(row["share"] for row in rows) == pytest.approx(1.0, abs=1e-6) and all(
+        "shard" not in row for row in rows
+    )
     assert not run_dir.tokens.exists()
     assert replay(run_dir.root, 2) == 2 and "output.token_arrays_gib = 0" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_clip_that_depends_on_how_a_batch_was_divided_is_refused_by_name(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_clip_that_depends_on_how_a_batch_was_divided_is_refused_by_name(
+    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run_dir = train_rl(train, tmp_path, "--rl.loss", "clip_cov")
-    assert replay(run_dir.root, 1) == 2 and "'clip_cov' chooses among the tokens of a micro-batch" in capsys.readouterr().err
+    assert (
+        replay(run_dir.root, 1) == 2
+        and "'clip_cov' chooses among the tokens of a micro-batch" in capsys.readouterr().err
+    )

@@ -1,4 +1,6 @@
-"""A whole run whose algorithm changes on the way, under a KL controller: stopped beside the change and resumed, it is the same run."""
+"""A whole run whose algorithm changes on the way, under a KL controller: stopped beside the change and
+resumed, it is the same run.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +44,26 @@ def halve(inputs: AdvantageInputs) -> Any:
 
 
 @pytest.mark.parametrize("stop_after", [3, 4])
-def test_a_run_stopped_beside_a_change_and_resumed_is_the_run_that_never_stopped(train: Train, tmp_path: Path, stop_after: int):
+def test_a_run_stopped_beside_a_change_and_resumed_is_the_run_that_never_stopped(
+    train: Train, tmp_path: Path, stop_after: int
+):
     config = tmp_path / "changes.toml"
     text = TINY.read_text().replace("../tasks", str(TINY.parent.parent / "tasks"))
     config.write_text(text.replace('advantage = "grpo"\n', f'advantage = "grpo"\n{CHANGES}'))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     done = train.run_config(config, whole, *SETTINGS, mode="rl")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("rl from step 4 on: advantage tests.e2e.test_rl_changes:halve(), loss gspo(") == 1
+    assert (
+        done.stderr.count("rl from step 4 on: advantage tests.e2e.test_rl_changes:halve(), loss gspo(") == 1
+    )
     argv = ["--config", str(config), "--mode", "rl", "--output.dir", str(parts), *SETTINGS]
     for environ, more in (({"STOP_AFTER": f"rl:{stop_after}"}, ()), ({}, ("--resume",))):
         done = train.fork([*argv, *more], parts, environ=environ)
         assert done.returncode == 0, done.stderr
     rows = list(read_rows(parts / "metrics.jsonl"))
-    assert [(row["step"], row["attempt"]) for row in rows] == [(step, 1 if step <= stop_after else 2) for step in range(1, 7)]
+    assert [(row["step"], row["attempt"]) for row in rows] == [
+        (step, 1 if step <= stop_after else 2) for step in range(1, 7)
+    ]
     assert [row["algorithm/change"] for row in rows] == [0, 0, 0, 1, 1, 1]
     assert len({row["kl/coef"] for row in rows}) > 2, "the controller moved it"
     assert {row["optim/updates"] for row in rows} == {4}

@@ -1,4 +1,6 @@
-"""What a whole run leaves, and that it can be repeated, stopped and continued. test_kill has runs that are killed."""
+"""What a whole run leaves, and that it can be repeated, stopped and continued. test_kill has runs that are
+killed.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,33 @@ PATIENCE_S = 120.0
 async def wait_for_row(path: Path, stage: str, step: int, process: subprocess.Popen[str]) -> None:
     """Until the file has the row. The file is another process's: there is no event to wait for."""
     with trio.fail_after(PATIENCE_S):
-        while not (path.exists() and any(row["stage"] == stage and row["step"] >= step for row in read_rows(path))):
+        while not (
+            path.exists() and any(row["stage"] == stage and row["step"] >= step for row in read_rows(path))
+        ):
             assert process.poll() is None, process.communicate()
             await trio.sleep(0.02)
 
 
 def start(train: Train, out: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(train.command(out, *arguments), env=train.environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        train.command(out, *arguments),
+        env=train.environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path):
     names = {path.name for path in finished_run.iterdir()}
-    assert {"config.toml", "metrics.jsonl", "samples.jsonl", "evaluations.jsonl", "checkpoints", "summary.json"} <= names
+    assert {
+        "config.toml",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "evaluations.jsonl",
+        "checkpoints",
+        "summary.json",
+    } <= names
     summary = json.loads((finished_run / "summary.json").read_text())
     assert summary["mode"] == "sft+rl"
     assert summary["steps"] == 24
@@ -49,7 +66,9 @@ def test_a_run_leaves_the_files_that_the_documentation_names(finished_run: Path)
     assert summary["reward"]["first"] is not None
     assert 0 < summary["peak_rss_gib"] < 8
     rows = read_rows(finished_run / "metrics.jsonl")
-    assert [(row["stage"], row["step"]) for row in rows] == [("sft", n) for n in range(1, 21)] + [("rl", n) for n in range(1, 5)]
+    assert [(row["stage"], row["step"]) for row in rows] == [("sft", n) for n in range(1, 21)] + [
+        ("rl", n) for n in range(1, 5)
+    ]
     assert rows[20]["policy_version"] == 0
 
 
@@ -65,7 +84,10 @@ def test_an_rl_row_answers_the_questions_that_people_ask(finished_run: Path):
 
 @pytest.mark.parametrize("stage", ["sft", "rl"])
 def test_a_checkpoint_is_a_hugging_face_model_directory(finished_run: Path, stage: str):
-    newest = max((finished_run / "checkpoints" / stage).iterdir(), key=lambda path: int(path.name.removeprefix("step_")))
+    newest = max(
+        (finished_run / "checkpoints" / stage).iterdir(),
+        key=lambda path: int(path.name.removeprefix("step_")),
+    )
     model = AutoModelForCausalLM.from_pretrained(newest)
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
@@ -86,9 +108,13 @@ async def test_ctrl_c_once_finishes_the_step_and_saves(train: Train, finished_ru
     assert "Traceback" not in stderr
     assert not (tmp_path / "stopped" / "summary.json").exists()
     rows = read_rows(tmp_path / "stopped" / "metrics.jsonl")
-    assert (tmp_path / "stopped" / "checkpoints" / "rl" / f"step_{rows[-1]['step']}" / "manifest.json").exists()
+    assert (
+        tmp_path / "stopped" / "checkpoints" / "rl" / f"step_{rows[-1]['step']}" / "manifest.json"
+    ).exists()
     assert train.run(tmp_path / "stopped", "--resume").returncode == 0
-    assert weights_digest(tmp_path / "stopped/checkpoints/rl/step_4") == weights_digest(finished_run / "checkpoints/rl/step_4")
+    assert weights_digest(tmp_path / "stopped/checkpoints/rl/step_4") == weights_digest(
+        finished_run / "checkpoints/rl/step_4"
+    )
 
 
 async def test_ctrl_c_twice_exits_now(train: Train, tmp_path: Path):
@@ -126,7 +152,9 @@ def test_rl_starts_with_the_weights_of_the_sft_checkpoint(train: Train, finished
 
 
 @pytest.mark.slow
-def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     # with its moments it is three times the weights, for as long as RL trains
     models: list[weakref.ref[object]] = []
     alive: list[int] = []
@@ -141,6 +169,18 @@ def test_the_model_of_a_stage_is_gone_before_the_next_one_loads(tmp_path: Path, 
 
     monkeypatch.setattr(integration_training.stages, "open_stage", open_watched)
     monkeypatch.setenv("ROLLOUTS_CACHE", str(tmp_path / "cache"))
-    arguments = ["--config", str(TINY), "--mode", "sft+rl", *SHORT, "--sft.steps", "2", "--rl.steps", "1", "--output.dir", str(tmp_path / "run")]
+    arguments = [
+        "--config",
+        str(TINY),
+        "--mode",
+        "sft+rl",
+        *SHORT,
+        "--sft.steps",
+        "2",
+        "--rl.steps",
+        "1",
+        "--output.dir",
+        str(tmp_path / "run"),
+    ]
     assert integration_training.train.main(arguments) == 0
     assert alive == [0, 0]

@@ -1,4 +1,6 @@
-"""A stop on request: from every phase of a run it is gone in time, what is complete is on disk, nothing is left, and the run goes on exactly."""
+"""A stop on request: from every phase of a run it is gone in time, what is complete is on disk, nothing is
+left, and the run goes on exactly.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,15 @@ SETTINGS = (
     "--rl.rollout.reward", f"{HERE}:reward", "--rl.rollout.reward_timeout_s", "300", "--eval.reward", f"{HERE}:eval_reward",
     "--rl.loss", "tests.e2e.held_train:loss", "--output.keep_checkpoints", "0",
 )  # fmt: skip
-NEWEST = {"startup": None, "generate": 1, "reward": 1, "train": 1, "sync": 2, "save": 1, "evaluate": 2}  # RL steps on disk after the stop, at least
+NEWEST = {
+    "startup": None,
+    "generate": 1,
+    "reward": 1,
+    "train": 1,
+    "sync": 2,
+    "save": 1,
+    "evaluate": 2,
+}  # RL steps on disk after the stop, at least
 ON_RANKS = ("train", "sync", "save")  # the phases in which the other ranks work
 EVERY_PHASE = "EVERY_PHASE" in os.environ  # on ranks too: make soak
 
@@ -42,7 +52,11 @@ def arguments(out: Path, *more: str) -> list[str]:
 
 
 def hold(out: Path, phase: str) -> dict[str, str]:
-    return {"HOLD": phase, "HOLD_METRICS": str(out / "metrics.jsonl"), "HOLD_REACHED": str(out.parent / "reached")}
+    return {
+        "HOLD": phase,
+        "HOLD_METRICS": str(out / "metrics.jsonl"),
+        "HOLD_REACHED": str(out.parent / "reached"),
+    }
 
 
 def run(train: Train, out: Path, *more: str, ranks: int = 1) -> None:
@@ -70,7 +84,7 @@ def make_once(train: Train, out: Path, *, ranks: int) -> Path:
     return out
 
 
-# --- in a phase --------------------------------------------------------------------------------------------------------------
+# --- in a phase ---------------------------------------------------------------------------------------------
 
 
 def without_sync(row: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +93,9 @@ def without_sync(row: dict[str, Any]) -> dict[str, Any]:
 
 
 async def stop_in(train: Train, out: Path, phase: str, *more: str, ranks: int) -> tuple[str, str]:
-    """stdout and stderr of a run that was stopped in the phase, as a launcher does it, and is gone in time with exit code 0."""
+    """stdout and stderr of a run that was stopped in the phase, as a launcher does it, and is gone in time
+    with exit code 0.
+    """
     pids = train.start(arguments(out, *more), out, ranks=ranks, environ=hold(out, phase))
     try:
         await wait_reached(out, pids[0])
@@ -103,7 +119,13 @@ async def stop_in(train: Train, out: Path, phase: str, *more: str, ranks: int) -
 
 
 @pytest.mark.parametrize(
-    ("phase", "ranks"), [(phase, ranks) for ranks in (1, 2) for phase in NEWEST if ranks == 1 or phase in ON_RANKS or EVERY_PHASE]
+    ("phase", "ranks"),
+    [
+        (phase, ranks)
+        for ranks in (1, 2)
+        for phase in NEWEST
+        if ranks == 1 or phase in ON_RANKS or EVERY_PHASE
+    ],
 )
 async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
     train: Train, unbroken: dict[int, Path], tmp_path: Path, phase: str, ranks: int
@@ -114,7 +136,9 @@ async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
     assert "--resume" in stdout and not (out / "summary.json").exists()
     assert "by force" not in stderr
     newest = find_newest_checkpoint(out / "checkpoints" / "rl")
-    assert (newest and newest.name) == (NEWEST[phase] and f"step_{NEWEST[phase]}") or phase == "save", stderr  # which goes on beside a step
+    assert (newest and newest.name) == (NEWEST[phase] and f"step_{NEWEST[phase]}") or phase == "save", (
+        stderr
+    )  # which goes on beside a step
     assert newest is not None or phase == "startup"
     if newest is not None:
         check_checkpoint(newest, hashes=True)
@@ -123,18 +147,32 @@ async def test_sigterm_in_a_phase_ends_in_time_and_the_run_goes_on_exactly(
     assert rows == [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2), ("rl", 3), ("rl", 4)], "one row a step"
     whole = make_once(train, unbroken[ranks], ranks=ranks)
     differences = find_differences(whole, out, stopped=True)
-    if (phase, ranks) == ("sync", 2):  # of an engine with weights of its own; the row of a step whose sync was cut does not tell of one
-        assert differences.pop(0).startswith("metrics.jsonl, rl step 2: {\"weight_sync/")
-        left, right = ([without_sync(row) for row in read_comparable(run / "metrics.jsonl")] for run in (whole, out))
+    if (phase, ranks) == (
+        "sync",
+        2,
+    ):  # of an engine with weights of its own; the row of a step whose sync was cut does not tell of one
+        assert differences.pop(0).startswith('metrics.jsonl, rl step 2: {"weight_sync/')
+        left, right = (
+            [without_sync(row) for row in read_comparable(run / "metrics.jsonl")] for run in (whole, out)
+        )
         assert left == right
     assert not differences
 
 
-# --- after a step ------------------------------------------------------------------------------------------------------------
+# --- after a step -------------------------------------------------------------------------------------------
 
 SIX_STEPS = {
     "sft": ("--sft.steps", "6", "--sft.eval_every", "4"),
-    "rl": ("--rl.steps", "6", "--rl.eval_every", "4", "--rl.rollout.num_prompts", "4", "--rl.rollout.samples_per_prompt", "4"),
+    "rl": (
+        "--rl.steps",
+        "6",
+        "--rl.eval_every",
+        "4",
+        "--rl.rollout.num_prompts",
+        "4",
+        "--rl.rollout.samples_per_prompt",
+        "4",
+    ),
 }
 EVERY_OTHER = ("--output.checkpoint_every", "2", "--output.samples_per_step", "1000")
 
@@ -150,7 +188,14 @@ def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return found
 
 
-@pytest.mark.parametrize("step", [pytest.param(1, id="early"), pytest.param(3, id="between-checkpoints"), pytest.param(5, id="before-the-last")])
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(1, id="early"),
+        pytest.param(3, id="between-checkpoints"),
+        pytest.param(5, id="before-the-last"),
+    ],
+)
 @pytest.mark.parametrize("stage", ["sft", "rl"])
 def test_a_run_stopped_after_a_step_and_resumed_is_the_run_that_never_stopped(
     train: Train, whole: dict[str, Path], tmp_path: Path, stage: str, step: int
@@ -169,7 +214,7 @@ def test_a_run_stopped_after_a_step_and_resumed_is_the_run_that_never_stopped(
     assert_same_run(whole[stage], out, stopped=True)
 
 
-# --- under a launcher --------------------------------------------------------------------------------------------------------
+# --- under a launcher ---------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -194,7 +239,9 @@ def start_torchrun(train: Train, out: Path, phase: str, *, ranks: int) -> Iterat
 
 
 def processes_of(out: Path) -> list[int]:
-    """Living processes with this run's mark in their environment: the launcher, its ranks, their workers, their guards."""
+    """Living processes with this run's mark in their environment: the launcher, its ranks, their workers,
+    their guards.
+    """
     mark = f"STOP_TEST={out}\0".encode()
     found: list[int] = []
     for directory in Path("/proc").iterdir():
@@ -209,7 +256,7 @@ def processes_of(out: Path) -> list[int]:
 async def wait_gone(out: Path, *, within_s: float) -> None:
     """Until nothing of the run is left."""
     with trio.fail_after(within_s):
-        while processes_of(out):  # noqa: ASYNC110  (other processes: there is no event)
+        while processes_of(out):
             await trio.sleep(0.05)
 
 

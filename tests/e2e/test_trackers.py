@@ -1,4 +1,6 @@
-"""A real run with trackers: TensorBoard has what the files have, a collector that hangs costs nothing, and no secret is left anywhere."""
+"""A real run with trackers: TensorBoard has what the files have, a collector that hangs costs nothing, and no
+secret is left anywhere.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,17 @@ SECRETS = {
 
 
 @pytest.mark.slow
-def test_trackers_of_a_run_have_its_rows_and_one_that_hangs_is_told_and_ended(train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_trackers_of_a_run_have_its_rows_and_one_that_hangs_is_told_and_ended(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     for name, secret in SECRETS.items():
         monkeypatch.setenv(name, secret)
     out = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as hanging:  # connections wait in its queue: nobody answers
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{hanging.getsockname()[1]}")
-        done = train.run_fresh(out, "--output.trackers", '["tensorboard", "otlp"]', "--output.metric_aliases", "trl")
+        done = train.run_fresh(
+            out, "--output.trackers", '["tensorboard", "otlp"]', "--output.metric_aliases", "trl"
+        )
         assert done.returncode == 0, done.stderr
         assert f"python -m rollouts track {out} --to otlp --once" in done.stderr
         deadline = time.monotonic() + 90
@@ -49,6 +55,8 @@ def test_trackers_of_a_run_have_its_rows_and_one_that_hangs_is_told_and_ended(tr
     files = [path for path in out.rglob("*") if path.is_file()]
     assert (out / "trackers" / "otlp.log") in files
     assert (out / "trackers" / "tensorboard.json") in files
-    found = [(path, secret) for path in files for secret in ("planted-",) if secret.encode() in path.read_bytes()]
+    found = [
+        (path, secret) for path in files for secret in ("planted-",) if secret.encode() in path.read_bytes()
+    ]
     assert found == []
     assert "planted-" not in done.stdout + done.stderr

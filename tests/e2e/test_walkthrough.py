@@ -1,4 +1,6 @@
-"""Whoever has only docs/walkthrough.md can write a task and a config and train it: its code blocks are run, in order, in an empty directory."""
+"""Whoever has only docs/walkthrough.md can write a task and a config and train it: its code blocks are run,
+in order, in an empty directory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,15 @@ def run_command(line: str, directory: Path, cache: Path) -> subprocess.Completed
     words = shlex.split(line)
     assert words[0] == "python", line
     environment = {**os.environ, "ROLLOUTS_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, *words[1:]], cwd=directory, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [sys.executable, *words[1:]],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 @pytest.mark.slow
@@ -43,6 +53,9 @@ def test_the_walkthrough_trains_a_task(tmp_path):
     assert "nothing stands in the way" in checked
     assert "held-out accuracy, after RL" in trained
     assert "last-letter" in inspected and "after RL" in resumed
-    before_rl, after_rl = (json.loads((directory / "runs" / "last-letter" / "summary.json").read_text())["accuracy"][name] for name in ("sft", "rl"))
+    before_rl, after_rl = (
+        json.loads((directory / "runs" / "last-letter" / "summary.json").read_text())["accuracy"][name]
+        for name in ("sft", "rl")
+    )
     assert after_rl > before_rl + 0.1, (before_rl, after_rl)
     assert json.loads((directory / "runs" / "filtered" / "summary.json").read_text())["steps"] == 70

@@ -1,4 +1,6 @@
-"""Real servers for the tests marked `engines`: each is started once, serves a tiny model of random weights, and ends with the tests."""
+"""Real servers for the tests marked `engines`: each is started once, serves a tiny model of random weights,
+and ends with the tests.
+"""
 
 from __future__ import annotations
 
@@ -59,9 +61,11 @@ def find_python(kind: str, variable: str, environment: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two models of one shape and different weights, with a tokenizer: the first is what servers are started with.
+    """Two models of one shape and different weights, with a tokenizer: the first is what servers are started
+    with.
 
-    Heads of 32, below which the servers' CPU kernels do not go, and weights large enough for log-probs that tell one token from another.
+    Heads of 32, below which the servers' CPU kernels do not go, and weights large enough for log-probs that
+    tell one token from another.
     """
     tokenizer = resolve_model("tiny:llama", seed=0)
     paths = []
@@ -92,11 +96,20 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @contextlib.contextmanager
-def run_server(command: Sequence[str], *, port: int, ready: str, environment: Mapping[str, str], log: Path) -> Iterator[int]:
+def run_server(
+    command: Sequence[str], *, port: int, ready: str, environment: Mapping[str, str], log: Path
+) -> Iterator[int]:
     """The pid of a server that answers GET `ready`, in a process group of its own that is killed in the end."""
-    env = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+    env = os.environ | {
+        "PYTHONDONTWRITEBYTECODE": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
     try:
         _wait_ready(process, f"http://127.0.0.1:{port}{ready}", log)
         yield process.pid
@@ -117,7 +130,9 @@ def _wait_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
                 return
         if process.poll() is not None or time.monotonic() > deadline:
             tail = log.read_text(errors="replace")[-2000:]
-            pytest.fail(f"the server did not come up (exit status {process.returncode}); its log ends with:\n{tail}")
+            pytest.fail(
+                f"the server did not come up (exit status {process.returncode}); its log ends with:\n{tail}"
+            )
         time.sleep(0.5)
 
 
@@ -128,7 +143,9 @@ def find_free_port() -> int:
 
 
 @contextlib.contextmanager
-def run_vllm(python: Path, model: Path, log: Path, *flags: str, dev_mode: bool = True) -> Iterator[RunningServer]:
+def run_vllm(
+    python: Path, model: Path, log: Path, *flags: str, dev_mode: bool = True
+) -> Iterator[RunningServer]:
     """A vLLM server on a CPU."""
     port, api_key = find_free_port(), secrets.token_hex(16)
     command = [
@@ -147,7 +164,12 @@ def run_vllm(python: Path, model: Path, log: Path, *flags: str, dev_mode: bool =
 
 @contextlib.contextmanager
 def run_sglang(
-    python: Path, model: Path, folder: Path, *flags: str, admin_key: str = "", environment: Mapping[str, str] | None = None
+    python: Path,
+    model: Path,
+    folder: Path,
+    *flags: str,
+    admin_key: str = "",
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[RunningServer]:
     """An SGLang server on a CPU. Its keys are in a file that only we can read."""
     port, api_key = find_free_port(), secrets.token_hex(16)
@@ -164,14 +186,20 @@ def run_sglang(
 
 
 @pytest.fixture(scope="session")
-def vllm_server(vllm_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def vllm_server(
+    vllm_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
     """A vLLM server with the settings that training needs."""
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    with run_vllm(vllm_python, snapshots[0], log, "--logprobs-mode", "processed_logprobs", "--enable-scale-out") as server:
+    with run_vllm(
+        vllm_python, snapshots[0], log, "--logprobs-mode", "processed_logprobs", "--enable-scale-out"
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def sglang_server(sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+def sglang_server(
+    sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
     with run_sglang(sglang_python, snapshots[0], tmp_path_factory.mktemp("sglang")) as server:
         yield server

@@ -1,4 +1,6 @@
-"""A proxy in front of a vLLM server that says 200 to every order to load weights and does not pass it on. Usage: lying_proxy.py URL."""
+"""A proxy in front of a vLLM server that says 200 to every order to load weights and does not pass it on.
+Usage: lying_proxy.py URL.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ class Liar(BaseHTTPRequestHandler):
             self.send(200, b'{"results":[null]}')
             return
         connection = http.client.HTTPConnection(ADDRESS, timeout=300)
-        headers = {name: value for name, value in self.headers.items() if name.lower() in ("authorization", "content-type")}
+        headers = {
+            name: value
+            for name, value in self.headers.items()
+            if name.lower() in ("authorization", "content-type")
+        }
         connection.request(self.command, self.path, body or None, headers)
         reply = connection.getresponse()
         self.send(reply.status, reply.read())

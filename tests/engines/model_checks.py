@@ -1,4 +1,6 @@
-"""What a real server computes against what the model itself does, the same for each kind of server. `open_engine` opens one that serves it."""
+"""What a real server computes against what the model itself does, the same for each kind of server.
+`open_engine` opens one that serves it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ OpenEngine = Callable[[], AbstractAsyncContextManager[InferenceEngine]]
 
 
 def score(path: Path, request: GenerateRequest, completion: Completion) -> np.ndarray:
-    """The log-probs that the model in `path` gives to the tokens, by a plain forward pass at the request's temperature."""
+    """The log-probs that the model in `path` gives to the tokens, by a plain forward pass at the request's
+    temperature.
+    """
     model = transformers.LlamaForCausalLM.from_pretrained(path, dtype=torch.float32)
     tokens = torch.tensor([[*request.prompt_ids.tolist(), *completion.token_ids.tolist()]])
     with torch.no_grad():
@@ -37,7 +41,9 @@ async def load(engine: InferenceEngine, path: Path) -> int:
     return version
 
 
-async def check_log_probs(open_engine: OpenEngine, path: Path, request: GenerateRequest, *, atol: float) -> None:
+async def check_log_probs(
+    open_engine: OpenEngine, path: Path, request: GenerateRequest, *, atol: float
+) -> None:
     """They are those of the model in `path` at the temperature that was sampled with."""
     async with open_engine() as engine:
         await load(engine, path)
@@ -46,13 +52,17 @@ async def check_log_probs(open_engine: OpenEngine, path: Path, request: Generate
 
 
 async def check_greedy_beside_sampled(open_engine: OpenEngine, path: Path, *, atol: float) -> None:
-    """Requests of several temperatures in one batch have each its own log-probs; greedy ones those of temperature 1."""
+    """Requests of several temperatures in one batch have each its own log-probs; greedy ones those of
+    temperature 1.
+    """
     answers: dict[float, Completion] = {}
     async with open_engine() as engine:
         await load(engine, path)
 
         async def ask(temperature: float) -> None:
-            answers[temperature] = await engine.generate(make_request(f"t{temperature}", max_new_tokens=24, temperature=temperature))
+            answers[temperature] = await engine.generate(
+                make_request(f"t{temperature}", max_new_tokens=24, temperature=temperature)
+            )
 
         async with trio.open_nursery() as nursery:
             for temperature in (0.0, 0.5, 1.5):
@@ -62,8 +72,12 @@ async def check_greedy_beside_sampled(open_engine: OpenEngine, path: Path, *, at
         np.testing.assert_allclose(completion.log_probs, score(path, request, completion), atol=atol)
 
 
-async def check_tokens_after_a_frozen_update(open_engine: OpenEngine, first: Path, second: Path, *, atol: float) -> None:
-    """The new part is scored by the new weights over everything before it: keys and values of the old weights would show."""
+async def check_tokens_after_a_frozen_update(
+    open_engine: OpenEngine, first: Path, second: Path, *, atol: float
+) -> None:
+    """The new part is scored by the new weights over everything before it: keys and values of the old weights
+    would show.
+    """
     paths = [first, second]  # what the engine serves, and what it is brought to next
     async with open_engine() as engine:
         await load(engine, first)
@@ -73,6 +87,13 @@ async def check_tokens_after_a_frozen_update(open_engine: OpenEngine, first: Pat
             await update_frozen(engine, paths[0], answers)
 
         completion = await disturb(engine, update)
-    request, new = make_request("long", max_new_tokens=LONG), completion.weight_versions == completion.weight_versions[-1]
-    np.testing.assert_allclose(completion.log_probs[~new], score(paths[1], request, completion)[~new], atol=atol)
-    np.testing.assert_allclose(completion.log_probs[new], score(paths[0], request, completion)[new], atol=atol)
+    request, new = (
+        make_request("long", max_new_tokens=LONG),
+        completion.weight_versions == completion.weight_versions[-1],
+    )
+    np.testing.assert_allclose(
+        completion.log_probs[~new], score(paths[1], request, completion)[~new], atol=atol
+    )
+    np.testing.assert_allclose(
+        completion.log_probs[new], score(paths[0], request, completion)[new], atol=atol
+    )

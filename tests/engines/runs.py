@@ -14,7 +14,8 @@ from typing import Any
 from .conftest import ROOT
 
 STEPS, SYNC_EVERY = 4, 2
-# The demo's configs, smaller; a random model's answers are scored by their bytes, so that every batch has something to learn from.
+# The demo's configs, smaller; a random model's answers are scored by their bytes, so that every batch has
+# something to learn from.
 SHORT = (
     "--model.threads", "1", "--rl.steps", str(STEPS), "--rl.sync_every", str(SYNC_EVERY), "--rl.rollout.num_prompts", "4",
     "--rl.rollout.samples_per_prompt", "8", "--rl.optim.lr", "1e-3", "--eval.data.size", "16", "--rl.data.size", "64",
@@ -29,7 +30,8 @@ def share_of_even_bytes(sample):
 def make_command(folder: Path, config: str, *arguments: str, mode: str = "rl") -> list[str]:
     """train.py in `mode` with a config of integration_training/configs, writing into folder/run.
 
-    It and its servers give way to the tests beside them, which have to reach a server in the middle of its work.
+    It and its servers give way to the tests beside them, which have to reach a server in the middle of its
+    work.
     """
     path = ROOT / "integration_training" / "configs" / config
     return [
@@ -49,7 +51,15 @@ def make_environment(folder: Path, mark: str, environment: dict[str, str]) -> di
     return os.environ | settings | environment
 
 
-def train(folder: Path, config: str, *arguments: str, mode: str = "rl", exit_code: int = 0, timeout_s: float = 900, **environment: str) -> str:
+def train(
+    folder: Path,
+    config: str,
+    *arguments: str,
+    mode: str = "rl",
+    exit_code: int = 0,
+    timeout_s: float = 900,
+    **environment: str,
+) -> str:
     """What a run that ended with `exit_code` wrote to stderr. Nothing that it started runs any more."""
     mark = uuid.uuid4().hex
     result = subprocess.run(
@@ -62,11 +72,16 @@ def train(folder: Path, config: str, *arguments: str, mode: str = "rl", exit_cod
 
 
 def find_processes(mark: str, program: str = "") -> list[int]:
-    """The processes whose environment has `mark`: what a run started, and what that started. `program`: those whose command line has it."""
+    """The processes whose environment has `mark`: what a run started, and what that started. `program`: those
+    whose command line has it.
+    """
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if mark.encode() in (process / "environ").read_bytes() and program.encode() in (process / "cmdline").read_bytes():
+            if (
+                mark.encode() in (process / "environ").read_bytes()
+                and program.encode() in (process / "cmdline").read_bytes()
+            ):
                 found.append(int(process.name))
         except OSError:
             continue  # it has ended
@@ -74,16 +89,28 @@ def find_processes(mark: str, program: str = "") -> list[int]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if path.exists()
+        else []
+    )
 
 
 def assert_proven(run: Path, *, steps: Sequence[int] = range(1, STEPS + 1)) -> None:
-    """Every step was trained on samples as old as the server's weights, which every second one brought to the trainer's, proven by the probe."""
+    """Every step was trained on samples as old as the server's weights, which every second one brought to the
+    trainer's, proven by the probe.
+    """
     rows = read_rows(run / "metrics.jsonl")
     rows = [row for row in rows if row["stage"] == "rl"]
     assert [row["step"] for row in rows] == list(steps)
     assert [row["off_policy/max"] for row in rows] == [(row["step"] - 1) % SYNC_EVERY for row in rows]
-    assert max(row["optim/grad_norm"] for row in rows) > 0  # a step whose samples all earned the same has none
-    told = [row["step"] for row in rows if "weight_sync/probe_difference/max" in row]  # the step that was the last when an update ended
-    assert told[-1] == steps[-1] and len(told) >= len(steps) // SYNC_EVERY - 1  # the last row may tell of two, of which it has the later
+    assert (
+        max(row["optim/grad_norm"] for row in rows) > 0
+    )  # a step whose samples all earned the same has none
+    told = [
+        row["step"] for row in rows if "weight_sync/probe_difference/max" in row
+    ]  # the step that was the last when an update ended
+    assert (
+        told[-1] == steps[-1] and len(told) >= len(steps) // SYNC_EVERY - 1
+    )  # the last row may tell of two, of which it has the later
     assert all(row["weight_sync/probe_difference/max"] < 1e-3 for row in rows if row["step"] in told)

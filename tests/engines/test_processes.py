@@ -1,4 +1,6 @@
-"""Real servers, started and ended by open_engine_processes: ready with our key only, restarted in place, nothing left."""
+"""Real servers, started and ended by open_engine_processes: ready with our key only, restarted in place,
+nothing left.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,24 @@ from rollouts.models.load import resolve_model
 
 pytestmark = pytest.mark.engines
 ROOT = Path(__file__).resolve().parents[2]
-MODELS = {"vllm": "bundled:smollm2-135m-instruct", "sglang": "tiny:llama"}  # vLLM's attention for CPUs takes no heads as small as the tiny one's
+MODELS = {
+    "vllm": "bundled:smollm2-135m-instruct",
+    "sglang": "tiny:llama",
+}  # vLLM's attention for CPUs takes no heads as small as the tiny one's
 ARGS = {"vllm": ("--enforce-eager",), "sglang": ("--device", "cpu", "--max-total-tokens", "4096")}
 Kind = Literal["vllm", "sglang"]
 
 
 @pytest.fixture
 def command(kind: Kind) -> EngineCommand:
-    python = Path(os.environ.get(f"ROLLOUTS_{kind.upper()}_PYTHON", ROOT / f".venv-{kind}" / "bin" / "python"))
+    python = Path(
+        os.environ.get(f"ROLLOUTS_{kind.upper()}_PYTHON", ROOT / f".venv-{kind}" / "bin" / "python")
+    )
     if not python.exists():
         pytest.skip(f"{python} is not there: python -m rollouts engines install-{kind}-cpu")
-    return EngineCommand(kind, python, resolve_model(MODELS[kind], seed=0), ARGS[kind], context_length=256, dtype="float32")
+    return EngineCommand(
+        kind, python, resolve_model(MODELS[kind], seed=0), ARGS[kind], context_length=256, dtype="float32"
+    )
 
 
 def descendants_of(pid: int) -> set[int]:
@@ -47,9 +56,16 @@ def command_lines(pids: set[int]) -> str:
 
 async def generate_ids(kind: Kind, url: str, key: str) -> list[int]:
     """Four tokens after three, greedily."""
-    sampling = {"temperature": 0.0, "ignore_eos": True, "max_tokens" if kind == "vllm" else "max_new_tokens": 4}
+    sampling = {
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "max_tokens" if kind == "vllm" else "max_new_tokens": 4,
+    }
     if kind == "vllm":
-        path, body = "/inference/v1/generate", {"model": "policy", "token_ids": [5, 6, 7], "sampling_params": sampling}
+        path, body = (
+            "/inference/v1/generate",
+            {"model": "policy", "token_ids": [5, 6, 7], "sampling_params": sampling},
+        )
     else:
         path, body = "/generate", {"input_ids": [5, 6, 7], "sampling_params": sampling}
     async with open_http_client(url, api_key=key) as client:
@@ -60,7 +76,9 @@ async def generate_ids(kind: Kind, url: str, key: str) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(command: EngineCommand, kind: Kind, tmp_path: Path):
+async def test_a_real_server_starts_answers_comes_back_and_leaves_nothing(
+    command: EngineCommand, kind: Kind, tmp_path: Path
+):
     began = trio.current_time()
     async with open_engine_processes(command, count=1, log_dir=tmp_path, start_s=400.0) as (process,):
         print(f"{kind}: ready on {process.url} after {trio.current_time() - began:.1f} s")

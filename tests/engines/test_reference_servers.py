@@ -1,4 +1,6 @@
-"""HttpReference on real servers: the log-probs of the same model here. Needs vLLM in .venv-vllm and SGLang in .venv-sglang."""
+"""HttpReference on real servers: the log-probs of the same model here. Needs vLLM in .venv-vllm and SGLang in
+.venv-sglang.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,16 @@ pytestmark = pytest.mark.engines
 
 async def check_same_log_probs(server: RunningServer, kind: ServerKind, path: Path, *, model: str) -> None:
     batches = [make_batch(seed) for seed in range(3)]
-    batches[2] = replace(batches[2], loss_masks=tuple(mask & (np.arange(len(mask)) % 2 == 0) for mask in batches[2].loss_masks))
+    batches[2] = replace(
+        batches[2], loss_masks=tuple(mask & (np.arange(len(mask)) % 2 == 0) for mask in batches[2].loss_masks)
+    )
     found = {}
-    options: dict[str, Any] = {"kind": kind, "vocab_size": VOCAB_SIZE, "model": model, "api_key": server.api_key}
+    options: dict[str, Any] = {
+        "kind": kind,
+        "vocab_size": VOCAB_SIZE,
+        "model": model,
+        "api_key": server.api_key,
+    }
     async with open_http_reference(server.url, **options) as scorer, trio.open_nursery() as nursery:
 
         async def score(index: int) -> None:
@@ -35,19 +44,26 @@ async def check_same_log_probs(server: RunningServer, kind: ServerKind, path: Pa
 
         for index in range(len(batches)):
             nursery.start_soon(score, index)
-    async with open_device_thread(name="plain", torch_threads=1) as thread, open_frozen_reference(path, device_thread=thread) as reference:
+    async with (
+        open_device_thread(name="plain", torch_threads=1) as thread,
+        open_frozen_reference(path, device_thread=thread) as reference,
+    ):
         for index, batch in enumerate(batches):
             for one, two in zip(found[index], await reference.score(batch), strict=True):
                 np.testing.assert_allclose(one, two, atol=1e-4)
 
 
 async def test_vllm_gives_the_models_own_log_probs(vllm_server: RunningServer, snapshots: tuple[Path, Path]):
-    async with open_vllm_engine(vllm_server.url, api_key=vllm_server.api_key, vocab_size=VOCAB_SIZE) as engine:
+    async with open_vllm_engine(
+        vllm_server.url, api_key=vllm_server.api_key, vocab_size=VOCAB_SIZE
+    ) as engine:
         await load(engine, snapshots[0])  # another test may have left other weights
     await check_same_log_probs(vllm_server, "vllm", snapshots[0], model="policy")
 
 
-async def test_sglang_gives_the_models_own_log_probs(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_sglang_gives_the_models_own_log_probs(
+    sglang_server: RunningServer, snapshots: tuple[Path, Path]
+):
     keys = {"api_key": sglang_server.api_key, "admin_key": sglang_server.admin_key}
     async with open_sglang_engine(sglang_server.url, vocab_size=VOCAB_SIZE, **keys) as engine:
         await load(engine, snapshots[0])

@@ -1,4 +1,6 @@
-"""SGLangEngine and broadcasts to it on a real SGLang server. Needs ROLLOUTS_SGLANG_PYTHON, or SGLang in .venv-sglang."""
+"""SGLangEngine and broadcasts to it on a real SGLang server. Needs ROLLOUTS_SGLANG_PYTHON, or SGLang in
+.venv-sglang.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,13 @@ from rollouts.types import Completion, GenerateRequest, RolloutBatch
 from rollouts.weight_sync.broadcast_sglang import open_sglang_broadcast
 
 from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, run_sglang
-from .model_checks import check_greedy_beside_sampled, check_log_probs, check_tokens_after_a_frozen_update, load, score
+from .model_checks import (
+    check_greedy_beside_sampled,
+    check_log_probs,
+    check_tokens_after_a_frozen_update,
+    load,
+    score,
+)
 
 pytestmark = pytest.mark.engines
 KEEP_MODES = ("retract", "in_place")
@@ -38,7 +46,9 @@ def open_engine(server: RunningServer, **changes: Any) -> AbstractAsyncContextMa
 
 @asynccontextmanager
 async def open_trainer(path: Path) -> AsyncIterator[PyTorchTrainingBackend]:
-    async with open_pytorch_backend(path, optim=OptimConfig(), total_steps=1, threads=1, autocast="off") as backend:
+    async with open_pytorch_backend(
+        path, optim=OptimConfig(), total_steps=1, threads=1, autocast="off"
+    ) as backend:
         yield backend
 
 
@@ -51,14 +61,16 @@ async def send(transport: Any, backend: PyTorchTrainingBackend, engine: SGLangEn
     return version
 
 
-async def score_by_trainer(backend: PyTorchTrainingBackend, request: GenerateRequest, completion: Completion) -> np.ndarray:
+async def score_by_trainer(
+    backend: PyTorchTrainingBackend, request: GenerateRequest, completion: Completion
+) -> np.ndarray:
     tokens = np.concatenate([request.prompt_ids, completion.token_ids])
     mask = np.arange(len(tokens)) >= len(request.prompt_ids)
     (row,) = await backend.forward(RolloutBatch(tokens=(tokens,), loss_masks=(mask,))).result()
     return row[mask]
 
 
-# --- the contract ------------------------------------------------------------------------------------------------------------
+# --- the contract -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("check", [*engine_contracts.CHECKS, *engine_contracts.MODEL_CHECKS])
@@ -66,17 +78,27 @@ async def test_contract(check: Any, sglang_server: RunningServer):
     await check(lambda: open_engine(sglang_server))
 
 
-async def test_updates_show_in_version_log_probs_and_checksum(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_updates_show_in_version_log_probs_and_checksum(
+    sglang_server: RunningServer, snapshots: tuple[Path, Path]
+):
     await engine_contracts.check_update_from_checkpoint(lambda: open_engine(sglang_server), *snapshots)
 
 
 @pytest.mark.parametrize("mode", KEEP_MODES)
-async def test_frozen_request_comes_back_whole_with_two_versions(mode: str, sglang_server: RunningServer, snapshots: tuple[Path, Path]):
-    await engine_contracts.check_keep_pause_spans_two_versions(lambda: open_engine(sglang_server, keep_mode=mode), snapshots[1])
+async def test_frozen_request_comes_back_whole_with_two_versions(
+    mode: str, sglang_server: RunningServer, snapshots: tuple[Path, Path]
+):
+    await engine_contracts.check_keep_pause_spans_two_versions(
+        lambda: open_engine(sglang_server, keep_mode=mode), snapshots[1]
+    )
 
 
-async def test_bad_snapshots_change_nothing(sglang_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path):
-    await engine_contracts.check_bad_snapshots_change_nothing(lambda: open_engine(sglang_server), snapshots[1], tmp_path)
+async def test_bad_snapshots_change_nothing(
+    sglang_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path
+):
+    await engine_contracts.check_bad_snapshots_change_nothing(
+        lambda: open_engine(sglang_server), snapshots[1], tmp_path
+    )
 
 
 @pytest.mark.parametrize("mode", KEEP_MODES)
@@ -94,24 +116,32 @@ async def test_abort_all_answers_frozen_requests_with_what_they_have(mode: str, 
         assert len((await engine.generate(make_request())).token_ids) == 4
 
 
-# --- log-probs ---------------------------------------------------------------------------------------------------------------
+# --- log-probs ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
-async def test_log_probs_are_the_models_own_at_its_temperature(temperature: float, sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_log_probs_are_the_models_own_at_its_temperature(
+    temperature: float, sglang_server: RunningServer, snapshots: tuple[Path, Path]
+):
     request = make_request(prompt=(5, 6, 7, 8), max_new_tokens=24, temperature=temperature)
     await check_log_probs(lambda: open_engine(sglang_server), snapshots[0], request, atol=1e-4)
 
 
-async def test_greedy_beside_sampled_requests_keeps_log_probs_of_temperature_1(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_greedy_beside_sampled_requests_keeps_log_probs_of_temperature_1(
+    sglang_server: RunningServer, snapshots: tuple[Path, Path]
+):
     await check_greedy_beside_sampled(lambda: open_engine(sglang_server), snapshots[0], atol=1e-4)
 
 
-async def test_tokens_after_a_retracted_update_are_the_new_models_own(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_tokens_after_a_retracted_update_are_the_new_models_own(
+    sglang_server: RunningServer, snapshots: tuple[Path, Path]
+):
     await check_tokens_after_a_frozen_update(lambda: open_engine(sglang_server), *snapshots, atol=1e-4)
 
 
-async def test_prefix_cached_before_an_update_in_place_is_not_used_after_it(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_prefix_cached_before_an_update_in_place_is_not_used_after_it(
+    sglang_server: RunningServer, snapshots: tuple[Path, Path]
+):
     # the server cannot flush while requests are frozen in place; the same prompt must still be computed anew
     prompt = tuple(range(1, 60))
     async with open_engine(sglang_server, keep_mode="in_place") as engine:
@@ -127,12 +157,18 @@ async def test_prefix_cached_before_an_update_in_place_is_not_used_after_it(sgla
     np.testing.assert_allclose(completion.log_probs, score(snapshots[1], request, completion), atol=1e-4)
 
 
-# --- in memory ---------------------------------------------------------------------------------------------------------------
+# --- in memory ----------------------------------------------------------------------------------------------
 
 
-async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(
+    sglang_server: RunningServer, snapshots: tuple[Path, Path]
+):
     request = make_request(prompt=(9, 8, 7), max_new_tokens=16, temperature=0.0)
-    async with open_engine(sglang_server) as engine, open_trainer(snapshots[1]) as backend, open_sglang_broadcast(bucket_bytes=50_000) as transport:
+    async with (
+        open_engine(sglang_server) as engine,
+        open_trainer(snapshots[1]) as backend,
+        open_sglang_broadcast(bucket_bytes=50_000) as transport,
+    ):
         await load(engine, snapshots[1])
         by_disk, disk_sum = await engine.generate(request), await engine.checksum()
         await load(engine, snapshots[0])
@@ -143,18 +179,24 @@ async def test_broadcast_gives_what_the_disk_gives_and_what_the_trainer_has(sgla
         assert by_memory.weight_versions.tolist() == [version] * 16
         assert by_memory.token_ids.tolist() == by_disk.token_ids.tolist()
         np.testing.assert_allclose(by_memory.log_probs, by_disk.log_probs, atol=1e-5)
-        np.testing.assert_allclose(by_memory.log_probs, await score_by_trainer(backend, request, by_memory), atol=1e-4)
+        np.testing.assert_allclose(
+            by_memory.log_probs, await score_by_trainer(backend, request, by_memory), atol=1e-4
+        )
         assert await engine.checksum() == disk_sum
         weights = await backend.get_weights().result()
         await backend.load_weights({name: tensor * 1.1 for name, tensor in weights.items()}).result()
         await send(transport, backend, engine)  # in the group of before
         again = await engine.generate(request)
-        np.testing.assert_allclose(again.log_probs, await score_by_trainer(backend, request, again), atol=1e-4)
+        np.testing.assert_allclose(
+            again.log_probs, await score_by_trainer(backend, request, again), atol=1e-4
+        )
         assert np.abs(again.log_probs[0] - by_memory.log_probs[0]) > 1e-3
 
 
 @pytest.mark.parametrize("mode", KEEP_MODES)
-async def test_request_in_flight_over_a_broadcast_has_two_versions(mode: str, sglang_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_request_in_flight_over_a_broadcast_has_two_versions(
+    mode: str, sglang_server: RunningServer, snapshots: tuple[Path, Path]
+):
     async with (
         open_engine(sglang_server, keep_mode=mode) as engine,
         open_trainer(snapshots[1]) as backend,
@@ -165,7 +207,9 @@ async def test_request_in_flight_over_a_broadcast_has_two_versions(mode: str, sg
         async def update(answers: list[Completion]) -> None:
             await engine.pause("keep")
             before = list(answers)
-            assert await transport(backend, [engine], await engine.weight_version() + 1) == {engine.features.name: None}
+            assert await transport(backend, [engine], await engine.weight_version() + 1) == {
+                engine.features.name: None
+            }
             assert answers == before
             await engine.resume()
 
@@ -174,14 +218,20 @@ async def test_request_in_flight_over_a_broadcast_has_two_versions(mode: str, sg
         assert versions == [versions[0]] * old + [await engine.weight_version()] * (LONG - old)
 
 
-async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_the_next(sglang_server: RunningServer, snapshots: tuple[Path, Path]):
-    async with open_engine(sglang_server) as engine, open_trainer(snapshots[1]) as backend, open_sglang_broadcast() as transport:
+async def test_update_that_broke_off_in_the_middle_does_not_stand_in_the_way_of_the_next(
+    sglang_server: RunningServer, snapshots: tuple[Path, Path]
+):
+    async with (
+        open_engine(sglang_server) as engine,
+        open_trainer(snapshots[1]) as backend,
+        open_sglang_broadcast() as transport,
+    ):
         assert await engine.begin_transfer()  # and nothing more: as if the trainer had died
         version = await send(transport, backend, engine)
         assert (await engine.generate(make_request())).weight_versions.tolist() == [version] * 4
 
 
-# --- keys and settings -------------------------------------------------------------------------------------------------------
+# --- keys and settings --------------------------------------------------------------------------------------
 
 
 async def test_wrong_keys_are_refused_by_name(sglang_server: RunningServer):
@@ -227,10 +277,16 @@ async def test_server_left_paused_goes_on_for_who_comes_next(sglang_server: Runn
 
 
 @pytest.fixture(scope="module")
-def other_server(sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server with a key of its own for control calls, whose log-probs are not of the distribution sampled from."""
+def other_server(
+    sglang_python: Path, snapshots: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningServer]:
+    """A server with a key of its own for control calls, whose log-probs are not of the distribution sampled
+    from.
+    """
     folder, unscaled = tmp_path_factory.mktemp("other"), {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
-    with run_sglang(sglang_python, snapshots[0], folder, admin_key=secrets.token_hex(16), environment=unscaled) as server:
+    with run_sglang(
+        sglang_python, snapshots[0], folder, admin_key=secrets.token_hex(16), environment=unscaled
+    ) as server:
         yield server
 
 
@@ -253,7 +309,11 @@ async def test_server_that_dies_or_stops_in_an_update_is_reported_and_the_traine
         return True
 
     monkeypatch.setattr("rollouts.engines.sglang._measure_temperature", take_it)
-    async with open_engine(other_server) as engine, open_trainer(snapshots[1]) as backend, open_sglang_broadcast(progress_s=5.0) as transport:
+    async with (
+        open_engine(other_server) as engine,
+        open_trainer(snapshots[1]) as backend,
+        open_sglang_broadcast(progress_s=5.0) as transport,
+    ):
         await engine.pause("wait")
         name = engine.features.name
         assert await transport(backend, [engine], 1) == {name: None}

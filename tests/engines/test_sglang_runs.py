@@ -1,4 +1,6 @@
-"""Whole RL runs on a real SGLang server, as a user starts them. Needs ROLLOUTS_SGLANG_PYTHON, or SGLang in .venv-sglang."""
+"""Whole RL runs on a real SGLang server, as a user starts them. Needs ROLLOUTS_SGLANG_PYTHON, or SGLang in
+.venv-sglang.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_run_starts_a_server_updates_it_from_disk_and_leaves_nothing(sglang_pyth
     assert count_updates(tmp_path / "run" / "engines" / "sglang-0.log") == (1 + STEPS // SYNC_EVERY, 0)
 
 
-def test_run_on_a_running_server_updates_it_in_memory(sglang_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path):
+def test_run_on_a_running_server_updates_it_in_memory(
+    sglang_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path
+):
     from_disk, in_memory = count_updates(sglang_server.log)
     train(
         tmp_path, "demo_sglang.toml", *SHORT, *use_byte_reward(tmp_path), "--model.name", str(snapshots[0]), "--engine.urls",

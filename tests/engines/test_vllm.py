@@ -21,7 +21,12 @@ from rollouts.testing.engine_contracts import LONG, at_work, disturb, make_reque
 from rollouts.types import Completion
 
 from .conftest import CONTEXT_LENGTH, VOCAB_SIZE, RunningServer, run_vllm
-from .model_checks import check_greedy_beside_sampled, check_log_probs, check_tokens_after_a_frozen_update, load
+from .model_checks import (
+    check_greedy_beside_sampled,
+    check_log_probs,
+    check_tokens_after_a_frozen_update,
+    load,
+)
 
 pytestmark = pytest.mark.engines
 
@@ -35,29 +40,43 @@ async def test_contract(check: Any, vllm_server: RunningServer):
     await check(lambda: open_engine(vllm_server))
 
 
-async def test_updates_show_in_version_log_probs_and_checksum(vllm_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_updates_show_in_version_log_probs_and_checksum(
+    vllm_server: RunningServer, snapshots: tuple[Path, Path]
+):
     await engine_contracts.check_update_from_checkpoint(lambda: open_engine(vllm_server), *snapshots)
 
 
-async def test_frozen_request_comes_back_whole_with_two_versions(vllm_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_frozen_request_comes_back_whole_with_two_versions(
+    vllm_server: RunningServer, snapshots: tuple[Path, Path]
+):
     await engine_contracts.check_keep_pause_spans_two_versions(lambda: open_engine(vllm_server), snapshots[1])
 
 
-async def test_bad_snapshots_change_nothing(vllm_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path):
-    await engine_contracts.check_bad_snapshots_change_nothing(lambda: open_engine(vllm_server), snapshots[1], tmp_path)
+async def test_bad_snapshots_change_nothing(
+    vllm_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path
+):
+    await engine_contracts.check_bad_snapshots_change_nothing(
+        lambda: open_engine(vllm_server), snapshots[1], tmp_path
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0, 2.0])
-async def test_log_probs_are_the_models_own_at_its_temperature(temperature: float, vllm_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_log_probs_are_the_models_own_at_its_temperature(
+    temperature: float, vllm_server: RunningServer, snapshots: tuple[Path, Path]
+):
     request = make_request(prompt=(5, 6, 7, 8), max_new_tokens=24, temperature=temperature, seed=3)
     await check_log_probs(lambda: open_engine(vllm_server), snapshots[0], request, atol=2e-4)
 
 
-async def test_greedy_beside_sampled_requests_keeps_log_probs_of_temperature_1(vllm_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_greedy_beside_sampled_requests_keeps_log_probs_of_temperature_1(
+    vllm_server: RunningServer, snapshots: tuple[Path, Path]
+):
     await check_greedy_beside_sampled(lambda: open_engine(vllm_server), snapshots[0], atol=2e-4)
 
 
-async def test_tokens_after_a_frozen_update_are_the_new_models_own(vllm_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_tokens_after_a_frozen_update_are_the_new_models_own(
+    vllm_server: RunningServer, snapshots: tuple[Path, Path]
+):
     await check_tokens_after_a_frozen_update(lambda: open_engine(vllm_server), *snapshots, atol=5e-4)
 
 
@@ -66,7 +85,9 @@ async def test_frozen_request_is_aborted_with_what_it_has(vllm_server: RunningSe
 
         async def freeze_and_abort(_: list[Completion]) -> None:
             await engine.pause("keep")
-            await engine.abort_all()  # what the server counts as running may be of a moment ago; the answer tells
+            await (
+                engine.abort_all()
+            )  # what the server counts as running may be of a moment ago; the answer tells
             await engine.resume()
 
         answer = await disturb(engine, freeze_and_abort)
@@ -87,7 +108,8 @@ async def test_frozen_request_finishes_under_pause_wait(vllm_server: RunningServ
 async def test_server_that_fails_in_a_load_has_its_weights_back(
     vllm_server: RunningServer, snapshots: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # the snapshot passes our check and is gone when the server looks for it, as when the two see different file systems
+    # the snapshot passes our check and is gone when the server looks for it, as when the two see different
+    # file systems
     gone = tmp_path / "gone"
     shutil.copytree(snapshots[1], gone)
     async with open_engine(vllm_server) as engine:
@@ -167,7 +189,9 @@ async def test_engine_left_paused_by_an_earlier_run_serves_again(vllm_server: Ru
         ({"context_length": CONTEXT_LENGTH + 1}, f"--max-model-len {CONTEXT_LENGTH + 1}"),
     ],
 )
-async def test_opening_with_what_does_not_fit_names_the_flag(changes: dict[str, Any], flag: str, vllm_server: RunningServer):
+async def test_opening_with_what_does_not_fit_names_the_flag(
+    changes: dict[str, Any], flag: str, vllm_server: RunningServer
+):
     with pytest.raises(EngineSetupError, match=flag):
         async with open_engine(vllm_server, **changes):
             pass
@@ -187,7 +211,9 @@ async def test_weight_transfer_that_is_off_names_the_flag(vllm_server: RunningSe
 
 
 @pytest.mark.parametrize("speaks", ["ids", "text"])
-async def test_openai_engine_evaluates_on_the_same_server(speaks: str, vllm_server: RunningServer, snapshots: tuple[Path, Path]):
+async def test_openai_engine_evaluates_on_the_same_server(
+    speaks: str, vllm_server: RunningServer, snapshots: tuple[Path, Path]
+):
     tokenizer = transformers.AutoTokenizer.from_pretrained(snapshots[0])
     async with (
         open_engine(vllm_server) as exact,
@@ -206,7 +232,9 @@ async def test_openai_engine_evaluates_on_the_same_server(speaks: str, vllm_serv
         if speaks == "ids":
             assert completion.token_ids.tolist() == expected.token_ids.tolist()
         else:
-            assert tokenizer.decode(completion.token_ids) == tokenizer.decode(expected.token_ids, skip_special_tokens=True)
+            assert tokenizer.decode(completion.token_ids) == tokenizer.decode(
+                expected.token_ids, skip_special_tokens=True
+            )
         assert await engine.health()
 
 
@@ -219,7 +247,12 @@ async def test_openai_engine_evaluates_on_the_same_server(speaks: str, vllm_serv
     ids=["raw-log-probs", "no-dev-mode"],
 )  # the other settings are tried in unit tests, without a server of their own
 async def test_server_without_a_setting_is_refused_by_the_name_of_its_flag(
-    flags: tuple[str, ...], dev_mode: bool, named: str, vllm_python: Path, snapshots: tuple[Path, Path], tmp_path: Path
+    flags: tuple[str, ...],
+    dev_mode: bool,
+    named: str,
+    vllm_python: Path,
+    snapshots: tuple[Path, Path],
+    tmp_path: Path,
 ):
     with (
         run_vllm(vllm_python, snapshots[0], tmp_path / "server.log", *flags, dev_mode=dev_mode) as server,
@@ -227,5 +260,3 @@ async def test_server_without_a_setting_is_refused_by_the_name_of_its_flag(
     ):
         async with open_engine(server):
             pass
-
-

@@ -1,4 +1,6 @@
-"""Whole RL runs on real vLLM servers, as a user starts them. Needs ROLLOUTS_VLLM_PYTHON, or vLLM in .venv-vllm."""
+"""Whole RL runs on real vLLM servers, as a user starts them. Needs ROLLOUTS_VLLM_PYTHON, or vLLM in
+.venv-vllm.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from pathlib import Path
 import pytest
 
 from .conftest import RunningServer
-from .runs import SHORT, assert_proven, find_processes, make_command, make_environment, read_rows, train, use_byte_reward
+from .runs import (
+    SHORT,
+    assert_proven,
+    find_processes,
+    make_command,
+    make_environment,
+    read_rows,
+    train,
+    use_byte_reward,
+)
 
 pytestmark = pytest.mark.engines
 PATIENCE_S = 900.0
@@ -25,7 +36,9 @@ def share_of_digits(sample):
 """
 
 
-def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_second_step(vllm_python: Path, tmp_path: Path):
+def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_second_step(
+    vllm_python: Path, tmp_path: Path
+):
     (tmp_path / "digits.py").write_text(REWARD)
     train(
         tmp_path, "demo_vllm.toml", "--engine.python", str(vllm_python), "--rl.steps", "10", "--rl.rollout.num_prompts", "8",
@@ -36,7 +49,11 @@ def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_seco
     assert_proven(run, steps=range(1, 11))
     rewards = [row["reward/mean"] for row in read_rows(run / "metrics.jsonl")]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05, rewards
-    samples = [row for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl" and row["weight_version_min"] is not None]
+    samples = [
+        row
+        for row in read_rows(run / "samples.jsonl")
+        if row["stage"] == "rl" and row["weight_version_min"] is not None
+    ]
     assert samples
     for row in samples:  # steps 1 and 2 are sampled at version 0, 3 and 4 at 2, ...
         served = (row["step"] - 1) // 2 * 2
@@ -47,7 +64,9 @@ def test_a_language_model_learns_on_a_server_whose_weights_are_proven_every_seco
 def lying_url(vllm_server: RunningServer) -> Iterator[str]:
     """The address of a vLLM server that says that it loads weights and keeps those it has."""
     script = Path(__file__).with_name("lying_proxy.py")
-    with subprocess.Popen([sys.executable, str(script), vllm_server.url], stdout=subprocess.PIPE, text=True) as proxy:
+    with subprocess.Popen(
+        [sys.executable, str(script), vllm_server.url], stdout=subprocess.PIPE, text=True
+    ) as proxy:
         assert proxy.stdout is not None
         yield proxy.stdout.readline().strip()
         proxy.kill()
@@ -62,28 +81,56 @@ def test_a_server_that_keeps_its_old_weights_and_says_200_stops_the_run_before_a
     )  # fmt: skip
     assert "WeightSyncError" in errors
     run = tmp_path / "run"
-    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2], "the step whose weights did not arrive is the last"
-    assert {row["weight_version_max"] for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl"} == {0}
+    assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [
+        1,
+        2,
+    ], "the step whose weights did not arrive is the last"
+    assert {
+        row["weight_version_max"] for row in read_rows(run / "samples.jsonl") if row["stage"] == "rl"
+    } == {0}
     assert (run / "checkpoints" / "rl" / "step_2" / "manifest.json").exists()
 
 
-def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again(vllm_python: Path, snapshots: tuple[Path, Path], tmp_path: Path):
+def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again(
+    vllm_python: Path, snapshots: tuple[Path, Path], tmp_path: Path
+):
     mark = uuid.uuid4().hex
     command = make_command(
         tmp_path, "demo_vllm.toml", *SHORT, *use_byte_reward(tmp_path), "--model.name", str(snapshots[0]), "--engine.python", str(vllm_python),
         "--engine.count", "2", "--rl.steps", "400", "--rl.rollout.max_new_tokens", "160", "--output.checkpoint_every", "2",
     )  # fmt: skip
-    metrics, log, errors = tmp_path / "run" / "metrics.jsonl", tmp_path / "run" / "engines" / "vllm-0.log", tmp_path / "errors.txt"
+    metrics, log, errors = (
+        tmp_path / "run" / "metrics.jsonl",
+        tmp_path / "run" / "engines" / "vllm-0.log",
+        tmp_path / "errors.txt",
+    )
     with errors.open("wb") as stderr:
-        run = subprocess.Popen(command, env=make_environment(tmp_path, mark, {}), stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr)
+        run = subprocess.Popen(
+            command,
+            env=make_environment(tmp_path, mark, {}),
+            stdin=subprocess.DEVNULL,
+            stdout=stderr,
+            stderr=stderr,
+        )
     try:
         wait_until(run, errors, lambda: len(read_rows(metrics)) >= 1)
         time.sleep(1)  # into the next batch: generating takes most of a step
         first_line = next(line for line in log.read_text().splitlines() if " start 1 of " in line)
         port = first_line.split("--port ")[1].split()[0].encode()
-        killed = [pid for pid in find_processes(mark, "vllm.entrypoints") if port in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        killed = [
+            pid
+            for pid in find_processes(mark, "vllm.entrypoints")
+            if port in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
         os.kill(max(killed), signal.SIGKILL)  # the server itself; its guards have lower ids
-        wait_until(run, errors, lambda: any(row.get("engine/vllm_0/restarts") == 1 and row["engine/vllm_0/state"] == 0 for row in read_rows(metrics)))
+        wait_until(
+            run,
+            errors,
+            lambda: any(
+                row.get("engine/vllm_0/restarts") == 1 and row["engine/vllm_0/state"] == 0
+                for row in read_rows(metrics)
+            ),
+        )
         run.send_signal(signal.SIGINT)
         assert run.wait(PATIENCE_S) == 0
     finally:
@@ -91,10 +138,14 @@ def test_a_server_killed_in_the_middle_of_a_batch_costs_nothing_and_serves_again
         run.wait()
     assert "vllm-0 is dead" in errors.read_text()
     rows = read_rows(metrics)
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), "every step completed, the one of the kill among them"
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), (
+        "every step completed, the one of the kill among them"
+    )
     assert max(row["off_policy/max"] for row in rows) <= 1
     last = [row for row in rows if "engine/vllm_0/state" in row][-1]
-    told = last["engine/vllm_0/version"]  # of the last update that had ended; there is one after every second step
+    told = last[
+        "engine/vllm_0/version"
+    ]  # of the last update that had ended; there is one after every second step
     assert told == last["engine/vllm_1/version"] and last["step"] - 3 <= told <= last["step"]
     assert " start 2 of vllm-0" in log.read_text()
     assert find_processes(mark) == []

@@ -1,4 +1,6 @@
-"""Bugs put into the real classes on purpose. Each is one that somebody could write; the simulator has to find every one of them."""
+"""Bugs put into the real classes on purpose. Each is one that somebody could write; the simulator has to find
+every one of them.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,20 @@ class PlantedBug:
         return self.plant.__name__
 
 
-# --- weight sync -------------------------------------------------------------------------------------------------------------
+# --- weight sync --------------------------------------------------------------------------------------------
 
 
 def publish_before_verify(patch: pytest.MonkeyPatch) -> None:
     real = sync.sync_weights_to_engines
 
     async def sync_eagerly(
-        engines: Sequence[InferenceEngine], path: Path | None, *, version: int, admission: Any, publish: bool = True, **options: Any
+        engines: Sequence[InferenceEngine],
+        path: Path | None,
+        *,
+        version: int,
+        admission: Any,
+        publish: bool = True,
+        **options: Any,
     ) -> update.SyncReport:
         if publish:
             admission.publish(version)
@@ -67,7 +75,7 @@ def commit_without_proof(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(update, "check_change", lambda previous, now: False)
 
 
-# --- fleet -------------------------------------------------------------------------------------------------------------------
+# --- fleet --------------------------------------------------------------------------------------------------
 
 
 def deliver_during_updates(patch: pytest.MonkeyPatch) -> None:
@@ -90,7 +98,9 @@ def forget_failed_requests(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch) -> None:
-    def failed(state: EngineState, ticket: Any, error: str, now: float, settings: Any, *, draw: float) -> EngineState:
+    def failed(
+        state: EngineState, ticket: Any, error: str, now: float, settings: Any, *, draw: float
+    ) -> EngineState:
         return fleet_state.doubted(state, ticket, error, now, settings, draw=draw)
 
     patch.setattr(fleet_state, "request_failed", failed)
@@ -107,7 +117,7 @@ def serve_restarted_engines(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(fleet_state, "came_back", come_back)
 
 
-# --- manager -----------------------------------------------------------------------------------------------------------------
+# --- manager ------------------------------------------------------------------------------------------------
 
 
 def lose_prompts_of_failed_groups(patch: pytest.MonkeyPatch) -> None:
@@ -132,14 +142,18 @@ def give_back_what_trained(patch: pytest.MonkeyPatch) -> None:
     def deliver(self: AsyncRolloutManager, draw: Any) -> RolloutBatch:
         prompts = {held.prompt.key: held.prompt for held in draw.kept.values()}
         batch = real(self, draw)
-        self._data_buffer.return_prompts([prompts[batch.metadata[0]["epoch"], batch.metadata[0]["prompt_id"]]])
+        self._data_buffer.return_prompts(
+            [prompts[batch.metadata[0]["epoch"], batch.metadata[0]["prompt_id"]]]
+        )
         return batch
 
     patch.setattr(AsyncRolloutManager, "_deliver", deliver)
 
 
 def accept_late_replies(patch: pytest.MonkeyPatch) -> None:
-    """Nothing asks how old the weights of an answer are: not the choice of a batch, not what waits for one, not the loop."""
+    """Nothing asks how old the weights of an answer are: not the choice of a batch, not what waits for one,
+    not the loop.
+    """
     patch.setattr(AsyncRolloutManager, "_is_stale", lambda self, samples: False)
     patch.setattr(Pace, "is_stale", lambda self, oldest: False)
     patch.setattr(Pace, "is_full", lambda self: len(self.finished) >= self.num_prompts)

@@ -1,4 +1,6 @@
-"""RL over fleets of servers that fail, in virtual time: nothing is lost, nobody serves weights that he has not proven, and planted bugs are found."""
+"""RL over fleets of servers that fail, in virtual time: nothing is lost, nobody serves weights that he has
+not proven, and planted bugs are found.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,32 @@ def quiet(caplog: pytest.LogCaptureFixture):
 
 
 def run_seeds(first_seed: int, count: int) -> None:
-    """Runs the schedules of these seeds, each of which has all that a run must have, and looks at what they were together."""
+    """Runs the schedules of these seeds, each of which has all that a run must have, and looks at what they
+    were together.
+    """
     faults: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     for seed in range(first_seed, first_seed + count):
         report = run_fleet_simulation(draw_fleet_schedule(seed))
         totals["completed"] += report.outcome == "completed"
-        totals["undisturbed"] += report.outcome == "completed" and not set(report.interruptions) - {"stopped", "killed"}
+        totals["undisturbed"] += report.outcome == "completed" and not set(report.interruptions) - {
+            "stopped",
+            "killed",
+        }
         totals["resumed"] += bool(report.interruptions)
         totals["mixed samples"] += report.mixed_samples
         totals["released"] += report.released
         totals["saved in flight"] += report.saved_in_flight
         faults.update(report.faults)
     assert totals["completed"] >= 0.95 * count, totals
-    assert totals["undisturbed"] >= 0.8 * count, totals  # no fault was so bad that a trainer had to be started again
+    assert totals["undisturbed"] >= 0.8 * count, (
+        totals
+    )  # no fault was so bad that a trainer had to be started again
     assert set(faults) == FAULTS, "a kind of fault never struck: it would prove nothing"
     assert totals["resumed"] > 0 and totals["mixed samples"] > 0, totals
-    assert totals["released"] > 0 and totals["saved in flight"] > 0, totals  # updates went on beside training, and generation beside both
+    assert totals["released"] > 0 and totals["saved in flight"] > 0, (
+        totals
+    )  # updates went on beside training, and generation beside both
 
 
 @pytest.mark.parametrize("first_seed", range(0, FIRST_SEEDS, FIRST_BLOCK))

@@ -1,4 +1,6 @@
-"""The rollout manager under random schedules of failures, cancellations and restarts, in virtual time. The invariants are the simulator's."""
+"""The rollout manager under random schedules of failures, cancellations and restarts, in virtual time. The
+invariants are the simulator's.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,26 @@ def test_no_prompt_is_lost_or_used_twice_whatever_goes_wrong(first_seed: int):
         totals["mixed_samples"] += report.mixed_samples
     # a chunk in which something never happened would prove nothing about it
     assert set(outcomes) == {"delivered", "cancelled", "NotEnoughSamples", "UserFunctionError"}
-    for name in ("trained", "held", "dropped/surplus", "dropped/aborted", "dropped/filter", "failed/reward_timeout", "snapshots", "mixed_samples"):
+    for name in (
+        "trained",
+        "held",
+        "dropped/surplus",
+        "dropped/aborted",
+        "dropped/filter",
+        "failed/reward_timeout",
+        "snapshots",
+        "mixed_samples",
+    ):
         assert totals[name] > 0, name
-    for name in ("failed/engine", "failed/infrastructure", "failed/data", "failed/generate", "failed/reward", "held/finished", "held/unfinished"):
+    for name in (
+        "failed/engine",
+        "failed/infrastructure",
+        "failed/data",
+        "failed/generate",
+        "failed/reward",
+        "held/finished",
+        "held/unfinished",
+    ):
         assert totals[name] > 0, name
 
 

@@ -1,4 +1,6 @@
-"""Generating, training and weight updates go on at once, in virtual time: a step takes as long as the slower of the two."""
+"""Generating, training and weight updates go on at once, in virtual time: a step takes as long as the slower
+of the two.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Crashes of the rollout manager at any task step, and what starts again from the last committed checkpoint. The invariants are the simulator's."""
+"""Crashes of the rollout manager at any task step, and what starts again from the last committed checkpoint.
+The invariants are the simulator's.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,18 @@ def test_after_a_crash_at_any_step_no_prompt_trains_twice_or_is_skipped(chunk: i
     seed = chunk * 10_000
     while crashes < CRASHES // CHUNKS:
         draw, schedule = random.Random(f"crashes/{seed}"), draw_crash_schedule(seed, steps=3)
-        options: dict[str, Any] = {"checkpoint_every": draw.choice([1, 1, 2]), "save_s": draw.choice([0.0, 0.5, 3.0])}
+        options: dict[str, Any] = {
+            "checkpoint_every": draw.choice([1, 1, 2]),
+            "save_s": draw.choice([0.0, 0.5, 3.0]),
+        }
         unbroken = run_with_crashes(schedule, [], **options)
         for _ in range(RUNS_PER_SCHEDULE):
             broken = run_with_crashes(schedule, draw_crashes(draw, unbroken.task_steps), **options)
             crashes, lost_steps = crashes + broken.crashes, lost_steps + broken.lost_steps
             if is_repeatable(schedule):
-                assert (broken.trained, broken.sample_ids) == (unbroken.trained, unbroken.sample_ids), f"seed {seed}"
+                assert (broken.trained, broken.sample_ids) == (unbroken.trained, unbroken.sample_ids), (
+                    f"seed {seed}"
+                )
                 compared += 1
         seed += 1
     assert lost_steps > 20  # else no crash cost anything, and nothing had to come again
@@ -59,13 +66,17 @@ def repeat_attempts(buffer: Any, manager: Any) -> None:
     manager["next_group_index"] -= 1
 
 
-@pytest.mark.parametrize("tamper", [skip_a_prompt, repeat_a_prompt, forget_what_was_returned, forget_what_is_held, repeat_attempts])
+@pytest.mark.parametrize(
+    "tamper", [skip_a_prompt, repeat_a_prompt, forget_what_was_returned, forget_what_is_held, repeat_attempts]
+)
 def test_a_resume_that_loses_something_is_noticed(tamper: Any):
     def is_noticed(seed: int) -> bool:
         schedule = draw_crash_schedule(seed, steps=3)
         steps = run_with_crashes(schedule, []).task_steps
         try:
-            run_with_crashes(schedule, [steps * 3 // 4], save_s=0.0, tamper=tamper)  # some steps are committed, and some are to come
+            run_with_crashes(
+                schedule, [steps * 3 // 4], save_s=0.0, tamper=tamper
+            )  # some steps are committed, and some are to come
         except (AssertionError, BaseExceptionGroup):
             return True
         return False

@@ -1,4 +1,6 @@
-"""Run by test_logprobs_triton.py with TRITON_INTERPRET=1: compares the kernels with log_softmax in float64, and prints one line a case."""
+"""Run by test_logprobs_triton.py with TRITON_INTERPRET=1: compares the kernels with log_softmax in float64,
+and prints one line a case.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def compute_errors(found: list[Tensor], wanted: list[Tensor]) -> float:
     return max(float((one - two).norm() / two.norm().clamp_min(1e-30)) for one, two in pairs)
 
 
-def run_case(n: int, h: int, v: int, dtype: str, temperature: float, entropy_gradient: bool, transposed: bool) -> dict[str, float]:
+def run_case(
+    n: int, h: int, v: int, dtype: str, temperature: float, entropy_gradient: bool, transposed: bool
+) -> dict[str, float]:
     """Errors of values and gradients against float64; some positions have no gradient."""
     generator = torch.Generator().manual_seed(n + v)
     hidden = torch.randn(n, h, generator=generator).to(getattr(torch, dtype))
@@ -31,15 +35,22 @@ def run_case(n: int, h: int, v: int, dtype: str, temperature: float, entropy_gra
     upstream = torch.randn(2, n, generator=generator)
     upstream[:, ::3] = 0.0
     leaves = hidden.requires_grad_(), weight.requires_grad_()
-    result = linear_logprobs_triton(*leaves, targets, temperature=temperature, entropy_gradient=entropy_gradient)
+    result = linear_logprobs_triton(
+        *leaves, targets, temperature=temperature, entropy_gradient=entropy_gradient
+    )
     loss = (result.log_probs * upstream[0]).sum() + (result.entropy * upstream[1]).sum() * entropy_gradient
     gradients = torch.autograd.grad(loss, leaves)
     doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
     log_probs = (doubles[0] @ doubles[1].T / temperature).log_softmax(-1)
     wanted = [log_probs.gather(-1, targets[:, None]).squeeze(-1), -(log_probs.exp() * log_probs).sum(-1)]
-    expected = torch.autograd.grad((wanted[0] * upstream[0]).sum() + (wanted[1] * upstream[1]).sum() * entropy_gradient, doubles)
+    expected = torch.autograd.grad(
+        (wanted[0] * upstream[0]).sum() + (wanted[1] * upstream[1]).sum() * entropy_gradient, doubles
+    )
     assert gradients[0][::3].abs().max() == 0
-    return {"values": compute_errors(list(result), wanted), "gradients": compute_errors(list(gradients), list(expected))}
+    return {
+        "values": compute_errors(list(result), wanted),
+        "gradients": compute_errors(list(gradients), list(expected)),
+    }
 
 
 def break_entropy() -> str | None:
@@ -61,8 +72,15 @@ def main() -> None:
     result = linear_logprobs_triton(*empty, torch.zeros(0, dtype=torch.int64))
     result.log_probs.sum().backward()
     shapes = [list(tensor.shape) for tensor in result]
-    large = torch.full((2, 4), 200.0), torch.randn(40, 4, generator=torch.Generator().manual_seed(0))  # logits of hundreds
-    pairs = zip(linear_logprobs_triton(*large, torch.tensor([3, 39])), linear_logprobs_tiled(*large, torch.tensor([3, 39])), strict=True)
+    large = (
+        torch.full((2, 4), 200.0),
+        torch.randn(40, 4, generator=torch.Generator().manual_seed(0)),
+    )  # logits of hundreds
+    pairs = zip(
+        linear_logprobs_triton(*large, torch.tensor([3, 39])),
+        linear_logprobs_tiled(*large, torch.tensor([3, 39])),
+        strict=True,
+    )
     print(
         json.dumps(
             {

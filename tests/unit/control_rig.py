@@ -71,7 +71,9 @@ class Rig:
 
     def link(self, rank: int, stream: Stream | None = None, *, key: bytes = KEY):
         stream = stream or self.listener.connect()
-        return open_link(stream, key, rank=rank, silence_s=SILENCE_S, startup_timeout_s=60.0, on_lost=self.says(rank))
+        return open_link(
+            stream, key, rank=rank, silence_s=SILENCE_S, startup_timeout_s=60.0, on_lost=self.says(rank)
+        )
 
     async def raw(self, rank: int, key: bytes = KEY) -> Raw:
         """A rank of which the test writes and reads every byte."""
@@ -96,12 +98,14 @@ def frame(kind: int, payload: bytes = b"") -> bytes:
     return struct.pack("<BI", kind, len(payload)) + payload
 
 
-async def follow(rig: Rig, rank: int, told: list[str], *, phase: str = "waiting", stream: Stream | None = None) -> None:
+async def follow(
+    rig: Rig, rank: int, told: list[str], *, phase: str = "waiting", stream: Stream | None = None
+) -> None:
     """A rank that takes commands until there are no more."""
     async with rig.link(rank, stream) as link:
         link.set_phase(phase)
         async for command in link:
-            told.append(command.name)  # noqa: PERF401 (each when it comes)
+            told.append(command.name)
 
 
 async def follow_and_lose(rig: Rig, rank: int, *, phase: str = "waiting") -> None:

@@ -1,8 +1,10 @@
-"""A stand-in for vLLM and SGLang: the standard library answers their readiness paths. FAKE_SERVER, a JSON object, says how it behaves.
+"""A stand-in for vLLM and SGLang: the standard library answers their readiness paths. FAKE_SERVER, a JSON
+object, says how it behaves.
 
-pids: file that gets the ids of this process and its descendants · not_ready: how often health says 503 · die: exit code at once ·
-never: does not listen · taken: how often it finds its port taken (counted in the file `count`) · strays: leaves descendants in sessions of their
-own · stubborn: ignores SIGTERM · open: takes everybody
+pids: file that gets the ids of this process and its descendants · not_ready: how often health says 503 · die:
+exit code at once · never: does not listen · taken: how often it finds its port taken (counted in the file
+`count`) · strays: leaves descendants in sessions of their own · stubborn: ignores SIGTERM · open: takes
+everybody
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Reward functions that spoil the process they run in, each in its own way, and a few good ones. Called by name, in worker processes."""
+"""Reward functions that spoil the process they run in, each in its own way, and a few good ones. Called by
+name, in worker processes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def where(sample):
 
 
 def draw(sample):
-    return np.random.random()  # noqa: NPY002
+    return np.random.random()
 
 
 def seen(sample):
@@ -124,14 +126,16 @@ def daemon(sample):
 
 
 def forks_for_ever(sample):
-    """Always another process: each forks the next and ends, in a session of its own, whose number is left in the file of the sample.
+    """Always another process: each forks the next and ends, in a session of its own, whose number is left in
+    the file of the sample.
 
-    Twenty seconds of it: whatever kills the guard before it has swept lets such a chain go on, and it takes a core.
+    Twenty seconds of it: whatever kills the guard before it has swept lets such a chain go on, and it takes a
+    core.
     """
     note = sample.metadata.get("path", os.devnull)
     chain = (
-        "import os, sys, time\nos.setsid()\nopen(sys.argv[1], 'w').write(str(os.getpid()))\nend = time.monotonic() + 20\n"
-        "while time.monotonic() < end:\n    if os.fork():\n        os._exit(0)"
+        "import os, sys, time\nos.setsid()\nopen(sys.argv[1], 'w').write(str(os.getpid()))\nend ="
+        " time.monotonic() + 20\nwhile time.monotonic() < end:\n    if os.fork():\n        os._exit(0)"
     )
     subprocess.run([sys.executable, "-c", chain, note], check=True)
     return 1.0
@@ -147,7 +151,9 @@ def forges(sample):
     channel = max(fd for fd in range(3, 10) if Path(f"/proc/self/fd/{fd}").exists())
     body = b'{"rewards":[[99.0,{},null]]}'
     frame = len(body).to_bytes(4, "little") + body
-    subprocess.run([sys.executable, "-c", f"import os; os.write({channel}, {frame!r})"], pass_fds=[channel], check=True)
+    subprocess.run(
+        [sys.executable, "-c", f"import os; os.write({channel}, {frame!r})"], pass_fds=[channel], check=True
+    )
     return 1.0
 
 
@@ -246,7 +252,15 @@ def shows_process(sample):
     os.umask(umask)
     threads = [thread.name for thread in threading.enumerate()]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    words = (str(Path.cwd()), umask, signal.getsignal(signal.SIGUSR1), os.environ.get("LEFT"), limits, threads, type(sys.stdout).__name__)
+    words = (
+        str(Path.cwd()),
+        umask,
+        signal.getsignal(signal.SIGUSR1),
+        os.environ.get("LEFT"),
+        limits,
+        threads,
+        type(sys.stdout).__name__,
+    )
     return RewardResult(0.0, {}, repr(words))
 
 

@@ -1,7 +1,8 @@
-"""Writes every file of a record as fast as it can, until it is killed: RUN ATTEMPT FIRST_STEP PART_BYTES NTH. Prints each step that is logged.
+"""Writes every file of a record as fast as it can, until it is killed: RUN ATTEMPT FIRST_STEP PART_BYTES NTH.
+Prints each step that is logged.
 
-NTH: 0 waits for a kill from outside; n above 0 dies inside the n-th write, having written half of it, as a kill can leave one; below 0 when the
--n-th new part was opened.
+NTH: 0 waits for a kill from outside; n above 0 dies inside the n-th write, having written half of it, as a
+kill can leave one; below 0 when the -n-th new part was opened.
 """
 
 from __future__ import annotations
@@ -23,18 +24,31 @@ from rollouts.types import ForwardBackwardResult, OptimStepResult, RolloutBatch,
 
 
 def make_update(samples: tuple[Sample, ...]) -> UpdateRecord:
-    batch = RolloutBatch(tokens=tuple(sample.tokens for sample in samples), loss_masks=tuple(sample.loss_mask for sample in samples), samples=samples)
+    batch = RolloutBatch(
+        tokens=tuple(sample.tokens for sample in samples),
+        loss_masks=tuple(sample.loss_mask for sample in samples),
+        samples=samples,
+    )
     forward = ForwardBackwardResult(loss=0.5, denominator=3.0, metrics={})
-    return UpdateRecord(update=0, batch=batch, forward=forward, optim=OptimStepResult(step=1, lr=1e-3, grad_norm=2.5, clipped=True), contributes=True)
+    return UpdateRecord(
+        update=0,
+        batch=batch,
+        forward=forward,
+        optim=OptimStepResult(step=1, lr=1e-3, grad_norm=2.5, clipped=True),
+        contributes=True,
+    )
 
 
 async def write(run_dir: RunDir, attempt: int, first_step: int, part_bytes: int) -> None:
     texts = ["x" * (300_000 if index == 0 else 500) for index in range(4)]  # one that takes a while to write
     samples = tuple(
-        Sample(id=f"s{index}", prompt="p", response=text, tokens=np.arange(3), loss_mask=np.array([0, 1, 1])) for index, text in enumerate(texts)
+        Sample(id=f"s{index}", prompt="p", response=text, tokens=np.arange(3), loss_mask=np.array([0, 1, 1]))
+        for index, text in enumerate(texts)
     )
     metrics = {f"area/metric_{index}": float(index) for index in range(60)}
-    async with open_jsonl_logger(run_dir, attempt=attempt, samples_per_step=4, token_arrays_bytes=1 << 30, part_bytes=part_bytes) as logger:
+    async with open_jsonl_logger(
+        run_dir, attempt=attempt, samples_per_step=4, token_arrays_bytes=1 << 30, part_bytes=part_bytes
+    ) as logger:
         os.write(1, b"open\n")
         for step in itertools.count(first_step):
             await logger.log_samples("rl", step, step - 1, samples)

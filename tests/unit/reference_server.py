@@ -1,4 +1,6 @@
-"""A stand-in for vLLM and SGLang that gives log-probs of prompts, in their wire shapes, from a model that it holds."""
+"""A stand-in for vLLM and SGLang that gives log-probs of prompts, in their wire shapes, from a model that it
+holds.
+"""
 
 from __future__ import annotations
 
@@ -37,21 +39,43 @@ class ReferenceServer:
 
     def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
         if path == "/v1/models":
-            return 200, {"object": "list", "data": [{"id": "policy", "object": "model", "max_model_len": self.context}]}
+            return 200, {
+                "object": "list",
+                "data": [{"id": "policy", "object": "model", "max_model_len": self.context}],
+            }
         self.asked.append((path, body))
         made: dict[str, Any] = {}
         if path == "/v1/completions":
-            assert body["model"] == "policy" and body["max_tokens"] == 1 and body["prompt_logprobs"] == 0, body
+            assert body["model"] == "policy" and body["max_tokens"] == 1 and body["prompt_logprobs"] == 0, (
+                body
+            )
             log_probs = self.score(body["prompt"])
             pairs = zip(body["prompt"][1:], log_probs, strict=True)
-            entries = [{str(token): {"logprob": value, "rank": 3, "decoded_token": "x"}} for token, value in pairs]
-            made = {"id": "cmpl-1", "choices": [{"index": 0, "text": "x", "finish_reason": "length", "prompt_logprobs": [None, *entries]}]}
+            entries = [
+                {str(token): {"logprob": value, "rank": 3, "decoded_token": "x"}} for token, value in pairs
+            ]
+            made = {
+                "id": "cmpl-1",
+                "choices": [
+                    {"index": 0, "text": "x", "finish_reason": "length", "prompt_logprobs": [None, *entries]}
+                ],
+            }
         else:
-            assert path == "/generate" and body["return_logprob"] and body["logprob_start_len"] == 0, (path, body)
+            assert path == "/generate" and body["return_logprob"] and body["logprob_start_len"] == 0, (
+                path,
+                body,
+            )
             assert body["sampling_params"]["max_new_tokens"] == 0
             ids = body["input_ids"]
-            triples = [[None, ids[0], None], *([value, token, None] for token, value in zip(ids[1:], self.score(ids), strict=True))]
-            meta = {"id": "1", "finish_reason": {"type": "length", "length": 0}, "input_token_logprobs": triples}
+            triples = [
+                [None, ids[0], None],
+                *([value, token, None] for token, value in zip(ids[1:], self.score(ids), strict=True)),
+            ]
+            meta = {
+                "id": "1",
+                "finish_reason": {"type": "length", "length": 0},
+                "input_token_logprobs": triples,
+            }
             made = {"text": "", "output_ids": [], "meta_info": meta}
         return self.spoil(made) or (200, made)
 
@@ -76,11 +100,19 @@ class ReferenceServer:
             self.busy += 1
             self.most_busy = max(self.busy, self.most_busy)
             await trio.lowlevel.checkpoint()
-            status, made = self.answer(request.target.decode(), json.loads(b"".join(parts) or b"{}")) if authorised else (401, {})
+            status, made = (
+                self.answer(request.target.decode(), json.loads(b"".join(parts) or b"{}"))
+                if authorised
+                else (401, {})
+            )
             self.busy -= 1
             content = json.dumps(made).encode()
             headers = [("content-type", "application/json"), ("content-length", str(len(content)))]
-            events = (h11.Response(status_code=status, headers=headers), h11.Data(data=content), h11.EndOfMessage())
+            events = (
+                h11.Response(status_code=status, headers=headers),
+                h11.Data(data=content),
+                h11.EndOfMessage(),
+            )
             pieces = [connection.send(event) for event in events]
             try:
                 await stream.send_all(b"".join(piece for piece in pieces if piece))
@@ -90,7 +122,9 @@ class ReferenceServer:
 
 
 @asynccontextmanager
-async def open_reference_server(path: Path, *, context: int = 256) -> AsyncIterator[tuple[str, ReferenceServer]]:
+async def open_reference_server(
+    path: Path, *, context: int = 256
+) -> AsyncIterator[tuple[str, ReferenceServer]]:
     """(url, server) on the loopback interface."""
     server = ReferenceServer(path, context=context)
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")

@@ -1,4 +1,6 @@
-"""Advantages of rows against numbers worked by hand: rewards [1, 0, 0, .5], lengths [2, 3, 4, 1]; mean .375, sample std .478714."""
+"""Advantages of rows against numbers worked by hand: rewards [1, 0, 0, .5], lengths [2, 3, 4, 1]; mean .375,
+sample std .478714.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def slow_advantages(rewards: list[float], groups: list[int], lengths: list[int],
             result.append((reward - mean) / mean if mean > 0 else 0.0)
         elif kind == "opo":
             total = sum(lengths[other] for other in rows)
-            result.append(reward - sum(lengths[other] * rewards[other] for other in rows) / total if total else 0.0)
+            result.append(
+                reward - sum(lengths[other] * rewards[other] for other in rows) / total if total else 0.0
+            )
         elif kind == "pass_at_k":
             result.append(max(members) - max(others))
         else:
@@ -85,7 +89,9 @@ def test_every_advantage_is_tested_here():
 
 
 BATCHES = st.lists(
-    st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 0.5, -0.25, 3.0]), st.integers(0, 9)), min_size=0, max_size=12
+    st.tuples(st.integers(0, 3), st.sampled_from([0.0, 1.0, 0.5, -0.25, 3.0]), st.integers(0, 9)),
+    min_size=0,
+    max_size=12,
 )
 
 
@@ -93,7 +99,9 @@ BATCHES = st.lists(
 @settings(max_examples=60, deadline=None)
 @given(batch=BATCHES)
 def test_groups_do_not_see_each_other_in_any_row_order(kind, batch):
-    groups, rewards, lengths = [list(column) for column in zip(*batch, strict=True)] if batch else ([], [], [])
+    groups, rewards, lengths = (
+        [list(column) for column in zip(*batch, strict=True)] if batch else ([], [], [])
+    )
     found = compute_group_advantages(rewards, groups, kind, lengths=lengths)
     np.testing.assert_allclose(found, slow_advantages(rewards, groups, lengths, kind), rtol=1e-5, atol=1e-6)
 
@@ -111,25 +119,40 @@ def test_advantages_of_a_group_sum_to_zero(kind):
 
 def test_the_row_without_signal_from_the_others_still_gets_its_advantage():
     # leaving row 0 out, the std is 0; the group's own is .5
-    np.testing.assert_allclose(compute_group_advantages([1, 0, 0, 0], [0] * 4, "grpo"), [1.5, -0.5, -0.5, -0.5], rtol=1e-5)
+    np.testing.assert_allclose(
+        compute_group_advantages([1, 0, 0, 0], [0] * 4, "grpo"), [1.5, -0.5, -0.5, -0.5], rtol=1e-5
+    )
 
 
 def test_leaving_the_row_out_of_its_own_standardisation_jumps_where_the_others_are_alike():
-    # row 0: the others 0, 0, ½ have mean 1/6 and std .288675; row 3: the others 1, 0, 0 have mean 1/3 and std .577350
-    np.testing.assert_allclose(of_four("grpo", leave_one_out=True), [2.886741, -1.0, -1.0, 0.288675], rtol=1e-5)
-    # the others of row 0 are all alike: not divided. A thousandth in one of them and row 0 counts 1728 times as much
+    # row 0: the others 0, 0, ½ have mean 1/6 and std .288675; row 3: the others 1, 0, 0 have mean 1/3 and std
+    # .577350
+    np.testing.assert_allclose(
+        of_four("grpo", leave_one_out=True), [2.886741, -1.0, -1.0, 0.288675], rtol=1e-5
+    )
+    # the others of row 0 are all alike: not divided. A thousandth in one of them and row 0 counts 1728 times
+    # as much
     assert compute_group_advantages([1, 0, 0, 0], [0] * 4, "grpo", leave_one_out=True)[0] == 1.0
-    assert round(float(compute_group_advantages([1, 0, 0, 1e-3], [0] * 4, "grpo", leave_one_out=True)[0])) == 1728
+    assert (
+        round(float(compute_group_advantages([1, 0, 0, 1e-3], [0] * 4, "grpo", leave_one_out=True)[0]))
+        == 1728
+    )
     # of two rows the other is alone and has no spread
     assert compute_group_advantages([1, 0], [0, 0], "grpo", leave_one_out=True).tolist() == [1.0, -1.0]
 
 
 def test_the_constant_that_is_added_to_the_std_is_a_parameter():
-    np.testing.assert_allclose(of_four("grpo", std_epsilon=1e-4), np.asarray(GOLDEN["centred"]) / (0.4787135538781691 + 1e-4), rtol=1e-6)
+    np.testing.assert_allclose(
+        of_four("grpo", std_epsilon=1e-4),
+        np.asarray(GOLDEN["centred"]) / (0.4787135538781691 + 1e-4),
+        rtol=1e-6,
+    )
 
 
 def test_a_failed_sample_that_left_the_batch_does_not_move_the_mean():
-    np.testing.assert_allclose(compute_group_advantages([1.0, 3.0, 2.0], [0, 0, 0], "centred"), [-1.0, 1.0, 0.0])
+    np.testing.assert_allclose(
+        compute_group_advantages([1.0, 3.0, 2.0], [0, 0, 0], "centred"), [-1.0, 1.0, 0.0]
+    )
 
 
 def test_maxrl_has_nothing_to_weigh_by_without_a_mean_above_zero():
@@ -143,19 +166,30 @@ def test_pass_at_k_is_what_a_row_adds_to_the_best_of_every_subset(k):
     expected = []
     for row in range(5):
         subsets = [subset for subset in itertools.combinations(range(5), size) if row in subset]
-        expected.append(statistics.fmean(max(rewards[i] for i in s) - max(rewards[i] for i in s if i != row) for s in subsets))
-    np.testing.assert_allclose(compute_group_advantages(rewards, [3] * 5, "pass_at_k", k=k), expected, rtol=1e-6, atol=1e-9)
+        expected.append(
+            statistics.fmean(
+                max(rewards[i] for i in s) - max(rewards[i] for i in s if i != row) for s in subsets
+            )
+        )
+    np.testing.assert_allclose(
+        compute_group_advantages(rewards, [3] * 5, "pass_at_k", k=k), expected, rtol=1e-6, atol=1e-9
+    )
 
 
 def test_pass_at_k_of_a_large_group_does_not_overflow():
     # of 2000 rows one is right: it is alone in all of its subsets, the others add nothing
-    assert compute_group_advantages([1.0, *[0.0] * 1999], [0] * 2000, "pass_at_k", k=1000)[:2].tolist() == [1.0, 0.0]
+    assert compute_group_advantages([1.0, *[0.0] * 1999], [0] * 2000, "pass_at_k", k=1000)[:2].tolist() == [
+        1.0,
+        0.0,
+    ]
 
 
 def test_pass_at_k_of_more_than_the_group_is_that_of_the_group_and_two_bests_gain_nothing():
     assert of_four("pass_at_k", k=100).tolist() == [0.5, 0.0, 0.0, 0.0]
     assert compute_group_advantages([1.0, 1.0, 0.0], [0] * 3, "pass_at_k").tolist() == [0.0, 0.0, 0.0]
-    assert float(of_four("pass_at_k", divide_by_std=True)[0]) == pytest.approx(0.5 / (0.4787135538781691 + 1e-6), rel=1e-6)
+    assert float(of_four("pass_at_k", divide_by_std=True)[0]) == pytest.approx(
+        0.5 / (0.4787135538781691 + 1e-6), rel=1e-6
+    )
     with pytest.raises(ValueError, match="k=1; it must be at least 2"):
         of_four("pass_at_k", k=1)
 
@@ -165,13 +199,21 @@ def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens():
     tokens = np.repeat(whiten_over_tokens(values, lengths), lengths)
     assert tokens.mean() == pytest.approx(0.0, abs=1e-12)
     assert tokens.var(ddof=1) == pytest.approx(1.0, rel=1e-6)
-    assert np.repeat(whiten_over_tokens(values, lengths, ddof=0), lengths).var() == pytest.approx(1.0, rel=1e-6)
-    assert whiten_over_tokens(values, lengths)[3] == 0.0  # a row without tokens moves nothing and gets nothing
+    assert np.repeat(whiten_over_tokens(values, lengths, ddof=0), lengths).var() == pytest.approx(
+        1.0, rel=1e-6
+    )
+    assert (
+        whiten_over_tokens(values, lengths)[3] == 0.0
+    )  # a row without tokens moves nothing and gets nothing
 
 
-@pytest.mark.parametrize(("rewards", "lengths"), [([2.0, 2.0], [3, 4]), ([2.0, 1.0], [1, 0]), ([2.0, 1.0], [0, 0]), ([], [])])
+@pytest.mark.parametrize(
+    ("rewards", "lengths"), [([2.0, 2.0], [3, 4]), ([2.0, 1.0], [1, 0]), ([2.0, 1.0], [0, 0]), ([], [])]
+)
 def test_a_batch_without_spread_or_tokens_whitens_to_zero(rewards, lengths):
-    assert compute_group_advantages(rewards, [0] * len(rewards), "reinforce_pp", lengths=lengths).tolist() == [0.0] * len(rewards)
+    assert compute_group_advantages(
+        rewards, [0] * len(rewards), "reinforce_pp", lengths=lengths
+    ).tolist() == [0.0] * len(rewards)
 
 
 def test_gdpo_matches_the_numbers_worked_by_hand():
@@ -184,9 +226,13 @@ def test_gdpo_matches_the_numbers_worked_by_hand():
 def test_gdpo_scales_no_reward_out_of_sight():
     parts = {"right": [1.0, 0.0, 1.0, 0.0], "speed": [0.0, 1.0, 0.0, 0.0]}
     found = compute_group_advantages([0.0] * 4, [0, 0, 1, 1], "gdpo", named_rewards=parts)
-    scaled = compute_group_advantages([0.0] * 4, [0, 0, 1, 1], "gdpo", named_rewards=parts | {"speed": [0.0, 1000.0, 0.0, 0.0]})
+    scaled = compute_group_advantages(
+        [0.0] * 4, [0, 0, 1, 1], "gdpo", named_rewards=parts | {"speed": [0.0, 1000.0, 0.0, 0.0]}
+    )
     np.testing.assert_allclose(found, scaled, atol=1e-5)
-    assert compute_group_advantages([1.0, 2.0], [0, 0], "gdpo", named_rewards={"right": [1.0, 1.0]}).tolist() == [0.0, 0.0]
+    assert compute_group_advantages(
+        [1.0, 2.0], [0, 0], "gdpo", named_rewards={"right": [1.0, 1.0]}
+    ).tolist() == [0.0, 0.0]
 
 
 def test_gdpo_weighs_the_parts_and_leaves_details_out():
@@ -194,23 +240,35 @@ def test_gdpo_weighs_the_parts_and_leaves_details_out():
 
     def gdpo(**weights: float) -> list[float]:
         inputs = AdvantageInputs(
-            rewards=np.zeros(3), group_indices=np.zeros(3, np.int64), named_rewards=parts, reward_weights=weights  # pyright: ignore[reportArgumentType]
+            rewards=np.zeros(3),
+            group_indices=np.zeros(3, np.int64),
+            named_rewards=parts,
+            reward_weights=weights,  # pyright: ignore[reportArgumentType]
         )
         return np.asarray(compute_advantages(inputs, ADVANTAGES["gdpo"])).tolist()
 
     assert gdpo() == gdpo(right=1.0, speed=1.0)
-    np.testing.assert_allclose(gdpo(right=1.0, speed=0.0), compute_group_advantages([1.0, 0.0, 1.0], [0] * 3, "grpo"), atol=1e-5)
+    np.testing.assert_allclose(
+        gdpo(right=1.0, speed=0.0), compute_group_advantages([1.0, 0.0, 1.0], [0] * 3, "grpo"), atol=1e-5
+    )
     assert gdpo(right=1.0, speed=0.5) != gdpo()
-    with pytest.raises(ValueError, match="reward_weights has 'sped' and there is no such named reward; there are right, speed"):
+    with pytest.raises(
+        ValueError,
+        match="reward_weights has 'sped' and there is no such named reward; there are right, speed",
+    ):
         gdpo(right=1.0, sped=2.0)
     with pytest.raises(ValueError, match="'gdpo' needs named rewards"):
         of_four("gdpo")
 
 
 def test_remax_takes_the_reward_of_the_greedy_answer():
-    found = compute_group_advantages(REWARDS, [0, 0, 1, 2], "remax", named_rewards={"greedy_reward": [0.5, 0.5, 0.0, 0.25]})
+    found = compute_group_advantages(
+        REWARDS, [0, 0, 1, 2], "remax", named_rewards={"greedy_reward": [0.5, 0.5, 0.0, 0.25]}
+    )
     assert found.tolist() == [0.5, -0.5, 0.0, 0.25]
-    with pytest.raises(ValueError, match="needs the named reward 'greedy_reward' in every row; there are: none"):
+    with pytest.raises(
+        ValueError, match="needs the named reward 'greedy_reward' in every row; there are: none"
+    ):
         of_four("remax")
 
 
@@ -232,7 +290,9 @@ def test_unknown_kinds_and_wrong_lengths_are_refused():
     with pytest.raises(ValueError, match=r"named_rewards\['a'\] has shape"):
         compute_group_advantages([0.0, 1.0], [0, 0], "gdpo", named_rewards={"a": [1.0]})
     with pytest.raises(ValueError, match="1 samples for 2 rows"):
-        AdvantageInputs(rewards=np.zeros(2), group_indices=np.zeros(2, np.int64), samples=(Sample(id="s", prompt="q"),))
+        AdvantageInputs(
+            rewards=np.zeros(2), group_indices=np.zeros(2, np.int64), samples=(Sample(id="s", prompt="q"),)
+        )
     for kind in ("opo", "reinforce_pp", "reinforce_pp_baseline"):
         with pytest.raises(ValueError, match=f"advantage '{kind}' needs lengths"):
             compute_group_advantages([0.0, 1.0], [0, 0], kind)
@@ -243,7 +303,7 @@ def test_an_empty_batch_gives_no_advantages(kind):
     assert compute_group_advantages([], [], kind, lengths=[]).shape == (0,)
 
 
-# --- trajectories of several segments -----------------------------------------------------------------------------------------
+# --- trajectories of several segments -----------------------------------------------------------------------
 
 SEGMENTED = {  # rewards [1, 1, 0] where rows 0 and 1 are one trajectory: the numbers of the rewards [1, 0]
     "grpo": [0.5 / (0.7071067811865476 + 1e-6)] * 2 + [-0.5 / (0.7071067811865476 + 1e-6)],
@@ -270,22 +330,33 @@ def test_a_trajectory_counts_once_however_many_segments_it_has(kind):
 
 
 def test_segments_are_found_in_any_order_of_the_rows_and_of_the_groups():
-    found = compute_group_advantages([0.0, 1.0, 3.0, 1.0, 5.0], [1, 0, 1, 0, 0], "centred", trajectories=[3, 9, 4, 9, 8])
+    found = compute_group_advantages(
+        [0.0, 1.0, 3.0, 1.0, 5.0], [1, 0, 1, 0, 0], "centred", trajectories=[3, 9, 4, 9, 8]
+    )
     assert found.tolist() == [-1.5, -2.0, 1.5, -2.0, 2.0]
-    assert compute_group_advantages([1.0, 1.0], [0, 0], "pass_at_k", trajectories=[1, 1]).tolist() == [0.0, 0.0], "one trajectory alone"
+    assert compute_group_advantages([1.0, 1.0], [0, 0], "pass_at_k", trajectories=[1, 1]).tolist() == [
+        0.0,
+        0.0,
+    ], "one trajectory alone"
 
 
 def test_segments_are_merged_into_one_row_for_a_function_of_ones_own():
     samples = tuple(Sample(id=name, prompt="q") for name in ("a", "b", "a.1"))
-    inputs = inputs_of([1.0, 0.0, 1.0], lengths=np.asarray([2, 3, 4]), trajectories=np.asarray([1, 0, 1]), samples=samples)
+    inputs = inputs_of(
+        [1.0, 0.0, 1.0], lengths=np.asarray([2, 3, 4]), trajectories=np.asarray([1, 0, 1]), samples=samples
+    )
     merged, places = merge_segments(inputs)
     assert (merged.rewards.tolist(), places.tolist(), merged.trajectories) == ([0.0, 1.0], [1, 0, 1], None)
     assert merged.lengths is not None and merged.lengths.tolist() == [3, 6]
-    assert [sample.id for sample in merged.samples] == ["b", "a.1"], "the last segment stands for its trajectory"
+    assert [sample.id for sample in merged.samples] == ["b", "a.1"], (
+        "the last segment stands for its trajectory"
+    )
 
 
 def test_segments_that_do_not_share_what_a_trajectory_has_once_are_named():
-    with pytest.raises(ValueError, match=r"rewards\[2\] is 0\.0, and 1\.0 in another segment of its trajectory"):
+    with pytest.raises(
+        ValueError, match=r"rewards\[2\] is 0\.0, and 1\.0 in another segment of its trajectory"
+    ):
         inputs_of([1.0, 5.0, 0.0], trajectories=np.asarray([0, 1, 0]))
     with pytest.raises(ValueError, match=r"named_rewards\['a'\]\[1\] is 3\.0, and 2\.0 in another"):
         inputs_of([1.0, 1.0], trajectories=np.asarray([0, 0]), named_rewards={"a": [2.0, 3.0]})
@@ -296,23 +367,35 @@ def test_segments_that_do_not_share_what_a_trajectory_has_once_are_named():
 
 
 def test_the_baseline_of_remax_is_no_part_of_a_reward_that_is_given_beside_its_parts():
-    answers = [check_reward(RewardResult(1.0, {"greedy_reward": 0.25}), "f"), check_reward({"right": 1.0, "greedy_reward": 0.25}, "f")]
+    answers = [
+        check_reward(RewardResult(1.0, {"greedy_reward": 0.25}), "f"),
+        check_reward({"right": 1.0, "greedy_reward": 0.25}, "f"),
+    ]
     answers.append(apply_weights(answers[1], {"right": 1.0, "greedy_reward": 0.0}))
-    rewards, baselines = [answer.reward for answer in answers], [answer.parts["greedy_reward"] for answer in answers]
+    rewards, baselines = (
+        [answer.reward for answer in answers],
+        [answer.parts["greedy_reward"] for answer in answers],
+    )
     found = compute_group_advantages(rewards, [0, 0, 0], "remax", named_rewards={"greedy_reward": baselines})
     assert found.tolist() == [0.75, 1.0, 0.75], "the parts of a mapping are added up, the baseline too"
 
 
-# --- functions of one's own ---------------------------------------------------------------------------------------------------
+# --- functions of one's own ---------------------------------------------------------------------------------
 
 
 def inputs_of(rewards: list[float], **fields) -> AdvantageInputs:
-    return AdvantageInputs(rewards=np.asarray(rewards), group_indices=np.zeros(len(rewards), np.int64), **fields)
+    return AdvantageInputs(
+        rewards=np.asarray(rewards), group_indices=np.zeros(len(rewards), np.int64), **fields
+    )
 
 
 def test_a_function_of_ones_own_answers_per_row_or_per_token():
-    assert np.asarray(compute_advantages(inputs_of([1.0, 2.0]), lambda inputs: (inputs.rewards * 2).tolist())).tolist() == [2.0, 4.0]
-    tokens = compute_advantages(inputs_of([1.0, 2.0]), lambda inputs, *, scale: [np.arange(3) * scale, np.ones(2)], scale=2.0)
+    assert np.asarray(
+        compute_advantages(inputs_of([1.0, 2.0]), lambda inputs: (inputs.rewards * 2).tolist())
+    ).tolist() == [2.0, 4.0]
+    tokens = compute_advantages(
+        inputs_of([1.0, 2.0]), lambda inputs, *, scale: [np.arange(3) * scale, np.ones(2)], scale=2.0
+    )
     assert isinstance(tokens, tuple)
     assert [row.tolist() for row in tokens] == [[0.0, 2.0, 4.0], [1.0, 1.0]]
     masks = (np.array([False, True, True]), np.array([True, False]))
@@ -326,7 +409,10 @@ def test_a_function_of_ones_own_answers_per_row_or_per_token():
         (None, "answered with NoneType; it must be a numpy array or a list"),
         (np.float64(1.0), "answered with float64"),
         ([1.0, float("nan")], "answered with nan for row 1"),
-        ([np.ones(2), np.asarray([np.inf])], r"answered for row 1 with an array of shape \(1,\) that is not \[T\] of finite numbers"),
+        (
+            [np.ones(2), np.asarray([np.inf])],
+            r"answered for row 1 with an array of shape \(1,\) that is not \[T\] of finite numbers",
+        ),
         (np.ones((2, 1, 1)), r"answered with shape \(2, 1, 1\)"),
     ],
 )
@@ -358,12 +444,15 @@ def test_broadcast_puts_the_row_value_on_trained_tokens_only():
         broadcast_advantages([np.ones(2), np.ones(1), np.ones(1)], masks)
 
 
-# --- self-play -----------------------------------------------------------------------------------------------------------------
+# --- self-play ----------------------------------------------------------------------------------------------
 
 
 def test_each_role_is_measured_against_its_own_running_mean():
-    # decay .9: first mover .5, then .9·.5 + .1·1 = .55; the other role is new and starts at 0, then .1·(−1) = −.1
-    result = compute_role_advantages([1.0, -1.0, 1.0, 0.0], ["first", "second", "first", "second"], {"first": 0.5}, decay=0.9)
+    # decay .9: first mover .5, then .9·.5 + .1·1 = .55; the other role is new and starts at 0, then .1·(−1) =
+    # −.1
+    result = compute_role_advantages(
+        [1.0, -1.0, 1.0, 0.0], ["first", "second", "first", "second"], {"first": 0.5}, decay=0.9
+    )
     np.testing.assert_allclose(result.advantages, [0.5, -1.0, 0.45, 0.1], rtol=1e-6)
     assert result.baselines == pytest.approx({"first": 0.55 * 0.9 + 0.1, "second": -0.09})
 

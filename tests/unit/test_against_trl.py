@@ -1,7 +1,9 @@
-"""Our losses and TRL's on the same logits. The numbers below are what TRL 1.16.0 computed in float64; with `.[test-trl]` it does so again.
+"""Our losses and TRL's on the same logits. The numbers below are what TRL 1.16.0 computed in float64; with
+`.[test-trl]` it does so again.
 
-The models are tables: the logits after a token are a row of a matrix [V, V], one matrix for the policy and one for the reference. All
-sequences begin with one prompt token, so that what follows is the response for both.
+The models are tables: the logits after a token are a row of a matrix [V, V], one matrix for the policy and
+one for the reference. All sequences begin with one prompt token, so that what follows is the response for
+both.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ from rollouts.types import metric_values
 V = 7
 CHOSEN = [[0, 1, 2, 3, 4], [0, 6, 5, 1], [0, 3]]  # the prompt is the first token
 REJECTED = [[0, 2, 2], [0, 4, 1, 3, 6], [0, 5, 6, 2]]
-SAME_LENGTH = [[0, 1, 2, 3], [0, 6, 5, 1], [0, 3, 3, 4]]  # TRL takes ORPO's and CPO's likelihood over all tokens, we per pair
+SAME_LENGTH = [
+    [0, 1, 2, 3],
+    [0, 6, 5, 1],
+    [0, 3, 3, 4],
+]  # TRL takes ORPO's and CPO's likelihood over all tokens, we per pair
 LABELS = [True, False, True]
 
 # Mean losses, by TRL 1.16.0.
@@ -58,7 +64,12 @@ RECORDED: dict[str, float] = {
     "gkd/0.3": 0.3419870313530627,
     "gkd/1.0": 2.4375161297948766,
 }
-OTHER_NAMES = {"nll_loss": "loss/nll", "log_odds_chosen": "log_odds/mean", "kl": "kto/reference_point", "accuracy": "rewards/accuracies"}
+OTHER_NAMES = {
+    "nll_loss": "loss/nll",
+    "log_odds_chosen": "log_odds/mean",
+    "kl": "kto/reference_point",
+    "accuracy": "rewards/accuracies",
+}
 
 
 def table(seed: int) -> Tensor:
@@ -87,7 +98,7 @@ def interleave(chosen: list[list[int]], rejected: list[list[int]]) -> list[list[
     return [row for pair in zip(chosen, rejected, strict=True) for row in pair]
 
 
-# --- ours -----------------------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
 def our_pairs(weights: Tensor, chosen: list[list[int]], rejected: list[list[int]]):
@@ -99,20 +110,33 @@ def our_pairs(weights: Tensor, chosen: list[list[int]], rejected: list[list[int]
 
 def our_kto(weights: Tensor, *, use_reference_point: bool) -> LossOutput:
     ids, mask = stack(CHOSEN)
-    sums = compute_row_log_probs(LossInputs(log_probs=score(weights, ids, mask), mask=mask, ref_log_probs=score(REFERENCE, ids, mask)))
+    sums = compute_row_log_probs(
+        LossInputs(log_probs=score(weights, ids, mask), mask=mask, ref_log_probs=score(REFERENCE, ids, mask))
+    )
     assert sums.ref_log_probs is not None
     point: float | Tensor = 0.0
     if use_reference_point:
         kl_ids, kl_mask = stack(kl_rows())
-        point = compute_kto_reference_point(score(weights, kl_ids, kl_mask).sum(-1), score(REFERENCE, kl_ids, kl_mask).sum(-1))
+        point = compute_kto_reference_point(
+            score(weights, kl_ids, kl_mask).sum(-1), score(REFERENCE, kl_ids, kl_mask).sum(-1)
+        )
     return kto_loss(
-        sums.log_probs, sums.ref_log_probs, torch.tensor(LABELS), reference_point=point, beta=0.3, desirable_weight=1.5, undesirable_weight=0.75
+        sums.log_probs,
+        sums.ref_log_probs,
+        torch.tensor(LABELS),
+        reference_point=point,
+        beta=0.3,
+        desirable_weight=1.5,
+        undesirable_weight=0.75,
     )
 
 
 def kl_rows() -> list[list[int]]:
     """Each prompt with another prompt's completion."""
-    return [[CHOSEN[row][0], *CHOSEN[other][1:]] for row, other in enumerate(mismatch_completions(["a", "b", "c"]))]
+    return [
+        [CHOSEN[row][0], *CHOSEN[other][1:]]
+        for row, other in enumerate(mismatch_completions(["a", "b", "c"]))
+    ]
 
 
 def our_scores(weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,19 +150,25 @@ def our_losses() -> dict[str, Callable[[Tensor], LossOutput]]:
         if trl_name != "simpo":
             smoothing = {"label_smoothing": 0.1} if trl_name in ("robust", "exo_pair") else {}
             losses[f"dpo/{trl_name}"] = partial(_our_pair_loss, name, CHOSEN, REJECTED, beta=0.3, **smoothing)
-    losses["cpo/sigmoid"] = partial(_our_pair_loss, "cpo", SAME_LENGTH, REJECTED, beta=0.3, label_smoothing=0.1, nll_weight=0.5)
+    losses["cpo/sigmoid"] = partial(
+        _our_pair_loss, "cpo", SAME_LENGTH, REJECTED, beta=0.3, label_smoothing=0.1, nll_weight=0.5
+    )
     losses["cpo/simpo"] = partial(_our_pair_loss, "simpo", SAME_LENGTH, REJECTED, beta=2.0, gamma=0.5)
     losses["orpo"] = partial(_our_pair_loss, "orpo", SAME_LENGTH, REJECTED, beta=0.3)
     losses["kto"] = partial(our_kto, use_reference_point=True)
     losses["kto/apo_zero_unpaired"] = partial(our_kto, use_reference_point=False)
     losses["reward"] = lambda weights: bradley_terry_loss(*our_scores(weights), centring=0.01)
-    losses["reward/margin"] = lambda weights: bradley_terry_loss(*our_scores(weights), margins=torch.tensor([0.5, 0.0, 1.0]))
+    losses["reward/margin"] = lambda weights: bradley_terry_loss(
+        *our_scores(weights), margins=torch.tensor([0.5, 0.0, 1.0])
+    )
     for beta in (0.0, 0.3, 1.0):
         losses[f"gkd/{beta}"] = partial(_our_gkd, beta=beta)
     return losses
 
 
-def _our_pair_loss(name: str, chosen: list[list[int]], rejected: list[list[int]], weights: Tensor, **params: float) -> LossOutput:
+def _our_pair_loss(
+    name: str, chosen: list[list[int]], rejected: list[list[int]], weights: Tensor, **params: float
+) -> LossOutput:
     return compute_preference_loss(our_pairs(weights, chosen, rejected), name, **params)
 
 
@@ -147,7 +177,7 @@ def _our_gkd(weights: Tensor, *, beta: float) -> LossOutput:
     return gkd_loss(weights[ids[:, :-1]], REFERENCE[ids[:, :-1]], mask[:, 1:], beta=beta, temperature=0.8)
 
 
-# --- TRL's ----------------------------------------------------------------------------------------------------------------------
+# --- TRL's --------------------------------------------------------------------------------------------------
 
 
 class Model:
@@ -164,12 +194,16 @@ class Model:
             return types.SimpleNamespace(logits=logits)
         log_probs = score(self.weights, input_ids, labels != -100)[:, 1:]
         flat = torch.zeros_like(log_probs)
-        return types.SimpleNamespace(log_probs=log_probs, entropy=flat, mean_logits=flat, is_top1=flat.bool(), log_sum_sq_probs=flat)
+        return types.SimpleNamespace(
+            log_probs=log_probs, entropy=flat, mean_logits=flat, is_top1=flat.bool(), log_sum_sq_probs=flat
+        )
 
 
 def trainer(**fields: Any) -> Any:
     """The attributes that TRL's loss methods read of their trainer."""
-    gathered = types.SimpleNamespace(device="cpu", gather_for_metrics=lambda value: value, gather=lambda value: value)
+    gathered = types.SimpleNamespace(
+        device="cpu", gather_for_metrics=lambda value: value, gather=lambda value: value
+    )
     given = {
         "model": Model(POLICY),
         "ref_model": Model(REFERENCE),
@@ -208,9 +242,20 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Any:
 def trl_dpo(trl: Any, weights: Tensor, loss_type: str) -> tuple[Tensor, dict[str, float]]:
     ids, mask = stack([*CHOSEN, *REJECTED])
     fake = trainer(
-        ld_alpha=None, f_divergence_type="reverse_kl", loss_types=[loss_type], loss_weights=[1.0], beta=0.3, label_smoothing=0.1, use_weighting=False
+        ld_alpha=None,
+        f_divergence_type="reverse_kl",
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        beta=0.3,
+        label_smoothing=0.1,
+        use_weighting=False,
     )
-    loss = trl.dpo._compute_loss(fake, Model(weights), {"input_ids": ids, "attention_mask": mask.long(), "completion_mask": mask.long()}, False)
+    loss = trl.dpo._compute_loss(
+        fake,
+        Model(weights),
+        {"input_ids": ids, "attention_mask": mask.long(), "completion_mask": mask.long()},
+        False,
+    )
     return loss, {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
 
 
@@ -225,7 +270,13 @@ def trl_kto(trl: Any, weights: Tensor, loss_type: str) -> tuple[Tensor, dict[str
         "KL_attention_mask": kl_mask.long(),
         "KL_completion_mask": kl_mask.long(),
     }
-    fake = trainer(loss_type=loss_type, calculate_KL=loss_type == "kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.75)
+    fake = trainer(
+        loss_type=loss_type,
+        calculate_KL=loss_type == "kto",
+        beta=0.3,
+        desirable_weight=1.5,
+        undesirable_weight=0.75,
+    )
     fake._compute_kl_logps = partial(trl.kto._compute_kl_logps, fake)
     loss = trl.kto._compute_loss(fake, Model(weights), batch, False)
     return loss, {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
@@ -242,7 +293,9 @@ def trl_without_reference(kind: Any, weights: Tensor, **fields: Any) -> tuple[Te
             f"{side}_attention_mask": inside.long(),
             f"{side}_labels": ids.masked_fill(~mask, -100),
         }
-    fake = trainer(is_encoder_decoder=False, padding_value=0, pad_token_id=0, label_pad_token_id=-100, **fields)
+    fake = trainer(
+        is_encoder_decoder=False, padding_value=0, pad_token_id=0, label_pad_token_id=-100, **fields
+    )
     fake.concatenated_inputs, fake.get_batch_logps = kind.concatenated_inputs, kind.get_batch_logps
     fake.concatenated_forward = partial(kind.concatenated_forward, fake)
     for name in ("odds_ratio_loss", "cpo_loss"):
@@ -252,20 +305,33 @@ def trl_without_reference(kind: Any, weights: Tensor, **fields: Any) -> tuple[Te
     return loss, {name: float(value) for name, value in metrics.items()}
 
 
-def trl_reward(trl: Any, weights: Tensor, margin: Tensor | None, centring: float | None) -> tuple[Tensor, dict[str, float]]:
+def trl_reward(
+    trl: Any, weights: Tensor, margin: Tensor | None, centring: float | None
+) -> tuple[Tensor, dict[str, float]]:
     fake = trainer(args=types.SimpleNamespace(center_rewards_coefficient=centring))
     chosen, rejected = our_scores(weights)
     inputs = {"attention_mask": torch.ones(6, 1)} | ({} if margin is None else {"margin": margin})
-    loss = trl.reward.compute_loss(fake, lambda **_: types.SimpleNamespace(logits=torch.cat([chosen, rejected])[:, None]), inputs)
+    loss = trl.reward.compute_loss(
+        fake, lambda **_: types.SimpleNamespace(logits=torch.cat([chosen, rejected])[:, None]), inputs
+    )
     return loss, {name: values[-1] for name, values in fake._metrics["eval"].items() if values}
 
 
 def trl_losses(trl: Any) -> dict[str, Callable[[Tensor], tuple[Tensor, dict[str, float]]]]:
     losses: dict[str, Callable[[Tensor], tuple[Tensor, dict[str, float]]]] = {
-        f"dpo/{name}": lambda weights, name=name: trl_dpo(trl, weights, name) for name in TRL_LOSS_TYPES if name != "simpo"
+        f"dpo/{name}": lambda weights, name=name: trl_dpo(trl, weights, name)
+        for name in TRL_LOSS_TYPES
+        if name != "simpo"
     }
     cpo = {"alpha": 0.0, "label_smoothing": 0.1, "cpo_alpha": 0.5, "beta": 0.3, "loss_type": "sigmoid"}
-    simpo = {"alpha": 0.0, "label_smoothing": 0.0, "cpo_alpha": 0.0, "beta": 2.0, "loss_type": "simpo", "simpo_gamma": 0.5}
+    simpo = {
+        "alpha": 0.0,
+        "label_smoothing": 0.0,
+        "cpo_alpha": 0.0,
+        "beta": 2.0,
+        "loss_type": "simpo",
+        "simpo_gamma": 0.5,
+    }
     losses["cpo/sigmoid"] = lambda weights: trl_without_reference(trl.cpo, weights, **cpo)
     losses["cpo/simpo"] = lambda weights: trl_without_reference(trl.cpo, weights, **simpo)
     losses["orpo"] = lambda weights: trl_without_reference(trl.orpo, weights, beta=0.3)
@@ -277,13 +343,15 @@ def trl_losses(trl: Any) -> dict[str, Callable[[Tensor], tuple[Tensor, dict[str,
     labels = ids.masked_fill(~mask, -100)
     for beta in (0.0, 0.3, 1.0):
         losses[f"gkd/{beta}"] = lambda weights, beta=beta: (
-            trl.gkd.generalized_jsd_loss(weights[ids[:, :-1]], REFERENCE[ids[:, :-1]], labels=labels[:, 1:], beta=beta, temperature=0.8),
+            trl.gkd.generalized_jsd_loss(
+                weights[ids[:, :-1]], REFERENCE[ids[:, :-1]], labels=labels[:, 1:], beta=beta, temperature=0.8
+            ),
             {},
         )
     return losses
 
 
-# --- compared -------------------------------------------------------------------------------------------------------------------
+# --- compared -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -300,7 +368,9 @@ def test_the_supervised_loss_is_that_of_transformers_which_trl_uses():
     ids, mask = stack(CHOSEN)
     ours, theirs = POLICY.clone().requires_grad_(), POLICY.clone().requires_grad_()
     output = sft_loss(LossInputs(log_probs=score(ours, ids, mask), mask=mask))
-    wanted = ForCausalLMLoss(theirs[ids].float(), ids.masked_fill(~mask, -100), V)  # it widens to float32, and narrows to it
+    wanted = ForCausalLMLoss(
+        theirs[ids].float(), ids.masked_fill(~mask, -100), V
+    )  # it widens to float32, and narrows to it
     mean = output.sum / output.count
     assert float(mean.detach()) == pytest.approx(float(wanted.detach()), abs=1e-5)
     (our_gradient,), (their_gradient,) = torch.autograd.grad(mean, ours), torch.autograd.grad(wanted, theirs)
@@ -315,9 +385,16 @@ def test_trl_itself_has_our_losses_gradients_and_metrics(trl: Any):
         output = our_losses()[name](ours)
         mean = output.sum / output.count
         assert mean.item() == pytest.approx(loss.item(), abs=1e-5), name
-        (our_gradient,), (their_gradient,) = torch.autograd.grad(mean, ours), torch.autograd.grad(loss, theirs)
+        (our_gradient,), (their_gradient,) = (
+            torch.autograd.grad(mean, ours),
+            torch.autograd.grad(loss, theirs),
+        )
         torch.testing.assert_close(our_gradient, their_gradient, rtol=0, atol=1e-8, msg=name)
         values = metric_values(output.metrics)
-        both = {our_name: value for key, value in metrics.items() if (our_name := OTHER_NAMES.get(key, key)) in values}
+        both = {
+            our_name: value
+            for key, value in metrics.items()
+            if (our_name := OTHER_NAMES.get(key, key)) in values
+        }
         assert {key: values[key] for key in both} == pytest.approx(both, abs=1e-5), name
         assert len(both) >= (0 if name.startswith("gkd") else 1), name

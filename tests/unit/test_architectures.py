@@ -1,4 +1,6 @@
-"""Any causal model trains as a plain forward of each row would train it: layouts, heads and windows are taken only where they are exact."""
+"""Any causal model trains as a plain forward of each row would train it: layouts, heads and windows are taken
+only where they are exact.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,19 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "logits divided": ("Granite", {**SIZES, "logits_scaling": 3.0, "embedding_multiplier": 2.0}),
     "logits multiplied, parallel layers": ("Cohere", {**SIZES, "logit_scale": 0.25}),
     "head with a bias": ("Phi", {**SIZES, "tie_word_embeddings": False}),
-    "learned positions": ("GPT2", {"vocab_size": 64, "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4}),
-    "bias by distance in the row": ("Bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "learned positions": (
+        "GPT2",
+        {"vocab_size": 64, "n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    ),
+    "bias by distance in the row": (
+        "Bloom",
+        {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    ),
     "a window in every layer": ("Mistral", {**SIZES, "sliding_window": 7}),
-    "a window in some layers": ("Gemma3", {**SIZES, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "num_hidden_layers": 6}),
+    "a window in some layers": (
+        "Gemma3",
+        {**SIZES, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "num_hidden_layers": 6},
+    ),
     "local layers of another name": (
         "GPTNeo",
         {
@@ -71,10 +82,19 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": 256,
         },
     ),
-    "another mixture of experts": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}),
+    "another mixture of experts": (
+        "Mixtral",
+        {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1},
+    ),
     "recurrent and attending layers": (
         "RecurrentGemma",
-        {**SIZES, "num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 8, "logits_soft_cap": 3.0},
+        {
+            **SIZES,
+            "num_hidden_layers": 3,
+            "lru_width": 32,
+            "attention_window_size": 8,
+            "logits_soft_cap": 3.0,
+        },
     ),
 }
 
@@ -120,7 +140,9 @@ def score_slowly(model: Any, batch: RolloutBatch) -> list[Tensor]:
     rows = []
     for tokens in batch.tokens:
         ids = torch.from_numpy(tokens)
-        log_probs = (model(input_ids=ids[None], use_cache=False).logits[0] / batch.temperature).log_softmax(-1)
+        log_probs = (model(input_ids=ids[None], use_cache=False).logits[0] / batch.temperature).log_softmax(
+            -1
+        )
         rows.append(log_probs[:-1].gather(-1, ids[1:, None]).squeeze(-1))
     return rows
 
@@ -130,7 +152,10 @@ def differentiate_slowly(model: Any, batch: RolloutBatch) -> tuple[float, dict[s
     assert batch.advantages is not None
     total: Any = 0.0
     for row, log_probs in enumerate(score_slowly(model, batch)):
-        mask, advantages = torch.from_numpy(np.asarray(batch.loss_masks[row][1:])), torch.from_numpy(batch.advantages[row][1:])
+        mask, advantages = (
+            torch.from_numpy(np.asarray(batch.loss_masks[row][1:])),
+            torch.from_numpy(batch.advantages[row][1:]),
+        )
         total = total - (log_probs * advantages)[mask].sum()
     loss = total / sum(int(mask.sum()) for mask in batch.loss_masks)
     loss.backward()
@@ -138,16 +163,24 @@ def differentiate_slowly(model: Any, batch: RolloutBatch) -> tuple[float, dict[s
 
 
 def take_gradients(model: Any) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
-def assert_gradients_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+def assert_gradients_close(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-5
+) -> None:
     """To `tolerance` of the largest gradient. A parameter that no row reached has no gradient, or zeros."""
     scale = max(float(gradient.abs().max()) for gradient in wanted.values())
     for name in {*found, *wanted}:
         zeros = torch.zeros_like(found.get(name, wanted.get(name)))  # pyright: ignore[reportArgumentType, reportCallIssue]
         difference = float((found.get(name, zeros) - wanted.get(name, zeros)).abs().max())
-        assert difference <= tolerance * max(scale, 1.0), f"{name}: {difference:.1e} where gradients reach {scale:.1e}"
+        assert difference <= tolerance * max(scale, 1.0), (
+            f"{name}: {difference:.1e} where gradients reach {scale:.1e}"
+        )
 
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -158,12 +191,14 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-# --- exactness ---------------------------------------------------------------------------------------------------------------------
+# --- exactness ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", TINY_KINDS)
-async def test_log_probs_and_gradients_are_those_of_a_plain_forward_of_each_row(kind: str, form: str, cache: Path):
+async def test_log_probs_and_gradients_are_those_of_a_plain_forward_of_each_row(
+    kind: str, form: str, cache: Path
+):
     await check_exact(new_model(kind, cache), new_model(kind, cache), **FORMS[form])
 
 
@@ -218,7 +253,10 @@ async def test_rows_longer_than_the_window_and_than_the_probe_are_exact(cache: P
 @pytest.mark.parametrize("kind", TINY_KINDS)
 async def test_a_reference_scores_as_a_plain_forward(kind: str, cache: Path):
     batch, path = make_batch(temperature=1.3), resolve_model(f"tiny:{kind}", cache_dir=cache)
-    async with open_device_thread(name="reference", torch_threads=1) as thread, open_frozen_reference(path, device_thread=thread) as reference:
+    async with (
+        open_device_thread(name="reference", torch_threads=1) as thread,
+        open_frozen_reference(path, device_thread=thread) as reference,
+    ):
         rows = await reference.score(batch)
     with torch.no_grad():
         wanted = score_slowly(load_once(kind, cache), batch)
@@ -227,7 +265,7 @@ async def test_a_reference_scores_as_a_plain_forward(kind: str, cache: Path):
         assert (row[~mask] == 0).all()
 
 
-# --- what is taken, and why not ----------------------------------------------------------------------------------------------------
+# --- what is taken, and why not -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -268,7 +306,9 @@ def test_other_models_get_the_fastest_exact_layout_and_head(name: str, layout: s
 
 def test_a_scale_of_the_logits_is_measured():
     assert plan_forward(make_other("logits divided")).logit_scale == pytest.approx(1 / 3, rel=1e-6)
-    assert plan_forward(make_other("logits multiplied, parallel layers")).logit_scale == pytest.approx(0.25, rel=1e-6)
+    assert plan_forward(make_other("logits multiplied, parallel layers")).logit_scale == pytest.approx(
+        0.25, rel=1e-6
+    )
 
 
 def test_a_model_that_ignores_the_mask_is_found_out_by_the_probe(cache: Path):
@@ -306,17 +346,29 @@ async def test_experts_with_a_capacity_run_one_row_at_a_time(cache: Path):
     assert "expert_capacity=8" in plan_forward(model).reason
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32,
+}
 
 
 def make_longrope() -> Any:
     torch.manual_seed(0)
-    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=32)).eval()
+    return transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(**SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=32)
+    ).eval()
 
 
 def make_dynamic(**rope: Any) -> Any:
     torch.manual_seed(0)
-    settings = {**SIZES, "max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, **rope}}
+    settings = {
+        **SIZES,
+        "max_position_embeddings": 16,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4, **rope},
+    }
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).eval()
 
 
@@ -348,7 +400,10 @@ async def test_a_row_that_would_change_dynamic_frequencies_for_the_rows_after_it
     with torch.no_grad():
         wanted = score_slowly(model, short)
     async with open_backend(model) as backend:
-        with pytest.raises(ModelError, match=r"a row of 17 tokens.*at most 16.*'dynamic'.*config\.max_position_embeddings=16.*shorter"):
+        with pytest.raises(
+            ModelError,
+            match=r"a row of 17 tokens.*at most 16.*'dynamic'.*config\.max_position_embeddings=16.*shorter",
+        ):
             await backend.forward(make_rows(9, 17))
         await backend.reset()
         with pytest.raises(ModelError, match="a row of 17 tokens"):
@@ -445,18 +500,25 @@ def test_a_window_that_the_config_does_not_rule_bounds_the_tries(cache: Path):
 
 
 def test_logits_that_need_more_than_the_hidden_states_are_taken_from_the_whole_model(cache: Path):
-    """Here each token's logits also depend on the token itself, past the decoder; neither head alone can know."""
+    """Here each token's logits also depend on the token itself, past the decoder; neither head alone can
+    know.
+    """
     model, slow = new_model("llama", cache), new_model("llama", cache)
     for one in (model, slow):
         add_input_to_logits(one)
     plan = plan_forward(model)
     assert (plan.head, plan.choose_layout(100)) == ("whole", "packed")
     batch = make_batch()
-    (micro_batch,) = make_micro_batches(batch.tokens, batch.loss_masks, micro_batch_tokens=10_000, share_prefix=True)
+    (micro_batch,) = make_micro_batches(
+        batch.tokens, batch.loss_masks, micro_batch_tokens=10_000, share_prefix=True
+    )
     found = compute_micro_batch_log_probs(model, micro_batch, plan=plan, temperature=1.0)
     found.log_probs[torch.from_numpy(micro_batch.token_pairs)].sum().backward()
     torch.stack(
-        [row[torch.from_numpy(mask[1:])].sum() for row, mask in zip(score_slowly(slow, batch), batch.loss_masks, strict=True)]
+        [
+            row[torch.from_numpy(mask[1:])].sum()
+            for row, mask in zip(score_slowly(slow, batch), batch.loss_masks, strict=True)
+        ]
     ).sum().backward()
     assert_gradients_close(take_gradients(model), take_gradients(slow))
 
@@ -479,12 +541,18 @@ async def test_bfloat16_stays_close_to_float32(kind: str, cache: Path):
         async with open_backend(new_model(kind, cache), autocast_dtype=dtype) as backend:
             result = await backend.forward_backward(make_batch(), SFT)
             found.append(result.loss)
-            assert all(parameter.grad.dtype == torch.float32 for parameter in backend.model.parameters() if parameter.grad is not None)
+            assert all(
+                parameter.grad.dtype == torch.float32
+                for parameter in backend.model.parameters()
+                if parameter.grad is not None
+            )
     assert found[0] == pytest.approx(found[1], abs=0.05)
 
 
 def test_the_window_of_a_trie_counts_along_the_path():
-    """Nodes a b c d and, from b on, e f: f stands at depth 3 and sees e and b, though three other nodes lie between b and it."""
+    """Nodes a b c d and, from b on, e f: f stands at depth 3 and sees e and b, though three other nodes lie
+    between b and it.
+    """
     subtree_end = torch.tensor([[6, 6, 4, 4, 6, 6]])
     depth = torch.tensor([[0, 1, 2, 3, 2, 3]])
     mask = make_trie_mask(subtree_end, dtype=torch.float32, position_ids=depth, window=3)
@@ -494,7 +562,9 @@ def test_the_window_of_a_trie_counts_along_the_path():
 
 def test_a_model_that_looks_ahead_is_refused():
     torch.manual_seed(0)
-    config = transformers.BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )
     model = transformers.BertLMHeadModel(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -533,12 +603,22 @@ async def test_statistics_and_the_log_say_which_layout_is_used(cache: Path, capl
     async with open_backend(new_model("mamba", cache)) as backend:
         await backend.forward(make_batch())
         statistics = backend.statistics()
-    assert (statistics["batches_as_tries"], statistics["batches_as_rows"], statistics["batches_as_single"]) == (0, 1, 0)
-    assert "MambaForCausalLM trains on right-padded rows, linear head; tries need attention in every layer" in caplog.text
-    assert describe_plan(backend.model, plan_forward(load_once("llama", cache))) == "MambaForCausalLM trains on packed rows, linear head"
+    assert (
+        statistics["batches_as_tries"],
+        statistics["batches_as_rows"],
+        statistics["batches_as_single"],
+    ) == (0, 1, 0)
+    assert (
+        "MambaForCausalLM trains on right-padded rows, linear head; tries need attention in every layer"
+        in caplog.text
+    )
+    assert (
+        describe_plan(backend.model, plan_forward(load_once("llama", cache)))
+        == "MambaForCausalLM trains on packed rows, linear head"
+    )
 
 
-# --- dropout and gradient checkpointing ----------------------------------------------------------------------------------------------
+# --- dropout and gradient checkpointing ---------------------------------------------------------------------
 
 
 async def test_dropout_is_off_even_if_the_model_came_in_training_mode(cache: Path):
@@ -579,7 +659,9 @@ async def test_gradient_checkpointing_gives_the_same_gradients_for_less_memory(k
 async def test_open_pytorch_backend_checkpoints_and_trains_the_same(kind: str, cache: Path, tmp_path: Path):
     path, weights = resolve_model(f"tiny:{kind}", cache_dir=cache), []
     for checkpointing in (False, True):
-        async with open_pytorch_backend(path, optim=OPTIM, total_steps=3, threads=1, autocast="off", gradient_checkpointing=checkpointing) as backend:
+        async with open_pytorch_backend(
+            path, optim=OPTIM, total_steps=3, threads=1, autocast="off", gradient_checkpointing=checkpointing
+        ) as backend:
             await backend.forward_backward(make_batch(), SFT)
             weights.append(take_gradients(backend.model))
             await backend.optim_step()
@@ -591,24 +673,31 @@ def test_a_model_without_layers_to_compute_twice_is_refused():
         checkpoint_layers(torch.nn.Linear(1, 1))  # pyright: ignore[reportArgumentType]
 
 
-# --- the contract, and files ---------------------------------------------------------------------------------------------------------
+# --- the contract, and files --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("check", [name for name in vars(contract) if name.startswith("check_")])
 @pytest.mark.parametrize("kind", TINY_KINDS)
 async def test_contract(kind: str, check: str, cache: Path, tmp_path: Path):
     promise = getattr(contract, check)
-    await promise(lambda: open_backend(new_model(kind, cache)), *([tmp_path] if "folder" in inspect.signature(promise).parameters else []))
+    await promise(
+        lambda: open_backend(new_model(kind, cache)),
+        *([tmp_path] if "folder" in inspect.signature(promise).parameters else []),
+    )
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
-async def test_what_is_saved_and_what_is_streamed_reloads_in_transformers(kind: str, cache: Path, tmp_path: Path):
+async def test_what_is_saved_and_what_is_streamed_reloads_in_transformers(
+    kind: str, cache: Path, tmp_path: Path
+):
     streamed: dict[str, Tensor] = {}
     tokenizer = load_tokenizer(resolve_model(f"tiny:{kind}", cache_dir=cache))
     async with open_backend(new_model(kind, cache), tokenizer=tokenizer) as backend:
         await contract.train(backend, make_batch())
         await backend.save(tmp_path / "saved")
-        await backend.stream_weights(lambda bucket: streamed.update({name: tensor.clone() for name, tensor in bucket}))
+        await backend.stream_weights(
+            lambda bucket: streamed.update({name: tensor.clone() for name, tensor in bucket})
+        )
     saved = load_hf_model(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").encode("hé") == tokenizer.encode("hé")
     contract.assert_weights_equal(dict(saved.named_parameters()), streamed)
@@ -627,12 +716,17 @@ def test_tied_weights_are_written_once_and_untied_ones_twice(cache: Path, tmp_pa
         assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
         save_hf_model(model, tmp_path / kind)
         again = load_hf_model(tmp_path / kind)
-        assert (again.get_input_embeddings().weight is getattr(again.get_output_embeddings(), "weight", None)) == tied
+        assert (
+            again.get_input_embeddings().weight is getattr(again.get_output_embeddings(), "weight", None)
+        ) == tied
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
 def test_a_tiny_model_is_a_function_of_its_seed(kind: str, tmp_path: Path):
-    paths = [resolve_model(f"tiny:{kind}", cache_dir=tmp_path / name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("a", 2))]
+    paths = [
+        resolve_model(f"tiny:{kind}", cache_dir=tmp_path / name, seed=seed)
+        for name, seed in (("a", 1), ("b", 1), ("a", 2))
+    ]
     files = [{file.name: file.read_bytes() for file in path.iterdir()} for path in paths]
     assert files[0] == files[1]
     assert files[0]["model.safetensors"] != files[2]["model.safetensors"]
@@ -646,5 +740,10 @@ def test_an_unknown_tiny_model_names_the_nearest(tmp_path: Path):
 
 
 def test_a_plan_without_limits_is_written_in_one_line(cache: Path):
-    plan = dataclasses.replace(plan_forward(load_once("llama", cache)), tries_up_to=64, rows_up_to=NO_LIMIT, reason="why")
-    assert describe_plan(load_once("llama", cache), plan) == "LlamaForCausalLM trains on packed rows, linear head; tries up to 64 tokens; why"
+    plan = dataclasses.replace(
+        plan_forward(load_once("llama", cache)), tries_up_to=64, rows_up_to=NO_LIMIT, reason="why"
+    )
+    assert (
+        describe_plan(load_once("llama", cache), plan)
+        == "LlamaForCausalLM trains on packed rows, linear head; tries up to 64 tokens; why"
+    )

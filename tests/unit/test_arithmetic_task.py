@@ -39,7 +39,17 @@ def test_a_row_without_answer_fails_loudly():
 
 
 @pytest.mark.parametrize(
-    ("response", "share"), [("12", 1), (" 12\n", 1), ("1", 1 / 2), ("123", 2 / 3), ("1x", 1 / 2), ("21", 0), ("", 0), ("12 is it", 2 / 8)]
+    ("response", "share"),
+    [
+        ("12", 1),
+        (" 12\n", 1),
+        ("1", 1 / 2),
+        ("123", 2 / 3),
+        ("1x", 1 / 2),
+        ("21", 0),
+        ("", 0),
+        ("12 is it", 2 / 8),
+    ],
 )
 def test_a_good_start_earns_its_share(response, share):
     result = leading_characters(answered(response, answer="12"))
@@ -47,6 +57,9 @@ def test_a_good_start_earns_its_share(response, share):
     assert result.parts == {"exact": float(share == 1)}
 
 
-@pytest.mark.parametrize(("text", "yes"), [("7", True), ("-7", True), ("+3.25", True), ("7.", False), ("1e3", False), ("", False), ("7 8", False)])
+@pytest.mark.parametrize(
+    ("text", "yes"),
+    [("7", True), ("-7", True), ("+3.25", True), ("7.", False), ("1e3", False), ("", False), ("7 8", False)],
+)
 def test_a_number_is_digits_with_at_most_a_sign_and_a_point(text, yes):
     assert is_number(text) is yes

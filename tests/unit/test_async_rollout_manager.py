@@ -1,4 +1,6 @@
-"""AsyncRolloutManager: which groups make a batch, what happens to the others, and what is left when something goes wrong."""
+"""AsyncRolloutManager: which groups make a batch, what happens to the others, and what is left when something
+goes wrong.
+"""
 
 from __future__ import annotations
 
@@ -101,12 +103,28 @@ def make_run(
     reward: Any = index_reward,
     **options: Any,
 ) -> Run:
-    of_config = {name: options.pop(name) for name in list(options) if name in RolloutConfig.model_fields and name not in ("filters", "group_reward")}
-    config = RolloutConfig(num_prompts=num_prompts, samples_per_prompt=samples_per_prompt, over_sampling=over_sampling, **of_config)
+    of_config = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in RolloutConfig.model_fields and name not in ("filters", "group_reward")
+    }
+    config = RolloutConfig(
+        num_prompts=num_prompts,
+        samples_per_prompt=samples_per_prompt,
+        over_sampling=over_sampling,
+        **of_config,
+    )
     buffer, version = DataBuffer(ROWS, seed=0), [0]
     engine = engine or ScriptedEngine(script)
     manager = AsyncRolloutManager(
-        buffer, engine, generate=generate, config=config, reward=reward, seed=1, policy_version=lambda: version[0], **{"sampling": SAMPLING} | options
+        buffer,
+        engine,
+        generate=generate,
+        config=config,
+        reward=reward,
+        seed=1,
+        policy_version=lambda: version[0],
+        **{"sampling": SAMPLING} | options,
     )
     return Run(manager, buffer, engine, version)
 
@@ -114,7 +132,11 @@ def make_run(
 def books(run: Run) -> dict[str, float]:
     """Where every group is."""
     names = ("drawn", "trained", "held", "in_flight")
-    return {name: count for name, count in run.manager.statistics().items() if name in names or name.startswith(("dropped/", "failed/"))}
+    return {
+        name: count
+        for name, count in run.manager.statistics().items()
+        if name in names or name.startswith(("dropped/", "failed/"))
+    }
 
 
 def keep_groups(*kept: int):
@@ -141,13 +163,22 @@ def fail_on(error: Exception, *sample_ids: str):
 async def test_a_batch_has_all_rows_in_launch_order_with_everything_a_loss_needs():
     run = make_run(samples_per_prompt=3)
     batch = await run.manager.generate_batch()
-    assert [sample.id for sample in batch.samples] == [f"g0000000{group}-s00{member}" for group in (0, 1) for member in (0, 1, 2)]
+    assert [sample.id for sample in batch.samples] == [
+        f"g0000000{group}-s00{member}" for group in (0, 1) for member in (0, 1, 2)
+    ]
     assert batch.group_indices is not None and batch.group_indices.tolist() == [0, 0, 0, 1, 1, 1]
-    assert batch.rewards is not None and batch.rewards.tolist() == [0, 1, 2, 0, 1, 2] and batch.rewards.dtype == np.float32
+    assert (
+        batch.rewards is not None
+        and batch.rewards.tolist() == [0, 1, 2, 0, 1, 2]
+        and batch.rewards.dtype == np.float32
+    )
     assert batch.rollout_log_probs is not None and batch.weight_versions is not None
     for row, sample in enumerate(batch.samples):
         assert batch.tokens[row] is sample.tokens and batch.loss_masks[row] is sample.loss_mask
-        assert batch.rollout_log_probs[row] is sample.rollout_log_probs and batch.weight_versions[row] is sample.weight_versions
+        assert (
+            batch.rollout_log_probs[row] is sample.rollout_log_probs
+            and batch.weight_versions[row] is sample.weight_versions
+        )
         epoch, prompt_id = STREAM[row // 3]
         assert batch.metadata[row] == {"prompt_id": prompt_id, "epoch": epoch, "answer": prompt_id[4:]}
     assert batch.temperature == 1.0
@@ -164,7 +195,9 @@ async def test_every_sample_is_asked_for_with_a_seed_of_its_own():
     run = make_run()
     await run.manager.generate_batch()
     assert {request.request_id: request.sampling.seed for request in run.engine.requests} == {
-        f"g0000000{group}-s00{member}": compute_request_seed(1, f"g0000000{group}-s00{member}") for group in (0, 1) for member in (0, 1)
+        f"g0000000{group}-s00{member}": compute_request_seed(1, f"g0000000{group}-s00{member}")
+        for group in (0, 1)
+        for member in (0, 1)
     }
 
 
@@ -175,13 +208,18 @@ async def test_group_indices_go_on_from_batch_to_batch():
 
 
 async def test_at_no_staleness_the_first_groups_by_launch_win_however_slow_they_are(autojump_clock):
-    run = make_run(lambda request: ScriptedReply(text="ab", token_s=100.0 - 20 * group_of(request)), over_sampling=2.0)
+    run = make_run(
+        lambda request: ScriptedReply(text="ab", token_s=100.0 - 20 * group_of(request)), over_sampling=2.0
+    )
     assert await run.batch_groups() == [0, 1]
     assert trio.current_time() == 300  # group 0 takes three tokens of 100 s
 
 
 async def test_surplus_groups_are_aborted_and_their_prompts_drawn_next(autojump_clock):
-    run = make_run(lambda request: ScriptedReply(text="ab", token_s=1.0 + 50 * (group_of(request) >= 3)), over_sampling=2.5)
+    run = make_run(
+        lambda request: ScriptedReply(text="ab", token_s=1.0 + 50 * (group_of(request) >= 3)),
+        over_sampling=2.5,
+    )
     assert await run.batch_groups() == [0, 1]
     assert trio.current_time() == 3 and run.engine.in_flight == 0
     assert books(run) == {"drawn": 5, "trained": 2, "held": 0, "in_flight": 0, "dropped/surplus": 3}
@@ -223,9 +261,15 @@ async def test_samples_are_scored_while_others_are_generated(autojump_clock):
         await trio.sleep(10)
         return float(member_of(sample.id))
 
-    run = make_run(lambda request: ScriptedReply(text="ab", token_s=1.0 + 2 * member_of(request.request_id)), reward=slow_reward, num_prompts=1)
+    run = make_run(
+        lambda request: ScriptedReply(text="ab", token_s=1.0 + 2 * member_of(request.request_id)),
+        reward=slow_reward,
+        num_prompts=1,
+    )
     await run.manager.generate_batch()
-    assert trio.current_time() == 19  # the second takes 9 s to generate and 10 to score; the first is scored meanwhile
+    assert (
+        trio.current_time() == 19
+    )  # the second takes 9 s to generate and 10 to score; the first is scored meanwhile
 
 
 async def test_sync_functions_run_in_threads():
@@ -248,19 +292,26 @@ async def test_another_reward_function_may_score_one_batch():
 
 async def test_a_group_reward_scores_the_samples_together():
     async def best_of(samples) -> list[RewardResult]:
-        return [RewardResult(float(index == len(samples) - 1), {"place": index}, "last wins") for index in range(len(samples))]
+        return [
+            RewardResult(float(index == len(samples) - 1), {"place": index}, "last wins")
+            for index in range(len(samples))
+        ]
 
     run = make_run(reward=None, group_reward=best_of, samples_per_prompt=3)
     batch = await run.manager.generate_batch()
     assert [sample.reward for sample in batch.samples] == [0.0, 0.0, 1.0] * 2
-    assert batch.samples[1].rewards == {"place": 1.0} and batch.samples[1].metadata["reward_note"] == "last wins"
+    assert (
+        batch.samples[1].rewards == {"place": 1.0} and batch.samples[1].metadata["reward_note"] == "last wins"
+    )
 
 
 async def test_a_generate_function_may_set_the_reward_itself():
     async def generate(sample: Sample, engine, sampling) -> Sample:
         return dataclasses.replace(await chat_generate(sample, engine, sampling), reward=0.5)
 
-    assert (await make_run(generate=generate, reward=None).manager.generate_batch()).rewards.tolist() == [0.5] * 4  # type: ignore[union-attr]
+    assert (await make_run(generate=generate, reward=None).manager.generate_batch()).rewards.tolist() == [
+        0.5
+    ] * 4  # type: ignore[union-attr]
 
 
 async def test_segments_of_a_trajectory_share_the_reward_of_the_last():
@@ -273,7 +324,12 @@ async def test_segments_of_a_trajectory_share_the_reward_of_the_last():
         return float(member_of(sample.id))
 
     batch = await make_run(num_prompts=1, generate=generate, reward=reward).manager.generate_batch()
-    assert [sample.id for sample in batch.samples] == ["g00000000-s000", "g00000000-s000.1", "g00000000-s001", "g00000000-s001.1"]
+    assert [sample.id for sample in batch.samples] == [
+        "g00000000-s000",
+        "g00000000-s000.1",
+        "g00000000-s001",
+        "g00000000-s001.1",
+    ]
     assert [sample.reward for sample in batch.samples] == [0.0, 0.0, 1.0, 1.0]
 
 
@@ -281,15 +337,21 @@ async def test_segments_count_once_in_the_statistics_of_their_group():
     async def generate(sample: Sample, engine, sampling) -> list[Sample]:
         done = await chat_generate(sample, engine, sampling)
         reward = float(member_of(sample.id))
-        return [done, done, done, dataclasses.replace(done, reward=reward, rewards={"right": reward})] if reward else [
-            dataclasses.replace(done, reward=reward, rewards={"right": reward})
-        ]
+        return (
+            [done, done, done, dataclasses.replace(done, reward=reward, rewards={"right": reward})]
+            if reward
+            else [dataclasses.replace(done, reward=reward, rewards={"right": reward})]
+        )
 
     run = make_run(num_prompts=1, generate=generate, reward=None)
     batch = await run.manager.generate_batch()
-    assert [dict(sample.rewards) for sample in batch.samples] == [{"right": 0.0}] + [{"right": 1.0}] * 4, "parts are shared as the reward is"
+    assert [dict(sample.rewards) for sample in batch.samples] == [{"right": 0.0}] + [{"right": 1.0}] * 4, (
+        "parts are shared as the reward is"
+    )
     assert number_trajectories(batch.samples).tolist() == [0, 1, 1, 1, 1]
-    assert metric_values(run.manager.batch_metrics())["groups/reward_std/mean"] == 0.5, "of 0 and 1, not of 0, 1, 1, 1, 1"
+    assert metric_values(run.manager.batch_metrics())["groups/reward_std/mean"] == 0.5, (
+        "of 0 and 1, not of 0, 1, 1, 1, 1"
+    )
 
 
 # --- samples that fail ---
@@ -298,7 +360,12 @@ async def test_segments_count_once_in_the_statistics_of_their_group():
 @pytest.mark.parametrize(
     ("options", "failure_class", "function", "message"),
     [
-        ({"reward": fail_on(KeyError("gold"), "g00000000-s001")}, "reward", "broken_reward", "raised KeyError: 'gold'"),
+        (
+            {"reward": fail_on(KeyError("gold"), "g00000000-s001")},
+            "reward",
+            "broken_reward",
+            "raised KeyError: 'gold'",
+        ),
         ({"error": RequestRefused("too long")}, "data", "chat_generate", "too long"),
         ({"error": DataError("bad template")}, "data", "chat_generate", "bad template"),
         ({"error": EngineError("out of memory")}, "engine", "chat_generate", "out of memory"),
@@ -306,15 +373,21 @@ async def test_segments_count_once_in_the_statistics_of_their_group():
         ({"error": ValueError("oops")}, "generate", "chat_generate", "raised ValueError: oops"),
     ],
 )
-async def test_a_sample_that_fails_leaves_its_group_and_says_why(options: dict[str, Any], failure_class: str, function: str, message: str):
+async def test_a_sample_that_fails_leaves_its_group_and_says_why(
+    options: dict[str, Any], failure_class: str, function: str, message: str
+):
     error = options.pop("error", None)
     run = make_run(
-        lambda request: ScriptedReply(text="ab", error=error if request.request_id == "g00000000-s001" else None),
+        lambda request: ScriptedReply(
+            text="ab", error=error if request.request_id == "g00000000-s001" else None
+        ),
         samples_per_prompt=3,
         **options,
     )
     batch = await run.manager.generate_batch()
-    assert [sample.id for sample in batch.samples][:2] == ["g00000000-s000", "g00000000-s002"] and len(batch) == 5
+    assert [sample.id for sample in batch.samples][:2] == ["g00000000-s000", "g00000000-s002"] and len(
+        batch
+    ) == 5
     (failed,) = run.manager.failed_samples()
     failure = failed.metadata["failure"]
     assert (failed.id, failed.status, failed.reward) == ("g00000000-s001", Status.FAILED, None)
@@ -344,7 +417,9 @@ async def test_a_group_needs_two_samples_that_did_not_fail():
 
 
 async def test_a_group_of_one_needs_that_one():
-    run = make_run(reward=fail_on(ValueError("oops"), "g00000000-s000"), samples_per_prompt=1, max_failed_fraction=1.0)
+    run = make_run(
+        reward=fail_on(ValueError("oops"), "g00000000-s000"), samples_per_prompt=1, max_failed_fraction=1.0
+    )
     assert await run.batch_groups() == [1, 2]
 
 
@@ -359,7 +434,9 @@ async def test_a_group_reward_that_fails_fails_all_its_samples(autojump_clock):
     run = make_run(reward=None, group_reward=group_reward, max_failed_fraction=1.0)
     assert await run.batch_groups() == [2, 3]
     assert {"failed/reward": 1.0, "failed/reward_timeout": 1.0}.items() <= run.manager.statistics().items()
-    assert [sample.metadata["failure"]["class"] for sample in run.manager.failed_samples()] == ["reward"] * 2 + ["reward_timeout"] * 2
+    assert [sample.metadata["failure"]["class"] for sample in run.manager.failed_samples()] == [
+        "reward"
+    ] * 2 + ["reward_timeout"] * 2
 
 
 async def test_a_failed_sample_is_not_shown_to_the_group_reward():
@@ -376,7 +453,9 @@ async def test_a_failed_sample_is_not_shown_to_the_group_reward():
 async def test_a_generate_function_may_give_a_sample_up():
     async def generate(sample: Sample, engine, sampling) -> Sample:
         if sample.id == "g00000000-s002":
-            return dataclasses.replace(sample, status=Status.FAILED, metadata={**sample.metadata, "failure": "no tool"})
+            return dataclasses.replace(
+                sample, status=Status.FAILED, metadata={**sample.metadata, "failure": "no tool"}
+            )
         return await chat_generate(sample, engine, sampling)
 
     run = make_run(generate=generate, samples_per_prompt=3)
@@ -389,12 +468,18 @@ async def test_a_generate_function_may_give_a_sample_up():
 
 
 async def test_an_aborted_sample_goes_on_while_its_tokens_are_fresh_enough(autojump_clock):
-    run = make_run(lambda request: ScriptedReply(text="abc"[3 - (request.sampling.max_new_tokens - 5) :], token_s=1.0), num_prompts=1)
+    run = make_run(
+        lambda request: ScriptedReply(text="abc"[3 - (request.sampling.max_new_tokens - 5) :], token_s=1.0),
+        num_prompts=1,
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(abort_after, run, 2.5)
         batch = await run.manager.generate_batch()
     assert [sample.response for sample in batch.samples] == ["abc", "abc"]
-    assert sorted(request.request_id for request in run.engine.requests)[:2] == ["g00000000-s000", "g00000000-s000@2"]
+    assert sorted(request.request_id for request in run.engine.requests)[:2] == [
+        "g00000000-s000",
+        "g00000000-s000@2",
+    ]
 
 
 async def abort_after(run: Run, seconds: float, new_version: int = 0) -> None:
@@ -415,7 +500,9 @@ async def test_an_aborted_sample_starts_again_when_its_tokens_are_too_old(autoju
 
 
 async def test_a_sample_that_is_always_aborted_fails_in_the_end():
-    run = make_run(lambda request: ScriptedReply(text="", finish="abort"), num_prompts=1, max_failed_fraction=0.9)
+    run = make_run(
+        lambda request: ScriptedReply(text="", finish="abort"), num_prompts=1, max_failed_fraction=0.9
+    )
     with pytest.raises(NotEnoughSamples, match=rf"engine: 2.*was aborted by its engine {MAX_STARTS} times"):
         await run.manager.generate_batch()
     assert len(run.engine.requests) == 2 * MAX_STARTS
@@ -426,9 +513,19 @@ async def test_a_sample_that_is_always_aborted_fails_in_the_end():
 
 async def test_the_draw_limit_ends_a_batch_that_cannot_be_filled():
     run = make_run(filters=[keep_groups(1)], max_attempts=3)
-    with pytest.raises(NotEnoughSamples, match=r"1 of num_prompts=2 groups were kept of 6 drawn \(not_chosen: 5\), and max_attempts=3"):
+    with pytest.raises(
+        NotEnoughSamples,
+        match=r"1 of num_prompts=2 groups were kept of 6 drawn \(not_chosen: 5\), and max_attempts=3",
+    ):
         await run.manager.generate_batch()
-    assert books(run) == {"drawn": 6, "trained": 0, "held": 0, "in_flight": 0, "dropped/aborted": 1, "dropped/not_chosen": 5}
+    assert books(run) == {
+        "drawn": 6,
+        "trained": 0,
+        "held": 0,
+        "in_flight": 0,
+        "dropped/aborted": 1,
+        "dropped/not_chosen": 5,
+    }
     assert run.upcoming(2) == [STREAM[1], STREAM[6]], "the kept prompt is back, the filtered ones are used up"
 
 
@@ -440,22 +537,33 @@ async def test_the_draw_limit_bounds_over_sampling_too():
 
 async def test_too_many_failures_end_the_batch_and_show_the_first():
     run = make_run(reward=fail_on(KeyError("gold")), max_failed_fraction=0.4)
-    with pytest.raises(NotEnoughSamples, match=r"2 of 4 samples failed \(reward: 2\), more than max_failed_fraction=0.4 .*KeyError: 'gold'"):
+    with pytest.raises(
+        NotEnoughSamples,
+        match=r"2 of 4 samples failed \(reward: 2\), more than max_failed_fraction=0.4 .*KeyError: 'gold'",
+    ):
         await run.manager.generate_batch()
-    assert run.upcoming(2) == STREAM[:2], "both prompts are back: the grader may be mended before they are drawn again"
+    assert run.upcoming(2) == STREAM[:2], (
+        "both prompts are back: the grader may be mended before they are drawn again"
+    )
     assert len(run.manager.failed_samples()) == 2
 
 
 async def test_the_failed_share_is_of_a_whole_batch_at_least():
-    run = make_run(reward=fail_on(KeyError("gold"), "g00000000-s000"), samples_per_prompt=3, max_failed_fraction=1 / 6)
+    run = make_run(
+        reward=fail_on(KeyError("gold"), "g00000000-s000"), samples_per_prompt=3, max_failed_fraction=1 / 6
+    )
     assert len(await run.manager.generate_batch()) == 5
-    run = make_run(reward=fail_on(KeyError("gold"), "g00000000-s000"), samples_per_prompt=3, max_failed_fraction=0.0)
+    run = make_run(
+        reward=fail_on(KeyError("gold"), "g00000000-s000"), samples_per_prompt=3, max_failed_fraction=0.0
+    )
     with pytest.raises(NotEnoughSamples, match="1 of 6 samples failed"):
         await run.manager.generate_batch()
 
 
 async def test_a_last_failure_counts_although_the_batch_is_full():
-    run = make_run(reward=fail_on(KeyError("gold"), "g00000001-s002"), samples_per_prompt=3, max_failed_fraction=0.1)
+    run = make_run(
+        reward=fail_on(KeyError("gold"), "g00000001-s002"), samples_per_prompt=3, max_failed_fraction=0.1
+    )
     with pytest.raises(NotEnoughSamples, match="1 of 6 samples failed"):
         await run.manager.generate_batch()
     assert run.upcoming(2) == STREAM[:2]
@@ -463,20 +571,30 @@ async def test_a_last_failure_counts_although_the_batch_is_full():
 
 @pytest.mark.parametrize("max_staleness", [0, 1])
 async def test_what_the_infrastructure_did_costs_a_prompt_nothing(max_staleness: int):
-    """One of two samples cannot be generated: its group does not train, its prompt comes back, and no share of failures ends the run."""
+    """One of two samples cannot be generated: its group does not train, its prompt comes back, and no share
+    of failures ends the run.
+    """
     run = make_run(
         lambda request: ScriptedReply(error=EngineUnreachable("gone") if request.request_id == "g00000000-s001" else None),
         max_failed_fraction=0.0, max_staleness=max_staleness,
     )  # fmt: skip
     assert await run.batch_groups() == [1, 2]
     assert run.manager.failed_samples()[0].reward is None
-    assert {"failed/infrastructure": 1.0, "samples/failed/infrastructure": 1.0}.items() <= run.manager.statistics().items()
+    assert {
+        "failed/infrastructure": 1.0,
+        "samples/failed/infrastructure": 1.0,
+    }.items() <= run.manager.statistics().items()
     assert run.upcoming(1) == STREAM[:1]
 
 
 async def test_an_engine_that_is_never_there_ends_the_batch_at_the_draw_limit():
-    run = make_run(lambda request: ScriptedReply(error=EngineUnreachable("no route to node3")), max_attempts=3)
-    with pytest.raises(NotEnoughSamples, match=r"0 of num_prompts=2 groups were kept of 6 drawn .*the first failure: no route to node3"):
+    run = make_run(
+        lambda request: ScriptedReply(error=EngineUnreachable("no route to node3")), max_attempts=3
+    )
+    with pytest.raises(
+        NotEnoughSamples,
+        match=r"0 of num_prompts=2 groups were kept of 6 drawn .*the first failure: no route to node3",
+    ):
         await run.manager.generate_batch()
     assert run.upcoming(2) == STREAM[:2]
 
@@ -484,14 +602,19 @@ async def test_an_engine_that_is_never_there_ends_the_batch_at_the_draw_limit():
 def test_an_engine_without_log_probs_does_not_train():
     engine = ScriptedEngine()
     engine._features = dataclasses.replace(engine.features, log_probs=False, name="openai")
-    with pytest.raises(ConfigError, match=r"engine openai answers without log-probs .* use it for evaluation"):
+    with pytest.raises(
+        ConfigError, match=r"engine openai answers without log-probs .* use it for evaluation"
+    ):
         make_run(engine=engine)
 
 
 async def test_requests_of_a_group_share_an_affinity():
     run = make_run()
     await run.manager.generate_batch()
-    assert {(request.request_id[:9], request.affinity) for request in run.engine.requests} == {("g00000000", "g0"), ("g00000001", "g1")}
+    assert {(request.request_id[:9], request.affinity) for request in run.engine.requests} == {
+        ("g00000000", "g0"),
+        ("g00000001", "g1"),
+    }
 
 
 # --- what stops the whole call ---
@@ -502,7 +625,9 @@ async def test_a_filter_that_raises_stops_the_call_and_loses_nothing():
         raise ZeroDivisionError("oops")
 
     run = make_run(filters=[broken], over_sampling=2.0)
-    with pytest.raises(UserFunctionError, match=r"filter broken on group 0 \(prompt row-\d+\) raised ZeroDivisionError: oops"):
+    with pytest.raises(
+        UserFunctionError, match=r"filter broken on group 0 \(prompt row-\d+\) raised ZeroDivisionError: oops"
+    ):
         await run.manager.generate_batch()
     assert run.upcoming(5) == STREAM[:5]
     assert books(run) == {"drawn": 4, "trained": 0, "held": 0, "in_flight": 0, "dropped/aborted": 4}
@@ -510,7 +635,13 @@ async def test_a_filter_that_raises_stops_the_call_and_loses_nothing():
 
 @pytest.mark.parametrize(
     "error",
-    [EngineClosed("gone"), ModelError("no chat template"), FleetDown("nobody"), WeightVersionError("not 3"), EngineSetupError("--logprobs-mode")],
+    [
+        EngineClosed("gone"),
+        ModelError("no chat template"),
+        FleetDown("nobody"),
+        WeightVersionError("not 3"),
+        EngineSetupError("--logprobs-mode"),
+    ],
 )
 async def test_an_error_that_is_everybodys_stops_the_call(error: Exception):
     run = make_run(lambda request: ScriptedReply(error=error))
@@ -561,7 +692,11 @@ async def test_one_batch_at_a_time(autojump_clock):
 
 
 async def test_cancelling_gives_every_prompt_back_in_order(autojump_clock):
-    run = make_run(lambda request: ScriptedReply(text="ab", token_s=1.0 + group_of(request)), num_prompts=3, over_sampling=1.5)
+    run = make_run(
+        lambda request: ScriptedReply(text="ab", token_s=1.0 + group_of(request)),
+        num_prompts=3,
+        over_sampling=1.5,
+    )
     before = run.upcoming(8)
     with trio.move_on_after(6.5) as scope:  # groups 0 and 1 are kept, 2 to 4 run
         await run.manager.generate_batch()
@@ -585,7 +720,11 @@ async def test_an_interrupt_gives_every_prompt_back():
 
 
 async def test_groups_that_finish_first_win_when_staleness_is_allowed(autojump_clock):
-    run = make_run(lambda request: ScriptedReply(token_s=100.0 - 20 * group_of(request)), over_sampling=2.0, max_staleness=1)
+    run = make_run(
+        lambda request: ScriptedReply(token_s=100.0 - 20 * group_of(request)),
+        over_sampling=2.0,
+        max_staleness=1,
+    )
     assert await run.batch_groups() == [2, 3]
     assert run.manager.statistics()["held/unfinished"] == 2, "those that were slower go on in the next batch"
     assert run.upcoming(1) == STREAM[4:5]
@@ -598,7 +737,9 @@ async def test_a_kept_group_too_many_is_held_for_the_next_batch():
     run.version[0] = 1
     requests = len(run.engine.requests)
     second = await run.batch_groups()
-    assert sorted(first + second) == [0, 1, 2, 3] and len(run.engine.requests) == requests, "the second batch was there already"
+    assert sorted(first + second) == [0, 1, 2, 3] and len(run.engine.requests) == requests, (
+        "the second batch was there already"
+    )
     assert books(run) == {"drawn": 4, "trained": 4, "held": 0, "in_flight": 0}
     assert metric_values(run.manager.batch_metrics())["groups/drawn"] == 0
 
@@ -609,9 +750,15 @@ async def test_a_held_group_that_has_become_too_old_is_dropped_and_its_prompt_re
     run.version[0] = 2
     run.engine.set_version(1)
     assert not dropped & set(await run.batch_groups())
-    assert metric_values(run.manager.batch_metrics())["groups/dropped/stale"] == 2 == run.manager.statistics()["dropped/stale"]
+    assert (
+        metric_values(run.manager.batch_metrics())["groups/dropped/stale"]
+        == 2
+        == run.manager.statistics()["dropped/stale"]
+    )
     asked = {group_of(request): request.prompt_ids.tolist() for request in run.engine.requests}
-    assert [asked[4], asked[5]] == [asked[group_index] for group_index in sorted(dropped)], "their prompts are asked again, before any other"
+    assert [asked[4], asked[5]] == [asked[group_index] for group_index in sorted(dropped)], (
+        "their prompts are asked again, before any other"
+    )
 
 
 async def test_an_engine_that_is_too_far_behind_fills_no_batch():
@@ -660,15 +807,22 @@ async def next_version(run: Run) -> list[int]:
 
 async def test_an_unfinished_sample_goes_on_from_its_tokens_with_the_version_of_each(autojump_clock):
     run = make_slow_run()
-    assert [await next_version(run) for _ in range(3)] == [[1], [2], [3]]  # each takes 7 s: six letters and the end
+    assert [await next_version(run) for _ in range(3)] == [
+        [1],
+        [2],
+        [3],
+    ]  # each takes 7 s: six letters and the end
     assert run.manager.state_dict()["unfinished"][0]["group_index"] == 0
     batch = await run.manager.generate_batch()  # version 3: the last that may consume tokens of version 0
     first, second = batch.samples
     assert (first.id, first.response, second.response) == ("g00000000-s000", "abcdef", "abcdef")
-    # 7 s a batch at 10 s a token: nothing is there after any of the first three, so all of it is of version 3; its sibling is of version 0
+    # 7 s a batch at 10 s a token: nothing is there after any of the first three, so all of it is of version
+    # 3; its sibling is of version 0
     assert first.weight_versions[first.loss_mask].tolist() == [3] * 7
     assert second.weight_versions[second.loss_mask].tolist() == [0] * 7
-    assert [request.request_id for request in run.engine.requests].count("g00000000-s001") == 1, "a member that has finished is not asked again"
+    assert [request.request_id for request in run.engine.requests].count("g00000000-s001") == 1, (
+        "a member that has finished is not asked again"
+    )
 
 
 async def test_tokens_of_several_versions_stay_apart(autojump_clock):
@@ -679,11 +833,26 @@ async def test_tokens_of_several_versions_stay_apart(autojump_clock):
     assert [await next_version(run) for _ in range(2)] == [[1], [2]]
     batch = await run.manager.generate_batch()
     first = batch.samples[0]
-    assert first.response == "abcdef" and first.weight_versions[first.loss_mask].tolist() == [0, 0, 1, 1, 2, 2, 2]  # 7 s each: two tokens
-    ids = [request.request_id for request in run.engine.requests if request.request_id.startswith("g00000000-s000")]
+    assert first.response == "abcdef" and first.weight_versions[first.loss_mask].tolist() == [
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        2,
+    ]  # 7 s each: two tokens
+    ids = [
+        request.request_id
+        for request in run.engine.requests
+        if request.request_id.startswith("g00000000-s000")
+    ]
     assert ids == ["g00000000-s000", "g00000000-s000@2", "g00000000-s000@4"]
     asked = {request.request_id: request.prompt_ids.tolist() for request in run.engine.requests}
-    assert asked["g00000000-s000@4"] == [*asked["g00000000-s000"], *b"abcd"], "it goes on after the prompt and its tokens"
+    assert asked["g00000000-s000@4"] == [
+        *asked["g00000000-s000"],
+        *b"abcd",
+    ], "it goes on after the prompt and its tokens"
 
 
 async def test_unfinished_groups_survive_a_restart_with_identical_tokens(autojump_clock):
@@ -696,7 +865,10 @@ async def test_unfinished_groups_survive_a_restart_with_identical_tokens(autojum
     run, resumed = start(), start()
     await next_version(run)
     buffer_state, manager_state = json.loads(json.dumps([run.buffer.state_dict(), run.manager.state_dict()]))
-    assert [len(member["partial"]["response"]) for member in manager_state["unfinished"][0]["members"]] == [2, 2]
+    assert [len(member["partial"]["response"]) for member in manager_state["unfinished"][0]["members"]] == [
+        2,
+        2,
+    ]
     resumed.buffer.load_state_dict(buffer_state)
     resumed.manager.load_state_dict(manager_state)
     resumed.version[0] = 1
@@ -713,13 +885,17 @@ async def test_unfinished_groups_survive_a_restart_with_identical_tokens(autojum
             each.engine.set_version(each.version[0])
 
 
-async def test_a_snapshot_encodes_nothing_until_a_save_wants_it_and_stays_what_it_was(autojump_clock, monkeypatch: pytest.MonkeyPatch):
+async def test_a_snapshot_encodes_nothing_until_a_save_wants_it_and_stays_what_it_was(
+    autojump_clock, monkeypatch: pytest.MonkeyPatch
+):
     def script(request: GenerateRequest) -> ScriptedReply:
         return ScriptedReply(text=rest_of("abcdef", request), token_s=1.0 + 2 * (group_of(request) == 0))
 
     encoded: list[str] = []
     encode = staleness._encode_sample
-    monkeypatch.setattr(staleness, "_encode_sample", lambda sample: (encoded.append(sample.id), encode(sample))[1])
+    monkeypatch.setattr(
+        staleness, "_encode_sample", lambda sample: (encoded.append(sample.id), encode(sample))[1]
+    )
     run = make_run(script, num_prompts=1, over_sampling=3.0, max_staleness=2)
     snapshots, states = [], []
     for _ in range(3):
@@ -730,7 +906,9 @@ async def test_a_snapshot_encodes_nothing_until_a_save_wants_it_and_stays_what_i
         await next_version(run)
         assert encoded == [], "a batch encodes nothing either"
     assert [(len(state["held"]), len(state["unfinished"])) for state in states] == [(0, 0), (1, 1), (0, 1)]
-    assert [snapshot.encode() for snapshot in snapshots] == states, "although these groups have been trained on, or have moved on, since"
+    assert [snapshot.encode() for snapshot in snapshots] == states, (
+        "although these groups have been trained on, or have moved on, since"
+    )
     assert len(encoded) == (0 + 0) + (2 + 2) + (0 + 2), "two members of each group, once"
 
 
@@ -744,12 +922,20 @@ async def test_a_sample_whose_reward_was_being_computed_is_scored_once_in_the_ne
         scored.append(sample.id)
         return float(member_of(sample.id))
 
-    run = make_run(num_prompts=1, over_sampling=2.0, max_staleness=1, reward=reward, script=lambda request: ScriptedReply(token_s=1.0))
+    run = make_run(
+        num_prompts=1,
+        over_sampling=2.0,
+        max_staleness=1,
+        reward=reward,
+        script=lambda request: ScriptedReply(token_s=1.0),
+    )
     assert await next_version(run) == [1]
     assert run.manager.state_dict()["unfinished"][0]["members"][0]["scored"] is False
     assert await next_version(run) == [0], "due: it is waited for although others have finished"
     assert begun.count("g00000000-s000") == 2 and scored.count("g00000000-s000") == 1
-    assert sum(request.request_id == "g00000000-s000" for request in run.engine.requests) == 1, "it is not generated again"
+    assert sum(request.request_id == "g00000000-s000" for request in run.engine.requests) == 1, (
+        "it is not generated again"
+    )
 
 
 async def test_a_trajectory_of_several_segments_starts_again(autojump_clock):
@@ -781,7 +967,11 @@ async def test_what_is_there_is_kept_when_the_engines_are_gone(error: Exception,
     failing = [False]
 
     def script(request: GenerateRequest) -> ScriptedReply:
-        return ScriptedReply(text=rest_of("abcdef", request), token_s=3.0 if group_of(request) == 0 else 1.0, error=error if failing[0] else None)
+        return ScriptedReply(
+            text=rest_of("abcdef", request),
+            token_s=3.0 if group_of(request) == 0 else 1.0,
+            error=error if failing[0] else None,
+        )
 
     run = make_run(script, num_prompts=1, over_sampling=2.0, max_staleness=2)
     await next_version(run)
@@ -794,8 +984,16 @@ async def test_what_is_there_is_kept_when_the_engines_are_gone(error: Exception,
     failing[0] = False
     assert await next_version(run) == [4], "of 2 and 3 nothing was there: their prompts were drawn again"
     assert [sample.response for sample in (await run.manager.generate_batch()).samples] == ["abcdef"] * 2
-    asked = [request.request_id for request in run.engine.requests if request.request_id.startswith("g00000000-s000")]
-    assert asked[:3] == ["g00000000-s000", "g00000000-s000@2", "g00000000-s000@2"], "asked again for the same rest"
+    asked = [
+        request.request_id
+        for request in run.engine.requests
+        if request.request_id.startswith("g00000000-s000")
+    ]
+    assert asked[:3] == [
+        "g00000000-s000",
+        "g00000000-s000@2",
+        "g00000000-s000@2",
+    ], "asked again for the same rest"
 
 
 async def test_a_state_taken_in_the_middle_of_a_batch_keeps_what_was_carried_over(autojump_clock):
@@ -813,7 +1011,8 @@ async def test_a_state_taken_in_the_middle_of_a_batch_keeps_what_was_carried_ove
         await run.manager.generate_batch()
     saved = books(resumed)
     assert (saved["drawn"], saved["trained"], saved["in_flight"]) == (3, 1, 0)
-    # Group 2 was launched in the second batch, or in the very moment in which the first was full, when it was held unfinished.
+    # Group 2 was launched in the second batch, or in the very moment in which the first was full, when it was
+    # held unfinished.
     assert (saved["held"], saved.get("dropped/aborted", 0)) in [(1, 1), (2, 0)]
     assert resumed.upcoming(1) == (STREAM[2:3] if saved["held"] == 1 else STREAM[3:4])
 
@@ -823,7 +1022,12 @@ async def test_statistics_say_where_everything_is_in_the_middle_of_a_batch(autoj
     async with trio.open_nursery() as nursery:
         nursery.start_soon(run.manager.generate_batch)
         await trio.sleep(5)  # 4 groups of 2 run: the window
-        assert {"in_flight": 4.0, "in_flight/queued": 0.0, "samples/generating": 8.0, "running": 8.0}.items() <= run.manager.statistics().items()
+        assert {
+            "in_flight": 4.0,
+            "in_flight/queued": 0.0,
+            "samples/generating": 8.0,
+            "running": 8.0,
+        }.items() <= run.manager.statistics().items()
         nursery.cancel_scope.cancel()
     assert {"in_flight": 0.0, "samples/generating": 0.0}.items() <= run.manager.statistics().items()
 
@@ -837,18 +1041,32 @@ async def test_short_answers_gain_nothing(autojump_clock):
     def script(request: GenerateRequest) -> ScriptedReply:
         return ScriptedReply(text=rest_of("a" * length_of(request.request_id), request), token_s=1.0)
 
-    run = make_run(script, num_prompts=4, over_sampling=1.5, max_staleness=20, sampling=dataclasses.replace(SAMPLING, max_new_tokens=64))
+    run = make_run(
+        script,
+        num_prompts=4,
+        over_sampling=1.5,
+        max_staleness=20,
+        sampling=dataclasses.replace(SAMPLING, max_new_tokens=64),
+    )
     trained: list[Sample] = []
     for _ in range(80):
         trained += (await run.manager.generate_batch()).samples
         run.version[0] += 1
         run.engine.set_version(run.version[0])
     statistics = run.manager.statistics()
-    assert statistics["trained"] == 320 and statistics["drawn"] == 320 + statistics["held"], "nothing was dropped"
-    launched = [length_of(f"g{group:08d}-s{member:03d}") for group in range(int(statistics["drawn"])) for member in range(2)]
+    assert statistics["trained"] == 320 and statistics["drawn"] == 320 + statistics["held"], (
+        "nothing was dropped"
+    )
+    launched = [
+        length_of(f"g{group:08d}-s{member:03d}")
+        for group in range(int(statistics["drawn"]))
+        for member in range(2)
+    ]
     assert np.mean([len(sample.response) for sample in trained]) == pytest.approx(np.mean(launched), rel=0.02)
     first_batch = [len(sample.response) for sample in trained[:8]]
-    assert np.mean(first_batch) < 0.9 * np.mean(launched), "the first batch alone is shorter; a test of selection must see selection"
+    assert np.mean(first_batch) < 0.9 * np.mean(launched), (
+        "the first batch alone is shorter; a test of selection must see selection"
+    )
 
 
 # --- the pace by itself ---
@@ -867,7 +1085,9 @@ def test_a_group_that_must_be_in_this_batch_is_waited_for():
 
 
 def test_a_crowd_that_is_due_next_is_not_put_off():
-    """Six groups may be consumed by version 2 at the latest, and P = 2: versions 1 and 2 take four, so this batch must take two of them."""
+    """Six groups may be consumed by version 2 at the latest, and P = 2: versions 1 and 2 take four, so this
+    batch must take two of them.
+    """
     pace = Pace(num_prompts=2, max_staleness=3, policy_version=0, engine_version=0)
     for group_index in range(6):
         pace.open(group_index, oldest=-1)
@@ -881,8 +1101,12 @@ def test_a_crowd_that_is_due_next_is_not_put_off():
     assert pace.is_full() and pace.choose() == [5, 6]
 
 
-@pytest.mark.parametrize(("policy_version", "engine_version", "window"), [(5, 5, 12), (6, 5, 8), (7, 5, 4), (9, 5, 4)])
-def test_the_window_shrinks_while_the_engines_lag_behind(policy_version: int, engine_version: int, window: int):
+@pytest.mark.parametrize(
+    ("policy_version", "engine_version", "window"), [(5, 5, 12), (6, 5, 8), (7, 5, 4), (9, 5, 4)]
+)
+def test_the_window_shrinks_while_the_engines_lag_behind(
+    policy_version: int, engine_version: int, window: int
+):
     pace = Pace(num_prompts=4, max_staleness=2, policy_version=policy_version, engine_version=engine_version)
     assert pace.window == window == pace.room
 
@@ -897,7 +1121,12 @@ def test_whoever_finishes_when_nothing_becomes_too_old(seed: int):
     next_index = 0
     for version in range(25):
         engine_version = version - version % sync_every
-        pace = Pace(num_prompts=num_prompts, max_staleness=max_staleness, policy_version=version, engine_version=engine_version)
+        pace = Pace(
+            num_prompts=num_prompts,
+            max_staleness=max_staleness,
+            policy_version=version,
+            engine_version=engine_version,
+        )
         for group_index, oldest in open_.items():
             pace.open(group_index, oldest=oldest)
             if group_index in done:
@@ -908,7 +1137,9 @@ def test_whoever_finishes_when_nothing_becomes_too_old(seed: int):
                 pace.open(next_index)
                 next_index += 1
             running = sorted(open_.keys() - done)
-            chosen = int(draw.choice(running, p=None if draw.random() < 0.5 else _favour_the_young(len(running))))
+            chosen = int(
+                draw.choice(running, p=None if draw.random() < 0.5 else _favour_the_young(len(running)))
+            )
             if draw.random() < 0.2:  # filtered
                 pace.close(chosen)
                 del open_[chosen]
@@ -946,13 +1177,21 @@ async def test_in_deterministic_mode_replacements_are_launched_together(by_engin
     engine = ScriptedEngine(script, deterministic=by_engine)
     run = make_run(engine=engine, num_prompts=3, filters=[keep_groups(2, 4, 6)], deterministic=not by_engine)
     assert await run.batch_groups() == [2, 4, 6]
-    # 0, 1, 2 take 1, 2, 3 s; two were dropped: 3 and 4 start together when the last has ended, and end at 8; one was dropped: 5; then 6
+    # 0, 1, 2 take 1, 2, 3 s; two were dropped: 3 and 4 start together when the last has ended, and end at 8;
+    # one was dropped: 5; then 6
     assert arrivals == {0: 0, 1: 0, 2: 0, 3: 3, 4: 3, 5: 8, 6: 14}
 
 
 async def test_in_deterministic_mode_a_limit_that_leaves_too_few_replacements_ends_the_batch(autojump_clock):
-    run = make_run(num_prompts=2, over_sampling=1.5, max_attempts=2, filters=[keep_groups(3)], deterministic=True)
-    with trio.fail_after(100), pytest.raises(NotEnoughSamples, match=r"0 of num_prompts=2 groups were kept of 4 drawn \(not_chosen: 3\)"):
+    run = make_run(
+        num_prompts=2, over_sampling=1.5, max_attempts=2, filters=[keep_groups(3)], deterministic=True
+    )
+    with (
+        trio.fail_after(100),
+        pytest.raises(
+            NotEnoughSamples, match=r"0 of num_prompts=2 groups were kept of 4 drawn \(not_chosen: 3\)"
+        ),
+    ):
         await run.manager.generate_batch()
 
 
@@ -971,7 +1210,9 @@ async def test_metrics_of_a_batch_worked_by_hand():
         return {"right": float(group == 1 and member == 1), "Two Words": 1.0 if group == 2 else 0.0}
 
     def script(request: GenerateRequest) -> ScriptedReply:
-        return ScriptedReply(text="abcdefghij" if request.request_id == "g00000002-s000" else "a" * (1 + group_of(request)))
+        return ScriptedReply(
+            text="abcdefghij" if request.request_id == "g00000002-s000" else "a" * (1 + group_of(request))
+        )
 
     run = make_run(script, reward=reward, filters=[keep_groups(1, 2)], over_sampling=1.5)
     await run.manager.generate_batch()
@@ -993,7 +1234,8 @@ def test_there_are_no_metrics_before_the_first_batch():
 
 
 @pytest.mark.parametrize(
-    ("name", "segment"), [("Two Words", "two_words"), ("<lambda>", "_lambda_"), ("a-b", "a_b"), ("ok_1", "ok_1"), ("", "unnamed")]
+    ("name", "segment"),
+    [("Two Words", "two_words"), ("<lambda>", "_lambda_"), ("a-b", "a_b"), ("ok_1", "ok_1"), ("", "unnamed")],
 )
 def test_users_names_become_parts_of_metric_names(name: str, segment: str):
     assert metric_segment(name) == segment
@@ -1017,7 +1259,10 @@ async def test_a_resumed_manager_continues_exactly():
     for _ in range(2):
         expected, batch = await run.manager.generate_batch(), await resumed.manager.generate_batch()
         assert [sample.id for sample in batch.samples] == [sample.id for sample in expected.samples]
-        assert all((a == b).all() for a, b in zip(batch.rollout_log_probs or (), expected.rollout_log_probs or (), strict=True))
+        assert all(
+            (a == b).all()
+            for a, b in zip(batch.rollout_log_probs or (), expected.rollout_log_probs or (), strict=True)
+        )
     assert books(resumed) == books(run)
 
 
@@ -1079,7 +1324,9 @@ def test_the_ledger_counts_every_attempt_in_one_place():
     ledger.hold(4)
     ledger.train(4)
     ledger.check()
-    assert ledger.counts() == LedgerCounts(drawn=6, trained=2, dropped={"surplus": 1}, failed={"engine": 1}, held=1, in_flight=1)
+    assert ledger.counts() == LedgerCounts(
+        drawn=6, trained=2, dropped={"surplus": 1}, failed={"engine": 1}, held=1, in_flight=1
+    )
 
 
 def test_the_ledger_refuses_impossible_moves():
@@ -1088,7 +1335,12 @@ def test_the_ledger_refuses_impossible_moves():
     with pytest.raises(AssertionError, match="attempt 0 is open already"):
         ledger.open(0)
     ledger.train(0)
-    for move in (lambda: ledger.train(0), lambda: ledger.drop(0, "surplus"), lambda: ledger.fail(1, "engine"), lambda: ledger.hold(0)):
+    for move in (
+        lambda: ledger.train(0),
+        lambda: ledger.drop(0, "surplus"),
+        lambda: ledger.fail(1, "engine"),
+        lambda: ledger.hold(0),
+    ):
         with pytest.raises(AssertionError, match="is not open"):
             move()
 

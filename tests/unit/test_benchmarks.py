@@ -1,4 +1,6 @@
-"""benchmarks/: what counts as met, the page of results, what each benchmark of the set says of itself; the GPU suite at a tiny size."""
+"""benchmarks/: what counts as met, the page of results, what each benchmark of the set says of itself; the
+GPU suite at a tiny size.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench import CPU_SET, ON_REQUEST, describe_run, flatten, make_arguments, parse_result, read_results, run_benchmark, write_results
+from benchmarks.bench import (
+    CPU_SET,
+    ON_REQUEST,
+    describe_run,
+    flatten,
+    make_arguments,
+    parse_result,
+    read_results,
+    run_benchmark,
+    write_results,
+)
 from benchmarks.bench_page import format_page, format_value, parse_notes, read_about
 from benchmarks.h200.targets import TARGETS
 from benchmarks.harness import Ratio, compute_ratio, finish, meets
@@ -42,7 +54,7 @@ def page(results: dict[str, dict[str, Any]], **notes: str) -> str:
     return format_page(results, cpu_set=("packing", "train_step"), others=("ranks", "h200"), notes=notes)
 
 
-# --- targets -----------------------------------------------------------------------------------------------------------------
+# --- targets ------------------------------------------------------------------------------------------------
 
 
 def test_a_target_is_met_at_its_bound() -> None:
@@ -57,12 +69,20 @@ def test_what_was_not_measured_is_neither_met_nor_missed() -> None:
 
 
 def test_a_ratio_is_of_turns_side_by_side() -> None:
-    assert compute_ratio([1.0, 2.0, 4.0], [3.0, 2.0, 8.0]) == Ratio(median=2.0, lowest=1.0, highest=3.0)  # 3/1, 2/2, 8/4
+    assert compute_ratio([1.0, 2.0, 4.0], [3.0, 2.0, 8.0]) == Ratio(
+        median=2.0, lowest=1.0, highest=3.0
+    )  # 3/1, 2/2, 8/4
 
 
 def test_a_benchmark_ends_with_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     targets = {"speedup": ">= 2.0", "missing": "<= 1", "absent": "<= 1"}
-    status = finish("example", peer="trl", metrics={"speedup": 1.5, "missing": None}, targets=targets, unmeasured={"missing": "no GPU"})
+    status = finish(
+        "example",
+        peer="trl",
+        metrics={"speedup": 1.5, "missing": None},
+        targets=targets,
+        unmeasured={"missing": "no GPU"},
+    )
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert status == 1
     assert found["met"] == {"speedup": False, "missing": None, "absent": None}
@@ -75,7 +95,7 @@ def test_a_number_that_was_not_measured_does_not_fail_a_benchmark() -> None:
     assert finish("example", peer="trl", metrics={}, targets={"absent": "<= 1"}) == 0
 
 
-# --- what a benchmark printed ------------------------------------------------------------------------------------------------------
+# --- what a benchmark printed -------------------------------------------------------------------------------
 
 
 def test_the_last_line_of_the_output_is_the_result() -> None:
@@ -83,21 +103,35 @@ def test_the_last_line_of_the_output_is_the_result() -> None:
     assert parse_result(f'{{"metrics": {{"old": 1}}}}\ntext\n{json.dumps(last)}\n\n') == last
 
 
-@pytest.mark.parametrize("text", ["", "Traceback\nValueError: no", '{"metrics": {}}\nand then it broke', "[1, 2]", "3"])
+@pytest.mark.parametrize(
+    "text", ["", "Traceback\nValueError: no", '{"metrics": {}}\nand then it broke', "[1, 2]", "3"]
+)
 def test_output_that_ends_otherwise_has_no_result(text: str) -> None:
     assert parse_result(text) is None
 
 
 def test_numbers_of_an_older_benchmark_become_metrics() -> None:
-    found = parse_result('{"weights_mb": 53, "rows": [{"rank": 0, "own": 1.5}, {"rank": 1, "own": 2.5}], "even": true, "machine": "a name"}')
+    found = parse_result(
+        '{"weights_mb": 53, "rows": [{"rank": 0, "own": 1.5}, {"rank": 1, "own": 2.5}], "even": true,'
+        ' "machine": "a name"}'
+    )
     assert found is not None
-    assert found["metrics"] == {"weights_mb": 53, "rows.0.rank": 0, "rows.0.own": 1.5, "rows.1.rank": 1, "rows.1.own": 2.5, "even": True}
+    assert found["metrics"] == {
+        "weights_mb": 53,
+        "rows.0.rank": 0,
+        "rows.0.own": 1.5,
+        "rows.1.rank": 1,
+        "rows.1.own": 2.5,
+        "even": True,
+    }
     assert (found["targets"], found["met"]) == ({}, {})
     assert "machine" not in found, "whose parts the page reads by name: bench.py describes it"
 
 
 def test_a_verdict_that_is_one_word_is_a_metric() -> None:
-    found = parse_result('{"benchmark": "b", "metrics": {"ratio": 0.7}, "targets": {"ratio": 0.95}, "met": false}')
+    found = parse_result(
+        '{"benchmark": "b", "metrics": {"ratio": 0.7}, "targets": {"ratio": 0.95}, "met": false}'
+    )
     assert found is not None
     assert (found["metrics"], found["targets"], found["met"]) == ({"met": False, "ratio": 0.7}, {}, {})
 
@@ -111,7 +145,9 @@ def test_the_tiny_suite_is_the_gpus_with_a_flag() -> None:
     assert make_arguments("packing", ["--quick"]) == ["-m", "benchmarks.packing", "--quick"]
 
 
-def test_a_benchmark_that_breaks_leaves_a_log_and_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_benchmark_that_breaks_leaves_a_log_and_no_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("benchmarks.bench.RUNS", tmp_path)
     assert run_benchmark("no_such_benchmark", []) is None
     assert "no_such_benchmark" in (tmp_path / "no_such_benchmark.log").read_text(encoding="utf-8")
@@ -125,10 +161,12 @@ def test_results_of_the_newest_day_count(tmp_path: Path) -> None:
 
 
 def test_a_result_from_elsewhere_has_no_duration() -> None:
-    assert describe_run({"metrics": {}}, ["-m", "benchmarks.h200"], exit_status=0, wall_s=None)["wall_s"] is None
+    assert (
+        describe_run({"metrics": {}}, ["-m", "benchmarks.h200"], exit_status=0, wall_s=None)["wall_s"] is None
+    )
 
 
-# --- the page ----------------------------------------------------------------------------------------------------------------------
+# --- the page -----------------------------------------------------------------------------------------------
 
 
 def test_the_table_has_every_target_with_its_verdict_and_peer() -> None:
@@ -141,14 +179,19 @@ def test_the_table_has_every_target_with_its_verdict_and_peer() -> None:
 def test_a_section_says_what_ran_where_and_found_what() -> None:
     text = page({"packing": make_result(unmeasured={"verl_ratio": "verl is not installed"})})
     assert "python -m benchmarks.packing" in text
-    assert "2026-11-22 18:00 UTC, 61 s; 2 cores of EPYC, 23.5 GiB, load 0.25; python 3.11.7; commit abc123" in text
+    assert (
+        "2026-11-22 18:00 UTC, 61 s; 2 cores of EPYC, 23.5 GiB, load 0.25; python 3.11.7; commit abc123"
+        in text
+    )
     assert "| fill | 0.9877 |" in text
     assert "| verl_ratio |  |" not in text.splitlines()
     assert "- not measured (verl is not installed): verl_ratio" in text
 
 
 def test_a_part_that_failed_is_in_the_section() -> None:
-    assert "**g3 failed**: EngineError: no memory" in page({"h200": make_result(failures={"g3": "EngineError: no memory"})})
+    assert "**g3 failed**: EngineError: no memory" in page(
+        {"h200": make_result(failures={"g3": "EngineError: no memory"})}
+    )
 
 
 def test_what_did_not_run_is_named_and_the_targets_of_the_gpu_are_there() -> None:
@@ -160,7 +203,9 @@ def test_what_did_not_run_is_named_and_the_targets_of_the_gpu_are_there() -> Non
 
 
 def test_notes_are_below_their_benchmark() -> None:
-    notes = parse_notes("# Notes\n\nHow to write them.\n\n## packing\n\nBounded by memory.\n\nTwice.\n\n## h200\nNo GPU.\n")
+    notes = parse_notes(
+        "# Notes\n\nHow to write them.\n\n## packing\n\nBounded by memory.\n\nTwice.\n\n## h200\nNo GPU.\n"
+    )
     assert notes == {"packing": "Bounded by memory.\n\nTwice.", "h200": "No GPU."}
     packing, _, rest = page({"packing": make_result()}, **notes).partition("## train_step")
     assert packing.rstrip().endswith("Bounded by memory.\n\nTwice.")
@@ -168,19 +213,32 @@ def test_notes_are_below_their_benchmark() -> None:
 
 
 def test_an_outsiders_result_renders() -> None:
-    text = page({"packing": make_result(commit=None, wall_s=None, machine={"gpu": "NVIDIA H200"}, versions={})})
+    text = page(
+        {"packing": make_result(commit=None, wall_s=None, machine={"gpu": "NVIDIA H200"}, versions={})}
+    )
     assert "2026-11-22 18:00 UTC; NVIDIA H200\n" in text
 
 
 def test_values_are_short_and_stay_in_their_cell() -> None:
-    assert [format_value(value) for value in (None, True, 3, 12345.678, 1.5e-7, "a|b")] == ["", "yes", "3", "1.235e+04", "1.5e-07", "a\\|b"]
+    assert [format_value(value) for value in (None, True, 3, 12345.678, 1.5e-7, "a|b")] == [
+        "",
+        "yes",
+        "3",
+        "1.235e+04",
+        "1.5e-07",
+        "a\\|b",
+    ]
 
 
-# --- the benchmarks ----------------------------------------------------------------------------------------------------------------
+# --- the benchmarks -----------------------------------------------------------------------------------------
 
 
 def find_file(name: str) -> Path:
-    return next(path for path in (ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__main__.py") if path.exists())
+    return next(
+        path
+        for path in (ROOT / "benchmarks" / f"{name}.py", ROOT / "benchmarks" / name / "__main__.py")
+        if path.exists()
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -194,14 +252,28 @@ def test_a_benchmark_says_what_it_measures_and_its_command(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 def test_a_benchmark_answers_help_and_has_a_short_form(name: str) -> None:
-    done = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-500:]
     assert ("--tiny" if name == "h200" else "--quick") in done.stdout
 
 
 @pytest.mark.slow
 def test_every_part_of_the_gpu_suite_runs_at_a_tiny_size() -> None:
-    done = subprocess.run([sys.executable, "-m", "benchmarks.h200", "--tiny"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.h200", "--tiny"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = parse_result(done.stdout)
     assert found is not None
@@ -210,7 +282,14 @@ def test_every_part_of_the_gpu_suite_runs_at_a_tiny_size() -> None:
     assert found["targets"] == {}, "numbers of a tiny run meet nothing"
     missing = {name for name, value in found["metrics"].items() if value is None}
     assert missing == set(found["unmeasured"])
-    assert {"g1_tokens_per_s", "g2_ms", "g3_tokens_per_s", "g4_ms", "g5_speed_up", "g6_step_s"} & missing == set()
+    assert {
+        "g1_tokens_per_s",
+        "g2_ms",
+        "g3_tokens_per_s",
+        "g4_ms",
+        "g5_speed_up",
+        "g6_step_s",
+    } & missing == set()
     parts = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"part"')]
     assert {name: value for part in parts for name, value in part["metrics"].items()} == found["metrics"]
 
@@ -221,12 +300,21 @@ def test_the_gpu_suite_without_a_gpu_says_what_to_do() -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    done = subprocess.run([sys.executable, "-m", "benchmarks.h200"], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.h200"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 2
     assert "--tiny" in done.stderr
 
 
-async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     from benchmarks.h200.place import Place
     from benchmarks.h200.report import Part, Report, run_part
 
@@ -240,7 +328,11 @@ async def test_a_part_that_fails_is_reported_and_its_numbers_have_a_reason(capsy
     assert report.metrics == {"first": 1.0, "second": None}
     assert report.unmeasured == {"second": failure}
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (last["part"], last["failure"], last["metrics"]) == ("broken", failure, {"first": 1.0, "second": None})
+    assert (last["part"], last["failure"], last["metrics"]) == (
+        "broken",
+        failure,
+        {"first": 1.0, "second": None},
+    )
 
 
 async def test_a_part_for_which_no_time_is_left_is_not_begun() -> None:
@@ -250,7 +342,9 @@ async def test_a_part_for_which_no_time_is_left_is_not_begun() -> None:
     async def never(place: Place, report: Report) -> None:
         raise AssertionError("it was begun")
 
-    report, failure = await run_part(Part("late", "a part", 60.0, ("one",), never), Place("cpu", tiny=True), {}, left_s=59.0)
+    report, failure = await run_part(
+        Part("late", "a part", 60.0, ("one",), never), Place("cpu", tiny=True), {}, left_s=59.0
+    )
     assert failure.startswith("not begun: 59 s of the budget are left")
     assert report.unmeasured == {"one": failure}
 
@@ -258,8 +352,12 @@ async def test_a_part_for_which_no_time_is_left_is_not_begun() -> None:
 def test_flops_of_a_step_are_those_of_its_matrices_and_its_causal_attention() -> None:
     from benchmarks.h200.place import QWEN_1_5B, Shape
 
-    shape = Shape("hand", "qwen2", hidden=4, layers=2, feed_forward=8, vocab=10, heads=2, kv_heads=1, head_dim=3)
-    assert shape.body_parameters == 2 * (4 * 3 * (2 + 2 + 1 + 1) + 3 * 4 * 8)  # q and o of 2 heads, k and v of 1; gate, up, down: 336
+    shape = Shape(
+        "hand", "qwen2", hidden=4, layers=2, feed_forward=8, vocab=10, heads=2, kv_heads=1, head_dim=3
+    )
+    assert shape.body_parameters == 2 * (
+        4 * 3 * (2 + 2 + 1 + 1) + 3 * 4 * 8
+    )  # q and o of 2 heads, k and v of 1; gate, up, down: 336
     assert shape.head_parameters == 40
     assert shape.train_flops([5, 2], 6) == 6 * 336 * 7 + 6 * 40 * 6 + 6 * 2 * 2 * 3 * (25 + 4)
     assert shape.kv_bytes(2) == 2 * 2 * 1 * 3 * 2
@@ -271,7 +369,11 @@ def test_the_ideal_of_sharing_is_the_ratio_of_flops() -> None:
     from benchmarks.h200.place import Shape
     from benchmarks.h200.training import compute_ideal
 
-    shape = Shape("hand", "qwen2", hidden=4, layers=1, feed_forward=8, vocab=10, heads=1, kv_heads=1, head_dim=4)
+    shape = Shape(
+        "hand", "qwen2", hidden=4, layers=1, feed_forward=8, vocab=10, heads=1, kv_heads=1, head_dim=4
+    )
     weights, attention = 4 * 4 * 4 + 3 * 4 * 8, 6 * 4  # 160 weights; 6 · layers · heads · head_dim
     apart = 2 * (6 * weights * 5 + attention * 25) + 6 * 40 * 4  # two rows of 3 + 2
-    assert compute_ideal(shape, samples=2, prompt=3, answer=2) == pytest.approx(apart / (apart - 6 * weights * 3 - attention * 9))
+    assert compute_ideal(shape, samples=2, prompt=3, answer=2) == pytest.approx(
+        apart / (apart - 6 * weights * 3 - attention * 9)
+    )

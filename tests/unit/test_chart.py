@@ -19,7 +19,17 @@ def write_run(root: Path, factor: float = 1.0) -> Path:
     root.mkdir()
     head = {"schema": 1, "policy_version": 0, "attempt": 1, "time_unix": 1.0}
     rows = [{**head, "stage": "sft", "step": 1, "loss/total": 3.0}]
-    rows += [{**head, "stage": "rl", "step": step, "loss/total": factor * step, "reward/mean": 0.5, "reward/std": 0.1} for step in (1, 2, 3, 4)]
+    rows += [
+        {
+            **head,
+            "stage": "rl",
+            "step": step,
+            "loss/total": factor * step,
+            "reward/mean": 0.5,
+            "reward/std": 0.1,
+        }
+        for step in (1, 2, 3, 4)
+    ]
     (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     evaluation = {**head, "stage": "rl", "step": 4, "name": "heldout", "eval/heldout/avg@1": 0.25}
     (root / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
@@ -31,10 +41,17 @@ def make_curve(values: list[float], run: str = "a") -> Curve:
 
 
 def read_dots(lines: list[str], column: int) -> set[int]:
-    """The rows of dots, from above, that are set in a column of dots, by Unicode's numbering: left 1, 2, 3, 7 and right 4, 5, 6, 8 from above."""
+    """The rows of dots, from above, that are set in a column of dots, by Unicode's numbering: left 1, 2, 3, 7
+    and right 4, 5, 6, 8 from above.
+    """
     numbers = ((1, 2, 3, 7), (4, 5, 6, 8))[column % 2]
     cells = [ord(line.split("┤")[1][column // 2]) - 0x2800 for line in lines]
-    return {4 * row + place for row, cell in enumerate(cells) for place, number in enumerate(numbers) if cell >> (number - 1) & 1}
+    return {
+        4 * row + place
+        for row, cell in enumerate(cells)
+        for place, number in enumerate(numbers)
+        if cell >> (number - 1) & 1
+    }
 
 
 def test_a_pattern_chooses_all_metrics_that_match_in_each_stage(tmp_path: Path):
@@ -70,13 +87,16 @@ def test_smoothing_is_the_mean_of_a_value_and_those_before_it():
 
 def test_a_rising_line_goes_from_the_lower_left_to_the_upper_right():
     lines = draw_chart([make_curve([0.0, 1.0])], ChartOptions(width=2, height=2)).plain.splitlines()
-    # 4 columns of dots, 8 rows: heights 0, 1/3, 2/3, 1 of 7 are rows 7, 5, 2, 0 from above; halfway between them are rows 6, 3.5 and 1
+    # 4 columns of dots, 8 rows: heights 0, 1/3, 2/3, 1 of 7 are rows 7, 5, 2, 0 from above; halfway between
+    # them are rows 6, 3.5 and 1
     columns = [{7, 6}, {6, 5, 4}, {3, 2, 1}, {1, 0}]
     assert [read_dots(lines[1:3], column) for column in range(4)] == columns
     assert lines[3].strip() == "1step 2"
 
 
-@pytest.mark.parametrize("values", [[0.0, 9.0, 1.0, 8.0, 0.0, 0.0, 9.0, 4.0], [float(step % 7) for step in range(20)]])
+@pytest.mark.parametrize(
+    "values", [[0.0, 9.0, 1.0, 8.0, 0.0, 0.0, 9.0, 4.0], [float(step % 7) for step in range(20)]]
+)
 def test_a_curve_of_few_steps_is_one_line_without_gaps(values: list[float]):
     lines = draw_chart([make_curve(values)], ChartOptions(width=30, height=5)).plain.splitlines()[1:6]
     columns = [read_dots(lines, column) for column in range(60)]
@@ -95,7 +115,9 @@ def test_a_logarithmic_curve_leaves_out_what_has_none_and_labels_values():
 
 
 def test_each_run_has_its_colour_and_is_named():
-    text = draw_chart([make_curve([1.0, 1.0], "a"), make_curve([2.0, 2.0], "b")], ChartOptions(width=4, height=2))
+    text = draw_chart(
+        [make_curve([1.0, 1.0], "a"), make_curve([2.0, 2.0], "b")], ChartOptions(width=4, height=2)
+    )
     assert text.plain.splitlines()[-1].split() == ["━", "a", "━", "b"]
     assert {str(span.style) for span in text.spans} == {"cyan", "yellow"}
 
@@ -118,7 +140,9 @@ def test_plot_draws_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_plot_without_a_metric_or_with_a_bad_window_exits_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_plot_without_a_metric_or_with_a_bad_window_exits_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     run = str(write_run(tmp_path / "a"))
     assert main(["plot", run, run]) == 2
     assert main(["plot", run, "loss/total", "--smooth", "0"]) == 2

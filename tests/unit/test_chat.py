@@ -1,4 +1,6 @@
-"""Spans of assistant turns: exactly the content and its end token, whatever the chat template does around them."""
+"""Spans of assistant turns: exactly the content and its end token, whatever the chat template does around
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ def turn(role: str, content: str) -> ChatMessage:
     return ChatMessage(role=role, content=content)
 
 
-TWO_TURNS = [turn("user", "3+4?"), turn("assistant", "It is 7."), turn("user", "And 2+2?"), turn("assistant", "4")]
+TWO_TURNS = [
+    turn("user", "3+4?"),
+    turn("assistant", "It is 7."),
+    turn("user", "And 2+2?"),
+    turn("assistant", "4"),
+]
 
 
 def taught(messages: list[ChatMessage], tokenizer, **options) -> list[str]:
@@ -28,7 +35,7 @@ def taught(messages: list[ChatMessage], tokenizer, **options) -> list[str]:
     return [tokenizer.decode(conversation.token_ids[span.start : span.end]) for span in conversation.spans]
 
 
-# --- spans -------------------------------------------------------------------------------------------------------------------
+# --- spans --------------------------------------------------------------------------------------------------
 
 
 def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
@@ -43,8 +50,14 @@ def test_a_span_begins_after_the_header_and_ends_with_the_end_token():
 
 def test_the_token_ids_are_those_of_the_rendered_text():
     tokenizer = byte_tokenizer(SMOLLM2)
-    text = str(tokenizer.apply_chat_template([{"role": m["role"], "content": m["content"]} for m in TWO_TURNS], tokenize=False))
-    assert tokenize_conversation(TWO_TURNS, tokenizer).token_ids.tolist() == tokenizer.encode(text, add_special_tokens=False)
+    text = str(
+        tokenizer.apply_chat_template(
+            [{"role": m["role"], "content": m["content"]} for m in TWO_TURNS], tokenize=False
+        )
+    )
+    assert tokenize_conversation(TWO_TURNS, tokenizer).token_ids.tolist() == tokenizer.encode(
+        text, add_special_tokens=False
+    )
 
 
 @pytest.mark.parametrize("template", [CHATML, SMOLLM2])
@@ -52,13 +65,18 @@ def test_the_token_ids_are_those_of_the_rendered_text():
 def test_every_assistant_turn_is_found(template, system):
     tokenizer = byte_tokenizer(template)
     assert taught([*system, *TWO_TURNS], tokenizer) == ["It is 7.<|im_end|>", "4<|im_end|>"]
-    assert [span.index for span in tokenize_conversation([*system, *TWO_TURNS], tokenizer).spans] == [1 + len(system), 3 + len(system)]
+    assert [span.index for span in tokenize_conversation([*system, *TWO_TURNS], tokenizer).spans] == [
+        1 + len(system),
+        3 + len(system),
+    ]
 
 
 def test_content_of_many_bytes_and_odd_white_space_is_kept():
     contents = ["7 😀 été", "  spaces  ", "line\n", "\nline", "assistant\n<|im_start", "e\u0301"]
     for content in contents:
-        assert taught([turn("user", "q"), turn("assistant", content)], byte_tokenizer()) == [content + "<|im_end|>"]
+        assert taught([turn("user", "q"), turn("assistant", content)], byte_tokenizer()) == [
+            content + "<|im_end|>"
+        ]
 
 
 @pytest.mark.parametrize("content", ["", " \n"])
@@ -78,7 +96,12 @@ def test_two_assistant_turns_in_a_row_are_two_spans():
 
 
 def test_content_equal_to_an_earlier_turn_is_not_confused_with_it():
-    messages = [turn("user", "same"), turn("assistant", "same"), turn("user", "same"), turn("assistant", "same")]
+    messages = [
+        turn("user", "same"),
+        turn("assistant", "same"),
+        turn("user", "same"),
+        turn("assistant", "same"),
+    ]
     conversation = tokenize_conversation(messages, byte_tokenizer())
     # a user turn takes 1 + 5 + 4 + 1 + 1 = 12 tokens, the assistant's header 11, its span 5, its newline 1
     assert [(span.start, span.end) for span in conversation.spans] == [(23, 28), (29 + 23, 29 + 28)]
@@ -95,10 +118,12 @@ def test_what_trains_continues_exactly_the_prompt_that_generation_sees():
 def test_a_tokenizer_that_marks_the_start_of_text_is_supported():
     conversation = tokenize_conversation(TWO_TURNS, prefix_space_tokenizer())
     tokenizer = prefix_space_tokenizer()
-    assert [tokenizer.decode(conversation.token_ids[span.start : span.end]) for span in conversation.spans] == ["It is 7.<|im_end|>", "4<|im_end|>"]
+    assert [
+        tokenizer.decode(conversation.token_ids[span.start : span.end]) for span in conversation.spans
+    ] == ["It is 7.<|im_end|>", "4<|im_end|>"]
 
 
-# --- loss masks --------------------------------------------------------------------------------------------------------------
+# --- loss masks ---------------------------------------------------------------------------------------------
 
 
 def test_all_turns_train_with_their_end_tokens_and_nothing_else():
@@ -109,7 +134,10 @@ def test_all_turns_train_with_their_end_tokens_and_nothing_else():
     assert mask.sum() == 9 + 2
 
 
-@pytest.mark.parametrize(("train_on", "text"), [("last", "4<|im_end|>"), ([1], "It is 7.<|im_end|>"), ((3, 1, 3), "It is 7.<|im_end|>4<|im_end|>")])
+@pytest.mark.parametrize(
+    ("train_on", "text"),
+    [("last", "4<|im_end|>"), ([1], "It is 7.<|im_end|>"), ((3, 1, 3), "It is 7.<|im_end|>4<|im_end|>")],
+)
 def test_only_the_chosen_turns_train(train_on, text):
     tokenizer = byte_tokenizer()
     conversation = tokenize_conversation(TWO_TURNS, tokenizer)
@@ -118,7 +146,9 @@ def test_only_the_chosen_turns_train(train_on, text):
 
 @pytest.mark.parametrize("train_on", [[0], [1, 2], [-1], [4], []])
 def test_a_choice_that_is_no_assistant_turn_is_refused(train_on):
-    with pytest.raises(DataError, match="must name assistant turns by their position in the conversation: 1, 3"):
+    with pytest.raises(
+        DataError, match="must name assistant turns by their position in the conversation: 1, 3"
+    ):
         compute_loss_mask(tokenize_conversation(TWO_TURNS, byte_tokenizer()), train_on)
 
 
@@ -134,12 +164,15 @@ def test_a_conversation_that_begins_with_the_assistant_is_refused():
         tokenize_conversation([turn("assistant", "a")], byte_tokenizer())
 
 
-# --- templates that do more --------------------------------------------------------------------------------------------------
+# --- templates that do more ---------------------------------------------------------------------------------
 
 
 def test_a_template_that_strips_content_teaches_the_stripped_text():
     template = CHATML.replace("message['content']", "message['content'] | trim")
-    assert taught([turn("user", " q "), turn("assistant", " a \n"), turn("user", "r"), turn("assistant", "b")], byte_tokenizer(template)) == [
+    assert taught(
+        [turn("user", " q "), turn("assistant", " a \n"), turn("user", "r"), turn("assistant", "b")],
+        byte_tokenizer(template),
+    ) == [
         "a<|im_end|>",
         "b<|im_end|>",
     ]
@@ -147,21 +180,37 @@ def test_a_template_that_strips_content_teaches_the_stripped_text():
 
 def test_a_template_that_changes_content_is_refused_with_the_first_difference():
     template = CHATML.replace("message['content']", "(message['content'] | upper)")
-    with pytest.raises(DataError, match=r"does not write the content as it is of message 1.*at character 1: 't is 7.' against 'T IS 7."):
+    with pytest.raises(
+        DataError,
+        match=r"does not write the content as it is of message 1.*at character 1: 't is 7.' against 'T IS 7.",
+    ):
         taught(TWO_TURNS, byte_tokenizer(template))
 
 
 def test_what_a_template_puts_into_the_turn_itself_is_taught():
-    template = CHATML.replace("message['content']", "('<think></think>' if message['role'] == 'assistant' else '') + message['content']")
+    template = CHATML.replace(
+        "message['content']",
+        "('<think></think>' if message['role'] == 'assistant' else '') + message['content']",
+    )
     assert taught(TWO_TURNS[:2], byte_tokenizer(template)) == ["<think></think>It is 7.<|im_end|>"]
 
 
-FORGETFUL = CHATML.replace("message['content']", "(message['content'].split('</think>')[-1] if not loop.last else message['content'])")
-THOUGHTS = [turn("user", "q"), turn("assistant", "hm</think>a"), turn("user", "r"), turn("assistant", "ha</think>b")]
+FORGETFUL = CHATML.replace(
+    "message['content']",
+    "(message['content'].split('</think>')[-1] if not loop.last else message['content'])",
+)
+THOUGHTS = [
+    turn("user", "q"),
+    turn("assistant", "hm</think>a"),
+    turn("user", "r"),
+    turn("assistant", "ha</think>b"),
+]
 
 
 def test_a_template_that_rewrites_earlier_turns_cannot_train_on_all():
-    with pytest.raises(ModelError, match=r"rewrites messages up to 1 when later turns follow \(at character 51: 'hm</think>a") as caught:
+    with pytest.raises(
+        ModelError, match=r"rewrites messages up to 1 when later turns follow \(at character 51: 'hm</think>a"
+    ) as caught:
         tokenize_conversation(THOUGHTS, byte_tokenizer(FORGETFUL))
     assert 'sft.train_on = "last"' in str(caught.value)
 
@@ -172,7 +221,9 @@ def test_a_template_that_rewrites_earlier_turns_can_train_on_the_last():
 
 def test_a_template_whose_generation_header_differs_is_refused():
     template = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
-    with pytest.raises(ModelError, match="writes another header before message 1 than it does for generation"):
+    with pytest.raises(
+        ModelError, match="writes another header before message 1 than it does for generation"
+    ):
         tokenize_conversation(TWO_TURNS, byte_tokenizer(template))
 
 
@@ -189,13 +240,21 @@ def test_special_tokens_in_the_content_do_not_end_the_turn():
 
 
 def test_what_follows_the_end_token_does_not_train():
-    template = CHATML.replace("{% if add_generation_prompt %}", "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% else %}")
+    template = CHATML.replace(
+        "{% if add_generation_prompt %}", "{% if not add_generation_prompt %}{{ '<|endoftext|>' }}{% else %}"
+    )
     assert taught(TWO_TURNS, byte_tokenizer(template), train_on="last") == ["4<|im_end|>"]
 
 
 def test_a_template_that_refuses_a_role_keeps_its_reason():
-    template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
-    with pytest.raises(DataError, match="refuses messages with the roles system, user: TemplateError: System role not supported") as caught:
+    template = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{%"
+        " endif %}" + CHATML
+    )
+    with pytest.raises(
+        DataError,
+        match="refuses messages with the roles system, user: TemplateError: System role not supported",
+    ) as caught:
         render_prompt([turn("system", "s"), turn("user", "q")], byte_tokenizer(template))
     assert caught.value.__cause__ is not None
 
@@ -205,18 +264,20 @@ def test_a_tokenizer_without_chat_template_is_refused():
         render_prompt("q", byte_tokenizer(None))
 
 
-# --- boundaries --------------------------------------------------------------------------------------------------------------
+# --- boundaries ---------------------------------------------------------------------------------------------
 
 
 def test_content_that_melts_into_its_header_is_refused_by_name():
     tokenizer = byte_tokenizer(merges=[("Ċ", "Ċ")])
     assert taught([turn("user", "q"), turn("assistant", "a\n\n")], tokenizer) == ["a\n\n<|im_end|>"]
-    with pytest.raises(DataError, match=r"message 3 begins within a token \(near 'assistant\\n\\nb") as caught:
+    with pytest.raises(
+        DataError, match=r"message 3 begins within a token \(near 'assistant\\n\\nb"
+    ) as caught:
         tokenize_conversation([*TWO_TURNS[:3], turn("assistant", "\nb")], tokenizer)
     assert "strip white space" in str(caught.value)
 
 
-# --- prompts -----------------------------------------------------------------------------------------------------------------
+# --- prompts ------------------------------------------------------------------------------------------------
 
 
 def test_a_text_prompt_is_one_user_turn():
@@ -226,25 +287,47 @@ def test_a_text_prompt_is_one_user_turn():
     assert len(tokenize_prompt("q", tokenizer)) == 20
 
 
-# --- messages ----------------------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
 
 
 def test_every_key_of_a_message_is_kept():
-    message = {"role": "assistant", "content": "c", "tool_calls": [CALL | {"id": "1", "index": 0}], "reasoning_content": "r", "name": "n", "date": 7}
+    message = {
+        "role": "assistant",
+        "content": "c",
+        "tool_calls": [CALL | {"id": "1", "index": 0}],
+        "reasoning_content": "r",
+        "name": "n",
+        "date": 7,
+    }
     assert parse_messages([message], where="messages") == [message]
     assert Sample(id="s", prompt=(message,)).prompt == (message,)  # type: ignore[arg-type]
 
 
 def test_a_message_of_another_form_becomes_one_of_ours():
     for given, stored in [
-        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "assistant", "content": "", "tool_calls": [CALL]}),
-        ({"role": "assistant", "tool_calls": [{"function": CALL["function"]}]}, {"role": "assistant", "content": "", "tool_calls": [CALL]}),
-        ({"role": "user", "content": "q", "name": None, "tool_calls": None}, {"role": "user", "content": "q"}),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": CALL["function"]}]},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        ),
+        (
+            {"role": "user", "content": "q", "name": None, "tool_calls": None},
+            {"role": "user", "content": "q"},
+        ),
         ({"role": "user", "content": "q", "tool_calls": []}, {"role": "user", "content": "q"}),
-        ({"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}, "c"]}, {"role": "user", "content": "a bc"}),
-        ({"role": "assistant", "content": "c", "thinking": "t"}, {"role": "assistant", "content": "c", "reasoning_content": "t"}),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}, "c"]},
+            {"role": "user", "content": "a bc"},
+        ),
+        (
+            {"role": "assistant", "content": "c", "thinking": "t"},
+            {"role": "assistant", "content": "c", "reasoning_content": "t"},
+        ),
     ]:
         assert parse_messages([given], where="messages") == [stored]
         assert Sample(id="s", prompt=(given,)).prompt == (stored,)  # type: ignore[arg-type]
@@ -257,38 +340,83 @@ def test_a_message_of_another_form_becomes_one_of_ours():
         ("hi", "m[0] is of type str; a chat message is an object with a role and a content"),
         ({"content": "q"}, "m[0] has no role; a chat message is an object with a role and a content"),
         ({"role": "user"}, "m[0] has no content; a chat message is an object with a role and a content"),
-        ({"role": "assistant", "tool_calls": []}, "m[0] has no content; a chat message is an object with a role and a content"),
+        (
+            {"role": "assistant", "tool_calls": []},
+            "m[0] has no content; a chat message is an object with a role and a content",
+        ),
         ({"role": "user", "content": None}, "m[0].content is of type NoneType; it must be text"),
         ({"role": None, "content": "q"}, "m[0].role is of type NoneType; it must be text"),
         ({"role": "", "content": "q"}, "m[0].role is empty; it must be system, user, assistant or tool"),
-        ({"role": "user", "content": []}, "m[0].content is an empty list; it must be text, or a list of text parts"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "m[0].content[0] is a part of type 'image_url'; only text can train"),
+        (
+            {"role": "user", "content": []},
+            "m[0].content is an empty list; it must be text, or a list of text parts",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            "m[0].content[0] is a part of type 'image_url'; only text can train",
+        ),
         ({"role": "user", "content": [{"type": "text"}]}, "m[0].content[0] has no text; a part is {"),
         ({"role": "user", "content": "q", "images": ["a.png"]}, "m[0].images: only text can train"),
-        ({"role": "user", "content": "q", "tool_calls": [CALL]}, "m[0] has the role user and tool_calls; only an assistant's turn calls tools"),
+        (
+            {"role": "user", "content": "q", "tool_calls": [CALL]},
+            "m[0] has the role user and tool_calls; only an assistant's turn calls tools",
+        ),
         ({"role": "assistant", "tool_calls": {}}, "m[0].tool_calls is of type dict; it must be a list"),
-        ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "m[0].tool_calls[0] has no function; a tool call is {"),
-        ({"role": "assistant", "tool_calls": [CALL | {"type": "code"}]}, "m[0].tool_calls[0].type is 'code'; a tool call is {"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, "m[0].tool_calls[0].function.name is ''; it must be text"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, ".function.arguments is None; it must be an object or its JSON text"),
+        (
+            {"role": "assistant", "tool_calls": [{"name": "f"}]},
+            "m[0].tool_calls[0] has no function; a tool call is {",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [CALL | {"type": "code"}]},
+            "m[0].tool_calls[0].type is 'code'; a tool call is {",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": ""}}]},
+            "m[0].tool_calls[0].function.name is ''; it must be text",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]},
+            ".function.arguments is None; it must be an object or its JSON text",
+        ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
             ".arguments is '{', which is not the JSON text of an object",
         ),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, ".arguments is '[1]'; it must be an object"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]}, "the key 'a' stands twice"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]},
+            ".arguments is '[1]'; it must be an object",
+        ),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}],
+            },
+            "the key 'a' stands twice",
+        ),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": NaN}'}}]},
             ".arguments.a is nan; JSON has no such number",
         ),
-        ({"role": "assistant", "content": "c", "reasoning_content": 1}, "m[0].reasoning_content is of type int; it must be text"),
+        (
+            {"role": "assistant", "content": "c", "reasoning_content": 1},
+            "m[0].reasoning_content is of type int; it must be text",
+        ),
         (
             {"role": "assistant", "content": "c", "reasoning_content": "a", "thinking": "b"},
             "m[0] has another text in thinking than in reasoning_content",
         ),
-        ({"role": "assistant", "content": "c", "function_call": {"name": "f"}}, "m[0].function_call is the old way to call a tool; write tool_calls"),
-        ({"role": "assistant", "content": "c", "weight": 0}, "m[0].weight is 0, which is not read; the turns that train are chosen by sft.train_on"),
-        ({"role": "user", "content": "q", "score": float("inf")}, "m[0].score is inf; JSON has no such number"),
+        (
+            {"role": "assistant", "content": "c", "function_call": {"name": "f"}},
+            "m[0].function_call is the old way to call a tool; write tool_calls",
+        ),
+        (
+            {"role": "assistant", "content": "c", "weight": 0},
+            "m[0].weight is 0, which is not read; the turns that train are chosen by sft.train_on",
+        ),
+        (
+            {"role": "user", "content": "q", "score": float("inf")},
+            "m[0].score is inf; JSON has no such number",
+        ),
         ({"role": "user", "content": "q", 1: 2}, "m[0] has the key 1; keys must be text"),
     ],
 )
@@ -300,7 +428,9 @@ def test_a_message_that_cannot_be_read_is_named_with_its_key(message, error):
         Sample(id="s", prompt=(message,))
 
 
-@pytest.mark.parametrize(("messages", "error"), [("hi", "m is of type str; it must be a list"), ([], "m is an empty list")])
+@pytest.mark.parametrize(
+    ("messages", "error"), [("hi", "m is of type str; it must be a list"), ([], "m is an empty list")]
+)
 def test_messages_are_a_list_that_is_not_empty(messages, error):
     with pytest.raises(DataError, match=error):
         check_messages(messages, where="m")

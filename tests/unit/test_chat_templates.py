@@ -1,4 +1,6 @@
-"""What trains on the chat templates of real models, written out by hand: ⟦ and ⟧ stand around every token that does."""
+"""What trains on the chat templates of real models, written out by hand: ⟦ and ⟧ stand around every token
+that does.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,21 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from rollouts.data.chat import TemplateOptions, compute_loss_mask, render_prompt, tokenize_conversation, tokenize_prompt
+from rollouts.data.chat import (
+    TemplateOptions,
+    compute_loss_mask,
+    render_prompt,
+    tokenize_conversation,
+    tokenize_prompt,
+)
 from rollouts.errors import ConfigError, DataError, ModelError
-from tests.unit.chat_tokenizers import CHATML, FAMILIES, byte_tokenizer, family_sentencepiece, family_tokenizer
+from tests.unit.chat_tokenizers import (
+    CHATML,
+    FAMILIES,
+    byte_tokenizer,
+    family_sentencepiece,
+    family_tokenizer,
+)
 
 
 def turn(role: str, content: str = "", **more: Any) -> Any:
@@ -52,30 +66,53 @@ def marked(messages: list[Any], tokenizer: PreTrainedTokenizerFast, **options: A
     mask = compute_loss_mask(conversation, options.get("train_on", "all"))
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     pieces = [str(tokenizer.decode(conversation.token_ids[a:b])) for a, b in itertools.pairwise(edges)]
-    return "".join(f"⟦{piece}⟧" if mask[start] else piece for piece, start in zip(pieces, edges, strict=False))
+    return "".join(
+        f"⟦{piece}⟧" if mask[start] else piece for piece, start in zip(pieces, edges, strict=False)
+    )
 
 
-# --- talks of two answers ----------------------------------------------------------------------------------------------------
+# --- talks of two answers -----------------------------------------------------------------------------------
 
-LLAMA_SYSTEM = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-QWEN_SYSTEM = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+LLAMA_SYSTEM = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December"
+    " 2023\nToday Date: 26 Jul 2024\n\n"
+)
+QWEN_SYSTEM = (
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+)
 TALKS = {
-    "chatml": "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n⟦It is 7.<|im_end|>⟧\n"
-    "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n",
-    "llama3_1": LLAMA_SYSTEM + "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n3+4?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n⟦It is 7.<|eot_id|>⟧<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
-    "<|start_header_id|>assistant<|end_header_id|>\n\n⟦4<|eot_id|>⟧",
-    "qwen2_5": QWEN_SYSTEM + "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n⟦It is 7.<|im_end|>⟧\n"
-    "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n",
-    "gemma": "<bos><start_of_turn>user\n3+4?<end_of_turn>\n<start_of_turn>model\n⟦It is 7.<end_of_turn>⟧\n"
-    "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n⟦4<end_of_turn>⟧\n",
-    "gemma3": "<bos><start_of_turn>user\n3+4?<end_of_turn>\n<start_of_turn>model\n⟦It is 7.<end_of_turn>⟧\n"
-    "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n⟦4<end_of_turn>⟧\n",
+    "chatml": (
+        "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n⟦It is 7.<|im_end|>⟧\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"
+    ),
+    "llama3_1": (
+        LLAMA_SYSTEM + "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n3+4?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦It is"
+        " 7.<|eot_id|>⟧<|start_header_id|>user<|end_header_id|>\n\n2+2?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n⟦4<|eot_id|>⟧"
+    ),
+    "qwen2_5": (
+        QWEN_SYSTEM + "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n⟦It is 7.<|im_end|>⟧\n"
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n⟦4<|im_end|>⟧\n"
+    ),
+    "gemma": (
+        "<bos><start_of_turn>user\n3+4?<end_of_turn>\n<start_of_turn>model\n⟦It is 7.<end_of_turn>⟧\n"
+        "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n⟦4<end_of_turn>⟧\n"
+    ),
+    "gemma3": (
+        "<bos><start_of_turn>user\n3+4?<end_of_turn>\n<start_of_turn>model\n⟦It is 7.<end_of_turn>⟧\n"
+        "<start_of_turn>user\n2+2?<end_of_turn>\n<start_of_turn>model\n⟦4<end_of_turn>⟧\n"
+    ),
     "mistral_v2v3": "<s>[INST] 3+4?[/INST]⟦ It is 7.</s>⟧[INST] 2+2?[/INST]⟦ 4</s>⟧",
     "mistral_v3_tekken": "<s>[INST]3+4?[/INST]⟦It is 7.</s>⟧[INST]2+2?[/INST]⟦4</s>⟧",
-    "deepseek_v3": "<｜begin▁of▁sentence｜><｜User｜>3+4?<｜Assistant｜>⟦It is 7.<｜end▁of▁sentence｜>⟧"
-    "<｜User｜>2+2?<｜Assistant｜>⟦4<｜end▁of▁sentence｜>⟧",
-    "phi3": "<|user|>\n3+4?<|end|>\n<|assistant|>\n⟦It is 7.<|end|>⟧\n<|user|>\n2+2?<|end|>\n<|assistant|>\n⟦4<|end|>⟧\n<|endoftext|>",
+    "deepseek_v3": (
+        "<｜begin▁of▁sentence｜><｜User｜>3+4?<｜Assistant｜>⟦It is 7.<｜end▁of▁sentence｜>⟧"
+        "<｜User｜>2+2?<｜Assistant｜>⟦4<｜end▁of▁sentence｜>⟧"
+    ),
+    "phi3": (
+        "<|user|>\n3+4?<|end|>\n<|assistant|>\n⟦It is"
+        " 7.<|end|>⟧\n<|user|>\n2+2?<|end|>\n<|assistant|>\n⟦4<|end|>⟧\n<|endoftext|>"
+    ),
     "plain": "User: 3+4?\nAssistant:⟦ It is 7.</s>⟧\nUser: 2+2?\nAssistant:⟦ 4</s>⟧\n",
 }
 
@@ -90,7 +127,12 @@ def test_both_answers_of_a_talk_train_with_their_end_tokens(name):
     [
         ("chatml", "<|im_start|>system\nBe brief.<|im_end|>\n" + TALKS["chatml"]),
         ("llama3_1", TALKS["llama3_1"].replace("2024\n\n<", "2024\n\nBe brief.<")),
-        ("qwen2_5", TALKS["qwen2_5"].replace("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", "Be brief.")),
+        (
+            "qwen2_5",
+            TALKS["qwen2_5"].replace(
+                "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", "Be brief."
+            ),
+        ),
         ("gemma3", TALKS["gemma3"].replace("user\n3+4?", "user\nBe brief.\n\n3+4?")),
         ("deepseek_v3", TALKS["deepseek_v3"].replace("<｜User｜>3", "Be brief.<｜User｜>3")),
         ("phi3", "<|system|>\nBe brief.<|end|>\n" + TALKS["phi3"]),
@@ -117,18 +159,26 @@ def test_the_answer_follows_exactly_the_tokens_that_generation_begins_with(name)
         assert conversation.token_ids[: span.start].tolist() == tokenize_prompt(TALK[:3], tokenizer).tolist()
 
 
-@pytest.mark.parametrize("name", ["chatml", "llama3_1", "gemma3", "mistral_v2v3", "mistral_v3_tekken", "phi3", "plain"])
+@pytest.mark.parametrize(
+    "name", ["chatml", "llama3_1", "gemma3", "mistral_v2v3", "mistral_v3_tekken", "phi3", "plain"]
+)
 def test_a_tokenizer_of_word_marks_trains_the_same_text(name):
     tokenizer = family_sentencepiece(name)
     conversation = tokenize_conversation(TALK, tokenizer)
-    taught = ["".join(tokenizer.convert_ids_to_tokens(conversation.token_ids[s.start : s.end].tolist())) for s in conversation.spans]
+    taught = [
+        "".join(tokenizer.convert_ids_to_tokens(conversation.token_ids[s.start : s.end].tolist()))
+        for s in conversation.spans
+    ]
     end = TALKS[name].split("⟧")[0].rsplit("7.", 1)[1]
     first = "▁It▁is▁7." if name in ("mistral_v2v3", "plain") else "It▁is▁7."
     second = "▁4" if name in ("mistral_v2v3", "plain") else "4"
     assert taught == [first + end, second + end]
 
 
-@pytest.mark.parametrize(("name", "bos"), [(name, family.bos) for name, family in FAMILIES.items() if family.bos and name != "plain"])
+@pytest.mark.parametrize(
+    ("name", "bos"),
+    [(name, family.bos) for name, family in FAMILIES.items() if family.bos and name != "plain"],
+)
 def test_the_token_that_begins_a_text_is_there_once(name, bos):
     tokenizer = family_tokenizer(name)
     token_ids = tokenize_prompt("q", tokenizer).tolist()
@@ -136,28 +186,34 @@ def test_the_token_that_begins_a_text_is_there_once(name, bos):
     assert tokenizer.convert_ids_to_tokens(token_ids[0]) == bos
 
 
-# --- tools -------------------------------------------------------------------------------------------------------------------
+# --- tools --------------------------------------------------------------------------------------------------
 
 QWEN_TOOLS = (
-    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n# Tools\n\nYou may call one or more functions to "
-    "assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-    '{"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": {"type": "object", "properties": '
-    '{"city": {"type": "string"}}}}}\n</tools>\n\nFor each function call, return a json object with function name and arguments within '
-    '<tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+    "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n#"
+    " Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with"
+    ' function signatures within <tools></tools> XML tags:\n<tools>\n{"type": "function", "function":'
+    ' {"name": "weather", "description": "The weather.", "parameters": {"type": "object", "properties":'
+    ' {"city": {"type": "string"}}}}}\n</tools>\n\nFor each function call, return a json object with function'
+    ' name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>,'
+    ' "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
 )
 
 
 def test_a_tool_call_trains_and_the_tools_and_its_result_do_not():
     assert marked(CALLS, family_tokenizer("qwen2_5"), tools=[WEATHER]) == (
-        QWEN_TOOLS + "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n"
-        '⟦<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call><|im_end|>⟧\n'
-        "<|im_start|>user\n<tool_response>\n4 degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦It is 4.<|im_end|>⟧\n"
+        QWEN_TOOLS
+        + '<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n⟦<tool_call>\n{"name": "weather",'
+        ' "arguments": {"city": "Oslo", "days":'
+        " 2}}\n</tool_call><|im_end|>⟧\n<|im_start|>user\n<tool_response>\n4"
+        " degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦It is 4.<|im_end|>⟧\n"
     )
 
 
 def test_a_tool_call_of_llama_ends_with_the_end_of_the_turn():
     text = marked(CALLS, family_tokenizer("llama3_1"), tools=[WEATHER])
-    assert text.startswith(LLAMA_SYSTEM.replace("\n\nCutting", "\n\nEnvironment: ipython\nCutting") + "<|eot_id|>")
+    assert text.startswith(
+        LLAMA_SYSTEM.replace("\n\nCutting", "\n\nEnvironment: ipython\nCutting") + "<|eot_id|>"
+    )
     assert text.endswith(
         "Oslo?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
         '⟦{"name": "weather", "parameters": {"city": "Oslo", "days": 2}}<|eot_id|>⟧'
@@ -173,32 +229,40 @@ def test_a_tool_call_of_llama_ends_with_the_end_of_the_turn():
         (
             "mistral_v2v3",
             (
-                '<s>[INST] Oslo?[/INST]⟦[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo", "days": 2}, "id": "call00001"}]</s>⟧'
-                '[TOOL_RESULTS] {"content": 4 degrees, "call_id": "call00001"}[/TOOL_RESULTS]⟦ It is 4.</s>⟧'
+                '<s>[INST] Oslo?[/INST]⟦[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Oslo",'
+                ' "days": 2}, "id": "call00001"}]</s>⟧[TOOL_RESULTS] {"content": 4 degrees, "call_id":'
+                ' "call00001"}[/TOOL_RESULTS]⟦ It is 4.</s>⟧'
             ),
         ),
         (
             "deepseek_v3",  # wants the arguments as text
             (
-                "<｜begin▁of▁sentence｜><｜User｜>Oslo?<｜Assistant｜>⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
-                '```json\n{"city": "Oslo", "days": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧'
-                "<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>4 degrees<｜tool▁output▁end｜><｜tool▁outputs▁end｜>⟦It is 4.<｜end▁of▁sentence｜>⟧"
+                '<｜begin▁of▁sentence｜><｜User｜>Oslo?<｜Assistant｜>⟦<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{"city":'
+                ' "Oslo", "days":'
+                " 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜>⟧<｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>4"
+                " degrees<｜tool▁output▁end｜><｜tool▁outputs▁end｜>⟦It is 4.<｜end▁of▁sentence｜>⟧"
             ),
         ),
         (
             "qwen3_6",  # opens the thinking in what generation begins with
             (
-                "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦\n</think>\n\n<tool_call>\n<function=weather>\n"
-                "<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call><|im_end|>⟧\n"
-                "<|im_start|>user\n<tool_response>\n4 degrees\n</tool_response><|im_end|>\n"
-                "<|im_start|>assistant\n<think>\n⟦\n</think>\n\nIt is 4.<|im_end|>⟧\n"
+                "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call><|im_end|>⟧\n<|im_start|>user\n<tool_response>\n4"
+                " degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n<think>\n⟦\n</think>\n\nIt is"
+                " 4.<|im_end|>⟧\n"
             ),
         ),
     ],
 )
 def test_tool_calls_train_as_their_template_writes_them(name, expected):
     assert marked(CALLS, family_tokenizer(name)) == expected
-    as_text = [turn("assistant", tool_calls=[call("weather", '{"city": "Oslo", "days": 2}')]) if "tool_calls" in m else m for m in CALLS]
+    as_text = [
+        (
+            turn("assistant", tool_calls=[call("weather", '{"city": "Oslo", "days": 2}')])
+            if "tool_calls" in m
+            else m
+        )
+        for m in CALLS
+    ]
     assert marked(as_text, family_tokenizer(name)) == expected
     no_content = [{key: value for key, value in m.items() if value != ""} for m in CALLS]
     assert marked(no_content, family_tokenizer(name)) == expected
@@ -209,19 +273,22 @@ def test_tool_calls_train_as_their_template_writes_them(name, expected):
 def test_a_call_and_an_answer_may_end_with_different_tokens():
     text = marked(CALLS, family_tokenizer("gptoss"), tools=[WEATHER])
     assert text.endswith(
-        "<|start|>user<|message|>Oslo?<|end|><|start|>assistant"
-        '⟦ to=functions.weather<|channel|>commentary json<|message|>{"city": "Oslo", "days": 2}<|call|>⟧'
-        '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"4 degrees"<|end|><|start|>assistant'
-        "⟦<|channel|>final<|message|>It is 4.<|return|>⟧"
+        "<|start|>user<|message|>Oslo?<|end|><|start|>assistant⟦ to=functions.weather<|channel|>commentary"
+        ' json<|message|>{"city": "Oslo", "days": 2}<|call|>⟧<|start|>functions.weather'
+        ' to=assistant<|channel|>commentary<|message|>"4'
+        ' degrees"<|end|><|start|>assistant⟦<|channel|>final<|message|>It is 4.<|return|>⟧'
     )
 
 
 def test_special_tokens_that_close_a_call_do_not_end_the_turn():
     template = CHATML.replace(
         "message['content'] +",
-        "message['content'] + ('<|endoftext|>' + (message.tool_calls | tojson) + '<|endoftext|>' if message.tool_calls else '') +",
+        "message['content'] + ('<|endoftext|>' + (message.tool_calls | tojson) + '<|endoftext|>' if"
+        " message.tool_calls else '') +",
     )
-    text = marked([turn("user", "q"), turn("assistant", "I ask.", tool_calls=[call("f", {})])], byte_tokenizer(template))
+    text = marked(
+        [turn("user", "q"), turn("assistant", "I ask.", tool_calls=[call("f", {})])], byte_tokenizer(template)
+    )
     assert text.endswith('"name": "f", "arguments": {}}}]<|endoftext|><|im_end|>⟧\n')
 
 
@@ -243,7 +310,10 @@ def test_a_template_that_leaves_tool_calls_out_is_refused(name):
 
 
 def test_a_template_that_writes_only_the_first_of_two_calls_is_refused():
-    messages = [turn("user", "q"), turn("assistant", tool_calls=[call("f", {"a": 1}), call("g", {"b": 2}, 2)])]
+    messages = [
+        turn("user", "q"),
+        turn("assistant", tool_calls=[call("f", {"a": 1}), call("g", {"b": 2}, 2)]),
+    ]
     with pytest.raises(DataError, match="does not write every tool call of message 1"):
         tokenize_conversation(messages, family_tokenizer("gptoss"))
     assert marked(messages, family_tokenizer("qwen2_5")).endswith(
@@ -270,35 +340,47 @@ def test_a_template_that_leaves_the_tools_out_is_refused(name):
 def test_a_prompt_names_its_tools():
     prompt = render_prompt("Oslo?", family_tokenizer("qwen2_5"), tools=[WEATHER])
     assert prompt == QWEN_TOOLS + "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n"
-    assert render_prompt("Oslo?", family_tokenizer("chatml"), tools=[]) == "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        render_prompt("Oslo?", family_tokenizer("chatml"), tools=[])
+        == "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_tools_that_move_to_the_last_question_let_only_the_last_answer_train():
     tokenizer = family_tokenizer("mistral_v3_tekken")
-    with pytest.raises(ModelError, match=r"rewrites messages up to 1 when later turns follow \(at character 4: 'AVAILABLE_TOOLS"):
+    with pytest.raises(
+        ModelError,
+        match=r"rewrites messages up to 1 when later turns follow \(at character 4: 'AVAILABLE_TOOLS",
+    ):
         tokenize_conversation(TALK, tokenizer, tools=[WEATHER])
     text = marked(TALK, tokenizer, tools=[WEATHER], train_on="last")
     assert text.startswith("<s>[INST]3+4?[/INST]It is 7.</s>[AVAILABLE_TOOLS][")
     assert text.endswith("[/AVAILABLE_TOOLS][INST]2+2?[/INST]⟦4</s>⟧")
 
 
-# --- thinking ----------------------------------------------------------------------------------------------------------------
+# --- thinking -----------------------------------------------------------------------------------------------
 
 
 def test_thinking_trains_where_generation_does_not_open_it():
-    assert marked(THOUGHTS[:2], family_tokenizer("qwen3")) == (
-        "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n⟦<think>\nthree, four\n</think>\n\n7<|im_end|>⟧\n"
+    assert (
+        marked(THOUGHTS[:2], family_tokenizer("qwen3"))
+        == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n⟦<think>\nthree,"
+        " four\n</think>\n\n7<|im_end|>⟧\n"
     )
 
 
 def test_what_generation_is_given_does_not_train():
-    assert marked(THOUGHTS[:2], family_tokenizer("qwen3_6")) == (
-        "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦three, four\n</think>\n\n7<|im_end|>⟧\n"
+    assert (
+        marked(THOUGHTS[:2], family_tokenizer("qwen3_6"))
+        == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦three,"
+        " four\n</think>\n\n7<|im_end|>⟧\n"
     )
     no_thinking = TemplateOptions({"enable_thinking": False})
     for name in ("qwen3", "qwen3_6"):
-        assert marked(TALK[:2], family_tokenizer(name), options=no_thinking) == (
-            "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦It is 7.<|im_end|>⟧\n"
+        assert (
+            marked(TALK[:2], family_tokenizer(name), options=no_thinking)
+            == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n⟦It is"
+            " 7.<|im_end|>⟧\n"
         )
 
 
@@ -306,19 +388,27 @@ def test_what_generation_is_given_does_not_train():
 def test_a_template_that_forgets_earlier_thinking_lets_only_the_last_answer_train(name):
     tokenizer = family_tokenizer(name)
     with pytest.raises(
-        ModelError, match=r"rewrites messages up to 1 when later turns follow \(at character 54: '<think>\\nthree, four.*' against '7<\|im_end"
+        ModelError,
+        match=(
+            r"rewrites messages up to 1 when later turns follow \(at character 54: '<think>\\nthree, four.*'"
+            r" against '7<\|im_end"
+        ),
     ):
         tokenize_conversation(THOUGHTS, tokenizer)
     opened = "<think>\n⟦" if name == "qwen3_6" else "⟦<think>\n"
-    assert marked(THOUGHTS, tokenizer, train_on="last") == (
-        "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n7<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
-        f"{opened}two, two\n</think>\n\n4<|im_end|>⟧\n"
+    assert (
+        marked(THOUGHTS, tokenizer, train_on="last")
+        == f"<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n7<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n{opened}two,"
+        " two\n</think>\n\n4<|im_end|>⟧\n"
     )
 
 
 def test_an_answer_without_thinking_after_an_open_one_is_refused_where_line_ends_melt():
     tokenizer = family_tokenizer("qwen3_6", merges=[("Ċ", "Ċ")])  # the real one has such a token too
-    with pytest.raises(DataError, match=r"message 1 begins within a token .*a template, or parameters of it, with another header"):
+    with pytest.raises(
+        DataError,
+        match=r"message 1 begins within a token .*a template, or parameters of it, with another header",
+    ):
         tokenize_conversation(TALK[:2], tokenizer)
     text = marked(TALK[:2], tokenizer, options=TemplateOptions({"enable_thinking": False}))
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n⟦It is 7.<|im_end|>⟧\n")
@@ -326,26 +416,35 @@ def test_an_answer_without_thinking_after_an_open_one_is_refused_where_line_ends
 
 def test_a_parameter_that_keeps_earlier_thinking_lets_all_answers_train():
     options = TemplateOptions({"preserve_thinking": True})
-    assert marked(THOUGHTS, family_tokenizer("qwen3_6"), options=options) == (
-        "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦three, four\n</think>\n\n7<|im_end|>⟧\n"
-        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦two, two\n</think>\n\n4<|im_end|>⟧\n"
+    assert (
+        marked(THOUGHTS, family_tokenizer("qwen3_6"), options=options)
+        == "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦three,"
+        " four\n</think>\n\n7<|im_end|>⟧\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n<think>\n⟦two,"
+        " two\n</think>\n\n4<|im_end|>⟧\n"
     )
 
 
 def test_a_thought_before_each_step_of_one_question_trains():
-    steps = [CALLS[0], {**CALLS[1], "reasoning_content": "I ask."}, CALLS[2], {**CALLS[3], "reasoning_content": "I read."}]
-    assert marked(steps, family_tokenizer("qwen3")) == (
-        "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n"
-        '⟦<think>\nI ask.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call><|im_end|>⟧\n'
-        "<|im_start|>user\n<tool_response>\n4 degrees\n</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n⟦<think>\nI read.\n</think>\n\nIt is 4.<|im_end|>⟧\n"
+    steps = [
+        CALLS[0],
+        {**CALLS[1], "reasoning_content": "I ask."},
+        CALLS[2],
+        {**CALLS[3], "reasoning_content": "I read."},
+    ]
+    assert (
+        marked(steps, family_tokenizer("qwen3"))
+        == "<|im_start|>user\nOslo?<|im_end|>\n<|im_start|>assistant\n⟦<think>\nI"
+        ' ask.\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days":'
+        " 2}}\n</tool_call><|im_end|>⟧\n<|im_start|>user\n<tool_response>\n4"
+        " degrees\n</tool_response><|im_end|>\n<|im_start|>assistant\n⟦<think>\nI read.\n</think>\n\nIt is"
+        " 4.<|im_end|>⟧\n"
     )
 
 
 def test_thinking_in_a_channel_of_its_own_trains_with_the_answer():
     assert marked(THOUGHTS, family_tokenizer("gptoss"), train_on="last").endswith(
-        "<|start|>assistant<|channel|>final<|message|>7<|end|><|start|>user<|message|>2+2?<|end|><|start|>assistant"
-        "⟦<|channel|>analysis<|message|>two, two<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>⟧"
+        "<|start|>assistant<|channel|>final<|message|>7<|end|><|start|>user<|message|>2+2?<|end|><|start|>assistant⟦<|channel|>analysis<|message|>two,"
+        " two<|end|><|start|>assistant<|channel|>final<|message|>4<|return|>⟧"
     )
     with pytest.raises(ModelError, match=r"rewrites messages up to 1 .*'return\|>' against 'end\|>"):
         tokenize_conversation(TALK, family_tokenizer("gptoss"))
@@ -354,14 +453,28 @@ def test_thinking_in_a_channel_of_its_own_trains_with_the_answer():
 def test_a_template_that_opens_thinking_and_never_writes_it_is_refused():
     choices: list[dict[str, Any]] = [{}, {"train_on": "last"}]
     for options in choices:
-        with pytest.raises(ModelError, match=r"writes another header before message [13] than it does for generation .*'<think>\\n' against"):
+        with pytest.raises(
+            ModelError,
+            match=(
+                r"writes another header before message [13] than it does for generation .*'<think>\\n'"
+                r" against"
+            ),
+        ):
             tokenize_conversation(TALK, family_tokenizer("deepseek_r1_distill"), **options)
 
 
 @pytest.mark.parametrize("name", sorted(TALKS))
 def test_thinking_that_a_template_would_leave_out_is_refused_or_dropped_by_choice(name):
-    thoughtful = [TALK[0], {**TALK[1], "reasoning_content": "three, four"}, TALK[2], {**TALK[3], "content": "<think>two, two</think>\n\n4"}]
-    with pytest.raises(DataError, match=r"does not write the thinking \(reasoning_content\) of message 1.*sft\.thinking='drop'"):
+    thoughtful = [
+        TALK[0],
+        {**TALK[1], "reasoning_content": "three, four"},
+        TALK[2],
+        {**TALK[3], "content": "<think>two, two</think>\n\n4"},
+    ]
+    with pytest.raises(
+        DataError,
+        match=r"does not write the thinking \(reasoning_content\) of message 1.*sft\.thinking='drop'",
+    ):
         tokenize_conversation(thoughtful, family_tokenizer(name))
     assert marked(thoughtful, family_tokenizer(name), options=TemplateOptions(thinking="drop")) == TALKS[name]
 
@@ -370,7 +483,12 @@ def test_other_names_of_thinking_mean_the_same():
     for key in ("thinking", "reasoning"):
         messages = [turn("user", "3+4?"), turn("assistant", "7", **{key: "three, four"})]
         assert marked(messages, family_tokenizer("qwen3")) == marked(THOUGHTS[:2], family_tokenizer("qwen3"))
-        assert marked(messages, family_tokenizer("phi3"), options=TemplateOptions(thinking="drop")).count("three") == 0
+        assert (
+            marked(messages, family_tokenizer("phi3"), options=TemplateOptions(thinking="drop")).count(
+                "three"
+            )
+            == 0
+        )
 
 
 @pytest.mark.parametrize(
@@ -383,7 +501,9 @@ def test_other_names_of_thinking_mean_the_same():
 )
 def test_an_answer_that_is_all_thinking_cannot_lose_it(answer, reason):
     with pytest.raises(DataError, match=reason):
-        tokenize_conversation([TALK[0], answer], family_tokenizer("chatml"), options=TemplateOptions(thinking="drop"))
+        tokenize_conversation(
+            [TALK[0], answer], family_tokenizer("chatml"), options=TemplateOptions(thinking="drop")
+        )
 
 
 def test_dropping_thinking_leaves_other_words_alone():
@@ -392,23 +512,32 @@ def test_dropping_thinking_leaves_other_words_alone():
     assert "⟦First </think> then <think>no</think>.<|im_end|>⟧" in text
 
 
-# --- what a template refuses, and its parameters -----------------------------------------------------------------------------
+# --- what a template refuses, and its parameters ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["mistral_v2v3", "mistral_v3_tekken"])
 def test_a_system_prompt_that_moves_to_the_last_question_is_refused(name):
-    with pytest.raises(ModelError, match=r"writes another header before message 2 than it does for generation .*'Be brief\."):
+    with pytest.raises(
+        ModelError, match=r"writes another header before message 2 than it does for generation .*'Be brief\."
+    ):
         tokenize_conversation([SYSTEM, *TALK], family_tokenizer(name))
 
 
 def test_a_template_keeps_its_reason():
-    with pytest.raises(DataError, match="roles system, user, assistant, user, assistant: TemplateError: System role not supported"):
+    with pytest.raises(
+        DataError,
+        match="roles system, user, assistant, user, assistant: TemplateError: System role not supported",
+    ):
         tokenize_conversation([SYSTEM, *TALK], family_tokenizer("gemma"))
-    with pytest.raises(DataError, match="roles user, assistant, tool, assistant: TemplateError: Conversation roles must alternate"):
+    with pytest.raises(
+        DataError,
+        match="roles user, assistant, tool, assistant: TemplateError: Conversation roles must alternate",
+    ):
         tokenize_conversation(CALLS, family_tokenizer("gemma3"))
     with pytest.raises(DataError, match="alphanumeric strings with length 9"):
         tokenize_conversation(
-            [CALLS[0], turn("assistant", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])], family_tokenizer("mistral_v2v3")
+            [CALLS[0], turn("assistant", tool_calls=[{"function": {"name": "f", "arguments": "{}"}}])],
+            family_tokenizer("mistral_v2v3"),
         )
 
 
@@ -420,7 +549,11 @@ def test_parameters_reach_the_template():
 def test_a_parameter_that_the_template_does_not_read_is_refused_with_the_nearest():
     options = TemplateOptions({"enable_thinkin": False})
     with pytest.raises(
-        ModelError, match=r"model\.template_params\.enable_thinkin: the chat template does not read it; did you mean enable_thinking\?"
+        ModelError,
+        match=(
+            r"model\.template_params\.enable_thinkin: the chat template does not read it; did you mean"
+            r" enable_thinking\?"
+        ),
     ):
         render_prompt("q", family_tokenizer("qwen3"), options=options)
 
@@ -452,7 +585,7 @@ def test_a_template_cannot_reach_out_of_its_sandbox(attack):
         render_prompt("q", byte_tokenizer(attack + CHATML))
 
 
-# --- ends --------------------------------------------------------------------------------------------------------------------
+# --- ends ---------------------------------------------------------------------------------------------------
 
 
 def test_an_added_token_that_is_not_special_may_end_a_turn():
@@ -463,7 +596,9 @@ def test_an_added_token_that_is_not_special_may_end_a_turn():
 
 def test_content_in_the_thinking_does_not_hide_the_end():
     template = CHATML.replace(
-        "message['content'] +", "(message.reasoning_content + '<|endoftext|>' if message.reasoning_content else '') + message['content'] +"
+        "message['content'] +",
+        "(message.reasoning_content + '<|endoftext|>' if message.reasoning_content else '') +"
+        " message['content'] +",
     )
     messages = [turn("user", "q"), turn("assistant", "7", reasoning_content="is it 7?")]
     assert marked(messages, byte_tokenizer(template)).endswith("⟦is it 7?<|endoftext|>7<|im_end|>⟧\n")
@@ -471,13 +606,19 @@ def test_content_in_the_thinking_does_not_hide_the_end():
     assert marked(messages, byte_tokenizer(template)).endswith("⟦hm<|endoftext|><|im_end|>⟧\n")
 
 
-# --- content that a template leaves out --------------------------------------------------------------------------------------
+# --- content that a template leaves out ---------------------------------------------------------------------
 
 INLINE = [turn("user", "Q1"), turn("assistant", "<think>\nR\n</think>\n\nA1")]
 
 
 def test_thinking_in_the_content_that_a_template_drops_is_refused():
-    with pytest.raises(DataError, match=r"does not write the thinking at the beginning of the content of message 1.*'<think>.*sft.thinking='drop'"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"does not write the thinking at the beginning of the content of message"
+            r" 1.*'<think>.*sft.thinking='drop'"
+        ),
+    ):
         tokenize_conversation(INLINE, family_tokenizer("deepseek_v3"))
     dropped = marked(INLINE, family_tokenizer("deepseek_v3"), options=TemplateOptions(thinking="drop"))
     assert dropped.endswith("<｜Assistant｜>⟦A1<｜end▁of▁sentence｜>⟧")
@@ -497,8 +638,15 @@ def test_thinking_that_the_generation_prompt_opens_is_written_there(content):
 
 
 def test_content_that_a_template_cuts_is_refused_with_the_first_difference():
-    tokenizer = byte_tokenizer(CHATML.replace("message['content']", "message['content'][:3]").replace("message.content", "message.content[:3]"))
-    with pytest.raises(DataError, match=r"does not write the content as it is of message 1.*at character 3: 'def' against '<\|im_end"):
+    tokenizer = byte_tokenizer(
+        CHATML.replace("message['content']", "message['content'][:3]").replace(
+            "message.content", "message.content[:3]"
+        )
+    )
+    with pytest.raises(
+        DataError,
+        match=r"does not write the content as it is of message 1.*at character 3: 'def' against '<\|im_end",
+    ):
         tokenize_conversation([turn("user", "q"), turn("assistant", "abcdef")], tokenizer)
 
 

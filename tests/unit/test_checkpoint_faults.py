@@ -1,4 +1,6 @@
-"""A real checkpoint, written to a disk that refuses at every single call, and read from one that has lost or changed any of its bytes."""
+"""A real checkpoint, written to a disk that refuses at every single call, and read from one that has lost or
+changed any of its bytes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ DRAWN = 8  # places of each file that are damaged
 
 def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1}
+    sizes: dict[str, Any] = {
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=259, **sizes, tie_word_embeddings=True))
 
 
@@ -64,16 +71,22 @@ def assert_loads(checkpoint: Path, held: HeldState) -> None:
     """Its bytes are as they were written, and a fresh model and optimizer take them."""
     check_checkpoint(checkpoint, hashes=True)
     model = make_model()
-    assert load_backend_state(checkpoint, model, torch.optim.AdamW(model.parameters()), ["steps"]) == {"steps": 1.0}
+    assert load_backend_state(checkpoint, model, torch.optim.AdamW(model.parameters()), ["steps"]) == {
+        "steps": 1.0
+    }
     weights = read_model_weights(checkpoint, model)
-    assert {name: weights[name].tolist() for name in held.weights} == {name: weight.tolist() for name, weight in held.weights.items()}
+    assert {name: weights[name].tolist() for name in held.weights} == {
+        name: weight.tolist() for name, weight in held.weights.items()
+    }
 
 
-# --- a disk that refuses ------------------------------------------------------------------------------------------------------
+# --- a disk that refuses ------------------------------------------------------------------------------------
 
 
 class Disk:
-    """Counts what is asked of a disk, and refuses from one call on, for so many calls. Nothing is really synced: that takes long."""
+    """Counts what is asked of a disk, and refuses from one call on, for so many calls. Nothing is really
+    synced: that takes long.
+    """
 
     def __init__(self, refuse_at: int, number: int, *, times: float = 1) -> None:
         self.asked: list[str] = []
@@ -87,7 +100,9 @@ class Disk:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """What writes, syncs, renames and makes directories asks this disk first."""
-        patch.setattr(os, "fsync", lambda descriptor: self.ask("fsync", Path(f"/proc/self/fd/{descriptor}").readlink()))
+        patch.setattr(
+            os, "fsync", lambda descriptor: self.ask("fsync", Path(f"/proc/self/fd/{descriptor}").readlink())
+        )
         for name in ("rename", "replace", "mkdir"):
             patch.setattr(os, name, self._asking(name, getattr(os, name)))
         opened = self._opening(io.open)
@@ -96,14 +111,23 @@ class Disk:
 
     def _asking(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *arguments: Any, **options: Any) -> Any:
-            if name != "mkdir" or not os.path.lexists(path):  # else it is refused for another reason, which os.makedirs(exist_ok=True) expects
+            if name != "mkdir" or not os.path.lexists(
+                path
+            ):  # else it is refused for another reason, which os.makedirs(exist_ok=True) expects
                 self.ask(name, path)
             return real(path, *arguments, **options)
 
         return call
 
     def _opening(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, mode: str = "r", buffering: int = -1, encoding: str | None = None, *rest: Any, **options: Any) -> Any:
+        def call(
+            path: Any,
+            mode: str = "r",
+            buffering: int = -1,
+            encoding: str | None = None,
+            *rest: Any,
+            **options: Any,
+        ) -> Any:
             if not set(mode) & set("wax+") or isinstance(path, int):
                 return real(path, mode, buffering, encoding, *rest, **options)
             self.ask("open", path)
@@ -126,7 +150,9 @@ class RefusingFile(io.FileIO):
         return super().write(data)
 
 
-async def count_calls(stage_dir: Path, step: int, held: HeldState, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+async def count_calls(
+    stage_dir: Path, step: int, held: HeldState, monkeypatch: pytest.MonkeyPatch
+) -> list[str]:
     """What a save asks of its disk that goes through."""
     disk = Disk(0, 0, times=0)
     with monkeypatch.context() as patch:
@@ -152,8 +178,12 @@ async def test_a_disk_that_refuses_any_single_call_of_a_save_costs_that_save_onl
                 Disk(refused, number).install(patch)
                 with pytest.raises(StorageError) as caught:
                     await save(stage_dir, 2, held)
-            assert f"{stage_dir}/step_2 cannot be written ({os.strerror(number)} at " in str(caught.value), what
-            assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == number, what
+            assert f"{stage_dir}/step_2 cannot be written ({os.strerror(number)} at " in str(caught.value), (
+                what
+            )
+            assert isinstance(caught.value.__cause__, OSError) and caught.value.__cause__.errno == number, (
+                what
+            )
             assert names_in(stage_dir) == ["step_1"], what
             assert find_newest_checkpoint(stage_dir, hashes=True) == older, what
     for call in ("mkdir state", "open config.json", "write config.json", "open model-00001.safetensors", "write model-00001.safetensors",
@@ -177,7 +207,9 @@ async def test_a_disk_that_refuses_everything_from_some_call_on_leaves_the_check
             with pytest.raises(StorageError, match="step_3 cannot be written"):
                 await save(stage_dir, 3, held)
         newest = find_newest_checkpoint(stage_dir, hashes=True)
-        last = refused == calls  # all of it is there, and could not be given another name: as good as one that was promised
+        last = (
+            refused == calls
+        )  # all of it is there, and could not be given another name: as good as one that was promised
         assert newest == stage_dir / ("step_3" if last else "step_2")
         assert not [name for name in names_in(stage_dir) if name.startswith(".tmp-")]
     assert_loads(older, held)
@@ -189,13 +221,20 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 2 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, check=False).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, check=False
+        ).returncode
+    ):
         pytest.skip("only root may mount a file system")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
 
-async def test_a_file_system_that_is_full_after_any_part_of_a_checkpoint_costs_that_checkpoint_only(small_disk: Path, held: HeldState):
+async def test_a_file_system_that_is_full_after_any_part_of_a_checkpoint_costs_that_checkpoint_only(
+    small_disk: Path, held: HeldState
+):
     """The system itself refuses here, and libraries that are not written in Python meet it too."""
     stage_dir, ballast = RunDir(small_disk).stage_checkpoints("rl"), small_disk / "ballast"
     older = await save(stage_dir, 1, held)
@@ -206,7 +245,9 @@ async def test_a_file_system_that_is_full_after_any_part_of_a_checkpoint_costs_t
     assert needed > 16 * 4096
     for part in range(16):
         ballast.write_bytes(bytes(free_bytes(small_disk) - part * needed // 16 // 4096 * 4096))
-        with pytest.raises(StorageError, match=r"step_2 cannot be written \(No space left on device") as caught:
+        with pytest.raises(
+            StorageError, match=r"step_2 cannot be written \(No space left on device"
+        ) as caught:
             await save(stage_dir, 2, held)
         assert "MiB are free there" in str(caught.value)
         assert names_in(stage_dir) == ["step_1"], part
@@ -220,24 +261,35 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-# --- a disk that loses ----------------------------------------------------------------------------------------------------------
+# --- a disk that loses --------------------------------------------------------------------------------------
 
 
 def damage(content: bytes, draw: random.Random) -> list[bytes]:
     """The file with a bit flipped, cut short, or with bytes put in, at drawn places."""
     places = [draw.randrange(len(content)) for _ in range(DRAWN)]
-    flipped = [content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :] for place in places]
+    flipped = [
+        content[:place] + bytes([content[place] ^ 1 << draw.randrange(8)]) + content[place + 1 :]
+        for place in places
+    ]
     cut = [content[: draw.randrange(len(content))] for _ in range(DRAWN // 2)]
     place = draw.randrange(len(content))
     return [*flipped, *cut, b"", content[:place] + b"\0" + content[place:]]
 
 
-async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_one_before_is_used(stage_dir: Path, held: HeldState):
+async def test_a_checkpoint_that_is_damaged_anywhere_is_refused_by_name_and_the_one_before_is_used(
+    stage_dir: Path, held: HeldState
+):
     older, newer = await save(stage_dir, 1, held), await save(stage_dir, 2, held)
     files = sorted(path for path in newer.rglob("*") if path.is_file())
-    assert {"config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "backend.json", "trainer.json", "tokenizer.json"} <= {
-        file.name for file in files
-    }
+    assert {
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "backend.json",
+        "trainer.json",
+        "tokenizer.json",
+    } <= {file.name for file in files}
     draw = random.Random(0)
     for file in files:
         whole = file.read_bytes()

@@ -1,4 +1,6 @@
-"""Checkpoints are written while training goes on, hold the step they are named after, and a disk that refuses costs a checkpoint, not a run."""
+"""Checkpoints are written while training goes on, hold the step they are named after, and a disk that refuses
+costs a checkpoint, not a run.
+"""
 
 from __future__ import annotations
 
@@ -97,10 +99,21 @@ class Done:
 
 @asynccontextmanager
 async def open_writer(
-    backend: object, tmp_path: Path, warnings: list[str], *, keep: Keep | None = None, free: int | None = PLENTY
+    backend: object,
+    tmp_path: Path,
+    warnings: list[str],
+    *,
+    keep: Keep | None = None,
+    free: int | None = PLENTY,
 ) -> AsyncIterator[CheckpointWriter]:
     opened = open_checkpoint_writer(
-        backend, RunDir(tmp_path), "rl", config_hash="abc", keep=keep or Keep(), warn=warnings.append, free_memory=lambda: free
+        backend,
+        RunDir(tmp_path),
+        "rl",
+        config_hash="abc",
+        keep=keep or Keep(),
+        warn=warnings.append,
+        free_memory=lambda: free,
     )  # pyright: ignore[reportCallIssue]
     async with opened as writer:
         yield writer
@@ -194,10 +207,16 @@ async def test_a_backend_that_finds_no_room_by_itself_is_saved_while_training_wa
     async with open_writer(backend, tmp_path, warnings) as writer:
         await writer.save(1, {})
         assert read_value(tmp_path, 1) == "0"
-        assert (backend.calls, warnings, writer.statistics()["beside_training"]) == (["capture", "save"], [], 0.0)
+        assert (backend.calls, warnings, writer.statistics()["beside_training"]) == (
+            ["capture", "save"],
+            [],
+            0.0,
+        )
 
 
-async def test_a_save_that_fails_beside_training_is_a_warning_and_a_metric_and_the_next_one_succeeds(tmp_path):
+async def test_a_save_that_fails_beside_training_is_a_warning_and_a_metric_and_the_next_one_succeeds(
+    tmp_path,
+):
     backend, warnings = SlowBackend(), []
     backend.go.set()
     async with open_writer(backend, tmp_path, warnings) as writer:
@@ -212,7 +231,10 @@ async def test_a_save_that_fails_beside_training_is_a_warning_and_a_metric_and_t
     (warning,) = warnings
     assert "step_2 cannot be written (No space left on device)" in warning
     assert "training goes on" in warning
-    assert sorted(path.name for path in RunDir(tmp_path).stage_checkpoints("rl").iterdir()) == ["step_1", "step_3"]
+    assert sorted(path.name for path in RunDir(tmp_path).stage_checkpoints("rl").iterdir()) == [
+        "step_1",
+        "step_3",
+    ]
     assert "reset" not in backend.calls, "the backend had no part in it"
     assert writer.statistics()["saved"] == 2
     assert writer.statistics()["failed"] == 1
@@ -231,7 +253,9 @@ class HeldElsewhere:
         self.calls.append("drop")
 
 
-async def test_a_copy_that_others_hold_is_dropped_when_the_disk_is_full_before_anything_is_written(tmp_path, monkeypatch):
+async def test_a_copy_that_others_hold_is_dropped_when_the_disk_is_full_before_anything_is_written(
+    tmp_path, monkeypatch
+):
     backend, warnings = SlowBackend(), []
     backend.capture = lambda: Done(HeldElsewhere(backend.calls))
     async with open_writer(backend, tmp_path, warnings) as writer:
@@ -318,7 +342,10 @@ class OutOfMemoryError(RuntimeError):
     [
         MemoryError(),
         OutOfMemoryError("HIP has none left"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:114] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:114] err == 0. DefaultCPUAllocator: can't allocate memory: you"
+            " tried to allocate 8 bytes."
+        ),
         RuntimeError("CUDA error: out of memory"),
     ],
 )
@@ -351,7 +378,7 @@ async def test_too_little_room_for_two_checkpoints_is_a_warning_at_the_start(tmp
     assert "two checkpoints of this model take 2097152.0 GiB" in warnings[0]
 
 
-# --- the real backend ---------------------------------------------------------------------------------------------------------
+# --- the real backend ---------------------------------------------------------------------------------------
 
 
 async def test_the_pytorch_backend_is_copied_in_a_moment_and_written_beside_steps_bit_for_bit(tmp_path):
@@ -382,7 +409,9 @@ async def test_what_is_held_is_as_large_as_was_said(tmp_path):
         await backend.optim_step().result()
         await backend.save(tmp_path / "saved").result()
         size = sum(path.stat().st_size for path in (tmp_path / "saved").rglob("*.safetensors"))
-        assert backend.state_bytes() <= size <= backend.state_bytes() + 200_000  # two headers, random state, a counter for each parameter
+        assert (
+            backend.state_bytes() <= size <= backend.state_bytes() + 200_000
+        )  # two headers, random state, a counter for each parameter
 
 
 FULL_DISK = """
@@ -436,7 +465,9 @@ trio.run(main)
 
 @pytest.mark.slow
 def test_a_limit_on_file_size_at_every_file_of_a_real_checkpoint_costs_that_checkpoint_only(tmp_path):
-    """The system refuses with EFBIG where a full disk has ENOSPC; both come from write() and mean the same to us."""
+    """The system refuses with EFBIG where a full disk has ENOSPC; both come from write() and mean the same to
+    us.
+    """
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, str(tmp_path)],
         cwd=Path(__file__).resolve().parents[2],

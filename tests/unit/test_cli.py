@@ -19,7 +19,9 @@ from rollouts.errors import EngineError
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
-    text = 'model = { name = "./no-model" }\n[rl]\nsteps = 3\ndata = { kind = "jsonl", path = "rows.jsonl" }\n'
+    text = (
+        'model = { name = "./no-model" }\n[rl]\nsteps = 3\ndata = { kind = "jsonl", path = "rows.jsonl" }\n'
+    )
     path.write_text(text + 'rollout = { reward = "r.py:score" }\n')
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
     return path
@@ -30,7 +32,15 @@ def write_small_run(root: Path) -> Path:
     head = {"schema": 1, "stage": "rl", "policy_version": 0, "attempt": 1, "time_unix": 1.0}
     rows = [{**head, "step": step, "reward/mean": step / 4, "time/step": 2.0} for step in (1, 2, 3)]
     (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    sample = {**head, "step": 3, "id": "p0", "status": "completed", "prompt": "1+1=", "response": "2 [x]", "reward": 1.0}
+    sample = {
+        **head,
+        "step": 3,
+        "id": "p0",
+        "status": "completed",
+        "prompt": "1+1=",
+        "response": "2 [x]",
+        "reward": 1.0,
+    }
     (root / "samples.jsonl").write_text(json.dumps(sample) + "\n")
     return root
 
@@ -87,7 +97,9 @@ def test_explain_tells_where_a_value_comes_from(config: Path, capsys: pytest.Cap
 
 def test_explain_writes_the_page_of_settings(capsys: pytest.CaptureFixture[str]):
     assert main(["explain", "--markdown"]) == 0
-    assert capsys.readouterr().out == (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == (Path(__file__).parents[2] / "docs" / "config.md").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,7 +116,9 @@ def test_explain_writes_the_page_of_settings(capsys: pytest.CaptureFixture[str])
         (["check", "EMPTY"], "there is nothing to train"),
     ],
 )
-def test_a_wrong_name_is_one_message_with_the_way_out(config: Path, argv: list[str], wanted: str, capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_name_is_one_message_with_the_way_out(
+    config: Path, argv: list[str], wanted: str, capsys: pytest.CaptureFixture[str]
+):
     (config.parent / "empty.toml").write_text("")
     words = {"CONFIG": str(config), "EMPTY": str(config.parent / "empty.toml")}
     assert main([words.get(word, word) for word in argv]) == 2
@@ -117,7 +131,10 @@ def test_check_lists_what_is_wrong_and_exits_2(config: Path, capsys: pytest.Capt
     assert main(["check", str(config), "--mode", "sft+rl"]) == 2
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert any(line.startswith("error sft: --mode has this stage") for line in lines)
-    assert any(line.startswith(f"error rl.rollout.reward: reward='{config.parent}/r.py:score': there is no file") for line in lines)
+    assert any(
+        line.startswith(f"error rl.rollout.reward: reward='{config.parent}/r.py:score': there is no file")
+        for line in lines
+    )
     assert any(line.startswith("error model.name: model.name=") for line in lines)
     assert lines[-1].endswith("things would stop this run; nothing was trained")
 
@@ -129,7 +146,10 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     assert all(command in err for command in ("init", "explain", "check", "inspect"))
 
 
-@pytest.mark.parametrize("argv", [["unknown"], ["inspect"], ["check"], ["inspect", "x", "--nonsense"], ["init", "x", "--seed", "1"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["unknown"], ["inspect"], ["check"], ["inspect", "x", "--nonsense"], ["init", "x", "--seed", "1"]],
+)
 def test_wrong_usage_exits_2(argv: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stopped:
         main(argv)
@@ -161,7 +181,14 @@ def test_a_reader_that_leaves_early_gets_no_traceback(tmp_path: Path, arguments:
     os.close(read_end)
     command = [sys.executable, "-m", "rollouts", *(str(run) if word == "RUN" else word for word in arguments)]
     try:
-        done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False, cwd=Path(__file__).parents[2])
+        done = subprocess.run(
+            command,
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=Path(__file__).parents[2],
+        )
     finally:
         os.close(write_end)
     assert (done.returncode, done.stderr) == (1, "")
@@ -180,7 +207,9 @@ def test_sim_leaves_the_log_of_its_process_as_it_was():
     assert logging.getLogger("rollouts").level == before != logging.CRITICAL
 
 
-def test_sim_says_how_to_see_a_broken_invariant_again(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_sim_says_how_to_see_a_broken_invariant_again(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     from rollouts.weight_sync import update
 
     async def do_nothing(run: object) -> None:

@@ -52,9 +52,14 @@ def test_the_page_shows_every_command():
 
 
 def test_help_loads_nothing_heavy():
-    script = "import sys; from rollouts.cli import make_parser; make_parser().format_help(); print([n for n in %r if n in sys.modules])"
+    script = (
+        "import sys; from rollouts.cli import make_parser; make_parser().format_help(); print([n for n in %r"
+        " if n in sys.modules])"
+    )
     heavy = ("torch", "transformers", "rich", "pydantic", "trio", "matplotlib", "duckdb")
-    done = subprocess.run([sys.executable, "-c", script % (heavy,)], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", script % (heavy,)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == "[]"
 
 

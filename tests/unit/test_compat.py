@@ -1,7 +1,9 @@
-"""Presets against what the libraries' own functions gave on this fixture (run once from their published files; see each record's source).
+"""Presets against what the libraries' own functions gave on this fixture (run once from their published
+files; see each record's source).
 
-Rewards [1, 0, 0, .5] with lengths [2, 3, 4, 1]. Loss: fixture P of test_losses with A = 1; its first two tokens with A = −1; one token with
-r = 4 and A = −1. So the token means differ from row means, and dual clip differs from no dual clip.
+Rewards [1, 0, 0, .5] with lengths [2, 3, 4, 1]. Loss: fixture P of test_losses with A = 1; its first two
+tokens with A = −1; one token with r = 4 and A = −1. So the token means differ from row means, and dual clip
+differs from no dual clip.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ LOSS_THERE = {
 def config_of(name: str) -> RLTrainingConfig:
     settings = to_rl_settings(PRESETS[name])
     rollout = RolloutConfig(filters=list(PRESETS[name].filters))
-    return RLTrainingConfig.model_validate({"data": DataSourceConfig(kind="jsonl", path="x.jsonl"), "steps": 1, "rollout": rollout} | settings)
+    return RLTrainingConfig.model_validate(
+        {"data": DataSourceConfig(kind="jsonl", path="x.jsonl"), "steps": 1, "rollout": rollout} | settings
+    )
 
 
 def fixture(*, recompute_old: bool) -> LossInputs:
@@ -97,14 +101,18 @@ def test_the_losses_of_clip_presets_follow_from_the_fixture_by_hand():
     assert LOSS_THERE["trl"] == pytest.approx(weighted, rel=1e-8)
 
 
-@pytest.mark.parametrize(("rewards", "kept"), [([1, 1, -1, -1], True), ([1, 0, 0, 0], True), ([-1, -1], False), ([1, 1], False)])
+@pytest.mark.parametrize(
+    ("rewards", "kept"), [([1, 1, -1, -1], True), ([1, 0, 0, 0], True), ([-1, -1], False), ([1, 1], False)]
+)
 def test_dapo_keeps_the_groups_that_are_neither_always_nor_never_right(rewards, kept):
     samples = tuple(Sample(id=f"s{row}", prompt="q", reward=reward) for row, reward in enumerate(rewards))
     assert [FILTERS[name](SampleGroup(0, "row", samples)).keep for name in PRESETS["dapo"].filters] == [kept]
 
 
 def test_prime_rl_says_that_rows_without_an_advantage_leave_its_denominator():
-    assert any("dropped there" in sentence and "denominator" in sentence for sentence in PRESETS["prime_rl"].differs)
+    assert any(
+        "dropped there" in sentence and "denominator" in sentence for sentence in PRESETS["prime_rl"].differs
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)

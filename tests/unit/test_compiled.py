@@ -1,4 +1,6 @@
-"""Layers under torch.compile: the numbers of the layers as they are written, few programs, and an engine that runs none of them."""
+"""Layers under torch.compile: the numbers of the layers as they are written, few programs, and an engine that
+runs none of them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import GenerateRequest, SamplingParams
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch hides it while it compiles, where it is no error
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor"
+    ),  # torch hides it while it compiles, where it is no error
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # the compiler's own imports
 ]
 OPTIM = OptimConfig(lr=1e-3)
@@ -39,7 +43,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _algorithms() -> Iterator[None]:
-    """As torch starts: a backend of an earlier test may have left this process deterministic, which compiles nothing."""
+    """As torch starts: a backend of an earlier test may have left this process deterministic, which compiles
+    nothing.
+    """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(False)
     yield
@@ -68,19 +74,29 @@ def refuse(program: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
 
 def add_a_little(program: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
     """A compiler whose programs are wrong."""
-    return lambda *arguments: [output * 1.01 if isinstance(output, Tensor) else output for output in program.forward(*arguments)]
+    return lambda *arguments: [
+        output * 1.01 if isinstance(output, Tensor) else output for output in program.forward(*arguments)
+    ]
 
 
-async def train(path: Path, **options: Any) -> tuple[list[float | None], list[float | None], dict[str, Tensor]]:
+async def train(
+    path: Path, **options: Any
+) -> tuple[list[float | None], list[float | None], dict[str, Tensor]]:
     """Losses and gradient norms of three batches, and the gradient of a fourth."""
     losses, norms = [], []
-    async with open_pytorch_backend(path, optim=OPTIM, total_steps=9, threads=1, autocast="off", micro_batch_tokens=64, **options) as backend:
+    async with open_pytorch_backend(
+        path, optim=OPTIM, total_steps=9, threads=1, autocast="off", micro_batch_tokens=64, **options
+    ) as backend:
         for step in range(4):
             result = await backend.forward_backward(make_batch(step, groups=1 + step % 3), SFT)
             losses.append(result.loss)
             if step < 3:
                 norms.append((await backend.optim_step()).grad_norm)
-        gradients = {name: parameter.grad.clone() for name, parameter in backend.model.named_parameters() if parameter.grad is not None}
+        gradients = {
+            name: parameter.grad.clone()
+            for name, parameter in backend.model.named_parameters()
+            if parameter.grad is not None
+        }
     return losses, norms, gradients
 
 
@@ -94,20 +110,29 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "checkpointing"), [("llama", False), ("gemma", True)])
-async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(kind: str, checkpointing: bool, cache: Path):
+async def test_compiled_layers_give_the_losses_and_gradients_of_plain_ones(
+    kind: str, checkpointing: bool, cache: Path
+):
     path = find_model(kind, cache)
-    assert_same(await train(path, compile_backend="aot_eager", gradient_checkpointing=checkpointing), await train(path))
+    assert_same(
+        await train(path, compile_backend="aot_eager", gradient_checkpointing=checkpointing),
+        await train(path),
+    )
 
 
 def test_batches_of_changing_lengths_need_no_more_programs(cache: Path):
     model, counting = load_hf_model(find_model("gemma", cache)), Counting()
     assert compile_layers(model, backend=counting) == model.config.num_hidden_layers
     for rows, length in [(1, 7), (2, 9)]:
-        model(input_ids=torch.ones((rows, length), dtype=torch.int64), use_cache=False).logits.sum().backward()
+        model(
+            input_ids=torch.ones((rows, length), dtype=torch.int64), use_cache=False
+        ).logits.sum().backward()
     made = counting.programs
     assert 2 <= made <= 4  # one sequence and several, each for layers with a window and without
     for rows, length in [(1, 33), (3, 12), (4, 50), (1, 90), (5, 8), (2, 2)]:
-        model(input_ids=torch.ones((rows, length), dtype=torch.int64), use_cache=False).logits.sum().backward()
+        model(
+            input_ids=torch.ones((rows, length), dtype=torch.int64), use_cache=False
+        ).logits.sum().backward()
     assert counting.programs == made
 
 
@@ -120,9 +145,15 @@ async def test_the_embedded_engine_shares_a_compiled_model_without_its_programs(
     found = []
     async with open_device_thread(name="trainer", torch_threads=1) as thread:
         for model in (plain, compiled):
-            async with open_local_engine(model, device_thread=thread, mode="shared", trainer_version=lambda: 0, max_rows=2) as engine:
+            async with open_local_engine(
+                model, device_thread=thread, mode="shared", trainer_version=lambda: 0, max_rows=2
+            ) as engine:
                 assert engine.path == ("fast" if kind == "llama" else "cached")
-                request = GenerateRequest(request_id="a", prompt_ids=prompt, sampling=SamplingParams(max_new_tokens=6, temperature=0.0))
+                request = GenerateRequest(
+                    request_id="a",
+                    prompt_ids=prompt,
+                    sampling=SamplingParams(max_new_tokens=6, temperature=0.0),
+                )
                 found.append(await engine.generate(request))
     assert found[0].token_ids.tolist() == found[1].token_ids.tolist()
     assert found[0].log_probs == pytest.approx(found[1].log_probs, abs=1e-6)
@@ -131,7 +162,10 @@ async def test_the_embedded_engine_shares_a_compiled_model_without_its_programs(
 
 
 def test_a_compiler_that_fails_and_one_that_is_wrong_are_named(cache: Path):
-    for backend, message in ((refuse, r"torch\.compile fails .*no compiler here"), (add_a_little, "differ from the model's")):
+    for backend, message in (
+        (refuse, r"torch\.compile fails .*no compiler here"),
+        (add_a_little, "differ from the model's"),
+    ):
         model = load_hf_model(find_model("llama", cache))
         with pytest.raises(ModelError, match=message):
             compile_and_prove(model, plan_forward(model), None, backend=backend)

@@ -8,10 +8,23 @@ from pathlib import Path
 import pytest
 
 from rollouts.config.aliases import ALIASES
-from rollouts.config.explain import describe_unknown_key, explain_config, explain_key, explain_markdown, suggest_keys
+from rollouts.config.explain import (
+    describe_unknown_key,
+    explain_config,
+    explain_key,
+    explain_markdown,
+    suggest_keys,
+)
 from rollouts.config.keys import config_keys
 from rollouts.config.lines import find_lines
-from rollouts.config.load import check_same_run, config_digest, dump_config, load_config, load_with_origins, training_digest
+from rollouts.config.load import (
+    check_same_run,
+    config_digest,
+    dump_config,
+    load_config,
+    load_with_origins,
+    training_digest,
+)
 from rollouts.config.plugins import load_function
 from rollouts.config.schema import RunConfig
 from rollouts.data.curriculum import SourceStatistics
@@ -50,7 +63,7 @@ def problems_of(path: Path, overrides: list[str] | None = None) -> list[str]:
     return [re.sub(rf"^{re.escape(str(path))}(:\d+)?: ", "", line.strip()) for line in lines]
 
 
-# --- values ------------------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_file_is_the_defaults(write):
@@ -69,7 +82,9 @@ def test_a_whole_number_is_a_number_but_text_is_not(write):
     config = load_config(write(RL.replace("steps = 4", "steps = 4\nclip_low = 1")))
     assert config.rl is not None
     assert config.rl.clip_low == 1.0
-    assert problems_of(write(SFT.replace("3", '"8"'))) == ['sft.steps = "8"; it must be a whole number, at least 1; write it without quotes: 8']
+    assert problems_of(write(SFT.replace("3", '"8"'))) == [
+        'sft.steps = "8"; it must be a whole number, at least 1; write it without quotes: 8'
+    ]
 
 
 def test_an_sft_optimizer_table_that_leaves_lr_out_keeps_the_sft_default(write):
@@ -92,7 +107,7 @@ def test_the_word_none_stays_text_where_text_is_asked_for(write):
     assert load_config(write('name = "none"')).name == "none"
 
 
-# --- flags -------------------------------------------------------------------------------------------------------------------
+# --- flags --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("flags", [["--rl.rollout.num_prompts", "4"], ["--rl.rollout.num_prompts=4"]])
@@ -139,7 +154,10 @@ def test_a_flag_cannot_smuggle_in_a_second_setting(write):
 
 def test_a_flag_into_an_absent_table_says_what_the_table_needs(write):
     assert problems_of(write(RL), ["--eval.temperature", "0.5"]) == [
-        "--eval.temperature: the file has no [eval] table to change; add one with eval.data, or leave the flag out"
+        (
+            "--eval.temperature: the file has no [eval] table to change; add one with eval.data, or leave the"
+            " flag out"
+        )
     ]
 
 
@@ -151,18 +169,49 @@ def test_a_wrong_flag_is_named_with_its_value_and_rule(write):
 
 
 def test_malformed_flags_are_named(write):
-    assert problems_of(write(RL), ["--seed", "--name", "x", "stray", "--rl.optim", "3", "--rl.loss_params", "3", "--sed", "1", "--name"]) == [
+    assert problems_of(
+        write(RL),
+        [
+            "--seed",
+            "--name",
+            "x",
+            "stray",
+            "--rl.optim",
+            "3",
+            "--rl.loss_params",
+            "3",
+            "--sed",
+            "1",
+            "--name",
+        ],
+    ) == [
         "--seed: has no value; write --seed VALUE",
         "stray: a stray word; settings are given as --section.key value",
         "--rl.optim: rl.optim is a table; set one of its keys, for example --rl.optim.lr VALUE",
-        "--rl.loss_params: rl.loss_params is a table; set one of its keys, for example --rl.loss_params.NAME VALUE",
+        (
+            "--rl.loss_params: rl.loss_params is a table; set one of its keys, for example"
+            " --rl.loss_params.NAME VALUE"
+        ),
         "--sed: " + describe_unknown_key("sed"),
         "--name: has no value; write --name VALUE",
     ]
 
 
 def test_flags_that_name_no_setting_or_no_table_are_told_so(write):
-    assert problems_of(write(RL), ["--=3", "--rl..steps", "3", "--rl.data.5.path", "x", "--rl.rollout.filters", "check", "--rl.data.0.pth", "x"]) == [
+    assert problems_of(
+        write(RL),
+        [
+            "--=3",
+            "--rl..steps",
+            "3",
+            "--rl.data.5.path",
+            "x",
+            "--rl.rollout.filters",
+            "check",
+            "--rl.data.0.pth",
+            "x",
+        ],
+    ) == [
         "--: names no setting; settings are given as --section.key value",
         "--rl..steps: names no setting; settings are given as --section.key value",
         "--rl.data.5.path: rl.data has 1 table in the file, numbered from 0; write --rl.data.0.path",
@@ -176,7 +225,7 @@ def test_a_flag_below_a_value_of_the_file_leaves_the_problem_to_the_file(write):
     assert problems_of(write("model = 3"), ["--model.threads", "2"]) == ["model = 3; it must be a table"]
 
 
-# --- what is wrong with a file -----------------------------------------------------------------------------------------------
+# --- what is wrong with a file ------------------------------------------------------------------------------
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -199,9 +248,11 @@ def test_a_file_that_is_not_utf8_gives_the_byte(tmp_path):
 
 def test_an_unknown_key_gives_the_nearest_and_the_valid_ones(write):
     (problem,) = problems_of(write(RL + "temperture = 1.0\n"))
-    assert problem == (
-        "unknown key rl.rollout.temperture; did you mean temperature? Valid here: temperature, generate, reward, filters, num_prompts, "
-        "group_reward, reward_model, max_attempts and 9 more: python -m rollouts explain rl.rollout"
+    assert (
+        problem
+        == "unknown key rl.rollout.temperture; did you mean temperature? Valid here: temperature, generate,"
+        " reward, filters, num_prompts, group_reward, reward_model, max_attempts and 9 more: python -m"
+        " rollouts explain rl.rollout"
     )
 
 
@@ -242,11 +293,26 @@ def test_rules_between_settings_name_both(write):
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        (RL.replace('"jsonl", path = "train.jsonl"', '"reasoning_gym", size = 3'), "rl.data: dataset is missing"),
-        (RL.replace('"jsonl", path = "train.jsonl"', '"reasoning_gym", dataset = "chain_sum"'), "rl.data: size is missing"),
-        (RL.replace("steps = 4", 'steps = 4\nkl_coef = 0.1\nkl_estimator = "k3"'), "rl: kl_estimator='k3' with kl_in='reward'"),
-        (RL.replace("steps = 4", 'steps = 4\nkl_coef = 0.1\nkl_in = "loss"'), "rl: kl_estimator='k1' with kl_in='loss'"),
-        (RL.replace("steps = 4", "steps = 4\nmax_staleness = 1"), "engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1"),
+        (
+            RL.replace('"jsonl", path = "train.jsonl"', '"reasoning_gym", size = 3'),
+            "rl.data: dataset is missing",
+        ),
+        (
+            RL.replace('"jsonl", path = "train.jsonl"', '"reasoning_gym", dataset = "chain_sum"'),
+            "rl.data: size is missing",
+        ),
+        (
+            RL.replace("steps = 4", 'steps = 4\nkl_coef = 0.1\nkl_estimator = "k3"'),
+            "rl: kl_estimator='k3' with kl_in='reward'",
+        ),
+        (
+            RL.replace("steps = 4", 'steps = 4\nkl_coef = 0.1\nkl_in = "loss"'),
+            "rl: kl_estimator='k1' with kl_in='loss'",
+        ),
+        (
+            RL.replace("steps = 4", "steps = 4\nmax_staleness = 1"),
+            "engine.mode='shared' with rl.sync_every=1, rl.max_staleness=1",
+        ),
     ],
 )
 def test_a_combination_that_cannot_work_is_refused(write, text, rule):
@@ -254,7 +320,7 @@ def test_a_combination_that_cannot_work_is_refused(write, text, rule):
     assert problem.startswith(rule)
 
 
-# --- suggestions -------------------------------------------------------------------------------------------------------------
+# --- suggestions --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -280,7 +346,10 @@ def test_a_wrong_key_gets_the_right_one_suggested(wrong, right):
 
 
 def test_a_key_like_no_other_gets_no_suggestion():
-    assert describe_unknown_key("eval.zzz") == "unknown key eval.zzz. Valid here: data, reward, temperature, max_new_tokens, samples_per_prompt"
+    assert (
+        describe_unknown_key("eval.zzz")
+        == "unknown key eval.zzz. Valid here: data, reward, temperature, max_new_tokens, samples_per_prompt"
+    )
 
 
 def test_every_alias_points_to_settings_that_exist():
@@ -307,7 +376,13 @@ def test_a_foreign_name_is_answered_with_our_key_however_it_is_written(name):
         ("--num-generations", "did you mean rl.rollout.samples_per_prompt?"),
         ("--NUM_GENERATIONS", "did you mean rl.rollout.samples_per_prompt?"),
         ("--num-generatons", "did you mean rl.rollout.samples_per_prompt?"),
-        ("--rl.train_batch_size", "did you mean rl.rollout.num_prompts (there it counts samples, here prompts: divide it by samples_per_prompt)?"),
+        (
+            "--rl.train_batch_size",
+            (
+                "did you mean rl.rollout.num_prompts (there it counts samples, here prompts: divide it by"
+                " samples_per_prompt)?"
+            ),
+        ),
         ("--rl.optim.epsilon", "did you mean eps?"),
         ("--trainer.save_freq", "did you mean output.checkpoint_every?"),
     ],
@@ -318,17 +393,25 @@ def test_a_foreign_flag_is_answered_with_our_key(write, flag, answer):
 
 
 def test_the_tables_of_another_framework_are_answered_setting_by_setting(write):
-    (problem,) = problems_of(write("[actor_rollout_ref]\nrollout = { n = 8, nonsense = 1 }\n[actor_rollout_ref.actor.optim]\nlr = 1e-6\n"))
+    (problem,) = problems_of(
+        write(
+            "[actor_rollout_ref]\nrollout = { n = 8, nonsense = 1 }\n[actor_rollout_ref.actor.optim]\nlr ="
+            " 1e-6\n"
+        )
+    )
     assert "actor_rollout_ref.rollout.n is rl.rollout.samples_per_prompt here" in problem
     assert "actor_rollout_ref.actor.optim.lr is rl.optim.lr or sft.optim.lr here" in problem
     assert "nonsense" not in problem
 
 
-# --- lines -------------------------------------------------------------------------------------------------------------------
+# --- lines --------------------------------------------------------------------------------------------------
 
 
 def test_every_setting_of_a_file_has_its_line():
-    text = 'a = 1\n# note\nb.c = [\n  1,\n]\n[t]\nx = """\n[u]\ny = 2\n"""\nz = { p = 1 }\n[[r.d]]\nk = 1\n[[r.d]]\nk = 2\n[r.d.q]\nm = 1\n[[s]]\n'
+    text = (
+        'a = 1\n# note\nb.c = [\n  1,\n]\n[t]\nx = """\n[u]\ny = 2\n"""\nz = { p = 1 }\n[[r.d]]\nk ='
+        " 1\n[[r.d]]\nk = 2\n[r.d.q]\nm = 1\n[[s]]\n"
+    )
     text += "n = 3\n"
     assert find_lines(text) == {
         "a": 1, "b": 3, "b.c": 3, "t": 6, "t.x": 7, "t.z": 11, "t.z.p": 11, "r.d.0": 12, "r.d.0.k": 13, "r.d.1": 14, "r.d.1.k": 15,
@@ -347,7 +430,10 @@ def test_a_problem_names_the_line_of_the_file(write):
 def test_every_value_says_where_it_comes_from(write):
     path = write(RL + "[rl.loss_params]\nx = 3\n")
     _, values = load_with_origins(path, ["--rl.optim.lr", "0.5"])
-    origins = {key: (values[key].text, values[key].origin) for key in ("rl.steps", "rl.data.kind", "rl.optim.lr", "seed", "rl.loss_params.x")}
+    origins = {
+        key: (values[key].text, values[key].origin)
+        for key in ("rl.steps", "rl.data.kind", "rl.optim.lr", "seed", "rl.loss_params.x")
+    }
     assert origins == {
         "rl.steps": ("4", f"{path}:3"),
         "rl.data.kind": ('"jsonl"', f"{path}:4"),
@@ -357,7 +443,7 @@ def test_every_value_says_where_it_comes_from(write):
     }
 
 
-# --- paths -------------------------------------------------------------------------------------------------------------------
+# --- paths --------------------------------------------------------------------------------------------------
 
 
 def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path, monkeypatch):
@@ -365,7 +451,11 @@ def test_paths_in_the_file_are_relative_to_the_file(write, tmp_path, monkeypatch
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    text = 'model = { name = "model" }\n' + RL.replace("rewards.py", "../rewards.py") + 'filters = ["mean", "f.py:keep", "pkg.mod:keep"]\n'
+    text = (
+        'model = { name = "model" }\n'
+        + RL.replace("rewards.py", "../rewards.py")
+        + 'filters = ["mean", "f.py:keep", "pkg.mod:keep"]\n'
+    )
     config = load_config(write(text))
     assert config.rl is not None
     assert config.rl.data[0].path == str(tmp_path / "train.jsonl")
@@ -380,7 +470,10 @@ def test_a_dataset_directory_beside_the_config_is_a_path_and_a_hub_name_is_not(w
     hf, gym = '"hf", dataset = "saved"', '"reasoning_gym", size = 3, dataset = "chain_sum"'
     old = '"jsonl", path = "train.jsonl"'
     assert load_config(write(RL.replace(old, hf))).rl.data[0].dataset == str(tmp_path / "saved")
-    assert load_config(write(RL.replace(old, hf.replace("saved", "org/saved")))).rl.data[0].dataset == "org/saved"
+    assert (
+        load_config(write(RL.replace(old, hf.replace("saved", "org/saved")))).rl.data[0].dataset
+        == "org/saved"
+    )
     assert load_config(write(RL.replace(old, gym))).rl.data[0].dataset == "chain_sum"
 
 
@@ -390,7 +483,10 @@ def test_paths_in_flags_are_relative_to_the_working_directory(write, tmp_path, m
     monkeypatch.chdir(elsewhere)
     config = load_config(write(RL), ["--rl.data.path", "here.jsonl", "--rl.rollout.reward", "r.py:f"])
     assert config.rl is not None
-    assert (config.rl.data[0].path, config.rl.rollout.reward) == (str(elsewhere / "here.jsonl"), f"{elsewhere / 'r.py'}:f")
+    assert (config.rl.data[0].path, config.rl.rollout.reward) == (
+        str(elsewhere / "here.jsonl"),
+        f"{elsewhere / 'r.py'}:f",
+    )
 
 
 @pytest.mark.parametrize("name", ["bundled:smollm2-135m-instruct", "tiny:byte", "org/model"])
@@ -399,7 +495,9 @@ def test_a_model_name_that_is_no_directory_stays(write, name):
 
 
 def test_a_gguf_file_is_a_path(write, tmp_path):
-    assert load_config(write('model = { name = "models/x.gguf" }')).model.name == str(tmp_path / "models" / "x.gguf")
+    assert load_config(write('model = { name = "models/x.gguf" }')).model.name == str(
+        tmp_path / "models" / "x.gguf"
+    )
     assert load_config(write('model = { name = "org:x.gguf" }')).model.name == "org:x.gguf"
     (tmp_path / "org:x.gguf").write_text("", encoding="utf-8")
     assert load_config(write('model = { name = "org:x.gguf" }')).model.name == str(tmp_path / "org:x.gguf")
@@ -409,12 +507,18 @@ def test_a_model_name_that_says_it_is_a_path_becomes_absolute(write, tmp_path):
     assert load_config(write('model = { name = "./gone" }')).model.name == str(tmp_path / "gone")
 
 
-# --- out and back ------------------------------------------------------------------------------------------------------------
+# --- out and back -------------------------------------------------------------------------------------------
 
 
 def test_a_dumped_config_loads_back_equal(write, tmp_path):
-    extra = 'filters = ["a.py:f"]\n[rl.loss_params]\nx = 3\ny = 0.1\nz = true\n[rl.optim]\nmax_grad_norm = "none"\nlr = 3e-7\n'
-    evaluation = '[eval]\ndata = { kind = "reasoning_gym", dataset = "chain_sum", size = 3, params = { min_terms = 2, deep = { a = [1] } } }\n'
+    extra = (
+        'filters = ["a.py:f"]\n[rl.loss_params]\nx = 3\ny = 0.1\nz = true\n[rl.optim]\nmax_grad_norm ='
+        ' "none"\nlr = 3e-7\n'
+    )
+    evaluation = (
+        '[eval]\ndata = { kind = "reasoning_gym", dataset = "chain_sum", size = 3, params = { min_terms = 2,'
+        " deep = { a = [1] } } }\n"
+    )
     config = load_config(write('name = "ü \\" x"\n' + SFT + RL + extra + evaluation))
     saved = tmp_path / "runs" / "config.toml"
     saved.parent.mkdir()
@@ -423,7 +527,9 @@ def test_a_dumped_config_loads_back_equal(write, tmp_path):
 
 
 def test_a_config_that_toml_cannot_hold_is_refused_by_name():
-    config = RunConfig.model_validate({"eval": {"data": {"kind": "reasoning_gym", "dataset": "x", "size": 1, "params": {"a": object()}}}})
+    config = RunConfig.model_validate(
+        {"eval": {"data": {"kind": "reasoning_gym", "dataset": "x", "size": 1, "params": {"a": object()}}}}
+    )
     with pytest.raises(ConfigError, match=r"data\.params"):
         dump_config(config)
 
@@ -442,19 +548,38 @@ def test_the_training_digest_changes_exactly_with_what_a_resumed_run_may_not_cha
     assert training_digest(one) == training_digest(load_config(write(RL), free + faster))
     assert training_digest(one) != training_digest(load_config(write(RL), ["--rl.optim.lr", "0.5"]))
     assert training_digest(exact) == training_digest(load_config(write("deterministic = true\n" + RL), free))
-    assert training_digest(exact) != training_digest(load_config(write("deterministic = true\n" + RL), faster))
+    assert training_digest(exact) != training_digest(
+        load_config(write("deterministic = true\n" + RL), faster)
+    )
     assert training_digest(exact) != training_digest(one)
 
 
-def test_the_training_digest_leaves_out_what_has_its_default_so_that_a_new_setting_orphans_no_checkpoint(write):
+def test_the_training_digest_leaves_out_what_has_its_default_so_that_a_new_setting_orphans_no_checkpoint(
+    write,
+):
     plain = load_config(write(SFT + RL))
-    flags = ["--seed", "0", "--sft.optim.lr", str(plain.sft.optim.lr), "--rl.optim.lr", str(plain.rl.optim.lr)]
+    flags = [
+        "--seed",
+        "0",
+        "--sft.optim.lr",
+        str(plain.sft.optim.lr),
+        "--rl.optim.lr",
+        str(plain.rl.optim.lr),
+    ]
     written_out = load_config(write(dump_config(plain)), flags)
     assert training_digest(plain) == training_digest(written_out)
     digests = [training_digest(plain)]
-    for flag, value in (("seed", "1"), ("sft.optim.lr", str(plain.rl.optim.lr)), ("rl.optim.max_grad_norm", "none"), ("rl.kl_coef", "0.5")):
+    for flag, value in (
+        ("seed", "1"),
+        ("sft.optim.lr", str(plain.rl.optim.lr)),
+        ("rl.optim.max_grad_norm", "none"),
+        ("rl.kl_coef", "0.5"),
+    ):
         digests.append(training_digest(load_config(write(SFT + RL), [f"--{flag}", value])))
-    digests += [training_digest(load_config(write(text))) for text in (SFT, RL, RL + '[eval]\ndata = { kind = "jsonl", path = "x.jsonl" }\n')]
+    digests += [
+        training_digest(load_config(write(text)))
+        for text in (SFT, RL, RL + '[eval]\ndata = { kind = "jsonl", path = "x.jsonl" }\n')
+    ]
     digests.append(training_digest(load_config(write(RL + "[rl.loss_params]\nx = 3\n"))))
     assert len({*digests}) == len(digests)
 
@@ -470,26 +595,37 @@ def test_the_training_digest_tells_one_source_from_two(write):
     head = '[rl]\nsteps = 1\nrollout = { reward = "rewards.py:score" }\n'
     named = (("[rl.data]", "x"), ("[[rl.data]]", "x"), ("[[rl.data]]", "y"))
     table, one, two = (f'{opened}\nkind = "jsonl"\npath = "{name}.jsonl"\n' for opened, name in named)
-    digests = [training_digest(load_config(write(head + text))) for text in (table, one, one + two, two + one)]
+    digests = [
+        training_digest(load_config(write(head + text))) for text in (table, one, one + two, two + one)
+    ]
     assert digests[0] == digests[1]
     assert len({*digests}) == 3
 
 
 def test_the_training_digest_knows_files_by_name_and_not_by_place(write, tmp_path):
-    here, there, other = (["--model.chat_template", str(tmp_path / folder / name)] for folder, name in (("a", "x"), ("b", "x"), ("a", "y")))
+    here, there, other = (
+        ["--model.chat_template", str(tmp_path / folder / name)]
+        for folder, name in (("a", "x"), ("b", "x"), ("a", "y"))
+    )
     digests = [training_digest(load_config(write(RL), flags)) for flags in (here, there, other)]
     assert digests[0] == digests[1] != digests[2]
 
 
 def test_a_resumed_run_may_write_elsewhere_and_go_on_longer(write):
     saved = load_config(write(RL))
-    check_same_run(saved, load_config(write(RL), ["--rl.steps", "9", "--output.checkpoint_every", "2", "--name", "other"]))
+    check_same_run(
+        saved,
+        load_config(write(RL), ["--rl.steps", "9", "--output.checkpoint_every", "2", "--name", "other"]),
+    )
 
 
 @pytest.mark.parametrize("deterministic", ["", "deterministic = true\n"])
 def test_a_resumed_run_may_go_on_on_another_device(write, deterministic):
     """In deterministic mode there is one only, however it is named."""
-    saved, now = load_config(write(deterministic + RL)), load_config(write(deterministic + RL), ["--model.device", "cpu"])
+    saved, now = (
+        load_config(write(deterministic + RL)),
+        load_config(write(deterministic + RL), ["--model.device", "cpu"]),
+    )
     check_same_run(saved, now)
     assert training_digest(saved) == training_digest(now)
 
@@ -506,10 +642,13 @@ def test_a_resumed_run_may_not_compute_something_else(write):
     saved = load_config(write(RL))
     with pytest.raises(RunDirError) as caught:
         check_same_run(saved, load_config(write(RL), ["--rl.optim.lr", "0.5", "--rl.data.size", "3"]))
-    assert str(caught.value).splitlines()[1:] == ["  rl.optim.lr: 1e-05 then, 0.5 now", "  rl.data.size: unset then, 3 now"]
+    assert str(caught.value).splitlines()[1:] == [
+        "  rl.optim.lr: 1e-05 then, 0.5 now",
+        "  rl.data.size: unset then, 3 now",
+    ]
 
 
-# --- explaining --------------------------------------------------------------------------------------------------------------
+# --- explaining ---------------------------------------------------------------------------------------------
 
 
 def test_every_setting_says_what_it_means():
@@ -527,20 +666,36 @@ def test_the_explanation_has_a_line_per_setting_with_its_real_default():
 
 
 def test_a_part_can_be_explained_alone():
-    samples = "output.samples_per_step  16      rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"
+    samples = (
+        "output.samples_per_step  16      rows of samples.jsonl written per step and per evaluation, evenly"
+        " spaced over what there is"
+    )
     samples += "  (a whole number, at least 0)"
-    best = "output.keep_best         false   with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were"
+    best = (
+        "output.keep_best         false   with keep_checkpoints: the one that did best on the held-out"
+        " prompts stays too, of those that were"
+    )
     best += " evaluated  (true or false)"
     lines = explain_config("output").splitlines()
     assert lines[:6] == [
         "[output]  Where the run writes.",
         'output.dir               ""      empty: runs/NAME  (text)',
-        "output.checkpoint_every  0       steps; 0: only at the end of a stage and when stopped  (a whole number, at least 0)",
-        "output.keep_checkpoints  0       newest complete checkpoints of a stage that stay; 0: all  (a whole number, at least 0)",
+        (
+            "output.checkpoint_every  0       steps; 0: only at the end of a stage and when stopped  (a whole"
+            " number, at least 0)"
+        ),
+        (
+            "output.keep_checkpoints  0       newest complete checkpoints of a stage that stay; 0: all  (a"
+            " whole number, at least 0)"
+        ),
         best,
         samples,
     ]
-    assert [line.split()[0] for line in lines[6:]] == ["output.token_arrays_gib", "output.trackers", "output.metric_aliases"]
+    assert [line.split()[0] for line in lines[6:]] == [
+        "output.token_arrays_gib",
+        "output.trackers",
+        "output.metric_aliases",
+    ]
     assert "engine.admin_key_env" in explain_config("engine")
     with pytest.raises(KeyError, match="did you mean engine"):
         explain_config("engin")
@@ -563,7 +718,10 @@ def test_one_setting_is_explained_with_its_value_and_where_it_comes_from(write):
 
 
 def test_one_of_several_sources_is_explained_by_its_number(write):
-    path = write('[rl]\nsteps = 1\nrollout = {}\n[[rl.data]]\nkind = "jsonl"\npath = "a"\n[[rl.data]]\nkind = "jsonl"\npath = "b"\nweight = 2.0\n')
+    path = write(
+        '[rl]\nsteps = 1\nrollout = {}\n[[rl.data]]\nkind = "jsonl"\npath = "a"\n[[rl.data]]\nkind ='
+        ' "jsonl"\npath = "b"\nweight = 2.0\n'
+    )
     _, values = load_with_origins(path)
     assert [line for line in explain_key("rl.data.weight", values).splitlines() if "value" in line] == [
         "  value     rl.data.0.weight = 1.0  (default)",
@@ -585,10 +743,12 @@ def test_a_config_is_explained_value_by_value(write):
 
 def test_the_page_of_settings_is_what_the_schema_says():
     page = Path(__file__).parents[2] / "docs" / "config.md"
-    assert page.read_text(encoding="utf-8") == explain_markdown(), "write it again: python -m rollouts explain --markdown > docs/config.md"
+    assert page.read_text(encoding="utf-8") == explain_markdown(), (
+        "write it again: python -m rollouts explain --markdown > docs/config.md"
+    )
 
 
-# --- text that can be no path ------------------------------------------------------------------------------------------------
+# --- text that can be no path -------------------------------------------------------------------------------
 
 LONG = "x" * 300
 
@@ -617,14 +777,28 @@ def test_a_path_that_cannot_be_one_is_refused_by_its_key(write, flag, value):
 
 def test_a_dataset_that_cannot_be_a_name_is_refused_by_its_key_and_number(write):
     one = '[[rl.data]]\nname = "{0}"\nkind = "hf"\ndataset = "{1}"\n'
-    text = "[rl]\nsteps = 1\n[rl.rollout]\nreward = 'r.py:f'\n" + one.format("a", "openai/gsm8k") + one.format("b", LONG)
+    text = (
+        "[rl]\nsteps = 1\n[rl.rollout]\nreward = 'r.py:f'\n"
+        + one.format("a", "openai/gsm8k")
+        + one.format("b", LONG)
+    )
     (problem,) = problems_of(write(text))
     assert problem.startswith("rl.data.1.dataset = ")
     assert "cannot be a path: File name too long" in problem
 
 
 @pytest.mark.parametrize(
-    "key", ["name", "model.name", "model.chat_template", "output.dir", "rl.data.path", "rl.data.function", "rl.rollout.reward", "rl.loss_params.x"]
+    "key",
+    [
+        "name",
+        "model.name",
+        "model.chat_template",
+        "output.dir",
+        "rl.data.path",
+        "rl.data.function",
+        "rl.rollout.reward",
+        "rl.loss_params.x",
+    ],
 )
 def test_a_nul_character_is_refused_in_every_text_setting(write, key):
     found = problems_of(write(RL), [f"--{key}", '"a\\u0000b"'])
@@ -633,11 +807,15 @@ def test_a_nul_character_is_refused_in_every_text_setting(write, key):
 
 def test_a_nul_character_in_a_list_of_functions_is_refused(write):
     text = RL + 'filters = ["check_reward_nonzero_std", "a\\u0000.py:f"]\n'
-    assert problems_of(write(text)) == ["rl.rollout.filters = 'a\\x00.py:f': the text has a NUL character; remove it"]
+    assert problems_of(write(text)) == [
+        "rl.rollout.filters = 'a\\x00.py:f': the text has a NUL character; remove it"
+    ]
 
 
 def test_bytes_of_a_command_line_that_are_not_utf8_are_refused(write):
-    assert problems_of(write(RL), ["--name", "caf\udce9"]) == ["--name: name = 'caf\\udce9': the text has bytes that are not UTF-8; remove them"]
+    assert problems_of(write(RL), ["--name", "caf\udce9"]) == [
+        "--name: name = 'caf\\udce9': the text has bytes that are not UTF-8; remove them"
+    ]
 
 
 @pytest.mark.parametrize("path", ["a\0b.toml", f"{LONG}.toml"])
@@ -646,7 +824,7 @@ def test_a_config_file_whose_name_cannot_be_one_is_refused(path):
         load_config(path)
 
 
-# --- what the pages say ------------------------------------------------------------------------------------------------------
+# --- what the pages say -------------------------------------------------------------------------------------
 
 
 def blocks_of(page: str, language: str) -> list[str]:
@@ -677,7 +855,10 @@ def test_the_python_examples_of_docs_data_md_run(tmp_path):
     first, second = re.findall(r"\d+", row["prompt"])
     assert row == {"prompt": f"{first} + {second} = ?", "answer": str(int(first) + int(second))}
     statistics = {"easy": SourceStatistics(last_batch_reward=0.95), "hard": SourceStatistics()}
-    shift, own = (load_function(f"{name}.py:curriculum", role="curriculum", base_dir=tmp_path) for name in ("shift", "own"))
+    shift, own = (
+        load_function(f"{name}.py:curriculum", role="curriculum", base_dir=tmp_path)
+        for name in ("shift", "own")
+    )
     assert shift(10, statistics) == pytest.approx({"easy": 0.9, "hard": 0.1})
     assert shift(60, statistics) == pytest.approx({"easy": 0.2, "hard": 0.8})
     assert own(10, statistics) == {"easy": 0.1, "hard": 1.0}

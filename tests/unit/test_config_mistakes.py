@@ -1,4 +1,6 @@
-"""A corpus of mistakes in configs, made from the schema: each is refused before a model loads, and spelling mistakes name the right key."""
+"""A corpus of mistakes in configs, made from the schema: each is refused before a model loads, and spelling
+mistakes name the right key.
+"""
 
 from __future__ import annotations
 
@@ -65,10 +67,13 @@ def message_of(mistake: Mistake, file: Path) -> str:
         load_config(file, mistake.flags)
     except ConfigError as error:
         return str(error)
-    raise AssertionError(f"{mistake.kind}: {mistake.wrong} for {mistake.key} was let through with {mistake.flags or mistake.settings}")
+    raise AssertionError(
+        f"{mistake.kind}: {mistake.wrong} for {mistake.key} was let through with"
+        f" {mistake.flags or mistake.settings}"
+    )
 
 
-# --- making mistakes ---------------------------------------------------------------------------------------------------------
+# --- making mistakes ----------------------------------------------------------------------------------------
 
 
 def edits(name: str) -> Iterator[tuple[str, str]]:
@@ -99,13 +104,22 @@ def good_value(key: ConfigKey) -> Any:
     kind = next(member for member in members_of(key.annotation) if member is not type(None))
     if get_origin(kind) is Literal:
         return get_args(kind)[0]
-    number = max((bound + (words == "above") for words, bound in bounds_of(key) if words != "at most"), default=1.0)
-    return {int: int(number), float: float(number), bool: True, str: "text", list: [], dict: {}}[get_origin(kind) or kind]
+    number = max(
+        (bound + (words == "above") for words, bound in bounds_of(key) if words != "at most"), default=1.0
+    )
+    return {int: int(number), float: float(number), bool: True, str: "text", list: [], dict: {}}[
+        get_origin(kind) or kind
+    ]
 
 
 def bounds_of(key: ConfigKey) -> list[tuple[str, float]]:
-    """The bounds that the words of the type promise: read back from them, so that words and rules cannot part."""
-    return [(words, float(number)) for words, number in re.findall(r"(at least|above|at most) (-?\d+(?:\.\d+)?)", key.type_text)]
+    """The bounds that the words of the type promise: read back from them, so that words and rules cannot
+    part.
+    """
+    return [
+        (words, float(number))
+        for words, number in re.findall(r"(at least|above|at most) (-?\d+(?:\.\d+)?)", key.type_text)
+    ]
 
 
 def renamed(key: ConfigKey, wrong: str) -> dict[str, Any]:
@@ -136,7 +150,25 @@ def misspelt() -> Iterator[Mistake]:
                     yield Mistake(f"{kind} (flag)", inside.key, GOOD, (flag, str(good_value(inside))), wrong)
 
 
-WRONG_VALUES: tuple[Any, ...] = ("text", "3", 3, 1.5, True, [], [3], {}, {"a": [3]}, math.nan, math.inf, -1, 0, -0.5, "none ", 10**30, 1e300)
+WRONG_VALUES: tuple[Any, ...] = (
+    "text",
+    "3",
+    3,
+    1.5,
+    True,
+    [],
+    [3],
+    {},
+    {"a": [3]},
+    math.nan,
+    math.inf,
+    -1,
+    0,
+    -0.5,
+    "none ",
+    10**30,
+    1e300,
+)
 
 
 def is_allowed(value: Any, key: ConfigKey) -> bool:
@@ -165,7 +197,9 @@ def wrong_values() -> Iterator[Mistake]:
             if not is_allowed(value, key):
                 settings = copy.deepcopy(GOOD)
                 table_of(settings, key.table)[key.name] = value
-                yield Mistake(f"{type(value).__name__} for {key.type_text}", key.key, settings, wrong=repr(value))
+                yield Mistake(
+                    f"{type(value).__name__} for {key.type_text}", key.key, settings, wrong=repr(value)
+                )
     for key in KEYS:
         for value in (3, "text", True, [3], ["text"]) if key.is_table else ():
             settings = copy.deepcopy(GOOD)
@@ -176,7 +210,12 @@ def wrong_values() -> Iterator[Mistake]:
 def wrong_choices() -> Iterator[Mistake]:
     """One edit in a value of a setting that has a few."""
     for key in SETTINGS:
-        choices = [value for member in members_of(key.annotation) if get_origin(member) is Literal for value in get_args(member)]
+        choices = [
+            value
+            for member in members_of(key.annotation)
+            if get_origin(member) is Literal
+            for value in get_args(member)
+        ]
         for choice in choices:
             for kind, wrong in edits(choice):
                 if wrong not in choices:
@@ -186,12 +225,17 @@ def wrong_choices() -> Iterator[Mistake]:
 
 
 def misplaced() -> Iterator[Mistake]:
-    """Every setting in the table around its own, in the tables inside its own and in those beside it, where no such key is."""
+    """Every setting in the table around its own, in the tables inside its own and in those beside it, where
+    no such key is.
+    """
     tables = ["", *(key.key for key in KEYS if key.is_table)]
     for key in SETTINGS:
         around = key.table.rpartition(".")[0]
         for table in tables:
-            above, inside = table == around and table != key.table, table.rpartition(".")[0] == key.table and table != key.table
+            above, inside = (
+                table == around and table != key.table,
+                table.rpartition(".")[0] == key.table and table != key.table,
+            )
             beside = table.rpartition(".")[0] == around and table not in ("", key.table) and key.table
             place = "parent" if above else "child" if inside else "sibling" if beside else ""
             if place and f"{table}.{key.name}".removeprefix(".") not in config_keys():
@@ -201,10 +245,12 @@ def misplaced() -> Iterator[Mistake]:
                 yield Mistake(place, key.key, settings, wrong=f"{table}.{key.name}".removeprefix("."))
 
 
-# --- what is said about them -------------------------------------------------------------------------------------------------
+# --- what is said about them --------------------------------------------------------------------------------
 
 
-def shares(mistakes: Iterator[Mistake], file: Path, is_named: Any) -> tuple[dict[str, tuple[int, int]], list[str]]:
+def shares(
+    mistakes: Iterator[Mistake], file: Path, is_named: Any
+) -> tuple[dict[str, tuple[int, int]], list[str]]:
     """(kind → how many messages name what was meant, of how many; the ones that do not)."""
     counts: dict[str, tuple[int, int]] = {}
     misses: list[str] = []
@@ -214,12 +260,16 @@ def shares(mistakes: Iterator[Mistake], file: Path, is_named: Any) -> tuple[dict
         right, total = counts.get(mistake.kind, (0, 0))
         counts[mistake.kind] = (right + good, total + 1)
         if not good:
-            misses.append(f"{mistake.kind}: {mistake.wrong} for {mistake.key}: {message.partition('Valid')[0]}")
+            misses.append(
+                f"{mistake.kind}: {mistake.wrong} for {mistake.key}: {message.partition('Valid')[0]}"
+            )
     return counts, misses
 
 
 def check_shares(counts: Mapping[str, tuple[int, int]], misses: list[str]) -> None:
-    listing = "\n".join([*(f"{kind:<24} {right} of {total}" for kind, (right, total) in counts.items()), *misses])
+    listing = "\n".join(
+        [*(f"{kind:<24} {right} of {total}" for kind, (right, total) in counts.items()), *misses]
+    )
     print(listing)
     assert all(right >= SHARE * total for right, total in counts.values()), listing
 
@@ -247,12 +297,16 @@ def test_nine_of_ten_misspelt_keys_are_answered_with_the_right_one(config_file):
 
 
 def test_nine_of_ten_misspelt_values_are_answered_with_the_right_one(config_file):
-    counts, misses = shares(wrong_choices(), config_file, lambda mistake, message: f'did you mean "{mistake.key}"?' in message)
+    counts, misses = shares(
+        wrong_choices(), config_file, lambda mistake, message: f'did you mean "{mistake.key}"?' in message
+    )
     check_shares(counts, misses)
 
 
 def test_nine_of_ten_misplaced_keys_are_answered_with_the_right_place(config_file):
-    check = lambda mistake, message: (names_key_or_namesake if mistake.kind == "sibling" else names_key)(mistake, message)  # noqa: E731
+    check = lambda mistake, message: (names_key_or_namesake if mistake.kind == "sibling" else names_key)(  # noqa: E731
+        mistake, message
+    )
     counts, misses = shares(misplaced(), config_file, check)
     assert set(counts) == {"parent", "child", "sibling"}
     check_shares(counts, misses)
@@ -263,7 +317,10 @@ def test_every_wrong_value_is_refused_by_key_and_rule(config_file):
     for mistake in wrong_values():
         message = message_of(mistake, config_file)
         assert mistake.key in message, (mistake, message)
-        assert "it must be" in message or "is missing" in message or "at least 1" in message, (mistake, message)
+        assert "it must be" in message or "is missing" in message or "at least 1" in message, (
+            mistake,
+            message,
+        )
         number += 1
     assert number > 600
 
@@ -282,7 +339,9 @@ def test_every_wrong_value_is_refused_as_a_flag(config_file):
 def test_a_table_as_a_flag_is_refused(config_file):
     for key in KEYS:
         if key.is_table or key.takes_any_key:
-            assert "is a table; set one of its keys" in message_of(Mistake("flag", key.key, GOOD, (f"--{key.key}", "{}")), config_file)
+            assert "is a table; set one of its keys" in message_of(
+                Mistake("flag", key.key, GOOD, (f"--{key.key}", "{}")), config_file
+            )
 
 
 def test_every_required_key_left_out_is_named(config_file):
@@ -316,5 +375,8 @@ def test_a_loss_parameter_that_is_like_none_is_answered_with_all_there_are():
 def test_a_loss_in_a_file_is_answered_with_the_module_it_must_be(name):
     from rollouts.losses import resolve_loss
 
-    with pytest.raises(PlugInError, match=r"names a file; a loss is named as module:function.*write my_loss:f and put .* on PYTHONPATH"):
+    with pytest.raises(
+        PlugInError,
+        match=r"names a file; a loss is named as module:function.*write my_loss:f and put .* on PYTHONPATH",
+    ):
         resolve_loss(name)

@@ -41,7 +41,11 @@ def test_ties_and_ratios_follow_their_rules(answers, rules, label):
 
 
 def group_of(*answers: str) -> SampleGroup:
-    return SampleGroup(0, "row-0", tuple(Sample(id=f"s{index}", prompt="q", response=answer) for index, answer in enumerate(answers)))
+    return SampleGroup(
+        0,
+        "row-0",
+        tuple(Sample(id=f"s{index}", prompt="q", response=answer) for index, answer in enumerate(answers)),
+    )
 
 
 def score(group: SampleGroup, **rules) -> SampleGroup:
@@ -58,7 +62,9 @@ def test_a_group_is_rewarded_with_its_parts():
     group = score(group_of("7", "7", "8", ""), min_ratio=0.5)
     assert group.rewards.tolist() == [1.0, 1.0, 0.0, 0.0]
     assert [sample.rewards["has_answer"] for sample in group.samples] == [1.0, 1.0, 1.0, 0.0]
-    assert {(sample.rewards["vote_ratio"], sample.rewards["has_label"]) for sample in group.samples} == {(2 / 3, 1.0)}
+    assert {(sample.rewards["vote_ratio"], sample.rewards["has_label"]) for sample in group.samples} == {
+        (2 / 3, 1.0)
+    }
     results = make_consensus_reward(lambda sample: sample.response)(group_of("7", "7").samples)
     assert results[0].note == "label '7'"
 
@@ -78,7 +84,11 @@ def test_a_group_without_consensus_is_dropped_by_name():
 
 @pytest.mark.parametrize(
     ("rules", "wrong"),
-    [({"min_ratio": 1.1}, "min_ratio=1.1"), ({"ties": "last"}, "ties='last'; it must be one of none, first"), ({"of": "some"}, "of='some'")],
+    [
+        ({"min_ratio": 1.1}, "min_ratio=1.1"),
+        ({"ties": "last"}, "ties='last'; it must be one of none, first"),
+        ({"of": "some"}, "of='some'"),
+    ],
 )
 def test_rules_that_make_no_sense_are_refused_when_made(rules, wrong):
     with pytest.raises(ConfigError, match=wrong):

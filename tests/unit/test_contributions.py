@@ -12,7 +12,15 @@ import pytest
 
 from rollouts.metrics.contributions import Place, UpdateRecord, encode_contributions, format_update
 from rollouts.metrics.record import make_head
-from rollouts.types import ForwardBackwardResult, Mean, OptimStepResult, RolloutBatch, Sample, TokenArrays, Total
+from rollouts.types import (
+    ForwardBackwardResult,
+    Mean,
+    OptimStepResult,
+    RolloutBatch,
+    Sample,
+    TokenArrays,
+    Total,
+)
 
 
 def floats(*rows: list[float]) -> tuple[Any, ...]:
@@ -36,18 +44,26 @@ def make_update(**changes: Any) -> UpdateRecord:
         samples=samples,
     )
     traced = TokenArrays(
-        log_probs=floats([0, -1, -2], [0, -3]), slopes=floats([0, -0.125, 0.25], [0, 0.375]), weights=floats([0, 1.0, 0.5], [0, 2.0])
+        log_probs=floats([0, -1, -2], [0, -3]),
+        slopes=floats([0, -0.125, 0.25], [0, 0.375]),
+        weights=floats([0, 1.0, 0.5], [0, 2.0]),
     )
-    forward = ForwardBackwardResult(loss=-0.0625, denominator=3.0, metrics={"kl/ref": Mean(0.3, 3.0)}, per_token=traced)
+    forward = ForwardBackwardResult(
+        loss=-0.0625, denominator=3.0, metrics={"kl/ref": Mean(0.3, 3.0)}, per_token=traced
+    )
     optim = OptimStepResult(step=7, lr=3e-4, grad_norm=2.5, clipped=True)
     return dataclasses.replace(
-        UpdateRecord(update=1, batch=batch, forward=forward, optim=optim, kl_coef=0.05, contributes=True), **changes
+        UpdateRecord(update=1, batch=batch, forward=forward, optim=optim, kl_coef=0.05, contributes=True),
+        **changes,
     )
 
 
 def read_back(update: UpdateRecord, places: Sequence[Place] = ()) -> list[dict[str, Any]]:
     """The rows that are written, without a head."""
-    return [json.loads(line) for line in encode_contributions({}, update, update.batch.response_lengths, places).splitlines()]
+    return [
+        json.loads(line)
+        for line in encode_contributions({}, update, update.batch.response_lengths, places).splitlines()
+    ]
 
 
 def write_line(head: Mapping[str, Any], update: UpdateRecord) -> str:
@@ -55,7 +71,9 @@ def write_line(head: Mapping[str, Any], update: UpdateRecord) -> str:
 
 
 def test_a_row_says_which_sample_with_which_advantage_weight_and_share():
-    first, second = read_back(make_update(), [Place("rl-1-000000.bin", 0, 3), Place("rl-1-000000.bin", 160, 2)])
+    first, second = read_back(
+        make_update(), [Place("rl-1-000000.bin", 0, 3), Place("rl-1-000000.bin", 160, 2)]
+    )
     assert first == {
         "update": 1,
         "id": "a",
@@ -91,7 +109,9 @@ def test_a_skipped_update_has_a_row_for_every_sample_and_no_loss():
 
 
 def test_an_update_whose_gradient_was_not_finite_says_why_and_gives_nobody_a_share():
-    optim = OptimStepResult(step=7, lr=3e-4, grad_norm=None, clipped=False, skipped="the gradient norm is inf")
+    optim = OptimStepResult(
+        step=7, lr=3e-4, grad_norm=None, clipped=False, skipped="the gradient norm is inf"
+    )
     update = make_update(optim=optim)
     for row in read_back(update):
         assert (row["skipped"], row["share"], row["loss"]) == ("the gradient norm is inf", 0.0, -0.0625)
@@ -106,7 +126,9 @@ def test_where_no_finite_slope_is_every_share_is_0(slope: float):
     update = make_update()
     assert update.forward.per_token is not None
     traced = dataclasses.replace(update.forward.per_token, slopes=floats([0, slope, 0], [0, 0]))
-    rows = read_back(dataclasses.replace(update, forward=dataclasses.replace(update.forward, per_token=traced)))
+    rows = read_back(
+        dataclasses.replace(update, forward=dataclasses.replace(update.forward, per_token=traced))
+    )
     assert [row["share"] for row in rows] == [0.0, 0.0]
 
 
@@ -123,7 +145,9 @@ def test_shares_of_many_rows_add_up_to_1():
     forward = ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={}, per_token=traced)
     rows = read_back(make_update(batch=batch, forward=forward))
     assert sum(row["share"] for row in rows) == pytest.approx(1.0, abs=1e-7)
-    assert rows[5]["share"] == pytest.approx(np.abs(slopes[5]).sum() / sum(np.abs(row).sum() for row in slopes), rel=1e-5)
+    assert rows[5]["share"] == pytest.approx(
+        np.abs(slopes[5]).sum() / sum(np.abs(row).sum() for row in slopes), rel=1e-5
+    )
 
 
 def test_numbers_are_those_that_were_used_to_the_last_bit():
@@ -135,7 +159,9 @@ def test_numbers_are_those_that_were_used_to_the_last_bit():
         rewards=rewards,
         mean_advantages=means,
     )
-    rows = read_back(make_update(batch=batch, forward=ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={})))
+    rows = read_back(
+        make_update(batch=batch, forward=ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={}))
+    )
     assert [row["reward"] for row in rows] == rewards.tolist()
     assert [row["advantage"] for row in rows] == means.tolist()
 
@@ -145,7 +171,9 @@ def test_a_reward_reads_as_in_samples_jsonl():
         tokens=(np.zeros(1, np.int64),),
         loss_masks=(np.ones(1, bool),),
         rewards=np.array([0.1], np.float32),
-        samples=(Sample(id="a", prompt="p", tokens=np.zeros(1, np.int64), loss_mask=np.ones(1, bool), reward=0.1),),
+        samples=(
+            Sample(id="a", prompt="p", tokens=np.zeros(1, np.int64), loss_mask=np.ones(1, bool), reward=0.1),
+        ),
     )
     forward = ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={})
     [row] = read_back(make_update(batch=batch, forward=forward))
@@ -165,8 +193,8 @@ HEAD = make_head("rl", 12, 11, 2, 0.0)
 def test_the_line_of_an_update_reads_by_column():
     line = write_line(HEAD, make_update())
     words = (
-        "1970-01-01T00:00:00Z attempt 2 rl step 12 update 1 version 12 loss -6.250000e-02 kl +1.000e-01 beta 5.000e-02 "
-        "grad_norm 2.500e+00 clipped lr 3.000e-04 samples 2 zero_advantage 0 tokens 3"
+        "1970-01-01T00:00:00Z attempt 2 rl step 12 update 1 version 12 loss -6.250000e-02 kl +1.000e-01 beta"
+        " 5.000e-02 grad_norm 2.500e+00 clipped lr 3.000e-04 samples 2 zero_advantage 0 tokens 3"
     )
     assert " ".join(line.split()) == words
 
@@ -175,12 +203,36 @@ def test_lines_are_aligned_and_what_an_update_has_not_is_a_dash():
     update = make_update()
     forward = ForwardBackwardResult(loss=1.0, denominator=1.0, metrics={"advantage/skipped_rows": Total(1.0)})
     bare = dataclasses.replace(
-        update, update=0, forward=forward, kl_coef=None, optim=OptimStepResult(step=1, lr=1e-5, grad_norm=0.1, clipped=False)
+        update,
+        update=0,
+        forward=forward,
+        kl_coef=None,
+        optim=OptimStepResult(step=1, lr=1e-5, grad_norm=0.1, clipped=False),
     )
-    lines = [write_line(HEAD, one) for one in (update, bare, dataclasses.replace(update, part="critic", contributes=False))]
-    for word in ("step", "update", "version", "loss", "kl ", "beta", "grad_norm", "lr ", "samples", "zero_advantage", "tokens"):
+    lines = [
+        write_line(HEAD, one)
+        for one in (update, bare, dataclasses.replace(update, part="critic", contributes=False))
+    ]
+    for word in (
+        "step",
+        "update",
+        "version",
+        "loss",
+        "kl ",
+        "beta",
+        "grad_norm",
+        "lr ",
+        "samples",
+        "zero_advantage",
+        "tokens",
+    ):
         assert len({line.index(word) for line in lines}) == 1, word
-    assert "kl          -" in lines[1] and "beta         -" in lines[1] and "zero_advantage     1" in lines[1] and "whole" in lines[1]
+    assert (
+        "kl          -" in lines[1]
+        and "beta         -" in lines[1]
+        and "zero_advantage     1" in lines[1]
+        and "whole" in lines[1]
+    )
     assert lines[2].split()[3] == "rl.critic"
 
 

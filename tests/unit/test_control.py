@@ -24,10 +24,12 @@ from tests.unit.control_rig import (
     frame,
 )
 
-# --- commands --------------------------------------------------------------------------------------------------------------------------
+# --- commands -----------------------------------------------------------------------------------------------
 
 
-async def test_every_rank_gets_every_command_in_order_and_all_part_in_peace(autojump_clock: trio.testing.MockClock):
+async def test_every_rank_gets_every_command_in_order_and_all_part_in_peace(
+    autojump_clock: trio.testing.MockClock,
+):
     rig, told = Rig(4), [[], [], []]
     async with trio.open_nursery() as nursery:
         for rank in (1, 2, 3):
@@ -35,13 +37,20 @@ async def test_every_rank_gets_every_command_in_order_and_all_part_in_peace(auto
         async with rig.hub() as hub:
             for number in range(200):
                 hub.send(Command(f"step {number}"))
-            assert hub.statistics() == {"ranks": 3, "commands": 200, "queued": 200, "received": hub.statistics()["received"]}
+            assert hub.statistics() == {
+                "ranks": 3,
+                "commands": 200,
+                "queued": 200,
+                "received": hub.statistics()["received"],
+            }
     assert told == [[f"step {number}" for number in range(200)]] * 3
     assert rig.named() == {}
     assert trio.current_time() < CLOSE_S, "nobody waited for a time-out"
 
 
-async def test_rank_0_gets_the_answers_of_all_ranks_by_name_when_the_last_has_come(autojump_clock: trio.testing.MockClock):
+async def test_rank_0_gets_the_answers_of_all_ranks_by_name_when_the_last_has_come(
+    autojump_clock: trio.testing.MockClock,
+):
     rig, longest = Rig(3), "ü" * ANSWER_CHARS
 
     async def answer(rank: int) -> None:
@@ -63,7 +72,9 @@ async def test_rank_0_gets_the_answers_of_all_ranks_by_name_when_the_last_has_co
     assert rig.named() == {}
 
 
-async def test_whoever_waits_for_an_answer_hears_of_a_rank_that_is_lost(autojump_clock: trio.testing.MockClock):
+async def test_whoever_waits_for_an_answer_hears_of_a_rank_that_is_lost(
+    autojump_clock: trio.testing.MockClock,
+):
     rig, heard = Rig(2), list[int]()
 
     async def wait(hub: ControlHub) -> None:
@@ -102,7 +113,9 @@ async def test_an_answer_that_is_none_ends_the_run(autojump_clock: trio.testing.
             await drive(rig, lambda hub: hub.wait_answers("x"))
 
 
-async def test_commands_that_wait_are_still_received_after_rank_0_has_closed_the_channel(autojump_clock: trio.testing.MockClock):
+async def test_commands_that_wait_are_still_received_after_rank_0_has_closed_the_channel(
+    autojump_clock: trio.testing.MockClock,
+):
     rig, got = Rig(2), list[int]()
 
     async def slow_rank() -> None:
@@ -124,7 +137,9 @@ async def test_commands_that_wait_are_still_received_after_rank_0_has_closed_the
     assert rig.named() == {}
 
 
-async def test_a_rank_that_reads_nothing_holds_up_neither_rank_0_nor_another_rank(autojump_clock: trio.testing.MockClock):
+async def test_a_rank_that_reads_nothing_holds_up_neither_rank_0_nor_another_rank(
+    autojump_clock: trio.testing.MockClock,
+):
     rig, told, release = Rig(3), list[str](), trio.Event()
     ours, theirs = trio.testing.lockstep_stream_pair()  # what is sent waits until it is read
     rig.listener.send.send_nowait(theirs)
@@ -180,7 +195,9 @@ class SlowStream(trio.abc.HalfCloseableStream):
         await self.stream.aclose()
 
 
-async def test_a_command_that_takes_a_minute_is_no_silence_and_phases_pass_between_its_parts(autojump_clock: trio.testing.MockClock):
+async def test_a_command_that_takes_a_minute_is_no_silence_and_phases_pass_between_its_parts(
+    autojump_clock: trio.testing.MockClock,
+):
     rig, arrived = Rig(2), list[bool]()
     ours, theirs = trio.testing.memory_stream_pair()
     rig.listener.send.send_nowait(SlowStream(theirs))
@@ -207,7 +224,9 @@ async def test_a_command_that_takes_a_minute_is_no_silence_and_phases_pass_betwe
     assert rig.named() == {}
 
 
-async def test_nothing_can_be_sent_once_the_channel_is_closed_or_a_rank_is_lost(autojump_clock: trio.testing.MockClock):
+async def test_nothing_can_be_sent_once_the_channel_is_closed_or_a_rank_is_lost(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(2)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(follow, rig, 1, [])
@@ -237,7 +256,7 @@ async def test_a_hub_without_others_does_nothing(autojump_clock: trio.testing.Mo
     assert trio.current_time() == 0.0
 
 
-# --- strangers and start-up ------------------------------------------------------------------------------------------------------------
+# --- strangers and start-up ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -254,7 +273,9 @@ async def test_a_hub_without_others_does_nothing(autojump_clock: trio.testing.Mo
         b"",
     ],
 )
-async def test_a_stranger_is_dropped_and_the_run_goes_on(first: bytes, autojump_clock: trio.testing.MockClock):
+async def test_a_stranger_is_dropped_and_the_run_goes_on(
+    first: bytes, autojump_clock: trio.testing.MockClock
+):
     rig, told = Rig(2), list[str]()
     stranger = rig.listener.connect()
     if first:
@@ -283,12 +304,17 @@ async def test_rank_0_stops_listening_when_all_are_there(autojump_clock: trio.te
             assert trio.current_time() == 0.0
 
 
-async def test_a_second_process_that_says_it_is_the_same_rank_is_dropped(autojump_clock: trio.testing.MockClock):
+async def test_a_second_process_that_says_it_is_the_same_rank_is_dropped(
+    autojump_clock: trio.testing.MockClock,
+):
     rig, told = Rig(3), list[str]()
 
     async def come_second() -> None:
         await trio.sleep(1.0)
-        with pytest.raises(RankLost, match="rank 0 was lost during start-up: it closed the connection before it accepted rank 1"):
+        with pytest.raises(
+            RankLost,
+            match="rank 0 was lost during start-up: it closed the connection before it accepted rank 1",
+        ):
             await follow(rig, 1, [])
         rig.lost.clear()
         await follow(rig, 2, told)
@@ -306,7 +332,9 @@ async def test_ranks_that_never_connect_are_named_by_all_who_did(autojump_clock:
     async with trio.open_nursery() as nursery:
         nursery.start_soon(follow_and_lose, rig, 1)
         nursery.start_soon(follow_and_lose, rig, 3)
-        with pytest.raises(RankLost, match="rank 2 was lost during start-up: it did not connect within 60 s, nor did rank 4"):
+        with pytest.raises(
+            RankLost, match="rank 2 was lost during start-up: it did not connect within 60 s, nor did rank 4"
+        ):
             async with rig.hub():
                 pytest.fail("the body must not begin")
     assert rig.named() == {0: [2], 1: [2], 3: [2]}
@@ -314,13 +342,15 @@ async def test_ranks_that_never_connect_are_named_by_all_who_did(autojump_clock:
 
 async def test_rank_0_that_does_not_answer_is_named(autojump_clock: trio.testing.MockClock):
     rig = Rig(2)
-    with pytest.raises(RankLost, match="rank 0 was lost during start-up: it did not accept rank 1 within 60 s"):
+    with pytest.raises(
+        RankLost, match="rank 0 was lost during start-up: it did not accept rank 1 within 60 s"
+    ):
         async with rig.link(1):
             pytest.fail("the body must not begin")
     assert rig.named() == {1: [0]}
 
 
-# --- bytes -----------------------------------------------------------------------------------------------------------------------------
+# --- bytes --------------------------------------------------------------------------------------------------
 
 
 def test_pieces_are_split_into_stretches_and_only_those_of_several_pieces_are_copied():
@@ -331,7 +361,12 @@ def test_pieces_are_split_into_stretches_and_only_those_of_several_pieces_are_co
 
 
 async def test_a_stream_that_is_cut_at_any_byte_has_ended():
-    whole = frame(Kind.BEAT, b"x" * 5) + frame(Kind.MESSAGE, struct.pack("<Q", 3)) + frame(Kind.PART, b"ab") + frame(Kind.PART, b"c")
+    whole = (
+        frame(Kind.BEAT, b"x" * 5)
+        + frame(Kind.MESSAGE, struct.pack("<Q", 3))
+        + frame(Kind.PART, b"ab")
+        + frame(Kind.PART, b"c")
+    )
     for size in range(len(whole) + 1):
         ours, theirs = trio.testing.memory_stream_pair()
         if size:

@@ -1,4 +1,6 @@
-"""Silence on the control channel is judged by time that this process was awake: one that was stopped, or gets no time, blames nobody."""
+"""Silence on the control channel is judged by time that this process was awake: one that was stopped, or gets
+no time, blames nobody.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.unit.control_rig import (
 
 
 @pytest.mark.parametrize("order", range(20))  # in which trio wakes tasks is drawn by lot
-async def test_a_process_that_was_stopped_itself_blames_nobody(order: int, autojump_clock: trio.testing.MockClock):
+async def test_a_process_that_was_stopped_itself_blames_nobody(
+    order: int, autojump_clock: trio.testing.MockClock
+):
     rig, told = Rig(2), list[str]()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(follow, rig, 1, told)
@@ -33,7 +37,9 @@ async def test_a_process_that_was_stopped_itself_blames_nobody(order: int, autoj
     assert rig.named() == {}
 
 
-async def test_a_rank_that_died_while_this_process_was_stopped_is_named_soon_after(autojump_clock: trio.testing.MockClock):
+async def test_a_rank_that_died_while_this_process_was_stopped_is_named_soon_after(
+    autojump_clock: trio.testing.MockClock,
+):
     ours, theirs = trio.testing.memory_stream_pair()
     connection = Connection(ours)
     autojump_clock.jump(1000.0)
@@ -62,7 +68,9 @@ async def hear_later(time_s: float) -> AsyncIterator[Connection]:
 
 
 async def test_ranks_that_were_all_stopped_at_once_blame_nobody(autojump_clock: trio.testing.MockClock):
-    """As when a computer sleeps: nothing has arrived meanwhile, and the others' heartbeats come when they come round themselves."""
+    """As when a computer sleeps: nothing has arrived meanwhile, and the others' heartbeats come when they
+    come round themselves.
+    """
 
     async def stop() -> None:
         await trio.sleep(1.0)
@@ -76,14 +84,18 @@ async def test_ranks_that_were_all_stopped_at_once_blame_nobody(autojump_clock: 
 
 
 @pytest.mark.parametrize("order", range(20))  # in which trio wakes tasks is drawn by lot
-async def test_what_comes_in_the_last_moment_is_read_before_anybody_is_blamed(order: int, autojump_clock: trio.testing.MockClock):
+async def test_what_comes_in_the_last_moment_is_read_before_anybody_is_blamed(
+    order: int, autojump_clock: trio.testing.MockClock
+):
     async with hear_later(SILENCE_S) as connection:
         with trio.move_on_after(SILENCE_S + 2.0) as scope:
             await wait_silent(connection, SILENCE_S)
     assert scope.cancelled_caught
 
 
-async def test_a_process_that_comes_round_late_every_time_still_notices(autojump_clock: trio.testing.MockClock):
+async def test_a_process_that_comes_round_late_every_time_still_notices(
+    autojump_clock: trio.testing.MockClock,
+):
     connection = Connection(trio.testing.memory_stream_pair()[0])
 
     async def slow_down() -> None:

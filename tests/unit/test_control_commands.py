@@ -1,4 +1,6 @@
-"""Commands as bytes: what arrives is what was sent, and bytes that are no command are refused with a typed error, whatever they are."""
+"""Commands as bytes: what arrives is what was sent, and bytes that are no command are refused with a typed
+error, whatever they are.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,24 @@ JSON = st.recursive(
     max_leaves=10,
 )
 ARRAYS = st.sampled_from(sorted(DTYPES)).flatmap(
-    lambda dtype: st_numpy.arrays(np.dtype(dtype), st_numpy.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
+    lambda dtype: st_numpy.arrays(
+        np.dtype(dtype), st_numpy.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
+    )
 )
 COMMANDS = st.builds(
-    Command, st.text(max_size=10), st.dictionaries(st.text(max_size=5), JSON, max_size=4), st.dictionaries(st.text(max_size=5), ARRAYS, max_size=4)
+    Command,
+    st.text(max_size=10),
+    st.dictionaries(st.text(max_size=5), JSON, max_size=4),
+    st.dictionaries(st.text(max_size=5), ARRAYS, max_size=4),
 )
 EXAMPLE = Command(
     "forward_backward",
     {"step": 3, "loss": {"name": "grpo", "clip": 0.2, "units": ["tokens", None, True]}},
-    {"tokens": np.arange(6, dtype=np.int64).reshape(2, 3), "nothing": np.zeros((0, 7), np.float32), "scale": np.array(0.5, np.float16)},
+    {
+        "tokens": np.arange(6, dtype=np.int64).reshape(2, 3),
+        "nothing": np.zeros((0, 7), np.float32),
+        "scale": np.array(0.5, np.float16),
+    },
 )
 
 
@@ -64,7 +75,9 @@ def test_a_command_that_is_cut_at_any_byte_or_has_one_too_many_is_refused():
     for size in range(len(message)):
         with pytest.raises(ControlError):
             decode_command(message[:size])
-    with pytest.raises(ControlError, match=rf"has {len(message) + 1} bytes, but its header says {len(message)}"):
+    with pytest.raises(
+        ControlError, match=rf"has {len(message) + 1} bytes, but its header says {len(message)}"
+    ):
         decode_command(message + b"\0")
 
 
@@ -137,7 +150,17 @@ def test_a_field_without_end_is_refused():
         encode_command(Command("open", {"endless": endless}))
 
 
-@pytest.mark.parametrize("array", [np.array(["a"]), np.array([None]), np.zeros(2, ">i4"), np.zeros(2, np.complex64), np.zeros(1, "f4,f4"), [1, 2]])
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(["a"]),
+        np.array([None]),
+        np.zeros(2, ">i4"),
+        np.zeros(2, np.complex64),
+        np.zeros(1, "f4,f4"),
+        [1, 2],
+    ],
+)
 def test_an_array_of_something_else_is_refused(array: Any):
     with pytest.raises(ControlError, match="command 'open': array 'a' is"):
         encode_command(Command("open", {}, {"a": array}))
@@ -151,7 +174,13 @@ def test_a_tuple_arrives_as_a_list_and_numbers_that_json_lacks_arrive_too():
 def test_arrays_are_copied_neither_in_nor_out_and_cannot_be_written_where_they_arrive():
     tokens, rewards = np.arange(1001), np.ones(3)
     pieces = encode_command(Command("x", {}, {"tokens": tokens, "rewards": rewards}))
-    assert [np.shares_memory(np.frombuffer(piece, np.uint8), tokens) for piece in pieces] == [False, False, True, False, False]
+    assert [np.shares_memory(np.frombuffer(piece, np.uint8), tokens) for piece in pieces] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
     buffer = np.frombuffer(b"".join(pieces), np.uint8).copy()
     start = buffer.ctypes.data
     for array in decode_command(buffer.data).arrays.values():

@@ -28,8 +28,9 @@ from tests.unit.control_rig import (
 
 
 async def lose(rig: Rig, play: Callable[[Raw], Awaitable[object]], *, after_s: float = 5.0) -> float:
-    """Rank 1, which does what `play` says after some seconds in its phase, and rank 2, which follows; both hub and rank 2 are to lose a rank.
-    The seconds from then until all is over."""
+    """Rank 1, which does what `play` says after some seconds in its phase, and rank 2, which follows; both
+    hub and rank 2 are to lose a rank. The seconds from then until all is over.
+    """
     async with trio.open_nursery() as nursery:
         nursery.start_soon(lambda: follow_and_lose(rig, 2))
         raw = await rig.raw(1)
@@ -48,11 +49,16 @@ async def lose(rig: Rig, play: Callable[[Raw], Awaitable[object]], *, after_s: f
     return took_s
 
 
-async def test_a_rank_whose_connection_ends_is_named_at_once_with_its_phase(autojump_clock: trio.testing.MockClock):
+async def test_a_rank_whose_connection_ends_is_named_at_once_with_its_phase(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(3)
     took_s = await lose(rig, lambda raw: raw.connection.close())
     assert {str(lost) for ranks in rig.lost.values() for lost in ranks} == {
-        "rank 1 was lost during forward_backward of step 3: its connection ended, as when its process is killed"
+        (
+            "rank 1 was lost during forward_backward of step 3: its connection ended, as when its process is"
+            " killed"
+        )
     }
     assert rig.named() == {0: [1], 2: [1]}
     assert took_s == 0.0
@@ -65,7 +71,10 @@ async def test_a_rank_that_falls_silent_is_named_after_silence_s(autojump_clock:
         await trio.sleep_forever()
 
     took_s = await lose(rig, fall_silent)
-    assert str(rig.lost[2][0]) == "rank 1 was lost during forward_backward of step 3: nothing was heard from it for 6 s"
+    assert (
+        str(rig.lost[2][0])
+        == "rank 1 was lost during forward_backward of step 3: nothing was heard from it for 6 s"
+    )
     assert rig.named() == {0: [1], 2: [1]}
     assert 4.9 <= took_s <= 6.5, "the last heartbeat was a second before"
 
@@ -95,13 +104,17 @@ async def test_single_bytes_are_signs_of_life(autojump_clock: trio.testing.MockC
         (frame(Kind.LOST, b"x"), "it sent a LOST frame that says nothing"),
     ],
 )
-async def test_a_rank_that_sends_nonsense_is_lost(sent: bytes, reason: str, autojump_clock: trio.testing.MockClock):
+async def test_a_rank_that_sends_nonsense_is_lost(
+    sent: bytes, reason: str, autojump_clock: trio.testing.MockClock
+):
     rig = Rig(3)
     await lose(rig, lambda raw: raw.stream.send_all(sent))
     assert rig.lost[2][0].reason.startswith(reason)
 
 
-async def test_a_rank_that_reports_its_failure_is_named_with_what_it_said(autojump_clock: trio.testing.MockClock):
+async def test_a_rank_that_reports_its_failure_is_named_with_what_it_said(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(3)
 
     async def fail(raw: Raw) -> None:
@@ -115,7 +128,9 @@ async def test_a_rank_that_reports_its_failure_is_named_with_what_it_said(autoju
     assert took_s == GRACE_S
 
 
-async def test_a_failure_that_another_ranks_death_explains_names_the_dead_rank(autojump_clock: trio.testing.MockClock):
+async def test_a_failure_that_another_ranks_death_explains_names_the_dead_rank(
+    autojump_clock: trio.testing.MockClock,
+):
     """Whoever is in a collective with a rank that dies fails too, and may be the first to say so."""
     rig = Rig(3)
 
@@ -141,7 +156,9 @@ async def test_a_failure_that_another_ranks_death_explains_names_the_dead_rank(a
     assert rig.named() == {0: [1], 2: [1]}
 
 
-async def test_a_rank_that_reports_its_failure_and_ends_is_named_with_what_it_said(autojump_clock: trio.testing.MockClock):
+async def test_a_rank_that_reports_its_failure_and_ends_is_named_with_what_it_said(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(3)
 
     async def fail_and_die(raw: Raw) -> None:
@@ -153,7 +170,9 @@ async def test_a_rank_that_reports_its_failure_and_ends_is_named_with_what_it_sa
 
 
 @pytest.mark.parametrize(("takes_s", "waits_s"), [(0.25, 0.25), (1000.0, NOTICE_S)])
-async def test_rank_0_goes_on_when_the_others_have_taken_note(takes_s: float, waits_s: float, autojump_clock: trio.testing.MockClock):
+async def test_rank_0_goes_on_when_the_others_have_taken_note(
+    takes_s: float, waits_s: float, autojump_clock: trio.testing.MockClock
+):
     """If it ended earlier, what they have not yet read might be gone with it."""
     rig = Rig(3)
     dead, slow = await rig.raw(1), await rig.raw(2)
@@ -188,7 +207,9 @@ async def test_an_on_lost_that_raises_ends_the_context_too(autojump_clock: trio.
             await drive(rig, wait_for_ever)
 
 
-async def test_a_body_that_cannot_be_cancelled_does_not_hold_up_on_lost(autojump_clock: trio.testing.MockClock):
+async def test_a_body_that_cannot_be_cancelled_does_not_hold_up_on_lost(
+    autojump_clock: trio.testing.MockClock,
+):
     """As when it waits for a device thread that is in a collective with the rank that was lost."""
     rig, said = Rig(2), list[float]()
     raw = await rig.raw(1)
@@ -209,7 +230,9 @@ async def test_a_body_that_cannot_be_cancelled_does_not_hold_up_on_lost(autojump
     assert said == [5.0]
 
 
-async def test_a_rank_takes_note_at_once_even_if_its_body_cannot_be_cancelled(autojump_clock: trio.testing.MockClock):
+async def test_a_rank_takes_note_at_once_even_if_its_body_cannot_be_cancelled(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(3)
     dead = await rig.raw(1)
 
@@ -248,7 +271,9 @@ async def test_a_rank_that_is_cancelled_says_so(autojump_clock: trio.testing.Moc
             await drive(rig, wait_for_ever)
 
 
-async def test_a_rank_whose_body_fails_raises_its_own_error_and_is_named_by_the_others(autojump_clock: trio.testing.MockClock):
+async def test_a_rank_whose_body_fails_raises_its_own_error_and_is_named_by_the_others(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(3)
 
     async def load(link: ControlLink) -> None:
@@ -269,7 +294,9 @@ async def test_a_rank_whose_body_fails_raises_its_own_error_and_is_named_by_the_
     assert rig.named() == {0: [1], 2: [1]}
 
 
-async def test_a_rank_that_leaves_before_rank_0_has_closed_is_a_failure(autojump_clock: trio.testing.MockClock):
+async def test_a_rank_that_leaves_before_rank_0_has_closed_is_a_failure(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(2)
 
     async def leave() -> None:
@@ -284,7 +311,9 @@ async def test_a_rank_that_leaves_before_rank_0_has_closed_is_a_failure(autojump
                 await trio.sleep_forever()
 
 
-async def test_a_rank_that_says_that_it_fails_before_its_body_has_ended_raises_its_own_error(autojump_clock: trio.testing.MockClock):
+async def test_a_rank_that_says_that_it_fails_before_its_body_has_ended_raises_its_own_error(
+    autojump_clock: trio.testing.MockClock,
+):
     """What it still writes may take long; the others end meanwhile."""
     rig = Rig(3)
 
@@ -309,7 +338,9 @@ async def test_a_rank_that_says_that_it_fails_before_its_body_has_ended_raises_i
     assert rig.named() == {0: [1], 2: [1]}
 
 
-async def test_rank_0_whose_body_fails_raises_its_own_error_and_is_named_by_the_others(autojump_clock: trio.testing.MockClock):
+async def test_rank_0_whose_body_fails_raises_its_own_error_and_is_named_by_the_others(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(3)
 
     async def generate(hub: ControlHub) -> None:
@@ -322,11 +353,15 @@ async def test_rank_0_whose_body_fails_raises_its_own_error_and_is_named_by_the_
         nursery.start_soon(follow_and_lose, rig, 2)
         with pytest.raises(ValueError, match="bad reward"):
             await drive(rig, generate)
-    assert {str(rig.lost[rank][0]) for rank in (1, 2)} == {"rank 0 was lost during generate of step 1: ValueError: bad reward"}
+    assert {str(rig.lost[rank][0]) for rank in (1, 2)} == {
+        "rank 0 was lost during generate of step 1: ValueError: bad reward"
+    }
     assert rig.named() == {1: [0], 2: [0]}
 
 
-async def test_rank_0_whose_body_fails_because_a_rank_died_names_that_rank(autojump_clock: trio.testing.MockClock):
+async def test_rank_0_whose_body_fails_because_a_rank_died_names_that_rank(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(2)
     raw = await rig.raw(1)
 
@@ -357,29 +392,46 @@ async def test_rank_0_that_is_cancelled_tells_the_others(autojump_clock: trio.te
     assert rig.lost[1][0].reason == "was cancelled"
 
 
-async def test_rank_0_that_falls_silent_is_named_and_told_in_case_it_was_only_stopped(autojump_clock: trio.testing.MockClock):
+async def test_rank_0_that_falls_silent_is_named_and_told_in_case_it_was_only_stopped(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(2)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(follow_and_lose, rig, 1)
         async with raw_hub(rig) as raw:
             told = await raw.skip_to(Kind.LOST)
-    assert told is not None and msgspec.msgpack.decode(told.payload) == [0, "generate of step 4", "nothing was heard from it for 6 s"]
-    assert str(rig.lost[1][0]) == "rank 0 was lost during generate of step 4: nothing was heard from it for 6 s"
+    assert told is not None and msgspec.msgpack.decode(told.payload) == [
+        0,
+        "generate of step 4",
+        "nothing was heard from it for 6 s",
+    ]
+    assert (
+        str(rig.lost[1][0]) == "rank 0 was lost during generate of step 4: nothing was heard from it for 6 s"
+    )
 
 
 async def test_rank_0_that_wakes_after_it_was_given_up_names_itself(autojump_clock: trio.testing.MockClock):
     rig = Rig(3)
-    await lose(rig, lambda raw: raw.connection.send(Kind.LOST, encode_lost(RankLost(0, "step 4", "nothing was heard from it for 6 s"))))
+    await lose(
+        rig,
+        lambda raw: raw.connection.send(
+            Kind.LOST, encode_lost(RankLost(0, "step 4", "nothing was heard from it for 6 s"))
+        ),
+    )
     assert rig.named() == {0: [0], 2: [0]}
 
 
-async def test_rank_0_whose_connection_ends_is_named_but_not_after_its_goodbye(autojump_clock: trio.testing.MockClock):
+async def test_rank_0_whose_connection_ends_is_named_but_not_after_its_goodbye(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(2)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(follow_and_lose, rig, 1)
         async with raw_hub(rig) as raw:
             await raw.connection.close()
-    assert str(rig.lost.pop(1)[0]).startswith("rank 0 was lost during generate of step 4: its connection ended")
+    assert str(rig.lost.pop(1)[0]).startswith(
+        "rank 0 was lost during generate of step 4: its connection ended"
+    )
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(follow, rig, 1, [])
@@ -404,7 +456,7 @@ async def test_a_rank_that_dies_after_the_goodbye_is_still_named(autojump_clock:
                 pass
 
 
-# --- a stop that ends by force ---------------------------------------------------------------------------------------------------------
+# --- a stop that ends by force ------------------------------------------------------------------------------
 
 
 async def end_by_force(rig: Rig, after_s: float) -> tuple[dict[int, str], float]:
@@ -416,7 +468,9 @@ async def end_by_force(rig: Rig, after_s: float) -> tuple[dict[int, str], float]
         began = trio.current_time()
         await hub.end_others()
         await hub.end_others()  # once is enough
-        found.append(({rank: str(lost[0]) for rank, lost in rig.lost.items() if lost}, trio.current_time() - began))
+        found.append(
+            ({rank: str(lost[0]) for rank, lost in rig.lost.items() if lost}, trio.current_time() - began)
+        )
 
     async with trio.open_nursery() as nursery:
 
@@ -430,7 +484,9 @@ async def end_by_force(rig: Rig, after_s: float) -> tuple[dict[int, str], float]
     return found[0]
 
 
-async def test_ranks_are_told_that_rank_0_ends_by_force_before_it_does(autojump_clock: trio.testing.MockClock):
+async def test_ranks_are_told_that_rank_0_ends_by_force_before_it_does(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(3)
     async with trio.open_nursery() as nursery:
         for rank in (1, 2):
@@ -441,7 +497,9 @@ async def test_ranks_are_told_that_rank_0_ends_by_force_before_it_does(autojump_
     assert took_s == 0.0
 
 
-async def test_a_rank_that_takes_no_notice_holds_the_forced_end_up_for_a_second(autojump_clock: trio.testing.MockClock):
+async def test_a_rank_that_takes_no_notice_holds_the_forced_end_up_for_a_second(
+    autojump_clock: trio.testing.MockClock,
+):
     rig = Rig(2)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rig.raw, 1)

@@ -1,4 +1,6 @@
-"""Corrections on the fixture of test_losses: old = [-1, -.5, -2], mu = [-1.2, -.4, -2.3], so w = exp(old - mu) = [1.221403, .904837, 1.349859]."""
+"""Corrections on the fixture of test_losses: old = [-1, -.5, -2], mu = [-1.2, -.4, -2.3], so w = exp(old -
+mu) = [1.221403, .904837, 1.349859].
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,22 @@ from torch import Tensor
 
 from rollouts.errors import ConfigError, PlugInError
 from rollouts.losses import CORRECTIONS, LossInputs, check_loss_params
-from rollouts.losses.corrections import combine_corrections, compute_loglinear_prox, parse_correction, renormalise_log_probs, token_mask, veto
-from rollouts.losses.rl_losses import dppo_loss, dro_loss, gspo_loss, importance_sampling_loss, ppo_clip_loss, reinforce_loss
+from rollouts.losses.corrections import (
+    combine_corrections,
+    compute_loglinear_prox,
+    parse_correction,
+    renormalise_log_probs,
+    token_mask,
+    veto,
+)
+from rollouts.losses.rl_losses import (
+    dppo_loss,
+    dro_loss,
+    gspo_loss,
+    importance_sampling_loss,
+    ppo_clip_loss,
+    reinforce_loss,
+)
 from rollouts.types import metric_values
 
 OLD, LP, MU = [-1.0, -0.5, -2.0], [-0.7, -0.9, -1.6], [-1.2, -0.4, -2.3]
@@ -40,7 +56,7 @@ def weights(text: str, inputs: LossInputs | None = None) -> list[float]:
     return parse_correction(text)(make_inputs() if inputs is None else inputs)[0].tolist()
 
 
-# --- values -------------------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -81,10 +97,15 @@ def test_opsm_drops_bad_rows_that_the_policy_has_left():
 
 
 def test_rows_are_judged_by_themselves_and_only_by_their_trained_tokens():
-    old, mu = torch.tensor([OLD, OLD, OLD], dtype=torch.float64), torch.tensor([MU, MU, MU], dtype=torch.float64)
+    old, mu = (
+        torch.tensor([OLD, OLD, OLD], dtype=torch.float64),
+        torch.tensor([MU, MU, MU], dtype=torch.float64),
+    )
     mu[1, 2] = 20.0  # w = e^-22 on a token of the second row
     mask = torch.tensor([[True] * 3, [True] * 3, [False] * 3])
-    inputs = LossInputs(log_probs=old, old_log_probs=old, rollout_log_probs=mu, advantages=-torch.ones_like(old), mask=mask)
+    inputs = LossInputs(
+        log_probs=old, old_log_probs=old, rollout_log_probs=mu, advantages=-torch.ones_like(old), mask=mask
+    )
     vetoed, kept, nothing = [0.0] * 3, [1.0] * 3, [1.0] * 3
     assert parse_correction("veto")(inputs).tolist() == [kept, vetoed, nothing]
     unmasked = replace(inputs, mask=torch.tensor([[True] * 3, [True, True, False], [False] * 3]))
@@ -92,7 +113,9 @@ def test_rows_are_judged_by_themselves_and_only_by_their_trained_tokens():
     for name in ("geometric_mask", "sequence_k1_mask", "sequence_k3_mask", "opsm"):
         assert parse_correction(name)(unmasked)[2].tolist() == nothing, name
     products = [[math.exp(0.4)] * 3, [math.exp(0.1)] * 3, [1.0] * 3]
-    assert parse_correction("sequence_tis(cap=9)")(unmasked).tolist() == [pytest.approx(product) for product in products]
+    assert parse_correction("sequence_tis(cap=9)")(unmasked).tolist() == [
+        pytest.approx(product) for product in products
+    ]
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)
@@ -113,7 +136,7 @@ def test_a_nan_of_the_engine_alone_is_not_hidden(name, advantage):
     assert ppo_clip_loss(outside, correction=name).sum.isfinite()
 
 
-# --- in a loss ----------------------------------------------------------------------------------------------------------------
+# --- in a loss ----------------------------------------------------------------------------------------------
 
 
 def test_a_named_correction_takes_the_place_of_the_truncated_weight():
@@ -131,7 +154,9 @@ def test_dropped_tokens_stay_in_the_denominator_and_are_counted():
     metrics = metric_values(out.metrics)
     assert metrics["importance_weight/dropped"] == pytest.approx(1 / 3)
     assert metrics["importance_weight/mean"] == pytest.approx((W[0] + W[1]) / 3)
-    assert metrics["importance_weight/ess"] == pytest.approx((W[0] + W[1]) ** 2 / (3 * (W[0] ** 2 + W[1] ** 2)))
+    assert metrics["importance_weight/ess"] == pytest.approx(
+        (W[0] + W[1]) ** 2 / (3 * (W[0] ** 2 + W[1] ** 2))
+    )
     assert "importance_weight/capped" not in metrics
 
 
@@ -157,10 +182,19 @@ def test_a_loss_without_a_ratio_weighs_the_policy_itself_against_the_engine(loss
 
 def test_without_old_log_probs_masks_judge_the_policy_and_weights_are_refused():
     inputs = make_inputs(old_log_probs=None)
-    assert weights("token_mask(low=0.9, high=1.7)", inputs) == [1.0, 0.0, 0.0]  # exp(lp - mu) = 1.648721, .606531, 2.013753
+    assert weights("token_mask(low=0.9, high=1.7)", inputs) == [
+        1.0,
+        0.0,
+        0.0,
+    ]  # exp(lp - mu) = 1.648721, .606531, 2.013753
     for name in ("token_tis", "icepop", "sequence_tis"):
         for loss in (ppo_clip_loss, gspo_loss):
-            with pytest.raises(ConfigError, match=rf"{name!r} weighs by exp\(old - mu\) and there are no old log-probs.*rl\.recompute_old"):
+            with pytest.raises(
+                ConfigError,
+                match=(
+                    rf"{name!r} weighs by exp\(old - mu\) and there are no old log-probs.*rl\.recompute_old"
+                ),
+            ):
                 loss(inputs, correction=name)
 
 
@@ -168,25 +202,35 @@ def test_without_old_log_probs_masks_judge_the_policy_and_weights_are_refused():
 def test_a_ratio_against_the_engine_is_never_weighted_twice(loss):
     with pytest.raises(ConfigError, match="there are no old log-probs"):
         loss(make_inputs(), correction="token_tis")
-    kept = loss(make_inputs(), correction="token_mask(low=0.9, high=1.7)", **({"tv_high": 1.0} if loss is dppo_loss else {}))
+    kept = loss(
+        make_inputs(),
+        correction="token_mask(low=0.9, high=1.7)",
+        **({"tv_high": 1.0} if loss is dppo_loss else {}),
+    )
     assert float(kept.sum) == pytest.approx(-CURRENT[0])
 
 
 def test_weights_carry_no_gradient():
     log_probs, old = row(*LP).requires_grad_(), row(*OLD).requires_grad_()
-    total = ppo_clip_loss(make_inputs(-1.0, log_probs=log_probs, old_log_probs=old), correction="token_tis * opsm(delta=9)").sum
+    total = ppo_clip_loss(
+        make_inputs(-1.0, log_probs=log_probs, old_log_probs=old), correction="token_tis * opsm(delta=9)"
+    ).sum
     total.backward()
     assert old.grad is None
     assert log_probs.grad is not None
     ratio = [math.exp(lp - o) for lp, o in zip(LP, OLD, strict=True)]
     assert log_probs.grad[0].tolist() == pytest.approx([ratio[0] * W[0], 0.0, ratio[2] * W[2]])
-    with pytest.raises(ConfigError, match=r"weights of shape \(1, 3\), with a gradient; it must give \(1, 3\), detached"):
-        ppo_clip_loss(make_inputs(log_probs=row(*LP).requires_grad_()), correction=lambda inputs: inputs.log_probs.exp())
+    with pytest.raises(
+        ConfigError, match=r"weights of shape \(1, 3\), with a gradient; it must give \(1, 3\), detached"
+    ):
+        ppo_clip_loss(
+            make_inputs(log_probs=row(*LP).requires_grad_()), correction=lambda inputs: inputs.log_probs.exp()
+        )
     with pytest.raises(ConfigError, match=r"weights of shape \(1, 1\); it must give \(1, 3\)"):
         ppo_clip_loss(make_inputs(), correction=lambda inputs: torch.ones(1, 1))
 
 
-# --- by name ------------------------------------------------------------------------------------------------------------------
+# --- by name ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,11 +278,13 @@ def test_a_function_of_the_user_is_a_factor(monkeypatch):
         weights("a_correction:no_such")
 
 
-# --- log-probs ----------------------------------------------------------------------------------------------------------------
+# --- log-probs ----------------------------------------------------------------------------------------------
 
 
 def test_a_kept_set_is_renormalised_and_equal_models_have_ratio_one():
-    """The engine samples from the first two of four tokens, which hold .895 of the mass; the trainer has the same weights."""
+    """The engine samples from the first two of four tokens, which hold .895 of the mass; the trainer has the
+    same weights.
+    """
     logits = torch.tensor([0.6, 0.295, 0.08, 0.025], dtype=torch.float64).log().requires_grad_()
     engine = math.log(0.6 / 0.895)
     everything = torch.log_softmax(logits, -1)
@@ -256,7 +302,9 @@ def test_old_log_probs_between_engine_and_policy_by_version():
     prox = compute_loglinear_prox(lp, row(*MU), sampled_version=versions, old_version=3, version=4)
     assert prox[0].tolist() == pytest.approx([-0.866667, -0.733333, -1.833333], abs=1e-6)  # alpha = 2/3
     assert not prox.requires_grad
-    mixed = compute_loglinear_prox(lp, row(*MU), sampled_version=torch.tensor([[3, 4, 2]]), old_version=3, version=4)
+    mixed = compute_loglinear_prox(
+        lp, row(*MU), sampled_version=torch.tensor([[3, 4, 2]]), old_version=3, version=4
+    )
     assert mixed[0].tolist() == pytest.approx([MU[0], MU[1], (MU[2] + LP[2]) / 2])  # alpha = 0, current, 1/2
     with pytest.raises(ConfigError, match="old_version=5 is above version=4"):
         compute_loglinear_prox(lp, row(*MU), sampled_version=versions, old_version=5, version=4)

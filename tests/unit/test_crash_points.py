@@ -34,12 +34,19 @@ for number in range({times}):
     reach({POINT!r})
 """
     environ = {"PYTHONPATH": str(ROOT), variable: value}
-    return subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_every_point_is_in_the_code_and_every_one_in_the_code_is_known():
     sources = [*(ROOT / "rollouts").rglob("*.py"), *(ROOT / "integration_training").rglob("*.py")]
-    placed = {name for path in sources if path.name != "crash_points.py" for name in re.findall(r'\breach\("([^"]+)"\)', path.read_text())}
+    placed = {
+        name
+        for path in sources
+        if path.name != "crash_points.py"
+        for name in re.findall(r'\breach\("([^"]+)"\)', path.read_text())
+    }
     assert placed == set(POINTS)
 
 
@@ -99,7 +106,10 @@ def test_what_is_reached_can_be_listed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ({"ROLLOUTS_CRASH_AT": "checkpoint.before_renam"}, "ROLLOUTS_CRASH_AT='checkpoint.before_renam'.*'checkpoint.before_rename'"),
+        (
+            {"ROLLOUTS_CRASH_AT": "checkpoint.before_renam"},
+            "ROLLOUTS_CRASH_AT='checkpoint.before_renam'.*'checkpoint.before_rename'",
+        ),
         ({"ROLLOUTS_HANG_AT": "nonsense:1"}, "names no crash point"),
         ({"ROLLOUTS_RAISE_AT": f"{POINT}:0"}, "nth from 1"),
         ({"ROLLOUTS_RAISE_AT": f"{POINT}:one"}, "nth from 1"),

@@ -30,17 +30,28 @@ from rollouts.types import Sample
 
 
 def sample(source: str | None, reward: float) -> Sample:
-    return Sample(id=f"{source}-{reward}", prompt="p", reward=reward, metadata={"source": source} if source else {})
+    return Sample(
+        id=f"{source}-{reward}", prompt="p", reward=reward, metadata={"source": source} if source else {}
+    )
 
 
 def test_statistics_count_samples_and_rewards_of_every_source():
-    first = update_statistics(start_statistics("ab"), [sample("a", 1.0), sample("a", 0.0), sample("a", 0.5)], step=1, drawn={"a": 2, "b": 1})
+    first = update_statistics(
+        start_statistics("ab"),
+        [sample("a", 1.0), sample("a", 0.0), sample("a", 0.5)],
+        step=1,
+        drawn={"a": 2, "b": 1},
+    )
     assert first == {
-        "a": SourceStatistics(drawn=2, batches=1, samples=3, reward_sum=1.5, last_batch_reward=0.5, last_batch_step=1),
+        "a": SourceStatistics(
+            drawn=2, batches=1, samples=3, reward_sum=1.5, last_batch_reward=0.5, last_batch_step=1
+        ),
         "b": SourceStatistics(drawn=1),
     }
     second = update_statistics(first, [sample("b", 1.0), sample("a", 1.0)], step=2, drawn={"a": 3, "b": 2})
-    assert second["a"] == SourceStatistics(drawn=3, batches=2, samples=4, reward_sum=2.5, last_batch_reward=1.0, last_batch_step=2)
+    assert second["a"] == SourceStatistics(
+        drawn=3, batches=2, samples=4, reward_sum=2.5, last_batch_reward=1.0, last_batch_step=2
+    )
     assert (second["a"].mean_reward, second["b"].mean_reward, first["b"].mean_reward) == (0.625, 1.0, None)
 
 
@@ -51,16 +62,25 @@ def test_a_batch_without_a_source_leaves_what_it_showed_before():
 
 
 def test_samples_of_one_source_need_not_name_it():
-    assert update_statistics(start_statistics(["only"]), [sample(None, 1.0)], step=1, drawn={"only": 1})["only"].samples == 1
+    assert (
+        update_statistics(start_statistics(["only"]), [sample(None, 1.0)], step=1, drawn={"only": 1})[
+            "only"
+        ].samples
+        == 1
+    )
 
 
 def test_a_sample_of_no_source_is_named():
-    with pytest.raises(DataError, match=r"sample c-1\.0 has metadata\.source='c', which is none of the sources a, b"):
+    with pytest.raises(
+        DataError, match=r"sample c-1\.0 has metadata\.source='c', which is none of the sources a, b"
+    ):
         update_statistics(start_statistics("ab"), [sample("c", 1.0)], step=1, drawn={"a": 0, "b": 0})
 
 
 def test_statistics_survive_json_to_the_last_bit():
-    statistics = update_statistics(start_statistics("ab"), [sample("a", 0.1), sample("a", 0.2)], step=1, drawn={"a": 2, "b": 0})
+    statistics = update_statistics(
+        start_statistics("ab"), [sample("a", 0.1), sample("a", 0.2)], step=1, drawn={"a": 2, "b": 0}
+    )
     assert decode_statistics(json.loads(json.dumps(encode_statistics(statistics)))) == statistics
 
 
@@ -69,7 +89,10 @@ def test_statistics_survive_json_to_the_last_bit():
     [
         ([1, 2], "gave a value of type list; it must give a weight for each of easy, hard"),
         ({"easy": 1.0}, "gave no weight to hard; every source needs one, 0 pauses it"),
-        ({"easy": 1.0, "herd": 1.0}, "gave a weight to 'herd'; the sources are easy, hard; did you mean hard?"),
+        (
+            {"easy": 1.0, "herd": 1.0},
+            "gave a weight to 'herd'; the sources are easy, hard; did you mean hard?",
+        ),
         ({"easy": 1.0, "hard": -0.5}, "gave hard the weight -0.5; a weight is a finite number, 0 or more"),
         ({"easy": float("nan"), "hard": 1}, "gave easy the weight nan"),
         ({"easy": float("inf"), "hard": 1}, "gave easy the weight inf"),
@@ -93,12 +116,14 @@ def test_what_a_curriculum_raises_is_named_and_kept():
     def broken(step: int, statistics: Mapping[str, SourceStatistics]) -> Mapping[str, float]:
         raise ZeroDivisionError("no samples")
 
-    with pytest.raises(UserFunctionError, match="curriculum m:broken raised ZeroDivisionError in step 3: no samples") as caught:
+    with pytest.raises(
+        UserFunctionError, match="curriculum m:broken raised ZeroDivisionError in step 3: no samples"
+    ) as caught:
         call_curriculum(broken, 3, start_statistics("ab"), function="m:broken")
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-# --- ready ones --------------------------------------------------------------------------------------------------------------
+# --- ready ones ---------------------------------------------------------------------------------------------
 
 
 def test_a_linear_shift_goes_straight_from_one_weighting_to_the_other():
@@ -128,41 +153,67 @@ def test_medium_rewards_are_favoured_and_nothing_is_dropped():
     def seen(reward: float | None) -> SourceStatistics:
         return SourceStatistics(last_batch_reward=reward)
 
-    statistics = {"hopeless": seen(0.0), "hard": seen(0.25), "medium": seen(0.5), "solved": seen(1.0), "beyond": seen(1.5), "new": seen(None)}
+    statistics = {
+        "hopeless": seen(0.0),
+        "hard": seen(0.25),
+        "medium": seen(0.5),
+        "solved": seen(1.0),
+        "beyond": seen(1.5),
+        "new": seen(None),
+    }
     expected = {"hopeless": 0.1, "hard": 0.775, "medium": 1.0, "solved": 0.1, "beyond": 0.1, "new": 1.0}
     assert favour_medium(1, statistics) == pytest.approx(expected)
     assert favour_medium(1, {"a": seen(0.0)}, low=-1.0, high=1.0) == {"a": 1.0}
     assert partial(favour_medium, floor=0.5)(1, {"a": seen(1.0)}) == {"a": 0.5}
 
 
-# --- in the loop -------------------------------------------------------------------------------------------------------------
+# --- in the loop --------------------------------------------------------------------------------------------
 
 
 def make_buffer() -> DataBuffer:
-    return DataBuffer(Mixture(tuple(SourceRows(name, 1.0, tuple({"prompt": f"{name} {row}"} for row in range(6))) for name in "ab")), seed=2)
+    return DataBuffer(
+        Mixture(
+            tuple(
+                SourceRows(name, 1.0, tuple({"prompt": f"{name} {row}"} for row in range(6))) for name in "ab"
+            )
+        ),
+        seed=2,
+    )
 
 
-def run_steps(curriculum: Curriculum, buffer: DataBuffer, statistics: dict[str, SourceStatistics], steps: range):
+def run_steps(
+    curriculum: Curriculum, buffer: DataBuffer, statistics: dict[str, SourceStatistics], steps: range
+):
     """What the training loop does of it: the prompts of every step, and the statistics after the last."""
     prompts: list[list[PromptRow]] = []
     for step in steps:
         buffer.set_weights(call_curriculum(curriculum, step, statistics, function="f"))
         prompts.append(buffer.get_prompts(5))
-        samples = [sample(prompt.row["source"], float(len(prompt.prompt_id) + step) % 3 / 2) for prompt in prompts[-1]]
+        samples = [
+            sample(prompt.row["source"], float(len(prompt.prompt_id) + step) % 3 / 2)
+            for prompt in prompts[-1]
+        ]
         statistics = update_statistics(statistics, samples, step=step, drawn=buffer.drawn_by_source())
     return prompts, statistics
 
 
 @pytest.mark.parametrize("saved_after", range(1, 12))
-@pytest.mark.parametrize("curriculum", [favour_medium, linear_shift({"a": 1, "b": 0}, {"a": 0, "b": 1}, first_step=1, last_step=11)])
+@pytest.mark.parametrize(
+    "curriculum",
+    [favour_medium, linear_shift({"a": 1, "b": 0}, {"a": 0, "b": 1}, first_step=1, last_step=11)],
+)
 def test_a_resumed_curriculum_draws_what_an_unbroken_one_does(curriculum: Curriculum, saved_after: int):
     straight, final = run_steps(curriculum, make_buffer(), start_statistics("ab"), range(1, 13))
     buffer = make_buffer()
     head, statistics = run_steps(curriculum, buffer, start_statistics("ab"), range(1, saved_after + 1))
-    state = json.loads(json.dumps({"buffer": buffer.state_dict(), "statistics": encode_statistics(statistics)}))
+    state = json.loads(
+        json.dumps({"buffer": buffer.state_dict(), "statistics": encode_statistics(statistics)})
+    )
     resumed = make_buffer()
     resumed.load_state_dict(state["buffer"])
-    tail, resumed_final = run_steps(curriculum, resumed, decode_statistics(state["statistics"]), range(saved_after + 1, 13))
+    tail, resumed_final = run_steps(
+        curriculum, resumed, decode_statistics(state["statistics"]), range(saved_after + 1, 13)
+    )
     assert (head + tail, resumed_final) == (straight, final)
 
 

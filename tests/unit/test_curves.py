@@ -12,7 +12,16 @@ import pytest
 from benchmarks.curves.__main__ import keep_digits, make_command, make_values
 from benchmarks.curves.bars import Bar, Job, Verdict, compute_mean_and_error, compute_rise, judge, load_jobs
 from benchmarks.curves.report import format_verdict
-from benchmarks.curves.tasks import count_late, exact_and_short, keep_mixed, late_letters, make_pairs, make_rows, make_taste_pairs, right_letters
+from benchmarks.curves.tasks import (
+    count_late,
+    exact_and_short,
+    keep_mixed,
+    late_letters,
+    make_pairs,
+    make_rows,
+    make_taste_pairs,
+    right_letters,
+)
 from rollouts.config.load import load_config
 from rollouts.types import Sample, SampleGroup, Status
 
@@ -21,13 +30,24 @@ JOBS = load_jobs(ROOT / "benchmarks" / "curves" / "jobs.toml")
 
 
 def test_the_standard_error_of_a_mean_divides_by_n_minus_1() -> None:
-    mean, error = compute_mean_and_error([1.0, 3.0, 5.0, 7.0])  # squares 9 + 1 + 1 + 9 = 20, s² = 20/3, s²/4 = 5/3
+    mean, error = compute_mean_and_error(
+        [1.0, 3.0, 5.0, 7.0]
+    )  # squares 9 + 1 + 1 + 9 = 20, s² = 20/3, s²/4 = 5/3
     assert mean == 4.0
     assert error == pytest.approx(math.sqrt(5 / 3), rel=1e-15)
 
 
 def test_a_rise_is_measured_between_the_outer_quarters() -> None:
-    values = [0.0, 2.0, 50.0, -50.0, 9.0, 9.0, 5.0, 7.0]  # quarters 0, 2 and 5, 7: means 1 and 6, s² = 2 each, errors² 1 each
+    values = [
+        0.0,
+        2.0,
+        50.0,
+        -50.0,
+        9.0,
+        9.0,
+        5.0,
+        7.0,
+    ]  # quarters 0, 2 and 5, 7: means 1 and 6, s² = 2 each, errors² 1 each
     assert compute_rise(values) == (1.0, 6.0, pytest.approx(5 / math.sqrt(2), rel=1e-15))
     assert compute_rise([*values, 7.0, 7.0])[1] == 7.0, "10 steps: a quarter is 2 of them"
 
@@ -53,7 +73,12 @@ def test_a_rise_below_its_standard_errors_is_missed() -> None:
 def test_near_and_beyond_look_at_the_last_third() -> None:
     values = [0.0] * 6 + [1.5, 2.0, 2.5]  # mean of the last third: 2
     verdict = judge(Bar("m", "near", target=1.75, tolerance=0.75), values)
-    assert (verdict.bar, verdict.first, verdict.last, verdict.met) == ("`m` within 0.75 of 1.75, last third (3 of 3 steps)", 0.0, 2.0, True)
+    assert (verdict.bar, verdict.first, verdict.last, verdict.met) == (
+        "`m` within 0.75 of 1.75, last third (3 of 3 steps)",
+        0.0,
+        2.0,
+        True,
+    )
     assert judge(Bar("m", "beyond", target=1.5, tolerance=0.25), values).met
     assert not judge(Bar("m", "near", target=1.25, tolerance=0.5), values).met
     assert not judge(Bar("m", "near", target=2.75, tolerance=0.5), values).met, "below is as far as above"
@@ -66,13 +91,28 @@ def test_near_asks_three_quarters_of_the_steps_to_be_near() -> None:
     assert not judge(bar, [0.0] * 8 + [1.0, 2.0, 2.0, 3.0]).met, "mean 2, two of four"
 
 
-def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_two_of_its_standard_errors() -> None:
+def test_a_curve_is_like_others_if_each_quarter_lies_in_their_range_widened_by_two_of_its_standard_errors() -> (
+    None
+):
     others = [[0.0] * 2 + [1.0] * 2 + [2.0] * 2 + [3.0] * 2, [0.5] * 2 + [1.5] * 2 + [2.5] * 2 + [3.5] * 2]
     bar = Bar("reward/mean", "like", of="base")
     assert judge(bar, [0.2, 0.4, 1.1, 1.3, 2.4, 2.4, 3.0, 3.2], others).met
-    low = [0.2, 0.4, 0.6, 0.8, 2.4, 2.4, 3.0, 3.2]  # 0.7 ± 0.1 in the second quarter, whose least is 1.0: 0.9 is not enough
+    low = [
+        0.2,
+        0.4,
+        0.6,
+        0.8,
+        2.4,
+        2.4,
+        3.0,
+        3.2,
+    ]  # 0.7 ± 0.1 in the second quarter, whose least is 1.0: 0.9 is not enough
     assert not judge(bar, low, others).met
-    assert judge(Bar("reward/mean", "like", of="base", lag=2), [9.0, 9.0, 0.2, 0.4, 1.1, 1.3, 2.4, 2.4, 3.0, 3.2], others).met
+    assert judge(
+        Bar("reward/mean", "like", of="base", lag=2),
+        [9.0, 9.0, 0.2, 0.4, 1.1, 1.3, 2.4, 2.4, 3.0, 3.2],
+        others,
+    ).met
     with pytest.raises(ValueError, match="a spread needs two"):
         judge(bar, low, others[:1])
 
@@ -108,13 +148,20 @@ def test_values_without_a_verdict_are_refused(bar: Bar, values: list[float], mes
 
 
 def test_what_is_not_finite_is_kept_as_null_and_shown_as_nothing() -> None:
-    assert (keep_digits(0.123456789), keep_digits(math.inf), keep_digits(7), keep_digits("x")) == (0.12346, None, 7, "x")
+    assert (keep_digits(0.123456789), keep_digits(math.inf), keep_digits(7), keep_digits("x")) == (
+        0.12346,
+        None,
+        7,
+        "x",
+    )
     kept = make_values([Verdict("b", 1.0, 2.0, math.nan, False)], {"m": ([1], [0.25])})
     assert format_verdict("run", kept["verdicts"][0]) == "| run | b | 1 | 2 |  | **no** |"
     assert kept["curves"] == {"m": {"steps": [1], "values": [0.25]}}
 
 
-def test_a_run_starts_from_the_checkpoint_of_another_and_has_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_starts_from_the_checkpoint_of_another_and_has_its_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.chdir(ROOT)
     job = Job("a", "g", "about", "letters.toml", "rl", flags=("--rl.steps", "3"), seeds=(4, 5))
     assert job.run_names() == ["a-4", "a-5"]
@@ -132,7 +179,7 @@ def test_every_job_has_a_config_that_is_valid(job: Job, monkeypatch: pytest.Monk
     assert not job.start or JOBS[job.start].run_names() == [job.start], "what a job starts from has one run"
 
 
-# --- the task ----------------------------------------------------------------------------------------------------------------
+# --- the task -----------------------------------------------------------------------------------------------
 
 
 def make_answer(response: str, *, answer: str = "eph", tokens: int = 4) -> Sample:
@@ -152,7 +199,11 @@ def make_answer(response: str, *, answer: str = "eph", tokens: int = 4) -> Sampl
 def test_an_answer_has_the_next_letters_and_a_wrong_one_another() -> None:
     right, wrong = make_rows(size=50, seed=3), make_rows(size=50, seed=3, wrong=1.0)
     for row, other in zip(right, wrong, strict=True):
-        assert row["answer"] == "".join(chr(ord(letter) + 1) for letter in row["prompt"]) == row["messages"][1]["content"]
+        assert (
+            row["answer"]
+            == "".join(chr(ord(letter) + 1) for letter in row["prompt"])
+            == row["messages"][1]["content"]
+        )
         assert other["prompt"] in {row["prompt"] for row in make_rows(size=50, seed=3)}
         shown = other["messages"][1]["content"]
         assert len(shown) == 4

@@ -23,10 +23,17 @@ def keys(prompts: list[PromptRow]) -> list[tuple[int, str]]:
 def test_every_epoch_has_each_row_once_in_another_order():
     buffer = DataBuffer(make_rows(20), seed=3)
     first, second = buffer.get_prompts(20), buffer.get_prompts(20)
-    assert {prompt.prompt_id for prompt in first} == {f"row-{index}" for index in range(20)} == {prompt.prompt_id for prompt in second}
+    assert (
+        {prompt.prompt_id for prompt in first}
+        == {f"row-{index}" for index in range(20)}
+        == {prompt.prompt_id for prompt in second}
+    )
     assert [prompt.prompt_id for prompt in first] != [prompt.prompt_id for prompt in second]
     assert {prompt.epoch for prompt in first} == {0} and {prompt.epoch for prompt in second} == {1}
-    assert all(prompt.row == {"prompt": f"question {prompt.prompt_id[4:]}", "answer": prompt.prompt_id[4:]} for prompt in first)
+    assert all(
+        prompt.row == {"prompt": f"question {prompt.prompt_id[4:]}", "answer": prompt.prompt_id[4:]}
+        for prompt in first
+    )
 
 
 def test_one_draw_may_span_epochs():
@@ -99,7 +106,9 @@ def test_saving_and_restoring_at_any_point_leaves_the_future_unchanged(rows, pas
 def test_the_state_of_another_dataset_is_refused_and_changes_nothing():
     saved = DataBuffer(make_rows(3), seed=0)
     other = DataBuffer([*make_rows(3), {"prompt": "one more"}], seed=0)
-    with pytest.raises(DataError, match=rf"{saved.fingerprint} \(3 rows\), this one is {other.fingerprint} \(4 rows\)"):
+    with pytest.raises(
+        DataError, match=rf"{saved.fingerprint} \(3 rows\), this one is {other.fingerprint} \(4 rows\)"
+    ):
         other.load_state_dict(saved.state_dict())
     assert other.statistics()["drawn"] == 0
 
@@ -109,7 +118,10 @@ def test_the_fingerprint_sees_content_and_order_of_rows_but_not_of_keys():
     same = [{"answer": row["answer"], "prompt": row["prompt"]} for row in rows]
     assert DataBuffer(rows, seed=0).fingerprint == DataBuffer(same, seed=5).fingerprint
     assert DataBuffer(rows, seed=0).fingerprint != DataBuffer(rows[::-1], seed=0).fingerprint
-    assert DataBuffer(rows, seed=0).fingerprint != DataBuffer([rows[0], rows[1] | {"answer": "2"}], seed=0).fingerprint
+    assert (
+        DataBuffer(rows, seed=0).fingerprint
+        != DataBuffer([rows[0], rows[1] | {"answer": "2"}], seed=0).fingerprint
+    )
 
 
 def test_a_prompt_found_by_its_id_is_the_one_that_was_drawn():

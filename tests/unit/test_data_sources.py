@@ -1,4 +1,6 @@
-"""Every kind of source: files, Parquet, the package datasets, reasoning-gym's composite, Python functions; and columns."""
+"""Every kind of source: files, Parquet, the package datasets, reasoning-gym's composite, Python functions;
+and columns.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from rollouts.config.schema import DataSourceConfig
 from rollouts.data.datasets import load_rows, load_sources, read_source
 from rollouts.errors import DataError, PlugInError
 
-QUESTIONS = [{"question": {"text": f"q {index}"}, "answers": [str(index), "other"], "id": index} for index in range(5)]
+QUESTIONS = [
+    {"question": {"text": f"q {index}"}, "answers": [str(index), "other"], "id": index} for index in range(5)
+]
 COLUMNS = {"prompt": "question.text", "answer": "answers.0"}
 
 
@@ -41,7 +45,7 @@ def prompts(rows: list[dict[str, Any]]) -> list[Any]:
     return [row["prompt"] for row in rows]
 
 
-# --- files -------------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 def test_a_pattern_means_its_files_in_the_order_of_their_names(tmp_path: Path):
@@ -61,18 +65,24 @@ def test_a_malformed_row_of_several_files_is_named_by_its_own_file(tmp_path: Pat
 
 
 def test_a_pattern_without_a_file_is_named(tmp_path: Path):
-    assert message_of(kind="jsonl", path=f"{tmp_path}/*.jsonl").startswith(f"rl.data.path='{tmp_path}/*.jsonl': no file has such a name (looked for")
+    assert message_of(kind="jsonl", path=f"{tmp_path}/*.jsonl").startswith(
+        f"rl.data.path='{tmp_path}/*.jsonl': no file has such a name (looked for"
+    )
 
 
 def test_a_compressed_file_that_is_cut_off_is_refused(tmp_path: Path):
     whole = gzip.compress(lines([{"prompt": f"{index} {index**9}"} for index in range(500)]))
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    assert "cannot be read: Compressed file ended before" in message_of(kind="jsonl", path=str(tmp_path / "cut.jsonl.gz"))
+    assert "cannot be read: Compressed file ended before" in message_of(
+        kind="jsonl", path=str(tmp_path / "cut.jsonl.gz")
+    )
     (tmp_path / "plain.jsonl.gz").write_bytes(lines([{"prompt": "a"}]))
-    assert "cannot be read: Not a gzipped file" in message_of(kind="jsonl", path=str(tmp_path / "plain.jsonl.gz"))
+    assert "cannot be read: Not a gzipped file" in message_of(
+        kind="jsonl", path=str(tmp_path / "plain.jsonl.gz")
+    )
 
 
-# --- columns -----------------------------------------------------------------------------------------------------------------
+# --- columns ------------------------------------------------------------------------------------------------
 
 
 def test_columns_name_nested_fields_and_items_of_lists(tmp_path: Path):
@@ -82,9 +92,13 @@ def test_columns_name_nested_fields_and_items_of_lists(tmp_path: Path):
 
 
 def test_a_renamed_field_loses_its_old_name_and_an_empty_name_leaves_one_out(tmp_path: Path):
-    (tmp_path / "rows.jsonl").write_bytes(lines([{"question": "q", "prompt": "never asked", "a.b": 1, "junk": 2}]))
+    (tmp_path / "rows.jsonl").write_bytes(
+        lines([{"question": "q", "prompt": "never asked", "a.b": 1, "junk": 2}])
+    )
     columns = {"prompt": "question", "answer": "a.b", "junk": "", "absent": ""}
-    assert load(kind="jsonl", path=str(tmp_path / "rows.jsonl"), columns=columns) == [{"prompt": "q", "answer": 1}]
+    assert load(kind="jsonl", path=str(tmp_path / "rows.jsonl"), columns=columns) == [
+        {"prompt": "q", "answer": 1}
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,10 +112,12 @@ def test_a_renamed_field_loses_its_old_name_and_an_empty_name_leaves_one_out(tmp
 )
 def test_a_missing_column_is_answered_with_what_there_is(tmp_path: Path, path: str, problem: str):
     (tmp_path / "rows.jsonl").write_bytes(lines(QUESTIONS[:1]))
-    assert message_of(kind="jsonl", path=str(tmp_path / "rows.jsonl"), columns={"prompt": path}).endswith(f"rows.jsonl:1: {problem}")
+    assert message_of(kind="jsonl", path=str(tmp_path / "rows.jsonl"), columns={"prompt": path}).endswith(
+        f"rows.jsonl:1: {problem}"
+    )
 
 
-# --- Parquet -----------------------------------------------------------------------------------------------------------------
+# --- Parquet ------------------------------------------------------------------------------------------------
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -117,13 +133,26 @@ def test_parquet_rows_are_the_rows_of_jsonl(tmp_path: Path):
     write_parquet(tmp_path / "b.parquet", QUESTIONS[3:])
     (tmp_path / "rows.jsonl").write_bytes(lines(QUESTIONS))
     by_line = load(kind="jsonl", path=str(tmp_path / "rows.jsonl"), columns=COLUMNS, system_prompt="be brief")
-    assert load(kind="parquet", path=f"{tmp_path}/*.parquet", columns=COLUMNS, system_prompt="be brief") == by_line
-    assert load(kind="parquet", path=f"{tmp_path}/*.parquet", columns=COLUMNS, system_prompt="be brief", size=4) == by_line[:4]
+    assert (
+        load(kind="parquet", path=f"{tmp_path}/*.parquet", columns=COLUMNS, system_prompt="be brief")
+        == by_line
+    )
+    assert (
+        load(kind="parquet", path=f"{tmp_path}/*.parquet", columns=COLUMNS, system_prompt="be brief", size=4)
+        == by_line[:4]
+    )
 
 
 def test_parquet_values_become_json(tmp_path: Path):
     when = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
-    row = {"prompt": "p", "when": when, "day": when.date(), "price": decimal.Decimal("1.50"), "list": [1.5, None], "nested": {"flag": True}}
+    row = {
+        "prompt": "p",
+        "when": when,
+        "day": when.date(),
+        "price": decimal.Decimal("1.50"),
+        "list": [1.5, None],
+        "nested": {"flag": True},
+    }
     (found,) = load(kind="parquet", path=str(write_parquet(tmp_path / "a.parquet", [row])))
     assert found == {**row, "when": "2026-01-02T03:04:05+00:00", "day": "2026-01-02", "price": "1.50"}
     json.dumps(found, allow_nan=False)
@@ -131,7 +160,10 @@ def test_parquet_values_become_json(tmp_path: Path):
 
 def test_messages_with_the_nulls_of_a_common_schema_are_good(tmp_path: Path):
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     path = write_parquet(tmp_path / "a.parquet", [{"messages": messages}])
     (row,) = load(kind="parquet", path=str(path))
     assert row["messages"][0] == {"role": "user", "content": "q", "tool_calls": None}
@@ -139,15 +171,19 @@ def test_messages_with_the_nulls_of_a_common_schema_are_good(tmp_path: Path):
 
 def test_bytes_are_refused_by_name_and_can_be_left_out(tmp_path: Path):
     path = str(write_parquet(tmp_path / "a.parquet", [{"prompt": "p", "image": {"data": b"x"}}]))
-    assert 'a.parquet row 0: image.data is of type bytes; JSON has no such value; leave the field out with columns.image = ""' in message_of(
-        kind="parquet", path=path
+    assert (
+        "a.parquet row 0: image.data is of type bytes; JSON has no such value; leave the field out with"
+        ' columns.image = ""' in message_of(kind="parquet", path=path)
     )
     assert load(kind="parquet", path=path, columns={"image": ""}) == [{"prompt": "p"}]
 
 
 def test_a_malformed_parquet_row_is_named_by_file_and_row(tmp_path: Path):
     write_parquet(tmp_path / "a.parquet", [{"prompt": "p", "x": 1.0}])
-    write_parquet(tmp_path / "b.parquet", [{"prompt": "p", "x": 1.0}, {"prompt": None, "x": 1.0}, {"prompt": "p", "x": float("nan")}])
+    write_parquet(
+        tmp_path / "b.parquet",
+        [{"prompt": "p", "x": 1.0}, {"prompt": None, "x": 1.0}, {"prompt": "p", "x": float("nan")}],
+    )
     found = read_source(DataSourceConfig(kind="parquet", path=f"{tmp_path}/*.parquet"), name="rl.data")
     assert [(bad.position, bad.file, bad.number, bad.field) for bad in found.bad] == [
         (2, str(tmp_path / "b.parquet"), 1, "prompt"),
@@ -163,7 +199,9 @@ def write_odd_column(path: Path, values: list[Any], storage: str, kind: Any) -> 
 
     plain = pa.array(values, getattr(pa, storage)())
     odd = pa.Array.from_buffers(kind(pa), len(plain), plain.buffers())
-    parquet.write_table(pa.table({"prompt": [f"p {index}" for index in range(len(values))], "odd": odd}), path)
+    parquet.write_table(
+        pa.table({"prompt": [f"p {index}" for index in range(len(values))], "odd": odd}), path
+    )
     return str(path)
 
 
@@ -189,7 +227,9 @@ def test_a_parquet_value_that_python_cannot_hold_spoils_its_own_row_alone(tmp_pa
 
 
 def test_a_parquet_column_of_an_unknown_time_zone_is_named(tmp_path: Path):
-    path = write_odd_column(tmp_path / "a.parquet", [0, 0], "int64", lambda pa: pa.timestamp("us", tz="Mars/Olympus"))
+    path = write_odd_column(
+        tmp_path / "a.parquet", [0, 0], "int64", lambda pa: pa.timestamp("us", tz="Mars/Olympus")
+    )
     message = message_of(kind="parquet", path=path)
     assert f"{path} row 0: odd is of type timestamp[us, tz=Mars/Olympus] and cannot be read (" in message
     assert "Mars/Olympus" in message.split("cannot be read")[1]
@@ -204,16 +244,20 @@ def test_a_column_that_no_row_has_is_told_before_any_row_is_read(tmp_path: Path)
 
 def test_a_file_that_is_no_parquet_is_named(tmp_path: Path):
     (tmp_path / "a.parquet").write_bytes(b"no parquet at all")
-    assert message_of(kind="parquet", path=str(tmp_path / "a.parquet")).startswith(f"rl.data.path='{tmp_path}/a.parquet' cannot be read: Parquet")
+    assert message_of(kind="parquet", path=str(tmp_path / "a.parquet")).startswith(
+        f"rl.data.path='{tmp_path}/a.parquet' cannot be read: Parquet"
+    )
     assert "there is no such file" in message_of(kind="parquet", path=str(tmp_path / "none.parquet"))
 
 
 def test_without_pyarrow_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert message_of(kind="parquet", path="x").endswith("needs the package pyarrow; pip install 'rollouts-rl[data]'")
+    assert message_of(kind="parquet", path="x").endswith(
+        "needs the package pyarrow; pip install 'rollouts-rl[data]'"
+    )
 
 
-# --- the package datasets ----------------------------------------------------------------------------------------------------
+# --- the package datasets -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -224,16 +268,24 @@ def hf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_what_save_to_disk_wrote_is_read_by_split(tmp_path: Path, hf: Any):
-    whole = hf.DatasetDict({"train": hf.Dataset.from_list(QUESTIONS[:3]), "test": hf.Dataset.from_list(QUESTIONS[3:])})
+    whole = hf.DatasetDict(
+        {"train": hf.Dataset.from_list(QUESTIONS[:3]), "test": hf.Dataset.from_list(QUESTIONS[3:])}
+    )
     whole.save_to_disk(tmp_path / "saved")
     assert prompts(load(kind="hf", dataset=str(tmp_path / "saved"), columns=COLUMNS)) == ["q 0", "q 1", "q 2"]
-    assert prompts(load(kind="hf", dataset=str(tmp_path / "saved"), columns=COLUMNS, split="test", size=1)) == ["q 3"]
-    assert "it has no split tests; it has train, test; did you mean test?" in message_of(kind="hf", dataset=str(tmp_path / "saved"), split="tests")
+    assert prompts(
+        load(kind="hf", dataset=str(tmp_path / "saved"), columns=COLUMNS, split="test", size=1)
+    ) == ["q 3"]
+    assert "it has no split tests; it has train, test; did you mean test?" in message_of(
+        kind="hf", dataset=str(tmp_path / "saved"), split="tests"
+    )
 
 
 def test_one_split_on_disk_is_not_taken_for_another(tmp_path: Path, hf: Any):
     hf.Dataset.from_list(QUESTIONS, split="test").save_to_disk(tmp_path / "saved")
-    assert "is the split test, but split='train'; set split = 'test'" in message_of(kind="hf", dataset=str(tmp_path / "saved"))
+    assert "is the split test, but split='train'; set split = 'test'" in message_of(
+        kind="hf", dataset=str(tmp_path / "saved")
+    )
     assert len(load(kind="hf", dataset=str(tmp_path / "saved"), columns=COLUMNS, split="test")) == 5
 
 
@@ -245,10 +297,15 @@ def test_a_directory_of_data_files_is_read_also_streaming(tmp_path: Path, hf: An
     (folder / "train.jsonl").write_bytes(lines(QUESTIONS))
     (folder / "test.jsonl").write_bytes(lines(QUESTIONS[:1]))
     source = {"kind": "hf", "dataset": str(folder), "columns": COLUMNS, "streaming": streaming, "size": 3}
-    assert load(**source) == [{"prompt": f"q {index}", "answer": str(index), **QUESTIONS[index]} for index in range(3)]
-    assert "Bad split: tran" in message_of(**source, split="tran") or "Unknown split" in message_of(**source, split="tran")
-    assert "rl.data.columns.prompt='qestion': there is no qestion: the columns are question, answers, id; did you mean question?" in message_of(
-        **{**source, "columns": {"prompt": "qestion"}}
+    assert load(**source) == [
+        {"prompt": f"q {index}", "answer": str(index), **QUESTIONS[index]} for index in range(3)
+    ]
+    assert "Bad split: tran" in message_of(**source, split="tran") or "Unknown split" in message_of(
+        **source, split="tran"
+    )
+    assert (
+        "rl.data.columns.prompt='qestion': there is no qestion: the columns are question, answers, id; did"
+        " you mean question?" in message_of(**{**source, "columns": {"prompt": "qestion"}})
     )
     assert "size=9 but" in message_of(**{**source, "size": 9})
     assert set(threading.enumerate()) <= before  # no event loop and no progress monitor was left running
@@ -285,25 +342,42 @@ def test_a_hub_that_does_not_answer_is_told(hf: Any, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(hf, "load_dataset_builder", refuse)
     message = message_of(kind="hf", dataset="someone/something")
-    assert message.startswith("rl.data.dataset='someone/something' cannot be read: the hub does not answer (ConnectionError: Couldn't reach")
+    assert message.startswith(
+        "rl.data.dataset='someone/something' cannot be read: the hub does not answer (ConnectionError:"
+        " Couldn't reach"
+    )
     assert "name a local directory" in message
 
 
 def test_without_datasets_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert message_of(kind="hf", dataset="x").endswith("needs the package datasets; pip install 'rollouts-rl[data]'")
+    assert message_of(kind="hf", dataset="x").endswith(
+        "needs the package datasets; pip install 'rollouts-rl[data]'"
+    )
 
 
 def test_importing_the_readers_loads_none_of_the_optional_packages():
-    code = "import sys, rollouts.data.datasets; print({'datasets', 'pyarrow', 'reasoning_gym', 'pandas', 'asyncio'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+    code = (
+        "import sys, rollouts.data.datasets; print({'datasets', 'pyarrow', 'reasoning_gym', 'pandas',"
+        " 'asyncio'} & set(sys.modules))"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "set()\n"
+    )
 
 
-# --- reasoning-gym's composite -----------------------------------------------------------------------------------------------
+# --- reasoning-gym's composite ------------------------------------------------------------------------------
 
 
 def composite(*datasets: Any, **params: Any) -> dict[str, Any]:
-    return {"kind": "reasoning_gym", "dataset": "composite", "size": 30, "seed": 3, "params": {"datasets": list(datasets), **params}}
+    return {
+        "kind": "reasoning_gym",
+        "dataset": "composite",
+        "size": 30,
+        "seed": 3,
+        "params": {"datasets": list(datasets), **params},
+    }
 
 
 def test_composite_mixes_datasets_by_weight_and_says_which_one_made_a_row():
@@ -322,9 +396,15 @@ def test_composite_mixes_datasets_by_weight_and_says_which_one_made_a_row():
         ({"name": "chain_sums"}, "[0].name='chain_sums' is not one of reasoning-gym's"),
         ({"name": "composite"}, "[0].name is 'composite'; it must be the name of another"),
         ({"weight": 1}, "[0].name is None"),
-        ({"name": "chain_sum", "wieght": 1}, "[0].wieght is not read; a dataset of composite has name, weight, config; did you mean weight?"),
+        (
+            {"name": "chain_sum", "wieght": 1},
+            "[0].wieght is not read; a dataset of composite has name, weight, config; did you mean weight?",
+        ),
         ({"name": "chain_sum", "weight": 0}, "[0].weight is 0; it must be a number above 0"),
-        ({"name": "chain_sum", "config": {"min_term": 1}}, "[0].config.min_term is no parameter of chain_sum; did you mean min_terms?"),
+        (
+            {"name": "chain_sum", "config": {"min_term": 1}},
+            "[0].config.min_term is no parameter of chain_sum; did you mean min_terms?",
+        ),
         ({"name": "chain_sum", "config": {"seed": 1}}, "[0].config.seed: set rl.data.seed instead"),
         ({"name": "chain_sum", "config": 3}, "[0].config is of type int"),
         ("chain_sum", "[0] is of type str; it must be a table with name, weight, config"),
@@ -335,15 +415,17 @@ def test_what_is_wrong_in_composite_is_named_by_its_place(dataset: Any, problem:
 
 
 def test_composite_without_datasets_says_what_it_takes():
-    assert message_of(kind="reasoning_gym", dataset="composite", size=3).startswith("rl.data.params.datasets is None; composite takes a list such as")
+    assert message_of(kind="reasoning_gym", dataset="composite", size=3).startswith(
+        "rl.data.params.datasets is None; composite takes a list such as"
+    )
     assert "rl.data.params.dataset is no parameter of composite; did you mean datasets?" in message_of(
         kind="reasoning_gym", dataset="composite", size=3, params={"dataset": []}
     )
 
 
-# --- Python functions --------------------------------------------------------------------------------------------------------
+# --- Python functions ---------------------------------------------------------------------------------------
 
-MAKERS = '''
+MAKERS = """
 import itertools
 
 taken = []
@@ -379,7 +461,7 @@ async def waits(size, seed):
 
 def odd_rows(size, seed):
     return [{"prompt": "a"}, "b", {"prompt": "c", "f": breaks}, {"prompt": "d", 3: 4}]
-'''
+"""
 
 
 @pytest.fixture
@@ -403,21 +485,31 @@ def test_no_more_than_size_rows_are_taken(makers: Any):
     from rollouts.config.plugins import load_function
 
     load(**makers("forever"))
-    assert load_function(makers("forever")["function"], role="rows", base_dir=Path()).__globals__["taken"] == [0, 1, 2]
+    assert load_function(makers("forever")["function"], role="rows", base_dir=Path()).__globals__[
+        "taken"
+    ] == [0, 1, 2]
 
 
 def test_what_a_function_raises_is_named_and_kept(makers: Any):
-    with pytest.raises(DataError, match=r"^rl\.data\.function='.*makers\.py:breaks' raised KeyError after 1 rows: 'boom'$") as caught:
+    with pytest.raises(
+        DataError, match=r"^rl\.data\.function='.*makers\.py:breaks' raised KeyError after 1 rows: 'boom'$"
+    ) as caught:
         load(**makers("breaks"))
     assert isinstance(caught.value.__cause__, KeyError)
     assert "raised TypeError after 0 rows" in message_of(**makers("forever", params={"begin": 2}))
 
 
 def test_what_is_no_rows_is_refused(makers: Any):
-    assert message_of(**makers("as_text")).endswith("gave a value of type str; it must give a list of rows or iterate them")
+    assert message_of(**makers("as_text")).endswith(
+        "gave a value of type str; it must give a list of rows or iterate them"
+    )
     assert "gave a value of type coroutine" in message_of(**makers("waits"))
-    assert message_of(**makers("as_dataset", size=4)).endswith("makers.py:as_dataset has 3 rows; set size = 3")
-    assert message_of(**makers("forever", params={"seed": 2})) == "rl.data.params.seed: set rl.data.seed instead"
+    assert message_of(**makers("as_dataset", size=4)).endswith(
+        "makers.py:as_dataset has 3 rows; set size = 3"
+    )
+    assert (
+        message_of(**makers("forever", params={"seed": 2})) == "rl.data.params.seed: set rl.data.seed instead"
+    )
     with pytest.raises(PlugInError, match="has no nothing"):
         load(**makers("nothing"))
 
@@ -428,7 +520,10 @@ def test_odd_rows_of_a_function_are_malformed_one_by_one(makers: Any):
     assert found.rows == ({"prompt": "a"}, None, None, None)
     assert [bad.problem for bad in found.bad] == [
         "the row is of type str; it must be an object with `prompt` or `messages`",
-        'f is of type function; JSON has no such value; leave the field out with columns.f = "", or convert it',
+        (
+            'f is of type function; JSON has no such value; leave the field out with columns.f = "", or'
+            " convert it"
+        ),
         "the row has the key 3; keys must be text",
     ]
     assert str(found.bad[0]) == f"{source.function} row 1: {found.bad[0].problem}"
@@ -437,7 +532,14 @@ def test_odd_rows_of_a_function_are_malformed_one_by_one(makers: Any):
 def test_numpy_values_become_json():
     from rollouts.data.rows import parse_row
 
-    row = {"prompt": "p", "f": np.float32(0.5), "d": np.float64(0.1), "i": np.int64(3), "a": np.array([[1, 2]]), "t": np.datetime64("2026-01-02")}
+    row = {
+        "prompt": "p",
+        "f": np.float32(0.5),
+        "d": np.float64(0.1),
+        "i": np.int64(3),
+        "a": np.array([[1, 2]]),
+        "t": np.datetime64("2026-01-02"),
+    }
     found = parse_row(row, {}, None)
     assert found == {"prompt": "p", "f": 0.5, "d": 0.1, "i": 3, "a": [[1, 2]], "t": "2026-01-02"}
     assert [type(value) for value in found.values()] == [str, float, float, int, list, str]

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from rollouts.config.schema import DataSourceConfig
-from rollouts.data.datasets import exclude_prompts, load_rows, prompt_key, require_prompts, row_to_conversation, unique_prompts
+from rollouts.data.datasets import (
+    exclude_prompts,
+    load_rows,
+    prompt_key,
+    require_prompts,
+    row_to_conversation,
+    unique_prompts,
+)
 from rollouts.errors import DataError
 from rollouts.types import check_json
 
@@ -27,7 +34,14 @@ def gym(**settings: Any) -> DataSourceConfig:
 def write(tmp_path: Path):
     def write_rows(*lines: object) -> Path:
         path = tmp_path / "rows.jsonl"
-        parts = [line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode() for line in lines]
+        parts = [
+            (
+                line
+                if isinstance(line, bytes)
+                else (line if isinstance(line, str) else json.dumps(line)).encode()
+            )
+            for line in lines
+        ]
         path.write_bytes(b"".join(part + b"\n" for part in parts))
         return path
 
@@ -40,11 +54,13 @@ def message_of(source: DataSourceConfig) -> str:
     return str(caught.value)
 
 
-# --- files -------------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 def test_rows_keep_their_order_and_their_other_fields(write):
-    path = write({"prompt": "a", "answer": 7, "tags": ["x"]}, {"messages": [{"role": "user", "content": "b"}]})
+    path = write(
+        {"prompt": "a", "answer": 7, "tags": ["x"]}, {"messages": [{"role": "user", "content": "b"}]}
+    )
     assert load_rows(jsonl(path), name="rl.data") == [
         {"prompt": "a", "answer": 7, "tags": ["x"]},
         {"messages": [{"role": "user", "content": "b"}]},
@@ -58,7 +74,10 @@ def test_size_takes_the_first_rows(write):
 
 def test_a_size_above_what_there_is_states_both(write):
     path = write({"prompt": "a"}, {"prompt": "b"})
-    assert message_of(jsonl(path, size=3)) == f"rl.data.size=3 but {path} has 2 rows; set size = 2 or leave it out"
+    assert (
+        message_of(jsonl(path, size=3))
+        == f"rl.data.size=3 but {path} has 2 rows; set size = 2 or leave it out"
+    )
 
 
 def test_only_a_newline_ends_a_line(write):
@@ -81,22 +100,40 @@ def test_empty_lines_and_a_byte_order_mark_are_no_rows(write):
         ('{"prompt": "a", "x": 1e999}', "x is inf; JSON has no such number"),
         ("[" * 100_000, "not JSON: maximum recursion depth exceeded"),
         ("[1]", "the row is of type list; it must be an object with `prompt` or `messages`"),
-        ({"promt": "a", "x": 1}, "neither `prompt` nor `messages`; the row has promt, x; did you mean prompt?"),
+        (
+            {"promt": "a", "x": 1},
+            "neither `prompt` nor `messages`; the row has promt, x; did you mean prompt?",
+        ),
         ({}, "neither `prompt` nor `messages`; the row has no fields"),
         ({"prompt": " "}, "prompt is empty; it must be text or chat messages"),
         ({"prompt": 3}, "prompt is of type int; it must be a list of chat messages"),
         ({"prompt": []}, "prompt is an empty list; it must hold at least one chat message"),
         ({"messages": "hi"}, "messages is of type str; it must be a list of chat messages"),
-        ({"messages": ["hi"]}, "messages[0] is of type str; a chat message is an object with a role and a content"),
-        ({"messages": [{"role": "user"}]}, "messages[0] has no content; a chat message is an object with a role and a content"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is of type NoneType; it must be text"),
-        ({"messages": [{"role": "", "content": "a"}]}, "messages[0].role is empty; it must be system, user, assistant or tool"),
+        (
+            {"messages": ["hi"]},
+            "messages[0] is of type str; a chat message is an object with a role and a content",
+        ),
+        (
+            {"messages": [{"role": "user"}]},
+            "messages[0] has no content; a chat message is an object with a role and a content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content is of type NoneType; it must be text",
+        ),
+        (
+            {"messages": [{"role": "", "content": "a"}]},
+            "messages[0].role is empty; it must be system, user, assistant or tool",
+        ),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(write, line, problem):
     path = write({"prompt": "fine"}, line)
     message = message_of(jsonl(path))
-    assert message.startswith("rl.data: 1 of 2 rows is malformed, more than max_bad_fraction=0.01 allows; mend them, or set rl.data.max_bad_fr")
+    assert message.startswith(
+        "rl.data: 1 of 2 rows is malformed, more than max_bad_fraction=0.01 allows; mend them, or set"
+        " rl.data.max_bad_fr"
+    )
     assert f"\n  {path}:2: {problem}" in message
 
 
@@ -106,16 +143,24 @@ def test_a_file_without_rows_is_named(write):
 
 def test_a_missing_file_is_named_with_the_place_looked_at(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert message_of(jsonl(Path("no.jsonl"))) == f"rl.data.path='no.jsonl': there is no such file (looked for {tmp_path / 'no.jsonl'})"
+    assert (
+        message_of(jsonl(Path("no.jsonl")))
+        == f"rl.data.path='no.jsonl': there is no such file (looked for {tmp_path / 'no.jsonl'})"
+    )
     assert "cannot be read: Is a directory" in message_of(jsonl(tmp_path))
 
 
-# --- system prompts ----------------------------------------------------------------------------------------------------------
+# --- system prompts -----------------------------------------------------------------------------------------
 
 
 def test_a_system_prompt_goes_before_every_prompt_that_has_none(write):
     user, own = {"role": "user", "content": "q"}, {"role": "system", "content": "own"}
-    path = write({"prompt": "q"}, {"prompt": [user]}, {"prompt": [own, user]}, {"messages": [user, {"role": "assistant", "content": "a"}]})
+    path = write(
+        {"prompt": "q"},
+        {"prompt": [user]},
+        {"prompt": [own, user]},
+        {"messages": [user, {"role": "assistant", "content": "a"}]},
+    )
     rows = load_rows(jsonl(path, system_prompt="be brief"), name="rl.data")
     brief = {"role": "system", "content": "be brief"}
     assert [row.get("prompt", row.get("messages")) for row in rows] == [
@@ -126,11 +171,13 @@ def test_a_system_prompt_goes_before_every_prompt_that_has_none(write):
     ]
 
 
-# --- reasoning-gym -----------------------------------------------------------------------------------------------------------
+# --- reasoning-gym ------------------------------------------------------------------------------------------
 
 
 def test_reasoning_gym_rows_have_prompt_answer_and_plain_metadata():
-    rows = load_rows(gym(seed=1, params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}), name="rl.data")
+    rows = load_rows(
+        gym(seed=1, params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}), name="rl.data"
+    )
     assert len(rows) == 3
     for row in rows:
         assert row["source_dataset"] == "chain_sum"
@@ -150,7 +197,11 @@ def test_reasoning_gym_rows_depend_on_the_seed_alone():
 def test_what_json_cannot_say_is_left_out_of_metadata(monkeypatch):
     from reasoning_gym import factory
 
-    entry = {"question": "q", "answer": "a", "metadata": {"kept": (1, object(), "x"), "lost": object(), 3: {"inf": float("inf"), "ok": None}}}
+    entry = {
+        "question": "q",
+        "answer": "a",
+        "metadata": {"kept": (1, object(), "x"), "lost": object(), 3: {"inf": float("inf"), "ok": None}},
+    }
     monkeypatch.setattr(factory, "create_dataset", lambda name, **settings: [entry])
     (row,) = load_rows(gym(size=1), name="rl.data")
     assert row["metadata"] == {"kept": [1, "x"], "3": {"ok": None}}
@@ -162,7 +213,10 @@ def test_an_unknown_reasoning_gym_dataset_gets_the_nearest_name():
 
 def test_an_unknown_reasoning_gym_parameter_gets_the_nearest_name():
     message = message_of(gym(params={"min_term": 2}))
-    assert message.startswith("rl.data.params.min_term is no parameter of chain_sum; did you mean min_terms? It takes: min_terms, max_terms")
+    assert message.startswith(
+        "rl.data.params.min_term is no parameter of chain_sum; did you mean min_terms? It takes: min_terms,"
+        " max_terms"
+    )
 
 
 def test_seed_and_size_have_one_place():
@@ -171,7 +225,10 @@ def test_seed_and_size_have_one_place():
 
 def test_a_reasoning_gym_parameter_out_of_range_keeps_its_reason():
     message = message_of(gym(params={"min_terms": 5, "max_terms": 2}))
-    assert message.startswith("rl.data: reasoning-gym refused chain_sum with rl.data.params={'min_terms': 5, 'max_terms': 2}: AssertionError:")
+    assert message.startswith(
+        "rl.data: reasoning-gym refused chain_sum with rl.data.params={'min_terms': 5, 'max_terms': 2}:"
+        " AssertionError:"
+    )
 
 
 def test_without_reasoning_gym_the_message_says_what_to_install(monkeypatch):
@@ -179,7 +236,7 @@ def test_without_reasoning_gym_the_message_says_what_to_install(monkeypatch):
     assert "pip install 'rollouts-rl[reasoning-gym]'" in message_of(gym())
 
 
-# --- what each stage needs ---------------------------------------------------------------------------------------------------
+# --- what each stage needs ----------------------------------------------------------------------------------
 
 
 def test_rl_rows_need_a_prompt():
@@ -210,11 +267,14 @@ def test_an_sft_row_without_something_to_train_on_is_refused(row, problem):
     assert str(caught.value).startswith(problem)
 
 
-# --- held-out prompts --------------------------------------------------------------------------------------------------------
+# --- held-out prompts ---------------------------------------------------------------------------------------
 
 
 def turns(*contents: str) -> list[dict[str, str]]:
-    return [{"role": "assistant" if index % 2 else "user", "content": content} for index, content in enumerate(contents)]
+    return [
+        {"role": "assistant" if index % 2 else "user", "content": content}
+        for index, content in enumerate(contents)
+    ]
 
 
 def test_the_same_question_has_one_key_however_it_is_written():
@@ -235,7 +295,12 @@ def test_prompts_that_are_only_a_system_message_differ_by_it():
 
 
 def test_held_out_prompts_leave_the_training_rows():
-    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b"}, {"messages": turns("A", "1")}, {"messages": turns("c", "1", "d", "2")}]
+    rows = [
+        {"prompt": "a", "answer": "1"},
+        {"prompt": "b"},
+        {"messages": turns("A", "1")},
+        {"messages": turns("c", "1", "d", "2")},
+    ]
     kept, removed = exclude_prompts(rows, [{"prompt": "a"}])
     assert (kept, removed) == ([rows[1], rows[3]], 2)
     assert exclude_prompts(rows, []) == (rows, 0)

@@ -37,7 +37,9 @@ def fail(text: str) -> None:
 async def test_jobs_run_in_submission_order_on_one_thread_that_is_not_trios():
     order: list[tuple[int, int]] = []
     async with open_device_thread(name="device") as device:
-        futures = [device.submit(lambda n=n: order.append((n, threading.get_ident())) or n * n) for n in range(20)]
+        futures = [
+            device.submit(lambda n=n: order.append((n, threading.get_ident())) or n * n) for n in range(20)
+        ]
         assert [await future for future in futures] == [n * n for n in range(20)]
     assert [n for n, _ in order] == list(range(20))
     assert len({thread for _, thread in order}) == 1
@@ -81,7 +83,10 @@ async def test_a_failure_reaches_every_waiter_and_is_then_not_raised_again_on_le
         depth, frame = 0, caught.value.__traceback__
         while frame is not None:
             depth, frame = depth + 1, frame.tb_next
-        assert depth == 5, "here, result(), the thread's loop, the lambda and fail(): the traceback must not grow with every waiter"
+        assert depth == 5, (
+            "here, result(), the thread's loop, the lambda and fail(): the traceback must not grow with every"
+            " waiter"
+        )
 
 
 async def test_cancelling_a_waiter_does_not_cancel_the_job():
@@ -97,7 +102,7 @@ async def test_cancelling_a_waiter_does_not_cancel_the_job():
 
 
 async def test_a_cancelled_waiter_has_not_heard_of_the_failure():
-    with pytest.raises(ValueError, match="unheard"):  # noqa: PT012  it is leaving the context that raises
+    with pytest.raises(ValueError, match="unheard"):
         async with open_device_thread(name="device") as device:
             gate = Gate()
             device.submit(gate)
@@ -117,7 +122,7 @@ async def test_leaving_normally_runs_everything_that_was_queued():
 
 
 async def test_several_unheard_failures_are_raised_as_a_group():
-    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012  it is leaving the context that raises
+    with pytest.raises(ExceptionGroup) as caught:
         async with open_device_thread(name="device") as device:
             device.submit(lambda: fail("one"))
             device.submit(lambda: fail("two"))
@@ -133,7 +138,7 @@ async def test_a_step_that_did_not_run_because_of_an_earlier_one_adds_no_failure
 
 
 async def test_an_exception_of_the_body_is_raised_as_it_is_and_hides_unheard_failures():
-    with pytest.raises(KeyError, match="mine"):  # noqa: PT012  it is leaving the context that raises
+    with pytest.raises(KeyError, match="mine"):
         async with open_device_thread(name="device") as device:
             device.submit(lambda: fail("unheard"))
             raise KeyError("mine")
@@ -143,7 +148,7 @@ async def test_leaving_by_an_exception_waits_for_the_running_job_and_drops_the_r
     gate = Gate()
     ran: list[int] = []
     futures = []
-    with pytest.raises(KeyError):  # noqa: PT012  it is leaving the context that raises
+    with pytest.raises(KeyError):
         async with open_device_thread(name="device") as device:
             futures.append(device.submit(gate))
             futures.append(device.submit(lambda: ran.append(1)))
@@ -180,7 +185,7 @@ async def test_a_long_job_learns_between_two_pieces_of_work_that_it_should_stop(
         gate()
         device.check_open()
 
-    with pytest.raises(KeyError):  # noqa: PT012  it is leaving the context that raises
+    with pytest.raises(KeyError):
         async with open_device_thread(name="device") as device:
             future = device.submit(long_job)
             await gate.wait_started()

@@ -1,4 +1,6 @@
-"""Where a run computes: what the setting comes to on a machine, that all ranks come to the same, and that the backend is opened there."""
+"""Where a run computes: what the setting comes to on a machine, that all ranks come to the same, and that the
+backend is opened there.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ from rollouts.preflight.estimate import Lengths, ModelSize, estimate_memory
 from rollouts.preflight.findings import Finding
 from rollouts.weight_sync.open import choose_wire
 
-RUN = '''
+RUN = """
 model = { name = "tiny:byte", threads = 1 }
 sft = { steps = 1, data = { kind = "jsonl", path = "rows.jsonl" } }
-'''
+"""
 ROW = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 
 
@@ -41,7 +43,7 @@ def have_gpus(patch: pytest.MonkeyPatch, count: int, *, free: tuple[int, ...] = 
     patch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80 << 30))
 
 
-# --- the choice ----------------------------------------------------------------------------------------------------------------------
+# --- the choice ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -61,25 +63,47 @@ def test_a_gpu_is_taken_where_there_is_one_but_not_in_deterministic_mode(
     assert choose_device(wanted, deterministic=deterministic, local_ranks=2) == chosen
 
 
-def test_a_gpu_that_torch_does_not_find_is_refused_with_the_reason_and_the_way_out(monkeypatch: pytest.MonkeyPatch):
+def test_a_gpu_that_torch_does_not_find_is_refused_with_the_reason_and_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+):
     have_gpus(monkeypatch, 0)
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ConfigError, match=r"model\.device='cuda', but torch \S+ is a build for CPUs; .*set model\.device='auto' or 'cpu'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.device='cuda', but torch \S+ is a build for CPUs; .*set model\.device='auto' or 'cpu'",
+    ):
         choose_device("cuda")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    with pytest.raises(ConfigError, match=r"model\.device='cuda', but torch \S+ finds no GPU \(nvidia-smi, CUDA_VISIBLE_DEVICES\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"model\.device='cuda', but torch \S+ finds no GPU \(nvidia-smi, CUDA_VISIBLE_DEVICES\)",
+    ):
         choose_device("cuda")
 
 
 @pytest.mark.parametrize("wanted", ["auto", "cuda"])
-def test_more_ranks_on_a_machine_than_gpus_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch, wanted: Any):
+def test_more_ranks_on_a_machine_than_gpus_are_refused_with_both_numbers(
+    monkeypatch: pytest.MonkeyPatch, wanted: Any
+):
     have_gpus(monkeypatch, 2)
-    with pytest.raises(ConfigError, match=r"distributed\.ranks=3 with model\.device=.*torch finds 2; use at most 2, .*set model\.device='cpu'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"distributed\.ranks=3 with model\.device=.*torch finds 2; use at most 2, .*set"
+            r" model\.device='cpu'"
+        ),
+    ):
         choose_device(wanted, local_ranks=3)
 
 
 def test_equal_bits_on_a_gpu_are_not_promised():
-    with pytest.raises(ValueError, match=r"model\.device='cuda' with deterministic=true; .*; set model\.device='cpu', or deterministic=false"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"model\.device='cuda' with deterministic=true; .*; set model\.device='cpu', or"
+            r" deterministic=false"
+        ),
+    ):
         RunConfig(deterministic=True, model=ModelConfig(device="cuda"))
     RunConfig(deterministic=True, model=ModelConfig(device="cpu"))
 
@@ -104,13 +128,18 @@ def test_a_thread_takes_the_gpu_that_is_named_by_number(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("device", "args", "wire"),
-    [("cpu", [], "gloo"), ("cuda", [], "nccl"), ("cuda:0", ["--device", "cpu"], "gloo"), ("cuda", ["--device=cuda"], "nccl")],
+    [
+        ("cpu", [], "gloo"),
+        ("cuda", [], "nccl"),
+        ("cuda:0", ["--device", "cpu"], "gloo"),
+        ("cuda", ["--device=cuda"], "nccl"),
+    ],
 )
 def test_weights_go_over_nccl_from_a_gpu_to_gpus_only(device: str, args: list[str], wire: str):
     assert choose_wire(EngineConfig(kind="sglang", transport="memory", args=args), device) == wire
 
 
-# --- ranks -----------------------------------------------------------------------------------------------------------------------------
+# --- ranks --------------------------------------------------------------------------------------------------
 
 
 def choose_and_fail() -> str:
@@ -126,18 +155,25 @@ def test_ranks_that_have_chosen_alike_compute_there():
 
 
 def test_ranks_that_have_chosen_unlike_devices_are_named():
-    message = r"model\.device comes to 'cpu' on ranks 1, 3 \(the first on b\) and to 'cuda' on rank 0 on a; .*set model\.device='cpu'"
+    message = (
+        r"model\.device comes to 'cpu' on ranks 1, 3 \(the first on b\) and to 'cuda' on rank 0 on a; .*set"
+        r" model\.device='cpu'"
+    )
     with pytest.raises(ConfigError, match=message):
         check_same_device([say("a", "cuda"), say("b", "cpu"), say("a", "cuda"), say("b", "cpu")])
 
 
 def test_a_rank_without_the_device_is_named_to_all():
     host = socket.gethostname()
-    with pytest.raises(ConfigError, match=rf"^rank 1 on {host}: model\.device='cuda', but torch finds no GPU"):
+    with pytest.raises(
+        ConfigError, match=rf"^rank 1 on {host}: model\.device='cuda', but torch finds no GPU"
+    ):
         check_same_device([say("a", "cuda"), tell_device(choose_and_fail)])
 
 
-async def test_ranks_that_meet_refuse_unlike_devices_with_the_same_words_before_there_is_a_process_group(monkeypatch: pytest.MonkeyPatch):
+async def test_ranks_that_meet_refuse_unlike_devices_with_the_same_words_before_there_is_a_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -176,7 +212,7 @@ async def test_what_a_rank_says_is_heard_by_all_that_meet(monkeypatch: pytest.Mo
     assert [heard[rank].words for rank in range(3)] == [(b"", b"\x00", b"\x00\x00")] * 3
 
 
-# --- before a run ------------------------------------------------------------------------------------------------------------------------
+# --- before a run -------------------------------------------------------------------------------------------
 
 
 def test_the_fullest_gpu_of_the_ranks_counts(monkeypatch: pytest.MonkeyPatch):
@@ -191,7 +227,12 @@ def test_a_gpu_that_does_not_answer_is_a_config_error(monkeypatch: pytest.Monkey
 
     have_gpus(monkeypatch, 1)
     monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
-    with pytest.raises(ConfigError, match=r"model\.device='auto': a GPU cannot be used \(CUDA error: out of memory\); .*model\.device='cpu'"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"model\.device='auto': a GPU cannot be used \(CUDA error: out of memory\); .*model\.device='cpu'"
+        ),
+    ):
         look_at_device("auto")
 
 
@@ -200,7 +241,9 @@ def estimate(settings: dict[str, Any], *, free: int) -> list[Finding]:
     sft = {"steps": 1, "data": {"kind": "jsonl", "path": "x"}}
     config = RunConfig.model_validate({"sft": sft, "output": {"dir": "/tmp"}, "distributed": settings})
     size = ModelSize(parameters=2**20, layers=2, hidden=32, inner=64, query=32, key_value=16)
-    *found, _ = estimate_memory(config, ["sft"], Lengths(prompt=6, conversation=16), size, device=DeviceMemory("cuda", free))
+    *found, _ = estimate_memory(
+        config, ["sft"], Lengths(prompt=6, conversation=16), size, device=DeviceMemory("cuda", free)
+    )
     return found
 
 
@@ -208,7 +251,10 @@ def test_a_gpu_holds_its_rank_s_part_and_is_compared_with_its_own_memory():
     (found,) = estimate({"ranks": 4, "shard_size": 2}, free=9 << 20)
     # of 16 MiB half, and 16 conversations of 16 tokens at 5.5 KiB
     assert found.subject == "sft: memory of a GPU"
-    assert found.message.startswith("about 9.38 MiB when every sample has its full length, an estimate: 2 MiB weights 4 x 1.049M / 2 ranks, ")
+    assert found.message.startswith(
+        "about 9.38 MiB when every sample has its full length, an estimate: 2 MiB weights 4 x 1.049M / 2"
+        " ranks, "
+    )
     assert (found.level, "; 9 MiB are free: lower" in found.message) == ("warning", True)
     assert estimate({"ranks": 4}, free=9 << 20)[0].level == "ok"
 
@@ -219,32 +265,49 @@ def test_what_is_offloaded_counts_against_the_machine_once_for_every_copy(monkey
     assert gpu.message.startswith("about 1.38 MiB")
     assert gpu.level == "ok"
     assert (host.subject, host.level) == ("sft: host memory", "warning")
-    assert host.message.startswith("about 32 MiB when every sample has its full length, an estimate: 8 MiB 2 x weights 4 x 1.049M, ")
+    assert host.message.startswith(
+        "about 32 MiB when every sample has its full length, an estimate: 8 MiB 2 x weights 4 x 1.049M, "
+    )
 
 
-# --- train.py ----------------------------------------------------------------------------------------------------------------------------
+# --- train.py -----------------------------------------------------------------------------------------------
 
 
-def test_the_program_asks_for_what_the_config_says_and_for_all_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+def test_the_program_asks_for_what_the_config_says_and_for_all_ranks_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+):
     asked: list[Any] = []
-    monkeypatch.setattr("rollouts.models.devices.choose_device", lambda wanted, **options: asked.append((wanted, options)) or "cpu")
-    launch = Launch(rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="localhost", restart=0)
+    monkeypatch.setattr(
+        "rollouts.models.devices.choose_device",
+        lambda wanted, **options: asked.append((wanted, options)) or "cpu",
+    )
+    launch = Launch(
+        rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="localhost", restart=0
+    )
     train.choose_run_device(RunConfig(deterministic=True, model=ModelConfig(device="cpu")), launch)
     assert asked == [("cpu", {"deterministic": True, "local_ranks": 4})]
 
 
 def test_ranks_train_on_the_device_on_which_they_have_met(monkeypatch: pytest.MonkeyPatch):
     opened: dict[str, Any] = {}
-    monkeypatch.setattr("rollouts.backends.fsdp.open_fsdp_backend", lambda path, **options: opened.update(options))
-    config = RunConfig.model_validate({"sft": {"steps": 1, "data": {"kind": "jsonl", "path": "x"}}, "distributed": {"cpu_offload": True}})
+    monkeypatch.setattr(
+        "rollouts.backends.fsdp.open_fsdp_backend", lambda path, **options: opened.update(options)
+    )
+    config = RunConfig.model_validate(
+        {"sft": {"steps": 1, "data": {"kind": "jsonl", "path": "x"}}, "distributed": {"cpu_offload": True}}
+    )
     ranks = SimpleNamespace(hub=None, ranks=SimpleNamespace(device=torch.device("cuda:0")))
-    opening.open_backend(cast(Any, SimpleNamespace(config=config, ranks=ranks, tokenizer=None, device="cuda:0")), "sft", Path())
+    opening.open_backend(
+        cast(Any, SimpleNamespace(config=config, ranks=ranks, tokenizer=None, device="cuda:0")), "sft", Path()
+    )
     assert opened["ranks"] is ranks.ranks
     assert opened["cpu_offload"] is True
     assert "device" not in opened
 
 
-def test_the_chosen_device_reaches_the_backend_of_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_the_chosen_device_reaches_the_backend_of_one_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
     def refuse(path: Path, *, device: str, **options: Any) -> None:
         raise ModelError(f"it was to be on {device}")
 

@@ -1,4 +1,6 @@
-"""Divergences between a teacher and a student. Fixture: p = [.5, .3, .2] (student), q = [.4, .4, .2] (teacher)."""
+"""Divergences between a teacher and a student. Fixture: p = [.5, .3, .2] (student), q = [.4, .4, .2]
+(teacher).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollouts.advantages.distillation import align_rows, compute_distillation_advantages
 from rollouts.errors import ConfigError
-from rollouts.losses.distillation import compute_divergence, compute_linear_divergence, compute_tiled_divergence, gkd_loss
+from rollouts.losses.distillation import (
+    compute_divergence,
+    compute_linear_divergence,
+    compute_tiled_divergence,
+    gkd_loss,
+)
 from rollouts.types import LossUnit, merge_metrics, metric_values
 
 P, Q = [0.5, 0.3, 0.2], [0.4, 0.4, 0.2]
@@ -46,7 +53,7 @@ def slow_divergence(student: list[float], teacher: list[float], beta: float) -> 
     return beta * kl(q, middle) + (1 - beta) * kl(p, middle)
 
 
-# --- divergences ----------------------------------------------------------------------------------------------------------------
+# --- divergences --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(1.0, 0.025267154), (0.0, 0.025815), (0.5, 0.006367)])
@@ -76,20 +83,27 @@ def test_gradients_of_the_two_ends_are_those_of_the_formulas():
 def test_gradients_agree_with_finite_differences(beta: float):
     student = draw(3, 5).requires_grad_()
     teacher = draw(3, 5, seed=1)
-    assert torch.autograd.gradcheck(lambda logits: compute_tiled_divergence(logits, teacher, beta=beta, temperature=1.3, tile=5), (student,))
+    assert torch.autograd.gradcheck(
+        lambda logits: compute_tiled_divergence(logits, teacher, beta=beta, temperature=1.3, tile=5),
+        (student,),
+    )
 
 
 def test_the_ends_are_the_limits_of_the_quotients_by_beta():
     student, teacher = draw(4, 6), draw(4, 6, seed=1)
     for beta, end, weight in ((1e-6, 0.0, 1e-6), (1 - 1e-6, 1.0, 1e-6)):
         near = compute_divergence(student, teacher, beta=beta) / weight
-        assert near.tolist() == pytest.approx(compute_divergence(student, teacher, beta=end).tolist(), rel=1e-4)
+        assert near.tolist() == pytest.approx(
+            compute_divergence(student, teacher, beta=end).tolist(), rel=1e-4
+        )
 
 
 def test_a_divergence_is_zero_only_between_equals_and_jsd_is_symmetric_and_bounded():
     student, teacher = 10 * draw(50, 4), 10 * draw(50, 4, seed=1)
     for beta in BETAS:
-        assert compute_divergence(student, student + 3.0, beta=beta).tolist() == pytest.approx([0.0] * 50, abs=1e-12)
+        assert compute_divergence(student, student + 3.0, beta=beta).tolist() == pytest.approx(
+            [0.0] * 50, abs=1e-12
+        )
         assert float(compute_divergence(student, teacher, beta=beta).min()) > 0
     jsd = compute_divergence(student, teacher, beta=0.5)
     assert jsd.tolist() == pytest.approx(compute_divergence(teacher, student, beta=0.5).tolist(), rel=1e-10)
@@ -102,31 +116,46 @@ def test_tokens_that_both_give_probability_zero_change_nothing(beta: float):
     student = torch.tensor([[1.0, -INF, 2.0, 0.5]], dtype=torch.float64).requires_grad_()
     teacher = torch.tensor([[0.0, -INF, 2.0, 1.5]], dtype=torch.float64)
     short = torch.tensor([[1.0, 2.0, 0.5]], dtype=torch.float64).requires_grad_()
-    value, wanted = compute_divergence(student, teacher, beta=beta), compute_divergence(short, teacher[:, [0, 2, 3]], beta=beta)
+    value, wanted = (
+        compute_divergence(student, teacher, beta=beta),
+        compute_divergence(short, teacher[:, [0, 2, 3]], beta=beta),
+    )
     assert value.tolist() == pytest.approx(wanted.tolist())
     value.sum().backward()
     wanted.sum().backward()
     assert student.grad is not None and short.grad is not None
-    assert student.grad[0].tolist() == pytest.approx([short.grad[0, 0].item(), 0.0, *short.grad[0, 1:].tolist()])
+    assert student.grad[0].tolist() == pytest.approx(
+        [short.grad[0, 0].item(), 0.0, *short.grad[0, 1:].tolist()]
+    )
 
 
 def test_a_token_that_only_one_gives_probability_zero_makes_one_direction_infinite():
     student, teacher = torch.tensor([[0.0, -INF]]), torch.tensor([[0.0, 0.0]])
-    assert float(compute_divergence(student, teacher, beta=0.0)) == INF  # the teacher's second token is out of reach
+    assert (
+        float(compute_divergence(student, teacher, beta=0.0)) == INF
+    )  # the teacher's second token is out of reach
     assert float(compute_divergence(student, teacher, beta=1.0)) == pytest.approx(math.log(2))
-    assert float(compute_divergence(student, teacher, beta=0.5)) == pytest.approx(0.5 * kl([0.5, 0.5], [0.75, 0.25]) + 0.5 * math.log(1 / 0.75))
+    assert float(compute_divergence(student, teacher, beta=0.5)) == pytest.approx(
+        0.5 * kl([0.5, 0.5], [0.75, 0.25]) + 0.5 * math.log(1 / 0.75)
+    )
 
 
 def test_tiles_and_heads_give_the_same_values_and_gradients():
     hidden, weight = draw(11, 4).requires_grad_(), draw(9, 4, seed=1).requires_grad_()
     teacher_hidden, teacher_weight = draw(11, 6, seed=2).requires_grad_(), draw(9, 6, seed=3)
-    whole = compute_divergence(hidden @ weight.T, teacher_hidden @ teacher_weight.T, beta=0.3, temperature=0.7)
+    whole = compute_divergence(
+        hidden @ weight.T, teacher_hidden @ teacher_weight.T, beta=0.3, temperature=0.7
+    )
     scale = torch.arange(11.0, dtype=torch.float64)
     wanted = torch.autograd.grad((whole * scale).sum(), (hidden, weight))
     for tile in (1, 25, 10_000):
-        found = compute_linear_divergence(hidden, weight, teacher_hidden, teacher_weight, beta=0.3, temperature=0.7, tile=tile)
+        found = compute_linear_divergence(
+            hidden, weight, teacher_hidden, teacher_weight, beta=0.3, temperature=0.7, tile=tile
+        )
         torch.testing.assert_close(found, whole, rtol=1e-12, atol=0)
-        for one, other in zip(torch.autograd.grad((found * scale).sum(), (hidden, weight)), wanted, strict=True):
+        for one, other in zip(
+            torch.autograd.grad((found * scale).sum(), (hidden, weight)), wanted, strict=True
+        ):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
     assert compute_linear_divergence(hidden[:0], weight, teacher_hidden[:0], teacher_weight).shape == (0,)
 
@@ -145,7 +174,9 @@ def test_the_logits_of_all_positions_never_exist_at_once():
             return out
 
     with Watch():
-        compute_linear_divergence(hidden, weight, teacher_hidden, teacher_weight, tile=16 * 512).sum().backward()
+        compute_linear_divergence(
+            hidden, weight, teacher_hidden, teacher_weight, tile=16 * 512
+        ).sum().backward()
     assert largest == 16 * 512  # all logits would be 131,072
 
 
@@ -153,10 +184,12 @@ def test_half_precision_logits_are_widened():
     student, teacher = draw(3, 5).bfloat16(), draw(3, 5, seed=1).bfloat16()
     found = compute_divergence(student, teacher)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), compute_divergence(student.double(), teacher.double()), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        found.double(), compute_divergence(student.double(), teacher.double()), rtol=1e-5, atol=1e-6
+    )
 
 
-# --- the loss -------------------------------------------------------------------------------------------------------------------
+# --- the loss -----------------------------------------------------------------------------------------------
 
 
 def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks():
@@ -168,7 +201,11 @@ def test_gkd_sums_over_the_mask_in_each_unit_and_no_garbage_leaks():
     by_rows = float(token_losses[0][mask[0]].mean() + token_losses[1, 1])
     dirty_student = torch.where(mask[..., None], student, NAN).requires_grad_()
     dirty_teacher = torch.where(mask[..., None], teacher, INF)
-    cases: list[tuple[LossUnit, float, float]] = [("tokens", by_tokens, 4.0), ("constant", by_tokens, 4.0), ("sequences", by_rows, 2.0)]
+    cases: list[tuple[LossUnit, float, float]] = [
+        ("tokens", by_tokens, 4.0),
+        ("constant", by_tokens, 4.0),
+        ("sequences", by_rows, 2.0),
+    ]
     for unit, wanted, count in cases:
         output = gkd_loss(dirty_student, dirty_teacher, mask, beta=0.4, unit=unit, tile=7)
         assert (float(output.sum.detach()), output.count) == (pytest.approx(wanted, rel=1e-12), count)
@@ -188,8 +225,12 @@ def test_rows_apart_give_the_same_sum_and_gradient_as_together():
         whole = gkd_loss(student, teacher, mask, unit=unit)
         parts = [gkd_loss(student[rows], teacher[rows], mask[rows], unit=unit) for rows in ([0, 3], [1], [2])]
         assert sum(part.count for part in parts) == whole.count
-        torch.testing.assert_close(torch.stack([part.sum for part in parts]).sum(), whole.sum, rtol=1e-10, atol=0)
-        assert metric_values(merge_metrics([part.metrics for part in parts])) == pytest.approx(metric_values(whole.metrics))
+        torch.testing.assert_close(
+            torch.stack([part.sum for part in parts]).sum(), whole.sum, rtol=1e-10, atol=0
+        )
+        assert metric_values(merge_metrics([part.metrics for part in parts])) == pytest.approx(
+            metric_values(whole.metrics)
+        )
         (wanted,) = torch.autograd.grad(whole.sum, student)
         (found,) = torch.autograd.grad(torch.stack([part.sum for part in parts]).sum(), student)
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-15)
@@ -213,7 +254,9 @@ def test_descending_the_loss_brings_the_student_to_the_teacher(beta: float):
         weight = 1.0 if beta in (0, 1) else 1 / (beta * (1 - beta))
         (grad,) = torch.autograd.grad(gkd_loss(student, teacher, mask, beta=beta).sum, student)
         student = student - 3 * weight * grad
-    assert student.softmax(-1).detach().flatten().tolist() == pytest.approx(teacher.softmax(-1).flatten().tolist(), abs=0.02)
+    assert student.softmax(-1).detach().flatten().tolist() == pytest.approx(
+        teacher.softmax(-1).flatten().tolist(), abs=0.02
+    )
 
 
 def test_self_distillation_from_an_equal_teacher_changes_nothing():
@@ -245,7 +288,7 @@ def test_bad_parameters_and_shapes_are_named():
         gkd_loss(draw(1, 2, 3), draw(1, 2, 3), torch.ones(2, 2, dtype=torch.bool))
 
 
-# --- by sampled tokens ----------------------------------------------------------------------------------------------------------
+# --- by sampled tokens --------------------------------------------------------------------------------------
 
 
 def array(*values: float) -> np.ndarray:
@@ -253,17 +296,25 @@ def array(*values: float) -> np.ndarray:
 
 
 def test_advantages_are_how_much_likelier_the_teacher_finds_each_token():
-    (found,) = compute_distillation_advantages([array(-0.5, -1.5, -1.2)], [array(-0.7, -0.9, -1.6)], [np.ones(3, bool)])
+    (found,) = compute_distillation_advantages(
+        [array(-0.5, -1.5, -1.2)], [array(-0.7, -0.9, -1.6)], [np.ones(3, bool)]
+    )
     assert found.tolist() == pytest.approx([0.2, -0.6, 0.4], abs=1e-6)
-    (half,) = compute_distillation_advantages([array(-0.5, -1.5, -1.2)], [array(-0.7, -0.9, -1.6)], [np.ones(3, bool)], coef=0.5, clip=0.25)
+    (half,) = compute_distillation_advantages(
+        [array(-0.5, -1.5, -1.2)], [array(-0.7, -0.9, -1.6)], [np.ones(3, bool)], coef=0.5, clip=0.25
+    )
     assert half.tolist() == pytest.approx([0.1, -0.25, 0.2], abs=1e-6)
 
 
 def test_nothing_outside_the_mask_is_read_and_a_clip_holds_impossible_tokens():
     mask = np.array([False, True, False])
-    (found,) = compute_distillation_advantages([array(NAN, -INF, INF)], [array(INF, -1.0, NAN)], [mask], clip=5.0)
+    (found,) = compute_distillation_advantages(
+        [array(NAN, -INF, INF)], [array(INF, -1.0, NAN)], [mask], clip=5.0
+    )
     assert found.tolist() == [0.0, -5.0, 0.0]
-    with pytest.raises(ValueError, match="row 0, token 1: the student's log-prob is -inf; it must be finite"):  # it would be +5
+    with pytest.raises(
+        ValueError, match="row 0, token 1: the student's log-prob is -inf; it must be finite"
+    ):  # it would be +5
         compute_distillation_advantages([array(NAN, -1.0, INF)], [array(INF, -INF, NAN)], [mask], clip=5.0)
     with pytest.raises(ValueError, match="row 0, token 1: the advantage is -inf"):
         compute_distillation_advantages([array(NAN, -INF, INF)], [array(INF, -1.0, NAN)], [mask])
@@ -285,7 +336,10 @@ def test_rows_are_aligned_by_their_masks():
     teacher = [array(9, 9, 9, -1.0, -2.0), array(9, -3.0)]
     teacher_masks = [np.array([False, False, False, True, True]), np.array([False, True])]
     masks = [np.array([False, True, True]), np.array([False, False, True])]
-    assert [row.tolist() for row in align_rows(teacher, teacher_masks, masks)] == [[0.0, -1.0, -2.0], [0.0, 0.0, -3.0]]
+    assert [row.tolist() for row in align_rows(teacher, teacher_masks, masks)] == [
+        [0.0, -1.0, -2.0],
+        [0.0, 0.0, -3.0],
+    ]
     with pytest.raises(ValueError, match="row 1: the teacher's mask selects 1 tokens, the student's 2"):
         align_rows(teacher, teacher_masks, [masks[0], np.array([False, True, True])])
 

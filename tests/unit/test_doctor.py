@@ -30,7 +30,7 @@ def levels(findings: list[Finding]) -> dict[str, str]:
     return {finding.subject: finding.level for finding in findings}
 
 
-# --- machine --------------------------------------------------------------------------------------------------------------------
+# --- machine ------------------------------------------------------------------------------------------------
 
 
 def test_an_old_python_is_a_problem():
@@ -39,7 +39,13 @@ def test_an_old_python_is_a_problem():
 
 
 def test_versions_are_compared_with_the_floors():
-    wanted = ["torch>=2.11", "transformers>=5.17", "trio>=0.30", "numpy>=1.26", "matplotlib>=3.9; extra == 'plot'"]
+    wanted = [
+        "torch>=2.11",
+        "transformers>=5.17",
+        "trio>=0.30",
+        "numpy>=1.26",
+        "matplotlib>=3.9; extra == 'plot'",
+    ]
     found = machine.check_packages(wanted, {"torch": "2.11.0+cpu", "transformers": "5.9", "numpy": "2.0"}.get)
     assert levels(found) == {"torch": "ok", "transformers": "error", "trio": "error"}
     assert "5.9 is older than 5.17; pip install 'transformers>=5.17'" in found[1].message
@@ -51,11 +57,16 @@ def test_versions_are_numbers_not_text():
 
 
 def test_extras_are_installed_in_full_or_not():
-    wanted = ["a>=1; extra == 'x'", "b; extra == 'x'", "c ; extra == \"y\"", "rollouts-rl[x]; extra == 'all'"]
-    assert machine.check_extras(wanted, {"a": "1", "c": "1"}.get).message.startswith("installed: y; not: x (pip")
+    wanted = ["a>=1; extra == 'x'", "b; extra == 'x'", 'c ; extra == "y"', "rollouts-rl[x]; extra == 'all'"]
+    assert machine.check_extras(wanted, {"a": "1", "c": "1"}.get).message.startswith(
+        "installed: y; not: x (pip"
+    )
 
 
-@pytest.mark.parametrize(("listed", "cuda", "level"), [(None, None, "ok"), ("H100, 570.1, 80 GB", "12.8", "ok"), ("H100, 570.1", None, "warning")])
+@pytest.mark.parametrize(
+    ("listed", "cuda", "level"),
+    [(None, None, "ok"), ("H100, 570.1, 80 GB", "12.8", "ok"), ("H100, 570.1", None, "warning")],
+)
 def test_a_gpu_that_torch_cannot_use_is_a_warning(listed: str | None, cuda: str | None, level: str):
     assert machine.check_gpu(listed, cuda).level == level
 
@@ -67,7 +78,10 @@ def test_cores_are_compared_with_what_the_control_group_allows(tmp_path: Path):
     limited = machine.check_cores(8, tmp_path, {})
     assert (limited.level, limited.message) == (
         "warning",
-        "8, of whose time the control group allows 2.5 cores'; set model.threads = 2, or more threads wait for each other",
+        (
+            "8, of whose time the control group allows 2.5 cores'; set model.threads = 2, or more threads"
+            " wait for each other"
+        ),
     )
     (tmp_path / "sys/fs/cgroup/cpu.max").write_text("max 100000\n")
     assert machine.check_cores(8, tmp_path, {"OMP_NUM_THREADS": "8"}).level == "ok"
@@ -87,7 +101,11 @@ def test_the_first_control_groups_are_read_too(tmp_path: Path):
 def test_little_room_is_a_warning_and_none_a_problem(tmp_path: Path):
     gib = 1 << 30
     assert [machine.check_memory(free).level for free in (None, gib, 8 * gib)] == ["warning", "warning", "ok"]
-    assert [machine.check_disk(tmp_path, free, 10**6).level for free in (gib // 2, 2 * gib, 9 * gib)] == ["error", "warning", "ok"]
+    assert [machine.check_disk(tmp_path, free, 10**6).level for free in (gib // 2, 2 * gib, 9 * gib)] == [
+        "error",
+        "warning",
+        "ok",
+    ]
     assert machine.check_disk(tmp_path, 9 * gib, 5).level == "error"
     assert machine.check_shm(tmp_path / "none").level == "warning"
 
@@ -102,7 +120,10 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path: Path, monkeypatch: p
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    assert levels(machine.check_file_system(tmp_path, lambda: tmp_path.stat().st_mtime)) == {"flock": "ok", "clock": "ok"}
+    assert levels(machine.check_file_system(tmp_path, lambda: tmp_path.stat().st_mtime)) == {
+        "flock": "ok",
+        "clock": "ok",
+    }
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert "ENOLCK" in machine.check_file_system(tmp_path, lambda: tmp_path.stat().st_mtime)[0].message
     assert list(tmp_path.iterdir()) == []
@@ -134,7 +155,7 @@ def test_a_guard_or_follower_whose_run_has_ended_is_an_orphan():
     assert found.message.endswith("kill 11")
 
 
-# --- servers --------------------------------------------------------------------------------------------------------------------
+# --- servers ------------------------------------------------------------------------------------------------
 
 
 class FakeClient:
@@ -149,7 +170,9 @@ class FakeClient:
         return HttpReply(status, {}, body)
 
 
-def look(url: str, answers: dict[str, tuple[int, bytes]], stranger: dict[str, tuple[int, bytes]] | None = None) -> list[Finding]:
+def look(
+    url: str, answers: dict[str, tuple[int, bytes]], stranger: dict[str, tuple[int, bytes]] | None = None
+) -> list[Finding]:
     @asynccontextmanager
     async def open_client(url: str, *, api_key: str | None) -> AsyncIterator[Any]:
         yield FakeClient(answers if api_key else stranger or {})
@@ -161,21 +184,27 @@ HEALTHY = {"/health": (200, b""), "/server_info": (200, b'{"version": "0.5.23", 
 
 
 def test_a_server_says_its_version_and_no_more():
-    assert look("http://127.0.0.1:30000", HEALTHY) == [Finding("ok", "http://127.0.0.1:30000", "sglang 0.5.23, healthy")]
+    assert look("http://127.0.0.1:30000", HEALTHY) == [
+        Finding("ok", "http://127.0.0.1:30000", "sglang 0.5.23, healthy")
+    ]
 
 
 def test_a_server_that_strangers_may_control_is_a_warning():
     found = look("http://10.0.0.5:30000", HEALTHY, {"/server_info": (200, b"{}")})
     assert [finding.level for finding in found] == ["ok", "warning"]
     assert "whoever reaches it controls it" in found[1].message
-    assert [finding.level for finding in look("http://10.0.0.5:30000", HEALTHY, {"/server_info": (401, b"")})] == ["ok"]
+    assert [
+        finding.level for finding in look("http://10.0.0.5:30000", HEALTHY, {"/server_info": (401, b"")})
+    ] == ["ok"]
 
 
 def test_a_server_that_is_down_or_refuses_the_key_is_a_problem():
     assert look("http://127.0.0.1:1", {})[0].level == "error"
     assert look("http://127.0.0.1:1", {"/health": (503, b"")})[0].message.startswith("GET /health: 503")
     refused = look("http://127.0.0.1:1", {"/health": (200, b""), "/server_info": (401, b"")})
-    assert [(finding.level, "engine.api_key_env" in finding.message) for finding in refused] == [("error", True)]
+    assert [(finding.level, "engine.api_key_env" in finding.message) for finding in refused] == [
+        ("error", True)
+    ]
 
 
 def test_a_key_that_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyPatch):
@@ -185,19 +214,25 @@ def test_a_key_that_is_not_there_is_a_problem(monkeypatch: pytest.MonkeyPatch):
     assert [finding.level for finding in trio.run(servers.examine_servers, EngineConfig())] == ["ok"]
 
 
-@pytest.mark.parametrize(("host", "own"), [("127.0.0.9", True), ("[::1]", True), ("localhost", True), ("10.0.0.1", False), ("a", False)])
+@pytest.mark.parametrize(
+    ("host", "own"),
+    [("127.0.0.9", True), ("[::1]", True), ("localhost", True), ("10.0.0.1", False), ("a", False)],
+)
 def test_loopback_is_told_by_the_address(host: str, own: bool):
     assert servers.is_loopback(f"http://{host}:1") is own
 
 
-# --- runs -----------------------------------------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     root = tmp_path / "run"
     root.mkdir()
-    rows = [{"stage": "rl", "step": step, "attempt": 1, "time_unix": 1.0, "optim/skipped_steps": step - 1} for step in (1, 2)]
+    rows = [
+        {"stage": "rl", "step": step, "attempt": 1, "time_unix": 1.0, "optim/skipped_steps": step - 1}
+        for step in (1, 2)
+    ]
     (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     checkpoint = root / "checkpoints/rl/step_2"
     checkpoint.mkdir(parents=True)
@@ -221,7 +256,9 @@ def test_a_run_whose_machine_cannot_be_asked_may_be_at_work(run: Path):
     os.utime(run / "metrics.jsonl", (0.0, time.time() - 60.0))
     life, rows = record.examine_run(RunDir(run), deep=False)[:2]
     assert (life.level, rows.level) == ("warning", "ok")
-    assert "is perhaps running on node3, whose lock may not be seen here; last row 6" in life.message  # 60 s, or a few more
+    assert (
+        "is perhaps running on node3, whose lock may not be seen here; last row 6" in life.message
+    )  # 60 s, or a few more
 
 
 def test_a_torn_line_is_a_warning_and_a_damaged_one_a_problem(run: Path):
@@ -250,7 +287,9 @@ def test_a_tracker_that_is_behind_is_a_warning_with_the_command(run: Path):
     (run / "trackers").mkdir()
     held = {"schema": 1, "id": "a" * 32, "files": {}, "sending": None, "number": 0, "handed": 0, "mark": None}
     (run / "trackers/tensorboard.json").write_text(json.dumps(held))
-    found = {finding.subject: finding for finding in record.examine_run(RunDir(run), deep=False)}["tracker tensorboard"]
+    found = {finding.subject: finding for finding in record.examine_run(RunDir(run), deep=False)}[
+        "tracker tensorboard"
+    ]
     assert found.level == "warning"
     assert f"python -m rollouts track {run} --to tensorboard --once" in found.message
     (run / "trackers/tensorboard.json").write_text("{")

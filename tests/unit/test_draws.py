@@ -13,9 +13,13 @@ from rollouts.types import SamplingParams
 MASK = 2**64 - 1
 
 
-def make_draws(rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0) -> np.ndarray:
+def make_draws(
+    rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 0
+) -> np.ndarray:
     params = SamplingParams(max_new_tokens=1, temperature=temperature, top_p=top_p, top_k=top_k)
-    return np.array([make_draw(stream_key(seed, f"row{row}", None), params) for row in range(rows)], DRAW_DTYPE)
+    return np.array(
+        [make_draw(stream_key(seed, f"row{row}", None), params) for row in range(rows)], DRAW_DTYPE
+    )
 
 
 def slow_mix(value: int) -> int:
@@ -50,20 +54,38 @@ def test_uniforms_are_a_function_of_key_and_count():
 
 
 def test_uniforms_are_spread_evenly_within_a_stream_and_across_streams():
-    along = compute_uniforms(np.repeat(np.array([stream_key(0, "a", None)], np.uint64), 20000, axis=0), np.arange(20000, dtype=np.uint64))
-    across = compute_uniforms(np.array([stream_key(0, f"r{i}", None) for i in range(20000)], np.uint64), np.zeros(20000, np.uint64))
+    along = compute_uniforms(
+        np.repeat(np.array([stream_key(0, "a", None)], np.uint64), 20000, axis=0),
+        np.arange(20000, dtype=np.uint64),
+    )
+    across = compute_uniforms(
+        np.array([stream_key(0, f"r{i}", None) for i in range(20000)], np.uint64), np.zeros(20000, np.uint64)
+    )
     for values in (along, across):
         assert values.min() >= 0
         assert values.max() < 1
         counts = np.histogram(values, bins=20, range=(0, 1))[0]
-        assert ((counts - 1000) ** 2 / 1000).sum() < 45  # chi-square with 19 degrees of freedom: 1 in 1000 above 43.8
+        assert (
+            (counts - 1000) ** 2 / 1000
+        ).sum() < 45  # chi-square with 19 degrees of freedom: 1 in 1000 above 43.8
     assert abs(np.corrcoef(along, across)[0, 1]) < 0.03
     assert abs(np.corrcoef(along[1:], along[:-1])[0, 1]) < 0.03
 
 
 def test_a_request_seed_fixes_the_stream_whatever_the_id():
     assert stream_key(1, "a", 5) == stream_key(1, "b", 5)
-    assert len({stream_key(1, "a", None), stream_key(1, "b", None), stream_key(2, "a", None), stream_key(1, "a", 5), stream_key(1, "5", None)}) == 5
+    assert (
+        len(
+            {
+                stream_key(1, "a", None),
+                stream_key(1, "b", None),
+                stream_key(2, "a", None),
+                stream_key(1, "a", 5),
+                stream_key(1, "5", None),
+            }
+        )
+        == 5
+    )
 
 
 @pytest.mark.parametrize("vocab", [2, 97, 1000, 49152])
@@ -76,7 +98,9 @@ def test_the_token_is_the_one_whose_share_of_the_running_sum_holds_the_uniform(v
     for row, token in enumerate(sampled.token_ids.tolist()):
         below = edges[row, token - 1] if token else 0.0
         assert below - 1e-5 <= uniforms[row] <= edges[row, token] + 1e-5
-    expected = torch.log_softmax(logits, -1).gather(1, torch.from_numpy(sampled.token_ids)[:, None])[:, 0].numpy()
+    expected = (
+        torch.log_softmax(logits, -1).gather(1, torch.from_numpy(sampled.token_ids)[:, None])[:, 0].numpy()
+    )
     np.testing.assert_allclose(sampled.log_probs, expected, atol=2e-6)
     assert sampled.log_probs.dtype == np.float32
 
@@ -86,11 +110,22 @@ def test_frequencies_follow_the_probabilities():
     rows = 20000
     sampled = sample_tokens(torch.log(torch.tensor(probs)).float().expand(rows, 5), make_draws(rows))
     counts = np.bincount(sampled.token_ids, minlength=5)
-    assert ((counts - rows * probs) ** 2 / (rows * probs)).sum() < 18.5  # chi-square, 4 degrees of freedom: 1 in 1000
+    assert (
+        (counts - rows * probs) ** 2 / (rows * probs)
+    ).sum() < 18.5  # chi-square, 4 degrees of freedom: 1 in 1000
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.7, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.6), (0.8, 12, 0.7), (1.0, 1, 1.0), (1.0, 0, 1e-6), (1.0, 500, 0.9)]
+    ("temperature", "top_k", "top_p"),
+    [
+        (0.7, 0, 1.0),
+        (1.3, 5, 1.0),
+        (1.0, 0, 0.6),
+        (0.8, 12, 0.7),
+        (1.0, 1, 1.0),
+        (1.0, 0, 1e-6),
+        (1.0, 500, 0.9),
+    ],
 )
 def test_log_probs_are_of_the_renormalised_distribution(temperature: float, top_k: int, top_p: float):
     logits = torch.randn(50, 211, generator=torch.Generator().manual_seed(1)) * 3
@@ -106,7 +141,9 @@ def test_a_flat_distribution_needs_more_candidates_than_are_first_looked_at():
     sampled = sample_tokens(logits, make_draws(300, top_p=top_p))
     expected = slow_log_probs(logits[0].numpy(), 1.0, 0, top_p)
     assert np.isfinite(expected[sampled.token_ids]).all()
-    np.testing.assert_allclose(sampled.log_probs, expected[sampled.token_ids], atol=1e-3)  # one token more or less of 2765
+    np.testing.assert_allclose(
+        sampled.log_probs, expected[sampled.token_ids], atol=1e-3
+    )  # one token more or less of 2765
     assert (sampled.token_ids < vocab / 2).any()  # the kept set really reaches past the first candidates
 
 
@@ -114,12 +151,19 @@ def test_greedy_takes_the_first_largest_and_reports_temperature_one():
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [5.0, 0.0, 0.0, 0.0]])
     sampled = sample_tokens(logits, make_draws(2, temperature=0.0, top_p=0.1, top_k=1))
     assert sampled.token_ids.tolist() == [1, 0]
-    np.testing.assert_allclose(sampled.log_probs, torch.log_softmax(logits, -1)[[0, 1], [1, 0]].numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        sampled.log_probs, torch.log_softmax(logits, -1)[[0, 1], [1, 0]].numpy(), atol=1e-6
+    )
 
 
 def test_rows_of_one_batch_keep_their_own_settings():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2)) * 2
-    alone = [make_draws(4)[:1], make_draws(4, temperature=0.0)[1:2], make_draws(4, temperature=0.5, top_k=3)[2:3], make_draws(4, top_p=0.5)[3:]]
+    alone = [
+        make_draws(4)[:1],
+        make_draws(4, temperature=0.0)[1:2],
+        make_draws(4, temperature=0.5, top_k=3)[2:3],
+        make_draws(4, top_p=0.5)[3:],
+    ]
     together = sample_tokens(logits, np.concatenate(alone))
     for row, draw in enumerate(alone):
         one = sample_tokens(logits[row : row + 1], draw)

@@ -1,4 +1,6 @@
-"""What benchmarks.train_step and benchmarks.e2e_reward compute from what they measure, and what both sides are given."""
+"""What benchmarks.train_step and benchmarks.e2e_reward compute from what they measure, and what both sides
+are given.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ from rollouts.config.load import load_config
 
 
 def make_result(rewards: list[float], wall_s: float = 2.0, peak: int = 100) -> RunResult:
-    return RunResult(1.0, tuple(Step(wall_s, wall_s / 2, reward, 0.25, 8.0) for reward in rewards), peak, (1, 2), (3,))
+    return RunResult(
+        1.0, tuple(Step(wall_s, wall_s / 2, reward, 0.25, 8.0) for reward in rewards), peak, (1, 2), (3,)
+    )
 
 
-# --- time to reward ------------------------------------------------------------------------------------------------------------
+# --- time to reward -----------------------------------------------------------------------------------------
 
 
 def test_rolling_mean_begins_with_what_there_is() -> None:
@@ -43,17 +47,28 @@ def test_threshold_of_a_curve_that_falls_is_its_best() -> None:
 
 
 def test_time_to_reward_counts_the_steps_until_the_rolling_mean_is_there() -> None:
-    assert e2e_reward.time_to(make_result([0, 0, 0, 0, 1, 1, 1, 1]), 0.5) == 2.0 * 7  # (0 + 0 + 1 + 1 + 1) / 5 is the first above
+    assert (
+        e2e_reward.time_to(make_result([0, 0, 0, 0, 1, 1, 1, 1]), 0.5) == 2.0 * 7
+    )  # (0 + 0 + 1 + 1 + 1) / 5 is the first above
 
 
 def test_ratios_are_of_the_peer_to_ours() -> None:
-    ours, peer = make_result([0.0] * 5 + [1.0] * 5, wall_s=1.0, peak=60), make_result([0.0] * 5 + [1.0] * 5, wall_s=3.0, peak=120)
+    ours, peer = (
+        make_result([0.0] * 5 + [1.0] * 5, wall_s=1.0, peak=60),
+        make_result([0.0] * 5 + [1.0] * 5, wall_s=3.0, peak=120),
+    )
     found = e2e_reward.compare(ours, peer, quick=False)
-    assert found["time_ratio"] == found["step_ratio"] == found["generate_ratio"] == found["rest_ratio"] == pytest.approx(3.0)
+    assert (
+        found["time_ratio"]
+        == found["step_ratio"]
+        == found["generate_ratio"]
+        == found["rest_ratio"]
+        == pytest.approx(3.0)
+    )
     assert (found["memory_ratio"], found["reward_gap"]) == (0.5, 0.0)
 
 
-# --- what both sides get -------------------------------------------------------------------------------------------------------
+# --- what both sides get ------------------------------------------------------------------------------------
 
 
 def test_scores() -> None:
@@ -76,7 +91,9 @@ def test_the_peer_gets_rows_in_the_order_in_which_our_run_draws_them(tmp_path: P
 
     setting = Setting("digits", "tiny:byte", steps=14, lr=1e-5, seed=1, threads=1, micro_batch_rows=64)
     path, config_path = tmp_path / "rows.jsonl", tmp_path / "run.toml"
-    path.write_text("".join(json.dumps(row) + "\n" for row in make_rows("digits", count=96, seed=1)), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(row) + "\n" for row in make_rows("digits", count=96, seed=1)), encoding="utf-8"
+    )
     config_path.write_text(make_config(setting, path, tmp_path / "run"), encoding="utf-8")
     config = load_config(config_path, [])
     drawn = DataBuffer(load_all_rows(config, ["rl"]).training["rl"], seed=config.seed).get_prompts(14 * 8)
@@ -102,7 +119,7 @@ def test_rows_of_the_step_batch_train_their_responses_only() -> None:
     assert not any(mask[:64].any() for mask in rollouts.loss_masks)
 
 
-# --- gradients -----------------------------------------------------------------------------------------------------------------
+# --- gradients ----------------------------------------------------------------------------------------------
 
 
 def test_gradient_error_is_relative_and_after_clipping(tmp_path: Path) -> None:
@@ -116,7 +133,7 @@ def test_gradient_error_is_relative_and_after_clipping(tmp_path: Path) -> None:
     assert train_step.compare_gradients(ours, trl, 1.0) == pytest.approx(0.1 / 1.01**0.5, rel=1e-5)
 
 
-# --- processes -----------------------------------------------------------------------------------------------------------------
+# --- processes ----------------------------------------------------------------------------------------------
 
 
 def test_a_child_that_ends_shows_its_log(tmp_path: Path) -> None:
@@ -143,5 +160,7 @@ def test_a_program_that_fails_shows_its_log(tmp_path: Path) -> None:
 
 def test_both_commands_explain_themselves() -> None:
     for name in ("train_step", "e2e_reward"):
-        shown = subprocess.run([sys.executable, "-m", f"benchmarks.{name}", "--help"], capture_output=True, text=True, check=True).stdout
+        shown = subprocess.run(
+            [sys.executable, "-m", f"benchmarks.{name}", "--help"], capture_output=True, text=True, check=True
+        ).stdout
         assert f"python -m benchmarks.{name}" in shown

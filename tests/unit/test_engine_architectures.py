@@ -1,4 +1,6 @@
-"""The embedded engine on tiny models of every family: windows, soft caps, recurrent states, experts, absolute positions."""
+"""The embedded engine on tiny models of every family: windows, soft caps, recurrent states, experts, absolute
+positions.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import make_request
 from rollouts.types import Completion, GenerateRequest
 
-TINY = {"llama": "fast", "qwen3": "fast", "moe": "fast", "gemma": "cached", "mamba": "cached"}  # and the way each is run
+TINY = {
+    "llama": "fast",
+    "qwen3": "fast",
+    "moe": "fast",
+    "gemma": "cached",
+    "mamba": "cached",
+}  # and the way each is run
 SHAPE: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 32,
@@ -43,9 +51,20 @@ SHAPE: dict[str, Any] = {
 }
 # Families besides TINY that a cache of their own serves.
 CACHED: list[tuple[str, dict[str, Any]]] = [
-    ("Gemma3", {"head_dim": 8, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}),
+    (
+        "Gemma3",
+        {
+            "head_dim": 8,
+            "sliding_window": 20,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 8,
+        },
+    ),
     ("Mamba2", {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 4}),
-    ("FalconH1", {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}),  # both in each layer
+    (
+        "FalconH1",
+        {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4},
+    ),  # both in each layer
     ("Lfm2", {"layer_types": ["conv", "full_attention"]}),
     ("GPT2", {}),  # absolute positions, dropout
     ("Bloom", {"n_layer": 2, "n_head": 4}),  # positions only by the mask
@@ -64,7 +83,9 @@ def tiny_paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def make_model(kind: str, **changes: Any) -> Any:
     """A random model of that family; the same every time."""
     config_class = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")
-    model_class = getattr(transformers, f"{kind}ForCausalLM", None) or getattr(transformers, f"{kind}LMHeadModel")
+    model_class = getattr(transformers, f"{kind}ForCausalLM", None) or getattr(
+        transformers, f"{kind}LMHeadModel"
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return model_class(config_class(**{**SHAPE, **changes})).eval()
@@ -96,7 +117,10 @@ def make_requests(count: int) -> list[GenerateRequest]:
     """Prompts of lengths 1..24, each shared by two requests, and responses of lengths 1..24."""
     rng = np.random.default_rng(3)
     prompts = [tuple(rng.integers(0, 101, length).tolist()) for length in (1, 24, 3, 9, 5, 14)]
-    return [make_request(f"r{i:03}", prompt=prompts[i // 2 % 6], max_new_tokens=int(rng.integers(1, 25))) for i in range(count)]
+    return [
+        make_request(f"r{i:03}", prompt=prompts[i // 2 % 6], max_new_tokens=int(rng.integers(1, 25)))
+        for i in range(count)
+    ]
 
 
 def score(model: Any, request: GenerateRequest, completion: Completion) -> np.ndarray:
@@ -126,7 +150,7 @@ def without_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollouts.engines.local.opening.take_apart", refuse)
 
 
-# --- exactness ---------------------------------------------------------------------------------------------------------------
+# --- exactness ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TINY)
@@ -185,7 +209,9 @@ async def test_training_mode_and_dropout_stay_the_trainers_affair():
         completion = await engine.generate(request)
     assert [module.training for module in model.modules()] == flags
     np.testing.assert_allclose(completion.log_probs, score(model.eval(), request, completion), atol=1e-4)
-    model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()  # nothing of inference mode was left in it
+    model(
+        torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])
+    ).loss.backward()  # nothing of inference mode was left in it
 
 
 async def test_autocast_stays_near_float32_with_the_models_cache(tiny_paths: dict[str, Path]):
@@ -197,7 +223,7 @@ async def test_autocast_stays_near_float32_with_the_models_cache(tiny_paths: dic
     assert np.abs(completion.log_probs - score(model, request, completion)).max() < 0.25
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------------------
+# --- rows ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["gemma", "mamba"])
@@ -216,7 +242,9 @@ async def test_a_requests_tokens_do_not_depend_on_its_neighbours(kind: str, tiny
 async def test_deterministic_runs_give_the_same_bits(kind: str, tiny_paths: dict[str, Path]):
     results: list[dict[str, Completion]] = []
     for order in (1, -1):
-        async with open_engine(load_hf_model(tiny_paths[kind]), deterministic=True, max_rows=4, seed=7) as engine:
+        async with open_engine(
+            load_hf_model(tiny_paths[kind]), deterministic=True, max_rows=4, seed=7
+        ) as engine:
             results.append(await generate_all(engine, make_requests(12)[::order]))
     for request_id, completion in results[0].items():
         assert completion.token_ids.tolist() == results[1][request_id].token_ids.tolist()
@@ -272,11 +300,16 @@ async def test_routers_that_shake_their_inputs_in_training_are_run_in_evaluation
 
 async def test_a_cache_is_as_wide_as_its_longest_row_and_memory_is_given_back():
     model = make_model("GPT2")
-    long, short = make_request("long", prompt=tuple(range(60)), max_new_tokens=3), make_request("short", prompt=(1,), max_new_tokens=20)
+    long, short = (
+        make_request("long", prompt=tuple(range(60)), max_new_tokens=3),
+        make_request("short", prompt=(1,), max_new_tokens=20),
+    )
     async with open_engine(model) as engine:
         await generate_all(engine, [long, short])
         per_position = 2 * 2 * 32 * 4  # layers, keys and values, hidden size, bytes
-        assert engine.statistics()["kv_bytes"] == 20 * per_position  # of the short row: its last token is never fed
+        assert (
+            engine.statistics()["kv_bytes"] == 20 * per_position
+        )  # of the short row: its last token is never fed
         await engine.release_memory()
         assert engine.statistics()["kv_bytes"] == 0
         await check_exact(engine, model, make_requests(4))
@@ -299,7 +332,9 @@ async def test_a_device_failure_leaves_a_cache_that_works(tiny_paths: dict[str, 
 
 def test_rows_of_a_windowed_cache_end_at_the_right():
     def make_cache(fill: float, length: int, rows: int = 1) -> Any:
-        cache = transformers.DynamicCache(config=transformers.MistralConfig(num_hidden_layers=1, sliding_window=4))
+        cache = transformers.DynamicCache(
+            config=transformers.MistralConfig(num_hidden_layers=1, sliding_window=4)
+        )
         values = torch.full((rows, 1, length, 1), fill) + torch.arange(length)[:, None]
         cache.update(values, values, 0)
         return cache
@@ -318,7 +353,7 @@ def test_rows_of_a_windowed_cache_end_at_the_right():
     assert (row(slots, 0), slots.width, slots.cache.get_seq_length()) == ([10, 11], 2, 2)
 
 
-# --- the choice ----------------------------------------------------------------------------------------------------------------
+# --- the choice ---------------------------------------------------------------------------------------------
 
 
 def test_a_cache_that_is_wrong_beyond_the_window_only_is_not_used(monkeypatch: pytest.MonkeyPatch):
@@ -348,12 +383,22 @@ def test_chunks_of_attention_too_long_to_be_probed_are_not_cached():
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("dynamic", 160), ("longrope", 80)])
-def test_frequencies_that_change_within_the_context_are_refused_with_the_length_that_the_model_goes_by(kind: str, limit: int):
+def test_frequencies_that_change_within_the_context_are_refused_with_the_length_that_the_model_goes_by(
+    kind: str, limit: int
+):
     """A dynamic one goes by the context, whatever its original length says."""
     rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 80}
-    model = make_model("Llama", rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else rope)
+    model = make_model(
+        "Llama",
+        rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+        if kind == "longrope"
+        else rope,
+    )
     assert open_decoder(model, max_context=limit).path == "fast"
-    with pytest.raises(ModelError, match=rf"rope_type='{kind}' changes.*beyond {limit} tokens.*set max_context to {limit} or less"):
+    with pytest.raises(
+        ModelError,
+        match=rf"rope_type='{kind}' changes.*beyond {limit} tokens.*set max_context to {limit} or less",
+    ):
         open_decoder(model, max_context=limit + 1)
 
 
@@ -364,7 +409,9 @@ def test_the_fast_path_needs_no_excuse(tiny_paths: dict[str, Path]):
 
 
 def test_in_half_precision_what_is_never_sampled_does_not_count(monkeypatch: pytest.MonkeyPatch):
-    """Logits eight times as large, as trained models have them: bfloat16 leaves 0.4 nats on some of the tokens in the tail."""
+    """Logits eight times as large, as trained models have them: bfloat16 leaves 0.4 nats on some of the
+    tokens in the tail.
+    """
     model = make_model("Llama").to(torch.bfloat16)
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
@@ -387,7 +434,9 @@ def test_in_half_precision_a_wrong_position_is_seen(monkeypatch: pytest.MonkeyPa
     assert "its log-probs differ from the model's own by" in opened.refused["fast"]
 
 
-async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_longer_one(tiny_paths: dict[str, Path]):
+async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_longer_one(
+    tiny_paths: dict[str, Path],
+):
     model = load_hf_model(tiny_paths["mamba"])
     async with open_engine(model) as engine:
         assert engine.features.context_length == DEFAULT_CONTEXT == 8192
@@ -398,12 +447,14 @@ async def test_a_model_without_a_limit_gets_the_default_context_and_may_have_a_l
             pass
 
 
-# --- the contract ------------------------------------------------------------------------------------------------------------
+# --- the contract -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", TINY)
 @pytest.mark.parametrize("check", engine_contracts.CHECKS)
-async def test_engines_keep_the_contract_on_each_tiny_family(check: Callable[[Any], Awaitable[None]], kind: str, tiny_paths: dict[str, Path]):
+async def test_engines_keep_the_contract_on_each_tiny_family(
+    check: Callable[[Any], Awaitable[None]], kind: str, tiny_paths: dict[str, Path]
+):
     await check(lambda: open_engine(load_hf_model(tiny_paths[kind])))
 
 
@@ -416,11 +467,15 @@ async def test_engines_keep_the_contract_without_a_cache(
 
 
 @pytest.mark.parametrize("kind", TINY)
-async def test_engines_update_in_memory_and_generate_with_the_new_weights(kind: str, tiny_paths: dict[str, Path], tmp_path: Path):
+async def test_engines_update_in_memory_and_generate_with_the_new_weights(
+    kind: str, tiny_paths: dict[str, Path], tmp_path: Path
+):
     make_tiny_model(kind, tmp_path / kind, seed=1)
     newer = load_hf_model(tmp_path / kind)
     weights = list(newer.state_dict().items())
-    await engine_contracts.check_update_in_memory(lambda: open_engine(load_hf_model(tiny_paths[kind]), mode="copied"), weights)
+    await engine_contracts.check_update_in_memory(
+        lambda: open_engine(load_hf_model(tiny_paths[kind]), mode="copied"), weights
+    )
     async with open_engine(load_hf_model(tiny_paths[kind]), mode="copied") as engine:
         await engine.update_weights_from_checkpoint(tmp_path / kind, 5)
         await check_exact(engine, newer, make_requests(6))
@@ -429,4 +484,6 @@ async def test_engines_update_in_memory_and_generate_with_the_new_weights(kind: 
 
 @pytest.mark.parametrize("kind", ["gemma", "mamba"])
 async def test_a_shared_engine_keeps_the_trainers_version(kind: str, tiny_paths: dict[str, Path]):
-    await engine_contracts.check_shared_engine_keeps_the_trainers_version(lambda: open_engine(load_hf_model(tiny_paths[kind])), tiny_paths[kind])
+    await engine_contracts.check_shared_engine_keeps_the_trainers_version(
+        lambda: open_engine(load_hf_model(tiny_paths[kind])), tiny_paths[kind]
+    )

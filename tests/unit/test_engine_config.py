@@ -27,7 +27,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ({"urls": ["http://127.0.0.1:8101"]}, "kind='local' starts no server"),
         ({"count": 2}, "kind='local' starts no server"),
-        ({"kind": "vllm", "urls": ["http://a"], "count": 2}, "count, python and args are for servers that this run starts"),
+        (
+            {"kind": "vllm", "urls": ["http://a"], "count": 2},
+            "count, python and args are for servers that this run starts",
+        ),
         ({"kind": "vllm", "urls": ["http://a", "http://a"]}, "names a server twice"),
         ({"kind": "sglang", "urls": ["127.0.0.1:30000"]}, "begins with http:// or https://"),
     ],
@@ -38,7 +41,9 @@ def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any
 
 
 def test_a_missing_environment_is_refused_with_the_command_that_makes_it(elsewhere: Path):
-    with pytest.raises(ConfigError, match=r"\.venv-sglang/bin/python does not exist.*rollouts engines install-sglang-cpu"):
+    with pytest.raises(
+        ConfigError, match=r"\.venv-sglang/bin/python does not exist.*rollouts engines install-sglang-cpu"
+    ):
         check_engine_config(EngineConfig(kind="sglang"))
     with pytest.raises(ConfigError, match=r"engine\.python='nowhere' is no program"):
         check_engine_config(EngineConfig(kind="vllm", python="nowhere"))
@@ -48,7 +53,9 @@ def test_an_environment_beside_the_run_is_found_and_a_named_one_comes_first(else
     beside = elsewhere / ".venv-vllm" / "bin" / "python"
     beside.parent.mkdir(parents=True)
     beside.symlink_to(sys.executable)
-    assert find_server_python(EngineConfig(kind="vllm")) == beside, "by the name of its link, or it would not be that environment"
+    assert find_server_python(EngineConfig(kind="vllm")) == beside, (
+        "by the name of its link, or it would not be that environment"
+    )
     assert find_server_python(EngineConfig(kind="vllm", python=sys.executable)) == Path(sys.executable)
 
 
@@ -62,9 +69,16 @@ def test_a_key_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(
     ("stored", "setting", "served"),
-    [("bfloat16", "auto", "bfloat16"), ("float32", "auto", None), (None, "auto", None), ("bfloat16", "float32", "float32")],
+    [
+        ("bfloat16", "auto", "bfloat16"),
+        ("float32", "auto", None),
+        (None, "auto", None),
+        ("bfloat16", "float32", "float32"),
+    ],
 )
-def test_weights_are_written_as_the_servers_compute(tmp_path: Path, stored: str | None, setting: Any, served: str | None):
+def test_weights_are_written_as_the_servers_compute(
+    tmp_path: Path, stored: str | None, setting: Any, served: str | None
+):
     (tmp_path / "config.json").write_text(json.dumps({} if stored is None else {"dtype": stored}))
     assert find_served_dtype(EngineConfig(kind="vllm", dtype=setting), tmp_path) == served
 

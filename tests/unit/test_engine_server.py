@@ -1,4 +1,6 @@
-"""What all HTTP engines do on this side of the wire, seen through a server in this process that answers, or does not, as a test wants it."""
+"""What all HTTP engines do on this side of the wire, seen through a server in this process that answers, or
+does not, as a test wants it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,13 @@ class Silent:
         self.has = 0  # requests
 
     async def request(
-        self, method: str, path: str, *, body: bytes | None = None, silence_s: float = 60.0, on_silence: Callable[[], Awaitable[bool]] | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        silence_s: float = 60.0,
+        on_silence: Callable[[], Awaitable[bool]] | None = None,
     ) -> HttpReply:
         lost = path.rpartition("/")[2] in self.lost
         self.has += not lost
@@ -53,7 +61,13 @@ class Silent:
 
 def make_completion(request: GenerateRequest) -> Completion:
     one = np.ones(1, np.int64)
-    return Completion(request_id=request.request_id, token_ids=one, log_probs=-np.ones(1, np.float32), weight_versions=one, finish_reason="stop")
+    return Completion(
+        request_id=request.request_id,
+        token_ids=one,
+        log_probs=-np.ones(1, np.float32),
+        weight_versions=one,
+        finish_reason="stop",
+    )
 
 
 async def generate(server: EngineServer, client: Silent, name: str) -> str:
@@ -69,7 +83,9 @@ async def generate(server: EngineServer, client: Silent, name: str) -> str:
         return str(error)
 
 
-async def test_a_request_that_the_server_lost_is_given_up_while_it_works_for_others(autojump_clock: trio.testing.MockClock):
+async def test_a_request_that_the_server_lost_is_given_up_while_it_works_for_others(
+    autojump_clock: trio.testing.MockClock,
+):
     client = Silent(lost=("lost",))
     server = EngineServer(client, name="s", silence_s=SILENCE_S)
     ended: dict[str, tuple[str, float]] = {}
@@ -81,12 +97,16 @@ async def test_a_request_that_the_server_lost_is_given_up_while_it_works_for_oth
         begun_s = trio.current_time()
         nursery.start_soon(one, "lost")
         await trio.sleep(5)
-        for index in range(20):  # one new request every 31 s, each takes 100 s: three or four are at the server at all times
+        for index in range(
+            20
+        ):  # one new request every 31 s, each takes 100 s: three or four are at the server at all times
             nursery.start_soon(one, f"other-{index}")
             await trio.sleep(31)
     how, when_s = ended.pop("lost")
     assert "has lost request 'lost'" in how
-    assert SILENCE_S <= when_s - begun_s <= 6 * SILENCE_S  # a look within a second of another's arrival tells nothing
+    assert (
+        SILENCE_S <= when_s - begun_s <= 6 * SILENCE_S
+    )  # a look within a second of another's arrival tells nothing
     assert {how for how, _ in ended.values()} == {"stop"}
 
 

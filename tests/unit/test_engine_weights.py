@@ -1,4 +1,6 @@
-"""A checkpoint that is saved between two weight updates has the weights of the engine too, and a resumed run begins with them."""
+"""A checkpoint that is saved between two weight updates has the weights of the engine too, and a resumed run
+begins with them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,19 @@ import pytest
 from rollouts.engines.local.engine import LocalEngine, open_local_engine
 from rollouts.errors import CheckpointError, EngineError
 from rollouts.testing.fakes import ScriptedEngine
-from rollouts.testing.torch_contracts import assert_weights_equal, copy_weights, make_batch, train, weights_differ
-from rollouts.weight_sync.engine_weights import ENGINE_FILE, hold_engine_weights, read_engine_weights, sync_as_saved
+from rollouts.testing.torch_contracts import (
+    assert_weights_equal,
+    copy_weights,
+    make_batch,
+    train,
+    weights_differ,
+)
+from rollouts.weight_sync.engine_weights import (
+    ENGINE_FILE,
+    hold_engine_weights,
+    read_engine_weights,
+    sync_as_saved,
+)
 from rollouts.weight_sync.probe import Probe, make_probe_prompt
 from rollouts.weight_sync.sync import WeightSync
 from tests.unit.test_pytorch_backend import open_backend
@@ -22,7 +35,12 @@ from tests.unit.test_pytorch_backend import open_backend
 @asynccontextmanager
 async def open_both(mode: Literal["shared", "copied"] = "copied") -> AsyncIterator[tuple[Any, LocalEngine]]:
     async with open_backend() as backend:
-        opened = open_local_engine(backend.model, device_thread=backend.device_thread, mode=mode, trainer_version=lambda: backend.weight_version)
+        opened = open_local_engine(
+            backend.model,
+            device_thread=backend.device_thread,
+            mode=mode,
+            trainer_version=lambda: backend.weight_version,
+        )
         async with opened as engine:
             yield backend, engine
 
@@ -52,16 +70,22 @@ async def test_an_engine_that_is_behind_is_saved_and_restored_bit_for_bit_with_i
     assert_weights_equal(served, found[0])
     async with open_both() as (backend, engine):
         await train_to(backend, 2, seed=7)
-        assert await sync_as_saved(backend, engine, make_sync(), tmp_path, 2), "the trainer's weights are to be restored"
+        assert await sync_as_saved(backend, engine, make_sync(), tmp_path, 2), (
+            "the trainer's weights are to be restored"
+        )
         assert await engine.weight_version() == 1
         assert_weights_equal(served, await engine.copy_weights())
 
 
-async def test_an_engine_that_has_the_trainers_weights_is_not_saved_and_is_updated_at_a_resume(tmp_path: Path):
+async def test_an_engine_that_has_the_trainers_weights_is_not_saved_and_is_updated_at_a_resume(
+    tmp_path: Path,
+):
     async with open_both() as (backend, engine):
         assert await hold_engine_weights(engine, 0) is None
         await train_to(backend, 1, seed=1)
-        assert not await sync_as_saved(backend, engine, make_sync(), tmp_path, 1), "the trainer has its own weights still"
+        assert not await sync_as_saved(backend, engine, make_sync(), tmp_path, 1), (
+            "the trainer has its own weights still"
+        )
         assert await engine.weight_version() == 1
         assert_weights_equal(await copy_weights(backend), await engine.copy_weights())
         await train_to(backend, 2, seed=2)

@@ -21,7 +21,15 @@ from rollouts.errors import (
     WeightVersionError,
 )
 from rollouts.protocols import InferenceEngine, TrainingBackend
-from rollouts.testing.fakes import FAKE_END, FAKE_START, FakeBackend, FakeTokenizer, ScriptedEngine, ScriptedReply, open_fake_backend
+from rollouts.testing.fakes import (
+    FAKE_END,
+    FAKE_START,
+    FakeBackend,
+    FakeTokenizer,
+    ScriptedEngine,
+    ScriptedReply,
+    open_fake_backend,
+)
 from rollouts.types import Completion, GenerateRequest, LossSpec, OptimParams, RolloutBatch, SamplingParams
 
 
@@ -68,7 +76,9 @@ async def test_the_engine_takes_the_time_that_its_script_says(autojump_clock):
 
 
 async def test_the_engine_stops_at_the_token_limit():
-    completion = await ScriptedEngine(lambda request: ScriptedReply(text="abc")).generate(request(max_new_tokens=3))
+    completion = await ScriptedEngine(lambda request: ScriptedReply(text="abc")).generate(
+        request(max_new_tokens=3)
+    )
     assert completion.token_ids.tolist() == [*b"abc"] and completion.finish_reason == "length"
 
 
@@ -189,11 +199,19 @@ async def test_an_engine_that_shares_weights_takes_no_update(tmp_path: Path):
 
 
 def make_batch() -> RolloutBatch:
-    return RolloutBatch(tokens=(np.arange(4), np.arange(3)), loss_masks=(np.array([0, 0, 1, 1], bool), np.array([0, 1, 1], bool)))
+    return RolloutBatch(
+        tokens=(np.arange(4), np.arange(3)),
+        loss_masks=(np.array([0, 0, 1, 1], bool), np.array([0, 1, 1], bool)),
+    )
 
 
 @pytest.mark.parametrize(
-    ("loss", "denominator"), [(LossSpec("sft"), 4.0), (LossSpec("sft", unit="sequences"), 2.0), (LossSpec("sft", unit="constant", constant=9.0), 9.0)]
+    ("loss", "denominator"),
+    [
+        (LossSpec("sft"), 4.0),
+        (LossSpec("sft", unit="sequences"), 2.0),
+        (LossSpec("sft", unit="constant", constant=9.0), 9.0),
+    ],
 )
 async def test_the_backend_counts_the_unit_of_the_loss(loss: LossSpec, denominator: float):
     async with open_fake_backend() as backend:
@@ -204,7 +222,10 @@ async def test_the_backend_counts_the_unit_of_the_loss(loss: LossSpec, denominat
 
 async def test_futures_finish_in_submission_order_and_may_be_awaited_twice(autojump_clock):
     async with open_fake_backend(step_s=10) as backend:
-        first, second = backend.forward_backward(make_batch(), LossSpec("sft")), backend.optim_step(OptimParams(lr=0.5))
+        first, second = (
+            backend.forward_backward(make_batch(), LossSpec("sft")),
+            backend.optim_step(OptimParams(lr=0.5)),
+        )
         assert not first.done()
         assert (await second.result()).lr == 0.5
         assert trio.current_time() == 20 and first.done()

@@ -55,7 +55,11 @@ def test_moments_before_the_start_are_refused():
 
 
 def test_an_engine_sees_its_own_faults_in_the_plans_order():
-    first, other, second = Fault("a", Crash(), at_s=9.0), Fault("b", Crash(), at_s=1.0), Fault("a", BadStatus(503), at_request=0)
+    first, other, second = (
+        Fault("a", Crash(), at_s=9.0),
+        Fault("b", Crash(), at_s=1.0),
+        Fault("a", BadStatus(503), at_request=0),
+    )
     plan = FaultPlan((first, other, second))
     assert plan.of_engine("a") == (first, second)
     assert plan.of_engine("c") == ()
@@ -71,25 +75,53 @@ def test_drawn_plans_reach_every_kind_of_fault_and_of_reply():
     faults = [fault for seed in range(400) for fault in draw_fault_plan(seed, engines=["a"]).faults]
     assert {type(fault.what) for fault in faults} == {*get_args(RequestFault), *get_args(UpdateFault)}
     assert {fault.what.kind for fault in faults if isinstance(fault.what, BadReply)} == set(BAD_REPLY_KINDS)
-    assert {fault.what.phase for fault in faults if isinstance(fault.what, UpdateFails)} == {"pause", "load", "set_version", "resume", "probe"}
+    assert {fault.what.phase for fault in faults if isinstance(fault.what, UpdateFails)} == {
+        "pause",
+        "load",
+        "set_version",
+        "resume",
+        "probe",
+    }
     assert any(isinstance(fault.what, Hang) and fault.what.for_s == math.inf for fault in faults)
 
 
 def test_drawn_faults_keep_their_bounds():
-    faults = draw_fault_plan(3, engines=["a", "b", "c"], most=50, requests=5, updates=2, horizon_s=10.0).faults
+    faults = draw_fault_plan(
+        3, engines=["a", "b", "c"], most=50, requests=5, updates=2, horizon_s=10.0
+    ).faults
     assert {fault.at_request for fault in faults} == {None, 0, 1, 2, 3, 4}
     assert {fault.at_update for fault in faults} == {None, 0, 1}
     assert all(fault.at_s is None or 0 <= fault.at_s <= 10 for fault in faults)
 
 
 def test_plans_of_some_kinds_hold_no_other():
-    faults = [fault for seed in range(30) for fault in draw_fault_plan(seed, engines=["a"], kinds=["stale", "version"]).faults]
+    faults = [
+        fault
+        for seed in range(30)
+        for fault in draw_fault_plan(seed, engines=["a"], kinds=["stale", "version"]).faults
+    ]
     assert {type(fault.what) for fault in faults} == {StaleWeights, WrongVersion}
-    assert set(FAULT_KINDS) == {"crash", "hang", "slow", "status", "cut", "reply", "update", "stale", "version"}
+    assert set(FAULT_KINDS) == {
+        "crash",
+        "hang",
+        "slow",
+        "status",
+        "cut",
+        "reply",
+        "update",
+        "stale",
+        "version",
+    }
 
 
 def test_plans_that_recover_leave_nothing_down_for_ever():
-    faults = [fault.what for seed in range(300) for fault in draw_fault_plan(seed, engines=["a"], recovers=True).faults]
+    faults = [
+        fault.what
+        for seed in range(300)
+        for fault in draw_fault_plan(seed, engines=["a"], recovers=True).faults
+    ]
     assert all(fault.restart_after_s is not None for fault in faults if isinstance(fault, Crash))
-    assert all(fault.for_s < math.inf and not fault.only_this_request for fault in faults if isinstance(fault, Hang))
+    assert all(
+        fault.for_s < math.inf and not fault.only_this_request for fault in faults if isinstance(fault, Hang)
+    )
     assert all(fault.how != "hang" for fault in faults if isinstance(fault, UpdateFails))

@@ -1,4 +1,6 @@
-"""The fault server speaks both dialects over real sockets, and breaks as the plan says: real clients meet it here."""
+"""The fault server speaks both dialects over real sockets, and breaks as the plan says: real clients meet it
+here.
+"""
 
 from __future__ import annotations
 
@@ -57,16 +59,28 @@ async def open_server(dialect: Dialect, *faults: Fault, **options: Any) -> Async
 
 
 @asynccontextmanager
-async def open_client_engine(server: FaultServer, dialect: Dialect, **options: Any) -> AsyncIterator[InferenceEngine]:
+async def open_client_engine(
+    server: FaultServer, dialect: Dialect, **options: Any
+) -> AsyncIterator[InferenceEngine]:
     opened = open_vllm_engine if dialect == "vllm" else open_sglang_engine
     async with opened(server.url, name="a", vocab_size=VOCAB, **options) as engine:  # pyright: ignore[reportGeneralTypeIssues, reportCallIssue]
         yield engine
 
 
 @asynccontextmanager
-async def open_both(dialect: Dialect, what: Any = None, *, at_request: int | None = None, at_update: int | None = None, silence_s: float = 60.0):
+async def open_both(
+    dialect: Dialect,
+    what: Any = None,
+    *,
+    at_request: int | None = None,
+    at_update: int | None = None,
+    silence_s: float = 60.0,
+):
     """Server and engine; `at_request` counts from the first request after the handshake."""
-    async with open_server(dialect) as server, open_client_engine(server, dialect, silence_s=silence_s) as engine:
+    async with (
+        open_server(dialect) as server,
+        open_client_engine(server, dialect, silence_s=silence_s) as engine,
+    ):
         if what is not None:
             after = None if at_request is None else at_request + len(server.process.requests)
             server.process.add_fault(Fault("a", what, at_request=after, at_update=at_update))
@@ -89,13 +103,25 @@ async def update(engine: InferenceEngine, path: Path, version: int, *, mode: Any
 
 async def call(server: FaultServer, method: str, path: str, body: object = None, **options: Any) -> HttpReply:
     async with open_http_client(server.url, **options) as client:
-        return await client.request(method, path, body=None if body is None else json.dumps(body).encode(), silence_s=5.0)
+        return await client.request(
+            method, path, body=None if body is None else json.dumps(body).encode(), silence_s=5.0
+        )
 
 
-def generate_body(dialect: Dialect, name: str = "r", *, tokens: int = 4, ids: tuple[int, ...] = (1, 2, 3)) -> tuple[str, dict[str, Any]]:
+def generate_body(
+    dialect: Dialect, name: str = "r", *, tokens: int = 4, ids: tuple[int, ...] = (1, 2, 3)
+) -> tuple[str, dict[str, Any]]:
     if dialect == "vllm":
-        return "/inference/v1/generate", {"request_id": name, "token_ids": ids, "sampling_params": {"max_tokens": tokens, "seed": 1}}
-    return "/generate", {"rid": name, "input_ids": ids, "sampling_params": {"max_new_tokens": tokens, "sampling_seed": 1}}
+        return "/inference/v1/generate", {
+            "request_id": name,
+            "token_ids": ids,
+            "sampling_params": {"max_tokens": tokens, "seed": 1},
+        }
+    return "/generate", {
+        "rid": name,
+        "input_ids": ids,
+        "sampling_params": {"max_new_tokens": tokens, "sampling_seed": 1},
+    }
 
 
 # --- the contract ---
@@ -175,8 +201,14 @@ async def test_vllm_guards_its_public_calls_and_leaves_control_open():
 async def test_sglang_wants_the_admin_key_for_control_and_the_other_for_requests():
     async with open_server("sglang", api_key="one", admin_key="two") as server:
         assert (await call(server, "GET", "/ready")).status == 200
-        assert [(await call(server, "GET", "/model_info", api_key=key)).status for key in ("one", "two")] == [200, 401]
-        assert [(await call(server, "POST", "/continue_generation", {}, api_key=key)).status for key in ("one", "two")] == [401, 200]
+        assert [(await call(server, "GET", "/model_info", api_key=key)).status for key in ("one", "two")] == [
+            200,
+            401,
+        ]
+        assert [
+            (await call(server, "POST", "/continue_generation", {}, api_key=key)).status
+            for key in ("one", "two")
+        ] == [401, 200]
         async with open_client_engine(server, "sglang", api_key="one", admin_key="two") as engine:
             assert len((await engine.generate(make_request())).token_ids) == 4
 
@@ -205,7 +237,10 @@ async def test_vllm_puts_a_prefix_before_request_ids_and_aborts_by_whole_ids():
             await call(server, "POST", "/abort_requests", {"request_ids": ["generate-tokens-r-1", "r-10"]})
             await call(server, "POST", "/resume")
         assert bodies["r-1"]["request_id"] == "generate-tokens-r-1"
-        assert [bodies[name]["choices"][0]["finish_reason"] for name in ("r-1", "r-10")] == ["abort", "length"]
+        assert [bodies[name]["choices"][0]["finish_reason"] for name in ("r-1", "r-10")] == [
+            "abort",
+            "length",
+        ]
 
 
 async def test_sglang_aborts_every_id_that_begins_so():
@@ -214,7 +249,9 @@ async def test_sglang_aborts_every_id_that_begins_so():
         finishes: dict[str, dict[str, Any]] = {}
 
         async def ask(name: str) -> None:
-            finishes[name] = json.loads((await call(server, "POST", *generate_body("sglang", name))).body)["meta_info"]
+            finishes[name] = json.loads((await call(server, "POST", *generate_body("sglang", name))).body)[
+                "meta_info"
+            ]
 
         async with trio.open_nursery() as nursery:
             for name in ("r-1", "r-10", "s"):
@@ -222,7 +259,11 @@ async def test_sglang_aborts_every_id_that_begins_so():
             await server.process.wait_until(lambda: server.process.in_flight == 3)
             await call(server, "POST", "/abort_request", {"rid": "r-1"})
             await call(server, "POST", "/continue_generation", {})
-        assert {name: meta["finish_reason"]["type"] for name, meta in finishes.items()} == {"r-1": "abort", "r-10": "abort", "s": "length"}
+        assert {name: meta["finish_reason"]["type"] for name, meta in finishes.items()} == {
+            "r-1": "abort",
+            "r-10": "abort",
+            "s": "length",
+        }
         assert "prompt_tokens" not in finishes["r-1"] and finishes["s"]["prompt_tokens"] == 3
 
 
@@ -242,7 +283,9 @@ async def test_sglang_frozen_in_place_takes_weights_and_says_that_it_failed(tmp_
         body = {"model_path": str(path), "weight_version": "1"}
         assert (await call(server, "POST", "/update_weights_from_disk", body)).status == 400
         assert server.process.weights == read_snapshot(path)
-        assert (await call(server, "POST", "/update_weights_from_disk", body | {"flush_cache": False})).status == 200
+        assert (
+            await call(server, "POST", "/update_weights_from_disk", body | {"flush_cache": False})
+        ).status == 200
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

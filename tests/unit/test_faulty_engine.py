@@ -38,7 +38,14 @@ from rollouts.testing.fault_plan import (
     draw_fault_plan,
 )
 from rollouts.testing.faulty_engine import FaultyEngine, open_faulty_engine
-from rollouts.testing.simulated_process import BadAnswer, ServerSpeed, compute_log_probs, draw_tokens, open_simulated_process, read_snapshot
+from rollouts.testing.simulated_process import (
+    BadAnswer,
+    ServerSpeed,
+    compute_log_probs,
+    draw_tokens,
+    open_simulated_process,
+    read_snapshot,
+)
 from rollouts.types import Completion, EngineLoad
 
 SECOND = ServerSpeed(slots=2, token_s=1.0)  # two requests at a time, a token a second
@@ -52,7 +59,9 @@ def read_weights(path: Path) -> str:
 
 
 def open_engine(*faults: Fault, speed: ServerSpeed = SECOND, silence_s: float = 60.0, **options):
-    return open_faulty_engine("a", FaultPlan(faults), speed=speed, silence_s=silence_s, read_weights=read_weights, **options)
+    return open_faulty_engine(
+        "a", FaultPlan(faults), speed=speed, silence_s=silence_s, read_weights=read_weights, **options
+    )
 
 
 async def update(engine: FaultyEngine, version: int) -> None:
@@ -65,7 +74,9 @@ def accept(engine: InferenceEngine) -> None:
     """The type checker reads this."""
 
 
-async def collect(engine: FaultyEngine, name: str, into: dict[str, Completion | Exception], **options) -> None:
+async def collect(
+    engine: FaultyEngine, name: str, into: dict[str, Completion | Exception], **options
+) -> None:
     try:
         into[name] = await engine.generate(make_request(name, **options))
     except EngineError as error:
@@ -117,7 +128,9 @@ async def test_log_probs_are_those_that_a_trainer_with_the_weights_computes(auto
         assert completion.log_probs.tolist() != compute_log_probs("base", tokens)[3:].tolist()
 
 
-async def test_greedy_answers_are_the_same_under_all_weights_so_that_log_probs_can_be_compared(autojump_clock):
+async def test_greedy_answers_are_the_same_under_all_weights_so_that_log_probs_can_be_compared(
+    autojump_clock,
+):
     async with open_engine() as engine:
         before = await engine.generate(make_request(temperature=0.0))
         await update(engine, 1)
@@ -128,7 +141,10 @@ async def test_greedy_answers_are_the_same_under_all_weights_so_that_log_probs_c
 
 
 def test_answers_end_with_the_stop_token_or_are_cut():
-    drawn = [draw_tokens(make_request(max_new_tokens=4, seed=seed, stop_token_ids=(7,)), 100) for seed in range(200)]
+    drawn = [
+        draw_tokens(make_request(max_new_tokens=4, seed=seed, stop_token_ids=(7,)), 100)
+        for seed in range(200)
+    ]
     assert {len(tokens) for tokens in drawn} == {1, 2, 3, 4, 5}
     assert all(tokens[-1] == 7 for tokens in drawn)
     assert len(draw_tokens(make_request(max_new_tokens=4, seed=1), 100)) == 4
@@ -160,7 +176,11 @@ async def test_aborted_requests_are_answered_with_what_they_have(autojump_clock)
                 await trio.sleep(2.5)
                 await abort(engine)
                 assert trio.current_time() - started == 2.5  # at once, in the middle of a token
-            found = sorted((len(answer.token_ids), answer.finish_reason) for answer in answers.values() if isinstance(answer, Completion))
+            found = sorted(
+                (len(answer.token_ids), answer.finish_reason)
+                for answer in answers.values()
+                if isinstance(answer, Completion)
+            )
             assert found == [(0, "abort"), (2, "abort"), (2, "abort")]
             await engine.resume()
 
@@ -195,7 +215,9 @@ async def test_an_exception_of_the_body_comes_out_as_it_is(autojump_clock):
 
 
 async def test_a_crash_breaks_what_is_in_flight_and_refuses_the_rest_until_restart(autojump_clock):
-    async with open_engine(Fault("a", Crash(after_tokens=2), at_request=1), speed=ServerSpeed(slots=2, token_s=1.0, start_s=30.0)) as engine:
+    async with open_engine(
+        Fault("a", Crash(after_tokens=2), at_request=1), speed=ServerSpeed(slots=2, token_s=1.0, start_s=30.0)
+    ) as engine:
         await update(engine, 1)
         answers: dict[str, Completion | Exception] = {}
         async with trio.open_nursery() as nursery:
@@ -203,7 +225,13 @@ async def test_a_crash_breaks_what_is_in_flight_and_refuses_the_rest_until_resta
                 nursery.start_soon(collect, engine, name, answers)
         assert all(isinstance(answer, EngineUnreachable) for answer in answers.values()) and len(answers) == 3
         assert "signal 9" in await engine.wait_exited()
-        calls = (engine.weight_version, engine.load, engine.checksum, lambda: engine.generate(make_request()), lambda: engine.pause("wait"))
+        calls = (
+            engine.weight_version,
+            engine.load,
+            engine.checksum,
+            lambda: engine.generate(make_request()),
+            lambda: engine.pause("wait"),
+        )
         for call in (*calls, engine.resume):
             with pytest.raises(EngineUnreachable):
                 await call()
@@ -283,9 +311,13 @@ async def test_slow_is_slow_for_its_time(autojump_clock):
 # --- answers ---
 
 
-@pytest.mark.parametrize(("status", "kind"), [(429, EngineOverloaded), (503, EngineOverloaded), (500, InfrastructureError)])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(429, EngineOverloaded), (503, EngineOverloaded), (500, InfrastructureError)]
+)
 async def test_bad_statuses_come_in_a_row_and_end(status, kind, autojump_clock):
-    async with open_engine(Fault("a", BadStatus(status, count=2, retry_after_s=7 if status == 429 else None), at_request=1)) as engine:
+    async with open_engine(
+        Fault("a", BadStatus(status, count=2, retry_after_s=7 if status == 429 else None), at_request=1)
+    ) as engine:
         await engine.generate(make_request())
         for _ in range(2):
             with pytest.raises(kind, match=f"gave {status}") as caught:
@@ -333,7 +365,13 @@ async def test_a_fault_whose_request_ends_early_strikes_the_next_one(autojump_cl
 
 
 @pytest.mark.parametrize(
-    ("phase", "served", "version"), [("pause", "base", -1), ("load", "base", -1), ("set_version", "weights one", -1), ("resume", "weights one", 1)]
+    ("phase", "served", "version"),
+    [
+        ("pause", "base", -1),
+        ("load", "base", -1),
+        ("set_version", "weights one", -1),
+        ("resume", "weights one", 1),
+    ],
 )
 async def test_a_phase_of_an_update_fails_once(phase, served, version, autojump_clock):
     async with open_engine(Fault("a", UpdateFails(phase), at_update=0)) as engine:
@@ -394,9 +432,15 @@ async def test_a_wrong_version_is_reported_and_on_the_tokens(autojump_clock):
 
 @pytest.mark.parametrize("seed", range(40))
 async def test_under_any_plan_every_request_ends_and_good_answers_are_good(seed, autojump_clock):
-    """Whoever asks gets a completion that the weights explain, or an InfrastructureError; a restart brings the server back."""
+    """Whoever asks gets a completion that the weights explain, or an InfrastructureError; a restart brings
+    the server back.
+    """
     async with open_faulty_engine(
-        "a", draw_fault_plan(seed, engines=["a"], most=6), speed=SECOND, silence_s=20.0, read_weights=lambda path: path.name
+        "a",
+        draw_fault_plan(seed, engines=["a"], most=6),
+        speed=SECOND,
+        silence_s=20.0,
+        read_weights=lambda path: path.name,
     ) as engine:
         answers: dict[str, Completion | Exception] = {}
         for version in range(6):

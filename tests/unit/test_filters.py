@@ -22,11 +22,20 @@ from rollouts.types import FilterDecision, Sample, SampleGroup
 KEPT = FilterDecision(keep=True)
 
 
-def make_group(rewards: list[float], responses: list[str] | None = None, lengths: list[int] | None = None) -> SampleGroup:
+def make_group(
+    rewards: list[float], responses: list[str] | None = None, lengths: list[int] | None = None
+) -> SampleGroup:
     responses = responses or [f"answer {index}" for index in range(len(rewards))]
     lengths = lengths or [3] * len(rewards)
     samples = [
-        Sample(id=f"s{index}", prompt="q", response=response, tokens=[5] * (2 + length), loss_mask=[0, 0] + [1] * length, reward=reward)
+        Sample(
+            id=f"s{index}",
+            prompt="q",
+            response=response,
+            tokens=[5] * (2 + length),
+            loss_mask=[0, 0] + [1] * length,
+            reward=reward,
+        )
         for index, (reward, response, length) in enumerate(zip(rewards, responses, lengths, strict=True))
     ]
     return SampleGroup(0, "row-0", tuple(samples))
@@ -43,7 +52,10 @@ def test_the_deviation_is_that_of_the_whole_group():
     # of 0 and 1: population 0.5, sample 0.707
     assert check_reward_nonzero_std(make_group([0, 1]), min_std=0.49) == KEPT
     decision = check_reward_nonzero_std(make_group([0, 1]), min_std=0.5)
-    assert not decision.keep and "standard deviation 0.5 of 2 rewards around 0.5 is not above 0.5" in decision.detail
+    assert (
+        not decision.keep
+        and "standard deviation 0.5 of 2 rewards around 0.5 is not above 0.5" in decision.detail
+    )
 
 
 def test_a_group_of_one_has_no_variance():
@@ -62,14 +74,22 @@ def test_groups_that_are_always_or_never_right_are_dropped_by_name():
     easy = check_mixed_accuracy(make_group([1, 1]))
     assert easy == FilterDecision(False, "too_easy", "accuracy 1 of 2 samples (the reward) is not below 1")
     assert check_mixed_accuracy(make_group([0, 0])).reason == "too_hard"
-    assert check_mixed_accuracy(make_group([0, 1, 1, 1]), high=0.75).reason == "too_easy", "the bounds are outside"
+    assert check_mixed_accuracy(make_group([0, 1, 1, 1]), high=0.75).reason == "too_easy", (
+        "the bounds are outside"
+    )
     assert check_mixed_accuracy(make_group([0, 0, 0, 1]), low=0.25).reason == "too_hard"
 
 
 def test_a_trajectory_of_several_segments_counts_once():
     group = make_group([1, 1, 1, 0])
     names = ("s0", "s0.1", "s0.2", "s1")
-    group = replace(group, samples=tuple(replace(s, id=name, rewards={"r": s.reward or 0}) for s, name in zip(group.samples, names, strict=True)))
+    group = replace(
+        group,
+        samples=tuple(
+            replace(s, id=name, rewards={"r": s.reward or 0})
+            for s, name in zip(group.samples, names, strict=True)
+        ),
+    )
     assert check_mixed_accuracy(group, high=0.75) == KEPT, "one of two is right, not three of four"
     assert check_mixed_accuracy(group, part="r", high=0.75) == KEPT
     assert check_reward_nonzero_std(group, min_std=0.49) == KEPT
@@ -79,15 +99,22 @@ def test_a_trajectory_of_several_segments_counts_once():
 
 @pytest.mark.parametrize("rewards", [[1, 1, -1, -1], [0, 1.1]])
 def test_rewards_whose_mean_is_no_accuracy_are_refused(rewards: list[float]):
-    with pytest.raises(ValueError, match=rf"the reward of a sample of group 0 is {min(rewards) or max(rewards)}; an accuracy is a mean"):
+    with pytest.raises(
+        ValueError,
+        match=rf"the reward of a sample of group 0 is {min(rewards) or max(rewards)}; an accuracy is a mean",
+    ):
         check_mixed_accuracy(make_group(rewards))
-    assert check_mixed_accuracy(make_group([0, 1.0000001])) == KEPT, "a sum of parts may miss 1 by its rounding"
+    assert check_mixed_accuracy(make_group([0, 1.0000001])) == KEPT, (
+        "a sum of parts may miss 1 by its rounding"
+    )
 
 
 def test_accuracy_is_read_from_its_part_when_the_reward_is_shaped():
     group = make_group([1.0, 0.6])  # both right, one of them too long
     parts = ({"right": 1.0, "overlong": 0.0}, {"right": 1.0, "overlong": -0.4})
-    samples = tuple(replace(sample, rewards=rewards) for sample, rewards in zip(group.samples, parts, strict=True))
+    samples = tuple(
+        replace(sample, rewards=rewards) for sample, rewards in zip(group.samples, parts, strict=True)
+    )
     shaped = replace(group, samples=samples)
     assert check_mixed_accuracy(shaped) == KEPT
     assert check_mixed_accuracy(shaped, part="right").reason == "too_easy"
@@ -97,25 +124,38 @@ def test_accuracy_is_read_from_its_part_when_the_reward_is_shaped():
 
 
 def test_responses_that_differ_in_white_space_alone_are_the_same():
-    assert check_response_diversity(make_group([0, 0, 0, 0], ["a", "a", " a\n", "b"]), min_unique_fraction=0.5) == KEPT
-    decision = check_response_diversity(make_group([0, 0, 0, 0], ["a", "a", " a\n", "a "]), min_unique_fraction=0.5)
+    assert (
+        check_response_diversity(make_group([0, 0, 0, 0], ["a", "a", " a\n", "b"]), min_unique_fraction=0.5)
+        == KEPT
+    )
+    decision = check_response_diversity(
+        make_group([0, 0, 0, 0], ["a", "a", " a\n", "a "]), min_unique_fraction=0.5
+    )
     assert decision.reason == "low_diversity"
     assert decision.detail == "1 of 4 responses are distinct, a share of 0.25, below 0.5"
 
 
 def test_lengths_are_counted_in_trained_tokens():
     group = make_group([0, 0, 0, 0], lengths=[1, 2, 9, 10])
-    assert check_reasonable_length(group, min_tokens=2, max_tokens=9) == KEPT  # half are outside, which is allowed
+    assert (
+        check_reasonable_length(group, min_tokens=2, max_tokens=9) == KEPT
+    )  # half are outside, which is allowed
     decision = check_reasonable_length(group, min_tokens=3, max_tokens=9)
     assert decision.reason == "unreasonable_length"
-    assert "3 of 4 responses have a length outside 3 to 9 tokens (shortest 1, longest 10), a share of 0.75, above 0.5" in decision.detail
+    assert (
+        "3 of 4 responses have a length outside 3 to 9 tokens (shortest 1, longest 10), a share of 0.75,"
+        " above 0.5" in decision.detail
+    )
     assert not check_reasonable_length(group, min_tokens=2, max_tokens=9, max_outside_fraction=0.4).keep
 
 
 def test_quality_and_diversity_gives_the_first_objection():
     assert check_quality_and_diversity(make_group([-1, -1], ["a", "a"])).reason == "low_reward"
     assert check_quality_and_diversity(make_group([1, 1], ["a", "a"])).reason == "zero_variance"
-    assert check_quality_and_diversity(make_group([0, 1], ["a", "a"]), min_unique_fraction=0.6).reason == "low_diversity"
+    assert (
+        check_quality_and_diversity(make_group([0, 1], ["a", "a"]), min_unique_fraction=0.6).reason
+        == "low_diversity"
+    )
     assert check_quality_and_diversity(make_group([0, 1])) == KEPT
 
 

@@ -1,4 +1,6 @@
-"""The live fleet in virtual time: engines fail, rest, die, come back and are updated, and every request is answered once."""
+"""The live fleet in virtual time: engines fail, rest, die, come back and are updated, and every request is
+answered once.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ from rollouts.protocols import InferenceEngine
 from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, SamplingParams
 
 FEATURES = EngineFeatures(
-    vocab_size=100, context_length=64, in_memory_update=True, update_from_checkpoint=True, shares_weights=False, keep_pause=True, deterministic=True
+    vocab_size=100,
+    context_length=64,
+    in_memory_update=True,
+    update_from_checkpoint=True,
+    shares_weights=False,
+    keep_pause=True,
+    deterministic=True,
 )
 Script = Callable[["FakeEngine", GenerateRequest], Awaitable[None]]
 
@@ -92,7 +100,11 @@ class FakeEngine:
 
     async def load(self) -> EngineLoad:
         running = min(self.slots, len(self.running))
-        return EngineLoad(running=running, waiting=len(self.running) - running, cache_usage=0.25 if self.name == "a" else None)
+        return EngineLoad(
+            running=running,
+            waiting=len(self.running) - running,
+            cache_usage=0.25 if self.name == "a" else None,
+        )
 
     async def abort_all(self) -> None:
         self.calls.append("abort_all")
@@ -142,7 +154,12 @@ def make_completion(request: GenerateRequest, version: int, *, aborted: bool = F
 
 
 def ask(name: str, affinity: str = "") -> GenerateRequest:
-    return GenerateRequest(request_id=name, prompt_ids=np.array([1]), sampling=SamplingParams(max_new_tokens=4), affinity=affinity)
+    return GenerateRequest(
+        request_id=name,
+        prompt_ids=np.array([1]),
+        sampling=SamplingParams(max_new_tokens=4),
+        affinity=affinity,
+    )
 
 
 def fail_first(times: int, error: Callable[[], Exception], wait_s: float = 0.0) -> Script:
@@ -173,7 +190,10 @@ def garbage() -> Exception:
 
 @asynccontextmanager
 async def fleet_of(
-    *engines: FakeEngine | Member, settings: FleetSettings | None = None, commit: bool = True, warnings: list[str] | None = None
+    *engines: FakeEngine | Member,
+    settings: FleetSettings | None = None,
+    commit: bool = True,
+    warnings: list[str] | None = None,
 ) -> AsyncIterator[Fleet]:
     """In service at version 0, unless `commit` is off. Leaving checks that nothing is in flight or queued."""
     members = [engine if isinstance(engine, Member) else Member(engine) for engine in engines]
@@ -225,7 +245,7 @@ async def gather_with(fleet: Fleet, look: Callable[[], Awaitable[None]], *reques
             nursery.start_soon(fleet.generate, request)
 
 
-# --- routing -----------------------------------------------------------------------------------------------------------------------
+# --- routing ------------------------------------------------------------------------------------------------
 
 
 async def test_requests_go_to_whoever_has_fewest(autojump_clock):
@@ -239,7 +259,8 @@ async def test_a_group_stays_on_one_engine_until_that_is_much_busier(autojump_cl
     a, b = FakeEngine("a"), FakeEngine("b")
     async with fleet_of(a, b, settings=FleetSettings(affinity_slack=3)) as fleet:
         await gather(fleet, *(ask(f"r{i}", affinity="g") for i in range(7)))
-        # r0 pins a; a takes r1..r3 while it is at most 3 ahead of b (which has none), then b, then a again, as b catches up
+        # r0 pins a; a takes r1..r3 while it is at most 3 ahead of b (which has none), then b, then a again,
+        # as b catches up
         assert a.asked == ["r0", "r1", "r2", "r3", "r5"] and b.asked == ["r4", "r6"]
         await gather(fleet, ask("later", affinity="g"))
         assert a.asked[-1] == "later"
@@ -255,7 +276,9 @@ async def test_a_full_fleet_queues_in_order_of_arrival(autojump_clock):
 
 async def test_the_limit_grows_while_it_binds_and_is_bounded(autojump_clock):
     a = FakeEngine("a")
-    async with fleet_of(a, settings=FleetSettings(start_concurrency=2, max_concurrency=6, load_every=10**9)) as fleet:
+    async with fleet_of(
+        a, settings=FleetSettings(start_concurrency=2, max_concurrency=6, load_every=10**9)
+    ) as fleet:
         await gather(fleet, *(ask(f"r{i}") for i in range(60)))
         assert fleet.statistics()["engine/a/limit"] == 6
     assert a.most_running == 6
@@ -263,7 +286,9 @@ async def test_the_limit_grows_while_it_binds_and_is_bounded(autojump_clock):
 
 async def test_an_engine_with_a_long_queue_inside_gets_fewer(autojump_clock):
     a = FakeEngine("a", slots=4)
-    async with fleet_of(a, settings=FleetSettings(start_concurrency=16, max_concurrency=16, load_every=8)) as fleet:
+    async with fleet_of(
+        a, settings=FleetSettings(start_concurrency=16, max_concurrency=16, load_every=8)
+    ) as fleet:
         limits: list[float] = []
 
         async def look() -> None:
@@ -288,10 +313,12 @@ async def test_ids_are_unique_in_the_fleet(autojump_clock):
         await fleet.generate(ask("r"))  # the first has been answered
 
 
-# --- failures ----------------------------------------------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("error", [unreachable, garbage, lambda: EngineSilent("60 s"), lambda: InfrastructureError("500")])
+@pytest.mark.parametrize(
+    "error", [unreachable, garbage, lambda: EngineSilent("60 s"), lambda: InfrastructureError("500")]
+)
 async def test_an_engines_failure_is_retried_elsewhere_and_the_engine_checked(autojump_clock, error):
     a, b = FakeEngine("a", script=fail_first(1, error)), FakeEngine("b")
     async with fleet_of(a, b) as fleet:
@@ -391,7 +418,14 @@ async def test_refusals_and_bugs_are_the_callers(autojump_clock):
             assert state_of(fleet, "a") == state_of(fleet, "b") == "healthy"
 
 
-@pytest.mark.parametrize("error", [EngineError("generate gave 404"), WeightVersionError("another version"), EngineSetupError("other flags")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        EngineError("generate gave 404"),
+        WeightVersionError("another version"),
+        EngineSetupError("other flags"),
+    ],
+)
 async def test_a_server_that_answers_404_at_once_loses_no_request_and_draws_no_others(autojump_clock, error):
     async def refuse(engine: FakeEngine, request: GenerateRequest) -> None:
         await trio.sleep(0.01)
@@ -414,14 +448,18 @@ async def test_a_404_everywhere_is_the_engines_failure_and_keeps_its_cause(autoj
         assert type(caught.value.__cause__) is EngineError
 
 
-@pytest.mark.parametrize("error", [EngineError("GET /metrics gave 404"), RequestRefused("GET /load gave 405")])
+@pytest.mark.parametrize(
+    "error", [EngineError("GET /metrics gave 404"), RequestRefused("GET /load gave 405")]
+)
 async def test_an_engine_whose_load_cannot_be_asked_is_doubted_and_the_fleet_goes_on(autojump_clock, error):
     class Engine(FakeEngine):
         async def load(self) -> EngineLoad:
             await trio.lowlevel.checkpoint()
             raise error
 
-    async with fleet_of(Engine("a"), FakeEngine("b"), settings=FleetSettings(start_concurrency=1, load_every=1)) as fleet:
+    async with fleet_of(
+        Engine("a"), FakeEngine("b"), settings=FleetSettings(start_concurrency=1, load_every=1)
+    ) as fleet:
         results = await gather(fleet, *(ask(f"r{i}") for i in range(8)))
         assert all(isinstance(result, Completion) for result in results.values())
         await trio.sleep(5)
@@ -448,7 +486,7 @@ async def test_a_closed_member_is_gone(autojump_clock):
         assert state_of(fleet, "a") == "dead"
 
 
-# --- overload ----------------------------------------------------------------------------------------------------------------------
+# --- overload -----------------------------------------------------------------------------------------------
 
 
 async def test_retry_after_is_respected_and_the_limit_halved_once_a_burst(autojump_clock):
@@ -481,16 +519,22 @@ async def test_a_request_waits_through_any_number_of_overloads(autojump_clock):
 
 
 @pytest.mark.parametrize("retry_after_s", [None, 0.0, 4.0, 1e6])
-async def test_a_request_that_meets_nothing_but_overload_is_given_up_after_the_limit(autojump_clock, retry_after_s):
-    a = FakeEngine("a", script=fail_first(10**9, lambda: EngineOverloaded("429", retry_after_s=retry_after_s)))
+async def test_a_request_that_meets_nothing_but_overload_is_given_up_after_the_limit(
+    autojump_clock, retry_after_s
+):
+    a = FakeEngine(
+        "a", script=fail_first(10**9, lambda: EngineOverloaded("429", retry_after_s=retry_after_s))
+    )
     async with fleet_of(a, settings=FleetSettings(down_limit_s=1000)) as fleet:
-        with pytest.raises(EngineOverloaded, match=r"met nothing but overload for 1.* s, the last: 429.*down_limit_s=1000"):
+        with pytest.raises(
+            EngineOverloaded, match=r"met nothing but overload for 1.* s, the last: 429.*down_limit_s=1000"
+        ):
             await fleet.generate(ask("r"))
         assert 1000 <= trio.current_time() <= 1000 + 310  # a server may ask for 300 s of rest at most
         assert len(a.asked) < 1000 and state_of(fleet, "a") == "healthy"
 
 
-# --- death and return --------------------------------------------------------------------------------------------------------------
+# --- death and return ---------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -588,7 +632,10 @@ async def test_a_request_under_which_engine_after_engine_dies_is_given_up(autoju
         await trio.sleep_forever()
 
     process.engine.script = kill
-    async with fleet_of(process.member(), settings=FleetSettings(max_attempts=3)) as fleet, trio.open_nursery() as nursery:
+    async with (
+        fleet_of(process.member(), settings=FleetSettings(max_attempts=3)) as fleet,
+        trio.open_nursery() as nursery,
+    ):
 
         async def revive() -> None:
             async for _ in fleet.stale_members:
@@ -651,7 +698,12 @@ async def test_everyone_waits_through_an_outage(autojump_clock):
             update(fleet, 1)
         assert trio.current_time() < 0.5 + 1 + 90 + 1.5
     said = [text for text in warnings if "no engine" in text]
-    assert len(said) == 3 and "restarting (signal 9" in said[0] and "4 requests wait" in said[0] and "for 30 s" in said[0]
+    assert (
+        len(said) == 3
+        and "restarting (signal 9" in said[0]
+        and "4 requests wait" in said[0]
+        and "for 30 s" in said[0]
+    )
 
 
 async def test_an_outage_beyond_the_limit_is_a_typed_error_for_everyone(autojump_clock):
@@ -699,7 +751,11 @@ async def test_updates_that_fail_do_not_prolong_an_outage(autojump_clock):
 
 async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock):
     processes = [Process(FakeEngine(name), fails=10**9) for name in "ab"]
-    async with fleet_of(*(process.member() for process in processes), settings=FleetSettings(max_restarts=2, down_limit_s=10_000)) as fleet:
+    async with fleet_of(
+        *(process.member() for process in processes),
+        settings=FleetSettings(max_restarts=2, down_limit_s=10_000),
+    ) as fleet:
+
         async def die() -> None:
             for process in processes:
                 await trio.sleep(0.25)
@@ -709,7 +765,10 @@ async def test_a_fleet_that_is_dead_for_good_says_so_at_once(autojump_clock):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(die)
             ends |= await gather(fleet, *(ask(f"r{i}") for i in range(4)))
-        assert all(isinstance(end, FleetDown) and "No restart is left (max_restarts=2)" in str(end) for end in ends.values())
+        assert all(
+            isinstance(end, FleetDown) and "No restart is left (max_restarts=2)" in str(end)
+            for end in ends.values()
+        )
         died_at = trio.current_time()
         assert died_at < 100
         with pytest.raises(FleetDown, match="dead for good"):
@@ -753,7 +812,7 @@ async def test_before_the_first_update_requests_wait(autojump_clock):
         assert trio.current_time() == 1000 + 50 + 5000 + 1
 
 
-# --- weight updates ----------------------------------------------------------------------------------------------------------------
+# --- weight updates -----------------------------------------------------------------------------------------
 
 
 async def test_nothing_is_served_before_a_commit_and_nothing_announced(autojump_clock):
@@ -894,7 +953,7 @@ async def test_a_fleet_is_not_updated_as_one_engine(autojump_clock):
         assert await fleet.checksum() is None
 
 
-# --- coming and going --------------------------------------------------------------------------------------------------------------
+# --- coming and going ---------------------------------------------------------------------------------------
 
 
 async def test_a_member_that_joins_is_announced_and_serves_after_its_commit(autojump_clock):
@@ -951,12 +1010,22 @@ async def test_the_fleet_is_as_weak_as_its_weakest():
     b.features = replace(b.features, keep_pause=False, gaps=("slow",), checksum=True)
     async with fleet_of(a, b) as fleet:
         features = fleet.features
-    assert (features.name, features.context_length, features.seeds, features.keep_pause) == ("fleet", 32, False, False)
+    assert (features.name, features.context_length, features.seeds, features.keep_pause) == (
+        "fleet",
+        32,
+        False,
+        False,
+    )
     assert features.gaps == ("no seeds", "slow") and not features.in_memory_update and not features.checksum
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), [({"vocab_size": 99}, "vocabulary of 99"), ({"shares_weights": True}, "needs no fleet"), ({"name": "a"}, "'a'")]
+    ("change", "says"),
+    [
+        ({"vocab_size": 99}, "vocabulary of 99"),
+        ({"shares_weights": True}, "needs no fleet"),
+        ({"name": "a"}, "'a'"),
+    ],
 )
 async def test_engines_that_do_not_fit_together_are_refused(change, says):
     a, b = FakeEngine("a"), FakeEngine("b")
@@ -978,7 +1047,7 @@ async def test_an_error_inside_the_fleets_context_comes_out_as_it_is():
             raise FleetDown("all of them")
 
 
-# --- the fleet as an engine --------------------------------------------------------------------------------------------------------
+# --- the fleet as an engine ---------------------------------------------------------------------------------
 
 
 async def test_abort_all_answers_everyone(autojump_clock):
@@ -999,7 +1068,9 @@ async def test_abort_all_answers_everyone(autojump_clock):
         assert trio.current_time() == 1
         sizes = sorted(len(result.token_ids) for result in results.values() if isinstance(result, Completion))
         assert sizes == [0, 0, 0, 0, 1, 1]
-        assert all(isinstance(result, Completion) and result.finish_reason == "abort" for result in results.values())
+        assert all(
+            isinstance(result, Completion) and result.finish_reason == "abort" for result in results.values()
+        )
 
 
 @pytest.mark.parametrize("attempt", range(10))
@@ -1067,7 +1138,10 @@ async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
             results.append(error)
 
     settings = FleetSettings(start_concurrency=1)
-    async with trio.open_nursery() as nursery, open_fleet([Member(a)], settings=settings, warn=print) as fleet:
+    async with (
+        trio.open_nursery() as nursery,
+        open_fleet([Member(a)], settings=settings, warn=print) as fleet,
+    ):
         update(fleet, 0)
         for name in ("r", "s"):
             nursery.start_soon(one, fleet, name)
@@ -1089,7 +1163,7 @@ async def test_a_caller_who_is_cancelled_already_keeps_no_seat(autojump_clock):
         assert scope.cancelled_caught and not a.asked
 
 
-# --- storms ------------------------------------------------------------------------------------------------------------------------
+# --- storms -------------------------------------------------------------------------------------------------
 
 
 async def test_ten_thousand_cancellations_leave_nothing(autojump_clock):
@@ -1144,7 +1218,9 @@ class Chaos:
     async def trip(self, engine: FakeEngine, request: GenerateRequest) -> None:
         await trio.sleep(self.draws.expovariate(1))
         if self.draws.random() < 0.03:
-            raise self.draws.choice([unreachable(), garbage(), EngineOverloaded("429", retry_after_s=2), EngineOverloaded("503")])
+            raise self.draws.choice(
+                [unreachable(), garbage(), EngineOverloaded("429", retry_after_s=2), EngineOverloaded("503")]
+            )
 
     async def ask_one(self, fleet: Fleet, name: str) -> None:
         completion = await fleet.generate(ask(name, affinity=self.draws.choice("xyz")))
@@ -1199,10 +1275,14 @@ class Chaos:
 
 @pytest.mark.parametrize("seed", range(20))
 async def test_chaos_answers_everything_once_and_only_from_committed_weights(autojump_clock, seed):
-    """Random deaths, garbage, overloads and updates that fail: each of 300 requests gets one answer, of weights that were verified."""
+    """Random deaths, garbage, overloads and updates that fail: each of 300 requests gets one answer, of
+    weights that were verified.
+    """
     chaos = Chaos(seed)
     settings = FleetSettings(max_restarts=1000)
-    async with fleet_of(*(process.member() for process in chaos.processes.values()), settings=settings) as fleet:
+    async with fleet_of(
+        *(process.member() for process in chaos.processes.values()), settings=settings
+    ) as fleet:
         with trio.fail_after(3000):
             await chaos.run(fleet, 300)
     assert len(chaos.answers) == 300 and all(len(given) == 1 for given in chaos.answers.values())

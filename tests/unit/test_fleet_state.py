@@ -1,4 +1,6 @@
-"""One engine of a fleet as a pure record: what each event makes of it, worked by hand, and what no sequence of events may do."""
+"""One engine of a fleet as a pure record: what each event makes of it, worked by hand, and what no sequence
+of events may do.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from hypothesis import strategies as st
 from rollouts.engines import fleet_state as fs
 from rollouts.engines.fleet_state import Duty, EngineState, FleetSettings, Ticket
 
-RULES = FleetSettings(start_concurrency=4, max_concurrency=8, load_every=3, max_restarts=3, retry_after_cap_s=100.0)
+RULES = FleetSettings(
+    start_concurrency=4, max_concurrency=8, load_every=3, max_restarts=3, retry_after_cap_s=100.0
+)
 
 
 def make(*, can_restart: bool = False, **changes) -> EngineState:
@@ -26,7 +30,7 @@ def fail_once(state: EngineState, now: float = 0.0) -> EngineState:
     return fs.request_failed(fs.request_sent(state), fs.get_ticket(state), "broke", now, RULES, draw=0.0)
 
 
-# --- the life of an engine ---------------------------------------------------------------------------------------------------------
+# --- the life of an engine ----------------------------------------------------------------------------------
 
 
 def test_a_new_engine_is_stale_and_a_commit_makes_it_healthy():
@@ -49,7 +53,9 @@ def test_a_failure_makes_a_suspect_and_a_good_check_with_the_same_version_ends_i
     assert not fs.has_seat(suspect, 3.0)
     assert fs.check_passed(suspect, 5, 4.0).condition == "healthy"
     other = fs.check_passed(suspect, 6, 4.0)
-    assert other.condition == "stale" and other.life == suspect.life + 1 and other.duty == Duty("announce", 4.0)
+    assert (
+        other.condition == "stale" and other.life == suspect.life + 1 and other.duty == Duty("announce", 4.0)
+    )
 
 
 def test_checks_that_fail_three_times_end_in_death():
@@ -138,7 +144,7 @@ def test_publishing_leaves_no_older_version_in_service():
     assert fs.committed(fs.admission_closed(make()), 5, 6, 0.0).condition == "stale"
 
 
-# --- limits ------------------------------------------------------------------------------------------------------------------------
+# --- limits -------------------------------------------------------------------------------------------------
 
 
 def test_publishing_announces_whoever_is_stale_and_waits_for_nothing():
@@ -175,23 +181,35 @@ def test_an_overload_halves_what_was_in_flight_once_and_rests():
     state = make(in_flight=4, limit=8.0)
     ticket = fs.get_ticket(state)
     state = fs.request_overloaded(state, ticket, "429", 20.0, 1.0, RULES, draw=0.0)
-    assert state.limit == 2 and state.resting_until == 21 and state.duty == Duty("rest", 21.0) and state.condition == "healthy"
+    assert (
+        state.limit == 2
+        and state.resting_until == 21
+        and state.duty == Duty("rest", 21.0)
+        and state.condition == "healthy"
+    )
     state = fs.request_overloaded(state, ticket, "429", 30.0, 2.0, RULES, draw=0.0)
     assert state.limit == 2 and state.resting_until == 32
-    assert not fs.has_seat(replace(state, in_flight=0), 31.9) and fs.has_seat(replace(state, in_flight=0), 32.0)
+    assert not fs.has_seat(replace(state, in_flight=0), 31.9) and fs.has_seat(
+        replace(state, in_flight=0), 32.0
+    )
 
 
 def test_an_overload_that_names_no_time_backs_off_longer_each_time():
     state, now = make(), 0.0
     for wait_s in (0.5, 1.0, 2.0):
-        state = fs.request_overloaded(fs.request_sent(state), fs.get_ticket(state), "503", None, now, RULES, draw=0.0)
+        state = fs.request_overloaded(
+            fs.request_sent(state), fs.get_ticket(state), "503", None, now, RULES, draw=0.0
+        )
         assert state.resting_until == now + wait_s
         now = state.resting_until
 
 
 def test_a_server_that_asks_for_a_year_gets_the_cap():
     state = make(in_flight=1)
-    assert fs.request_overloaded(state, fs.get_ticket(state), "429", 3e7, 0.0, RULES, draw=0.0).resting_until == RULES.retry_after_cap_s
+    assert (
+        fs.request_overloaded(state, fs.get_ticket(state), "429", 3e7, 0.0, RULES, draw=0.0).resting_until
+        == RULES.retry_after_cap_s
+    )
 
 
 def test_a_queue_inside_the_engine_lowers_the_limit():
@@ -202,20 +220,24 @@ def test_a_queue_inside_the_engine_lowers_the_limit():
     assert fs.load_seen(state, running=0, waiting=7, settings=RULES).limit == 8  # paused: it says nothing
 
 
-@pytest.mark.parametrize(("count", "low", "high"), [(1, 0.5, 1.0), (2, 1.0, 2.0), (3, 2.0, 4.0), (4, 2.5, 5.0), (10_000, 2.5, 5.0)])
+@pytest.mark.parametrize(
+    ("count", "low", "high"), [(1, 0.5, 1.0), (2, 1.0, 2.0), (3, 2.0, 4.0), (4, 2.5, 5.0), (10_000, 2.5, 5.0)]
+)
 def test_back_off_doubles_up_to_its_cap(count, low, high):
     assert fs.compute_backoff_s(count, 1.0, 5.0, 0.0) == low
     assert low <= fs.compute_backoff_s(count, 1.0, 5.0, 0.999) < high
 
 
-# --- routing -----------------------------------------------------------------------------------------------------------------------
+# --- routing ------------------------------------------------------------------------------------------------
 
 
 def test_routing():
     a, b, c = (replace(make(), name=name, in_flight=count) for name, count in (("a", 3), ("b", 1), ("c", 2)))
     states = [a, b, c]
 
-    def go(pinned: str | None = None, avoid: str | None = None, slack: int = 0, now: float = 0.0) -> str | None:
+    def go(
+        pinned: str | None = None, avoid: str | None = None, slack: int = 0, now: float = 0.0
+    ) -> str | None:
         chosen = fs.choose_engine(states, now, pinned=pinned, avoid=avoid, slack=slack)
         return None if chosen is None else chosen.name
 
@@ -234,7 +256,7 @@ def test_versions_that_an_engine_cannot_have():
     assert fs.find_foreign_version([-1, -1], -1) is None
 
 
-# --- no sequence of events … -------------------------------------------------------------------------------------------------------
+# --- no sequence of events … --------------------------------------------------------------------------------
 
 ALLOWED = {  # who may change a condition into which
     ("healthy", "suspect"): {"fail"},
@@ -264,7 +286,8 @@ class World:
         self.now = 0.0
         self.published = -1
         self.states = [
-            fs.make_engine_state(f"e{i}", can_restart=bool(i % 2), announce_at=None, settings=RULES) for i in range(engines)
+            fs.make_engine_state(f"e{i}", can_restart=bool(i % 2), announce_at=None, settings=RULES)
+            for i in range(engines)
         ]
         self.tickets: list[list[Ticket]] = [[] for _ in range(engines)]
         self.quiet_until = [0.0] * engines  # by the retry-after that this test remembers itself
@@ -288,7 +311,9 @@ class World:
 
     def send(self) -> None:
         pinned = self.draws.choice([None, "e0"])
-        chosen = fs.choose_engine(self.states, self.now, pinned=pinned, avoid=self.draws.choice([None, "e1"]), slack=2)
+        chosen = fs.choose_engine(
+            self.states, self.now, pinned=pinned, avoid=self.draws.choice([None, "e1"]), slack=2
+        )
         if chosen is None:
             assert not any(fs.has_seat(state, self.now) for state in self.states)
             return
@@ -327,11 +352,17 @@ class World:
         if event == "duty":
             return self.do_duty(state, draw)
         if event == "restart_end" and state.condition == "restarting":
-            return fs.came_back(state, self.now, RULES) if draw < 0.7 else fs.restart_failed(state, "no", self.now, RULES, draw=draw)
+            return (
+                fs.came_back(state, self.now, RULES)
+                if draw < 0.7
+                else fs.restart_failed(state, "no", self.now, RULES, draw=draw)
+            )
         if event == "close":
             return fs.admission_closed(state)
         if event == "commit":
-            return fs.committed(state, self.published + self.draws.choice([0, 1, 1]), self.published, self.now)
+            return fs.committed(
+                state, self.published + self.draws.choice([0, 1, 1]), self.published, self.now
+            )
         if event == "update_fail":
             return fs.update_failed(state, "probe", self.now, RULES, draw=draw)
         return state
@@ -351,10 +382,18 @@ class World:
         if duty.kind == "restart":
             return fs.restart_started(state)
         if duty.kind == "reach":
-            return fs.came_back(state, self.now, RULES) if good else fs.not_reached(state, "no", self.now, RULES, draw=draw)
+            return (
+                fs.came_back(state, self.now, RULES)
+                if good
+                else fs.not_reached(state, "no", self.now, RULES, draw=draw)
+            )
         assert state.version is not None
         version = self.draws.choice([state.version, state.version, -1])
-        return fs.check_passed(state, version, self.now) if good else fs.check_failed(state, "no", self.now, RULES, draw=draw)
+        return (
+            fs.check_passed(state, version, self.now)
+            if good
+            else fs.check_failed(state, "no", self.now, RULES, draw=draw)
+        )
 
     def put(self, index: int, event: str, after: EngineState) -> None:
         before = self.states[index]
@@ -377,16 +416,24 @@ class World:
         if fs.in_service(after):
             assert after.version is not None and after.version >= self.published
         if after.condition == "suspect":
-            assert after.updating or (after.duty is not None and after.duty.kind == "check"), "nobody would ever check it"
+            assert after.updating or (after.duty is not None and after.duty.kind == "check"), (
+                "nobody would ever check it"
+            )
         if after.condition == "dead":
-            assert after.duty is not None or (after.can_restart and after.tries >= RULES.max_restarts), "nobody would ever bring it back"
+            assert after.duty is not None or (after.can_restart and after.tries >= RULES.max_restarts), (
+                "nobody would ever bring it back"
+            )
         if after.duty is not None and after.duty is not before.duty:
             longest = RULES.retry_after_cap_s if after.duty.kind == "rest" else RULES.recover_cap_s
             assert self.now <= after.duty.at <= self.now + longest
 
 
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 2**32), engines=st.integers(1, 4), events=st.lists(st.sampled_from(EVENTS), max_size=150))
+@given(
+    seed=st.integers(0, 2**32),
+    engines=st.integers(1, 4),
+    events=st.lists(st.sampled_from(EVENTS), max_size=150),
+)
 def test_no_sequence_of_events_breaks_the_rules(seed, engines, events):
     world = World(seed, engines)
     for event in events:

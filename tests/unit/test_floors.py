@@ -1,4 +1,6 @@
-"""Who may import whom: a file imports from its own folder or a lower floor, and only the listed modules load torch or wait on trio."""
+"""Who may import whom: a file imports from its own folder or a lower floor, and only the listed modules load
+torch or wait on trio.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ ROOMS = {  # floor: its rooms
     1: ["errors"],
     2: ["types", "run_dir", "crash_points"],
     3: ["protocols"],
-    4: ["config", "advantages", "kl_control", "schedules", "filters", "metrics", "losses", "distributed", "device_thread"],
+    4: [
+        "config",
+        "advantages",
+        "kl_control",
+        "schedules",
+        "filters",
+        "metrics",
+        "losses",
+        "distributed",
+        "device_thread",
+    ],
     5: ["data", "models"],
     6: ["checkpoints", "engines"],
     7: ["reference", "rewards", "weight_sync"],
@@ -33,8 +45,23 @@ LOADS_TORCH = (
     "losses", "distributed", "device_thread", "models", "checkpoints", "engines.local", "reference", "rewards.reward_model", "weight_sync",
     "backends", "evaluation.policy_metrics", "testing.torch_contracts", "replay.recompute", "replay.compare",
 )  # fmt: skip
-NEVER_TRIO = ("types", "errors", "run_dir", "crash_points", "config", "advantages", "kl_control", "schedules", "filters", "losses", "data", "models")
-TORCH = frozenset({"torch", "transformers", "accelerate", "safetensors.torch", "torchao"})  # importing one of these loads torch
+NEVER_TRIO = (
+    "types",
+    "errors",
+    "run_dir",
+    "crash_points",
+    "config",
+    "advantages",
+    "kl_control",
+    "schedules",
+    "filters",
+    "losses",
+    "data",
+    "models",
+)
+TORCH = frozenset(
+    {"torch", "transformers", "accelerate", "safetensors.torch", "torchao"}
+)  # importing one of these loads torch
 TRIO = frozenset({"trio", "trio_parallel"})
 
 
@@ -47,7 +74,9 @@ class Import(NamedTuple):
 
 
 def parse_imports(source: str, package: str = "") -> list[Import]:
-    """Every import in a module's source but those under TYPE_CHECKING. `from a import b` gives both a and a.b, for b may be a module."""
+    """Every import in a module's source but those under TYPE_CHECKING. `from a import b` gives both a and
+    a.b, for b may be a module.
+    """
     found: list[Import] = []
 
     def visit(node: ast.AST, *, at_top: bool) -> None:
@@ -101,7 +130,9 @@ def is_external(target: str, packages: frozenset[str]) -> bool:
 
 @cache
 def loaded_by(module: str) -> frozenset[str]:
-    """Everything that importing a module of rollouts imports, transitively, at top level: our modules and outside names."""
+    """Everything that importing a module of rollouts imports, transitively, at top level: our modules and
+    outside names.
+    """
     seen: set[str] = set()
     waiting = [module]
     while waiting:
@@ -122,11 +153,21 @@ def floor_violations() -> list[str]:
         for found in imports_of(module):
             target = room_of(found.target)
             if found.target.split(".")[0] == "integration_training":
-                wrong.append(f"{MODULES[module]}:{found.line} imports integration_training, which is above the package")
-            if found.target.split(".")[0] != "rollouts" or not target or target == room or {room, target} <= CLI_ROOM:
+                wrong.append(
+                    f"{MODULES[module]}:{found.line} imports integration_training, which is above the package"
+                )
+            if (
+                found.target.split(".")[0] != "rollouts"
+                or not target
+                or target == room
+                or {room, target} <= CLI_ROOM
+            ):
                 continue
             if target in FLOORS and (room == "" or FLOORS[target] >= FLOORS[room]):
-                wrong.append(f"{MODULES[module]}:{found.line} ({room or 'rollouts'}, floor {FLOORS.get(room, 0)}) imports {found.target}")
+                wrong.append(
+                    f"{MODULES[module]}:{found.line} ({room or 'rollouts'}, floor {FLOORS.get(room, 0)})"
+                    f" imports {found.target}"
+                )
     return wrong
 
 
@@ -134,7 +175,9 @@ def loading_violations(packages: frozenset[str], allowed: set[str]) -> list[str]
     """Modules outside `allowed` that load one of the packages when imported, or import one inside a function."""
     wrong: list[str] = []
     for module in sorted(set(MODULES) - allowed):
-        through = sorted(name for name in loaded_by(module) & set(MODULES) if imports_directly(name, packages, at_top=True))
+        through = sorted(
+            name for name in loaded_by(module) & set(MODULES) if imports_directly(name, packages, at_top=True)
+        )
         if through:
             wrong.append(f"{module} loads one of {sorted(packages)} through {through}")
         if imports_directly(module, packages, at_top=False):
@@ -147,7 +190,9 @@ def imports_directly(module: str, packages: frozenset[str], *, at_top: bool) -> 
 
 
 def test_every_module_stands_on_a_floor():
-    assert {room_of(module) for module in MODULES} - {""} <= set(FLOORS), "a new room: give it a floor here and in the design"
+    assert {room_of(module) for module in MODULES} - {""} <= set(FLOORS), (
+        "a new room: give it a floor here and in the design"
+    )
 
 
 def test_no_file_imports_sideways_or_up():
@@ -164,7 +209,12 @@ def test_pure_modules_never_load_trio():
 
 def test_asyncio_threads_and_pickle_are_imported_nowhere():
     banned = frozenset({"asyncio", "pickle", "cloudpickle", "dill", "marshal"})
-    assert [f"{module}:{i.line} imports {i.target}" for module in MODULES for i in imports_of(module) if is_external(i.target, banned)] == []
+    assert [
+        f"{module}:{i.line} imports {i.target}"
+        for module in MODULES
+        for i in imports_of(module)
+        if is_external(i.target, banned)
+    ] == []
 
 
 def test_light_modules_really_leave_torch_unloaded():
@@ -183,7 +233,9 @@ for name in {light!r}:
     heavy = [package for package in ('torch', 'transformers') if package in sys.modules]
     assert not heavy, (name, heavy)
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -33,7 +33,11 @@ def slow_gae(rewards, values, mask, gamma, lam, bootstrap):
     """One row from its definition: A_t = Σ_l (gamma·lam)^l δ_{t+l} over the trained tokens."""
     kept = [position for position in range(len(mask)) if mask[position]]
     following = [values[position] for position in kept[1:]] + [bootstrap]
-    deltas = [rewards[at] + gamma * after - values[at] for at, after in zip(kept, following, strict=True)] if kept else []
+    deltas = (
+        [rewards[at] + gamma * after - values[at] for at, after in zip(kept, following, strict=True)]
+        if kept
+        else []
+    )
     result = np.zeros(len(mask))
     for index, position in enumerate(kept):
         result[position] = sum((gamma * lam) ** ahead * delta for ahead, delta in enumerate(deltas[index:]))
@@ -50,7 +54,9 @@ def test_gae_matches_the_numbers_worked_by_hand():
 
 def test_a_tools_tokens_carry_value_and_advantage_over_and_do_not_train():
     # δ_0 = .99·.7 − .5 = .193; A_0 = .193 + .9405·.3
-    found = compute_gae([[0, NAN, 1]], [[0.5, INF, 0.7]], [np.array([True, False, True])], gamma=0.99, lam=0.95)
+    found = compute_gae(
+        [[0, NAN, 1]], [[0.5, INF, 0.7]], [np.array([True, False, True])], gamma=0.99, lam=0.95
+    )
     np.testing.assert_allclose(found.advantages[0], [0.47515, 0.0, 0.3], rtol=1e-6)
     np.testing.assert_allclose(found.returns[0], [0.97515, 0.0, 1.0], rtol=1e-6)
 
@@ -68,19 +74,28 @@ def test_rows_of_all_shapes_match_the_slow_sweep_and_do_not_see_each_other():
     rng = np.random.default_rng(0)
     lengths = [0, 1, 7, 12, 3]
     masks = [rng.random(length) < 0.6 for length in lengths]
-    rewards, values = [rng.normal(size=length) for length in lengths], [rng.normal(size=length) for length in lengths]
+    rewards, values = (
+        [rng.normal(size=length) for length in lengths],
+        [rng.normal(size=length) for length in lengths],
+    )
     lams, bootstrap = rng.random(5), rng.normal(size=5)
     found = compute_gae(rewards, values, masks, gamma=0.97, lam=lams, bootstrap_values=bootstrap)
     for row in range(5):
         expected = slow_gae(rewards[row], values[row], masks[row], 0.97, lams[row], bootstrap[row])
         np.testing.assert_allclose(found.advantages[row], expected, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(found.returns[row], np.where(masks[row], expected + values[row], 0.0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            found.returns[row], np.where(masks[row], expected + values[row], 0.0), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_lambda_one_is_the_return_less_the_value_and_lambda_zero_the_single_step():
     values = [[0.5, 0.6, 0.7]]
-    np.testing.assert_allclose(compute_gae([[1, 2, 4]], values, [ALL]).advantages[0], [6.5, 5.4, 3.3], rtol=1e-6)
-    np.testing.assert_allclose(compute_gae([[1, 2, 4]], values, [ALL], lam=0.0).advantages[0], [1.1, 2.1, 3.3], rtol=1e-6)
+    np.testing.assert_allclose(
+        compute_gae([[1, 2, 4]], values, [ALL]).advantages[0], [6.5, 5.4, 3.3], rtol=1e-6
+    )
+    np.testing.assert_allclose(
+        compute_gae([[1, 2, 4]], values, [ALL], lam=0.0).advantages[0], [1.1, 2.1, 3.3], rtol=1e-6
+    )
 
 
 def test_the_critic_may_have_a_lambda_of_its_own():
@@ -91,13 +106,17 @@ def test_the_critic_may_have_a_lambda_of_its_own():
 
 
 def test_lambda_grows_with_the_length():
-    np.testing.assert_allclose(compute_length_adaptive_lambda([100, 200, 20, 1, 0], alpha=0.05), [0.8, 0.9, 0.0, 0.0, 0.0])
+    np.testing.assert_allclose(
+        compute_length_adaptive_lambda([100, 200, 20, 1, 0], alpha=0.05), [0.8, 0.9, 0.0, 0.0, 0.0]
+    )
     with pytest.raises(ValueError, match=r"alpha=0\.0"):
         compute_length_adaptive_lambda([1], alpha=0.0)
 
 
 def test_returns_without_a_critic_are_discounted_over_trained_tokens():
-    found = compute_discounted_returns([[1.0, 9.0, 2.0, 4.0]], [np.array([True, False, True, True])], gamma=0.5)
+    found = compute_discounted_returns(
+        [[1.0, 9.0, 2.0, 4.0]], [np.array([True, False, True, True])], gamma=0.5
+    )
     np.testing.assert_allclose(found[0], [1 + 0.5 * (2 + 0.5 * 4), 0.0, 4.0, 4.0])
 
 
@@ -118,7 +137,9 @@ def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant(
     assert compute_explained_variance(returns, returns, masks) == 1.0
     assert compute_explained_variance([[3.0, 3.0, 3.0], [3.0]], returns, masks) == pytest.approx(0.0)
     # R − V = 1, 1, −2 has variance 2; R has (4 + 1 + 9)/3
-    assert compute_explained_variance([[0.0, 0.0, 1.0], [8.0]], returns, masks) == pytest.approx(1 - 2 / (14 / 3))
+    assert compute_explained_variance([[0.0, 0.0, 1.0], [8.0]], returns, masks) == pytest.approx(
+        1 - 2 / (14 / 3)
+    )
     assert compute_explained_variance([[1.0]], [[2.0]], [np.array([True])]) is None
     assert compute_explained_variance([], [], []) is None
 
@@ -146,7 +167,7 @@ def test_an_empty_batch_gives_nothing():
     assert compute_gae([], [], []) == ((), ())
 
 
-# --- the KL term in the reward -------------------------------------------------------------------------------------------------
+# --- the KL term in the reward ------------------------------------------------------------------------------
 
 LOG_PROBS = [f32([NAN, -0.7, -0.9]), f32([NAN]), f32([-1.6, INF])]
 REFERENCES = [f32([NAN, -1.1, -0.6]), f32([0.0]), f32([-1.5, 0.0])]
@@ -173,7 +194,9 @@ def test_kl_on_every_token_adds_up_to_kl_once_per_sample():
 
 def test_a_tokens_coefficient_holds_the_kl_of_itself_and_of_what_follows():
     tokens = compute_token_rewards([0.0], LOG_PROBS[:1], REFERENCES[:1], MASKS[:1], 1.0)
-    np.testing.assert_allclose(compute_discounted_returns(tokens, MASKS[:1])[0], [0.0, -0.4 + 0.3, 0.3], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        compute_discounted_returns(tokens, MASKS[:1])[0], [0.0, -0.4 + 0.3, 0.3], rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("function", [subtract_kl, compute_token_rewards])
@@ -183,16 +206,20 @@ def test_kl_refuses_rows_that_do_not_fit_and_log_probs_that_are_not_finite(funct
         function([1.0], [row], [row[:1]], [mask], 0.1)
     with pytest.raises(ValueError, match=r"shape \(2,\) for 1 rows"):
         function([1.0, 2.0], [row], [row], [mask], 0.1)
-    with pytest.raises(ValueError, match=r"rewards\[0\] is nan|row 0 has a log-prob on a trained token that is not finite"):
+    with pytest.raises(
+        ValueError, match=r"rewards\[0\] is nan|row 0 has a log-prob on a trained token that is not finite"
+    ):
         function([1.0], [f32([np.nan, 0.0])], [row], [mask], 0.1)
     with pytest.raises(ValueError, match=r"rewards\[0\] is nan"):
         function([NAN], [row], [row], [mask], 0.1)
 
 
-# --- by name, as a run with a critic asks ------------------------------------------------------------------------------------------
+# --- by name, as a run with a critic asks -------------------------------------------------------------------
 
 
-def with_critic(rewards: list[list[float]], values: list[list[float]], masks: list[np.ndarray]) -> AdvantageInputs:
+def with_critic(
+    rewards: list[list[float]], values: list[list[float]], masks: list[np.ndarray]
+) -> AdvantageInputs:
     return AdvantageInputs(
         rewards=np.asarray([row[-1] for row in rewards]),
         group_indices=np.arange(len(rewards)),
@@ -219,12 +246,16 @@ def test_gae_by_its_name_gives_advantages_and_returns():
     np.testing.assert_array_equal(whitened.returns[0], plain.returns[0])
     vapo = ask(inputs, gamma=1.0, lam=0.5, critic_lam=1.0, whiten=False)
     np.testing.assert_allclose(vapo.returns[0], [1.0, 1.0, 1.0], rtol=1e-6)
-    np.testing.assert_allclose(vapo.advantages[0], [0.1 + 0.5 * 0.1 + 0.25 * 0.3, 0.1 + 0.5 * 0.3, 0.3], rtol=1e-6)
+    np.testing.assert_allclose(
+        vapo.advantages[0], [0.1 + 0.5 * 0.1 + 0.25 * 0.3, 0.1 + 0.5 * 0.3, 0.3], rtol=1e-6
+    )
 
 
 def test_gae_by_its_name_takes_a_lambda_for_each_row():
     # alpha = 1: a row of 2 tokens has lambda 1/2, one of 1 token 0
-    inputs = with_critic([[0.0, 1.0], [0.0, 2.0]], [[0.5, 0.5], [0.0, 0.5]], [np.array([True, True]), np.array([False, True])])
+    inputs = with_critic(
+        [[0.0, 1.0], [0.0, 2.0]], [[0.5, 0.5], [0.0, 0.5]], [np.array([True, True]), np.array([False, True])]
+    )
     found = ask(inputs, alpha=1.0, whiten=False)
     np.testing.assert_allclose(found.advantages[0], [0.25, 0.5])
     np.testing.assert_allclose(found.advantages[1], [0.0, 1.5])
@@ -234,7 +265,9 @@ def test_gae_by_its_name_takes_a_lambda_for_each_row():
 
 def test_gae_by_its_name_needs_a_critic():
     with pytest.raises(ConfigError, match="needs a critic's values"):
-        compute_advantages(AdvantageInputs(rewards=np.asarray([1.0]), group_indices=np.asarray([0])), ADVANTAGES["gae"])
+        compute_advantages(
+            AdvantageInputs(rewards=np.asarray([1.0]), group_indices=np.asarray([0])), ADVANTAGES["gae"]
+        )
     with pytest.raises(ValueError, match="they come together"):
         AdvantageInputs(rewards=np.asarray([1.0]), group_indices=np.asarray([0]), values=(f32([0.5]),))
 

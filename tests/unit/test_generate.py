@@ -19,7 +19,9 @@ SAMPLING = SamplingParams(max_new_tokens=4, stop_token_ids=(FAKE_END,), seed=5)
 PENDING = Sample(id="g00000000-s000", prompt="hi", group_index=0, metadata={"answer": "x"})
 
 
-async def generate(engine: ScriptedEngine, sample: Sample = PENDING, sampling: SamplingParams = SAMPLING, tokenizer=None) -> Sample:
+async def generate(
+    engine: ScriptedEngine, sample: Sample = PENDING, sampling: SamplingParams = SAMPLING, tokenizer=None
+) -> Sample:
     return await make_chat_generate(tokenizer or FakeTokenizer())(sample, engine, sampling)  # type: ignore[misc]
 
 
@@ -30,7 +32,9 @@ async def test_a_sample_has_the_prompt_and_the_sampled_tokens_with_one_value_eac
     assert sample.loss_mask.tolist() == [False] * len(prompt_ids) + [True] * 3  # the stop token trains
     assert sample.weight_versions.tolist() == [-1] * len(prompt_ids) + [3, 3, 3]
     expected = [fake_log_prob(5, position, 3) for position in range(3)]
-    assert sample.rollout_log_probs.tolist() == [0.0] * len(prompt_ids) + [pytest.approx(value, abs=1e-7) for value in expected]
+    assert sample.rollout_log_probs.tolist() == [0.0] * len(prompt_ids) + [
+        pytest.approx(value, abs=1e-7) for value in expected
+    ]
     assert (sample.response, sample.status, sample.reward) == ("ok", Status.COMPLETED, None)
     assert (sample.id, sample.group_index, sample.metadata) == (PENDING.id, 0, {"answer": "x"})
 
@@ -67,8 +71,14 @@ async def test_messages_are_a_conversation_and_text_is_one_user_turn():
     engine = ScriptedEngine()
     await generate(engine, Sample(id="a", prompt="hi"))
     await generate(engine, Sample(id="b", prompt=({"role": "user", "content": "hi"},)))
-    await generate(engine, Sample(id="c", prompt=({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})))
-    text, messages, with_system = [FakeTokenizer().decode(request.prompt_ids.tolist(), skip_special_tokens=False) for request in engine.requests]
+    await generate(
+        engine,
+        Sample(id="c", prompt=({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})),
+    )
+    text, messages, with_system = [
+        FakeTokenizer().decode(request.prompt_ids.tolist(), skip_special_tokens=False)
+        for request in engine.requests
+    ]
     assert text == messages == "<|start|>user\nhi<|end|><|start|>assistant\n"
     assert with_system == "<|start|>system\nbe brief<|end|>" + text
 
@@ -76,14 +86,22 @@ async def test_messages_are_a_conversation_and_text_is_one_user_turn():
 async def test_the_samples_of_a_prompt_share_one_tokenisation():
     tokenizer = FakeTokenizer()
     chat_generate = make_chat_generate(tokenizer)
-    for prompt in ("hi", "hi", ({"role": "user", "content": "there"},), ({"role": "user", "content": "there"},)):
+    for prompt in (
+        "hi",
+        "hi",
+        ({"role": "user", "content": "there"},),
+        ({"role": "user", "content": "there"},),
+    ):
         await chat_generate(Sample(id="s", prompt=prompt), ScriptedEngine(), SAMPLING)  # type: ignore[misc]
     assert len(tokenizer.encoded) == 2
 
 
 CALLING = (
     {"role": "user", "content": "Oslo?"},
-    {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}]},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}],
+    },
     {"role": "tool", "content": "4 degrees", "tool_call_id": "1"},
 )
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -118,16 +136,23 @@ async def test_template_parameters_reach_the_prompt():
     engine = ScriptedEngine(vocab_size=len(tokenizer))
     chat_generate = make_chat_generate(tokenizer, options=TemplateOptions({"enable_thinking": False}))
     await chat_generate(Sample(id="a", prompt="q"), engine, SAMPLING)  # type: ignore[misc]
-    assert str(tokenizer.decode(engine.requests[0].prompt_ids.tolist())).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert str(tokenizer.decode(engine.requests[0].prompt_ids.tolist())).endswith(
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
 
 
 async def test_tools_that_are_no_list_are_named():
-    with pytest.raises(DataError, match="the sample's tools is of type dict; it must be a list of tools as JSON schemas"):
+    with pytest.raises(
+        DataError, match="the sample's tools is of type dict; it must be a list of tools as JSON schemas"
+    ):
         await generate(ScriptedEngine(), Sample(id="a", prompt="q", metadata={"tools": {"name": "f"}}))
 
 
 async def test_an_aborted_sample_goes_on_after_its_tokens(autojump_clock):
-    engine = ScriptedEngine(lambda request: ScriptedReply(text="abc"[4 - request.sampling.max_new_tokens :], token_s=1.0), version=1)
+    engine = ScriptedEngine(
+        lambda request: ScriptedReply(text="abc"[4 - request.sampling.max_new_tokens :], token_s=1.0),
+        version=1,
+    )
     aborted: list[Sample] = []
 
     async def first() -> None:
@@ -147,7 +172,9 @@ async def test_an_aborted_sample_goes_on_after_its_tokens(autojump_clock):
     assert sample.rollout_log_probs[: prompt_length + 2].tolist() == aborted[0].rollout_log_probs.tolist()
     first_request, second_request = engine.requests
     assert second_request.request_id == f"{PENDING.id}@2" and second_request.sampling.max_new_tokens == 2
-    assert second_request.sampling.seed != first_request.sampling.seed, "the second half would repeat the draws of the first"
+    assert second_request.sampling.seed != first_request.sampling.seed, (
+        "the second half would repeat the draws of the first"
+    )
 
 
 async def test_an_aborted_sample_with_nothing_left_to_sample_is_truncated():
@@ -191,7 +218,8 @@ async def test_a_template_that_is_missing_or_refuses_says_so():
 
 
 def test_request_seeds_depend_on_run_and_sample_alone_and_fit_63_bits():
-    # the first 8 bytes of SHA-256 of "1/g00000000-s000", shifted right by one; written down so that old runs can be repeated
+    # the first 8 bytes of SHA-256 of "1/g00000000-s000", shifted right by one; written down so that old runs
+    # can be repeated
     assert compute_request_seed(1, "g00000000-s000") == 8469932455629867556
     seeds = {compute_request_seed(run, f"s{index}") for run in (-1, 0, 1) for index in range(500)}
     assert len(seeds) == 1500 and all(0 <= seed < 2**63 for seed in seeds)

@@ -1,4 +1,6 @@
-"""AsyncRolloutManager.generating_ahead: what goes on while the caller trains, how old it may become, and where everything is whatever ends it."""
+"""AsyncRolloutManager.generating_ahead: what goes on while the caller trains, how old it may become, and
+where everything is whatever ends it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,28 @@ import trio.testing
 
 from rollouts.config.schema import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
-from rollouts.errors import ConfigError, EngineClosed, EngineError, FleetDown, NotEnoughSamples, UserFunctionError
+from rollouts.errors import (
+    ConfigError,
+    EngineClosed,
+    EngineError,
+    FleetDown,
+    NotEnoughSamples,
+    UserFunctionError,
+)
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.generation.group import MAX_STARTS
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply, fake_uniform
 from rollouts.testing.simulator import RecordingBuffer
-from rollouts.types import FilterDecision, GenerateRequest, RolloutBatch, Sample, SampleGroup, SamplingParams, metric_values
+from rollouts.types import (
+    FilterDecision,
+    GenerateRequest,
+    RolloutBatch,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+    metric_values,
+)
 
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(FAKE_END,))
 ROWS = [{"prompt": f"question {index}"} for index in range(40)]
@@ -40,7 +57,9 @@ async def index_reward(sample: Sample) -> float:
 
 def go_on(text: str, *, token_s: float) -> Script:
     """One answer, wherever it was cut."""
-    return lambda request: ScriptedReply(text=text[int(request.request_id.partition("@")[2] or 0) :], token_s=token_s)
+    return lambda request: ScriptedReply(
+        text=text[int(request.request_id.partition("@")[2] or 0) :], token_s=token_s
+    )
 
 
 seconds_each = go_on("ab", token_s=1.0)  # two letters and an end: three tokens
@@ -70,20 +89,29 @@ class Run:
         return self.manager.statistics().get(name, 0.0)
 
     def check_balance(self) -> None:
-        """Every group is in one place, and every prompt that the buffer has not got is that of a group that has one."""
+        """Every group is in one place, and every prompt that the buffer has not got is that of a group that
+        has one.
+        """
         counts = self.manager.statistics()
         dropped = sum(count for name, count in counts.items() if name.startswith("dropped/"))
         failed = sum(count for name, count in counts.items() if name.startswith("failed/"))
         assert counts["drawn"] == counts["trained"] + counts["held"] + counts["in_flight"] + dropped + failed
-        returned = sum(counts.get(name, 0) for name in ("dropped/surplus", "dropped/aborted", "dropped/stale", "failed/infrastructure"))
+        returned = sum(
+            counts.get(name, 0)
+            for name in ("dropped/surplus", "dropped/aborted", "dropped/stale", "failed/infrastructure")
+        )
         assert len(self.recorder.out) == counts["drawn"] - returned
 
     def held_prompts(self) -> list[tuple[int, str]]:
         snapshot = self.manager.snapshot()
-        return [held.prompt.key for held in snapshot.held] + [group.prompt.key for group in snapshot.unfinished]
+        return [held.prompt.key for held in snapshot.held] + [
+            group.prompt.key for group in snapshot.unfinished
+        ]
 
     def check_prompts(self, trained: list[tuple[int, str]]) -> None:
-        """Trained, held, or still to come: every prompt of the stream is in one place. For runs whose filters drop nothing, between draws."""
+        """Trained, held, or still to come: every prompt of the stream is in one place. For runs whose filters
+        drop nothing, between draws.
+        """
         everywhere = [*trained, *self.held_prompts(), *keys_upcoming(self.buffer, 30)]
         assert sorted(everywhere) == sorted(STREAM[: len(everywhere)])
 
@@ -101,15 +129,30 @@ def make_run(
     **options: Any,
 ) -> Run:
     """`state`: JSON of buffer and manager to go on from."""
-    of_config = {name: options.pop(name) for name in list(options) if name in RolloutConfig.model_fields and name != "filters"}
-    of_config = {"num_prompts": num_prompts, "samples_per_prompt": samples_per_prompt, "over_sampling": 1.0} | of_config
+    of_config = {
+        name: options.pop(name)
+        for name in list(options)
+        if name in RolloutConfig.model_fields and name != "filters"
+    }
+    of_config = {
+        "num_prompts": num_prompts,
+        "samples_per_prompt": samples_per_prompt,
+        "over_sampling": 1.0,
+    } | of_config
     config = RolloutConfig.model_validate(of_config)
     engine, trainer = engine or ScriptedEngine(script or seconds_each), [version]
     buffer = DataBuffer(ROWS, seed=0)
     recorder = RecordingBuffer(buffer, set())
-    settings = {"sampling": SAMPLING, "seed": 1, "policy_version": lambda: trainer[0], "max_staleness": max_staleness} | options
+    settings = {
+        "sampling": SAMPLING,
+        "seed": 1,
+        "policy_version": lambda: trainer[0],
+        "max_staleness": max_staleness,
+    } | options
     generate = settings.pop("generate", make_chat_generate(FakeTokenizer()))
-    manager = AsyncRolloutManager(recorder, engine, generate=generate, config=config, reward=reward, **settings)
+    manager = AsyncRolloutManager(
+        recorder, engine, generate=generate, config=config, reward=reward, **settings
+    )
     if state is not None:
         of_buffer, of_manager = json.loads(state)
         buffer.load_state_dict(of_buffer)
@@ -135,10 +178,14 @@ def prompts_of(batch: RolloutBatch) -> list[tuple[int, str]]:
 
 def lags_of(batch: RolloutBatch, version: int) -> list[int]:
     assert batch.weight_versions is not None
-    return [version - int(versions[mask].min()) for versions, mask in zip(batch.weight_versions, batch.loss_masks, strict=True) if mask.any()]
+    return [
+        version - int(versions[mask].min())
+        for versions, mask in zip(batch.weight_versions, batch.loss_masks, strict=True)
+        if mask.any()
+    ]
 
 
-# --- when generation goes on -------------------------------------------------------------------------------------------------
+# --- when generation goes on --------------------------------------------------------------------------------
 
 
 async def test_generation_goes_on_while_the_caller_trains(autojump_clock):
@@ -153,7 +200,9 @@ async def test_generation_goes_on_while_the_caller_trains(autojump_clock):
         assert await run.take() == [2, 3]
         assert trio.current_time() == began, "they were there"
         await trio.sleep(100)
-        assert len(run.engine.requests) == 4, "engines at version 0 are too far behind for a batch that is consumed at version 2"
+        assert len(run.engine.requests) == 4, (
+            "engines at version 0 are too far behind for a batch that is consumed at version 2"
+        )
         run.update(1)
         await trio.sleep(3)
         assert len(run.engine.requests) == 6
@@ -177,11 +226,21 @@ async def test_nothing_runs_before_the_first_call_and_after_the_block(autojump_c
     assert len(run.engine.requests) == asked
 
 
-@pytest.mark.parametrize(("max_staleness", "options"), [(0, {}), (0, {"over_sampling": 2.0}), (1, {"deterministic": True})])
-async def test_where_groups_are_decided_in_launch_order_the_block_changes_nothing(autojump_clock, max_staleness: int, options: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("max_staleness", "options"), [(0, {}), (0, {"over_sampling": 2.0}), (1, {"deterministic": True})]
+)
+async def test_where_groups_are_decided_in_launch_order_the_block_changes_nothing(
+    autojump_clock, max_staleness: int, options: dict[str, Any]
+):
     async def draw(*, ahead: bool) -> tuple[list[Any], dict[str, float]]:
-        script = lambda request: ScriptedReply(text="abcde"[: 1 + group_of(request.request_id) % 5], token_s=1.0)  # noqa: E731
-        run = make_run(script, samples_per_prompt=2, max_staleness=max_staleness, filters=[keep_all_but(1, 4)], **options)
+        script = (
+            lambda request: ScriptedReply(  # noqa: E731
+                text="abcde"[: 1 + group_of(request.request_id) % 5], token_s=1.0
+            )
+        )
+        run = make_run(
+            script, samples_per_prompt=2, max_staleness=max_staleness, filters=[keep_all_but(1, 4)], **options
+        )
         found: list[Any] = []
 
         async def three_batches() -> None:
@@ -241,9 +300,17 @@ async def test_a_reward_for_one_batch_alone_is_refused(autojump_clock):
         assert await run.take() == [0, 1]
 
 
-async def test_an_unfinished_answer_that_others_overtake_is_waited_for_in_the_last_batch_that_can_have_it(autojump_clock):
+async def test_an_unfinished_answer_that_others_overtake_is_waited_for_in_the_last_batch_that_can_have_it(
+    autojump_clock,
+):
     """Group 0 takes 31 s, the others 3 s. s = 1 lets it miss batch 0 and no other."""
-    run = make_run(lambda request: ScriptedReply(text="ab", token_s=1.0) if group_of(request.request_id) else ScriptedReply("abcdef", 31 / 7))
+    run = make_run(
+        lambda request: (
+            ScriptedReply(text="ab", token_s=1.0)
+            if group_of(request.request_id)
+            else ScriptedReply("abcdef", 31 / 7)
+        )
+    )
     async with run.manager.generating_ahead(engines_follow=True):
         assert 0 not in await run.take()
         run.update(1)
@@ -251,7 +318,7 @@ async def test_an_unfinished_answer_that_others_overtake_is_waited_for_in_the_la
         assert 0 in groups_of(batch) and max(lags_of(batch, 1)) == 1
 
 
-# --- hold --------------------------------------------------------------------------------------------------------------------
+# --- hold ---------------------------------------------------------------------------------------------------
 
 
 async def test_what_is_held_keeps_its_tokens_and_goes_on_with_those_of_the_next_version(autojump_clock):
@@ -301,7 +368,7 @@ async def test_a_call_that_waits_while_all_is_held_gets_its_batch(autojump_clock
     run.check_balance()
 
 
-# --- the end of the block ----------------------------------------------------------------------------------------------------
+# --- the end of the block -----------------------------------------------------------------------------------
 
 
 class OwnError(Exception):
@@ -340,7 +407,9 @@ async def leave_by_an_error_that_cuts_a_call(run: Run) -> None:
 
     with pytest.raises(ExceptionGroup) as caught:
         await work()
-    assert [type(error) for error in caught.value.exceptions] == [OwnError], "the group is that of the nursery inside"
+    assert [type(error) for error in caught.value.exceptions] == [OwnError], (
+        "the group is that of the nursery inside"
+    )
 
 
 async def leave_after_holding(run: Run) -> None:
@@ -350,14 +419,23 @@ async def leave_after_holding(run: Run) -> None:
         await run.manager.hold()
 
 
-@pytest.mark.parametrize("leave", [leave_by_cancellation, leave_by_an_error, leave_by_an_error_that_cuts_a_call, leave_after_holding])
+@pytest.mark.parametrize(
+    "leave",
+    [leave_by_cancellation, leave_by_an_error, leave_by_an_error_that_cuts_a_call, leave_after_holding],
+)
 async def test_whatever_ends_the_block_no_prompt_is_lost(autojump_clock, leave: Callable[[Run], Any]):
     run = make_run(max_staleness=3)
     await leave(run)
     assert run.engine.in_flight == 0 and run.count("in_flight") == 0 and not run.manager.is_ahead
     run.check_balance()
-    cut = {"held": 2.0, "dropped/aborted": 0.0} if leave is leave_after_holding else {"held": 0.0, "dropped/aborted": 2.0}
-    assert {name: run.count(name) for name in cut} == cut, "what was being generated starts again, unless it was held"
+    cut = (
+        {"held": 2.0, "dropped/aborted": 0.0}
+        if leave is leave_after_holding
+        else {"held": 0.0, "dropped/aborted": 2.0}
+    )
+    assert {name: run.count(name) for name in cut} == cut, (
+        "what was being generated starts again, unless it was held"
+    )
     trained = STREAM[: int(run.count("trained"))]
     run.check_prompts(trained)
     batch = await run.manager.generate_batch()  # after the block too
@@ -397,7 +475,7 @@ async def test_the_samples_that_failed_are_told_once_also_after_a_call_that_was_
     assert run.count("samples/failed/reward") == 2
 
 
-# --- what fails in the background --------------------------------------------------------------------------------------------
+# --- what fails in the background ---------------------------------------------------------------------------
 
 
 def fail_in_group(number: int, *, times: int = 1):
@@ -413,7 +491,9 @@ def fail_in_group(number: int, *, times: int = 1):
     return filter_
 
 
-async def test_a_filter_that_fails_beside_training_is_raised_by_the_next_call_and_the_one_after_begins_again(autojump_clock):
+async def test_a_filter_that_fails_beside_training_is_raised_by_the_next_call_and_the_one_after_begins_again(
+    autojump_clock,
+):
     run = make_run(filters=[fail_in_group(2)], max_staleness=2)
     async with run.manager.generating_ahead(engines_follow=True):
         assert await run.take() == [0, 1]
@@ -441,9 +521,15 @@ async def test_a_filter_that_fails_while_a_call_waits_is_raised_by_that_call(aut
 
 
 @pytest.mark.parametrize("error", [FleetDown("nobody serves"), EngineClosed("gone")])
-async def test_engines_that_are_gone_end_generation_and_their_return_begins_it_again(autojump_clock, error: EngineError):
+async def test_engines_that_are_gone_end_generation_and_their_return_begins_it_again(
+    autojump_clock, error: EngineError
+):
     down = [True]
-    run = make_run(lambda request: ScriptedReply(text="ab", token_s=1.0, error=error if down[0] and group_of(request.request_id) > 1 else None))
+    run = make_run(
+        lambda request: ScriptedReply(
+            text="ab", token_s=1.0, error=error if down[0] and group_of(request.request_id) > 1 else None
+        )
+    )
     async with run.manager.generating_ahead(engines_follow=True):
         await run.take()
         await trio.sleep(20)
@@ -466,7 +552,7 @@ async def test_a_failure_that_nobody_asked_for_does_not_end_the_block(autojump_c
     run.check_balance()
 
 
-# --- each batch for itself ---------------------------------------------------------------------------------------------------
+# --- each batch for itself ----------------------------------------------------------------------------------
 
 
 async def test_metrics_and_failed_samples_are_those_of_one_batch(autojump_clock):
@@ -476,7 +562,9 @@ async def test_metrics_and_failed_samples_are_those_of_one_batch(autojump_clock)
         return float(group_of(sample.id))
 
     in_turn = lambda request: ScriptedReply(text="ab", token_s=1 + 0.1 * group_of(request.request_id))  # noqa: E731
-    run = make_run(in_turn, samples_per_prompt=3, reward=reward, filters=[keep_all_but(1)], max_failed_fraction=0.3)
+    run = make_run(
+        in_turn, samples_per_prompt=3, reward=reward, filters=[keep_all_but(1)], max_failed_fraction=0.3
+    )
     async with run.manager.generating_ahead(engines_follow=True):
         assert await run.take() == [0, 2]
         first = metric_values(run.manager.batch_metrics())
@@ -486,7 +574,9 @@ async def test_metrics_and_failed_samples_are_those_of_one_batch(autojump_clock)
         second = metric_values(run.manager.batch_metrics())
         assert run.manager.failed_samples() == ()
     assert first["fail/reward"] == 1 and "fail/reward" not in second
-    assert [name for name in first if "not_chosen" in name] and not [name for name in second if "not_chosen" in name]
+    assert [name for name in first if "not_chosen" in name] and not [
+        name for name in second if "not_chosen" in name
+    ]
     assert second["reward/mean"] == 3.5, "of groups 3 and 4"
 
 
@@ -498,14 +588,20 @@ async def test_max_attempts_counts_for_each_batch(autojump_clock):
         assert [await run.take() for _ in range(4)] == [[1], [3], [5], [7]]
 
 
-async def test_a_batch_that_cannot_be_made_ends_generation_and_the_next_call_has_a_budget_of_its_own(autojump_clock):
-    """Groups 2 and 3 were drawn while the first batch was made, and count there; 4 to 7 are the four draws of the second. Without 6 it is lost."""
+async def test_a_batch_that_cannot_be_made_ends_generation_and_the_next_call_has_a_budget_of_its_own(
+    autojump_clock,
+):
+    """Groups 2 and 3 were drawn while the first batch was made, and count there; 4 to 7 are the four draws of
+    the second. Without 6 it is lost.
+    """
     run = make_run(num_prompts=2, max_attempts=2, filters=[keep_all_but(*range(2, 8))], max_staleness=1)
     async with run.manager.generating_ahead(engines_follow=True):
         assert await run.take() == [0, 1]
         run.update(1)
         await trio.sleep(100)
-        with pytest.raises(NotEnoughSamples, match=r"0 of num_prompts=2 groups were kept of 4 drawn \(not_chosen: 5\)"):
+        with pytest.raises(
+            NotEnoughSamples, match=r"0 of num_prompts=2 groups were kept of 4 drawn \(not_chosen: 5\)"
+        ):
             await run.manager.generate_batch()
         assert await run.take() == [8, 9]
     run.check_balance()
@@ -547,13 +643,18 @@ async def test_a_trainer_that_skips_versions_gets_nothing_stale_and_the_prompts_
     run.check_balance()
 
 
-# --- saving in the middle ----------------------------------------------------------------------------------------------------
+# --- saving in the middle -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hold", [False, True])
 @pytest.mark.parametrize("after_s", [0.0, 1.5, 2.9, 4.0, 50.0])
-async def test_a_state_saved_while_all_runs_loses_nothing_and_trains_nothing_twice(autojump_clock, after_s: float, hold: bool):
-    run = make_run(lambda request: ScriptedReply(text="abcdef"[: 2 + group_of(request.request_id) % 5], token_s=1.0), max_staleness=3)
+async def test_a_state_saved_while_all_runs_loses_nothing_and_trains_nothing_twice(
+    autojump_clock, after_s: float, hold: bool
+):
+    run = make_run(
+        lambda request: ScriptedReply(text="abcdef"[: 2 + group_of(request.request_id) % 5], token_s=1.0),
+        max_staleness=3,
+    )
     trained: list[tuple[int, str]] = []
     async with run.manager.generating_ahead(engines_follow=True):
         for version in range(2):
@@ -578,7 +679,7 @@ async def test_a_state_saved_while_all_runs_loses_nothing_and_trains_nothing_twi
     again.check_prompts(trained)
 
 
-# --- random schedules --------------------------------------------------------------------------------------------------------
+# --- random schedules ---------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -658,7 +759,11 @@ def make_random_run(chances: Chances) -> Run:
         sample_id, _, done = request.request_id.partition("@")
         text = "abcdefg"[: int(8 * chances.draw("length", sample_id) ** 3)]
         error = EngineError("it broke") if chances.draw("fail", sample_id) < chances.fail_rate / 2 else None
-        return ScriptedReply(text=text[int(done or 0) :], token_s=chances.step_s * chances.draw("token", request.request_id), error=error)
+        return ScriptedReply(
+            text=text[int(done or 0) :],
+            token_s=chances.step_s * chances.draw("token", request.request_id),
+            error=error,
+        )
 
     async def reward(sample: Sample) -> float:
         await trio.sleep(chances.step_s * chances.draw("reward", sample.id))
@@ -713,7 +818,9 @@ async def drive(chances: Chances, watch: Watch, *, batches: int = 8) -> Outcome:
             delivered += 1
             overlapped += trio.current_time() == began
             lags.extend(lags_of(batch, version))
-            mixed += sum(len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in batch.samples)
+            mixed += sum(
+                len(set(sample.weight_versions[sample.loss_mask].tolist())) > 1 for sample in batch.samples
+            )
             assert len(groups_of(batch)) == size
             prompts.extend(prompts_of(batch))
             await trio.sleep(chances.train_s * chances.draw("train", version))
@@ -750,7 +857,9 @@ def run_chances(seeds: Iterable[int]) -> list[tuple[Chances, Outcome]]:
     for seed in seeds:
         chances, watch = draw_chances(seed), Watch()
         try:
-            outcome = trio.run(drive, chances, watch, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[watch])
+            outcome = trio.run(
+                drive, chances, watch, clock=trio.testing.MockClock(autojump_threshold=0), instruments=[watch]
+            )
         except BaseException as error:
             error.add_note(f"{chances}")
             raise
@@ -765,10 +874,26 @@ def test_in_random_runs_nothing_is_too_old_and_the_window_is_never_exceeded():
         assert outcome.statistics.get("dropped/stale", 0) == 0, chances
     # runs in which something never happened would prove nothing about it
     assert sum(max(outcome.lags) == chances.max_staleness for chances, outcome in found) > 100
-    assert sum(outcome.most_open == chances.num_prompts * (chances.max_staleness + 1) for chances, outcome in found) > 50
-    assert sum(outcome.overlapped for _, outcome in found) > 200 and sum(outcome.mixed for _, outcome in found) > 200
+    assert (
+        sum(
+            outcome.most_open == chances.num_prompts * (chances.max_staleness + 1)
+            for chances, outcome in found
+        )
+        > 50
+    )
+    assert (
+        sum(outcome.overlapped for _, outcome in found) > 200
+        and sum(outcome.mixed for _, outcome in found) > 200
+    )
     assert all(outcome.looked > 10 for _, outcome in found)
-    for name in ("held/unfinished", "held/finished", "dropped/at_random", "dropped/aborted", "failed/engine", "failed/reward"):
+    for name in (
+        "held/unfinished",
+        "held/finished",
+        "dropped/at_random",
+        "dropped/aborted",
+        "failed/engine",
+        "failed/reward",
+    ):
         assert sum(outcome.statistics.get(name, 0) for _, outcome in found) > 0, name
 
 
@@ -790,13 +915,21 @@ def test_an_engine_that_is_never_updated_lets_as_many_batches_go_as_the_stalenes
     trio.run(run_out, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-# --- an engine that keeps aborting -------------------------------------------------------------------------------------------
+# --- an engine that keeps aborting --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("every_s", "aborts"), [(1.5, 19), (2.5, 9)])
-async def test_an_answer_that_is_aborted_again_and_again_is_finished_if_each_time_there_is_more_of_it(autojump_clock, every_s: float, aborts: int):
-    """20 tokens of 1 s. Aborts every 1.5 s leave one each, every 2.5 s two each: more often than MAX_STARTS, and never in vain."""
-    run = make_run(go_on("abcdefghijklmnopqrs", token_s=1.0), num_prompts=1, sampling=dataclasses.replace(SAMPLING, max_new_tokens=20))
+async def test_an_answer_that_is_aborted_again_and_again_is_finished_if_each_time_there_is_more_of_it(
+    autojump_clock, every_s: float, aborts: int
+):
+    """20 tokens of 1 s. Aborts every 1.5 s leave one each, every 2.5 s two each: more often than MAX_STARTS,
+    and never in vain.
+    """
+    run = make_run(
+        go_on("abcdefghijklmnopqrs", token_s=1.0),
+        num_prompts=1,
+        sampling=dataclasses.replace(SAMPLING, max_new_tokens=20),
+    )
 
     async def abort_now_and_then() -> None:
         while True:
@@ -825,10 +958,14 @@ async def test_an_answer_that_is_aborted_in_vain_too_often_fails(autojump_clock)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(abort_now_and_then)
         async with run.manager.generating_ahead(engines_follow=True):
-            with pytest.raises(NotEnoughSamples, match=f"was aborted by its engine {MAX_STARTS} times without a token more"):
+            with pytest.raises(
+                NotEnoughSamples, match=f"was aborted by its engine {MAX_STARTS} times without a token more"
+            ):
                 await run.manager.generate_batch()
         nursery.cancel_scope.cancel()
-    assert sum(request.request_id.startswith("g00000000-s000") for request in run.engine.requests) == MAX_STARTS
+    assert (
+        sum(request.request_id.startswith("g00000000-s000") for request in run.engine.requests) == MAX_STARTS
+    )
 
 
 async def test_engines_that_nobody_updates_are_found_out_unless_an_update_is_expected(autojump_clock):

@@ -29,11 +29,17 @@ def tensor_shapes(*, tied: bool) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{block}attn_norm": (HIDDEN,), f"{block}ffn_norm": (HIDDEN,)}
         shapes |= {f"{block}attn_q": (HIDDEN, HIDDEN), f"{block}attn_output": (HIDDEN, HIDDEN)}
         shapes |= {f"{block}attn_k": (HIDDEN // 2, HIDDEN), f"{block}attn_v": (HIDDEN // 2, HIDDEN)}
-        shapes |= {f"{block}ffn_gate": (FEED_FORWARD, HIDDEN), f"{block}ffn_up": (FEED_FORWARD, HIDDEN), f"{block}ffn_down": (HIDDEN, FEED_FORWARD)}
+        shapes |= {
+            f"{block}ffn_gate": (FEED_FORWARD, HIDDEN),
+            f"{block}ffn_up": (FEED_FORWARD, HIDDEN),
+            f"{block}ffn_down": (HIDDEN, FEED_FORWARD),
+        }
     return shapes if tied else shapes | {"output": (len(TOKENS), HIDDEN)}
 
 
-def write_gguf(path: Path, *, seed: int = 0, architecture: str = "llama", tied: bool = True, leave_out: str = "") -> dict[str, np.ndarray]:
+def write_gguf(
+    path: Path, *, seed: int = 0, architecture: str = "llama", tied: bool = True, leave_out: str = ""
+) -> dict[str, np.ndarray]:
     """A two-layer Llama in float32 with a byte-level BPE tokenizer. Returns its tensors by GGUF name."""
     rng = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -56,7 +62,11 @@ def write_gguf(path: Path, *, seed: int = 0, architecture: str = "llama", tied: 
     writer.add_eos_token_id(258)
     writer.add_pad_token_id(258)
     writer.add_chat_template(CHAT_TEMPLATE)
-    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(tied=tied).items() if name != leave_out}
+    tensors = {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, shape in tensor_shapes(tied=tied).items()
+        if name != leave_out
+    }
     for name, values in tensors.items():
         writer.add_tensor(f"{name}.weight", values)
     writer.write_header_to_file()
@@ -72,16 +82,25 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_tokenizer(tied: bool, tmp_path: Path, capfd):
+def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_tokenizer(
+    tied: bool, tmp_path: Path, capfd
+):
     tensors = write_gguf(tmp_path / "small.gguf", tied=tied)
     path = resolve_model(str(tmp_path / "small.gguf"), cache_dir=tmp_path / "cache")
     assert path.parent == tmp_path / "cache"
     assert path.name.startswith("small-")
     weights = load_hf_model(path).state_dict()
-    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "token_embd" if tied else "output"}
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "token_embd" if tied else "output",
+    }
     for layer in range(LAYERS):
         ours, theirs = f"model.layers.{layer}.", f"blk.{layer}."
-        names |= {f"{ours}input_layernorm": f"{theirs}attn_norm", f"{ours}post_attention_layernorm": f"{theirs}ffn_norm"}
+        names |= {
+            f"{ours}input_layernorm": f"{theirs}attn_norm",
+            f"{ours}post_attention_layernorm": f"{theirs}ffn_norm",
+        }
         names |= {f"{ours}self_attn.{letter}_proj": f"{theirs}attn_{letter}" for letter in "qkv"}
         names |= {f"{ours}self_attn.o_proj": f"{theirs}attn_output"}
         names |= {f"{ours}mlp.{part}_proj": f"{theirs}ffn_{part}" for part in ("gate", "up", "down")}
@@ -92,12 +111,17 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_tokenizer(tie
         np.testing.assert_array_equal(weights[f"{ours}.weight"].numpy(), expected, err_msg=ours)
     tokenizer = load_tokenizer(path)
     assert tokenizer.encode("he é", add_special_tokens=False) == [256, ord(" "), 0xC3, 0xA9]
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False) == "<|im_start|>user\nx<|im_end|>\n"
+    assert (
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+        == "<|im_start|>user\nx<|im_end|>\n"
+    )
     assert stop_token_ids(tokenizer, path) == (258,)
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_file_is_converted_once_and_again_when_it_was_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_converted_once_and_again_when_it_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     file, converted = tmp_path / "small.gguf", []
     real = gguf_module.convert_gguf
     monkeypatch.setattr(gguf_module, "convert_gguf", lambda *inputs: (converted.append(1), real(*inputs)))
@@ -155,7 +179,11 @@ def test_a_lost_tensor_is_an_error_not_random_numbers(tmp_path: Path):
 def test_packages_that_are_missing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_gguf(tmp_path / "small.gguf")
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in {"gguf", "accelerate"} else real(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name in {"gguf", "accelerate"} else real(name, *rest),
+    )
     with pytest.raises(ModelError, match="without gguf and accelerate: pip install gguf accelerate"):
         resolve_model(str(tmp_path / "small.gguf"), cache_dir=tmp_path / "cache")
 
@@ -179,7 +207,10 @@ def test_a_hub_that_does_not_give_the_file_is_named(tmp_path: Path, monkeypatch:
         raise OSError("no such file there")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    with pytest.raises(ModelError, match=r"the hub did not give 'file\.gguf' of 'org/model' .*no such file there.*HF_HUB_OFFLINE"):
+    with pytest.raises(
+        ModelError,
+        match=r"the hub did not give 'file\.gguf' of 'org/model' .*no such file there.*HF_HUB_OFFLINE",
+    ):
         resolve_model("org/model:file.gguf", cache_dir=tmp_path)
     for name in ("model.gguf", "./org/model:file.gguf", "a/b/c:file.gguf"):
         with pytest.raises(ModelError, match="is not a file here"):

@@ -1,8 +1,10 @@
-"""Our policy losses and advantages, and TRL's GRPO in its loss types, on the same logits, rewards and engine's log-probs.
+"""Our policy losses and advantages, and TRL's GRPO in its loss types, on the same logits, rewards and
+engine's log-probs.
 
-The numbers are what TRL 1.16.0's GRPOTrainer computed in float64, from the completions to the loss; with `.[test-trl]` it does so again, in
-its `_generate_and_score_completions`, of which only generation and reward functions are replaced, and its `_compute_loss`. Settings are written
-as a user writes them: a GRPOConfig there, a preset of ours as an [rl] table here.
+The numbers are what TRL 1.16.0's GRPOTrainer computed in float64, from the completions to the loss; with
+`.[test-trl]` it does so again, in its `_generate_and_score_completions`, of which only generation and reward
+functions are replaced, and its `_compute_loss`. Settings are written as a user writes them: a GRPOConfig
+there, a preset of ours as an [rl] table here.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ METRICS = {
 }
 
 
-# --- TRL's ----------------------------------------------------------------------------------------------------------------------
+# --- TRL's --------------------------------------------------------------------------------------------------
 
 
 class Model:
@@ -70,12 +72,16 @@ class Model:
         found = log_probs.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         kept = labels[:, 1:] != -100
-        return types.SimpleNamespace(log_probs=torch.where(kept, found, 0.0), entropy=torch.where(kept, entropy, 0.0))
+        return types.SimpleNamespace(
+            log_probs=torch.where(kept, found, 0.0), entropy=torch.where(kept, entropy, 0.0)
+        )
 
 
 @pytest.fixture
 def trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """TRL's GRPO; a table has no gradient checkpointing to switch off. TRL makes tensors of the default dtype."""
+    """TRL's GRPO; a table has no gradient checkpointing to switch off. TRL makes tensors of the default
+    dtype.
+    """
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     pytest.importorskip("trl", reason="pip install -e .[test-trl] compares with TRL itself")
     from trl.trainer import grpo_config, grpo_trainer
@@ -89,8 +95,17 @@ def trl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def make_trainer(trl: Any, case: Case, folder: Path) -> Any:
-    """A trainer that its __init__ has not run on: that wants a model and its tokenizer. It takes most settings over under their own names."""
-    fixed = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": [], "num_generations": 3, "num_iterations": 2}
+    """A trainer that its __init__ has not run on: that wants a model and its tokenizer. It takes most
+    settings over under their own names.
+    """
+    fixed = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "num_generations": 3,
+        "num_iterations": 2,
+    }
     fixed |= {"max_completion_length": MAX_COMPLETION_LENGTH, "per_device_train_batch_size": 6}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of a setting's name, by transformers
@@ -139,22 +154,40 @@ def make_trainer(trl: Any, case: Case, folder: Path) -> Any:
 
 def generate(*, with_log_probs: bool) -> tuple[object, ...]:
     rows = [row[: len(ids)] for row, ids in zip(score(ENGINE)[0].tolist(), COMPLETIONS, strict=True)]
-    return [[prompt] for prompt in PROMPTS], COMPLETIONS, None, ["" for _ in PROMPTS], rows if with_log_probs else None, {}, None, None
+    return (
+        [[prompt] for prompt in PROMPTS],
+        COMPLETIONS,
+        None,
+        ["" for _ in PROMPTS],
+        rows if with_log_probs else None,
+        {},
+        None,
+        None,
+    )
 
 
-def trl_loss(trl: Any, case: Case, weights: Tensor, folder: Path) -> tuple[Tensor, list[float], dict[str, float]]:
-    """Loss, advantages and metrics: summed over the micro-batches of an optimizer step, as the trainer does with their gradients."""
+def trl_loss(
+    trl: Any, case: Case, weights: Tensor, folder: Path
+) -> tuple[Tensor, list[float], dict[str, float]]:
+    """Loss, advantages and metrics: summed over the micro-batches of an optimizer step, as the trainer does
+    with their gradients.
+    """
     trainer = make_trainer(trl, case, folder)
     batch = trainer._generate_and_score_completions([{"prompt": str(prompt)} for prompt in PROMPTS])
     size = trainer.args.per_device_train_batch_size
     parts = [
-        {name: value[start : start + size] if value.dim() > 0 else value for name, value in batch.items()} for start in range(0, len(PROMPTS), size)
+        {name: value[start : start + size] if value.dim() > 0 else value for name, value in batch.items()}
+        for start in range(0, len(PROMPTS), size)
     ]
     total = torch.stack([trainer._compute_loss(Model(weights), part) for part in parts]).sum()
-    return total, batch["advantages"].tolist(), {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return (
+        total,
+        batch["advantages"].tolist(),
+        {name: values[-1] for name, values in trainer._metrics["train"].items()},
+    )
 
 
-# --- compared -------------------------------------------------------------------------------------------------------------------
+# --- compared -----------------------------------------------------------------------------------------------
 
 
 def slope_of(loss: Tensor, weights: Tensor) -> float:
@@ -171,10 +204,17 @@ def test_our_losses_are_the_numbers_that_trl_computed(name: str):
 
 def test_every_case_has_a_recorded_number_of_its_own():
     assert set(RECORDED) == set(EQUAL) | set(DIFFERENT)
-    same = {name for name in EQUAL if name.endswith("/parts")} | {"bnpo", "dapo/vllm/off"}  # as the loss type, and in one part as dapo
+    same = {name for name in EQUAL if name.endswith("/parts")} | {
+        "bnpo",
+        "dapo/vllm/off",
+    }  # as the loss type, and in one part as dapo
     numbers = [RECORDED[name][0] for name in RECORDED if name not in same]
     assert len({round(number, 6) for number in numbers}) == len(numbers)
-    assert all(RECORDED[name] == pytest.approx(RECORDED[name.removesuffix("/parts")], rel=1e-9) for name in same if name.endswith("/parts"))
+    assert all(
+        RECORDED[name] == pytest.approx(RECORDED[name.removesuffix("/parts")], rel=1e-9)
+        for name in same
+        if name.endswith("/parts")
+    )
 
 
 @pytest.mark.parametrize("name", TRL_GRPO)
@@ -184,7 +224,7 @@ def test_every_record_of_a_loss_type_is_compared_as_it_stands(name: str):
     assert PRESETS["trl"] == TRL_GRPO["dapo"]
 
 
-# --- what differs ---------------------------------------------------------------------------------------------------------------
+# --- what differs -------------------------------------------------------------------------------------------
 
 
 def their_number(name: str) -> float:
@@ -230,7 +270,9 @@ def test_the_off_policy_mask_leaves_the_kl_term_alone_there():
     k3, ratio, mask = k3_and_ratio()
     kl = ((ratio * k3 * mask).sum(-1) / mask.sum(-1)).mean()
     without, _ = our_loss(EQUAL["grpo/vllm/off_policy_mask"])
-    assert float(without + 0.3 * kl) == pytest.approx(their_number("grpo/vllm/off_policy_mask/beta"), rel=1e-9)
+    assert float(without + 0.3 * kl) == pytest.approx(
+        their_number("grpo/vllm/off_policy_mask/beta"), rel=1e-9
+    )
 
 
 def test_the_kl_term_of_a_loss_by_sequence_is_multiplied_by_the_ratio_of_the_row_there():
@@ -248,13 +290,17 @@ def test_the_tokens_of_highest_entropy_are_those_of_the_batch_there_and_of_each_
     assert inputs.entropy is not None
     threshold = np.quantile(inputs.entropy[inputs.mask].numpy().astype(np.float32), 0.6)
     _, output = our_output(case, keep(inputs, inputs.entropy.float() >= float(threshold)))
-    assert float(output.sum) / int(inputs.mask.sum()) == pytest.approx(their_number("dapo/quantile"), rel=1e-9)
+    assert float(output.sum) / int(inputs.mask.sum()) == pytest.approx(
+        their_number("dapo/quantile"), rel=1e-9
+    )
 
 
 def test_the_entropy_bonus_is_there_always_a_mean_over_tokens_and_here_in_the_unit_of_the_loss():
     _, entropy, mask = score(POLICY)
     loss, _ = our_loss(EQUAL["grpo"])
-    assert float(loss - 0.2 * entropy[mask].mean()) == pytest.approx(their_number("grpo/entropy_coef"), rel=1e-9)
+    assert float(loss - 0.2 * entropy[mask].mean()) == pytest.approx(
+        their_number("grpo/entropy_coef"), rel=1e-9
+    )
     lengths = mask.sum(-1)
     ours, _ = our_loss(DIFFERENT["grpo/entropy_coef"])
     assert float(ours) == pytest.approx(float(loss - 0.2 * (entropy.sum(-1) / lengths).mean()), rel=1e-9)
@@ -273,25 +319,36 @@ def test_a_row_above_the_cap_of_its_weight_is_dropped_there_and_counts_with_the_
     (_, output), (_, capped) = our_output(case, inputs), our_output(case, keep(inputs, above))
     assert above.sum() == 1
     assert abs(float(capped.sum)) > 0.1
-    assert float(output.sum - capped.sum) / output.count == pytest.approx(RECORDED["dapo/vllm/sequence_mask"][0], rel=1e-9)
+    assert float(output.sum - capped.sum) / output.count == pytest.approx(
+        RECORDED["dapo/vllm/sequence_mask"][0], rel=1e-9
+    )
 
 
 def test_clip_ratios_are_shares_of_tokens_with_a_gain_in_cispo_there_and_of_rows_by_sequence():
     _, ratio, mask = k3_and_ratio()
     gains = torch.from_numpy(our_advantages(EQUAL["cispo/bound"]) > 0)[:, None]
-    assert float((ratio > 1.1)[mask].double().mean()) == metric_values(our_loss(EQUAL["cispo/bound"])[1].metrics)["clip_ratio/high"]
-    assert float(((ratio > 1.1) & gains)[mask].double().mean()) == pytest.approx(RECORDED_METRICS["cispo/bound"]["cispo_clip_ratio"], rel=1e-6)
+    assert (
+        float((ratio > 1.1)[mask].double().mean())
+        == metric_values(our_loss(EQUAL["cispo/bound"])[1].metrics)["clip_ratio/high"]
+    )
+    assert float(((ratio > 1.1) & gains)[mask].double().mean()) == pytest.approx(
+        RECORDED_METRICS["cispo/bound"]["cispo_clip_ratio"], rel=1e-6
+    )
     row_ratio = torch.exp((ratio.log() * mask).sum(-1) / mask.sum(-1))
     clipped = torch.where(gains.squeeze(-1), row_ratio > 1.06, row_ratio < 0.95)
     ours = metric_values(our_loss(EQUAL["gspo/epsilons"])[1].metrics)["clip_ratio"]
     assert ours == pytest.approx(float((clipped * mask.sum(-1)).sum() / mask.sum()), rel=1e-6)
-    assert float(clipped.double().mean()) == pytest.approx(RECORDED_METRICS["gspo/epsilons"]["clip_ratio/region_mean"], rel=1e-6)
+    assert float(clipped.double().mean()) == pytest.approx(
+        RECORDED_METRICS["gspo/epsilons"]["clip_ratio/region_mean"], rel=1e-6
+    )
 
 
-# --- with TRL -------------------------------------------------------------------------------------------------------------------
+# --- with TRL -----------------------------------------------------------------------------------------------
 
 
-def test_trl_itself_computes_the_recorded_numbers_and_our_advantages_gradients_and_metrics(trl: Any, tmp_path: Path):
+def test_trl_itself_computes_the_recorded_numbers_and_our_advantages_gradients_and_metrics(
+    trl: Any, tmp_path: Path
+):
     for name, case in (EQUAL | DIFFERENT).items():
         theirs, ours = POLICY.clone().requires_grad_(), POLICY.clone().requires_grad_()
         loss, advantages, metrics = trl_loss(trl, case, theirs, tmp_path)
@@ -299,7 +356,9 @@ def test_trl_itself_computes_the_recorded_numbers_and_our_advantages_gradients_a
         slope = float((their_gradient * DIRECTION).sum())
         assert (loss.item(), slope) == pytest.approx(RECORDED[name], rel=1e-9), f"{name}: as recorded"
         recorded = RECORDED_METRICS.get(name, {})
-        assert {key: metrics[key] for key in recorded} == pytest.approx(recorded, rel=1e-9), f"{name}: as recorded"
+        assert {key: metrics[key] for key in recorded} == pytest.approx(recorded, rel=1e-9), (
+            f"{name}: as recorded"
+        )
         if name in DIFFERENT:
             continue
         assert advantages == pytest.approx(our_advantages(case).tolist(), rel=1e-9), name
@@ -312,15 +371,32 @@ def test_trl_itself_computes_the_recorded_numbers_and_our_advantages_gradients_a
 
 def check_metrics(case: Case, theirs: dict[str, float], ours: dict[str, float], name: str) -> None:
     both = {our_name: theirs[key] for key, our_name in METRICS.items() if key in theirs}
-    if "importance_sampling_level" in case.theirs or "delta" in case.theirs:  # clipped: a share of rows there; counted after delta has cut the ratio
+    if (
+        "importance_sampling_level" in case.theirs or "delta" in case.theirs
+    ):  # clipped: a share of rows there; counted after delta has cut the ratio
         both = {"entropy/mean": both["entropy/mean"]}
     assert {key: ours[key] for key in both} == pytest.approx(both, rel=1e-6), name  # they count in float32
 
 
 def test_the_records_have_the_defaults_of_trl(trl: Any, tmp_path: Path):
     args = make_trainer(trl, Case(preset="dapo"), tmp_path).args
-    defaults = (args.loss_type, args.epsilon, args.epsilon_high, args.delta, args.beta, args.use_bias_correction_kl, args.scale_rewards)
+    defaults = (
+        args.loss_type,
+        args.epsilon,
+        args.epsilon_high,
+        args.delta,
+        args.beta,
+        args.use_bias_correction_kl,
+        args.scale_rewards,
+    )
     assert defaults == ("dapo", 0.2, None, None, 0.0, True, "group")
-    assert (args.importance_sampling_level, args.sapo_temperature_pos, args.sapo_temperature_neg) == ("token", 1.0, 1.05)
-    assert (args.vllm_importance_sampling_correction, args.vllm_importance_sampling_mode) == (True, "sequence_mask")
+    assert (args.importance_sampling_level, args.sapo_temperature_pos, args.sapo_temperature_neg) == (
+        "token",
+        1.0,
+        1.05,
+    )
+    assert (args.vllm_importance_sampling_correction, args.vllm_importance_sampling_mode) == (
+        True,
+        "sequence_mask",
+    )
     assert (args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max) == (None, 3.0)

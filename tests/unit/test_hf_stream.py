@@ -1,4 +1,6 @@
-"""A model directory written from a stream of buckets: what others load is what was streamed, and little is held meanwhile."""
+"""A model directory written from a stream of buckets: what others load is what was streamed, and little is
+held meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,14 @@ def compute_logits(model: PreTrainedModel) -> Tensor:
         return model(IDS, use_cache=False).logits
 
 
-def stream(model: PreTrainedModel, path: Path, weights: Sequence[tuple[str, Tensor]], *, shard_bytes: int = 2**30, **options) -> None:
+def stream(
+    model: PreTrainedModel,
+    path: Path,
+    weights: Sequence[tuple[str, Tensor]],
+    *,
+    shard_bytes: int = 2**30,
+    **options,
+) -> None:
     path.mkdir(parents=True)
     with write_hf_stream(model, path, shard_bytes=shard_bytes, **options) as sink:
         for weight in weights:  # one weight a bucket
@@ -57,7 +66,9 @@ def test_a_streamed_directory_loads_as_the_model_that_was_streamed(kind: str, ca
     model.save_pretrained(str(tmp_path / "theirs"))
     names = {name for file in (tmp_path / "out").glob("*.safetensors") for name in load_file(file)}
     assert names == load_file(tmp_path / "theirs/model.safetensors").keys()
-    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((tmp_path / "theirs/config.json").read_text())
+    assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads(
+        (tmp_path / "theirs/config.json").read_text()
+    )
 
 
 @pytest.mark.parametrize("kind", TINY_KINDS)
@@ -65,7 +76,11 @@ def test_a_model_made_without_memory_and_filled_from_files_is_the_loaded_model(k
     path = resolve_model(f"tiny:{kind}", cache_dir=cache)
     loaded, made = load_hf_model(path), make_meta_model(path)
     assert {parameter.device.type for parameter in made.parameters()} == {"meta"}
-    assert all(torch.equal(buffer, other) for buffer, other in zip(made.buffers(), loaded.buffers(), strict=True) if not buffer.is_meta)
+    assert all(
+        torch.equal(buffer, other)
+        for buffer, other in zip(made.buffers(), loaded.buffers(), strict=True)
+        if not buffer.is_meta
+    )
     load_sharded_weights(made, path)
     assert all(torch.equal(*pair) for pair in zip(made.parameters(), loaded.parameters(), strict=True))
     assert made.config.to_dict() == loaded.config.to_dict() and made.training == loaded.training
@@ -78,7 +93,9 @@ def test_little_weights_make_one_file_and_many_an_index_that_finds_each(cache: P
     assert sorted(path.name for path in (tmp_path / "one").glob("model*")) == ["model.safetensors"]
     stream(model, tmp_path / "many", parameters(model), shard_bytes=70_000)
     files = sorted((tmp_path / "many").glob("*.safetensors"))
-    assert [file.name for file in files] == [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    assert [file.name for file in files] == [
+        f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)
+    ]
     weight_map = json.loads((tmp_path / "many/model.safetensors.index.json").read_text())["weight_map"]
     assert weight_map == {name: file.name for file in files for name in load_file(file)}
     assert all(file.stat().st_size <= 70_000 or len(load_file(file)) == 1 for file in files)
@@ -96,7 +113,11 @@ def test_a_streamed_directory_has_the_tokenizer_and_the_dtype_that_was_asked_for
 
 def test_dtypes_that_differ_go_to_files_of_their_own_where_every_tensor_is_aligned(tmp_path: Path):
     file = GrowingFile(tmp_path / "a.safetensors", 10_000)
-    tensors = {"odd": torch.arange(3, dtype=torch.uint8), "empty": torch.zeros(0, 4, dtype=torch.uint8), "one": torch.tensor(7, dtype=torch.uint8)}
+    tensors = {
+        "odd": torch.arange(3, dtype=torch.uint8),
+        "empty": torch.zeros(0, 4, dtype=torch.uint8),
+        "one": torch.tensor(7, dtype=torch.uint8),
+    }
     for name, tensor in tensors.items():
         file.append(name, tensor)
     file.finish()
@@ -107,14 +128,20 @@ def test_dtypes_that_differ_go_to_files_of_their_own_where_every_tensor_is_align
 def test_only_experts_that_make_one_tensor_of_a_file_wait_for_each_other(cache: Path):
     model = load("moe", cache)
     names = [name for name, _ in parameters(model)]
-    assert find_joins(model, names) == {}  # the other way round: one tensor in memory makes several of the files
+    assert (
+        find_joins(model, names) == {}
+    )  # the other way round: one tensor in memory makes several of the files
     translate = FileNames(model)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     found = translate.translate([(name, model.get_parameter(name).detach())])
-    assert len(found) == 8 and {tensor.shape for _, tensor in found} == {(48, 64)}  # four experts, gate and up
+    assert len(found) == 8 and {tensor.shape for _, tensor in found} == {
+        (48, 64)
+    }  # four experts, gate and up
 
 
-def test_weights_that_are_joined_in_files_wait_for_each_other_and_for_nobody_else(cache: Path, tmp_path: Path):
+def test_weights_that_are_joined_in_files_wait_for_each_other_and_for_nobody_else(
+    cache: Path, tmp_path: Path
+):
     from transformers.core_model_loading import Chunk, WeightConverter
 
     model = load("llama", cache)
@@ -122,9 +149,18 @@ def test_weights_that_are_joined_in_files_wait_for_each_other_and_for_nobody_els
     model._weight_conversions = [WeightConverter("mlp.gate_up.weight", split, operations=[Chunk(dim=0)])]  # pyright: ignore[reportAttributeAccessIssue]
     names = FileNames(model)
     weights = dict(parameters(model))
-    assert names.translate([("model.layers.1.mlp.gate_proj.weight", weights["model.layers.1.mlp.gate_proj.weight"])]) == []
-    assert [name for name, _ in names.translate([("model.norm.weight", weights["model.norm.weight"])])] == ["model.norm.weight"]
-    found = names.translate([("model.layers.1.mlp.up_proj.weight", weights["model.layers.1.mlp.up_proj.weight"])])
+    assert (
+        names.translate(
+            [("model.layers.1.mlp.gate_proj.weight", weights["model.layers.1.mlp.gate_proj.weight"])]
+        )
+        == []
+    )
+    assert [name for name, _ in names.translate([("model.norm.weight", weights["model.norm.weight"])])] == [
+        "model.norm.weight"
+    ]
+    found = names.translate(
+        [("model.layers.1.mlp.up_proj.weight", weights["model.layers.1.mlp.up_proj.weight"])]
+    )
     assert [name for name, _ in found] == ["model.layers.1.mlp.gate_up.weight"]
     assert torch.equal(found[0][1], torch.cat([weights[f"model.layers.1.{part}"] for part in split]))
 
@@ -138,7 +174,9 @@ def test_a_weight_that_never_came_fails_the_directory_by_name(cache: Path, tmp_p
         stream(model, tmp_path / "twice", [*parameters(model), parameters(model)[-1]])
 
 
-def test_a_full_disk_is_raised_when_the_directory_is_left_and_never_in_the_sink(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_raised_when_the_directory_is_left_and_never_in_the_sink(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(self, name, tensor):
         raise OSError(28, "No space left on device")
 

@@ -17,7 +17,14 @@ import trio.testing
 
 from rollouts.engines import http
 from rollouts.engines.http import Connect, HttpReply, open_http_client
-from rollouts.errors import EngineClosed, EngineSetupError, EngineSilent, EngineUnreachable, InfrastructureError, ReplyError
+from rollouts.errors import (
+    EngineClosed,
+    EngineSetupError,
+    EngineSilent,
+    EngineUnreachable,
+    InfrastructureError,
+    ReplyError,
+)
 
 BODY = b'{"tokens": [1, 2, 3]}'
 KEY = "sk-very-secret"
@@ -27,7 +34,10 @@ def reply(body: bytes = BODY, *, status: str = "200 OK", headers: str = "") -> b
     return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n{headers}\r\n".encode() + body
 
 
-CHUNKED = b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n7\r\n{"token\r\ne;x=y\r\ns": [1, 2, 3]}\r\n0\r\n\r\n'
+CHUNKED = (
+    b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n7\r\n{"token\r\ne;x=y\r\ns": [1, 2,'
+    b" 3]}\r\n0\r\n\r\n"
+)
 UNTIL_END = b"HTTP/1.1 200 OK\r\nserver: old\r\n\r\n" + BODY
 
 # --- servers ---
@@ -50,7 +60,14 @@ class Peer:
             while b"\r\n\r\n" not in self.buffered:
                 await self._fill()
             head, rest = self.buffered.split(b"\r\n\r\n", 1)
-            length = next((int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0)
+            length = next(
+                (
+                    int(line.split(b":")[1])
+                    for line in head.split(b"\r\n")
+                    if line.lower().startswith(b"content-length:")
+                ),
+                0,
+            )
             while len(rest) < length:
                 self.buffered = b""
                 await self._fill()
@@ -77,7 +94,9 @@ class Peer:
 
 
 def always(*answers: bytes) -> Handler:
-    """Answers the n-th request of a connection with the n-th answer, and then closes; the last one is for all that follow."""
+    """Answers the n-th request of a connection with the n-th answer, and then closes; the last one is for all
+    that follow.
+    """
 
     async def handle(peer: Peer) -> None:
         count = 0
@@ -119,11 +138,15 @@ class TcpServer(Server):
 
 
 @asynccontextmanager
-async def open_server(handler: Handler, *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None) -> AsyncIterator[TcpServer]:
+async def open_server(
+    handler: Handler, *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+) -> AsyncIterator[TcpServer]:
     server = TcpServer()
 
     async def serve(stream: trio.SocketStream) -> None:
-        await server.serve(handler, trio.SSLStream(stream, tls, server_side=True, https_compatible=True) if tls else stream)
+        await server.serve(
+            handler, trio.SSLStream(stream, tls, server_side=True, https_compatible=True) if tls else stream
+        )
 
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(functools.partial(trio.serve_tcp, serve, 0, host=host, backlog=1024))
@@ -156,7 +179,10 @@ async def open_memory_server(handler: Handler) -> AsyncIterator[MemoryServer]:
 
 async def ask(handler: Handler, *, max_body_bytes: int = 1 << 28) -> HttpReply:
     """One POST to a new server by a new client."""
-    async with open_server(handler) as server, open_http_client(server.url, max_body_bytes=max_body_bytes) as client:
+    async with (
+        open_server(handler) as server,
+        open_http_client(server.url, max_body_bytes=max_body_bytes) as client,
+    ):
         return await client.request("POST", "/generate", body=b"{}")
 
 
@@ -164,7 +190,10 @@ async def ask(handler: Handler, *, max_body_bytes: int = 1 << 28) -> HttpReply:
 
 
 async def test_a_request_names_host_key_type_and_length():
-    async with open_server(always(reply())) as server, open_http_client(f"{server.url}/v1/", api_key=KEY) as client:
+    async with (
+        open_server(always(reply())) as server,
+        open_http_client(f"{server.url}/v1/", api_key=KEY) as client,
+    ):
         await client.request("POST", "/generate", body=b'{"a": 1}')
         await client.request("GET", "/health?deep=1")
         await client.request("POST", "/pause")
@@ -202,7 +231,9 @@ async def test_ipv6_hosts_are_reached_and_named_with_brackets():
 # --- what comes back ---
 
 
-@pytest.mark.parametrize("raw", [reply(), CHUNKED, UNTIL_END], ids=["content-length", "chunked", "until the end"])
+@pytest.mark.parametrize(
+    "raw", [reply(), CHUNKED, UNTIL_END], ids=["content-length", "chunked", "until the end"]
+)
 async def test_a_body_is_read_however_its_end_is_told(raw: bytes):
     async def handle(peer: Peer) -> None:
         await peer.read_request()
@@ -221,7 +252,10 @@ async def test_a_reply_in_single_bytes_is_the_same_reply():
     assert (await ask(handle)).body == BODY
 
 
-@pytest.mark.parametrize("status", ["204 No Content", "307 Temporary Redirect", "404 Not Found", "429 Too Many Requests", "500 Oops"])
+@pytest.mark.parametrize(
+    "status",
+    ["204 No Content", "307 Temporary Redirect", "404 Not Found", "429 Too Many Requests", "500 Oops"],
+)
 async def test_a_status_is_returned_and_never_raised(status: str):
     body = b"" if status.startswith("204") else BODY
     answer = await ask(always(reply(body, status=status, headers="Retry-After: 3\r\nVia: a\r\nvia: b\r\n")))
@@ -250,7 +284,10 @@ async def test_a_refusal_that_comes_before_the_body_was_read_is_seen():
 
 
 async def ask_and_fail(handler: Handler, *, max_body_bytes: int = 1 << 28) -> InfrastructureError:
-    async with open_server(handler) as server, open_http_client(server.url, api_key=KEY, max_body_bytes=max_body_bytes) as client:
+    async with (
+        open_server(handler) as server,
+        open_http_client(server.url, api_key=KEY, max_body_bytes=max_body_bytes) as client,
+    ):
         with pytest.raises(InfrastructureError) as caught:
             await client.request("POST", "/generate", body=b"{}")
         assert client.statistics()["connections"] == 0
@@ -260,7 +297,11 @@ async def ask_and_fail(handler: Handler, *, max_body_bytes: int = 1 << 28) -> In
 
 
 @pytest.mark.parametrize("end", ["close", "reset"])
-@pytest.mark.parametrize("raw", [reply(), CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + reply()], ids=["content-length", "chunked", "after 100"])
+@pytest.mark.parametrize(
+    "raw",
+    [reply(), CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + reply()],
+    ids=["content-length", "chunked", "after 100"],
+)
 async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
     cut = 0
 
@@ -304,13 +345,17 @@ async def test_nobody_listening_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     async with open_http_client(f"http://127.0.0.1:{port}", api_key=KEY) as client:
-        with pytest.raises(EngineUnreachable, match=rf"^GET http://127.0.0.1:{port}/health: no connection: .*refused") as caught:
+        with pytest.raises(
+            EngineUnreachable, match=rf"^GET http://127.0.0.1:{port}/health: no connection: .*refused"
+        ) as caught:
             await client.request("GET", "/health")
         assert KEY not in str(caught.value)
         assert client.statistics() == {"connections": 0, "idle": 0, "opened": 0}
 
 
-@pytest.mark.parametrize("raw", [reply(bytes(5001)), b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5001)], ids=["declared", "until the end"])
+@pytest.mark.parametrize(
+    "raw", [reply(bytes(5001)), b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5001)], ids=["declared", "until the end"]
+)
 async def test_a_body_beyond_the_bound_is_a_reply_error(raw: bytes):
     async def handle(peer: Peer) -> None:
         await peer.read_request()
@@ -333,8 +378,25 @@ async def test_a_key_that_no_header_carries_is_refused_unshown(key: str):
 @pytest.mark.parametrize(
     "url",
     [
-        *("127.0.0.1:80", "ftp://h", "http://", "http://h:99999", "http://h:0", "http://h?x=1", "http://h/#f", "http://ü", "http://h:x"),
-        *("http://h/a b", "http://[::1", "http://a..b", "http://h/a\nb", "http://" + "a" * 64 + ".b", "http://h/?"),
+        *(
+            "127.0.0.1:80",
+            "ftp://h",
+            "http://",
+            "http://h:99999",
+            "http://h:0",
+            "http://h?x=1",
+            "http://h/#f",
+            "http://ü",
+            "http://h:x",
+        ),
+        *(
+            "http://h/a b",
+            "http://[::1",
+            "http://a..b",
+            "http://h/a\nb",
+            "http://" + "a" * 64 + ".b",
+            "http://h/?",
+        ),
     ],
 )
 async def test_a_url_that_is_none_is_refused(url: str):
@@ -343,7 +405,16 @@ async def test_a_url_that_is_none_is_refused(url: str):
             pass
 
 
-@pytest.mark.parametrize("url", ["http://h/v1?key=SECRET", "http://[::1?key=SECRET", "http://h/#SECRET", "http://SECRET@[::1", "http://h/@?SECRET"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h/v1?key=SECRET",
+        "http://[::1?key=SECRET",
+        "http://h/#SECRET",
+        "http://SECRET@[::1",
+        "http://h/@?SECRET",
+    ],
+)
 async def test_a_key_in_the_url_is_refused_unshown(url: str):
     with pytest.raises(EngineSetupError, match="api_key") as caught:
         async with open_http_client(url):
@@ -372,7 +443,12 @@ async def test_requests_one_after_another_share_a_connection():
 
 @pytest.mark.parametrize(
     "raw",
-    [reply(headers="Connection: close\r\n"), reply().replace(b"HTTP/1.1", b"HTTP/1.0"), reply() + b"more", UNTIL_END],
+    [
+        reply(headers="Connection: close\r\n"),
+        reply().replace(b"HTTP/1.1", b"HTTP/1.0"),
+        reply() + b"more",
+        UNTIL_END,
+    ],
     ids=["says close", "1.0", "more than was asked for", "until the end"],
 )
 async def test_a_connection_that_is_over_is_not_kept(raw: bytes):
@@ -408,7 +484,10 @@ async def test_the_connection_used_last_is_used_next(autojump_clock: trio.testin
             await trio.sleep(peer.number)  # so that the third is put back last
             await peer.send(reply())
 
-    async with open_memory_server(handle) as server, open_http_client("http://h", connect=server.connect) as client:
+    async with (
+        open_memory_server(handle) as server,
+        open_http_client("http://h", connect=server.connect) as client,
+    ):
         await ask_at_once(client, 3)
         for _ in range(2):
             await client.request("GET", "/")
@@ -416,7 +495,10 @@ async def test_the_connection_used_last_is_used_next(autojump_clock: trio.testin
 
 
 async def test_an_idle_connection_is_left_before_the_server_leaves_it(autojump_clock: trio.testing.MockClock):
-    async with open_memory_server(always(reply())) as server, open_http_client("http://h", connect=server.connect) as client:
+    async with (
+        open_memory_server(always(reply())) as server,
+        open_http_client("http://h", connect=server.connect) as client,
+    ):
         await ask_at_once(client, 3)
         await trio.sleep(http.IDLE_S - 0.1)
         await client.request("GET", "/")
@@ -429,9 +511,14 @@ async def test_an_idle_connection_is_left_before_the_server_leaves_it(autojump_c
         assert client.statistics() == {"connections": 1, "idle": 1, "opened": 4}
 
 
-async def test_the_idle_ones_are_bounded(autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch):
+async def test_the_idle_ones_are_bounded(
+    autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(http, "MAX_IDLE", 10)
-    async with open_memory_server(always(reply())) as server, open_http_client("http://h", connect=server.connect) as client:
+    async with (
+        open_memory_server(always(reply())) as server,
+        open_http_client("http://h", connect=server.connect) as client,
+    ):
         await ask_at_once(client, 30)
         assert client.statistics() == {"connections": 10, "idle": 10, "opened": 30}
         await trio.testing.wait_all_tasks_blocked()
@@ -464,11 +551,16 @@ async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: 
         await ask_at_once(client, 2)
         with pytest.raises(EngineUnreachable):
             await client.request("POST", "/x", body=b"{}")
-    assert [number for number, _ in server.log][2:] in ([0, 2], [1, 2])  # one kept, one new, and not the other kept one
+    assert [number for number, _ in server.log][2:] in (
+        [0, 2],
+        [1, 2],
+    )  # one kept, one new, and not the other kept one
 
 
 @pytest.mark.parametrize(("silence_s", "closes_after_s"), [(60.0, 3.0), (0.2, 0.5)])
-async def test_work_that_may_have_begun_is_not_asked_for_again(autojump_clock: trio.testing.MockClock, silence_s: float, closes_after_s: float):
+async def test_work_that_may_have_begun_is_not_asked_for_again(
+    autojump_clock: trio.testing.MockClock, silence_s: float, closes_after_s: float
+):
     asked: list[int] = []
 
     async def connect() -> trio.abc.Stream:
@@ -497,7 +589,10 @@ async def test_work_that_may_have_begun_is_not_asked_for_again(autojump_clock: t
 
 
 async def test_a_kept_connection_closed_within_the_answer_is_not_asked_again():
-    async with open_server(once_then(b"HTTP/1.1 200 OK\r\n")) as server, open_http_client(server.url) as client:
+    async with (
+        open_server(once_then(b"HTTP/1.1 200 OK\r\n")) as server,
+        open_http_client(server.url) as client,
+    ):
         await client.request("POST", "/x", body=b"{}")
         with pytest.raises(ReplyError):
             await client.request("POST", "/x", body=b"{}")
@@ -544,7 +639,10 @@ async def test_silence_is_an_error_after_so_many_seconds(autojump_clock: trio.te
         await peer.send(b"content-length: 5\r\n")
         await trio.sleep_forever()
 
-    async with open_memory_server(handle) as server, open_http_client("http://h", connect=server.connect) as client:
+    async with (
+        open_memory_server(handle) as server,
+        open_http_client("http://h", connect=server.connect) as client,
+    ):
         with pytest.raises(EngineSilent, match=r"POST http://h/x: nothing came for 30 s, after 36 bytes"):
             await client.request("POST", "/x", body=b"{}", silence_s=30)
         assert trio.current_time() == pytest.approx(25 + 30, abs=1e-6)
@@ -566,8 +664,13 @@ async def test_silence_is_borne_while_it_is_said_to_be_worth_it(autojump_clock: 
         asked_at.append(round(trio.current_time() - began, 6))
         return len(asked_at) < 6
 
-    async with open_memory_server(handle) as server, open_http_client("http://h", connect=server.connect) as client:
-        assert (await client.request("POST", "/x", body=b"{}", silence_s=30, on_silence=on_silence)).body == BODY
+    async with (
+        open_memory_server(handle) as server,
+        open_http_client("http://h", connect=server.connect) as client,
+    ):
+        assert (
+            await client.request("POST", "/x", body=b"{}", silence_s=30, on_silence=on_silence)
+        ).body == BODY
         assert asked_at == [30, 60, 90]
         with pytest.raises(EngineSilent):
             await client.request("POST", "/x", body=b"{}", silence_s=30, on_silence=on_silence)
@@ -575,11 +678,16 @@ async def test_silence_is_borne_while_it_is_said_to_be_worth_it(autojump_clock: 
         assert server.accepted == 1, "a silent request was sent twice"
 
 
-async def test_what_on_silence_raises_is_raised_and_sends_nothing_again(autojump_clock: trio.testing.MockClock):
+async def test_what_on_silence_raises_is_raised_and_sends_nothing_again(
+    autojump_clock: trio.testing.MockClock,
+):
     async def on_silence() -> bool:
         raise EngineUnreachable("the question itself found nobody")
 
-    async with open_memory_server(once_then_silent) as server, open_http_client("http://h", connect=server.connect) as client:
+    async with (
+        open_memory_server(once_then_silent) as server,
+        open_http_client("http://h", connect=server.connect) as client,
+    ):
         await client.request("GET", "/")
         with pytest.raises(EngineUnreachable, match="found nobody"):
             await client.request("GET", "/", on_silence=on_silence)
@@ -629,7 +737,11 @@ async def test_cancelling_closes_that_connection_and_no_other():
             asked.set()
             assert not await peer.read_request()
 
-    async with open_server(handle) as server, open_http_client(server.url) as client, trio.open_nursery() as nursery:
+    async with (
+        open_server(handle) as server,
+        open_http_client(server.url) as client,
+        trio.open_nursery() as nursery,
+    ):
         await ask_at_once(client, 3)
         nursery.start_soon(client.request, "POST", "/slow")
         await asked.wait()

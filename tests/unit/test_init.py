@@ -60,9 +60,16 @@ def test_every_setting_is_in_the_config_and_holds_when_it_is_commented_in(tmp_pa
     path, _ = write_task(tmp_path, "counting")
     text = path.read_text(encoding="utf-8")
     before = load_config(path)
-    elsewhere = ("rl.critic", "rl.changes", "preference", "reward_model")  # which would be more than this run is
+    elsewhere = (
+        "rl.critic",
+        "rl.changes",
+        "preference",
+        "reward_model",
+    )  # which would be more than this run is
     assert f"for this run has none of them: {', '.join(f'[{table}]' for table in elsewhere)};" in text
-    said = {key.name for key in config_keys().values() if not key.is_table and not key.key.startswith(elsewhere)}
+    said = {
+        key.name for key in config_keys().values() if not key.is_table and not key.key.startswith(elsewhere)
+    }
     assert [name for name in said if not re.search(rf"^(# )?{name}( =|:) ", text, re.MULTILINE)] == []
     defaults = re.sub(r"^# ([a-z_0-9]+ = )", r"\1", text, flags=re.MULTILINE)
     assert len(defaults.splitlines()) == len(text.splitlines())

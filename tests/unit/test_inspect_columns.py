@@ -21,7 +21,14 @@ from rollouts.run_dir import RunDir
 
 
 def metric_row(step: int, attempt: int = 1, **metrics: Any) -> dict[str, Any]:
-    head = {"schema": 1, "stage": "rl", "step": step, "policy_version": step - 1, "attempt": attempt, "time_unix": 1.5}
+    head = {
+        "schema": 1,
+        "stage": "rl",
+        "step": step,
+        "policy_version": step - 1,
+        "attempt": attempt,
+        "time_unix": 1.5,
+    }
     return head | {name.replace("__", "/"): value for name, value in metrics.items()}
 
 
@@ -48,12 +55,19 @@ def count_decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return decoded
 
 
-# --- columns ------------------------------------------------------------------------------------------------------------------
+# --- columns ------------------------------------------------------------------------------------------------
 
 
 def test_a_column_has_a_number_for_each_row_and_nan_where_a_row_has_none(tmp_path: Path):
-    append_rows(tmp_path / "metrics.jsonl", [metric_row(1, a__b=0.5), metric_row(2, c__d=3), metric_row(3, a__b=-1.0, c__d=4)])
-    for columns in (open_columns(RunDir(tmp_path), "metrics"), open_indexed(tmp_path), open_indexed(tmp_path)):
+    append_rows(
+        tmp_path / "metrics.jsonl",
+        [metric_row(1, a__b=0.5), metric_row(2, c__d=3), metric_row(3, a__b=-1.0, c__d=4)],
+    )
+    for columns in (
+        open_columns(RunDir(tmp_path), "metrics"),
+        open_indexed(tmp_path),
+        open_indexed(tmp_path),
+    ):
         assert columns.metrics == ("a/b", "c/d")
         np.testing.assert_array_equal(columns.column("a/b"), [0.5, math.nan, -1.0])
         np.testing.assert_array_equal(columns.column("c/d"), [math.nan, 3.0, 4.0])
@@ -92,7 +106,11 @@ def test_the_parts_of_a_file_are_one_sequence_of_rows_and_each_row_is_found_agai
     columns = open_indexed(tmp_path)
     np.testing.assert_array_equal(columns.column("a/b"), [1, 2, 3, 4])
     np.testing.assert_array_equal(columns.column("part"), [0, 0, 1, 2])
-    assert columns.read_rows([3, 0, 2]) == [metric_row(4, a__b=4), metric_row(1, a__b=1), metric_row(3, a__b=3)]
+    assert columns.read_rows([3, 0, 2]) == [
+        metric_row(4, a__b=4),
+        metric_row(1, a__b=1),
+        metric_row(3, a__b=3),
+    ]
     assert columns.read_rows(range(4)) == read_rows(tmp_path / "metrics.jsonl")
 
 
@@ -125,7 +143,9 @@ def test_a_line_that_is_torn_before_the_last_part_is_damage(tmp_path: Path):
         open_indexed(tmp_path)
 
 
-@pytest.mark.parametrize("line", ["", "[1]", "{", '{"stage":"rl","step":1}', '{"stage":"rl","step":1.0,"attempt":1}'])
+@pytest.mark.parametrize(
+    "line", ["", "[1]", "{", '{"stage":"rl","step":1}', '{"stage":"rl","step":1.0,"attempt":1}']
+)
 @pytest.mark.parametrize("name", ["metrics", "samples", "contributions", "spans"])
 def test_a_damaged_line_is_named_by_its_number(tmp_path: Path, name: str, line: str):
     append_rows(tmp_path / f"{name}.jsonl", [metric_row(1), metric_row(2)])
@@ -149,11 +169,23 @@ def test_what_is_no_number_beside_the_head_is_left_out_of_the_columns_and_kept_i
 def test_sample_columns_hold_status_failure_and_versions(tmp_path: Path):
     failed = metric_row(2, status="failed", metadata={"failure": {"class": "reward", "message": "boom"}})
     odd = metric_row(3, status="failed", metadata={"failure": "text"}, reward="high", tokens=2**70)
-    trained = metric_row(1, status="completed", reward=1, tokens=9, response_length=4, group_index=3, weight_version_min=0, weight_version_max=1)
+    trained = metric_row(
+        1,
+        status="completed",
+        reward=1,
+        tokens=9,
+        response_length=4,
+        group_index=3,
+        weight_version_min=0,
+        weight_version_max=1,
+    )
     append_rows(tmp_path / "samples.jsonl", [trained, failed, odd])
     columns = open_indexed(tmp_path, "samples")
     np.testing.assert_array_equal(columns.column("reward"), [1.0, math.nan, math.nan])
-    assert {name: columns.column(name).tolist() for name in ("tokens", "response_length", "group_index", "weight_version_max")} == {
+    assert {
+        name: columns.column(name).tolist()
+        for name in ("tokens", "response_length", "group_index", "weight_version_max")
+    } == {
         "tokens": [9, -1, -1],
         "response_length": [4, -1, -1],
         "group_index": [3, -1, -1],
@@ -164,11 +196,13 @@ def test_sample_columns_hold_status_failure_and_versions(tmp_path: Path):
     assert not columns.match_text("status", "pending").any()
 
 
-# --- attempts -----------------------------------------------------------------------------------------------------------------
+# --- attempts -----------------------------------------------------------------------------------------------
 
 
 def test_rows_that_a_later_attempt_wrote_again_are_masked_as_read_rows_would(tmp_path: Path):
-    rows = [metric_row(step, 1, a__b=step) for step in range(1, 8)] + [metric_row(step, 2, a__b=-step) for step in range(5, 7)]
+    rows = [metric_row(step, 1, a__b=step) for step in range(1, 8)] + [
+        metric_row(step, 2, a__b=-step) for step in range(5, 7)
+    ]
     rows += [metric_row(step, 3, a__b=10 * step) for step in range(6, 9)]
     append_rows(tmp_path / "metrics.jsonl", rows)
     columns = open_indexed(tmp_path)
@@ -184,17 +218,24 @@ def test_the_newest_attempt_is_found_per_stage():
 
 
 def test_a_run_reads_the_same_from_its_index_as_without(tmp_path: Path):
-    rows = [metric_row(step, 1 + (step > 3), a__b=step / 4, fail__reward=step % 2) for step in (1, 2, 3, 4, 5, 3, 4)]
+    rows = [
+        metric_row(step, 1 + (step > 3), a__b=step / 4, fail__reward=step % 2)
+        for step in (1, 2, 3, 4, 5, 3, 4)
+    ]
     append_rows(tmp_path / "metrics.jsonl", sorted(rows, key=lambda row: row["attempt"]))
     plain = read_run(tmp_path)
     open_indexed(tmp_path)
     indexed = read_run(tmp_path)
     assert (tmp_path / "index" / "metrics.json").exists()
     assert list(plain.metrics) == list(indexed.metrics)
-    assert series(plain.stage_rows("rl"), "a/b") == series(indexed.stage_rows("rl"), "a/b") == series(list(plain.metrics), "a/b")
+    assert (
+        series(plain.stage_rows("rl"), "a/b")
+        == series(indexed.stage_rows("rl"), "a/b")
+        == series(list(plain.metrics), "a/b")
+    )
 
 
-# --- the index on disk --------------------------------------------------------------------------------------------------------
+# --- the index on disk --------------------------------------------------------------------------------------
 
 
 def write_indexed(root: Path) -> Path:
@@ -242,8 +283,19 @@ def test_a_commit_that_is_none_is_not_used(tmp_path: Path, text: str):
     check_values(tmp_path)
 
 
-@pytest.mark.parametrize("change", [{"schema": 99}, {"directory": "metrics-../../x"}, {"rows": -1}, {"columns": []}, {"marks": [[7, 0, 5, 1]]}])
-def test_a_commit_of_another_version_or_that_leads_elsewhere_is_not_used(tmp_path: Path, change: dict[str, Any]):
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"schema": 99},
+        {"directory": "metrics-../../x"},
+        {"rows": -1},
+        {"columns": []},
+        {"marks": [[7, 0, 5, 1]]},
+    ],
+)
+def test_a_commit_of_another_version_or_that_leads_elsewhere_is_not_used(
+    tmp_path: Path, change: dict[str, Any]
+):
     write_indexed(tmp_path)
     commit = tmp_path / "index" / "metrics.json"
     commit.write_text(json.dumps(json.loads(commit.read_text()) | change))
@@ -256,7 +308,9 @@ def test_an_index_of_another_run_is_built_anew(tmp_path: Path):
     append_rows(tmp_path / "metrics.jsonl", [metric_row(step, a__b=2 * step) for step in range(1, 61)])
     columns = open_indexed(tmp_path)
     np.testing.assert_array_equal(columns.column("a/b"), 2 * np.arange(1, 61))
-    assert len([path for path in (tmp_path / "index").iterdir() if path.is_dir()]) == 1, "what the old one had is removed"
+    assert len([path for path in (tmp_path / "index").iterdir() if path.is_dir()]) == 1, (
+        "what the old one had is removed"
+    )
 
 
 def test_a_file_that_is_shorter_than_the_index_is_read_anew(tmp_path: Path):
@@ -287,7 +341,9 @@ def test_where_the_index_cannot_be_written_columns_are_computed_in_memory(tmp_pa
     assert columns.rows == 50
 
 
-def test_a_disk_that_fills_up_while_the_index_is_written_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_fills_up_while_the_index_is_written_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     write_indexed(tmp_path)
     append_rows(tmp_path / "metrics.jsonl", [metric_row(51, a__b=51)])
 
@@ -305,7 +361,9 @@ def test_a_viewer_keeps_its_columns_when_another_builds_the_index_anew(tmp_path:
     first = open_indexed(tmp_path)
     (tmp_path / "index" / "metrics.json").unlink()
     second = open_indexed(tmp_path)
-    assert first.column("a/b").tolist() == second.column("a/b").tolist() == list(range(1, 51)), "read after its files were removed"
+    assert first.column("a/b").tolist() == second.column("a/b").tolist() == list(range(1, 51)), (
+        "read after its files were removed"
+    )
     assert (tmp_path / "index" / "metrics.json").exists(), "and the new index stays"
 
 
@@ -320,10 +378,14 @@ def test_an_index_that_leads_out_of_the_run_is_refused(tmp_path: Path):
 def test_viewers_that_start_together_all_answer_and_leave_one_index(tmp_path: Path):
     append_rows(tmp_path / "metrics.jsonl", [metric_row(step, a__b=step) for step in range(1, 2001)])
     script = (
-        "import sys; from pathlib import Path; from rollouts.inspect.columns import open_columns; from rollouts.run_dir import RunDir; "
-        "print(open_columns(RunDir(Path(sys.argv[1])), 'metrics', keep_bytes=0).column('a/b').sum())"
+        "import sys; from pathlib import Path; from rollouts.inspect.columns import open_columns; from"
+        " rollouts.run_dir import RunDir; print(open_columns(RunDir(Path(sys.argv[1])), 'metrics',"
+        " keep_bytes=0).column('a/b').sum())"
     )
-    viewers = [subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    viewers = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     assert [viewer.communicate(timeout=60)[0].strip() for viewer in viewers] == ["2001000.0"] * 3
     columns = open_indexed(tmp_path)
     assert columns.notes == ()

@@ -20,7 +20,15 @@ from rollouts.inspect.compare import (
     make_setting_table,
     name_runs,
 )
-from rollouts.inspect.outcomes import Failure, collect_failures, count_lags, describe_lags, list_trouble, make_dropped_table, make_failure_table
+from rollouts.inspect.outcomes import (
+    Failure,
+    collect_failures,
+    count_lags,
+    describe_lags,
+    list_trouble,
+    make_dropped_table,
+    make_failure_table,
+)
 from rollouts.inspect.phases import Phase, compute_phases, make_phase_table
 from rollouts.inspect.read import read_run
 from rollouts.inspect.sparklines import draw_sparkline, format_number, make_sparkline_table, mean_by_range
@@ -29,11 +37,24 @@ from rollouts.run_dir import RunDir
 
 
 def make_row(stage: str, step: int, **fields: Any) -> dict[str, Any]:
-    head = {"schema": 1, "stage": stage, "step": step, "policy_version": step - 1, "attempt": 1, "time_unix": 1.0}
+    head = {
+        "schema": 1,
+        "stage": stage,
+        "step": step,
+        "policy_version": step - 1,
+        "attempt": 1,
+        "time_unix": 1.0,
+    }
     return head | {name.replace("__", "/"): value for name, value in fields.items()}
 
 
-def write_run(root: Path, *, metrics: list[dict[str, Any]], samples: list[dict[str, Any]] | None = None, config: str = "") -> Path:
+def write_run(
+    root: Path,
+    *,
+    metrics: list[dict[str, Any]],
+    samples: list[dict[str, Any]] | None = None,
+    config: str = "",
+) -> Path:
     root.mkdir(exist_ok=True)
     (root / "config.toml").write_text(config)
     for name, rows in (("metrics", metrics), ("samples", samples or [])):
@@ -48,7 +69,7 @@ def show(part: object, width: int = 120) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-# --- sparklines ---------------------------------------------------------------------------------------------------------------
+# --- sparklines ---------------------------------------------------------------------------------------------
 
 
 def test_a_sparkline_rises_with_the_mean_of_each_range():
@@ -68,44 +89,80 @@ def test_ranges_hold_the_mean_of_their_values():
 
 
 def test_numbers_have_the_digits_that_count():
-    assert [format_number(value) for value in (12.3456, 0.00123456, 123456.0, -1.5e-7, 2e9)] == ["12.35", "0.001235", "123456", "-1.5e-07", "2e+09"]
+    assert [format_number(value) for value in (12.3456, 0.00123456, 123456.0, -1.5e-7, 2e9)] == [
+        "12.35",
+        "0.001235",
+        "123456",
+        "-1.5e-07",
+        "2e+09",
+    ]
 
 
 @pytest.mark.parametrize("width", [80, 160])
 def test_the_sparkline_table_fits_and_has_first_last_min_and_max(tmp_path: Path, width: int):
     rewards = [0.5, 0.25, 1.0, 0.75]
-    metrics = [make_row("rl", step, reward__mean=reward, off_policy__mean=0, mismatch_kl__mean=-1e-9) for step, reward in enumerate(rewards, 1)]
-    text = show(make_sparkline_table(read_run(write_run(tmp_path, metrics=metrics)), "rl", width=width), width)
+    metrics = [
+        make_row("rl", step, reward__mean=reward, off_policy__mean=0, mismatch_kl__mean=-1e-9)
+        for step, reward in enumerate(rewards, 1)
+    ]
+    text = show(
+        make_sparkline_table(read_run(write_run(tmp_path, metrics=metrics)), "rl", width=width), width
+    )
     assert max(map(len, text.splitlines())) <= width
     assert text.splitlines()[0] == "rl, steps 1 to 4"
     assert text.splitlines()[2].split() == ["reward/mean", "▃▁█▆", "0.5", "0.75", "0.25", "1"]
     assert "off_policy" not in text, "what is 0 throughout tells nothing"
 
 
-@pytest.mark.parametrize(("width", "headings"), [(100, "first last min max"), (60, "first last"), (40, "last")])
+@pytest.mark.parametrize(
+    ("width", "headings"), [(100, "first last min max"), (60, "first last"), (40, "last")]
+)
 def test_a_narrow_terminal_has_fewer_numbers_and_whole_ones(tmp_path: Path, width: int, headings: str):
-    metrics = [make_row("rl", step, groups__zero_std_frac=1.2345e-5 * step, reward__mean=-0.012345 * step) for step in range(1, 9)]
-    lines = show(make_sparkline_table(read_run(write_run(tmp_path, metrics=metrics)), "rl", width=width), width).splitlines()
+    metrics = [
+        make_row("rl", step, groups__zero_std_frac=1.2345e-5 * step, reward__mean=-0.012345 * step)
+        for step in range(1, 9)
+    ]
+    lines = show(
+        make_sparkline_table(read_run(write_run(tmp_path, metrics=metrics)), "rl", width=width), width
+    ).splitlines()
     assert max(map(len, lines)) <= width
     assert lines[1].split() == ["metric", "course", *headings.split()]
     assert "…" not in "".join(lines)
 
 
 def test_a_narrow_terminal_has_a_stage_on_a_line(tmp_path: Path):
-    record = read_run(write_run(tmp_path, metrics=[make_row("rl", step, reward__mean=step / 4, time__step=60.0, fail__reward=1) for step in (1, 2)]))
-    assert make_stage_table(record, width=60) == "stage rl, steps 2, reward first → last 0.250 → 0.500, minutes 2.0, failed reward 2"
+    record = read_run(
+        write_run(
+            tmp_path,
+            metrics=[
+                make_row("rl", step, reward__mean=step / 4, time__step=60.0, fail__reward=1)
+                for step in (1, 2)
+            ],
+        )
+    )
+    assert (
+        make_stage_table(record, width=60)
+        == "stage rl, steps 2, reward first → last 0.250 → 0.500, minutes 2.0, failed reward 2"
+    )
     assert not isinstance(make_stage_table(record, width=100), str)
 
 
 def test_what_is_no_number_is_in_no_table_and_no_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Rows as another writer may leave them: NaN as a word, beyond what a number takes, a truth value, nothing."""
+    """Rows as another writer may leave them: NaN as a word, beyond what a number takes, a truth value,
+    nothing.
+    """
     rows = [make_row("rl", step, reward__mean=0.25 * step, time__step=1.0) for step in (1, 2, 3)]
     odd = [{"reward/mean": "NaN"}, {"reward/mean": None, "loss/total": "Infinity"}, {"reward/mean": True}]
     metrics = rows + [make_row("rl", 4 + place) | fields for place, fields in enumerate(odd)]
     run = write_run(tmp_path / "run", metrics=metrics)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"stage":"rl","step":7,"attempt":1,"reward/mean":1e999}\n{"stage":"rl","step":8,"attempt":1,"reward/mean":NaN}\n')
-    evaluation = make_row("rl", 8, eval__heldout__failed="none") | {"name": "heldout", "eval/heldout/avg@1": "NaN"}
+        file.write(
+            '{"stage":"rl","step":7,"attempt":1,"reward/mean":1e999}\n{"stage":"rl","step":8,"attempt":1,"reward/mean":NaN}\n'
+        )
+    evaluation = make_row("rl", 8, eval__heldout__failed="none") | {
+        "name": "heldout",
+        "eval/heldout/avg@1": "NaN",
+    }
     (run / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
     assert read_run(run).series("rl", "reward/mean")[1].tolist() == [0.25, 0.5, 0.75]
     assert main(["inspect", str(run)]) == 0
@@ -115,14 +172,25 @@ def test_what_is_no_number_is_in_no_table_and_no_curve(tmp_path: Path, capsys: p
 
 
 def test_one_step_has_no_course(tmp_path: Path):
-    assert make_sparkline_table(read_run(write_run(tmp_path, metrics=[make_row("rl", 1, reward__mean=1)])), "rl", width=80) is None
+    assert (
+        make_sparkline_table(
+            read_run(write_run(tmp_path, metrics=[make_row("rl", 1, reward__mean=1)])), "rl", width=80
+        )
+        is None
+    )
 
 
-# --- phases -------------------------------------------------------------------------------------------------------------------
+# --- phases -------------------------------------------------------------------------------------------------
 
 
 def test_time_is_told_by_phase_with_what_no_phase_took(tmp_path: Path):
-    times = {"time__generate": 2.0, "time__train": 5.0, "time__weight_sync": 1.0, "time__weight_sync_pause": 0.5, "time__step": 10.0}
+    times = {
+        "time__generate": 2.0,
+        "time__train": 5.0,
+        "time__weight_sync": 1.0,
+        "time__weight_sync_pause": 0.5,
+        "time__step": 10.0,
+    }
     record = read_run(write_run(tmp_path, metrics=[make_row("rl", 1, **times), make_row("rl", 2, **times)]))
     assert compute_phases(record, "rl") == [
         Phase("train", 10.0, 0.5, ""),
@@ -137,28 +205,50 @@ def test_time_is_told_by_phase_with_what_no_phase_took(tmp_path: Path):
 
 
 def test_phases_that_overlap_say_so_and_have_no_rest(tmp_path: Path):
-    record = read_run(write_run(tmp_path, metrics=[make_row("rl", 1, time__generate=9.0, time__train=8.0, time__step=10.0)]))
+    record = read_run(
+        write_run(tmp_path, metrics=[make_row("rl", 1, time__generate=9.0, time__train=8.0, time__step=10.0)])
+    )
     assert [phase.name for phase in compute_phases(record, "rl")] == ["generate", "train"]
     assert "overlap" in show(make_phase_table(record, "rl", width=160), 160)
-    assert make_phase_table(read_run(write_run(tmp_path, metrics=[make_row("rl", 1)])), "rl", width=80) is None
+    assert (
+        make_phase_table(read_run(write_run(tmp_path, metrics=[make_row("rl", 1)])), "rl", width=80) is None
+    )
 
 
-# --- what was lost ------------------------------------------------------------------------------------------------------------
+# --- what was lost ------------------------------------------------------------------------------------------
 
 
 def write_faulty_run(root: Path) -> Path:
-    """Three steps; a reward that failed twice, an engine once; groups dropped; samples up to two versions old."""
+    """Three steps; a reward that failed twice, an engine once; groups dropped; samples up to two versions
+    old.
+    """
     metrics = [
         make_row("rl", 1, fail__reward=1, groups__drawn=10, groups__dropped__zero_std=1),
-        make_row("rl", 2, fail__reward=1, fail__engine=0, groups__drawn=10, groups__dropped__zero_std=2, optim__skipped_steps=1),
+        make_row(
+            "rl",
+            2,
+            fail__reward=1,
+            fail__engine=0,
+            groups__drawn=10,
+            groups__dropped__zero_std=2,
+            optim__skipped_steps=1,
+        ),
         make_row("rl", 3, fail__engine=1, groups__drawn=5, groups__dropped__surplus=1),
     ]
     message = "line one\nline two"
-    failed = {"status": "failed", "metadata": {"failure": {"class": "reward", "function": "grade", "message": message}}}
+    failed = {
+        "status": "failed",
+        "metadata": {"failure": {"class": "reward", "function": "grade", "message": message}},
+    }
     old = {"weight_version_min": 0, "weight_version_max": 1}
     samples = [
         make_row("rl", 1, **failed),
-        make_row("rl", 2, **failed | {"metadata": {"failure": {"class": "reward", "function": "grade", "message": "newest"}}}),
+        make_row(
+            "rl",
+            2,
+            **failed
+            | {"metadata": {"failure": {"class": "reward", "function": "grade", "message": "newest"}}},
+        ),
         make_row("rl", 1, weight_version_min=0, weight_version_max=0),
         make_row("rl", 3, **old),
         make_row("rl", 2, **old),
@@ -175,11 +265,15 @@ def test_failures_are_counted_by_class_with_the_newest_example(tmp_path: Path):
     assert "none was logged" in text
     assert max(map(len, text.splitlines())) <= 80
     assert make_failure_table([], width=80) is None
-    assert list_trouble(record) == ["1 optimizer steps changed nothing, for loss or gradient was not finite (optim/skipped_steps)"]
+    assert list_trouble(record) == [
+        "1 optimizer steps changed nothing, for loss or gradient was not finite (optim/skipped_steps)"
+    ]
 
 
 def test_dropped_groups_have_a_reason_and_a_share(tmp_path: Path):
-    lines = [line.split() for line in show(make_dropped_table(read_run(write_faulty_run(tmp_path)))).splitlines()]
+    lines = [
+        line.split() for line in show(make_dropped_table(read_run(write_faulty_run(tmp_path)))).splitlines()
+    ]
     assert lines[2:] == [["rl", "zero_std", "3", "12.0", "%"], ["rl", "surplus", "1", "4.0", "%"]]
 
 
@@ -192,7 +286,9 @@ def test_lags_are_of_the_samples_of_training(tmp_path: Path):
 
 
 def test_samples_of_the_newest_weights_are_one_line_and_far_ones_one_row(tmp_path: Path):
-    fresh = write_run(tmp_path / "a", metrics=[], samples=[make_row("rl", 1, weight_version_min=0, weight_version_max=0)])
+    fresh = write_run(
+        tmp_path / "a", metrics=[], samples=[make_row("rl", 1, weight_version_min=0, weight_version_max=0)]
+    )
     lags = count_lags(open_columns(RunDir(fresh), "samples"))
     assert describe_lags(lags, width=80) == "staleness: all 1 logged samples were made by the newest weights"
     far = [make_row("rl", step, weight_version_min=0, weight_version_max=0) for step in (9, 10, 10**9)]
@@ -202,29 +298,51 @@ def test_samples_of_the_newest_weights_are_one_line_and_far_ones_one_row(tmp_pat
     assert describe_lags(count_lags(open_columns(RunDir(tmp_path), "samples")), width=80) is None
 
 
-# --- the table of steps -------------------------------------------------------------------------------------------------------
+# --- the table of steps -------------------------------------------------------------------------------------
 
 
 def test_columns_that_do_not_fit_are_left_out_and_counted(tmp_path: Path):
-    metrics = [make_row("rl", 1, reward__mean=0.5, loss__total=1.0, optim__grad_norm=2.0, optim__lr=1e-5, entropy__mean=1.0, time__step=3.0)]
+    metrics = [
+        make_row(
+            "rl",
+            1,
+            reward__mean=0.5,
+            loss__total=1.0,
+            optim__grad_norm=2.0,
+            optim__lr=1e-5,
+            entropy__mean=1.0,
+            time__step=3.0,
+        )
+    ]
     record = read_run(write_run(tmp_path, metrics=metrics))
-    # Widths: stage 5, step 4, reward 6, loss 4, grad norm 9, lr 8, entropy 7, s/step 6: with 3 each and 1, the first five take 44.
-    assert count_fitting([["stage", "step", "reward", "loss", "grad norm", "lr", "entropy", "s/step"]], 44) == 5
+    # Widths: stage 5, step 4, reward 6, loss 4, grad norm 9, lr 8, entropy 7, s/step 6: with 3 each and 1,
+    # the first five take 44.
+    assert (
+        count_fitting([["stage", "step", "reward", "loss", "grad norm", "lr", "entropy", "s/step"]], 44) == 5
+    )
     text = show(make_step_table(record, last=1, width=44), 44)
     assert "3 more columns" in text.replace("\n", " ")
     assert "grad norm" in text
     assert "entropy" not in text
 
 
-# --- several runs -------------------------------------------------------------------------------------------------------------
+# --- several runs -------------------------------------------------------------------------------------------
 
 
 def write_two_runs(root: Path) -> tuple[Path, Path]:
     def metrics(steps: int, gain: float) -> list[dict[str, Any]]:
-        return [make_row("rl", step, reward__mean=gain * step, time__step=30.0) for step in range(1, steps + 1)]
+        return [
+            make_row("rl", step, reward__mean=gain * step, time__step=30.0) for step in range(1, steps + 1)
+        ]
 
-    first = write_run(root / "a", metrics=metrics(20, 0.01), config='name = "x"\n[rl]\nsteps = 20\n[rl.critic]\nclip = 0.2\n[output]\ndir = "a"\n')
-    second = write_run(root / "b", metrics=metrics(30, 0.02), config='name = "x"\n[rl]\nsteps = 30\n[output]\ndir = "b"\n')
+    first = write_run(
+        root / "a",
+        metrics=metrics(20, 0.01),
+        config='name = "x"\n[rl]\nsteps = 20\n[rl.critic]\nclip = 0.2\n[output]\ndir = "a"\n',
+    )
+    second = write_run(
+        root / "b", metrics=metrics(30, 0.02), config='name = "x"\n[rl]\nsteps = 30\n[output]\ndir = "b"\n'
+    )
     return first, second
 
 
@@ -259,7 +377,10 @@ def test_settings_are_flattened_by_dotted_key():
 
 def test_facts_have_a_column_per_run(tmp_path: Path):
     text = show(make_fact_table({path.name: read_run(path) for path in write_two_runs(tmp_path)}))
-    rows = {line.strip("│ ").split("│")[0].strip(): [cell.strip() for cell in line.strip("│ ").split("│")[1:]] for line in text.splitlines()}
+    rows = {
+        line.strip("│ ").split("│")[0].strip(): [cell.strip() for cell in line.strip("│ ").split("│")[1:]]
+        for line in text.splitlines()
+    }
     assert rows["rl: steps"] == ["20", "30"]
     assert rows["rl: reward first → last"] == ["0.01 → 0.2", "0.02 → 0.6"]
     assert rows["rl: minutes"] == ["10.0", "15.0"]
@@ -275,7 +396,7 @@ def test_runs_of_one_name_are_told_apart_by_what_is_above_them():
     assert name_runs([Path("/x/a"), Path("/x/b")]) == ["a", "b"]
 
 
-# --- what there is little of --------------------------------------------------------------------------------------------------
+# --- what there is little of --------------------------------------------------------------------------------
 
 
 def test_a_run_without_steps_has_no_empty_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -291,17 +412,26 @@ def test_one_step_is_the_last_step(tmp_path: Path):
     assert show(make_step_table(record, last=10)).splitlines()[0].strip() == "last step"
 
 
-# --- the command --------------------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------------
 
 
-def test_inspect_prints_every_section_and_ends_with_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_inspect_prints_every_section_and_ends_with_the_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     pytest.importorskip("matplotlib")
     run = write_faulty_run(tmp_path / "run")
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"torn')
     assert main(["inspect", str(run)]) == 0
     out = capsys.readouterr().out
-    for part in ("last 3 steps", "staleness of 3", "groups that were not trained", "samples that failed", "grade: newest", "last line is torn"):
+    for part in (
+        "last 3 steps",
+        "staleness of 3",
+        "groups that were not trained",
+        "samples that failed",
+        "grade: newest",
+        "last line is torn",
+    ):
         assert part in out
     assert out.splitlines()[-1] == f"wrote {run / 'curves.png'}"
     assert main(["inspect", str(run)]) == 0

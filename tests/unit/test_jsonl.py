@@ -10,16 +10,29 @@ from rollouts.errors import RunDirError
 from rollouts.metrics.jsonl import newest_attempts, next_attempt, parse_row, read_last_attempt, read_rows
 from rollouts.run_dir import RunDir, check_links, list_parts, parse_part, part_path
 
-# --- parts --------------------------------------------------------------------------------------------------------------------
+# --- parts --------------------------------------------------------------------------------------------------
 
 
 def test_parts_are_listed_in_the_order_of_their_numbers(tmp_path: Path):
     run_dir = RunDir(tmp_path)
     names = ["metrics.10.jsonl", "metrics.2.jsonl", "metrics.jsonl", "metrics.1.jsonl"]
-    others = ["metrics.x.jsonl", "metrics.01.jsonl", "metrics.0.jsonl", "metrics.1.jsonl.tmp", "metricsjsonl", "samples.1.jsonl", "metrics.1"]
+    others = [
+        "metrics.x.jsonl",
+        "metrics.01.jsonl",
+        "metrics.0.jsonl",
+        "metrics.1.jsonl.tmp",
+        "metricsjsonl",
+        "samples.1.jsonl",
+        "metrics.1",
+    ]
     for name in (*names, *others):
         (tmp_path / name).touch()
-    assert [path.name for path in run_dir.parts(run_dir.metrics)] == ["metrics.jsonl", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.10.jsonl"]
+    assert [path.name for path in run_dir.parts(run_dir.metrics)] == [
+        "metrics.jsonl",
+        "metrics.1.jsonl",
+        "metrics.2.jsonl",
+        "metrics.10.jsonl",
+    ]
     assert run_dir.parts(run_dir.samples) == [tmp_path / "samples.1.jsonl"]
     assert list_parts(tmp_path / "gone" / "metrics.jsonl") == []
 
@@ -32,7 +45,9 @@ def test_a_parts_number_is_read_from_its_name():
 
 def test_rows_are_read_over_all_parts(tmp_path: Path):
     for number in range(12):
-        part_path(tmp_path / "metrics.jsonl", number).write_text(f'{{"step":{2 * number}}}\n{{"step":{2 * number + 1}}}\n')
+        part_path(tmp_path / "metrics.jsonl", number).write_text(
+            f'{{"step":{2 * number}}}\n{{"step":{2 * number + 1}}}\n'
+        )
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == list(range(24))
 
 
@@ -62,7 +77,7 @@ def test_a_directory_of_the_record_that_leads_out_of_the_run_is_refused(tmp_path
         getattr(run_dir, name)
 
 
-# --- torn lines and damage ----------------------------------------------------------------------------------------------------
+# --- torn lines and damage ----------------------------------------------------------------------------------
 
 
 def test_a_torn_last_line_is_left_out_and_reported(tmp_path: Path):
@@ -71,7 +86,12 @@ def test_a_torn_last_line_is_left_out_and_reported(tmp_path: Path):
     part_path(path, 1).write_bytes(b'{"a":2}\n{"a":3')
     said: list[str] = []
     assert [row["a"] for row in read_rows(path, report=said.append)] == [1, 2]
-    assert said == [f"{tmp_path}/metrics.1.jsonl: the last line is torn (6 bytes) and left out; its writer was killed, or is writing it"]
+    assert said == [
+        (
+            f"{tmp_path}/metrics.1.jsonl: the last line is torn (6 bytes) and left out; its writer was killed, or"
+            " is writing it"
+        )
+    ]
     assert len(read_rows(path)) == 2
 
 
@@ -107,13 +127,15 @@ def test_a_missing_file_has_no_rows(tmp_path: Path):
 
 
 def test_json_of_other_writers_is_read():
-    """Python's own reader takes half a surrogate pair and NaN; a faster one alone would call such a row damaged."""
+    """Python's own reader takes half a surrogate pair and NaN; a faster one alone would call such a row
+    damaged.
+    """
     assert parse_row(b'{"a":"\\ud800"}') == {"a": "\ud800"}
     assert str(parse_row(b'{"a":NaN}')) == "{'a': nan}"
     assert parse_row(b'{"a":' + 100_000 * b"[") is None
 
 
-# --- attempts -----------------------------------------------------------------------------------------------------------------
+# --- attempts -----------------------------------------------------------------------------------------------
 
 
 def test_readers_take_the_highest_attempt_of_each_step():
@@ -128,9 +150,15 @@ def test_readers_take_the_highest_attempt_of_each_step():
 
 
 def test_samples_of_one_step_are_all_kept_and_evaluations_are_told_apart_by_name():
-    samples = [{"stage": "rl", "step": 1, "attempt": 1, "id": "a"}, {"stage": "rl", "step": 1, "attempt": 1, "id": "b"}]
+    samples = [
+        {"stage": "rl", "step": 1, "attempt": 1, "id": "a"},
+        {"stage": "rl", "step": 1, "attempt": 1, "id": "b"},
+    ]
     assert newest_attempts(samples) == samples
-    evaluations = [{"stage": "rl", "step": 1, "attempt": 1, "name": "easy"}, {"stage": "rl", "step": 1, "attempt": 2, "name": "hard"}]
+    evaluations = [
+        {"stage": "rl", "step": 1, "attempt": 1, "name": "easy"},
+        {"stage": "rl", "step": 1, "attempt": 2, "name": "hard"},
+    ]
     assert newest_attempts(evaluations) == evaluations
 
 
@@ -146,13 +174,17 @@ def test_the_next_attempt_is_one_more_than_any_row_has(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["samples", "contributions", "spans"])
 def test_an_attempt_that_left_only_such_rows_has_its_number_to_itself(tmp_path: Path, name: str):
-    """An attempt killed between a step's samples and its row: readers saw its samples and those of the next attempt as one."""
+    """An attempt killed between a step's samples and its row: readers saw its samples and those of the next
+    attempt as one.
+    """
     run_dir = RunDir(tmp_path)
     run_dir.metrics.write_text('{"attempt":1}\n')
     path: Path = getattr(run_dir, name)
     path.write_text('{"attempt":1}\n{"attempt":2}\n{"attempt":2,"resp')
     assert next_attempt(run_dir) == 3
-    path.write_text('{"attempt":5,"response":"' + 200_000 * "x" + '"}\n')  # longer than what is read at a time
+    path.write_text(
+        '{"attempt":5,"response":"' + 200_000 * "x" + '"}\n'
+    )  # longer than what is read at a time
     assert next_attempt(run_dir) == 6
 
 

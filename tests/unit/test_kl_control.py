@@ -24,7 +24,9 @@ def test_the_fixed_coefficient_ignores_what_was_measured():
 
 def test_proportional_control_matches_the_number_worked_by_hand():
     # error = .12/.1 - 1 = .2; .1 * (1 + .2 * 256/10000) = .100512
-    assert compute_adaptive_kl_coef(0.1, 0.12, 256, target=0.1, horizon=10_000) == pytest.approx(0.100512, abs=1e-12)
+    assert compute_adaptive_kl_coef(0.1, 0.12, 256, target=0.1, horizon=10_000) == pytest.approx(
+        0.100512, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize(("kl", "expected"), [(100.0, 0.102), (0.0, 0.098), (-5.0, 0.098), (0.1, 0.1)])
@@ -50,7 +52,14 @@ def test_the_controller_settles_where_kl_meets_its_target():
     assert coef == pytest.approx(0.5, rel=1e-3)
 
 
-@pytest.mark.parametrize("settings", [{"target": 0.0, "horizon": 10}, {"target": 1.0, "horizon": 0}, {"target": 1.0, "horizon": 10, "limit": 0.0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target": 0.0, "horizon": 10},
+        {"target": 1.0, "horizon": 0},
+        {"target": 1.0, "horizon": 10, "limit": 0.0},
+    ],
+)
 def test_settings_that_are_not_positive_are_refused_when_made(settings):
     with pytest.raises(ValueError, match="must be above 0"):
         make_adaptive_kl_control(**settings)
@@ -59,7 +68,10 @@ def test_settings_that_are_not_positive_are_refused_when_made(settings):
 BAND = {"target": 2.0, "tolerance": 0.5, "factor": 2.0}
 
 
-@pytest.mark.parametrize(("kl", "expected"), [(2.51, 0.2), (2.5, 0.1), (2.0, 0.1), (1.5, 0.1), (1.49, 0.05), (-3.0, 0.05), (1e9, 0.2)])
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [(2.51, 0.2), (2.5, 0.1), (2.0, 0.1), (1.5, 0.1), (1.49, 0.05), (-3.0, 0.05), (1e9, 0.2)],
+)
 def test_two_sided_control_moves_by_its_factor_outside_the_band_only(kl, expected):
     assert compute_two_sided_kl_coef(0.1, kl, **BAND) == pytest.approx(expected)
 
@@ -83,7 +95,14 @@ def test_the_two_sided_controller_comes_to_rest_inside_its_band():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"target": 0.0}, {"tolerance": -0.1}, {"factor": 1.0}, {"lowest": 0.2, "highest": 0.1}, {"lowest": -0.1}]
+    "wrong",
+    [
+        {"target": 0.0},
+        {"tolerance": -0.1},
+        {"factor": 1.0},
+        {"lowest": 0.2, "highest": 0.1},
+        {"lowest": -0.1},
+    ],
 )
 def test_two_sided_settings_that_make_no_sense_are_refused_when_made(wrong):
     with pytest.raises(ValueError, match="the rule is"):
@@ -97,7 +116,9 @@ def test_controllers_are_made_by_name():
     assert coefs == pytest.approx({"fixed": 0.1, "proportional": 0.1 * (1 + 0.2 * 0.1), "two_sided": 0.2})
 
 
-@pytest.mark.parametrize(("kl", "ends"), [(0.0, False), (0.015, False), (0.0150001, True), (math.nan, True), (math.inf, True)])
+@pytest.mark.parametrize(
+    ("kl", "ends"), [(0.0, False), (0.015, False), (0.0150001, True), (math.nan, True), (math.inf, True)]
+)
 def test_updates_on_a_batch_end_beyond_the_limit(kl, ends):
     assert exceeds_kl_limit(kl, limit=0.015) is ends
 

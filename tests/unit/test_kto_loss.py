@@ -30,24 +30,40 @@ def run(log_probs: Tensor, ref: Tensor, good: list[bool], **params):
 def test_good_and_bad_responses_match_the_numbers_worked_by_hand():
     both = run(tensor(-10.0, -12.0), tensor(-11.0, -11.5), [True, False])
     assert (float(both.sum), both.count) == (pytest.approx(GOOD + BAD, abs=1e-9), 2.0)
-    weighted = run(tensor(-10.0, -12.0), tensor(-11.0, -11.5), [True, False], desirable_weight=2.0, undesirable_weight=0.5)
+    weighted = run(
+        tensor(-10.0, -12.0),
+        tensor(-11.0, -11.5),
+        [True, False],
+        desirable_weight=2.0,
+        undesirable_weight=0.5,
+    )
     assert float(weighted.sum) == pytest.approx(2 * GOOD + 0.5 * BAD, abs=1e-9)
     third = run(tensor(-10.0), tensor(-11.0), [True], desirable_weight=4 / 3)
-    assert float(third.sum) == pytest.approx(4 / 3 / (1 + math.exp(0.1 * 0.95)), rel=1e-14), "weights have the precision of the log-probs"
+    assert float(third.sum) == pytest.approx(4 / 3 / (1 + math.exp(0.1 * 0.95)), rel=1e-14), (
+        "weights have the precision of the log-probs"
+    )
 
 
 def test_gradients_are_those_of_the_formula_and_the_reference_point_has_none():
     log_probs, point = tensor(-10.0, -12.0).requires_grad_(), tensor(0.05)[0].requires_grad_()
-    run(log_probs, tensor(-11.0, -11.5), [True, False], reference_point=point, undesirable_weight=3.0).sum.backward()
+    run(
+        log_probs, tensor(-11.0, -11.5), [True, False], reference_point=point, undesirable_weight=3.0
+    ).sum.backward()
     assert log_probs.grad is not None
-    assert log_probs.grad.tolist() == pytest.approx([-0.1 * GOOD * (1 - GOOD), 3 * 0.1 * BAD * (1 - BAD)], abs=1e-9)
+    assert log_probs.grad.tolist() == pytest.approx(
+        [-0.1 * GOOD * (1 - GOOD), 3 * 0.1 * BAD * (1 - BAD)], abs=1e-9
+    )
     assert point.grad is None
 
 
 def test_advantages_from_the_slope_are_minus_the_gradient():
-    line = linearise_row_loss(lambda sums: run(sums, tensor(-11.0, -11.5), [True, False]), tensor(-10.0, -12.0))
+    line = linearise_row_loss(
+        lambda sums: run(sums, tensor(-11.0, -11.5), [True, False]), tensor(-10.0, -12.0)
+    )
     assert float(line.output.sum) == pytest.approx(GOOD + BAD, abs=1e-9)
-    assert line.advantages[0].tolist() == pytest.approx([0.1 * GOOD * (1 - GOOD), -0.1 * BAD * (1 - BAD)], abs=1e-9)
+    assert line.advantages[0].tolist() == pytest.approx(
+        [0.1 * GOOD * (1 - GOOD), -0.1 * BAD * (1 - BAD)], abs=1e-9
+    )
 
 
 def test_a_batch_of_one_kind_trains_on_that_kind_alone():
@@ -69,7 +85,13 @@ def test_no_row_gives_zero_with_a_zero_gradient():
 def test_metrics_are_means_over_each_kind():
     output = run(tensor(-10.0, -12.0, -8.0), tensor(-11.0, -11.5, -8.0), [True, False, True])
     assert metric_values(output.metrics) == pytest.approx(
-        {"rewards/chosen": 0.05, "rewards/rejected": -0.05, "logps/chosen": -9.0, "logps/rejected": -12.0, "kto/reference_point": 0.05}
+        {
+            "rewards/chosen": 0.05,
+            "rewards/rejected": -0.05,
+            "logps/chosen": -9.0,
+            "logps/rejected": -12.0,
+            "kto/reference_point": 0.05,
+        }
     )
 
 
@@ -113,12 +135,22 @@ def test_every_prompt_gets_the_next_completion_of_another_prompt():
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=12).filter(lambda ids: len(set(ids)) > 1))
 def test_mismatched_completions_are_the_nearest_that_follow(ids: list[int]):
     count = len(ids)
-    slow = [next((row + ahead) % count for ahead in range(1, count) if ids[(row + ahead) % count] != ids[row]) for row in range(count)]
+    slow = [
+        next((row + ahead) % count for ahead in range(1, count) if ids[(row + ahead) % count] != ids[row])
+        for row in range(count)
+    ]
     assert mismatch_completions(ids) == slow
 
 
 @pytest.mark.parametrize(
-    ("good", "bad", "expected"), [(10, 10, (1.0, 1.0)), (4, 3, (1.0, 1.0)), (10, 40, (4.0, 1.0)), (40, 10, (1.0, 3.0)), (1, 1, (1.0, 1.0))]
+    ("good", "bad", "expected"),
+    [
+        (10, 10, (1.0, 1.0)),
+        (4, 3, (1.0, 1.0)),
+        (10, 40, (4.0, 1.0)),
+        (40, 10, (1.0, 3.0)),
+        (1, 1, (1.0, 1.0)),
+    ],
 )
 def test_weights_bring_the_two_kinds_into_balance(good: int, bad: int, expected: tuple[float, float]):
     weights = compute_kto_weights(good, bad)
@@ -152,7 +184,10 @@ def test_what_is_not_finite_is_not_hidden():
     [
         ({"beta": 0.0}, "kto: beta=0.0 must be above 0"),
         ({"desirable_weight": -1.0}, "desirable_weight=-1.0"),
-        ({"desirable_weight": 0.0, "undesirable_weight": 0.0}, "neither may be negative and one must be above 0"),
+        (
+            {"desirable_weight": 0.0, "undesirable_weight": 0.0},
+            "neither may be negative and one must be above 0",
+        ),
     ],
 )
 def test_bad_parameters_are_named(params: dict[str, float], message: str):

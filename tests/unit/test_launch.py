@@ -25,7 +25,9 @@ TORCHRUN = {
 
 
 def test_what_torchrun_sets_is_the_place_of_the_process():
-    assert read_launch(TORCHRUN) == Launch(rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="node-a", restart=2)
+    assert read_launch(TORCHRUN) == Launch(
+        rank=5, world_size=8, local_rank=1, local_world_size=4, master_addr="node-a", restart=2
+    )
     assert not read_launch(TORCHRUN).on_one_node
     assert read_launch({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}).on_one_node
 
@@ -34,7 +36,9 @@ def test_a_process_that_nobody_launched_is_alone():
     alone = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", restart=0)
     assert read_launch({}) == alone
     assert read_launch({"RANK": "", "WORLD_SIZE": "", "PATH": "/bin"}) == alone
-    assert read_launch({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}) == alone, "a shell inside an allocation has these too"
+    assert read_launch({"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}) == alone, (
+        "a shell inside an allocation has these too"
+    )
     assert read_launch({"RANK": "0", "WORLD_SIZE": "1"}) == alone
 
 
@@ -65,14 +69,21 @@ def test_a_variable_that_is_wrong_is_named(changes: dict[str, str], message: str
 
 def test_srun_without_local_variables_is_told_what_to_export():
     by_srun = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node-a"}
-    with pytest.raises(ConfigError, match=r"LOCAL_WORLD_SIZE is not set.*under srun export LOCAL_WORLD_SIZE=\$SLURM_NTASKS_PER_NODE"):
+    with pytest.raises(
+        ConfigError,
+        match=r"LOCAL_WORLD_SIZE is not set.*under srun export LOCAL_WORLD_SIZE=\$SLURM_NTASKS_PER_NODE",
+    ):
         read_launch(by_srun)
-    with pytest.raises(ConfigError, match=r"LOCAL_RANK is not set.*under srun export LOCAL_RANK=\$SLURM_LOCALID"):
+    with pytest.raises(
+        ConfigError, match=r"LOCAL_RANK is not set.*under srun export LOCAL_RANK=\$SLURM_LOCALID"
+    ):
         read_launch({**by_srun, "LOCAL_WORLD_SIZE": "2"})
     assert read_launch({**by_srun, "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}).local_rank == 1
 
 
-@pytest.mark.parametrize(("ranks", "max_restarts", "message"), [(0, 0, "ranks=0"), (2, -1, "max_restarts=-1")])
+@pytest.mark.parametrize(
+    ("ranks", "max_restarts", "message"), [(0, 0, "ranks=0"), (2, -1, "max_restarts=-1")]
+)
 def test_counts_that_make_no_sense_are_refused(ranks: int, max_restarts: int, message: str):
     with pytest.raises(ConfigError, match=message):
         torchrun_command(ranks, ["train.py"], max_restarts=max_restarts)
@@ -92,11 +103,15 @@ def test_torchrun_starts_every_rank_with_the_arguments_and_starts_again_after_a_
     command = torchrun_command(2, ["-m", "job", "--section.key", "a b"], max_restarts=1)
     assert command[0] == sys.executable
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     first, arguments = json.loads((tmp_path / "rank-1-restart-0").read_text())
     assert arguments == ["--section.key", "a b"]
     assert first["run_id"] and first["agent"]
     for rank in (0, 1):
         again = {**first, "rank": rank, "local_rank": rank, "restart": 1}
-        assert json.loads((tmp_path / f"rank-{rank}-restart-1").read_text()) == [again, arguments], "the launch is the same"
+        assert json.loads((tmp_path / f"rank-{rank}-restart-1").read_text()) == [again, arguments], (
+            "the launch is the same"
+        )

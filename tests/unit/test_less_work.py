@@ -1,4 +1,6 @@
-"""Less work, the same gradient: packing, shared prefixes, the fused head and skipping against one plain forward for each row."""
+"""Less work, the same gradient: packing, shared prefixes, the fused head and skipping against one plain
+forward for each row.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,20 @@ SWITCHES = ("packing", "sharing", "fused_head", "skipping")
 
 def make_windowed() -> Any:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    config = transformers.MistralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, sliding_window=WINDOW, max_position_embeddings=512)
+    sizes: dict[str, Any] = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    config = transformers.MistralConfig(
+        **sizes,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=WINDOW,
+        max_position_embeddings=512,
+    )
     return transformers.MistralForCausalLM(config).eval()
 
 
@@ -54,8 +68,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_batch(vocab_size: int = 250) -> RolloutBatch:
-    """Two groups of unlike prompts, the third row of each with a beginning of its answer in common with the first, and one group without an
-    advantage."""
+    """Two groups of unlike prompts, the third row of each with a beginning of its answer in common with the
+    first, and one group without an advantage.
+    """
     rng = np.random.default_rng(0)
     tokens, masks, advantages = [], [], []
     for prompt, answers, scale in ((150, (40, 9, 35), 1.0), (7, (12, 5, 30), 1.0), (20, (6, 8), 0.0)):
@@ -70,20 +85,33 @@ def make_batch(vocab_size: int = 250) -> RolloutBatch:
             advantages.append(np.where(masks[-1], scale * rng.standard_normal(), 0.0).astype(np.float32))
 
     def draw() -> tuple[Any, ...]:
-        return tuple(np.where(mask, -5.5 + 0.3 * rng.standard_normal(len(mask)), 0.0).astype(np.float32) for mask in masks)
+        return tuple(
+            np.where(mask, -5.5 + 0.3 * rng.standard_normal(len(mask)), 0.0).astype(np.float32)
+            for mask in masks
+        )
 
     return RolloutBatch(
-        tokens=tuple(tokens), loss_masks=tuple(masks), advantages=tuple(advantages), old_log_probs=draw(), ref_log_probs=draw(), temperature=1.2
+        tokens=tuple(tokens),
+        loss_masks=tuple(masks),
+        advantages=tuple(advantages),
+        old_log_probs=draw(),
+        ref_log_probs=draw(),
+        temperature=1.2,
     )
 
 
 def compute_plain_gradients(model: Any, batch: RolloutBatch, spec: LossSpec) -> dict[str, Tensor]:
     """Each row by itself through the model's own logits; the whole batch is one loss."""
     shape = len(batch), max(map(len, batch.tokens))
-    log_probs, entropy = [torch.zeros(shape[1]) for _ in batch.tokens], [torch.zeros(shape[1]) for _ in batch.tokens]
+    log_probs, entropy = (
+        [torch.zeros(shape[1]) for _ in batch.tokens],
+        [torch.zeros(shape[1]) for _ in batch.tokens],
+    )
     for row, tokens in enumerate(batch.tokens):
         ids = torch.from_numpy(tokens)
-        every = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / batch.temperature).log_softmax(-1)
+        every = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / batch.temperature).log_softmax(
+            -1
+        )
         pad = (1, shape[1] - len(ids))
         log_probs[row] = torch.nn.functional.pad(every.gather(-1, ids[1:, None])[:, 0], pad)
         entropy[row] = torch.nn.functional.pad(-(every.exp() * every).sum(-1), pad)
@@ -102,19 +130,27 @@ def compute_plain_gradients(model: Any, batch: RolloutBatch, spec: LossSpec) -> 
 
 
 def stack(rows: Sequence[Any], width: int) -> Tensor:
-    return torch.stack([torch.nn.functional.pad(torch.from_numpy(row), (0, width - len(row))) for row in rows])
+    return torch.stack(
+        [torch.nn.functional.pad(torch.from_numpy(row), (0, width - len(row))) for row in rows]
+    )
 
 
 def choose_plan(model: Any, on: frozenset[str]) -> ForwardPlan:
-    """The model's own, or without what is not switched on: then rows are computed alone, or their logits at every position."""
+    """The model's own, or without what is not switched on: then rows are computed alone, or their logits at
+    every position.
+    """
     plan = plan_forward(model)
     if "packing" not in on:
-        plan = dataclasses.replace(plan, packed_up_to=0, tries_up_to=plan.tries_up_to if "sharing" in on else 0)
+        plan = dataclasses.replace(
+            plan, packed_up_to=0, tries_up_to=plan.tries_up_to if "sharing" in on else 0
+        )
         plan = plan if "sharing" in on else dataclasses.replace(plan, rows_up_to=0)
     return plan if "fused_head" in on else dataclasses.replace(plan, head="whole")
 
 
-async def compute_our_gradients(model: Any, batch: RolloutBatch, spec: LossSpec, on: frozenset[str], *, skips: bool) -> dict[str, Tensor]:
+async def compute_our_gradients(
+    model: Any, batch: RolloutBatch, spec: LossSpec, on: frozenset[str], *, skips: bool
+) -> dict[str, Tensor]:
     async with open_device_thread(name="trainer", torch_threads=1) as thread:
         optim = OptimConfig(lr=1e-3)
         backend = PyTorchTrainingBackend(
@@ -138,7 +174,9 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "windowed"])
 async def test_all_switches_together_give_the_plain_gradient(kind: str, loss: str, cache: Path):
     wanted = compute_plain_gradients(load(kind, cache), make_batch(), SPECS[loss])
-    found = await compute_our_gradients(load(kind, cache), make_batch(), SPECS[loss], frozenset(SWITCHES), skips=loss == "clip")
+    found = await compute_our_gradients(
+        load(kind, cache), make_batch(), SPECS[loss], frozenset(SWITCHES), skips=loss == "clip"
+    )
     assert_same(found, wanted)
 
 
@@ -146,7 +184,9 @@ async def test_all_switches_together_give_the_plain_gradient(kind: str, loss: st
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "windowed"])
 async def test_each_switch_alone_gives_the_plain_gradient(kind: str, switch: str | None, cache: Path):
     wanted = compute_plain_gradients(load(kind, cache), make_batch(), SPECS["clip"])
-    found = await compute_our_gradients(load(kind, cache), make_batch(), SPECS["clip"], frozenset({switch} if switch else ()), skips=True)
+    found = await compute_our_gradients(
+        load(kind, cache), make_batch(), SPECS["clip"], frozenset({switch} if switch else ()), skips=True
+    )
     assert_same(found, wanted)
 
 
@@ -158,5 +198,7 @@ async def test_a_published_model_has_the_plain_gradient(loss: str, cache: Path):
     except ModelError as error:
         pytest.skip(str(error))
     wanted = compute_plain_gradients(load_hf_model(path), make_batch(), SPECS[loss])
-    found = await compute_our_gradients(load_hf_model(path), make_batch(), SPECS[loss], frozenset(SWITCHES), skips=loss == "clip")
+    found = await compute_our_gradients(
+        load_hf_model(path), make_batch(), SPECS[loss], frozenset(SWITCHES), skips=loss == "clip"
+    )
     assert_same(found, wanted)

@@ -48,11 +48,15 @@ def make_model(kind: str = "Llama", **changes: Any) -> Any:
 
 
 @asynccontextmanager
-async def open_engine(model: Any = None, *, mode: Any = "shared", **options: Any) -> AsyncIterator[LocalEngine]:
+async def open_engine(
+    model: Any = None, *, mode: Any = "shared", **options: Any
+) -> AsyncIterator[LocalEngine]:
     options = {"trainer_version": lambda: 0, "max_rows": 8, **options}
     async with (
         open_device_thread(name="test", torch_threads=1) as thread,
-        open_local_engine(make_model() if model is None else model, device_thread=thread, mode=mode, **options) as engine,
+        open_local_engine(
+            make_model() if model is None else model, device_thread=thread, mode=mode, **options
+        ) as engine,
     ):
         yield engine
 
@@ -82,11 +86,16 @@ def make_requests(count: int) -> list[GenerateRequest]:
     """Prompts of lengths 1..6, each shared by several requests, and responses of lengths 1..40."""
     rng = np.random.default_rng(3)
     prompts = [tuple(rng.integers(0, VOCAB, length).tolist()) for length in (1, 6, 3, 2, 5, 4)]
-    return [make_request(f"r{i:03}", prompt=prompts[i // 3 % 6], max_new_tokens=int(rng.integers(1, 40))) for i in range(count)]
+    return [
+        make_request(f"r{i:03}", prompt=prompts[i // 3 % 6], max_new_tokens=int(rng.integers(1, 40)))
+        for i in range(count)
+    ]
 
 
 def after_steps(engine: LocalEngine, steps: int, action: Callable[[], Awaitable[object]]) -> None:
-    """Once `steps` more decode steps are done, the device waits until `action` has run and every task is blocked."""
+    """Once `steps` more decode steps are done, the device waits until `action` has run and every task is
+    blocked.
+    """
     token = trio.lowlevel.current_trio_token()
     batch, plain, count = engine._batch, engine._batch.step, 0
 
@@ -104,11 +113,20 @@ def after_steps(engine: LocalEngine, steps: int, action: Callable[[], Awaitable[
     batch.step = step  # pyright: ignore[reportAttributeAccessIssue]
 
 
-# --- exactness ---------------------------------------------------------------------------------------------------------------
+# --- exactness ----------------------------------------------------------------------------------------------
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("Llama", {}),
-    ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": True, "head_dim": 16, "attention_bias": True, "mlp_bias": True}),
+    (
+        "Llama",
+        {
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
     ("Qwen2", {}),
     ("Qwen3", {"head_dim": 8}),
     ("Mistral", {"sliding_window": 4096}),
@@ -138,7 +156,9 @@ async def test_greedy_tokens_are_those_of_the_plain_loop():
         for _ in range(12):
             ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], dim=1)
     async with open_engine(model) as engine:
-        completion = await engine.generate(make_request(prompt=(4, 8, 15), max_new_tokens=12, temperature=0.0))
+        completion = await engine.generate(
+            make_request(prompt=(4, 8, 15), max_new_tokens=12, temperature=0.0)
+        )
     assert completion.token_ids.tolist() == ids[0, 3:].tolist()
 
 
@@ -150,7 +170,9 @@ async def test_log_probs_follow_the_temperature():
     ids = torch.from_numpy(np.concatenate([request.prompt_ids, completion.token_ids]))
     with torch.no_grad():
         log_probs = (model(ids[None]).logits[0, 2:-1] / 0.5).log_softmax(-1)
-    np.testing.assert_allclose(completion.log_probs, log_probs.gather(1, ids[3:, None])[:, 0].numpy(), atol=1e-4)
+    np.testing.assert_allclose(
+        completion.log_probs, log_probs.gather(1, ids[3:, None])[:, 0].numpy(), atol=1e-4
+    )
 
 
 async def test_a_stop_token_ends_the_completion_and_belongs_to_it():
@@ -187,7 +209,10 @@ async def test_samples_of_one_prompt_differ_and_compute_it_once():
 
 async def test_a_late_request_copies_the_prompt_of_an_active_row():
     model = make_model()
-    early, late = make_request("early", prompt=(7, 8, 9, 10), max_new_tokens=60), make_request("late", prompt=(7, 8, 9, 10), max_new_tokens=9)
+    early, late = (
+        make_request("early", prompt=(7, 8, 9, 10), max_new_tokens=60),
+        make_request("late", prompt=(7, 8, 9, 10), max_new_tokens=9),
+    )
     answers: dict[str, Completion] = {}
     async with open_engine(model) as engine, trio.open_nursery() as nursery:
 
@@ -209,11 +234,17 @@ async def test_a_late_request_copies_the_prompt_of_an_active_row():
 async def test_long_prompts_are_computed_in_chunks(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rollouts.engines.local.batch.PREFILL_TOKENS", 40)
     model = make_model()
-    requests = [make_request(str(n), prompt=tuple(range(1, n)), max_new_tokens=3) for n in (60, 4, 30, 12, 13, 25)]
+    requests = [
+        make_request(str(n), prompt=tuple(range(1, n)), max_new_tokens=3) for n in (60, 4, 30, 12, 13, 25)
+    ]
     async with open_engine(model) as engine:
         answers = await generate_all(engine, requests)
     for request in requests:
-        np.testing.assert_allclose(answers[request.request_id].log_probs, score(model, request, answers[request.request_id]), atol=1e-4)
+        np.testing.assert_allclose(
+            answers[request.request_id].log_probs,
+            score(model, request, answers[request.request_id]),
+            atol=1e-4,
+        )
 
 
 async def test_autocast_stays_near_float32():
@@ -238,7 +269,9 @@ async def test_a_copy_in_another_dtype_leaves_the_model_alone():
 async def test_the_trainers_model_is_left_as_it_was():
     model = make_model().train()
     model.model.layers[1].eval()
-    before = {name: (value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()}
+    before = {
+        name: (value.clone(), value._version) for name, value in model.state_dict(keep_vars=True).items()
+    }
     flags = [module.training for module in model.modules()]
     config = model.config.to_dict()
     async with open_engine(model) as engine:
@@ -248,10 +281,12 @@ async def test_the_trainers_model_is_left_as_it_was():
     for name, value in model.state_dict(keep_vars=True).items():
         assert value.requires_grad and value.grad is None
         assert torch.equal(value, before[name][0]) and value._version == before[name][1]
-    model(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()  # nothing of inference mode was left in it
+    model(
+        torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])
+    ).loss.backward()  # nothing of inference mode was left in it
 
 
-# --- many at once ------------------------------------------------------------------------------------------------------------
+# --- many at once -------------------------------------------------------------------------------------------
 
 
 async def test_never_more_rows_than_allowed_and_a_freed_row_is_used_at_once():
@@ -260,7 +295,9 @@ async def test_never_more_rows_than_allowed_and_a_freed_row_is_used_at_once():
         await generate_all(engine, requests)
         statistics = engine.statistics()
         assert engine._batch.kv.rows <= 4
-    assert statistics["decode_steps"] == 3 * 9  # three waves of four; each row's first token comes from its prompt
+    assert (
+        statistics["decode_steps"] == 3 * 9
+    )  # three waves of four; each row's first token comes from its prompt
     assert statistics["decode_rows"] == 12 * 9
 
 
@@ -271,7 +308,9 @@ async def test_deterministic_runs_give_the_same_bits_in_any_order_of_submission(
         async with open_engine(deterministic=True, max_rows=8, seed=7) as engine:
             assert engine.features.deterministic
             first = await generate_all(engine, requests)
-            second = await generate_all(engine, [replace(request, request_id=f"x{request.request_id}") for request in requests])
+            second = await generate_all(
+                engine, [replace(request, request_id=f"x{request.request_id}") for request in requests]
+            )
             results.append({**first, **second})
     assert results[0].keys() == results[1].keys()
     for request_id, completion in results[0].items():
@@ -296,7 +335,12 @@ async def test_deterministic_lists_are_sorted_and_not_joined_by_latecomers():
         after_steps(engine, 1, ask_late)
         for name, length in (("d", 5), ("b", 8), ("c", 5), ("e", 5)):
             nursery.start_soon(engine.generate, make_request(name, max_new_tokens=length))
-    assert admitted == ["b c", "d", "e", "a-late"]  # a row at a time as rows get free; the latecomer when the list is done
+    assert admitted == [
+        "b c",
+        "d",
+        "e",
+        "a-late",
+    ]  # a row at a time as rows get free; the latecomer when the list is done
 
 
 async def test_another_seed_gives_other_tokens():
@@ -307,7 +351,7 @@ async def test_another_seed_gives_other_tokens():
     assert tokens[0] == tokens[1] != tokens[2]
 
 
-# --- leaving early -----------------------------------------------------------------------------------------------------------
+# --- leaving early ------------------------------------------------------------------------------------------
 
 
 async def test_a_cancelled_caller_frees_its_row_before_the_next_step():
@@ -431,7 +475,7 @@ async def test_frozen_requests_can_still_be_aborted():
     assert (completion.finish_reason, len(completion.token_ids)) == ("abort", 5)
 
 
-# --- weights -----------------------------------------------------------------------------------------------------------------
+# --- weights ------------------------------------------------------------------------------------------------
 
 
 async def send(engine: LocalEngine, weights: Mapping[str, torch.Tensor], version: int) -> None:
@@ -488,9 +532,18 @@ async def test_tied_weights_may_come_under_either_name():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda w: {**w, "model.extra": torch.zeros(2)}, "'model.extra', which the engine's model does not have"),
-        (lambda w: {**w, "model.norm.weight": torch.zeros(3)}, r"'model.norm.weight' of shape \[3\]; the engine's is \[32\]"),
-        (lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"}, r"lacks 1 of .* \['model.norm.weight'\]; nothing was changed"),
+        (
+            lambda w: {**w, "model.extra": torch.zeros(2)},
+            "'model.extra', which the engine's model does not have",
+        ),
+        (
+            lambda w: {**w, "model.norm.weight": torch.zeros(3)},
+            r"'model.norm.weight' of shape \[3\]; the engine's is \[32\]",
+        ),
+        (
+            lambda w: {k: v for k, v in w.items() if k != "model.norm.weight"},
+            r"lacks 1 of .* \['model.norm.weight'\]; nothing was changed",
+        ),
     ],
 )
 async def test_an_update_that_does_not_fit_changes_nothing(change: Callable[[dict], dict], message: str):
@@ -538,7 +591,12 @@ async def test_a_damaged_checkpoint_is_named_and_changes_nothing(tmp_path: Path)
     (tmp_path / "partial").mkdir()
     save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "partial" / "model.safetensors")
     async with open_engine(model, mode="copied") as engine:
-        for name, message in (("none", "holds no"), ("damaged", "cannot be read"), ("index", "not an index"), ("partial", "lacks")):
+        for name, message in (
+            ("none", "holds no"),
+            ("damaged", "cannot be read"),
+            ("index", "not an index"),
+            ("partial", "lacks"),
+        ):
             with pytest.raises(EngineError, match=message):
                 await engine.update_weights_from_checkpoint(tmp_path / name, 1)
         request = make_request()
@@ -589,7 +647,7 @@ async def test_a_shared_engine_has_the_trainers_weights_and_version():
     np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
 
 
-# --- failures ----------------------------------------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------------
 
 
 async def test_a_device_failure_reaches_every_caller_and_the_engine_goes_on():
@@ -683,7 +741,10 @@ async def test_an_error_inside_is_raised_as_it_is():
         (replace(make_request(), prompt_ids=np.array([1.0])), "prompt_ids has dtype float64"),
         (make_request(prompt=(1, VOCAB)), f"prompt_ids holds {VOCAB}; the vocabulary is 0..{VOCAB - 1}"),
         (make_request(prompt=(-1,)), "prompt_ids holds -1"),
-        (make_request(max_new_tokens=158), "3 prompt tokens and max_new_tokens=158 make 161; the context is 160"),
+        (
+            make_request(max_new_tokens=158),
+            "3 prompt tokens and max_new_tokens=158 make 161; the context is 160",
+        ),
         (make_request(max_new_tokens=0), "max_new_tokens=0"),
         (make_request(temperature=-1.0), "temperature=-1"),
         (make_request(temperature=float("nan")), "temperature=nan"),
@@ -714,7 +775,9 @@ async def test_settings_that_do_not_fit_are_refused(options: dict[str, Any], mes
 
 
 def double_head(model: Any) -> None:
-    model.lm_head.register_forward_hook(lambda module, inputs, output: output * 2)  # the model's own forward has it too: fine
+    model.lm_head.register_forward_hook(
+        lambda module, inputs, output: output * 2
+    )  # the model's own forward has it too: fine
 
 
 def odd_forward(model: Any) -> None:
@@ -762,7 +825,9 @@ def sees_the_future(model: Any) -> None:
         ("Llama", {}, dropout, "has dropout layers"),
     ],
 )
-async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(kind: str, changes: dict[str, Any], alter: Any, reason: str):
+async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(
+    kind: str, changes: dict[str, Any], alter: Any, reason: str
+):
     model = make_model(kind, **changes)
     if alter is not None:
         alter(model)
@@ -773,7 +838,11 @@ async def test_a_model_that_is_not_llama_like_runs_by_its_own_forward(kind: str,
         assert re.search(reason, engine.describe())
         assert engine.statistics()["fast_path"] == 0.0
     for request in requests:
-        np.testing.assert_allclose(answers[request.request_id].log_probs, score(model, request, answers[request.request_id]), atol=1e-4)
+        np.testing.assert_allclose(
+            answers[request.request_id].log_probs,
+            score(model, request, answers[request.request_id]),
+            atol=1e-4,
+        )
 
 
 async def test_a_model_whose_cache_does_not_fit_its_layers_is_recomputed():
@@ -789,8 +858,20 @@ async def test_a_model_whose_cache_does_not_fit_its_layers_is_recomputed():
 @pytest.mark.parametrize(
     ("alter", "message"),
     [
-        (broken, "fast: it does not run: RuntimeError.*cached: it does not run: RuntimeError.*recompute: it does not run: RuntimeError"),
-        (sees_the_future, "fast: its log-probs differ.*cached: .*recompute: its log-probs differ from the model's own by .* nats"),
+        (
+            broken,
+            (
+                "fast: it does not run: RuntimeError.*cached: it does not run: RuntimeError.*recompute: it"
+                " does not run: RuntimeError"
+            ),
+        ),
+        (
+            sees_the_future,
+            (
+                "fast: its log-probs differ.*cached: .*recompute: its log-probs differ from the model's own"
+                " by .* nats"
+            ),
+        ),
     ],
 )
 async def test_a_model_that_no_way_runs_exactly_is_refused_with_all_the_reasons(alter: Any, message: str):
@@ -803,9 +884,17 @@ async def test_a_model_that_no_way_runs_exactly_is_refused_with_all_the_reasons(
 
 async def test_rotary_frequencies_that_change_within_the_context_are_refused():
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-    rope = {"rope_type": "longrope", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 80, **factors}
+    rope = {
+        "rope_type": "longrope",
+        "factor": 2.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 80,
+        **factors,
+    }
     model = make_model("Llama", rope_parameters=rope)
-    with pytest.raises(ModelError, match=r"rope_type='longrope' changes.*beyond 80 tokens.*set max_context to 80 or less"):
+    with pytest.raises(
+        ModelError, match=r"rope_type='longrope' changes.*beyond 80 tokens.*set max_context to 80 or less"
+    ):
         async with open_engine(model):
             pass
     async with open_engine(model, max_context=80) as engine:
@@ -821,7 +910,7 @@ async def test_hooks_on_projections_are_obeyed():
     np.testing.assert_allclose(completion.log_probs, score(model, request, completion), atol=1e-4)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------------------
+# --- memory -------------------------------------------------------------------------------------------------
 
 
 async def test_memory_is_released_when_idle_and_comes_back_with_the_next_request():
@@ -835,7 +924,15 @@ async def test_memory_is_released_when_idle_and_comes_back_with_the_next_request
 
 
 def test_slots_grow_and_keep_their_contents():
-    kv = KVSlots(num_layers=2, num_kv_heads=1, head_dim=2, max_rows=20, max_length=300, dtype=torch.float32, device=torch.device("cpu"))
+    kv = KVSlots(
+        num_layers=2,
+        num_kv_heads=1,
+        head_dim=2,
+        max_rows=20,
+        max_length=300,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
     kv.reserve(3, 10)
     assert (kv.rows, kv.capacity) == (8, 64)
     filled = torch.arange(20.0).view(1, 1, 10, 2)
@@ -852,7 +949,7 @@ def test_slots_grow_and_keep_their_contents():
     assert (kv.rows, kv.capacity, kv.num_bytes) == (20, 300, 2 * 2 * 20 * 300 * 2 * 4)
 
 
-# --- the contract ------------------------------------------------------------------------------------------------------------
+# --- the contract -------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -886,7 +983,9 @@ async def test_engines_keep_the_contract(check: Callable[[Any], Awaitable[None]]
 
 @pytest.mark.parametrize("opener", [open_roomy_shared, open_roomy_copied])
 @pytest.mark.parametrize("check", engine_contracts.MODEL_CHECKS)
-async def test_embedded_engines_keep_the_contract_of_engines_with_a_model(check: Callable[[Any], Awaitable[None]], opener: Any):
+async def test_embedded_engines_keep_the_contract_of_engines_with_a_model(
+    check: Callable[[Any], Awaitable[None]], opener: Any
+):
     await check(opener)
 
 
@@ -897,8 +996,6 @@ async def test_engines_update_in_memory_as_the_contract_says(opener: Any):
 
 async def test_a_shared_engine_keeps_the_trainers_version(tmp_path: Path):
     await engine_contracts.check_shared_engine_keeps_the_trainers_version(open_shared, tmp_path)
-
-
 
 
 async def test_a_deterministic_engine_goes_on_after_a_cancelled_list_longer_than_its_rows():

@@ -1,4 +1,6 @@
-"""What makes the embedded engine fast: recorded decode steps, products by columns, fused norms, and turns on the device thread."""
+"""What makes the embedded engine fast: recorded decode steps, products by columns, fused norms, and turns on
+the device thread.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from tests.unit.test_local_engine import VOCAB, generate_all, make_model, make_r
 
 
 class FakeRecorder:
-    """Records by keeping the step, and counts. A recording on a GPU would go on reading the memory that it saw."""
+    """Records by keeping the step, and counts. A recording on a GPU would go on reading the memory that it
+    saw.
+    """
 
     def __init__(self) -> None:
         self.recorded = 0
@@ -57,7 +61,14 @@ def run_to_end(batch: DecodeBatch, rows: list[Row], *, max_rows: int = 12) -> di
     while waiting or batch.rows:
         free = max_rows - len(batch.rows)
         admitted, waiting = waiting[:free], waiting[free:]
-        finished = batch.run(admit=admitted, remove=(), version=0, decode=True, interrupted=lambda: False, others_wait=lambda: False)
+        finished = batch.run(
+            admit=admitted,
+            remove=(),
+            version=0,
+            decode=True,
+            interrupted=lambda: False,
+            others_wait=lambda: False,
+        )
         tokens.update({row.request.request_id: row.token_ids for row in finished})
     return tokens
 
@@ -74,7 +85,7 @@ def start_rows(decoder: RecordedDecoder, batch: DecodeBatch, count: int) -> None
         batch.admit([Row(request, stream_key(0, request.request_id, None)) for request in requests], 0)
 
 
-# --- recorded steps ----------------------------------------------------------------------------------------------------------
+# --- recorded steps -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -82,7 +93,9 @@ def start_rows(decoder: RecordedDecoder, batch: DecodeBatch, count: int) -> None
     [(1, 1, 4, 99, 1), (5, 1, 4, 99, 6), (9, 1, 4, 99, 12), (17, 1, 4, 99, 24), (64, 1, 4, 99, 64), (65, 1, 4, 99, 96), (97, 1, 4, 99, 99),
      (3, 64, 8, 9999, 64), (513, 64, 8, 9999, 640), (1025, 64, 8, 9999, 1280), (100, 64, 8, 120, 120)],
 )  # fmt: skip
-def test_sizes_are_few_and_at_most_a_third_too_large(value: int, least: int, parts: int, limit: int, size: int):
+def test_sizes_are_few_and_at_most_a_third_too_large(
+    value: int, least: int, parts: int, limit: int, size: int
+):
     assert round_up(value, least, parts=parts, limit=limit) == size
 
 
@@ -102,7 +115,10 @@ def test_rows_that_pad_a_recording_leave_the_others_alone():
             kv.reserve(5, 4)
             ids = torch.arange(15).view(5, 3)
             decoder.prefill(ids, torch.full((5,), 3), torch.arange(5), kv)
-            steps = [decoder.decode(torch.arange(5), torch.full((5,), place), kv, length=place + 1).clone() for place in (3, 4, 5)]
+            steps = [
+                decoder.decode(torch.arange(5), torch.full((5,), place), kv, length=place + 1).clone()
+                for place in (3, 4, 5)
+            ]
         logits.append(steps)
     assert logits[1][0].shape == (5, VOCAB)
     for found in logits[1:]:
@@ -153,7 +169,9 @@ def doing_nothing(step: Step) -> Step:
     return lambda: None
 
 
-@pytest.mark.parametrize(("recorder", "why"), [(raising, "not permitted"), (doing_nothing, "differ by nan nats")])
+@pytest.mark.parametrize(
+    ("recorder", "why"), [(raising, "not permitted"), (doing_nothing, "differ by nan nats")]
+)
 def test_steps_stay_eager_when_a_recording_fails_or_differs(recorder: Callable[[Step], Step], why: str):
     plain = run_to_end(make_batch(take_model_apart()), make_rows(9))
     batch = make_batch(RecordedDecoder(take_model_apart(), recorder))
@@ -170,12 +188,21 @@ def test_nothing_is_recorded_on_a_cpu():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-async def test_cuda_graphs_answer_as_the_model_does_and_see_updates(autocast: torch.dtype | None):  # pragma: gpu
+async def test_cuda_graphs_answer_as_the_model_does_and_see_updates(
+    autocast: torch.dtype | None,
+):  # pragma: gpu
     model = make_model().cuda()
     requests = make_requests(30)
     async with (
         open_device_thread(name="test") as thread,
-        open_local_engine(model, device_thread=thread, mode="shared", trainer_version=lambda: 0, max_rows=12, autocast_dtype=autocast) as engine,
+        open_local_engine(
+            model,
+            device_thread=thread,
+            mode="shared",
+            trainer_version=lambda: 0,
+            max_rows=12,
+            autocast_dtype=autocast,
+        ) as engine,
     ):
         for scale in (1.0, 0.5):
             await thread.submit(lambda scale=scale: model.model.layers[0].mlp.up_proj.weight.data.mul_(scale))
@@ -193,7 +220,7 @@ async def test_cuda_graphs_answer_as_the_model_does_and_see_updates(autocast: to
         assert decoder._recordings
 
 
-# --- arithmetic on a CPU -----------------------------------------------------------------------------------------------------
+# --- arithmetic on a CPU ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -232,7 +259,7 @@ def test_a_norm_of_another_formula_is_not_taken_for_a_plain_one():
     assert not is_rms_norm(make_model("Gemma", head_dim=8).model.norm)  # its weight is added to 1
 
 
-# --- turns on the device thread ----------------------------------------------------------------------------------------------
+# --- turns on the device thread -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("others_wait", "steps"), [(True, SHARED_STEPS), (False, 32)])
@@ -241,7 +268,14 @@ def test_a_job_is_shorter_while_others_wait(others_wait: bool, steps: int, monke
     monkeypatch.setattr("rollouts.engines.local.batch.SHARED_SECONDS", 1e9)
     batch = make_batch(take_model_apart())
     row = Row(make_request("r", max_new_tokens=100), stream_key(0, "r", None))
-    batch.run(admit=[row], remove=(), version=0, decode=True, interrupted=lambda: False, others_wait=lambda: others_wait)
+    batch.run(
+        admit=[row],
+        remove=(),
+        version=0,
+        decode=True,
+        interrupted=lambda: False,
+        others_wait=lambda: others_wait,
+    )
     assert batch.counters.decode_steps == steps
 
 
@@ -249,7 +283,9 @@ def test_a_job_that_is_out_of_time_still_makes_a_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr("rollouts.engines.local.batch.SHARED_SECONDS", 0.0)
     batch = make_batch(take_model_apart())
     row = Row(make_request("r", max_new_tokens=100), stream_key(0, "r", None))
-    batch.run(admit=[row], remove=(), version=0, decode=True, interrupted=lambda: False, others_wait=lambda: True)
+    batch.run(
+        admit=[row], remove=(), version=0, decode=True, interrupted=lambda: False, others_wait=lambda: True
+    )
     assert batch.counters.decode_steps == 1
 
 
@@ -271,7 +307,9 @@ async def test_work_of_others_runs_between_the_steps_of_a_long_generation():
     """Each of them waits for a few steps at most, and the generation goes on between them."""
     async with (
         open_device_thread(name="test", torch_threads=1) as thread,
-        open_local_engine(make_model(), device_thread=thread, mode="shared", trainer_version=lambda: 0, max_rows=2) as engine,
+        open_local_engine(
+            make_model(), device_thread=thread, mode="shared", trainer_version=lambda: 0, max_rows=2
+        ) as engine,
     ):
         steps: list[float] = []
 

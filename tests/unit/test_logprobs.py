@@ -10,7 +10,9 @@ from rollouts.losses.logprobs import linear_logprobs
 torch.set_num_threads(1)
 
 
-def make(n: int, h: int, v: int, *, seed: int = 0, scale: float = 1.0, dtype=torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+def make(
+    n: int, h: int, v: int, *, seed: int = 0, scale: float = 1.0, dtype=torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(n, h, generator=generator) * scale
     weight = torch.randn(v, h, generator=generator)
@@ -60,7 +62,10 @@ def test_positions_in_many_tiles_give_the_same(monkeypatch: pytest.MonkeyPatch):
 
 def test_derivatives_agree_with_finite_differences():
     hidden, weight, targets = make(3, 4, 11, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda h, w: linear_logprobs(h, w, targets, temperature=0.8, vocab_chunk=4).log_probs, (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_logprobs(h, w, targets, temperature=0.8, vocab_chunk=4).log_probs,
+        (hidden, weight),
+    )
 
 
 def test_large_logits_neither_overflow_nor_lose_the_small_ones():
@@ -89,7 +94,9 @@ def test_a_position_without_gradient_gives_none_and_costs_none():
 
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_keeping_the_logits_of_some_positions_changes_nothing(entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch):
+def test_keeping_the_logits_of_some_positions_changes_nothing(
+    entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Kept are none, 7 of the 23 positions, and all; some positions have no gradient."""
     hidden, weight, targets = make(23, 8, 50)
     monkeypatch.setattr(logprobs, "CPU_ROWS", 5)
@@ -98,8 +105,12 @@ def test_keeping_the_logits_of_some_positions_changes_nothing(entropy_gradient: 
     found = []
     for num_kept in (0, 7, 23):
         monkeypatch.setattr(logprobs, "CPU_KEPT", 50 * num_kept)
-        result = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_chunk=16, entropy_gradient=entropy_gradient)
-        loss = (result.log_probs * upstream[0]).sum() + (result.entropy * upstream[1]).sum() * entropy_gradient
+        result = linear_logprobs(
+            hidden, weight, targets, temperature=0.7, vocab_chunk=16, entropy_gradient=entropy_gradient
+        )
+        loss = (result.log_probs * upstream[0]).sum() + (
+            result.entropy * upstream[1]
+        ).sum() * entropy_gradient
         first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
         again = torch.autograd.grad(loss, [hidden, weight])  # the kept logits are still there
         found.append([*result, *first, *again])
@@ -110,7 +121,9 @@ def test_keeping_the_logits_of_some_positions_changes_nothing(entropy_gradient: 
 
 def test_a_nan_gradient_is_not_lost():
     hidden, weight, targets = make(2, 4, 6)
-    (grad,) = torch.autograd.grad((linear_logprobs(hidden, weight, targets).log_probs * float("nan")).sum(), [hidden])
+    (grad,) = torch.autograd.grad(
+        (linear_logprobs(hidden, weight, targets).log_probs * float("nan")).sum(), [hidden]
+    )
     assert grad.isnan().all()
 
 
@@ -121,8 +134,13 @@ def test_entropy_has_a_gradient_only_if_it_is_asked_for():
 
 
 def test_the_gradient_of_entropy_by_hand():
-    """Logits (0, ln 3): p = (1/4, 3/4), H = .5623; dH/dlogit = −p(log p + H) = (.2060, −.2060), and logits are hidden · weight."""
-    hidden, weight = torch.ones(1, 1, dtype=torch.float64).requires_grad_(), torch.tensor([[0.0], [1.0986123]], dtype=torch.float64).requires_grad_()
+    """Logits (0, ln 3): p = (1/4, 3/4), H = .5623; dH/dlogit = −p(log p + H) = (.2060, −.2060), and logits
+    are hidden · weight.
+    """
+    hidden, weight = (
+        torch.ones(1, 1, dtype=torch.float64).requires_grad_(),
+        torch.tensor([[0.0], [1.0986123]], dtype=torch.float64).requires_grad_(),
+    )
     linear_logprobs(hidden, weight, torch.tensor([0]), entropy_gradient=True).entropy.sum().backward()
     assert weight.grad is not None and hidden.grad is not None
     assert weight.grad.flatten().tolist() == pytest.approx([0.2059898, -0.2059898], abs=1e-6)
@@ -139,14 +157,20 @@ def test_derivatives_of_log_probs_and_entropy_together_agree_with_finite_differe
 
 
 @pytest.mark.parametrize("vocab_chunk", [1, 7, 1000])
-def test_entropy_s_gradient_equals_that_of_log_softmax_in_tiles(vocab_chunk: int, monkeypatch: pytest.MonkeyPatch):
+def test_entropy_s_gradient_equals_that_of_log_softmax_in_tiles(
+    vocab_chunk: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(logprobs, "CPU_ROWS", 5)
     hidden, weight, targets = make(23, 16, 97)
-    result = linear_logprobs(hidden, weight, targets, temperature=0.7, vocab_chunk=vocab_chunk, entropy_gradient=True)
+    result = linear_logprobs(
+        hidden, weight, targets, temperature=0.7, vocab_chunk=vocab_chunk, entropy_gradient=True
+    )
     wanted, entropy = slow(hidden, weight, targets, 0.7)
     upstream = torch.randn(2, 23, generator=torch.Generator().manual_seed(1))
     upstream[:, 5] = 0.0
-    found = torch.autograd.grad((result.log_probs * upstream[0] + result.entropy * upstream[1]).sum(), [hidden, weight])
+    found = torch.autograd.grad(
+        (result.log_probs * upstream[0] + result.entropy * upstream[1]).sum(), [hidden, weight]
+    )
     expected = torch.autograd.grad((wanted * upstream[0] + entropy * upstream[1]).sum(), [hidden, weight])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
@@ -156,7 +180,10 @@ def test_entropy_s_gradient_equals_that_of_log_softmax_in_tiles(vocab_chunk: int
 def test_asking_for_entropy_s_gradient_does_not_change_that_of_the_log_probs():
     hidden, weight, targets = make(6, 8, 30, dtype=torch.float64)
     grads = [
-        torch.autograd.grad(linear_logprobs(hidden, weight, targets, vocab_chunk=7, entropy_gradient=asked).log_probs.sum(), [hidden, weight])
+        torch.autograd.grad(
+            linear_logprobs(hidden, weight, targets, vocab_chunk=7, entropy_gradient=asked).log_probs.sum(),
+            [hidden, weight],
+        )
         for asked in (False, True)
     ]
     for one, other in zip(*grads, strict=True):
@@ -165,7 +192,9 @@ def test_asking_for_entropy_s_gradient_does_not_change_that_of_the_log_probs():
 
 def test_a_frozen_head_gets_no_gradient_and_the_states_still_do():
     hidden, weight, targets = make(6, 4, 12)
-    (grad,) = torch.autograd.grad(linear_logprobs(hidden, weight.detach(), targets, vocab_chunk=5).log_probs.sum(), [hidden])
+    (grad,) = torch.autograd.grad(
+        linear_logprobs(hidden, weight.detach(), targets, vocab_chunk=5).log_probs.sum(), [hidden]
+    )
     (wanted,) = torch.autograd.grad(slow(hidden, weight.detach(), targets, 1.0)[0].sum(), [hidden])
     torch.testing.assert_close(grad, wanted, atol=1e-5, rtol=1e-5)
 

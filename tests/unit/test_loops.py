@@ -12,15 +12,35 @@ import trio
 
 from rollouts.advantages import ADVANTAGES, AdvantageInputs
 from rollouts.cli import check_loss
-from rollouts.config.schema import CriticConfig, DataSourceConfig, RLTrainingConfig, RolloutConfig, SFTTrainingConfig
+from rollouts.config.schema import (
+    CriticConfig,
+    DataSourceConfig,
+    RLTrainingConfig,
+    RolloutConfig,
+    SFTTrainingConfig,
+)
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.sft import SFTSample
-from rollouts.errors import ConfigError, FleetDown, NotEnoughSamples, RolloutsError, StalenessError, UserFunctionError, WeightSyncError
+from rollouts.errors import (
+    ConfigError,
+    FleetDown,
+    NotEnoughSamples,
+    RolloutsError,
+    StalenessError,
+    UserFunctionError,
+    WeightSyncError,
+)
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import run_rl_training
-from rollouts.loops.rl_batch import add_advantages, add_log_probs, check_staleness, compute_lags, make_loss_spec
+from rollouts.loops.rl_batch import (
+    add_advantages,
+    add_log_probs,
+    check_staleness,
+    compute_lags,
+    make_loss_spec,
+)
 from rollouts.loops.sft import run_sft_training
 from rollouts.losses import LOSSES
 from rollouts.metrics.contributions import UpdateRecord
@@ -54,10 +74,14 @@ class MemoryLogger:
         self.updates += [(stage, step, update) for update in updates]
         self.spans += [(stage, step, span) for span in spans]
 
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
+    async def log_samples(
+        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
+    ) -> None:
         self.samples.append((stage, step, len(samples)))
 
-    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
+    async def log_evaluation(
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+    ) -> None:
         raise AssertionError("loops do not evaluate by themselves")
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None:
@@ -94,7 +118,11 @@ async def test_sft_logs_every_step_and_trains_the_rows_of_its_step():
     async with open_fake_backend() as backend:
         config = SFTTrainingConfig(data=DATA, steps=3, batch_size=2, eval_every=1)
         history = await run_sft_training(backend, sft_samples(6), config, logger, hooks=diary.hooks)
-    assert [(stage, step, version) for stage, step, version, _ in logger.steps] == [("sft", 1, 0), ("sft", 2, 1), ("sft", 3, 2)]
+    assert [(stage, step, version) for stage, step, version, _ in logger.steps] == [
+        ("sft", 1, 0),
+        ("sft", 2, 1),
+        ("sft", 3, 2),
+    ]
     assert [row["loss/total"] for row in history] == [1.0, 0.5, pytest.approx(1 / 3)]
     rows = [int(tokens[0]) for batch in backend.batches for tokens in batch.tokens]
     assert sorted(rows) == list(range(6)), "an epoch has every row once"
@@ -114,7 +142,11 @@ async def test_a_stop_request_saves_and_ends_after_the_step():
     diary = Diary(stop_after=2)
     async with open_fake_backend() as backend:
         history = await run_sft_training(
-            backend, sft_samples(4), SFTTrainingConfig(data=DATA, steps=9, batch_size=1, eval_every=1), MemoryLogger(), hooks=diary.hooks
+            backend,
+            sft_samples(4),
+            SFTTrainingConfig(data=DATA, steps=9, batch_size=1, eval_every=1),
+            MemoryLogger(),
+            hooks=diary.hooks,
         )
     assert len(history) == 2
     assert diary.entries == [("evaluate", 1), ("save", 2)]
@@ -129,7 +161,9 @@ async def first_is_right(sample: Sample) -> float:
     return float(sample.id.endswith("s000"))
 
 
-def make_manager(engine: ScriptedEngine, buffer: DataBuffer, config: RLTrainingConfig, version, reward=first_is_right) -> AsyncRolloutManager:
+def make_manager(
+    engine: ScriptedEngine, buffer: DataBuffer, config: RLTrainingConfig, version, reward=first_is_right
+) -> AsyncRolloutManager:
     return AsyncRolloutManager(
         buffer,
         engine,
@@ -157,22 +191,36 @@ async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
 
     async with open_fake_backend(step_s=10.0) as backend:
         manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
-        history = await run_rl_training(backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks)
+        history = await run_rl_training(
+            backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks
+        )
     assert [(step, version) for _, step, version, _ in logger.steps] == [(1, 0), (2, 1), (3, 2)]
     assert [(version, trainer) for version, trainer, _ in synced] == [(1, 1), (2, 2), (3, 3)]
     assert len(backend.batches) == 6, "each batch is used updates_per_batch times"
-    assert [size for _, _, size in logger.samples] == [4, 4, 4], "the trained samples of each step; none failed"
+    assert [size for _, _, size in logger.samples] == [
+        4,
+        4,
+        4,
+    ], "the trained samples of each step; none failed"
     assert diary.entries == [("evaluate", 2), ("save", 3)]
     row = history[0]
     assert row["reward/mean"] == 0.5
     assert row["off_policy/max"] == 0.0
     assert row["weight_sync/made_up"] == 1.0
-    np.testing.assert_allclose(np.unique(np.concatenate(backend.batches[0].advantages)), [-0.70710578, 0.0, 0.70710578], atol=1e-5)
+    np.testing.assert_allclose(
+        np.unique(np.concatenate(backend.batches[0].advantages)), [-0.70710578, 0.0, 0.70710578], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(("checkpoint_every", "saved"), [(0, [("save", 2)]), (1, [("save", 1), ("save", 2)])])
-async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_saved(autojump_clock, checkpoint_every, saved):
-    engine, buffer, config = ScriptedEngine(), DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0), rl_config()
+async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_saved(
+    autojump_clock, checkpoint_every, saved
+):
+    engine, buffer, config = (
+        ScriptedEngine(),
+        DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0),
+        rl_config(),
+    )
     logger, diary = MemoryLogger(), Diary(checkpoint_every=checkpoint_every)
     asked = 0
 
@@ -190,15 +238,23 @@ async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_sa
     async with open_fake_backend() as backend:
         manager = make_manager(engine, buffer, config, lambda: backend.weight_version, reward)
         with pytest.raises(NotEnoughSamples, match="the grader is gone"):
-            await run_rl_training(backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks)
+            await run_rl_training(
+                backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks
+            )
     assert diary.entries == saved
     assert logger.samples[-1][1] == 3 and logger.samples[-1][2] > 0, "what failed is in the record"
     assert buffer.statistics()["returned"] > 0, "the prompts of the batch that failed are back"
 
 
 @pytest.mark.parametrize("error", [WeightSyncError("a keeps the old weights"), FleetDown("nobody serves")])
-async def test_a_step_whose_weights_reach_no_engine_is_logged_and_saved_before_the_run_stops(autojump_clock, error: RolloutsError):
-    engine, buffer, config = ScriptedEngine(), DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0), rl_config()
+async def test_a_step_whose_weights_reach_no_engine_is_logged_and_saved_before_the_run_stops(
+    autojump_clock, error: RolloutsError
+):
+    engine, buffer, config = (
+        ScriptedEngine(),
+        DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0),
+        rl_config(),
+    )
     logger, diary = MemoryLogger(), Diary()
 
     async def sync(backend, engines, version):
@@ -210,7 +266,9 @@ async def test_a_step_whose_weights_reach_no_engine_is_logged_and_saved_before_t
     async with open_fake_backend() as backend:
         manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
         with pytest.raises(type(error), match=str(error)):
-            await run_rl_training(backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks)
+            await run_rl_training(
+                backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks
+            )
         assert len(backend.batches) == 2, "nothing trains after it"
     assert diary.entries == [("save", 2)]
     assert [row[1] for row in logger.steps] == [1, 2]
@@ -220,7 +278,11 @@ async def test_a_fleet_that_goes_down_while_a_batch_is_made_leaves_the_complete_
     def script(request: GenerateRequest) -> ScriptedReply:
         return ScriptedReply(error=FleetDown("nobody serves") if len(engine.requests) >= 8 else None)
 
-    engine, buffer, config = ScriptedEngine(script), DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0), rl_config()
+    engine, buffer, config = (
+        ScriptedEngine(script),
+        DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0),
+        rl_config(),
+    )
     diary = Diary()
 
     async def sync(backend, engines, version):
@@ -230,13 +292,26 @@ async def test_a_fleet_that_goes_down_while_a_batch_is_made_leaves_the_complete_
     async with open_fake_backend() as backend:
         manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
         with pytest.raises(FleetDown):
-            await run_rl_training(backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync, hooks=diary.hooks)
+            await run_rl_training(
+                backend,
+                buffer,
+                manager,
+                [engine],
+                config,
+                MemoryLogger(),
+                sync_weights=sync,
+                hooks=diary.hooks,
+            )
     assert diary.entries == [("save", 2)]
     assert buffer.statistics()["returned"] > 0
 
 
 async def test_a_step_is_saved_when_its_evaluation_fails(autojump_clock):
-    engine, buffer, config = ScriptedEngine(), DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0), rl_config(eval_every=1)
+    engine, buffer, config = (
+        ScriptedEngine(),
+        DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0),
+        rl_config(eval_every=1),
+    )
     saved: list[int] = []
 
     async def save(step: int) -> None:
@@ -253,7 +328,14 @@ async def test_a_step_is_saved_when_its_evaluation_fails(autojump_clock):
         manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
         with pytest.raises(FleetDown):
             await run_rl_training(
-                backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync, hooks=LoopHooks(evaluate, save)
+                backend,
+                buffer,
+                manager,
+                [engine],
+                config,
+                MemoryLogger(),
+                sync_weights=sync,
+                hooks=LoopHooks(evaluate, save),
             )
     assert saved == [1]
 
@@ -271,7 +353,9 @@ async def test_with_sync_every_2_the_engine_lags_by_one_step_and_no_more(autojum
 
     async with open_fake_backend() as backend:
         manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
-        history = await run_rl_training(backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync)
+        history = await run_rl_training(
+            backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync
+        )
     assert synced == [2, 4]
     assert [row["off_policy/max"] for row in history] == [0.0, 1.0, 0.0, 1.0]
 
@@ -312,7 +396,8 @@ async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
     async with open_fake_backend() as backend:
         batch = await add_log_probs(batch_of([1.0, 0.0], [7, 7], [0, 0]), backend, FixedReference(), config)
     batch, metrics = add_advantages(batch, config)
-    # Σ (mu − ref) = (−1 + 1.5) + (−2 + 1.5) = 0, so the rewards stay 1 and 0 and the centred advantages are ±½
+    # Σ (mu − ref) = (−1 + 1.5) + (−2 + 1.5) = 0, so the rewards stay 1 and 0 and the centred advantages are
+    # ±½
     assert metrics["kl/ref_per_sample"] == pytest.approx(0.0, abs=1e-6)
     assert batch.advantages is not None
     np.testing.assert_allclose(batch.advantages[0], [0, 0.5, 0.5])
@@ -320,7 +405,9 @@ async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
 
 
 def segmented(batch: RolloutBatch, *ids: str) -> RolloutBatch:
-    return dataclasses.replace(batch, samples=tuple(Sample(id=id_, prompt="p", reward=0.0, group_index=7) for id_ in ids))
+    return dataclasses.replace(
+        batch, samples=tuple(Sample(id=id_, prompt="p", reward=0.0, group_index=7) for id_ in ids)
+    )
 
 
 def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
@@ -332,26 +419,38 @@ def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
     assert batch.mean_advantages.tolist() == [1.0, 1.0, -1.0]
 
 
-@pytest.mark.parametrize("answer", [[0.5, -2.0], [[9.0, 0.25, 0.75], [9.0, 9.0, 9.0]]], ids=["per row", "per token"])
+@pytest.mark.parametrize(
+    "answer", [[0.5, -2.0], [[9.0, 0.25, 0.75], [9.0, 9.0, 9.0]]], ids=["per row", "per token"]
+)
 def test_a_rows_mean_advantage_is_over_the_tokens_that_train(answer: Any):
     rows = batch_of([1.0, 0.0], [7, 7], [0, 0])
     rows = dataclasses.replace(rows, loss_masks=(rows.loss_masks[0], np.zeros(3, np.bool_)))
-    batch, _ = add_advantages(rows, rl_config(advantage="mine:grade"), lambda _: [np.asarray(row) for row in answer])
+    batch, _ = add_advantages(
+        rows, rl_config(advantage="mine:grade"), lambda _: [np.asarray(row) for row in answer]
+    )
     assert batch.mean_advantages is not None
     assert batch.mean_advantages.tolist() == [0.5, 0.0], "0 of a row without any"
 
 
 def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
-    reference = tuple(np.asarray([0.0, -1.0 - kl, -2.0], np.float32) for kl in (1.0, 2.0, 5.0))  # KL of each row in nats
+    reference = tuple(
+        np.asarray([0.0, -1.0 - kl, -2.0], np.float32) for kl in (1.0, 2.0, 5.0)
+    )  # KL of each row in nats
     rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
-    batch, metrics = add_advantages(dataclasses.replace(rows, ref_log_probs=reference), rl_config(advantage="raw", kl_coef=0.1))
+    batch, metrics = add_advantages(
+        dataclasses.replace(rows, ref_log_probs=reference), rl_config(advantage="raw", kl_coef=0.1)
+    )
     assert batch.advantages is not None
-    np.testing.assert_allclose([row[1] for row in batch.advantages], [0.7, 0.7, -0.5], rtol=1e-6)  # 1 − .1·(1 + 2), 0 − .1·5
+    np.testing.assert_allclose(
+        [row[1] for row in batch.advantages], [0.7, 0.7, -0.5], rtol=1e-6
+    )  # 1 − .1·(1 + 2), 0 − .1·5
     assert metrics["kl/ref_per_sample"] == pytest.approx(4.0), "the mean of 3 and 5: over trajectories"
 
 
 def with_parts(batch: RolloutBatch, *parts: Mapping[str, float]) -> RolloutBatch:
-    samples = tuple(Sample(id=f"s{row}", prompt="p", reward=0.0, rewards=part) for row, part in enumerate(parts))
+    samples = tuple(
+        Sample(id=f"s{row}", prompt="p", reward=0.0, rewards=part) for row, part in enumerate(parts)
+    )
     return dataclasses.replace(batch, samples=samples)
 
 
@@ -368,15 +467,24 @@ def test_every_advantage_of_the_table_works_by_its_name():
 
 
 def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token():
-    # one row: mask 0 1 1, lp −1 and −2, ref −1.5 and −3, β = .1: token rewards −.05 and 1 − .1; V = .5 and .25
+    # one row: mask 0 1 1, lp −1 and −2, ref −1.5 and −3, β = .1: token rewards −.05 and 1 − .1; V = .5 and
+    # .25
     def row(*values: float) -> tuple[FloatArray, ...]:
         return (np.asarray(values, np.float32),)
 
     batch = dataclasses.replace(
-        batch_of([1.0], [0], [0]), rollout_log_probs=row(0, -1, -2), ref_log_probs=row(0, -1.5, -3), old_values=row(9, 0.5, 0.25)
+        batch_of([1.0], [0], [0]),
+        rollout_log_probs=row(0, -1, -2),
+        ref_log_probs=row(0, -1.5, -3),
+        old_values=row(9, 0.5, 0.25),
     )
     critic = CriticConfig()
-    found, metrics = add_advantages(batch, rl_config(critic=critic, advantage="gae", kl_coef=0.1, advantage_params={"lam": 0.5, "whiten": False}))
+    found, metrics = add_advantages(
+        batch,
+        rl_config(
+            critic=critic, advantage="gae", kl_coef=0.1, advantage_params={"lam": 0.5, "whiten": False}
+        ),
+    )
     # δ = (−.05 + .25 − .5, .9 − .25) = (−.3, .65); A = (−.3 + .5·.65, .65); returns A + V
     assert found.advantages is not None and found.returns is not None
     np.testing.assert_allclose(found.advantages[0], [0.0, 0.025, 0.65], rtol=1e-5)
@@ -384,7 +492,9 @@ def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token
     np.testing.assert_allclose(found.mean_advantages, [0.3375], rtol=1e-5)  # pyright: ignore[reportArgumentType, reportCallIssue]
     assert metrics["kl/ref_per_sample"] == pytest.approx(1.5)
     assert metrics["advantage/abs_mean"] == pytest.approx(0.3375, rel=1e-5)
-    free, _ = add_advantages(batch, rl_config(critic=critic, advantage="gae", advantage_params={"lam": 0.5, "whiten": False}))
+    free, _ = add_advantages(
+        batch, rl_config(critic=critic, advantage="gae", advantage_params={"lam": 0.5, "whiten": False})
+    )
     np.testing.assert_allclose(free.returns[0], [0.0, 0.5 + (-0.25 + 0.5 * 0.75), 1.0], rtol=1e-5)  # pyright: ignore[reportOptionalSubscript]
 
 
@@ -407,13 +517,19 @@ def test_an_advantage_without_returns_is_no_use_to_a_critic():
 
 
 def test_gdpo_weighs_by_the_weights_of_the_reward():
-    rows = with_parts(batch_of([0.0, 0.0], [7, 7], [0, 0]), {"right": 1.0, "style": 0.0}, {"right": 0.0, "style": 1.0, "extra": 1.0})
+    rows = with_parts(
+        batch_of([0.0, 0.0], [7, 7], [0, 0]),
+        {"right": 1.0, "style": 0.0},
+        {"right": 0.0, "style": 1.0, "extra": 1.0},
+    )
     even, _ = add_advantages(rows, rl_config(advantage="gdpo"))
     weights = RolloutConfig(num_prompts=1, samples_per_prompt=2, reward_weights={"right": 3.0, "style": 1.0})
     tilted, _ = add_advantages(rows, rl_config(advantage="gdpo", rollout=weights))
     assert even.advantages is not None and tilted.advantages is not None
     np.testing.assert_array_equal(even.advantages[0], [0, 0, 0])
-    np.testing.assert_allclose(tilted.advantages[0], [0, 0.70710678, 0.70710678], rtol=1e-5)  # over the batch (1, -1)/sqrt(2)
+    np.testing.assert_allclose(
+        tilted.advantages[0], [0, 0.70710678, 0.70710678], rtol=1e-5
+    )  # over the batch (1, -1)/sqrt(2)
 
 
 def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters():
@@ -425,7 +541,10 @@ def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters(
     assert batch.advantages is not None
     assert [row.tolist() for row in batch.advantages] == [[0.0, 0.5, 1.0], [0.0, -0.5, -1.0]]
     assert metrics["advantage/abs_mean"] == 0.75
-    with pytest.raises(ConfigError, match=r"rl\.advantage='m:by_token' is not one of grpo, .* pass a function of your own as advantage="):
+    with pytest.raises(
+        ConfigError,
+        match=r"rl\.advantage='m:by_token' is not one of grpo, .* pass a function of your own as advantage=",
+    ):
         add_advantages(batch_of([1.0], [7], [0]), config)
 
 
@@ -436,7 +555,10 @@ def test_gdpo_is_refused_where_the_kl_term_would_be_lost():
 
 
 def test_an_advantage_that_fails_is_named():
-    with pytest.raises(UserFunctionError, match=r"rl\.advantage='gdpo' failed: ValueError: advantage 'gdpo' needs named rewards"):
+    with pytest.raises(
+        UserFunctionError,
+        match=r"rl\.advantage='gdpo' failed: ValueError: advantage 'gdpo' needs named rewards",
+    ):
         add_advantages(batch_of([1.0, 0.0], [7, 7], [0, 0]), rl_config(advantage="gdpo"))
     with pytest.raises(UserFunctionError, match=r"rl\.advantage='m:f' failed: ZeroDivisionError"):
         add_advantages(batch_of([1.0], [7], [0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
@@ -444,7 +566,13 @@ def test_an_advantage_that_fails_is_named():
 
 @pytest.mark.parametrize("loss", ["gspo", "gmpo", "cispo", "m:f"])
 def test_a_clip_that_the_loss_does_not_read_is_refused(loss: str):
-    with pytest.raises(ValueError, match=rf"clip_high=0\.28 with loss='{loss}'; it is read by ppo_clip and clip_cov only: .* in loss_params"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"clip_high=0\.28 with loss='{loss}'; it is read by ppo_clip and clip_cov only: .* in"
+            r" loss_params"
+        ),
+    ):
         rl_config(loss=loss, clip_high=0.28)
     with pytest.raises(ValueError, match=r"clip_low=0\.1 with loss="):
         rl_config(loss=loss, clip_low=0.1)
@@ -454,14 +582,23 @@ def test_a_clip_that_the_loss_does_not_read_is_refused(loss: str):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss_params": {"correction": "token_tis"}}, "there are no old log-probs: the ratio is against the engine already"),
+        (
+            {"loss_params": {"correction": "token_tis"}},
+            "there are no old log-probs: the ratio is against the engine already",
+        ),
         ({"loss_params": {"kl_coef": 0.1}}, r"kl_coef=0\.1 needs ref_log_probs and the batch has none"),
-        ({"loss_params": {"kl_coef": 0.1, "kl_estimator": "k9"}, "kl_coef": 0.1}, "kl_estimator='k9' is not known"),
+        (
+            {"loss_params": {"kl_coef": 0.1, "kl_estimator": "k9"}, "kl_coef": 0.1},
+            "kl_estimator='k9' is not known",
+        ),
         ({"loss_params": {"clip_low": -1.0}}, r"clip_low=-1\.0 must be above 0"),
         ({"loss_params": {"entropy_fraction": 7}}, "entropy_fraction=7 must be above 0 and at most 1"),
         ({"loss_params": {"dual_clip": 0.5}}, r"dual_clip=0\.5 must be above 1"),
         ({"loss_params": {"kl_importance": "false"}}, "kl_importance='false' must be true or false"),
-        ({"loss": "gspo", "loss_params": {"clip_low": "wide"}}, "loss 'gspo' fails with clip_low='wide': TypeError"),
+        (
+            {"loss": "gspo", "loss_params": {"clip_low": "wide"}},
+            "loss 'gspo' fails with clip_low='wide': TypeError",
+        ),
     ],
 )
 def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes, message):
@@ -471,8 +608,25 @@ def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes, 
 
 
 def test_a_loss_that_will_find_what_it_needs_is_not_refused():
-    check_loss(rl_config(recompute_old=True, loss_params={"correction": "token_tis * veto", "entropy_coef": 0.01, "policy_entropy_fraction": 0.2}))
-    check_loss(rl_config(kl_coef=0.1, kl_in="loss", kl_estimator="k1", loss_params={"kl_importance": True}, normalise_by="constant"))
+    check_loss(
+        rl_config(
+            recompute_old=True,
+            loss_params={
+                "correction": "token_tis * veto",
+                "entropy_coef": 0.01,
+                "policy_entropy_fraction": 0.2,
+            },
+        )
+    )
+    check_loss(
+        rl_config(
+            kl_coef=0.1,
+            kl_in="loss",
+            kl_estimator="k1",
+            loss_params={"kl_importance": True},
+            normalise_by="constant",
+        )
+    )
     for name in LOSSES:
         check_loss(rl_config(loss=name))
 
@@ -502,14 +656,37 @@ async def test_a_kl_term_without_a_reference_is_refused():
 
 
 def test_the_loss_is_named_with_the_numbers_of_the_config():
-    spec = make_loss_spec(rl_config(clip_high=0.28, kl_coef=0.02, kl_in="loss", kl_estimator="k3", normalise_by="constant"))
+    spec = make_loss_spec(
+        rl_config(clip_high=0.28, kl_coef=0.02, kl_in="loss", kl_estimator="k3", normalise_by="constant")
+    )
     assert spec.name == "ppo_clip"
-    assert spec.params == {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0, "kl_coef": 0.02, "kl_estimator": "k3"}
+    assert spec.params == {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "importance_cap": 2.0,
+        "kl_coef": 0.02,
+        "kl_estimator": "k3",
+    }
     assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
-    assert make_loss_spec(rl_config(loss="cispo", loss_params={"ratio_high": 4.0})).params == {"ratio_high": 4.0}
-    assert make_loss_spec(rl_config(loss="cispo", recompute_old=True, importance_cap=3.0)).params == {"importance_cap": 3.0}
-    assert make_loss_spec(rl_config(loss="clip_cov", clip_high=0.28)).params == {"clip_low": 0.2, "clip_high": 0.28}
-    with_importance = rl_config(loss_params={"kl_importance": True}, kl_coef=0.1, kl_in="loss", kl_estimator="k1")
-    assert make_loss_spec(with_importance).params.items() >= {"kl_estimator": "k1", "kl_importance": True}.items()
+    assert make_loss_spec(rl_config(loss="cispo", loss_params={"ratio_high": 4.0})).params == {
+        "ratio_high": 4.0
+    }
+    assert make_loss_spec(rl_config(loss="cispo", recompute_old=True, importance_cap=3.0)).params == {
+        "importance_cap": 3.0
+    }
+    assert make_loss_spec(rl_config(loss="clip_cov", clip_high=0.28)).params == {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+    }
+    with_importance = rl_config(
+        loss_params={"kl_importance": True}, kl_coef=0.1, kl_in="loss", kl_estimator="k1"
+    )
+    assert (
+        make_loss_spec(with_importance).params.items()
+        >= {
+            "kl_estimator": "k1",
+            "kl_importance": True,
+        }.items()
+    )
     with_kl = make_loss_spec(rl_config(loss="gspo", kl_coef=0.02, kl_in="loss", kl_estimator="k2"))
     assert with_kl.params == {"kl_coef": 0.02, "kl_estimator": "k2"}

@@ -1,4 +1,6 @@
-"""What every policy loss can add to its own term, KL estimators, and the value loss. The fixture is that of test_losses."""
+"""What every policy loss can add to its own term, KL estimators, and the value loss. The fixture is that of
+test_losses.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,22 @@ import torch
 from torch import Tensor
 
 from rollouts.errors import ConfigError, PlugInError
-from rollouts.losses import KL_ESTIMATORS, LOSSES, LossInputs, LossOutput, check_loss_params, wants_entropy_gradient
+from rollouts.losses import (
+    KL_ESTIMATORS,
+    LOSSES,
+    LossInputs,
+    LossOutput,
+    check_loss_params,
+    wants_entropy_gradient,
+)
 from rollouts.losses.distillation import compute_divergence
-from rollouts.losses.kl import compute_exact_kl, compute_kl_penalty, kl_k2, make_truncated_kl, make_weighted_kl
+from rollouts.losses.kl import (
+    compute_exact_kl,
+    compute_kl_penalty,
+    kl_k2,
+    make_truncated_kl,
+    make_weighted_kl,
+)
 from rollouts.losses.rl_losses import ppo_clip_loss, reinforce_loss
 from rollouts.losses.value_loss import value_loss
 from rollouts.types import EffectiveShare, ExplainedVariance, merge_metrics, metric_values
@@ -30,7 +45,11 @@ def row(*values: float) -> Tensor:
 
 
 def make_inputs(advantage: float = 1.0, **fields: Tensor | None) -> LossInputs:
-    given: dict[str, Any] = {"log_probs": row(*LP).requires_grad_(), "old_log_probs": row(*OLD), "advantages": row(*[advantage] * 3)} | fields
+    given: dict[str, Any] = {
+        "log_probs": row(*LP).requires_grad_(),
+        "old_log_probs": row(*OLD),
+        "advantages": row(*[advantage] * 3),
+    } | fields
     given.setdefault("mask", torch.ones(given["log_probs"].shape, dtype=torch.bool))
     return LossInputs(**given)
 
@@ -40,12 +59,14 @@ def grad_of(out: LossOutput, tensor: Tensor) -> list[float]:
     return grad[0].tolist()
 
 
-# --- KL -----------------------------------------------------------------------------------------------------------------------
+# --- KL -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_off_policy_estimates_are_unbiased_and_have_the_right_gradient(name):
-    """Tokens drawn by mu, not by p: the mean over mu of ratio · k is KL(p || q) for k1 and k3, and its gradient p·(log p/q − KL)."""
+    """Tokens drawn by mu, not by p: the mean over mu of ratio · k is KL(p || q) for k1 and k3, and its
+    gradient p·(log p/q − KL).
+    """
     mu = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     logits = P.log().clone().requires_grad_()
     terms = compute_kl_penalty(torch.log_softmax(logits, 0), Q.log(), name, sampler_log_probs=mu.log())
@@ -62,8 +83,16 @@ def test_kl_importance_reaches_every_loss():
     ref = row(*REF)
     for name in RL_LOSSES:
         inputs = make_inputs(0.0, ref_log_probs=ref, rollout_log_probs=row(*MU))
-        found = LOSSES[name](inputs, unit="tokens", kl_coef=0.5, kl_estimator="k1", kl_importance=True, **({"beta": 0.0} if name == "dro" else {}))
-        # with A = 0 the KL term is all there is: (lp − ref)·exp(lp − mu), where the ratio is against old by way of the weight exp(old − mu)
+        found = LOSSES[name](
+            inputs,
+            unit="tokens",
+            kl_coef=0.5,
+            kl_estimator="k1",
+            kl_importance=True,
+            **({"beta": 0.0} if name == "dro" else {}),
+        )
+        # with A = 0 the KL term is all there is: (lp − ref)·exp(lp − mu), where the ratio is against old by
+        # way of the weight exp(old − mu)
         assert float(found.sum.detach()) == pytest.approx(0.5 * KL_FROM_MU), name
 
 
@@ -72,7 +101,9 @@ def test_kl_importance_reaches_every_loss():
 def test_a_weight_does_not_count_the_gap_again_in_a_kl_term_with_importance(name, old):
     """The weight of a loss without a ratio is exp(lp − mu), and the KL term has that factor already."""
     inputs = make_inputs(0.0, old_log_probs=old, ref_log_probs=row(*REF), rollout_log_probs=row(*MU))
-    params: dict[str, Any] = {"kl_coef": 1.0, "kl_estimator": "k1", "kl_importance": True} | ({"beta": 0.0} if name == "dro" else {})
+    params: dict[str, Any] = {"kl_coef": 1.0, "kl_estimator": "k1", "kl_importance": True} | (
+        {"beta": 0.0} if name == "dro" else {}
+    )
     found = LOSSES[name](inputs, unit="tokens", correction="token_tis(cap=100)", **params)
     assert float(found.sum.detach()) == pytest.approx(KL_FROM_MU)
     slopes = [math.exp(lp - mu) * (1 + lp - q) for lp, mu, q in zip(LP, MU, REF, strict=True)]
@@ -81,8 +112,15 @@ def test_a_weight_does_not_count_the_gap_again_in_a_kl_term_with_importance(name
     found = LOSSES[name](inputs, unit="tokens", correction="token_mask(low=0.5, high=1.8)", **params)
     assert float(found.sum.detach()) == pytest.approx(KL_FROM_MU + 0.1 * math.exp(0.7))
     # without kl_importance the weight is the only factor: lp − ref = .4, −.3, −.1
-    found = LOSSES[name](inputs, unit="tokens", correction="token_tis(cap=100)", **params | {"kl_importance": False, "kl_estimator": "k2"})
-    assert float(found.sum.detach()) == pytest.approx(0.08 * math.exp(0.5) + 0.045 * math.exp(-0.5) + 0.005 * math.exp(0.7))
+    found = LOSSES[name](
+        inputs,
+        unit="tokens",
+        correction="token_tis(cap=100)",
+        **params | {"kl_importance": False, "kl_estimator": "k2"},
+    )
+    assert float(found.sum.detach()) == pytest.approx(
+        0.08 * math.exp(0.5) + 0.045 * math.exp(-0.5) + 0.005 * math.exp(0.7)
+    )
 
 
 def test_kl_importance_is_true_or_false():
@@ -95,9 +133,15 @@ def test_a_kl_estimator_may_be_a_function():
     out = ppo_clip_loss(inputs, kl_coef=2.0, kl_estimator=make_truncated_kl(kl_k2, 0.06))
     assert float(out.sum.detach()) == pytest.approx(2 * (0.06 + 0.045 + 0.005))  # k2 = .08, .045, .005
     assert grad_of(out, inputs.log_probs) == pytest.approx([0.0, 2 * -0.3, 2 * -0.1])
-    out = ppo_clip_loss(inputs, kl_coef=1.0, kl_estimator=make_weighted_kl(kl_k2, lambda policy, ref: ref.exp()))
-    assert float(out.sum.detach()) == pytest.approx(sum(math.exp(q) * k for q, k in zip(REF, (0.08, 0.045, 0.005), strict=True)))
-    assert grad_of(out, inputs.log_probs) == pytest.approx([math.exp(q) * (lp - q) for lp, q in zip(LP, REF, strict=True)])
+    out = ppo_clip_loss(
+        inputs, kl_coef=1.0, kl_estimator=make_weighted_kl(kl_k2, lambda policy, ref: ref.exp())
+    )
+    assert float(out.sum.detach()) == pytest.approx(
+        sum(math.exp(q) * k for q, k in zip(REF, (0.08, 0.045, 0.005), strict=True))
+    )
+    assert grad_of(out, inputs.log_probs) == pytest.approx(
+        [math.exp(q) * (lp - q) for lp, q in zip(LP, REF, strict=True)]
+    )
     by_name = ppo_clip_loss(inputs, kl_coef=1.0, kl_estimator="rollouts.losses.kl:kl_k2")
     assert float(by_name.sum.detach()) == pytest.approx(0.13)
     with pytest.raises(PlugInError, match=r"kl_estimator='rollouts\.losses\.kl:nothing' cannot be imported"):
@@ -111,9 +155,13 @@ def test_exact_kl_and_its_gradients():
     found = compute_exact_kl(policy, ref)
     assert found.tolist() == pytest.approx([0.025267154] * 2)
     grads = torch.autograd.grad(found[0], [policy, ref])
-    assert grads[0][0].tolist() == pytest.approx([0.098938, -0.093885, -0.005053], abs=1e-6)  # p·(log p/q − KL)
+    assert grads[0][0].tolist() == pytest.approx(
+        [0.098938, -0.093885, -0.005053], abs=1e-6
+    )  # p·(log p/q − KL)
     assert grads[1][0].tolist() == pytest.approx((Q - P).tolist())
-    assert compute_exact_kl(policy * 2.0, ref * 2.0, temperature=2.0).tolist() == pytest.approx([0.025267154] * 2)
+    assert compute_exact_kl(policy * 2.0, ref * 2.0, temperature=2.0).tolist() == pytest.approx(
+        [0.025267154] * 2
+    )
     assert torch.autograd.gradcheck(compute_exact_kl, (policy, ref))
 
 
@@ -148,12 +196,17 @@ def test_a_term_of_weight_zero_adds_nothing_even_where_it_is_infinite():
     slopes = first * (1 + gaps[0]), second * (1 + gaps[1])  # of p·(log p − log q) by log p
     assert policy.grad is not None
     shares = first, second, 1 / total
-    assert policy.grad[0].tolist() == pytest.approx([slope - p * sum(slopes) for slope, p in zip((*slopes, 0.0), shares, strict=True)])
+    assert policy.grad[0].tolist() == pytest.approx(
+        [slope - p * sum(slopes) for slope, p in zip((*slopes, 0.0), shares, strict=True)]
+    )
 
 
 @pytest.mark.parametrize("logit", [-50.0, -200.0])
 def test_a_token_that_only_the_policy_can_give_makes_the_kl_infinite_however_rare_it_is(logit):
-    policy, ref = torch.tensor([[10.0, 9.0, logit]]), torch.tensor([[10.0, 9.0, -INFINITY]])  # float32: e^-210 is 0 there
+    policy, ref = (
+        torch.tensor([[10.0, 9.0, logit]]),
+        torch.tensor([[10.0, 9.0, -INFINITY]]),
+    )  # float32: e^-210 is 0 there
     assert compute_exact_kl(policy, ref).tolist() == [INFINITY]
     assert compute_divergence(policy, ref, beta=1.0).tolist() == [INFINITY]
     assert compute_divergence(ref, policy, beta=0.0).tolist() == [INFINITY]
@@ -164,14 +217,16 @@ def test_a_nan_among_the_logits_is_not_taken_for_a_token_without_probability():
     assert compute_exact_kl(row(0.0, 0.0), row(NAN, 0.0)).isnan().all()
 
 
-# --- entropy ------------------------------------------------------------------------------------------------------------------
+# --- entropy ------------------------------------------------------------------------------------------------
 
 
 def make_entropy_inputs() -> tuple[LossInputs, Tensor]:
     entropy = torch.tensor([[0.5, 2.0, 1.0, 1.5], [9.0, 0.1, NAN, NAN]], dtype=torch.float64).requires_grad_()
     log_probs = -torch.ones(2, 4, dtype=torch.float64).requires_grad_()
     mask = torch.tensor([[True] * 4, [False, True, False, False]])
-    return LossInputs(log_probs=log_probs, mask=mask, entropy=entropy, advantages=torch.ones_like(log_probs)), entropy
+    return LossInputs(
+        log_probs=log_probs, mask=mask, entropy=entropy, advantages=torch.ones_like(log_probs)
+    ), entropy
 
 
 def test_the_entropy_bonus_is_minus_coefficient_times_entropy():
@@ -197,7 +252,10 @@ def test_only_tokens_of_high_entropy_get_the_bonus_or_the_policy_term():
 
 
 def test_an_entropy_bonus_that_could_not_train_is_refused():
-    with pytest.raises(ConfigError, match=r"entropy_coef=0\.1 needs LossInputs\.entropy with a gradient; .* entropy_gradient=True"):
+    with pytest.raises(
+        ConfigError,
+        match=r"entropy_coef=0\.1 needs LossInputs\.entropy with a gradient; .* entropy_gradient=True",
+    ):
         ppo_clip_loss(make_inputs(entropy=row(1.0, 1.0, 1.0)), entropy_coef=0.1)
     with pytest.raises(ConfigError, match=r"entropy_coef=0\.1 needs the entropy of each position"):
         ppo_clip_loss(make_inputs(), entropy_coef=0.1)
@@ -223,13 +281,16 @@ def loss_with_entropy(inputs: LossInputs, *, unit: str, entropy_coef: float = 0.
     return LossOutput(inputs.log_probs.sum(), 1.0, {})
 
 
-# --- the others ---------------------------------------------------------------------------------------------------------------
+# --- the others ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RL_LOSSES)
 def test_the_squared_gap_to_the_engine_is_added_to_every_loss(name):
     inputs = make_inputs(rollout_log_probs=row(*MU))
-    plain, more = LOSSES[name](inputs, unit="tokens"), LOSSES[name](inputs, unit="tokens", mu_penalty_coef=1.0)
+    plain, more = (
+        LOSSES[name](inputs, unit="tokens"),
+        LOSSES[name](inputs, unit="tokens", mu_penalty_coef=1.0),
+    )
     assert float((more.sum - plain.sum).detach()) == pytest.approx(0.25 + 0.25 + 0.49)
     with pytest.raises(ConfigError, match=r"mu_penalty_coef=-1\.0 must not be negative"):
         LOSSES[name](inputs, unit="tokens", mu_penalty_coef=-1.0)
@@ -237,10 +298,17 @@ def test_the_squared_gap_to_the_engine_is_added_to_every_loss(name):
 
 @pytest.mark.parametrize("name", RL_LOSSES)
 def test_shared_parameters_are_known_before_the_run(name):
-    check_loss_params(name, {"kl_coef": 0.1, "entropy_coef": 0.01, "correction": "veto", "mu_penalty_coef": 1e-3})
+    check_loss_params(
+        name, {"kl_coef": 0.1, "entropy_coef": 0.01, "correction": "veto", "mu_penalty_coef": 1e-3}
+    )
     with pytest.raises(ConfigError, match="no parameter 'entropy_coeff'; did you mean 'entropy_coef'"):
         check_loss_params(name, {"entropy_coeff": 0.1})
-    if name in ("reinforce", "importance_sampling", "dppo", "dro"):  # no ratio against old log-probs, so no cap
+    if name in (
+        "reinforce",
+        "importance_sampling",
+        "dppo",
+        "dro",
+    ):  # no ratio against old log-probs, so no cap
         with pytest.raises(ConfigError, match="no parameter 'importance_cap'"):
             check_loss_params(name, {"importance_cap": 2.0})
     else:
@@ -254,31 +322,45 @@ def test_effective_sample_sizes_and_chi_squared_merge_exactly():
         ppo_clip_loss(make_inputs(rollout_log_probs=row(*MU), mask=torch.tensor([mask])))
         for mask in ([True, False, False], [False, True, True], [False] * 3)
     ]
-    whole, merged = metric_values(ppo_clip_loss(inputs).metrics), metric_values(merge_metrics([part.metrics for part in parts]))
+    whole, merged = (
+        metric_values(ppo_clip_loss(inputs).metrics),
+        metric_values(merge_metrics([part.metrics for part in parts])),
+    )
     assert merged == pytest.approx(whole)
     assert whole["mismatch/ess"] == pytest.approx(0.974612193)
     assert whole["mismatch/chi2"] == pytest.approx(sum(x * x for x in w) / 3 - 1)
     assert EffectiveShare(0.0, 0.0, 0.0).value is None
 
 
-# --- critic -------------------------------------------------------------------------------------------------------------------
+# --- critic -------------------------------------------------------------------------------------------------
 
 
 def test_value_loss_by_hand():
     values, returns, old = row(0.9, 0.2).requires_grad_(), row(1.0, 0.0), row(0.5, 0.5)
     mask = torch.tensor([[True, True]])
-    plain, clipped = value_loss(values, returns, mask), value_loss(values, returns, mask, old_values=old, clip=0.2)
-    assert (float(plain.sum.detach()) / plain.count, float(clipped.sum.detach()) / clipped.count) == (pytest.approx(0.0125), pytest.approx(0.045))
+    plain, clipped = (
+        value_loss(values, returns, mask),
+        value_loss(values, returns, mask, old_values=old, clip=0.2),
+    )
+    assert (float(plain.sum.detach()) / plain.count, float(clipped.sum.detach()) / clipped.count) == (
+        pytest.approx(0.0125),
+        pytest.approx(0.045),
+    )
     assert grad_of(plain, values) == pytest.approx([-0.1, 0.2])
     assert grad_of(clipped, values) == [0.0, 0.0]  # .7 and .3 are farther from the returns than .9 and .2
     assert metric_values(clipped.metrics)["value/clip_ratio"] == 1.0
     inside = value_loss(values, returns, mask, old_values=row(0.8, 0.9), clip=0.2)
-    assert grad_of(inside, values) == pytest.approx([-0.1, 0.0])  # the first is within .2 of .8; the second is held at .7
+    assert grad_of(inside, values) == pytest.approx(
+        [-0.1, 0.0]
+    )  # the first is within .2 of .8; the second is held at .7
     assert "value/clip_ratio" not in plain.metrics
 
 
 def test_explained_variance_of_the_critic_merges():
-    values, returns = torch.tensor([[1.0, 2.0, 4.0], [0.0, 1.0, 7.0]], dtype=torch.float64), torch.tensor([[1.5, 2.0, 3.0], [1.0, 0.0, 7.0]])
+    values, returns = (
+        torch.tensor([[1.0, 2.0, 4.0], [0.0, 1.0, 7.0]], dtype=torch.float64),
+        torch.tensor([[1.5, 2.0, 3.0], [1.0, 0.0, 7.0]]),
+    )
     mask = torch.tensor([[True, True, True], [True, True, False]])
     target, error = [1.5, 2.0, 3.0, 1.0, 0.0], [0.5, 0.0, -1.0, 1.0, -1.0]
 
@@ -287,7 +369,9 @@ def test_explained_variance_of_the_critic_merges():
         return sum((number - mean) ** 2 for number in numbers) / len(numbers)
 
     whole = value_loss(values, returns, mask).metrics
-    parts = merge_metrics([value_loss(values[rows], returns[rows], mask[rows]).metrics for rows in (slice(0, 1), slice(1, 2))])
+    parts = merge_metrics(
+        [value_loss(values[rows], returns[rows], mask[rows]).metrics for rows in (slice(0, 1), slice(1, 2))]
+    )
     expected = 1 - variance(error) / variance(target)
     assert metric_values(whole)["value/explained_variance"] == pytest.approx(expected)
     assert metric_values(parts) == pytest.approx(metric_values(whole))
@@ -301,7 +385,9 @@ def test_value_loss_splits_exactly_and_leaves_garbage_alone(unit):
     values, returns, old = (torch.randn(5, 4, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(5, 4, generator=generator) < 0.6
     mask[2] = False
-    values, returns, old = (torch.where(mask, tensor, torch.full_like(tensor, NAN)) for tensor in (values, returns, old))
+    values, returns, old = (
+        torch.where(mask, tensor, torch.full_like(tensor, NAN)) for tensor in (values, returns, old)
+    )
     values.requires_grad_()
 
     def run(rows: slice) -> LossOutput:
@@ -324,7 +410,10 @@ def test_value_loss_gradients_agree_with_finite_differences():
     values, returns, old = (torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(3, 4, generator=generator) < 0.8
     for params in ({}, {"old_values": old, "clip": 0.4}):
-        assert torch.autograd.gradcheck(lambda v, params=params: value_loss(v, returns, mask, **params).sum, (values.clone().requires_grad_(),))
+        assert torch.autograd.gradcheck(
+            lambda v, params=params: value_loss(v, returns, mask, **params).sum,
+            (values.clone().requires_grad_(),),
+        )
 
 
 def test_value_loss_names_what_is_wrong():
@@ -333,5 +422,7 @@ def test_value_loss_names_what_is_wrong():
         value_loss(values, values, mask, old_values=values, clip=0.0)
     with pytest.raises(ConfigError, match=r"clip=0\.2 of the value loss needs old_values"):
         value_loss(values, values, mask, clip=0.2)
-    with pytest.raises(ValueError, match=r"returns have shape \(1, 1\); it must be that of the mask, \(1, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"returns have shape \(1, 1\); it must be that of the mask, \(1, 2\)"
+    ):
         value_loss(values, row(1.0), mask)

@@ -21,7 +21,13 @@ from rollouts.losses.corrections import compute_ess_fraction, compute_truncated_
 from rollouts.losses.kl import compute_kl_penalty
 from rollouts.losses.ratios import compute_sequence_ratio, compute_token_ratio
 from rollouts.losses.reductions import collect_token_metrics, reduce_loss
-from rollouts.losses.rl_losses import cispo_loss, gspo_loss, importance_sampling_loss, ppo_clip_loss, reinforce_loss
+from rollouts.losses.rl_losses import (
+    cispo_loss,
+    gspo_loss,
+    importance_sampling_loss,
+    ppo_clip_loss,
+    reinforce_loss,
+)
 from rollouts.losses.sft import sft_loss
 from rollouts.types import merge_metrics, metric_values
 
@@ -40,7 +46,11 @@ def row(*values: float) -> Tensor:
 
 def make_inputs(advantage: float = 1.0, **fields: Tensor | None) -> LossInputs:
     """Three trained tokens of the fixture, ratio against `old_log_probs`; a field given as None is left out."""
-    given: dict = {"log_probs": row(*LP), "advantages": torch.full((1, 3), advantage, dtype=torch.float64), "old_log_probs": row(*OLD)} | fields
+    given: dict = {
+        "log_probs": row(*LP),
+        "advantages": torch.full((1, 3), advantage, dtype=torch.float64),
+        "old_log_probs": row(*OLD),
+    } | fields
     given.setdefault("mask", torch.ones_like(given["log_probs"], dtype=torch.bool))
     return LossInputs(**given)
 
@@ -51,20 +61,26 @@ def token_values(loss, inputs: LossInputs, **params) -> list[float]:
     for position in range(inputs.mask.shape[1]):
         mask = torch.zeros_like(inputs.mask)
         mask[:, position] = True
-        fields = {name: getattr(inputs, name) for name in ("log_probs", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")}
+        fields = {
+            name: getattr(inputs, name)
+            for name in ("log_probs", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+        }
         values.append(float(loss(LossInputs(mask=mask, **fields), unit="tokens", **params).sum))
     return values
 
 
 def gradient(loss, inputs: LossInputs, **params) -> list[float]:
     log_probs = inputs.log_probs.clone().requires_grad_()
-    fields = {name: getattr(inputs, name) for name in ("mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy")}
+    fields = {
+        name: getattr(inputs, name)
+        for name in ("mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy")
+    }
     loss(LossInputs(log_probs=log_probs, **fields), **({"unit": "tokens"} | params)).sum.backward()
     assert log_probs.grad is not None
     return log_probs.grad[0].tolist()
 
 
-# --- values -------------------------------------------------------------------------------------------------------------------
+# --- values -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -96,7 +112,9 @@ def test_dual_clip_bounds_the_loss_of_a_bad_token_and_takes_its_gradient():
     assert token_values(ppo_clip_loss, inputs) == pytest.approx([4.0, 1.0, 1.0])
     assert token_values(ppo_clip_loss, inputs, dual_clip=3.0) == pytest.approx([3.0, 1.0, 1.0])
     assert gradient(ppo_clip_loss, inputs, dual_clip=3.0) == pytest.approx([0.0, 1.0, 1.0])
-    assert metric_values(ppo_clip_loss(inputs, dual_clip=3.0).metrics)["clip_ratio/dual"] == pytest.approx(1 / 3)
+    assert metric_values(ppo_clip_loss(inputs, dual_clip=3.0).metrics)["clip_ratio/dual"] == pytest.approx(
+        1 / 3
+    )
 
 
 def test_gspo_clips_one_ratio_per_sequence():
@@ -116,8 +134,12 @@ def test_sft_is_the_negative_log_likelihood():
 
 def test_truncated_weights_multiply_the_loss_when_old_and_engine_log_probs_are_both_there():
     inputs = make_inputs(1.0, rollout_log_probs=row(*MU))
-    assert token_values(ppo_clip_loss, inputs, clip_high=0.28) == pytest.approx([-1.563396, -0.606531, -1.727819], abs=1e-6)
-    assert token_values(ppo_clip_loss, inputs, clip_high=0.28, importance_cap=1.2)[0] == pytest.approx(-1.28 * 1.2)
+    assert token_values(ppo_clip_loss, inputs, clip_high=0.28) == pytest.approx(
+        [-1.563396, -0.606531, -1.727819], abs=1e-6
+    )
+    assert token_values(ppo_clip_loss, inputs, clip_high=0.28, importance_cap=1.2)[0] == pytest.approx(
+        -1.28 * 1.2
+    )
 
 
 def test_without_old_log_probs_the_ratio_is_against_the_engine_and_no_weight_is_taken():
@@ -127,13 +149,17 @@ def test_without_old_log_probs_the_ratio_is_against_the_engine_and_no_weight_is_
     assert not any(name.startswith("importance_weight") for name in out.metrics)
 
 
-@pytest.mark.parametrize(("estimator", "kl"), [("k2", [0.08, 0.045, 0.005]), ("k3", [0.070320046, 0.049858808, 0.005170918])])
+@pytest.mark.parametrize(
+    ("estimator", "kl"), [("k2", [0.08, 0.045, 0.005]), ("k3", [0.070320046, 0.049858808, 0.005170918])]
+)
 def test_the_kl_term_is_added_per_token(estimator, kl):
     plain, with_kl = make_inputs(), make_inputs(ref_log_probs=row(*REF))
     difference = [
         b - a
         for a, b in zip(
-            token_values(ppo_clip_loss, plain), token_values(ppo_clip_loss, with_kl, kl_coef=0.5, kl_estimator=estimator), strict=True
+            token_values(ppo_clip_loss, plain),
+            token_values(ppo_clip_loss, with_kl, kl_coef=0.5, kl_estimator=estimator),
+            strict=True,
         )
     ]
     assert difference == pytest.approx([0.5 * value for value in kl], abs=1e-8)
@@ -150,7 +176,12 @@ def slow_loss(name: str, lp: list, old: list, mu: list, advantage: list, mask: l
             False: math.exp(sum(max(lps[t] - olds[t], -0.4) for t in kept) / max(len(kept), 1)),
         }
         for t in kept:
-            r, s, a, w = math.exp(lps[t] - olds[t]), math.exp(mean), advs[t], min(math.exp(olds[t] - mus[t]), 2.0)
+            r, s, a, w = (
+                math.exp(lps[t] - olds[t]),
+                math.exp(mean),
+                advs[t],
+                min(math.exp(olds[t] - mus[t]), 2.0),
+            )
             tau, cov, moved = (1.0 if a > 0 else 1.05), lps[t] * a, math.exp(lps[t]) - math.exp(mus[t])
             ppo = -min(r * a, min(max(r, 0.8), 1.2) * a)
             total += {
@@ -176,17 +207,21 @@ def test_random_batches_match_the_slow_version(name, seed):
     generator = torch.Generator().manual_seed(seed)
     lp, old, mu = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3))
     # one sign a row, for gmpo clips by it
-    advantages = torch.rand(4, 6, generator=generator, dtype=torch.float64) * torch.tensor([[1.0], [-1.0], [2.0], [1.0]])
+    advantages = torch.rand(4, 6, generator=generator, dtype=torch.float64) * torch.tensor(
+        [[1.0], [-1.0], [2.0], [1.0]]
+    )
     mask = torch.rand(4, 6, generator=generator) < 0.6
     mask[3] = False
-    inputs = LossInputs(log_probs=lp, old_log_probs=old, rollout_log_probs=mu, advantages=advantages, mask=mask)
+    inputs = LossInputs(
+        log_probs=lp, old_log_probs=old, rollout_log_probs=mu, advantages=advantages, mask=mask
+    )
     expected = slow_loss(name, lp.tolist(), old.tolist(), mu.tolist(), advantages.tolist(), mask.tolist())
     out = LOSSES[name](inputs, unit="tokens", **WHOLE_BATCH.get(name, {}))
     assert float(out.sum) == pytest.approx(expected, rel=1e-10)
     assert out.count == float(mask.sum())
 
 
-# --- gradients ----------------------------------------------------------------------------------------------------------------
+# --- gradients ----------------------------------------------------------------------------------------------
 
 
 def test_ppo_gradient_is_exactly_zero_on_clipped_tokens_and_only_there():
@@ -202,17 +237,30 @@ def test_ppo_gradient_is_exactly_zero_on_clipped_tokens_and_only_there():
 
 def test_cispo_keeps_the_gradient_of_tokens_that_ppo_clips():
     # weight min(r, 1.28) times -A
-    assert gradient(cispo_loss, make_inputs(1.0), ratio_high=1.28) == pytest.approx([-1.28, -0.670320046, -1.28])
+    assert gradient(cispo_loss, make_inputs(1.0), ratio_high=1.28) == pytest.approx(
+        [-1.28, -0.670320046, -1.28]
+    )
 
 
 def test_on_policy_all_losses_share_one_gradient():
     for advantage in (1.0, -2.0):
         inputs = make_inputs(advantage, log_probs=row(*OLD), rollout_log_probs=row(*OLD))
-        sequences = {"gspo", "gmpo"}  # whose unit's gradient is spread over the row: -A for a row of one token, and in sum
+        sequences = {
+            "gspo",
+            "gmpo",
+        }  # whose unit's gradient is spread over the row: -A for a row of one token, and in sum
         for name in RL_LOSSES:
             expected = [-advantage / 3] * 3 if name in sequences else [-advantage] * 3
-            assert gradient(LOSSES[name], inputs, unit="sequences" if name in sequences else "tokens") == pytest.approx(expected), name
-        single = make_inputs(advantage, log_probs=row(-1.0), old_log_probs=row(-1.0), rollout_log_probs=row(-1.0), advantages=row(advantage))
+            assert gradient(
+                LOSSES[name], inputs, unit="sequences" if name in sequences else "tokens"
+            ) == pytest.approx(expected), name
+        single = make_inputs(
+            advantage,
+            log_probs=row(-1.0),
+            old_log_probs=row(-1.0),
+            rollout_log_probs=row(-1.0),
+            advantages=row(advantage),
+        )
         for name in RL_LOSSES:
             assert gradient(LOSSES[name], single, unit="sequences") == pytest.approx([-advantage]), name
 
@@ -225,7 +273,9 @@ def test_gspo_spreads_one_gradient_evenly_over_its_sequence():
 def test_truncated_weights_carry_no_gradient_and_scale_the_rest():
     plain = gradient(ppo_clip_loss, make_inputs(-1.0))
     weighted = gradient(ppo_clip_loss, make_inputs(-1.0, rollout_log_probs=row(*MU)))
-    assert weighted == pytest.approx([grad * min(math.exp(old - mu), 2.0) for grad, old, mu in zip(plain, OLD, MU, strict=True)])
+    assert weighted == pytest.approx(
+        [grad * min(math.exp(old - mu), 2.0) for grad, old, mu in zip(plain, OLD, MU, strict=True)]
+    )
 
 
 def test_gradients_agree_with_finite_differences():
@@ -234,15 +284,24 @@ def test_gradients_agree_with_finite_differences():
     for estimator in ("k2", "k3"):
 
         def value(values: Tensor, estimator: str = estimator) -> Tensor:
-            fields = {name: getattr(inputs, name) for name in ("mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")}
-            return ppo_clip_loss(LossInputs(log_probs=values, **fields), kl_coef=0.3, kl_estimator=estimator).sum
+            fields = {
+                name: getattr(inputs, name)
+                for name in ("mask", "advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs")
+            }
+            return ppo_clip_loss(
+                LossInputs(log_probs=values, **fields), kl_coef=0.3, kl_estimator=estimator
+            ).sum
 
         assert torch.autograd.gradcheck(value, (log_probs,))
 
 
 def test_expected_kl_gradients_are_none_reverse_and_forward():
-    # over three actions p = softmax(z), q; the gradient of E_{x~p}[k(x)] used as a loss on samples: sum_x p(x) * dk(x)/dz
-    p, q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)
+    # over three actions p = softmax(z), q; the gradient of E_{x~p}[k(x)] used as a loss on samples: sum_x
+    # p(x) * dk(x)/dz
+    p, q = (
+        torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64),
+        torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64),
+    )
     kl = float((p * (p / q).log()).sum())
     expected = {"k1": [0.0] * 3, "k2": (p * ((p / q).log() - kl)).tolist(), "k3": (p - q).tolist()}
     assert kl == pytest.approx(0.025267154)
@@ -252,7 +311,9 @@ def test_expected_kl_gradients_are_none_reverse_and_forward():
         (p * values).sum().backward()
         assert logits.grad is not None
         assert logits.grad.tolist() == pytest.approx(expected[name], abs=1e-12), name
-    means = {name: float((p * estimator(p.log(), q.log())).sum()) for name, estimator in KL_ESTIMATORS.items()}
+    means = {
+        name: float((p * estimator(p.log(), q.log())).sum()) for name, estimator in KL_ESTIMATORS.items()
+    }
     assert means == pytest.approx({"k1": 0.025267154, "k2": 0.024862407, "k3": 0.025267154})
 
 
@@ -264,15 +325,30 @@ def test_masked_tokens_get_no_gradient_and_no_garbage_leaks(name, unit, garbage)
         return torch.tensor([[garbage, *values], [garbage] * 4], dtype=torch.float64)
 
     mask = torch.tensor([[False, True, True, True], [False] * 4])
-    fields = {"old_log_probs": OLD, "rollout_log_probs": MU, "ref_log_probs": REF, "entropy": [1.0, 2.0, 3.0], "advantages": [1.0, -1.0, 0.5]}
-    dirty = LossInputs(log_probs=padded(LP), mask=mask, **{key: padded(values) for key, values in fields.items()})
+    fields = {
+        "old_log_probs": OLD,
+        "rollout_log_probs": MU,
+        "ref_log_probs": REF,
+        "entropy": [1.0, 2.0, 3.0],
+        "advantages": [1.0, -1.0, 0.5],
+    }
+    dirty = LossInputs(
+        log_probs=padded(LP), mask=mask, **{key: padded(values) for key, values in fields.items()}
+    )
     clean = make_inputs(log_probs=row(*LP), **{key: row(*values) for key, values in fields.items()})
     params = {"kl_coef": 0.1} if name == "ppo_clip" else {}
     dirty_out, clean_out = LOSSES[name](dirty, unit=unit, **params), LOSSES[name](clean, unit=unit, **params)
     assert float(dirty_out.sum) == pytest.approx(float(clean_out.sum))
-    assert (dirty_out.count, metric_values(dirty_out.metrics)) == (clean_out.count, pytest.approx(metric_values(clean_out.metrics)))
+    assert (dirty_out.count, metric_values(dirty_out.metrics)) == (
+        clean_out.count,
+        pytest.approx(metric_values(clean_out.metrics)),
+    )
     log_probs = dirty.log_probs.clone().requires_grad_()
-    LOSSES[name](LossInputs(log_probs=log_probs, mask=mask, **{key: padded(v) for key, v in fields.items()}), unit=unit, **params).sum.backward()
+    LOSSES[name](
+        LossInputs(log_probs=log_probs, mask=mask, **{key: padded(v) for key, v in fields.items()}),
+        unit=unit,
+        **params,
+    ).sum.backward()
     assert log_probs.grad is not None
     assert log_probs.grad[~mask].tolist() == [0.0] * 5
     assert log_probs.grad[0, 1:].tolist() == pytest.approx(gradient(LOSSES[name], clean, unit=unit, **params))
@@ -302,16 +378,19 @@ def test_a_far_away_reference_gives_a_finite_k3_term():
     assert torch.isfinite(log_probs.grad).all()
 
 
-# --- units and metrics --------------------------------------------------------------------------------------------------------
+# --- units and metrics --------------------------------------------------------------------------------------
 
 
 def test_units_divide_by_what_they_say():
     # losses [3] and [1, 1, 4]: token mean 9/4, sequence mean of token means 5/2
     losses = torch.tensor([[3.0, NAN, NAN], [1.0, 1.0, 4.0], [NAN, NAN, NAN]])
     mask = torch.tensor([[True, False, False], [True, True, True], [False, False, False]])
-    # sequence mean of token sums 9/2; Dr. GRPO's constant, 2 rows of at most 8 tokens, 9/16; token sum: a constant of 1
+    # sequence mean of token sums 9/2; Dr. GRPO's constant, 2 rows of at most 8 tokens, 9/16; token sum: a
+    # constant of 1
     units = ("tokens", "constant", "sequences", "sequence_sums")
-    assert [(float(total), count) for total, count in (reduce_loss(losses, mask, unit) for unit in units)] == [
+    assert [
+        (float(total), count) for total, count in (reduce_loss(losses, mask, unit) for unit in units)
+    ] == [
         (9.0, 4.0),
         (9.0, 4.0),
         (5.0, 2.0),
@@ -349,7 +428,9 @@ def test_micro_batches_add_up_to_the_whole_batch(name, unit):
     def run(rows: slice, width: int = 4) -> LossOutput:
         padding = torch.full((len(mask[rows]), width - 4), NAN, dtype=torch.float64)
         padded = {key: torch.cat([value[rows], padding], dim=1) for key, value in fields.items()}
-        return LOSSES[name](LossInputs(mask=torch.cat([mask[rows], padding > 0], dim=1), **padded), unit=unit, **params)
+        return LOSSES[name](
+            LossInputs(mask=torch.cat([mask[rows], padding > 0], dim=1), **padded), unit=unit, **params
+        )
 
     def grads(total: Tensor) -> list[Tensor]:
         inputs = [fields["log_probs"], fields["entropy"]]
@@ -365,7 +446,9 @@ def test_micro_batches_add_up_to_the_whole_batch(name, unit):
         for one, other in zip(grads(total), whole_grads, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
         assert sum(part.count for part in parts) == whole.count
-        assert metric_values(merge_metrics([part.metrics for part in parts])) == pytest.approx(metric_values(whole.metrics), abs=1e-12)
+        assert metric_values(merge_metrics([part.metrics for part in parts])) == pytest.approx(
+            metric_values(whole.metrics), abs=1e-12
+        )
 
 
 def test_metrics_say_what_happened():
@@ -411,7 +494,9 @@ def test_mismatch_is_measured_on_the_policy_itself_when_old_is_the_engine():
 def test_effective_sample_size_of_the_fixture():
     weights = compute_truncated_weights(row(*OLD), row(*MU), 2.0)
     assert weights[0].tolist() == pytest.approx([1.221402758, 0.904837418, 1.349858808])
-    assert compute_ess_fraction(float(weights.mean()), float(weights.square().mean())) == pytest.approx(0.974612193)
+    assert compute_ess_fraction(float(weights.mean()), float(weights.square().mean())) == pytest.approx(
+        0.974612193
+    )
     assert compute_ess_fraction(0.0, 0.0) == 0.0
 
 
@@ -422,11 +507,13 @@ def test_bool_metrics_are_shares():
 
 
 def test_ratios_of_a_row_without_tokens_are_one():
-    assert compute_sequence_ratio(row(*LP), row(*OLD), torch.zeros(1, 3, dtype=torch.bool)).tolist() == [[1.0]]
+    assert compute_sequence_ratio(row(*LP), row(*OLD), torch.zeros(1, 3, dtype=torch.bool)).tolist() == [
+        [1.0]
+    ]
     assert compute_token_ratio(row(0.0), row(0.0)).tolist() == [[1.0]]
 
 
-# --- errors and names ---------------------------------------------------------------------------------------------------------
+# --- errors and names ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RL_LOSSES)
@@ -441,7 +528,10 @@ def test_a_ratio_needs_something_to_compare_with():
         with pytest.raises(ConfigError, match=f"'{name}' needs log-probs to compare with"):
             LOSSES[name](bare, unit="tokens")
     for name in ("importance_sampling", "dppo", "dro"):
-        with pytest.raises(ConfigError, match=rf"'{name}' needs the engine's log-probs .* fill RolloutBatch\.rollout_log_probs"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"'{name}' needs the engine's log-probs .* fill RolloutBatch\.rollout_log_probs",
+        ):
             LOSSES[name](bare, unit="tokens")
 
 
@@ -485,7 +575,9 @@ def test_losses_resolve_by_key_and_by_module_and_name_the_nearest():
         resolve_loss("sftt")
 
 
-@pytest.mark.parametrize("name", ["no_such_module:f", "rollouts.losses.sft:no_such", ":f", "rollouts.losses.ratios:MAX_LOG_RATIO"])
+@pytest.mark.parametrize(
+    "name", ["no_such_module:f", "rollouts.losses.sft:no_such", ":f", "rollouts.losses.ratios:MAX_LOG_RATIO"]
+)
 def test_a_plug_in_that_does_not_import_or_is_no_function_is_refused(name):
     with pytest.raises(PlugInError, match="loss="):
         resolve_loss(name)

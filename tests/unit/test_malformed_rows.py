@@ -1,4 +1,6 @@
-"""Malformed rows: named by file, line and field, skipped up to a share, and never shifting the order of the others."""
+"""Malformed rows: named by file, line and field, skipped up to a share, and never shifting the order of the
+others.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,15 @@ from hypothesis import strategies as st
 
 from rollouts.config.schema import DataSourceConfig
 from rollouts.data.data_buffer import DataBuffer
-from rollouts.data.datasets import exclude_prompts, load_rows, load_sources, read_source, require_good_rows, require_prompts, unique_prompts
+from rollouts.data.datasets import (
+    exclude_prompts,
+    load_rows,
+    load_sources,
+    read_source,
+    require_good_rows,
+    require_prompts,
+    unique_prompts,
+)
 from rollouts.data.mixture import make_batch_source, make_slots, select_mixture_batch
 from rollouts.data.rows import MAX_DEPTH, MAX_ROW_BYTES
 from rollouts.errors import DataError
@@ -33,14 +43,20 @@ FOUND: dict[str, tuple[str, str]] = {  # file: the field, and how the sentence b
     "content_part_without_text": ("messages[0].content[0]", "messages[0].content[0] has no text"),
     "role_is_list": ("prompt[0].role", "prompt[0].role is of type list; it must be text"),
     "role_is_empty": ("prompt[0].role", "prompt[0].role is empty"),
-    "tool_call_without_name": ("messages[1].tool_calls[0].function.name", "messages[1].tool_calls[0].function.name is None"),
+    "tool_call_without_name": (
+        "messages[1].tool_calls[0].function.name",
+        "messages[1].tool_calls[0].function.name is None",
+    ),
     "tools_are_a_number": ("tools", "tools is of type int"),
     "nan": ("", "not JSON: NaN is not a JSON number"),
     "infinity_by_overflow": ("score", "score is inf; JSON has no such number"),
     "double_key": ("x", "the key 'x' stands twice in one object"),
     "half_a_surrogate": ("prompt", "prompt has half a surrogate pair at character 2"),
     "too_deep": ("x", f"more than {MAX_DEPTH} lists and objects inside each other"),
-    "cut_off": ("", "not JSON: Unterminated string starting at at column 12; the file ends in the middle of this line"),
+    "cut_off": (
+        "",
+        "not JSON: Unterminated string starting at at column 12; the file ends in the middle of this line",
+    ),
 }
 
 
@@ -66,7 +82,11 @@ def test_a_malformed_row_is_named_by_file_line_and_field(name: str):
 
 
 def test_a_user_turn_of_white_space_is_malformed_like_a_prompt_of_it(tmp_path: Path):
-    rows = [{"prompt": " "}, {"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": " \n"}]}, {"prompt": "q"}]
+    rows = [
+        {"prompt": " "},
+        {"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": " \n"}]},
+        {"prompt": "q"},
+    ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     bad = read_source(jsonl(path), name="rl.data").bad
@@ -81,16 +101,22 @@ def test_a_row_longer_than_the_limit_is_malformed_and_the_next_line_is_read(tmp_
     path.write_text(f"{fits}\n{too_long}\n{'x' * 3 * MAX_ROW_BYTES}\n" + '{"prompt": "after"}\n' + too_long)
     found = read_source(jsonl(path), name="rl.data")
     assert [(bad.number, bad.problem) for bad in found.bad] == [
-        (line, f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out") for line in (2, 3, 5)
+        (line, f"the line has more than {MAX_ROW_BYTES} bytes; shorten it or leave it out")
+        for line in (2, 3, 5)
     ]
     assert found.rows[3] == {"prompt": "after"}
 
 
-# --- how many may be malformed -----------------------------------------------------------------------------------------------
+# --- how many may be malformed ------------------------------------------------------------------------------
 
 
 def write_rows(path: Path, count: int, bad: set[int]) -> Path:
-    path.write_text("".join("{\n" if index in bad else json.dumps({"prompt": f"question {index}"}) + "\n" for index in range(count)))
+    path.write_text(
+        "".join(
+            "{\n" if index in bad else json.dumps({"prompt": f"question {index}"}) + "\n"
+            for index in range(count)
+        )
+    )
     return path
 
 
@@ -98,7 +124,12 @@ def test_malformed_rows_up_to_the_share_are_left_out(tmp_path: Path):
     path = write_rows(tmp_path / "rows.jsonl", 100, {7})
     assert len(load_rows(jsonl(path), name="rl.data")) == 99
     (source,) = load_sources([jsonl(path)], name="rl.data").sources
-    assert (source.good_count, len(source.rows), source.rows[7], source.rows[8]) == (99, 100, None, {"prompt": "question 8"})
+    assert (source.good_count, len(source.rows), source.rows[7], source.rows[8]) == (
+        99,
+        100,
+        None,
+        {"prompt": "question 8"},
+    )
 
 
 def test_more_than_the_share_stops_with_the_counts_and_the_first_rows(tmp_path: Path):
@@ -106,8 +137,14 @@ def test_more_than_the_share_stops_with_the_counts_and_the_first_rows(tmp_path: 
     with pytest.raises(DataError) as caught:
         load_sources([jsonl(path, max_bad_fraction=0.06)], name="rl.data")
     lines = str(caught.value).split("\n")
-    assert lines[0] == "rl.data: 7 of 100 rows are malformed, more than max_bad_fraction=0.06 allows; mend them, or set rl.data.max_bad_fraction:"
-    assert [line.split(": not JSON")[0] for line in lines[1:6]] == [f"  {path}:{number}" for number in range(11, 16)]
+    assert (
+        lines[0]
+        == "rl.data: 7 of 100 rows are malformed, more than max_bad_fraction=0.06 allows; mend them, or set"
+        " rl.data.max_bad_fraction:"
+    )
+    assert [line.split(": not JSON")[0] for line in lines[1:6]] == [
+        f"  {path}:{number}" for number in range(11, 16)
+    ]
     assert lines[6:] == ["  and 2 more"]
     load_sources([jsonl(path, max_bad_fraction=0.07)], name="rl.data")
 
@@ -122,12 +159,16 @@ def test_without_a_good_row_no_share_is_enough(tmp_path: Path):
 
 def test_size_counts_malformed_rows_too(tmp_path: Path):
     path = write_rows(tmp_path / "rows.jsonl", 5, {1})
-    assert [row is None for row in read_source(jsonl(path, size=3), name="rl.data").rows] == [False, True, False]
+    assert [row is None for row in read_source(jsonl(path, size=3), name="rl.data").rows] == [
+        False,
+        True,
+        False,
+    ]
     with pytest.raises(DataError, match=r"rl\.data\.size=6 but .* has 5 rows; set size = 5 or leave it out"):
         read_source(jsonl(path, size=6), name="rl.data")
 
 
-# --- the order of the others -------------------------------------------------------------------------------------------------
+# --- the order of the others --------------------------------------------------------------------------------
 
 
 def rows_with_holes(count: int, holes: set[int]) -> list[dict[str, Any] | None]:
@@ -138,7 +179,9 @@ def rows_with_holes(count: int, holes: set[int]) -> list[dict[str, Any] | None]:
 @settings(max_examples=50, deadline=None)
 def test_a_draw_that_meets_a_hole_goes_on_to_the_next(count: int, data: st.DataObject, seed: int):
     holes = data.draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
-    whole = [prompt.key for prompt in DataBuffer(rows_with_holes(count, set()), seed=seed).get_prompts(3 * count)]
+    whole = [
+        prompt.key for prompt in DataBuffer(rows_with_holes(count, set()), seed=seed).get_prompts(3 * count)
+    ]
     expected = [(epoch, prompt_id) for epoch, prompt_id in whole if int(prompt_id[4:]) not in holes]
     buffer = DataBuffer(rows_with_holes(count, holes), seed=seed)
     assert [prompt.key for prompt in buffer.get_prompts(len(expected))] == expected
@@ -147,15 +190,26 @@ def test_a_draw_that_meets_a_hole_goes_on_to_the_next(count: int, data: st.DataO
 
 def test_a_hole_cannot_be_found_returned_or_loaded():
     buffer = DataBuffer(rows_with_holes(3, {1}), seed=0)
-    with pytest.raises(DataError, match="prompt 'row-1' is not of this dataset; its 2 rows are row-0 to row-2, malformed ones left out"):
+    with pytest.raises(
+        DataError,
+        match="prompt 'row-1' is not of this dataset; its 2 rows are row-0 to row-2, malformed ones left out",
+    ):
         buffer.find_prompt("row-1", 0)
     with pytest.raises(DataError, match=r"\(3 rows\), this one is .* \(2 rows\)"):
         buffer.load_state_dict(DataBuffer(rows_with_holes(3, set()), seed=0).state_dict())
 
 
 def test_sft_batches_pass_over_holes_too():
-    whole = [row for step in range(4) for row in select_mixture_batch([make_batch_source("a", 1.0, [1] * 5)], 5, step, 3)]
-    holed = [row for step in range(4) for row in select_mixture_batch([make_batch_source("a", 1.0, [1, None, 1, 1, None])], 3, step, 3)]
+    whole = [
+        row
+        for step in range(4)
+        for row in select_mixture_batch([make_batch_source("a", 1.0, [1] * 5)], 5, step, 3)
+    ]
+    holed = [
+        row
+        for step in range(4)
+        for row in select_mixture_batch([make_batch_source("a", 1.0, [1, None, 1, 1, None])], 3, step, 3)
+    ]
     assert holed == [row for row in whole if row not in (1, 4)]
 
 

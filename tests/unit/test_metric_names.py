@@ -27,9 +27,15 @@ LOGGING = (  # where metrics are made, or read by name
 NOT_METRICS = {  # literals of that form that name something else
     "tok/s", "s/step",  # labels of columns
     "perf/tokens_per_s",  # of runs of earlier versions, which a progress line still shows
-    "kto/{}", "critic/{}", "eval/{}/{}", "data/{}", "perplexity/{}",  # prefixes of names that are in the table
+    # prefixes of names that are in the table
+    "kto/{}", "critic/{}", "eval/{}/{}", "data/{}", "perplexity/{}",
 }  # fmt: skip
-STATE_FILES = ("backends/state.py", "backends/state_files.py", "backends/sharded_state.py", "backends/shares.py")  # names of tensors
+STATE_FILES = (
+    "backends/state.py",
+    "backends/state_files.py",
+    "backends/sharded_state.py",
+    "backends/shares.py",
+)  # names of tensors
 
 
 def fill(name: str) -> str:
@@ -44,19 +50,32 @@ def find_literals(source: str) -> set[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
         elif isinstance(node, ast.JoinedStr):
-            found.add("".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values))
-    return {text for text in found if METRIC_NAME.fullmatch(text.replace("@{}", "@4").replace("{}", "some_name")) and not text.startswith("{}")}
+            found.add(
+                "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            )
+    return {
+        text
+        for text in found
+        if METRIC_NAME.fullmatch(text.replace("@{}", "@4").replace("{}", "some_name"))
+        and not text.startswith("{}")
+    }
 
 
 def list_logging_files() -> list[Path]:
     paths = [ROOT / "rollouts" / place for place in LOGGING]
-    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.exists() else [])]
+    files = [
+        file
+        for path in paths
+        for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path] if path.exists() else [])
+    ]
     return [file for file in files if not str(file).endswith(STATE_FILES)]
 
 
 def test_the_documentation_is_the_table():
     page = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
-    assert make_table() in page, "docs/run_directory.md, section Metrics: put in what rollouts.metrics.names.make_table() returns"
+    assert make_table() in page, (
+        "docs/run_directory.md, section Metrics: put in what rollouts.metrics.names.make_table() returns"
+    )
 
 
 def test_every_name_of_the_table_may_be_written_and_is_there_once():
@@ -86,7 +105,9 @@ def test_a_name_is_found_in_the_table(name: str, line: str):
     assert found.name == line
 
 
-@pytest.mark.parametrize("name", ["loss", "reward/median", "time", "engine/vllm_0/mood", "eval/heldout/avg@x"])
+@pytest.mark.parametrize(
+    "name", ["loss", "reward/median", "time", "engine/vllm_0/mood", "eval/heldout/avg@x"]
+)
 def test_a_name_that_is_not_ours_is_not_found(name: str):
     assert find_metric(name) is None
 
@@ -103,7 +124,9 @@ def test_every_metric_that_the_code_names_is_in_the_table():
 
 
 def test_the_search_for_names_finds_them():
-    source = 'metrics["reward/new"] = 1\nother = f"eval/{name}/best@{k}"\npath = "a b/c"\nrest = f"{name}/drawn"\n'
+    source = (
+        'metrics["reward/new"] = 1\nother = f"eval/{name}/best@{k}"\npath = "a b/c"\nrest = f"{name}/drawn"\n'
+    )
     assert find_literals(source) == {"reward/new", "eval/{}/best@{}"}
 
 
@@ -118,23 +141,35 @@ async def test_what_servers_and_their_updates_say_is_in_the_table(autojump_clock
     async def fail(engine: FakeEngine, request: GenerateRequest) -> None:
         raise EngineUnreachable("gone")
 
-    async with open_fleet([Member(FakeEngine("vllm-0", script=fail)), Member(FakeEngine("vllm-1"))], warn=lambda said: None) as fleet:
+    async with open_fleet(
+        [Member(FakeEngine("vllm-0", script=fail)), Member(FakeEngine("vllm-1"))], warn=lambda said: None
+    ) as fleet:
         update(fleet, 0)
         for number in range(4):
             sampling = SamplingParams(max_new_tokens=1)
-            await fleet.generate(GenerateRequest(request_id=f"r{number}", prompt_ids=np.zeros(1, np.int64), sampling=sampling))
+            await fleet.generate(
+                GenerateRequest(request_id=f"r{number}", prompt_ids=np.zeros(1, np.int64), sampling=sampling)
+            )
         said = {make_metric_name(name) for name in fleet.statistics()}
     said |= (await World().update(1, 3.0)).metrics().keys()
-    assert {"fleet/failures/engine_unreachable", "engine/vllm_0/state", "weight_sync/probe_difference/max"} <= said
+    assert {
+        "fleet/failures/engine_unreachable",
+        "engine/vllm_0/state",
+        "weight_sync/probe_difference/max",
+    } <= said
     assert [name for name in said if find_metric(name) is None] == []
 
 
 def test_no_exception_is_left_over():
-    literals = {literal for path in list_logging_files() for literal in find_literals(path.read_text(encoding="utf-8"))}
+    literals = {
+        literal
+        for path in list_logging_files()
+        for literal in find_literals(path.read_text(encoding="utf-8"))
+    }
     assert NOT_METRICS - literals == set()
 
 
-# --- aliases ------------------------------------------------------------------------------------------------------------------
+# --- aliases ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("table", ALIASES)
@@ -147,7 +182,13 @@ def test_aliases_are_of_names_that_there_are_and_differ(table: str):
 
 
 def test_aliases_stand_beside_our_names():
-    row = {"stage": "rl", "step": 3, "reward/mean": 0.5, "reward/part/exact/mean": 0.25, "off_policy/max": 1.0}
+    row = {
+        "stage": "rl",
+        "step": 3,
+        "reward/mean": 0.5,
+        "reward/part/exact/mean": 0.25,
+        "off_policy/max": 1.0,
+    }
     assert find_aliases(row, ALIASES["trl"]) == {"reward": 0.5, "rewards/exact/mean": 0.25}
     assert add_aliases(row, ALIASES["trl"]) == {**row, "reward": 0.5, "rewards/exact/mean": 0.25}
     assert add_aliases(row, ALIASES["verl"]) == {**row, "critic/score/mean": 0.5}

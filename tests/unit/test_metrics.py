@@ -11,11 +11,18 @@ from rich.console import Console
 
 from rollouts.errors import MetricError
 from rollouts.metrics.progress import compute_eta_s, format_duration, open_progress
-from rollouts.metrics.record import check_metric, encode_row, encode_rows, flatten_metrics, make_head, make_row
+from rollouts.metrics.record import (
+    check_metric,
+    encode_row,
+    encode_rows,
+    flatten_metrics,
+    make_head,
+    make_row,
+)
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.types import Mean, Total
 
-# --- rows ---------------------------------------------------------------------------------------------------------------------
+# --- rows ---------------------------------------------------------------------------------------------------
 
 
 def test_a_row_is_its_head_and_then_the_metrics_in_order():
@@ -33,14 +40,37 @@ def test_a_row_is_its_head_and_then_the_metrics_in_order():
 
 
 @pytest.mark.parametrize(
-    "name", ["reward/mean", "time/step", "eval/heldout/pass@16", "eval/h/response_length/mean", "engine/0/version", "a/b/c/d/e", "clip_ratio"]
+    "name",
+    [
+        "reward/mean",
+        "time/step",
+        "eval/heldout/pass@16",
+        "eval/h/response_length/mean",
+        "engine/0/version",
+        "a/b/c/d/e",
+        "clip_ratio",
+    ],
 )
 def test_names_in_form_are_taken(name: str):
     assert check_metric(name, 1) == 1.0
 
 
 @pytest.mark.parametrize(
-    "name", ["reward", "Reward/mean", "reward/", "/reward", "reward mean/x", "a/b-c", "0a/b", "a/b/c/d/e/f", "a/@4", "a/b@", "a/b\n", ""]
+    "name",
+    [
+        "reward",
+        "Reward/mean",
+        "reward/",
+        "/reward",
+        "reward mean/x",
+        "a/b-c",
+        "0a/b",
+        "a/b/c/d/e/f",
+        "a/@4",
+        "a/b@",
+        "a/b\n",
+        "",
+    ],
 )
 def test_a_name_out_of_form_is_refused_by_name(name: str):
     with pytest.raises(MetricError, match="lower_snake"):
@@ -58,16 +88,28 @@ def test_numpy_scalars_and_bools_become_floats():
 
 
 def test_a_mean_of_nothing_is_absent_not_zero():
-    assert flatten_metrics({"reward/mean": Mean(0.0, 0.0), "loss/total": Mean(3.0, 2.0), "fail/reward": Total(4.0)}) == {
+    assert flatten_metrics(
+        {"reward/mean": Mean(0.0, 0.0), "loss/total": Mean(3.0, 2.0), "fail/reward": Total(4.0)}
+    ) == {
         "loss/total": 1.5,
         "fail/reward": 4.0,
     }
 
 
 def test_a_row_is_encoded_as_the_standard_library_reads_it():
-    row = {"stage": "rl", "step": 3, "loss/total": 1.0, "tiny": 1e-7, "text": "Grüße \u2028 \n", "messages": [{"content": "a"}], "none": None}
+    row = {
+        "stage": "rl",
+        "step": 3,
+        "loss/total": 1.0,
+        "tiny": 1e-7,
+        "text": "Grüße \u2028 \n",
+        "messages": [{"content": "a"}],
+        "none": None,
+    }
     assert json.loads(encode_row(row)) == row
-    assert json.loads(encode_row({"a": np.float32(0.5), "b": np.int64(2), "c": np.float64(0.25), "d": 2**70})) == {
+    assert json.loads(
+        encode_row({"a": np.float32(0.5), "b": np.int64(2), "c": np.float64(0.25), "d": 2**70})
+    ) == {
         "a": 0.5,
         "b": 2,
         "c": 0.25,
@@ -99,7 +141,9 @@ class Named(msgspec.Struct, omit_defaults=True):
 def test_every_row_begins_with_the_head_that_all_share():
     head = {"stage": 'a"{', "step": 3}
     rows = [{"text": '\n{"}'}, {"text": "x", "number": 0.5}]
-    lines = b'{"stage":"a\\"{","step":3,"text":"\\n{\\"}"}\n{"stage":"a\\"{","step":3,"text":"x","number":0.5}\n'
+    lines = (
+        b'{"stage":"a\\"{","step":3,"text":"\\n{\\"}"}\n{"stage":"a\\"{","step":3,"text":"x","number":0.5}\n'
+    )
     assert encode_rows(rows, head=head) == lines
     assert encode_rows([Named(**row) for row in rows], head=head) == lines
     assert encode_rows([], head=head) == b""
@@ -111,12 +155,15 @@ def test_every_row_begins_with_the_head_that_all_share():
 
 def test_half_a_surrogate_pair_does_not_end_a_run():
     """A dataset's JSON can hold one, and UTF-8 cannot."""
-    assert json.loads(encode_row({"prompt": "a\ud800b", "reward": np.float32(0.5)})) == {"prompt": "a?b", "reward": 0.5}
+    assert json.loads(encode_row({"prompt": "a\ud800b", "reward": np.float32(0.5)})) == {
+        "prompt": "a?b",
+        "reward": 0.5,
+    }
     with pytest.raises(MetricError, match="field reward = nan"):
         encode_row({"prompt": "\ud800", "reward": math.nan})
 
 
-# --- progress -----------------------------------------------------------------------------------------------------------------
+# --- progress -----------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -134,7 +181,16 @@ def test_a_log_gets_the_first_and_last_step_and_one_line_in_between_per_interval
     with open_progress(Console(file=text, width=20), {"sft": 6}, every_s=10.0, clock=clock) as progress:
         for step in range(1, 7):
             clock.now = 4.0 * (step - 1)  # lines at 0 s, 12 s and, as the last step, 20 s
-            progress.update("sft", step, {"loss/total": 1.5, "optim/grad_norm": 0.123456, "perf/trained_tokens_per_s": 1234.5, "time/step": 4.0})
+            progress.update(
+                "sft",
+                step,
+                {
+                    "loss/total": 1.5,
+                    "optim/grad_norm": 0.123456,
+                    "perf/trained_tokens_per_s": 1234.5,
+                    "time/step": 4.0,
+                },
+            )
         progress.note("[saved]")
     assert text.getvalue().splitlines() == [
         "sft 1/6  loss 1.5  grad 0.123  tok/s 1234  s/step 4.00  eta 20s",
@@ -144,7 +200,10 @@ def test_a_log_gets_the_first_and_last_step_and_one_line_in_between_per_interval
     ]
 
 
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left on device"), ValueError("I/O operation on closed file")])
+@pytest.mark.parametrize(
+    "error",
+    [BrokenPipeError(), OSError(28, "No space left on device"), ValueError("I/O operation on closed file")],
+)
 def test_a_log_that_cannot_be_written_any_more_ends_nothing(error: Exception):
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
@@ -186,10 +245,17 @@ def test_eta_is_of_this_attempts_pace_and_of_the_first_step_before_there_is_one(
 
 
 def test_durations_are_short():
-    assert [format_duration(seconds) for seconds in (0.4, 59.4, 59.6, 185, 3599.7, 7620)] == ["0s", "59s", "1m00s", "3m05s", "1h00m", "2h07m"]
+    assert [format_duration(seconds) for seconds in (0.4, 59.4, 59.6, 185, 3599.7, 7620)] == [
+        "0s",
+        "59s",
+        "1m00s",
+        "3m05s",
+        "1h00m",
+        "2h07m",
+    ]
 
 
-# --- time by phase ------------------------------------------------------------------------------------------------------------
+# --- time by phase ------------------------------------------------------------------------------------------
 
 
 def test_a_phase_entered_twice_adds_up_and_the_step_is_the_whole():

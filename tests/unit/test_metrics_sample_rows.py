@@ -11,18 +11,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.metrics.record import encode_row, make_head
-from rollouts.metrics.sample_rows import encode_sample_rows, keep_what_fits, select_evenly, shorten_failure, shorten_json
+from rollouts.metrics.sample_rows import (
+    encode_sample_rows,
+    keep_what_fits,
+    select_evenly,
+    shorten_failure,
+    shorten_json,
+)
 from rollouts.types import Sample, Status
 
 HEAD = make_head("eval-preference", 1_000_000, 1_000_000, 999, 1_700_000_000.123)
 ROW_BYTES = 700  # what docs/run_directory.md promises
 
 values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=300),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=300),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=20), inner, max_size=5),
     max_leaves=20,
 )
-failures = st.fixed_dictionaries({name: st.text(max_size=3000) for name in ("class", "function", "message", "traceback")})
+failures = st.fixed_dictionaries(
+    {name: st.text(max_size=3000) for name in ("class", "function", "message", "traceback")}
+)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
@@ -35,8 +47,13 @@ def make_rows(samples: list[Sample]) -> list[dict[str, Any]]:
 
 def count_beside_texts(row: dict[str, Any]) -> int:
     """Bytes of a row's JSON without what is in prompt, response and the failure."""
-    metadata = {**row.get("metadata", {}), **({"failure": {}} if "failure" in row.get("metadata", {}) else {})}
-    return len(encode_row({**row, "prompt": "", "response": "", **({"metadata": metadata} if metadata else {})}))
+    metadata = {
+        **row.get("metadata", {}),
+        **({"failure": {}} if "failure" in row.get("metadata", {}) else {}),
+    }
+    return len(
+        encode_row({**row, "prompt": "", "response": "", **({"metadata": metadata} if metadata else {})})
+    )
 
 
 @settings(max_examples=150, deadline=None)
@@ -49,7 +66,12 @@ def count_beside_texts(row: dict[str, Any]) -> int:
     reward=st.none() | finite,
 )
 def test_a_row_is_at_most_700_bytes_beside_its_texts(
-    sample_id: str, texts: tuple[str, str], rewards: dict[str, float], metadata: dict[str, Any], failure: Any, reward: float | None
+    sample_id: str,
+    texts: tuple[str, str],
+    rewards: dict[str, float],
+    metadata: dict[str, Any],
+    failure: Any,
+    reward: float | None,
 ):
     if failure is not None:
         metadata["failure"] = failure
@@ -70,16 +92,32 @@ def test_a_row_is_at_most_700_bytes_beside_its_texts(
     assert count_beside_texts(row) <= ROW_BYTES
     assert json.loads(encode_row(row))["id"] == sample_id
     others = {key: value for key, value in row.get("metadata", {}).items() if key != "failure"}
-    assert len(row.get("rewards", {})) + row.get("rewards_cut", 0) == len(rewards), "each part is kept or counted"
-    assert len(others) + row.get("metadata_cut", 0) == len(metadata) - ("failure" in metadata), "each key is kept or counted"
+    assert len(row.get("rewards", {})) + row.get("rewards_cut", 0) == len(rewards), (
+        "each part is kept or counted"
+    )
+    assert len(others) + row.get("metadata_cut", 0) == len(metadata) - ("failure" in metadata), (
+        "each key is kept or counted"
+    )
     assert [key for key in metadata if key in others] == list(others), "in their order"
     assert ("failure" in row.get("metadata", {})) == ("failure" in metadata)
 
 
 def test_an_everyday_sample_is_kept_whole():
-    metadata = {"question": "What is 17 * 23?", "answer": "391", "source": "arithmetic", "prompt_id": 12345, "level": {"digits": 2, "carry": True}}
+    metadata = {
+        "question": "What is 17 * 23?",
+        "answer": "391",
+        "source": "arithmetic",
+        "prompt_id": 12345,
+        "level": {"digits": 2, "carry": True},
+    }
     rewards = {"format": 1.0, "length": 0.25, "correct": 1.0}
-    [row] = make_rows([Sample(id="p00012345-3", prompt="?", response="391", reward=0.75, rewards=rewards, metadata=metadata)])
+    [row] = make_rows(
+        [
+            Sample(
+                id="p00012345-3", prompt="?", response="391", reward=0.75, rewards=rewards, metadata=metadata
+            )
+        ]
+    )
     assert row["metadata"] == metadata
     assert row["rewards"] == rewards
     assert "metadata_cut" not in row
@@ -104,12 +142,24 @@ def test_a_key_that_does_not_fit_makes_room_for_those_after_it():
 
 def test_a_failure_keeps_its_four_texts_each_cut():
     failure = {"class": "reward", "function": "f", "message": "m", "traceback": 3000 * "y", "more": "z"}
-    assert shorten_failure(failure) == {"class": "reward", "function": "f", "message": "m", "traceback": 2000 * "y" + "… (3000 characters)"}
+    assert shorten_failure(failure) == {
+        "class": "reward",
+        "function": "f",
+        "message": "m",
+        "traceback": 2000 * "y" + "… (3000 characters)",
+    }
     assert shorten_failure(3000 * "y") == 2000 * "y" + "… (3000 characters)"
 
 
 @pytest.mark.parametrize(
-    ("value", "short"), [("x" * 9, "xxxx… (9 characters)"), ([1, 2], "[1,2… (5 characters)"), (None, None), (1.25, 1.25), ("xxxx", "xxxx")]
+    ("value", "short"),
+    [
+        ("x" * 9, "xxxx… (9 characters)"),
+        ([1, 2], "[1,2… (5 characters)"),
+        (None, None),
+        (1.25, 1.25),
+        ("xxxx", "xxxx"),
+    ],
 )
 def test_a_long_value_becomes_the_beginning_of_its_text(value: Any, short: Any):
     assert shorten_json(value, 4) == short
@@ -123,11 +173,24 @@ def test_select_evenly_takes_all_when_there_are_few():
 
 def test_rows_made_together_have_each_its_own_versions():
     def sample(name: str, versions: list[int], mask: list[int]) -> Sample:
-        return Sample(id=name, prompt="?", tokens=np.arange(len(mask)), loss_mask=np.array(mask, bool), weight_versions=np.array(versions, np.int64))
+        return Sample(
+            id=name,
+            prompt="?",
+            tokens=np.arange(len(mask)),
+            loss_mask=np.array(mask, bool),
+            weight_versions=np.array(versions, np.int64),
+        )
 
-    samples = [sample("a", [-1, 3, 5, 4], [0, 1, 1, 1]), sample("b", [-1, -1], [0, 0]), sample("c", [9, 7, -1], [1, 0, 0]), sample("d", [], [])]
+    samples = [
+        sample("a", [-1, 3, 5, 4], [0, 1, 1, 1]),
+        sample("b", [-1, -1], [0, 0]),
+        sample("c", [9, 7, -1], [1, 0, 0]),
+        sample("d", [], []),
+    ]
     rows = make_rows(samples)
-    spans = [(row["response_length"], row.get("weight_version_min"), row.get("weight_version_max")) for row in rows]
+    spans = [
+        (row["response_length"], row.get("weight_version_min"), row.get("weight_version_max")) for row in rows
+    ]
     assert spans == [(3, 3, 5), (0, None, None), (1, 9, 9), (0, None, None)]
     assert [row["tokens"] for row in rows] == [4, 2, 3, 0]
     assert make_rows([]) == []

@@ -1,4 +1,6 @@
-"""The logger of a run: what each call writes, that the event loop goes on meanwhile, and what becomes of rows when a disk refuses them."""
+"""The logger of a run: what each call writes, that the event loop goes on meanwhile, and what becomes of rows
+when a disk refuses them.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from rollouts.metrics.writer import open_jsonl_logger
 from rollouts.run_dir import RunDir
 from rollouts.types import ForwardBackwardResult, OptimStepResult, RolloutBatch, Sample, Status
 
-# --- files --------------------------------------------------------------------------------------------------------------------
+# --- files --------------------------------------------------------------------------------------------------
 
 
 def make_sample(index: int = 0, **changes: object) -> Sample:
@@ -69,7 +71,9 @@ async def test_logged_rows_are_read_back(tmp_path: Path):
         {**head, "stage": "sft", "step": 1, "policy_version": 0, "loss/total": 2.0},
         {**head, "stage": "sft", "step": 2, "policy_version": 1},
     ]
-    assert read_rows(run_dir.evaluations) == [{**head, "stage": "rl", "step": 1, "policy_version": 1, "name": "heldout", "eval/heldout/avg@1": 0.25}]
+    assert read_rows(run_dir.evaluations) == [
+        {**head, "stage": "rl", "step": 1, "policy_version": 1, "name": "heldout", "eval/heldout/avg@1": 0.25}
+    ]
     assert read_rows(run_dir.samples) == [
         {
             **head,
@@ -110,7 +114,14 @@ async def test_what_a_sample_lacks_is_absent_from_its_row(tmp_path: Path):
     (row,) = read_rows(run_dir.samples)
     assert row["prompt"] == messages
     assert row["status"] == "pending"
-    assert not {"reward", "rewards", "group_index", "weight_version_min", "weight_version_max", "metadata"} & set(row)
+    assert not {
+        "reward",
+        "rewards",
+        "group_index",
+        "weight_version_min",
+        "weight_version_max",
+        "metadata",
+    } & set(row)
 
 
 async def test_logged_samples_are_spread_over_the_groups(tmp_path: Path):
@@ -123,7 +134,9 @@ async def test_logged_samples_are_spread_over_the_groups(tmp_path: Path):
 async def test_a_logger_tells_progress_about_each_step(tmp_path: Path):
     text = io.StringIO()
     with open_progress(Console(file=text, width=200), {"rl": 2}) as progress:
-        async with open_jsonl_logger(RunDir(tmp_path), attempt=1, samples_per_step=0, progress=progress) as logger:
+        async with open_jsonl_logger(
+            RunDir(tmp_path), attempt=1, samples_per_step=0, progress=progress
+        ) as logger:
             await logger.log_step("rl", 1, 0, {"reward/mean": 0.25})
     assert text.getvalue() == "rl 1/2  reward 0.250\n"
 
@@ -156,10 +169,12 @@ async def test_a_line_torn_at_any_byte_never_damages_the_next_attempt(tmp_path: 
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-# --- a disk that refuses ------------------------------------------------------------------------------------------------------
+# --- a disk that refuses ------------------------------------------------------------------------------------
 
 
-async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_takes_them(tmp_path, monkeypatch, caplog):
+async def test_rows_that_a_full_disk_refuses_wait_whole_and_are_written_when_it_takes_them(
+    tmp_path, monkeypatch, caplog
+):
     run_dir, refuse = RunDir(tmp_path), True
     write = os.write
 
@@ -197,7 +212,7 @@ async def test_rows_that_are_still_refused_at_the_end_are_an_error(tmp_path, mon
         await run()
 
 
-# --- off the event loop -------------------------------------------------------------------------------------------------------
+# --- off the event loop -------------------------------------------------------------------------------------
 
 
 async def test_a_slow_disk_does_not_stop_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -217,7 +232,9 @@ async def test_a_slow_disk_does_not_stop_the_event_loop(tmp_path: Path, monkeypa
     assert len(read_rows(run_dir.metrics)) == 1
 
 
-async def test_calls_that_wait_for_a_slow_disk_keep_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_calls_that_wait_for_a_slow_disk_keep_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run_dir, free, real_write = RunDir(tmp_path), threading.Event(), os.write
 
     def write_slowly(file: int, data: bytes) -> int:
@@ -246,7 +263,9 @@ async def test_a_row_is_written_also_when_its_caller_is_cancelled(tmp_path: Path
         assert [row["step"] for row in read_rows(run_dir.metrics)] == [1]
 
 
-async def test_without_a_thread_no_real_time_is_waited_for(tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch):
+async def test_without_a_thread_no_real_time_is_waited_for(
+    tmp_path: Path, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("a thread under a mock clock")
 
@@ -273,7 +292,7 @@ async def test_parts_grow_to_their_limit_through_the_logger(tmp_path: Path):
     assert len(read_rows(run_dir.samples)) == 80
 
 
-# --- spans and updates --------------------------------------------------------------------------------------------------------
+# --- spans and updates --------------------------------------------------------------------------------------
 
 
 async def test_a_span_is_a_row(tmp_path: Path):
@@ -281,26 +300,48 @@ async def test_a_span_is_a_row(tmp_path: Path):
     async with open_jsonl_logger(run_dir, attempt=3, samples_per_step=0, time_unix=lambda: 9.0) as logger:
         await logger.log_spans("rl", 2, 1, [])
         assert not run_dir.spans.exists(), "made with its first row"
-        await logger.log_spans("rl", 2, 1, [Span("train", "trainer", 5.0, 1.5), Span("generate", "sglang-0", 4.0, 0.5, "g1", 12)])
+        await logger.log_spans(
+            "rl", 2, 1, [Span("train", "trainer", 5.0, 1.5), Span("generate", "sglang-0", 4.0, 0.5, "g1", 12)]
+        )
         assert logger.statistics()["span_rows"] == 2
     head = {"schema": 1, "stage": "rl", "step": 2, "policy_version": 1, "attempt": 3, "time_unix": 9.0}
     assert read_rows(run_dir.spans) == [
         {**head, "name": "train", "track": "trainer", "start_unix": 5.0, "duration_s": 1.5},
-        {**head, "name": "generate", "track": "sglang-0", "start_unix": 4.0, "duration_s": 0.5, "id": "g1", "tokens": 12},
+        {
+            **head,
+            "name": "generate",
+            "track": "sglang-0",
+            "start_unix": 4.0,
+            "duration_s": 0.5,
+            "id": "g1",
+            "tokens": 12,
+        },
     ]
 
 
 async def test_no_update_makes_no_file(tmp_path: Path):
     run_dir = RunDir(tmp_path)
-    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=0, token_arrays_bytes=1 << 20) as logger:
+    async with open_jsonl_logger(
+        run_dir, attempt=1, samples_per_step=0, token_arrays_bytes=1 << 20
+    ) as logger:
         await logger.log_step("rl", 1, 0, {}, updates=[], spans=[])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluations.jsonl", "metrics.jsonl", "samples.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "evaluations.jsonl",
+        "metrics.jsonl",
+        "samples.jsonl",
+    ]
 
 
 def make_update(index: int, *, contributes: bool = True) -> UpdateRecord:
     """An update of two rows of which two tokens and one train."""
-    tokens, masks = (np.array([5, 6, 7]), np.array([5, 8])), (np.array([False, True, True]), np.array([False, True]))
-    samples = tuple(Sample(id=name, prompt="p", tokens=ids, loss_mask=mask) for name, ids, mask in zip(("a", "b"), tokens, masks, strict=True))
+    tokens, masks = (
+        (np.array([5, 6, 7]), np.array([5, 8])),
+        (np.array([False, True, True]), np.array([False, True])),
+    )
+    samples = tuple(
+        Sample(id=name, prompt="p", tokens=ids, loss_mask=mask)
+        for name, ids, mask in zip(("a", "b"), tokens, masks, strict=True)
+    )
     batch = RolloutBatch(tokens=tokens, loss_masks=masks, samples=samples)
     forward = ForwardBackwardResult(loss=0.5, denominator=3.0, metrics={})
     optim = OptimStepResult(step=index, lr=1e-3, grad_norm=2.5, clipped=True)
@@ -309,8 +350,12 @@ def make_update(index: int, *, contributes: bool = True) -> UpdateRecord:
 
 async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(tmp_path: Path):
     run_dir = RunDir(tmp_path)
-    async with open_jsonl_logger(run_dir, attempt=2, samples_per_step=0, token_arrays_bytes=1 << 20) as logger:
-        await logger.log_step("rl", 4, 3, {}, updates=[make_update(0), make_update(1), make_update(2, contributes=False)])
+    async with open_jsonl_logger(
+        run_dir, attempt=2, samples_per_step=0, token_arrays_bytes=1 << 20
+    ) as logger:
+        await logger.log_step(
+            "rl", 4, 3, {}, updates=[make_update(0), make_update(1), make_update(2, contributes=False)]
+        )
         assert logger.statistics()["contribution_rows"] == 4
         assert logger.statistics()["updates"] == 3
     rows = read_rows(run_dir.contributions)
@@ -323,20 +368,29 @@ async def test_an_update_leaves_arrays_rows_that_name_them_and_a_line(tmp_path: 
     assert all("+5.000000e-01" in line for line in lines)
 
 
-async def test_arrays_that_the_disk_refuses_are_left_out_and_their_rows_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+async def test_arrays_that_the_disk_refuses_are_left_out_and_their_rows_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+):
     run_dir = RunDir(tmp_path)
 
     def refuse(*_: Any) -> None:
         raise StorageError("per-token arrays cannot be written")
 
-    async with open_jsonl_logger(run_dir, attempt=1, samples_per_step=0, token_arrays_bytes=1 << 20) as logger:
+    async with open_jsonl_logger(
+        run_dir, attempt=1, samples_per_step=0, token_arrays_bytes=1 << 20
+    ) as logger:
         with monkeypatch.context() as patch:
             patch.setattr(TokenShards, "write", refuse)
             await logger.log_step("rl", 1, 0, {}, updates=[make_update(0)])
             await logger.log_step("rl", 2, 1, {}, updates=[make_update(0)])
         await logger.log_step("rl", 3, 2, {}, updates=[make_update(0)])
     rows = read_rows(run_dir.contributions)
-    assert [(row["step"], row.get("offset")) for row in rows[:4]] == [(1, None), (1, None), (2, None), (2, None)]
+    assert [(row["step"], row.get("offset")) for row in rows[:4]] == [
+        (1, None),
+        (1, None),
+        (2, None),
+        (2, None),
+    ]
     assert all("offset" in row for row in rows[4:])
     assert len(run_dir.updates_log.read_text().splitlines()) == 3
     (warning,) = caplog.messages

@@ -34,11 +34,17 @@ from rollouts.errors import DataError
 
 
 def make_source(name: str, size: int, weight: float, holes: tuple[int, ...] = ()) -> SourceRows:
-    return SourceRows(name, weight, tuple(None if index in holes else {"prompt": f"{name} {index}"} for index in range(size)))
+    return SourceRows(
+        name,
+        weight,
+        tuple(None if index in holes else {"prompt": f"{name} {index}"} for index in range(size)),
+    )
 
 
 def make_mixture(**sizes_and_weights: tuple[int, float]) -> Mixture:
-    return Mixture(tuple(make_source(name, size, weight) for name, (size, weight) in sizes_and_weights.items()))
+    return Mixture(
+        tuple(make_source(name, size, weight) for name, (size, weight) in sizes_and_weights.items())
+    )
 
 
 THREE = make_mixture(a=(5, 0.5), b=(3, 0.3), c=(4, 0.2))
@@ -56,10 +62,13 @@ def assert_within_one(turns: list[int], shares: list[Fraction]) -> None:
     counts = [0] * len(shares)
     for turn, index in enumerate(turns, start=1):
         counts[index] += 1
-        assert all(abs(count - share * turn) < 1 for count, share in zip(counts, shares, strict=True)), (turn, counts)
+        assert all(abs(count - share * turn) < 1 for count, share in zip(counts, shares, strict=True)), (
+            turn,
+            counts,
+        )
 
 
-# --- whose turn it is --------------------------------------------------------------------------------------------------------
+# --- whose turn it is ---------------------------------------------------------------------------------------
 
 
 def test_weights_become_the_smallest_whole_numbers():
@@ -70,8 +79,8 @@ def test_weights_become_the_smallest_whole_numbers():
 
 
 def test_turns_of_three_sources_worked_by_hand():
-    # 2 : 1 : 1. Draw 1 is due for all; the first source would be a whole draw behind after 2, the others after 4. Then the two of them are
-    # due, and so on, until all four are handed out and it begins again.
+    # 2 : 1 : 1. Draw 1 is due for all; the first source would be a whole draw behind after 2, the others
+    # after 4. Then the two of them are due, and so on, until all four are handed out and it begins again.
     assert compute_turns((2, 1, 1), 4).tolist() == [0, 1, 2, 0]
 
 
@@ -90,16 +99,21 @@ def test_small_sources_beside_large_ones_do_not_fall_behind():
     assert_within_one(compute_turns(amounts, 98).tolist(), [Fraction(amount, 98) for amount in amounts])
 
 
-# --- the buffer --------------------------------------------------------------------------------------------------------------
+# --- the buffer ---------------------------------------------------------------------------------------------
 
 
 def test_two_epochs_draw_exactly_the_stated_proportions():
     drawn = DataBuffer(THREE, seed=1).get_prompts(20)
-    assert_within_one(["abc".index(source_of(prompt)) for prompt in drawn], [Fraction(5, 10), Fraction(3, 10), Fraction(2, 10)])
+    assert_within_one(
+        ["abc".index(source_of(prompt)) for prompt in drawn],
+        [Fraction(5, 10), Fraction(3, 10), Fraction(2, 10)],
+    )
     assert Counter(map(source_of, drawn)) == {"a": 10, "b": 6, "c": 4}
     for name, size, epochs in (("a", 5, 2), ("b", 3, 2), ("c", 4, 1)):
         of_source = [prompt for prompt in drawn if source_of(prompt) == name]
-        assert Counter(prompt.key for prompt in of_source) == {(epoch, f"{name}/row-{row}"): 1 for epoch in range(epochs) for row in range(size)}
+        assert Counter(prompt.key for prompt in of_source) == {
+            (epoch, f"{name}/row-{row}"): 1 for epoch in range(epochs) for row in range(size)
+        }
         assert [prompt.epoch for prompt in of_source] == sorted(prompt.epoch for prompt in of_source)
 
 
@@ -121,7 +135,11 @@ def test_a_prompt_says_in_its_row_what_source_it_is_of():
 
 def test_the_order_of_a_source_does_not_depend_on_the_others():
     def order(mixture: Mixture) -> list[str]:
-        return [prompt.prompt_id for prompt in DataBuffer(mixture, seed=1).get_prompts(200) if source_of(prompt) == "b"][:9]
+        return [
+            prompt.prompt_id
+            for prompt in DataBuffer(mixture, seed=1).get_prompts(200)
+            if source_of(prompt) == "b"
+        ][:9]
 
     assert order(THREE) == order(make_mixture(x=(50, 3.0), b=(3, 1.0), y=(2, 0.1)))
     assert order(THREE) != order(make_mixture(b=(3, 1.0), y=(2, 0.1)))[::-1]
@@ -132,12 +150,29 @@ def test_one_source_in_a_mixture_of_one_is_drawn_as_its_rows_alone():
     alone, mixed = DataBuffer(rows, seed=7), DataBuffer(make_mixture(a=(8, 0.3)), seed=7)
     assert alone.get_prompts(20) == mixed.get_prompts(20)
     assert alone.state_dict() == mixed.state_dict()
-    assert [int(prompt.prompt_id[4:]) for prompt in DataBuffer(rows, seed=7).get_prompts(8)] == [0, 1, 3, 5, 7, 2, 4, 6]
+    assert [int(prompt.prompt_id[4:]) for prompt in DataBuffer(rows, seed=7).get_prompts(8)] == [
+        0,
+        1,
+        3,
+        5,
+        7,
+        2,
+        4,
+        6,
+    ]
 
 
 def test_the_state_of_one_source_has_the_form_that_older_runs_wrote():
     rows = [{"prompt": "a"}, {"prompt": "b"}]
-    old = {"seed": 4, "shuffle": True, "epoch": 1, "cursor": 1, "returned": [["row-1", 0]], "rows": 2, "fingerprint": "274c53052f628e3c"}
+    old = {
+        "seed": 4,
+        "shuffle": True,
+        "epoch": 1,
+        "cursor": 1,
+        "returned": [["row-1", 0]],
+        "rows": 2,
+        "fingerprint": "274c53052f628e3c",
+    }
     buffer = DataBuffer(rows, seed=0)
     buffer.load_state_dict(old)
     assert buffer.state_dict() == old
@@ -145,12 +180,22 @@ def test_the_state_of_one_source_has_the_form_that_older_runs_wrote():
 
 
 OPERATIONS = st.lists(
-    st.tuples(st.integers(0, 6), st.sets(st.integers(0, 5)), st.one_of(st.none(), st.tuples(*[st.sampled_from([0.0, 0.1, 0.25, 1.0])] * 3))),
+    st.tuples(
+        st.integers(0, 6),
+        st.sets(st.integers(0, 5)),
+        st.one_of(st.none(), st.tuples(*[st.sampled_from([0.0, 0.1, 0.25, 1.0])] * 3)),
+    ),
     max_size=6,
 )
 
 
-@given(st.tuples(*[st.integers(1, 5)] * 3), st.tuples(*[st.sampled_from([0.1, 0.3, 1.0, 7.0])] * 3), OPERATIONS, OPERATIONS, st.booleans())
+@given(
+    st.tuples(*[st.integers(1, 5)] * 3),
+    st.tuples(*[st.sampled_from([0.1, 0.3, 1.0, 7.0])] * 3),
+    OPERATIONS,
+    OPERATIONS,
+    st.booleans(),
+)
 @settings(max_examples=100, deadline=None)
 def test_saving_at_any_point_leaves_the_future_unchanged(sizes, weights, past, future, shuffle):
     def play(buffer: DataBuffer, operations: Any) -> list[PromptRow]:
@@ -176,7 +221,9 @@ def test_saving_at_any_point_leaves_the_future_unchanged(sizes, weights, past, f
 @given(st.lists(st.floats(0.001, 10.0), min_size=2, max_size=5), st.integers(0, 60), st.integers(0, 12))
 @settings(max_examples=60, deadline=None)
 def test_giving_everything_back_leaves_the_buffer_as_it_was(weights: list[float], before: int, count: int):
-    mixture = Mixture(tuple(make_source(f"s{index}", index + 1, weight) for index, weight in enumerate(weights)))
+    mixture = Mixture(
+        tuple(make_source(f"s{index}", index + 1, weight) for index, weight in enumerate(weights))
+    )
     buffer, untouched = DataBuffer(mixture, seed=0), DataBuffer(mixture, seed=0)
     assert buffer.get_prompts(before) == untouched.get_prompts(before)
     buffer.return_prompts(buffer.get_prompts(count))
@@ -206,9 +253,13 @@ def test_the_fingerprint_sees_names_and_rows_but_not_weights():
         DataBuffer(make_mixture(a=(5, 0.5)), seed=0).load_state_dict(DataBuffer(THREE, seed=0).state_dict())
 
 
-@pytest.mark.parametrize("prompt_id", ["row-0", "a/row-5", "d/row-0", "a/row-00", "/row-0", "a/0", "x/a/row-0"])
+@pytest.mark.parametrize(
+    "prompt_id", ["row-0", "a/row-5", "d/row-0", "a/row-00", "/row-0", "a/0", "x/a/row-0"]
+)
 def test_an_id_of_no_row_is_refused(prompt_id: str):
-    with pytest.raises(DataError, match=r"its 12 rows are a/row-0 to a/row-4, b/row-0 to b/row-2, c/row-0 to c/row-3"):
+    with pytest.raises(
+        DataError, match=r"its 12 rows are a/row-0 to a/row-4, b/row-0 to b/row-2, c/row-0 to c/row-3"
+    ):
         DataBuffer(THREE, seed=0).find_prompt(prompt_id, 0)
 
 
@@ -220,7 +271,7 @@ def test_an_undrawn_prompt_of_another_source_cannot_be_returned():
     buffer.return_prompts([first])
 
 
-# --- weights that change -----------------------------------------------------------------------------------------------------
+# --- weights that change ------------------------------------------------------------------------------------
 
 
 def test_new_weights_are_exact_from_where_they_are_set():
@@ -252,7 +303,8 @@ def test_a_small_source_has_its_turns_when_weights_change_before_every_batch():
 
 
 def test_a_source_that_pauses_gives_up_what_it_had_coming():
-    # after 1 draw at 1:1 the second has half a draw coming; when it pauses, the other half a draw too much is forgiven
+    # after 1 draw at 1:1 the second has half a draw coming; when it pauses, the other half a draw too much is
+    # forgiven
     assert settle((1, 1), (1, 0), (0, 0), (1, 0)) == (0, 0)
     assert settle((1, 1), (1, 0), (0, 0), (3, 1)) == (-OWED_UNIT // 2, OWED_UNIT // 2)
     assert settle((1, 1, 1), (1, 0, 0), (0, 0, 0), (1, 1, 0)) == (-OWED_UNIT // 2, OWED_UNIT // 2, 0)
@@ -263,16 +315,24 @@ def test_a_source_that_pauses_gives_up_what_it_had_coming():
     st.lists(st.integers(0, 9), min_size=12, max_size=12),
 )
 @settings(max_examples=100, deadline=None)
-def test_debts_stay_small_and_sum_to_nothing_however_weights_change(changes: list[list[int]], counts: list[int]):
+def test_debts_stay_small_and_sum_to_nothing_however_weights_change(
+    changes: list[list[int]], counts: list[int]
+):
     buffer = DataBuffer(THREE, seed=0)
     for weights, count in zip(changes, counts, strict=False):
         buffer.set_weights(dict(zip("abc", weights, strict=True)))
-        assert [source_of(prompt) for prompt in buffer.get_prompts(count) if weights["abc".index(source_of(prompt))] == 0] == []
+        assert [
+            source_of(prompt)
+            for prompt in buffer.get_prompts(count)
+            if weights["abc".index(source_of(prompt))] == 0
+        ] == []
         owed: Any = buffer.state_dict()["owed"]
         assert sum(owed) == 0 and max(map(abs, owed)) <= 2 * OWED_UNIT
 
 
-@pytest.mark.parametrize("values", [(1.0,), (1.0, 1.0, -1.0), (0, 0, 0), (1, 1, 1, 1), (1, 1, float("nan")), (1, float("inf"), 1)])
+@pytest.mark.parametrize(
+    "values", [(1.0,), (1.0, 1.0, -1.0), (0, 0, 0), (1, 1, 1, 1), (1, 1, float("nan")), (1, float("inf"), 1)]
+)
 def test_weights_that_are_not_of_the_sources_are_refused(values: tuple[float, ...]):
     buffer = DataBuffer(THREE, seed=0)
     with pytest.raises(DataError, match="are not for the sources a, b, c"):
@@ -280,12 +340,19 @@ def test_weights_that_are_not_of_the_sources_are_refused(values: tuple[float, ..
     assert buffer.weights == {"a": 0.5, "b": 0.3, "c": 0.2}
 
 
-# --- SFT ---------------------------------------------------------------------------------------------------------------------
+# --- SFT ----------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(1, 6), st.sampled_from([0.1, 0.25, 0.3, 1.0, 3.0])), min_size=1, max_size=4), st.integers(1, 7))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 6), st.sampled_from([0.1, 0.25, 0.3, 1.0, 3.0])), min_size=1, max_size=4
+    ),
+    st.integers(1, 7),
+)
 @settings(max_examples=60, deadline=None)
-def test_sft_batches_have_the_exact_proportions_and_whole_epochs(parts: list[tuple[int, float]], batch_size: int):
+def test_sft_batches_have_the_exact_proportions_and_whole_epochs(
+    parts: list[tuple[int, float]], batch_size: int
+):
     sources = [BatchSource(f"s{index}", size, weight) for index, (size, weight) in enumerate(parts)]
     steps = [select_mixture_batch(sources, batch_size, step, 5) for step in range(12)]
     assert [select_mixture_batch(sources, batch_size, step, 5) for step in reversed(range(12))] == steps[::-1]
@@ -301,8 +368,16 @@ def test_sft_batches_have_the_exact_proportions_and_whole_epochs(parts: list[tup
 
 
 def test_sft_batches_of_one_source_are_those_that_older_checkpoints_were_trained_with():
-    assert [select_sft_batch(10, 4, step, 3) for step in range(3)] == [[6, 1, 8, 5], [2, 7, 9, 4], [3, 0, 9, 7]]
-    assert [select_mixture_batch([BatchSource("any", 10, 0.7)], 4, step, 3) for step in range(3)] == [[6, 1, 8, 5], [2, 7, 9, 4], [3, 0, 9, 7]]
+    assert [select_sft_batch(10, 4, step, 3) for step in range(3)] == [
+        [6, 1, 8, 5],
+        [2, 7, 9, 4],
+        [3, 0, 9, 7],
+    ]
+    assert [select_mixture_batch([BatchSource("any", 10, 0.7)], 4, step, 3) for step in range(3)] == [
+        [6, 1, 8, 5],
+        [2, 7, 9, 4],
+        [3, 0, 9, 7],
+    ]
 
 
 def test_sft_sources_of_one_size_have_orders_of_their_own():
@@ -319,7 +394,11 @@ def test_sft_weights_of_many_digits_are_exact_far_into_a_run():
     assert abs(sum(row < 7 for row in rows) - (expected[1] - expected[0])) <= 2
 
 
-@given(st.lists(st.one_of(st.integers(0, 30), st.floats(0.001, 5)), min_size=1, max_size=6), st.integers(1, 50), st.integers(1, 150))
+@given(
+    st.lists(st.one_of(st.integers(0, 30), st.floats(0.001, 5)), min_size=1, max_size=6),
+    st.integers(1, 50),
+    st.integers(1, 150),
+)
 @settings(max_examples=100, deadline=None)
 def test_turns_are_those_that_are_chosen_draw_by_draw(weights: list[float], first: int, length: int):
     amounts = compute_amounts(weights if any(weights) else [1])
@@ -335,7 +414,11 @@ def test_turns_are_those_that_are_chosen_draw_by_draw(weights: list[float], firs
 def test_a_run_of_odd_weights_goes_on_far_into_it_computing_each_block_once(monkeypatch: pytest.MonkeyPatch):
     computed: list[int] = []
     take = mixture.take_turns
-    monkeypatch.setattr(mixture, "take_turns", lambda amounts, counts, length: computed.append(length) or take(amounts, counts, length))
+    monkeypatch.setattr(
+        mixture,
+        "take_turns",
+        lambda amounts, counts, length: computed.append(length) or take(amounts, counts, length),
+    )
     sources = [BatchSource("a", 1000, 1.0), BatchSource("b", 700, 1 / 3), BatchSource("c", 50, 0.123456789)]
     _forget_turns()
     cold = select_mixture_batch(sources, 32, 5_000, 0)
@@ -349,10 +432,14 @@ def test_a_run_of_odd_weights_goes_on_far_into_it_computing_each_block_once(monk
 def test_batches_are_the_same_whether_a_run_came_to_them_or_began_there():
     sources = [BatchSource("a", 100, 1.0), BatchSource("b", 70, 1 / 3), BatchSource("c", 50, 0.2222222)]
     _forget_turns()
-    in_order = [select_mixture_batch(sources, 1000, step, 0) for step in range(12)]  # blocks end within batches
+    in_order = [
+        select_mixture_batch(sources, 1000, step, 0) for step in range(12)
+    ]  # blocks end within batches
     _forget_turns()
     assert [select_mixture_batch(sources, 1000, step, 0) for step in reversed(range(12))] == in_order[::-1]
-    assert [row for step in range(12) for row in in_order[step]] == select_mixture_batch(sources, 12_000, 0, 0)
+    assert [row for step in range(12) for row in in_order[step]] == select_mixture_batch(
+        sources, 12_000, 0, 0
+    )
 
 
 def _forget_turns() -> None:
@@ -360,7 +447,7 @@ def _forget_turns() -> None:
         cache.cache_clear()
 
 
-# --- loading -----------------------------------------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------------------
 
 
 def write(tmp_path: Path, name: str, *rows: dict[str, Any]) -> DataSourceConfig:
@@ -370,8 +457,15 @@ def write(tmp_path: Path, name: str, *rows: dict[str, Any]) -> DataSourceConfig:
 
 
 def test_sources_are_loaded_with_names_and_weights(tmp_path: Path):
-    mixture = load_sources([write(tmp_path, "unnamed", {"prompt": "x"}), write(tmp_path, "b", {"prompt": "y"}, {"prompt": "z"})], name="rl.data")
-    assert (mixture.names, mixture.weights, mixture.row_count) == (("source-0", "b"), {"source-0": 2.0, "b": 2.0}, 3)
+    mixture = load_sources(
+        [write(tmp_path, "unnamed", {"prompt": "x"}), write(tmp_path, "b", {"prompt": "y"}, {"prompt": "z"})],
+        name="rl.data",
+    )
+    assert (mixture.names, mixture.weights, mixture.row_count) == (
+        ("source-0", "b"),
+        {"source-0": 2.0, "b": 2.0},
+        3,
+    )
     assert mixture.sources[1].rows == ({"prompt": "y"}, {"prompt": "z"})
 
 
@@ -387,15 +481,24 @@ def test_a_field_called_source_is_refused_only_in_a_mixture(tmp_path: Path):
     rows = [{"prompt": "x", "source": "web"}]
     named, other = write(tmp_path, "named", *rows), write(tmp_path, "other", {"prompt": "y"})
     assert load_sources([named], name="rl.data").sources[0].rows == tuple(rows)
-    with pytest.raises(DataError, match=r'rl\.data\.1 \(named\): its rows have a field source.*columns\.NAME = "source"'):
+    with pytest.raises(
+        DataError, match=r'rl\.data\.1 \(named\): its rows have a field source.*columns\.NAME = "source"'
+    ):
         load_sources([other, named], name="rl.data")
     renamed = named.model_copy(update={"columns": {"origin": "source"}})
-    assert load_sources([other, renamed], name="rl.data").sources[1].rows == ({"origin": "web", "prompt": "x"},)
+    assert load_sources([other, renamed], name="rl.data").sources[1].rows == (
+        {"origin": "web", "prompt": "x"},
+    )
 
 
 @pytest.mark.parametrize(
     ("names", "problem"),
-    [(["a", "a"], "data.1.name='a' is too like 'a'"), (["a-b", "A_b"], "is too like 'a-b'"), (["a/b"], "a name has letters"), ([""], "a name has")],
+    [
+        (["a", "a"], "data.1.name='a' is too like 'a'"),
+        (["a-b", "A_b"], "is too like 'a-b'"),
+        (["a/b"], "a name has letters"),
+        ([""], "a name has"),
+    ],
 )
 def test_names_are_different_and_plain(names: list[str], problem: str):
     with pytest.raises(DataError, match=problem):
@@ -405,6 +508,12 @@ def test_names_are_different_and_plain(names: list[str], problem: str):
 def test_held_out_prompts_leave_every_source_and_an_emptied_one_is_named():
     mixture = Mixture((make_source("a", 2, 1.0), make_source("b", 2, 1.0, holes=(1,))))
     kept = exclude_from_mixture(mixture, [{"prompt": "A 0"}], name="rl.data")
-    assert (kept.removed_count, kept.mixture.sources[0].rows, kept.mixture.sources[1]) == (1, ({"prompt": "a 1"},), mixture.sources[1])
-    with pytest.raises(DataError, match=r"rl\.data has no row left from b: all of its prompts are held out by eval\.data"):
+    assert (kept.removed_count, kept.mixture.sources[0].rows, kept.mixture.sources[1]) == (
+        1,
+        ({"prompt": "a 1"},),
+        mixture.sources[1],
+    )
+    with pytest.raises(
+        DataError, match=r"rl\.data has no row left from b: all of its prompts are held out by eval\.data"
+    ):
         exclude_from_mixture(mixture, [{"prompt": "b 0"}], name="rl.data")

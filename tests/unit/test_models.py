@@ -37,7 +37,7 @@ def edit_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-# --- directories --------------------------------------------------------------------------------------------------------------
+# --- directories --------------------------------------------------------------------------------------------
 
 
 def test_a_complete_directory_resolves_to_itself(copied):
@@ -55,7 +55,11 @@ def test_a_model_directory_without_weights_is_named_as_such(copied):
 
 def test_a_directory_without_config_or_with_a_lost_shard_is_refused(copied):
     index = copied / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}}))
+    index.write_text(
+        json.dumps(
+            {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors", "c": "model-3.safetensors"}}
+        )
+    )
     with pytest.raises(ModelError, match=r"lacks model-2\.safetensors \(and 1 more\)"):
         resolve_model(str(copied))
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
@@ -105,7 +109,7 @@ def test_a_hub_that_cannot_be_reached_names_the_way_out(name):
     assert caught.value.__cause__ is not None
 
 
-# --- loading ------------------------------------------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------------------
 
 
 def test_loading_gives_the_files_weights_in_the_asked_dtype_and_prints_nothing(tiny, capfd):
@@ -160,19 +164,45 @@ def test_code_in_a_model_directory_is_never_run(copied):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "not a causal language model that transformers has.*decoder-only"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "not trained to predict the next token"),
+        (
+            {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
+            "not a causal language model that transformers has.*decoder-only",
+        ),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "not trained to predict the next token",
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, "not trained to predict the next token"),
         ({"architectures": ["LlamaModel"]}, "not trained to predict the next token"),
-        ({"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"], "is_encoder_decoder": True}, "not trained to predict"),
-        ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "images or sound as well; use its text-only model"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "packed by 'gptq'.*use the model it was made from"),
-        ({"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}}, "needs code from its directory"),
+        (
+            {
+                "model_type": "whisper",
+                "architectures": ["WhisperForConditionalGeneration"],
+                "is_encoder_decoder": True,
+            },
+            "not trained to predict",
+        ),
+        (
+            {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]},
+            "images or sound as well; use its text-only model",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "packed by 'gptq'.*use the model it was made from",
+        ),
+        (
+            {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}},
+            "needs code from its directory",
+        ),
         ({"model_type": ["llama"]}, "cannot be read|not a causal language model"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_read(copied, monkeypatch, changes, message):
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read the weights"))
+def test_a_model_that_cannot_be_trained_is_refused_before_its_weights_are_read(
+    copied, monkeypatch, changes, message
+):
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: pytest.fail("read the weights")
+    )
     edit_json(copied / "config.json", **changes)
     for use in (lambda: resolve_model(str(copied)), lambda: load_hf_model(copied)):
         with pytest.raises(ModelError, match=message):
@@ -192,10 +222,20 @@ def test_code_beside_a_model_that_transformers_implements_is_ignored(copied):
     assert type(load_hf_model(resolve_model(str(copied)))).__name__ == "LlamaForCausalLM"
 
 
-# --- tokenizers ---------------------------------------------------------------------------------------------------------------
+# --- tokenizers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "plain", " two  spaces ", "é漢字🎉\x00\r\n\t", "it 's n't , . !", "line\n\n<|im_start|>user\nx<|im_end|>"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "plain",
+        " two  spaces ",
+        "é漢字🎉\x00\r\n\t",
+        "it 's n't , . !",
+        "line\n\n<|im_start|>user\nx<|im_end|>",
+    ],
+)
 def test_any_text_survives_the_byte_tokenizer(text, tiny):
     for tokenizer in (make_byte_tokenizer(), load_tokenizer(tiny)):
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -205,7 +245,12 @@ def test_any_text_survives_the_byte_tokenizer(text, tiny):
 def test_byte_ids_are_the_bytes_and_specials_follow():
     tokenizer = make_byte_tokenizer()
     assert tokenizer.encode("hé<|im_end|>") == [104, 0xC3, 0xA9, 258]
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (256, 257, 258, 259)
+    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (
+        256,
+        257,
+        258,
+        259,
+    )
     assert tokenizer.decode([104, 258, 256], skip_special_tokens=True) == "h"
     every_two_byte_text = "".join(chr(code) for code in range(1, 0x800))
     assert tokenizer.encode(every_two_byte_text) == list(every_two_byte_text.encode())
@@ -234,7 +279,9 @@ def test_a_tokenizer_without_padding_pads_with_its_end_token(copied):
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_embeddings_is_refused(copied):
     edit_json(copied / "config.json", vocab_size=200)
-    with pytest.raises(ModelError, match=r"ids reach 258, the model's vocabulary has 200 .* the first token outside"):
+    with pytest.raises(
+        ModelError, match=r"ids reach 258, the model's vocabulary has 200 .* the first token outside"
+    ):
         load_tokenizer(copied)
 
 
@@ -244,7 +291,9 @@ def test_a_damaged_tokenizer_is_a_model_error(copied):
         load_tokenizer(copied)
 
 
-@pytest.mark.parametrize(("eos", "expected"), [(258, (258,)), ([2, 258, 1], (1, 2, 258)), (None, (258,)), (7, (7, 258))])
+@pytest.mark.parametrize(
+    ("eos", "expected"), [(258, (258,)), ([2, 258, 1], (1, 2, 258)), (None, (258,)), (7, (7, 258))]
+)
 def test_stop_ids_are_those_of_the_tokenizer_and_of_the_generation_config(copied, eos, expected):
     edit_json(copied / "generation_config.json", eos_token_id=eos)
     assert stop_token_ids(load_tokenizer(copied), copied) == expected
@@ -262,7 +311,7 @@ def test_stop_ids_without_or_with_a_broken_generation_config(copied):
     assert stop_token_ids(tokenizer, copied) == (258,)
 
 
-# --- export -------------------------------------------------------------------------------------------------------------------
+# --- export -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,7 +330,7 @@ def test_a_saved_model_comes_back_bit_for_bit(tiny, tmp_path, dtype, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# --- optimizer ----------------------------------------------------------------------------------------------------------------
+# --- optimizer ----------------------------------------------------------------------------------------------
 
 
 def test_weight_decay_is_on_matrices_only_and_tied_weights_are_there_once(tiny):

@@ -34,7 +34,9 @@ def make_config(**tables: dict[str, Any]) -> RunConfig:
         ("reward_model+preference", ("reward_model", "preference")),
     ],
 )
-def test_a_mode_names_its_stages_by_their_tables_in_the_order_in_which_they_run(mode: str, stages: tuple[str, ...]):
+def test_a_mode_names_its_stages_by_their_tables_in_the_order_in_which_they_run(
+    mode: str, stages: tuple[str, ...]
+):
     assert parse_mode(mode) == stages
 
 
@@ -46,7 +48,13 @@ def test_every_other_name_is_one_of_a_stage():
     ("mode", "message"),
     [
         ("sft+rm", "--mode sft+rm: there is no stage 'rm'; did you mean "),
-        ("preferences", "--mode preferences: there is no stage 'preferences'; did you mean 'preference'? Stages are sft, preference, "),
+        (
+            "preferences",
+            (
+                "--mode preferences: there is no stage 'preferences'; did you mean 'preference'? Stages are"
+                " sft, preference, "
+            ),
+        ),
         ("ppo2", "there is no stage 'ppo2'; did you mean 'ppo'?"),
         ("", "--mode : there is no stage ''"),
         ("sft+", "--mode sft+: there is no stage ''"),
@@ -54,7 +62,10 @@ def test_every_other_name_is_one_of_a_stage():
         ("rl+rl", "--mode rl+rl: the stage 'rl' is there 2 times; a run has each once"),
         ("ppo+rl", "--mode ppo+rl: the stage 'rl' is there 2 times; a run has each once"),
         ("dpo+preference", "the stage 'preference' is there 2 times"),
-        ("rl+sft", "--mode rl+sft: sft is the first stage and rl (or ppo) the last one; put them in this order"),
+        (
+            "rl+sft",
+            "--mode rl+sft: sft is the first stage and rl (or ppo) the last one; put them in this order",
+        ),
         ("preference+sft", "sft is the first stage"),
         ("ppo+reward_model", "--mode ppo+reward_model: sft is the first stage and rl (or ppo) the last one"),
     ],
@@ -66,7 +77,10 @@ def test_a_mode_that_is_none_is_refused_with_a_way_out(mode: str, message: str):
 
 
 def test_ppo_without_a_critic_is_refused():
-    expected = r"--mode sft\+ppo has the stage ppo, which trains a critic, but there is no \[rl.critic\] table; add it, or use the stage rl"
+    expected = (
+        r"--mode sft\+ppo has the stage ppo, which trains a critic, but there is no \[rl.critic\] table; add"
+        r" it, or use the stage rl"
+    )
     with pytest.raises(ConfigError, match=expected):
         check_mode(make_config(rl=RL), "sft+ppo")
     check_mode(make_config(rl=RL), "sft+rl")
@@ -75,7 +89,11 @@ def test_ppo_without_a_critic_is_refused():
 
 
 def test_a_config_has_the_stages_that_it_has_tables_of_in_their_order():
-    assert list_stages(make_config(rl=RL, reward_model=REWARD_MODEL, preference=PREFERENCE)) == ("preference", "reward_model", "rl")
+    assert list_stages(make_config(rl=RL, reward_model=REWARD_MODEL, preference=PREFERENCE)) == (
+        "preference",
+        "reward_model",
+        "rl",
+    )
     assert list_stages(make_config()) == ()
 
 
@@ -86,10 +104,13 @@ def test_the_table_of_a_stage_is_found_or_missed_by_name():
     assert isinstance(reward_model, RewardModelTrainingConfig) and reward_model.steps == 3
     with pytest.raises(ConfigError) as caught:
         stage_config(config, "sft")
-    assert str(caught.value) == "--mode has the stage 'sft' but the config has no [sft] table; add it or choose another mode"
+    assert (
+        str(caught.value)
+        == "--mode has the stage 'sft' but the config has no [sft] table; add it or choose another mode"
+    )
 
 
-# --- the models that RL names ------------------------------------------------------------------------------------------------
+# --- the models that RL names -------------------------------------------------------------------------------
 
 
 class Words:
@@ -103,27 +124,39 @@ class Words:
 
 
 def name_models(reward: str, critic: str) -> RunConfig:
-    return make_config(rl={**RL, "rollout": {"reward_model": reward}, "critic": {"model": critic}}, reward_model=REWARD_MODEL)
+    return make_config(
+        rl={**RL, "rollout": {"reward_model": reward}, "critic": {"model": critic}}, reward_model=REWARD_MODEL
+    )
 
 
 def test_a_reward_model_that_a_stage_before_will_train_needs_not_be_there(tmp_path: Path):
-    found = check_reward_models(name_models("stage", "stage"), ("reward_model", "rl"), RunDir(tmp_path), Words())
+    found = check_reward_models(
+        name_models("stage", "stage"), ("reward_model", "rl"), RunDir(tmp_path), Words()
+    )
     assert found == {REWARD: None, CRITIC: None}
 
 
 def test_without_the_stage_rl_no_model_is_asked_for(tmp_path: Path):
-    assert check_reward_models(name_models("stage", "stage"), ("preference",), RunDir(tmp_path), Words()) == {}
+    assert (
+        check_reward_models(name_models("stage", "stage"), ("preference",), RunDir(tmp_path), Words()) == {}
+    )
 
 
 @pytest.mark.parametrize(
-    ("reward", "critic", "setting"), [("stage", "", "rl.rollout.reward_model"), ("", "stage", "rl.critic.model")]
+    ("reward", "critic", "setting"),
+    [("stage", "", "rl.rollout.reward_model"), ("", "stage", "rl.critic.model")],
 )
 def test_a_reward_model_that_nobody_trains_is_missed(tmp_path: Path, reward: str, critic: str, setting: str):
     rollout = {"reward": "page:score", "reward_model": reward}
-    config = make_config(rl={**RL, "rollout": rollout, "critic": {"model": critic}}, reward_model=REWARD_MODEL)
+    config = make_config(
+        rl={**RL, "rollout": rollout, "critic": {"model": critic}}, reward_model=REWARD_MODEL
+    )
     with pytest.raises(ConfigError) as caught:
         check_reward_models(config, ("rl",), RunDir(tmp_path), Words())
-    expected = f'{setting}="stage", but {tmp_path} has no reward model of 3 steps; add the stage: --mode …+reward_model+rl'
+    expected = (
+        f'{setting}="stage", but {tmp_path} has no reward model of 3 steps; add the stage: --mode'
+        " …+reward_model+rl"
+    )
     assert str(caught.value) == expected
 
 
@@ -140,12 +173,21 @@ def test_a_model_without_a_head_may_be_a_critic_and_no_reward_model(tmp_path: Pa
     tokenizer = load_tokenizer(byte_model)
     config = make_config(rl={**RL, "critic": {"model": str(byte_model)}})
     assert check_reward_models(config, ("rl",), RunDir(tmp_path), tokenizer) == {CRITIC: byte_model}
-    with pytest.raises(ConfigError, match=r"rl.rollout.reward_model='.*' is no reward model: it has no scalar head; train one with the stage"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"rl.rollout.reward_model='.*' is no reward model: it has no scalar head; train one with the"
+            r" stage"
+        ),
+    ):
         check_reward_models(name_models(str(byte_model), ""), ("rl",), RunDir(tmp_path), tokenizer)
 
 
 def test_a_model_with_other_tokens_is_refused(byte_model: Path):
     with pytest.raises(ConfigError) as caught:
         check_tokens(byte_model, CRITIC, Words("a", "b"))
-    expected = f"rl.critic.model: the model in {byte_model} has other tokens than the policy, whose ids it reads; name one with the same tokenizer"
+    expected = (
+        f"rl.critic.model: the model in {byte_model} has other tokens than the policy, whose ids it reads;"
+        " name one with the same tokenizer"
+    )
     assert str(caught.value) == expected

@@ -1,4 +1,6 @@
-"""OpenAIEngine against an endpoint in this process: what it sends, what it makes of answers, and that nothing of it can train."""
+"""OpenAIEngine against an endpoint in this process: what it sends, what it makes of answers, and that nothing
+of it can train.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +46,14 @@ class Letters:
 
 
 def four_tokens(body: dict[str, Any]) -> httpx2.Response:
-    return httpx2.Response(200, json={"choices": [{"text": "abcd", "finish_reason": "length", "token_ids": [1, 2, 3, 4]}]})
+    return httpx2.Response(
+        200, json={"choices": [{"text": "abcd", "finish_reason": "length", "token_ids": [1, 2, 3, 4]}]}
+    )
 
 
-def open_engine(answer: Answer = four_tokens, *, calls: list[Any] | None = None, **changes: Any) -> AbstractAsyncContextManager[OpenAIEngine]:
+def open_engine(
+    answer: Answer = four_tokens, *, calls: list[Any] | None = None, **changes: Any
+) -> AbstractAsyncContextManager[OpenAIEngine]:
     async def handle(request: httpx2.Request) -> httpx2.Response:
         if request.url.path == "/v1/models":
             return httpx2.Response(200, json={"data": [{"id": "m"}]})
@@ -57,7 +63,12 @@ def open_engine(answer: Answer = four_tokens, *, calls: list[Any] | None = None,
             calls.append((body, request.headers.get("authorization")))
         return answer(body)
 
-    options: dict[str, Any] = {"model": "m", "vocab_size": 27, "context_length": 64, "transport": httpx2.MockTransport(handle)}
+    options: dict[str, Any] = {
+        "model": "m",
+        "vocab_size": 27,
+        "context_length": 64,
+        "transport": httpx2.MockTransport(handle),
+    }
     return open_openai_engine("http://endpoint", **options | changes)
 
 
@@ -69,7 +80,9 @@ async def test_contract(check: Any):
 async def test_ids_go_out_and_come_back_without_a_tokenizer():
     calls: list[Any] = []
     async with open_engine(calls=calls, api_key="key") as engine:
-        completion = await engine.generate(make_request(prompt=(5, 6), top_k=3, stop_token_ids=(7,), seed=2**63 + 1))
+        completion = await engine.generate(
+            make_request(prompt=(5, 6), top_k=3, stop_token_ids=(7,), seed=2**63 + 1)
+        )
     assert completion.token_ids.tolist() == [1, 2, 3, 4]
     assert np.isnan(completion.log_probs).all()
     assert completion.weight_versions.tolist() == [-1] * 4
@@ -97,7 +110,13 @@ async def test_no_sample_takes_its_log_probs_as_numbers():
         assert not engine.features.log_probs
         completion = await engine.generate(make_request())
     with pytest.raises(ValueError, match="not finite"):
-        Sample(id="a", prompt="", tokens=completion.token_ids, loss_mask=np.ones(4, np.bool_), rollout_log_probs=completion.log_probs)
+        Sample(
+            id="a",
+            prompt="",
+            tokens=completion.token_ids,
+            loss_mask=np.ones(4, np.bool_),
+            rollout_log_probs=completion.log_probs,
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +133,10 @@ def test_what_the_api_cannot_say_in_text_is_refused(sampling: dict[str, Any], me
     [
         ([], "0 choices"),
         ([{"text": "a", "finish_reason": "length"}], "tokenizer="),
-        ([{"text": "a", "finish_reason": "length", "token_ids": [27]}], "id 27, outside the vocabulary of 27"),
+        (
+            [{"text": "a", "finish_reason": "length", "token_ids": [27]}],
+            "id 27, outside the vocabulary of 27",
+        ),
         ([{"text": "a", "finish_reason": "tool_calls", "token_ids": [1]}], "finish reason 'tool_calls'"),
         ([{"text": "a", "finish_reason": None, "token_ids": [1]}], "Expected `str`"),
         ([{"text": None, "finish_reason": "stop", "token_ids": [1]}], "Expected `str`"),
@@ -122,7 +144,9 @@ def test_what_the_api_cannot_say_in_text_is_refused(sampling: dict[str, Any], me
 )
 def test_answers_that_are_none_are_reply_errors(choices: list[Any], message: str):
     with pytest.raises(ReplyError, match=message):
-        parse_completions(json.dumps({"choices": choices}).encode(), make_request(), None, vocab_size=27, where="e")
+        parse_completions(
+            json.dumps({"choices": choices}).encode(), make_request(), None, vocab_size=27, where="e"
+        )
 
 
 def test_an_answer_withheld_by_a_filter_is_the_requests_fault():
@@ -132,10 +156,19 @@ def test_an_answer_withheld_by_a_filter_is_the_requests_fault():
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"), [(400, RequestRefused), (401, EngineError), (429, EngineOverloaded), (500, InfrastructureError), (503, EngineOverloaded)]
+    ("status", "kind"),
+    [
+        (400, RequestRefused),
+        (401, EngineError),
+        (429, EngineOverloaded),
+        (500, InfrastructureError),
+        (503, EngineOverloaded),
+    ],
 )
 async def test_statuses_become_typed_errors(status: int, kind: type[Exception]):
-    async with open_engine(lambda body: httpx2.Response(status, headers={"Retry-After": "7"}, text="no")) as engine:
+    async with open_engine(
+        lambda body: httpx2.Response(status, headers={"Retry-After": "7"}, text="no")
+    ) as engine:
         with pytest.raises(kind) as caught:
             await engine.generate(make_request())
         if isinstance(caught.value, EngineOverloaded):

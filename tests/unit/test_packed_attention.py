@@ -40,7 +40,9 @@ def make_tree(rng: np.random.Generator, levels: int, longest: int) -> tuple[IntA
     length = int(rng.integers(1, longest + 1))
     children = [make_tree(rng, levels - 1, longest) for _ in range(int(rng.integers(2, 4)))] if levels else []
     ends, depths = put_side_by_side(children)
-    return np.concatenate([np.full(length, length + len(ends)), ends + length]), np.concatenate([np.arange(length), depths + length])
+    return np.concatenate([np.full(length, length + len(ends)), ends + length]), np.concatenate(
+        [np.arange(length), depths + length]
+    )
 
 
 def put_side_by_side(trees: list[tuple[IntArray, IntArray]]) -> tuple[IntArray, IntArray]:
@@ -68,18 +70,30 @@ def attend_densely(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, s
 def draw_heads(count: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """query [1, 4, S, 8], key and value [1, 2, S, 8]."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(1, heads, count, 8, generator=generator, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
+    return [
+        torch.randn(1, heads, count, 8, generator=generator, dtype=dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
 
 
-def attend(tensors: list[Tensor], ends: IntArray, depths: IntArray, window: int | None, sizes: PieceSizes) -> Tensor:
+def attend(
+    tensors: list[Tensor], ends: IntArray, depths: IntArray, window: int | None, sizes: PieceSizes
+) -> Tensor:
     pieces = find_pieces(ends, sizes)
     if window is not None:
         pieces = narrow_pieces(pieces, depths, window, sizes)
-    with_masks = [(piece, None if piece.visible is None else make_mask(piece.visible, tensors[0].dtype)) for piece in pieces]
+    with_masks = [
+        (piece, None if piece.visible is None else make_mask(piece.visible, tensors[0].dtype))
+        for piece in pieces
+    ]
     return attend_in_pieces(tensors[0], tensors[1], tensors[2], with_masks, 0.3)
 
 
-@pytest.mark.parametrize("sizes", [SMALL_SIZES, PieceSizes(triangle=8, masked=11, window_tile=16), SIZES], ids=["small", "middle", "usual"])
+@pytest.mark.parametrize(
+    "sizes",
+    [SMALL_SIZES, PieceSizes(triangle=8, masked=11, window_tile=16), SIZES],
+    ids=["small", "middle", "usual"],
+)
 @pytest.mark.parametrize("window", [None, 1, 3, 20])
 @pytest.mark.parametrize("seed", range(4))
 def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window: int | None, sizes: PieceSizes):
@@ -91,38 +105,60 @@ def test_output_and_gradients_are_those_of_a_dense_mask(seed: int, window: int |
     expected = attend_densely(tensors[0], tensors[1], tensors[2], see_densely(ends, depths, window), 0.3)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=output.dtype)
     torch.testing.assert_close(output, expected, atol=1e-12, rtol=0)
-    for found, wanted in zip(torch.autograd.grad(output, tensors, weights), torch.autograd.grad(expected, tensors, weights), strict=True):
+    for found, wanted in zip(
+        torch.autograd.grad(output, tensors, weights),
+        torch.autograd.grad(expected, tensors, weights),
+        strict=True,
+    ):
         torch.testing.assert_close(found, wanted, atol=1e-12, rtol=0)
 
 
 def test_the_gradient_is_that_of_finite_differences():
     """A run of two, a leaf and a run of three below it, and a sequence beside: every kind of piece."""
     ends, depths = np.asarray([6, 6, 3, 6, 6, 6, 8, 8]), np.asarray([0, 1, 2, 2, 3, 4, 0, 1])
-    tensors = [tensor.detach()[:, :heads].requires_grad_() for tensor, heads in zip(draw_heads(8), (2, 1, 1), strict=True)]
+    tensors = [
+        tensor.detach()[:, :heads].requires_grad_()
+        for tensor, heads in zip(draw_heads(8), (2, 1, 1), strict=True)
+    ]
     for window in (None, 3):
-        assert torch.autograd.gradcheck(lambda *heads, window=window: attend(list(heads), ends, depths, window, SMALL_SIZES), tensors, fast_mode=True)
+        assert torch.autograd.gradcheck(
+            lambda *heads, window=window: attend(list(heads), ends, depths, window, SMALL_SIZES),
+            tensors,
+            fast_mode=True,
+        )
 
 
 @pytest.mark.parametrize("sizes", [SMALL_SIZES, SIZES], ids=["small", "usual"])
 def test_every_visible_pair_is_in_one_piece_and_few_others_are_computed(sizes: PieceSizes):
-    ends, _ = put_side_by_side([make_tree(np.random.default_rng(seed), 2, 200 if sizes is SIZES else 9) for seed in range(2)])
+    ends, _ = put_side_by_side(
+        [make_tree(np.random.default_rng(seed), 2, 200 if sizes is SIZES else 9) for seed in range(2)]
+    )
     times = np.zeros((len(ends), len(ends)), np.int64)
     computed = 0
     for piece in find_pieces(ends, sizes):
         queries, keys = slice(piece.first_query, piece.end_query), slice(piece.first_key, piece.end_key)
         square = np.ones(times[queries, keys].shape, np.bool_)
         computed += square.size
-        times[queries, keys] += np.tril(square) if piece.causal else square if piece.visible is None else piece.visible
+        times[queries, keys] += (
+            np.tril(square) if piece.causal else square if piece.visible is None else piece.visible
+        )
     nodes = np.arange(len(ends))
     visible = (nodes[None, :] <= nodes[:, None]) & (nodes[:, None] < ends[None, :])
     np.testing.assert_array_equal(times, visible)
-    assert computed <= visible.sum() + max(sizes.triangle, sizes.masked) * len(ends)  # of each triangle or masked square at most the whole
+    assert computed <= visible.sum() + max(sizes.triangle, sizes.masked) * len(
+        ends
+    )  # of each triangle or masked square at most the whole
 
 
 def test_a_group_is_a_few_rectangles():
-    """A prompt of 256 with three answers of 100: the prompt's two triangles and the square between, the answers' view of it, and their own."""
+    """A prompt of 256 with three answers of 100: the prompt's two triangles and the square between, the
+    answers' view of it, and their own.
+    """
     ends = np.concatenate([np.full(256, 556), np.repeat([356, 456, 556], 100)])
-    found = [(piece.first_query, piece.end_query, piece.first_key, piece.end_key, piece.causal) for piece in find_pieces(ends)]
+    found = [
+        (piece.first_query, piece.end_query, piece.first_key, piece.end_key, piece.causal)
+        for piece in find_pieces(ends)
+    ]
     assert found == [
         (0, 128, 0, 128, True),
         (128, 256, 128, 256, True),
@@ -137,7 +173,9 @@ def test_a_group_is_a_few_rectangles():
 def test_keys_outside_of_every_window_are_not_computed():
     ends, depths = np.full(4096, 4096), np.arange(4096)
     pieces = narrow_pieces(find_pieces(ends), depths, 600)
-    computed = sum((piece.end_query - piece.first_query) * (piece.end_key - piece.first_key) for piece in pieces)
+    computed = sum(
+        (piece.end_query - piece.first_query) * (piece.end_key - piece.first_key) for piece in pieces
+    )
     assert computed < 4096 * (600 + 2 * SIZES.window_tile)
     assert max(piece.visible.size for piece in pieces if piece.visible is not None) <= SIZES.window_tile**2
 
@@ -164,23 +202,35 @@ def test_kernels_of_an_accelerator_are_the_dense_mask(dtype: torch.dtype, shared
         pytest.skip("needs a GPU")
     from rollouts.models.packed_attention import attend_on_device
 
-    ends, depths = put_side_by_side([make_tree(np.random.default_rng(seed), int(shared), 150) for seed in range(3)])
+    ends, depths = put_side_by_side(
+        [make_tree(np.random.default_rng(seed), int(shared), 150) for seed in range(3)]
+    )
     for window in (None, 40):
         row = make_packed_row(ends, depths, window=window, dtype=dtype, device=torch.device("cuda"))
         generator = torch.Generator().manual_seed(0)
-        tensors = [torch.randn(1, heads, len(ends), 64, generator=generator).cuda().to(dtype).requires_grad_() for heads in (4, 2, 2)]
+        tensors = [
+            torch.randn(1, heads, len(ends), 64, generator=generator).cuda().to(dtype).requires_grad_()
+            for heads in (4, 2, 2)
+        ]
         exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
-        output = attend_on_device(tensors[0], tensors[1], tensors[2], row, windowed=window is not None, scale=0.125)
-        expected = attend_densely(exact[0], exact[1], exact[2], see_densely(ends, depths, window).cuda(), 0.125)
+        output = attend_on_device(
+            tensors[0], tensors[1], tensors[2], row, windowed=window is not None, scale=0.125
+        )
+        expected = attend_densely(
+            exact[0], exact[1], exact[2], see_densely(ends, depths, window).cuda(), 0.125
+        )
         allowed = 2e-2 if dtype == torch.bfloat16 else 1e-4
         assert float((output.double() - expected).norm() / expected.norm()) < allowed
         weights = torch.randn_like(output)
-        grads = torch.autograd.grad(output, tensors, weights), torch.autograd.grad(expected, exact, weights.double())
+        grads = (
+            torch.autograd.grad(output, tensors, weights),
+            torch.autograd.grad(expected, exact, weights.double()),
+        )
         for found, wanted in zip(*grads, strict=True):
             assert float((found.double() - wanted).norm() / wanted.norm()) < allowed
 
 
-# --- in a model ------------------------------------------------------------------------------------------------------------------------
+# --- in a model ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -205,14 +255,20 @@ def test_another_sequence_changes_no_bit(share_prefix: bool, cache: Path):
     for changed in (False, True):
         if changed:
             rows[6] = np.concatenate([rows[6][:1], rng.integers(0, 250, 29)])
-        (micro,) = make_micro_batches(rows, masks, micro_batch_tokens=8192, share_prefix=share_prefix, padding_free=True)
+        (micro,) = make_micro_batches(
+            rows, masks, micro_batch_tokens=8192, share_prefix=share_prefix, padding_free=True
+        )
         assert len(micro.input_ids) == 1
-        assert micro.computed_tokens == sum(map(len, rows)) - len(rows) - (2 * 150 + 2 * 9 if share_prefix else 0)  # last tokens predict nothing
+        assert micro.computed_tokens == sum(map(len, rows)) - len(rows) - (
+            2 * 150 + 2 * 9 if share_prefix else 0
+        )  # last tokens predict nothing
         log_probs = compute_micro_batch_log_probs(model, micro, plan=plan, temperature=1.0).log_probs.detach()
         places = zip(micro.rows[micro.token_rows].tolist(), micro.token_positions.tolist(), strict=True)
         found.append(dict(zip(places, log_probs[torch.from_numpy(micro.token_pairs)].tolist(), strict=True)))
     before, after = found
-    assert {place for place in before if before[place] != after[place]} == {(6, position) for position in range(1, 30)}
+    assert {place for place in before if before[place] != after[place]} == {
+        (6, position) for position in range(1, 30)
+    }
 
 
 def test_a_model_attends_as_before_where_no_packed_row_is_given(cache: Path):
@@ -238,13 +294,17 @@ def test_a_layer_that_wants_what_packed_rows_have_not_is_refused():
     mask = torch.zeros(1, 1, 1, 1)
     for option in ({"softcap": 30.0}, {"dropout": 0.1}):
         with pytest.raises(ValueError, match=f"packed rows knows no {next(iter(option))}"):
-            ALL_ATTENTION_FUNCTIONS["sdpa"](torch.nn.Module(), query, key, value, mask, packed_row=row, **option)
+            ALL_ATTENTION_FUNCTIONS["sdpa"](
+                torch.nn.Module(), query, key, value, mask, packed_row=row, **option
+            )
     with pytest.raises(ValueError, match=r"not those of one packed row of 6 nodes"):
         ALL_ATTENTION_FUNCTIONS["sdpa"](torch.nn.Module(), query[:, :, :5], key, value, mask, packed_row=row)
 
 
 def test_a_plan_whose_attention_forgets_the_packed_row_falls_back(cache: Path):
-    """A decoder that drops the argument would attend to everything: the proof sees it, and tries take its place."""
+    """A decoder that drops the argument would attend to everything: the proof sees it, and tries take its
+    place.
+    """
     model = load_hf_model(make_tiny("llama", 0, cache))
     assert plan_forward(model).choose_layout(100) == "packed"
     decoder: Any = model.get_decoder()
@@ -256,13 +316,24 @@ def test_a_plan_whose_attention_forgets_the_packed_row_falls_back(cache: Path):
     decoder.forward = forget
     plan = plan_forward(model)
     assert plan.choose_layout(100) == "tries"
-    assert "packed rows are not exact: the attention of LlamaForCausalLM did not take the packed row" in plan.reason
+    assert (
+        "packed rows are not exact: the attention of LlamaForCausalLM did not take the packed row"
+        in plan.reason
+    )
     decoder.forward = forward
     found = plan_forward(model)
     decoder.forward = forget
     rows = [np.arange(2, 9), np.asarray([2, 3, 4, 9, 8])]
-    (micro,) = make_micro_batches(rows, [np.arange(len(row)) > 2 for row in rows], micro_batch_tokens=64, share_prefix=True, padding_free=True)
-    with pytest.raises(ModelError, match="something has replaced transformers' 'sdpa'"):  # after it was proved
+    (micro,) = make_micro_batches(
+        rows,
+        [np.arange(len(row)) > 2 for row in rows],
+        micro_batch_tokens=64,
+        share_prefix=True,
+        padding_free=True,
+    )
+    with pytest.raises(
+        ModelError, match="something has replaced transformers' 'sdpa'"
+    ):  # after it was proved
         compute_micro_batch_log_probs(model, micro, plan=found, temperature=1.0)
 
 

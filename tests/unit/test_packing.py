@@ -30,17 +30,30 @@ def read_back(micro: MicroBatch) -> list[tuple[int, int, int, tuple[int, ...]]]:
     """(row, position, target, what the predicting node sees in order of position) of every trained token."""
     sees = [visible(micro, line) for line in range(len(micro.input_ids))]
     found = []
-    for token_row, position, pair in zip(micro.token_rows, micro.token_positions, micro.token_pairs, strict=True):
+    for token_row, position, pair in zip(
+        micro.token_rows, micro.token_positions, micro.token_pairs, strict=True
+    ):
         line, node = divmod(int(micro.predictors[pair]), micro.input_ids.shape[1])
         seen = np.flatnonzero(sees[line][node])
         assert micro.causal or micro.position_ids[line][seen].tolist() == list(range(len(seen)))
-        found.append((int(micro.rows[token_row]), int(position), int(micro.targets[pair]), tuple(micro.input_ids[line][seen].tolist())))
+        found.append(
+            (
+                int(micro.rows[token_row]),
+                int(position),
+                int(micro.targets[pair]),
+                tuple(micro.input_ids[line][seen].tolist()),
+            )
+        )
     return found
 
 
 def expected(tokens, masks) -> list[tuple[int, int, int, tuple[int, ...]]]:
     """The same from the rows themselves: a token at position t is predicted from tokens[:t]."""
-    return sorted((r, int(t), int(tokens[r][t]), tuple(tokens[r][:t].tolist())) for r in range(len(tokens)) for t in np.flatnonzero(masks[r]))
+    return sorted(
+        (r, int(t), int(tokens[r][t]), tuple(tokens[r][:t].tolist()))
+        for r in range(len(tokens))
+        for t in np.flatnonzero(masks[r])
+    )
 
 
 def random_batch(seed: int, groups: int, size: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -57,7 +70,9 @@ def random_batch(seed: int, groups: int, size: int) -> tuple[list[np.ndarray], l
 
 def test_a_shared_prompt_is_computed_once_and_every_response_sees_it_and_itself():
     tokens = [row(1, 2, 7, 8, 9), row(1, 2, 5, 6)]
-    (micro,) = make_micro_batches(tokens, [mask("00111"), mask("0011")], micro_batch_tokens=99, share_prefix=True)
+    (micro,) = make_micro_batches(
+        tokens, [mask("00111"), mask("0011")], micro_batch_tokens=99, share_prefix=True
+    )
     assert micro.input_ids.tolist() == [[1, 2, 5, 7, 8]]  # the last trained token of a row is only a target
     assert micro.position_ids.tolist() == [[0, 1, 2, 2, 3]]
     assert micro.subtree_end.tolist() == [[5, 5, 3, 5, 5]]
@@ -78,9 +93,18 @@ def test_a_pair_of_node_and_target_that_rows_share_is_scored_once():
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("packed_length", [4, 512])
-def test_every_trained_token_is_predicted_once_from_exactly_what_precedes_it(seed: int, budget: int, share: bool, packed_length: int):
+def test_every_trained_token_is_predicted_once_from_exactly_what_precedes_it(
+    seed: int, budget: int, share: bool, packed_length: int
+):
     tokens, masks = random_batch(seed, groups=4, size=3)
-    micros = make_micro_batches(tokens, masks, micro_batch_tokens=budget, share_prefix=share, packed_length=packed_length, micro_batch_cost=seed)
+    micros = make_micro_batches(
+        tokens,
+        masks,
+        micro_batch_tokens=budget,
+        share_prefix=share,
+        packed_length=packed_length,
+        micro_batch_cost=seed,
+    )
     assert sorted(found for micro in micros for found in read_back(micro)) == expected(tokens, masks)
 
 
@@ -94,7 +118,9 @@ def test_padded_to_the_longest_a_micro_batch_keeps_within_the_budget(budget: int
 
 def test_without_sharing_every_row_stands_alone_and_padding_comes_last():
     tokens = [row(1, 2, 3), row(1, 2, 4, 5)]
-    (micro,) = make_micro_batches(tokens, [mask("001"), mask("0001")], micro_batch_tokens=99, share_prefix=False)
+    (micro,) = make_micro_batches(
+        tokens, [mask("001"), mask("0001")], micro_batch_tokens=99, share_prefix=False
+    )
     assert micro.causal
     assert micro.input_ids.tolist() == [[1, 2, 4], [1, 2, 0]]
     assert micro.rows.tolist() == [1, 0]
@@ -119,18 +145,30 @@ def test_long_rows_that_share_little_are_not_put_under_one_large_mask():
 
 def test_rows_without_trained_tokens_and_skipped_rows_are_left_out():
     tokens, masks = [row(1, 2), row(1, 3), row(1, 4)], [mask("00"), mask("01"), mask("01")]
-    (micro,) = make_micro_batches(tokens, masks, micro_batch_tokens=99, share_prefix=False, skip_rows=np.asarray([False, True, False]))
+    (micro,) = make_micro_batches(
+        tokens, masks, micro_batch_tokens=99, share_prefix=False, skip_rows=np.asarray([False, True, False])
+    )
     assert micro.rows.tolist() == [2]
-    assert make_micro_batches(tokens, masks, micro_batch_tokens=99, share_prefix=True, skip_rows=np.ones(3, bool)) == []
+    assert (
+        make_micro_batches(
+            tokens, masks, micro_batch_tokens=99, share_prefix=True, skip_rows=np.ones(3, bool)
+        )
+        == []
+    )
 
 
 def test_a_trained_first_token_is_refused_by_its_row():
     with pytest.raises(ValueError, match=r"loss_masks\[1\] trains the first token"):
-        make_micro_batches([row(1, 2), row(3, 4)], [mask("01"), mask("11")], micro_batch_tokens=99, share_prefix=True)
+        make_micro_batches(
+            [row(1, 2), row(3, 4)], [mask("01"), mask("11")], micro_batch_tokens=99, share_prefix=True
+        )
 
 
 def test_rows_are_divided_where_padding_costs_more_than_another_micro_batch():
-    assert divide_lengths([100, 98, 10, 10], 1000, 50) == [(0, 2), (2, 4)]  # 200 + 50 + 20 + 50 instead of 400 + 50
+    assert divide_lengths([100, 98, 10, 10], 1000, 50) == [
+        (0, 2),
+        (2, 4),
+    ]  # 200 + 50 + 20 + 50 instead of 400 + 50
     assert divide_lengths([100, 98, 10, 10], 1000, 200) == [(0, 4)]
     assert divide_lengths([100, 98, 10, 10], 250, 200) == [(0, 2), (2, 4)]  # the budget forces it
     assert divide_lengths([100, 98], 50, 0) == [(0, 1), (1, 2)]  # a row above the budget goes alone

@@ -13,7 +13,9 @@ from rollouts.data.packing_plans import estimate_attention_cost
 from rollouts.data.tries import count_common_of, sort_rows
 
 
-def answers(prompt: np.ndarray, lengths: list[int], rng: np.random.Generator) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def answers(
+    prompt: np.ndarray, lengths: list[int], rng: np.random.Generator
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Rows that begin with `prompt` and train all of what follows."""
     tokens = [np.concatenate([prompt, rng.integers(0, 50_000, length)]) for length in lengths]
     return tokens, [np.arange(len(row)) >= len(prompt) for row in tokens]
@@ -21,7 +23,11 @@ def answers(prompt: np.ndarray, lengths: list[int], rng: np.random.Generator) ->
 
 def needed(tokens: list[np.ndarray], masks: list[np.ndarray]) -> dict[int, tuple[int, ...]]:
     """The tokens of each row that are computed: those before its last trained one."""
-    return {row: tuple(tokens[row][: np.flatnonzero(mask)[-1]].tolist()) for row, mask in enumerate(masks) if mask.any()}
+    return {
+        row: tuple(tokens[row][: np.flatnonzero(mask)[-1]].tolist())
+        for row, mask in enumerate(masks)
+        if mask.any()
+    }
 
 
 def count_beginnings(rows: list[tuple[int, ...]]) -> int:
@@ -33,54 +39,88 @@ def read_segments(micro: MicroBatch, line: int) -> list[tuple[list[int], int]]:
     """(tokens, segment above or -1) of the segments of one packed row."""
     offset = int((micro.segments[:, 0] < line).sum())
     mine = micro.segments[micro.segments[:, 0] == line]
-    return [(micro.input_ids[line, first:last].tolist(), above - offset if above >= 0 else -1) for _, first, last, above in mine.tolist()]
+    return [
+        (micro.input_ids[line, first:last].tolist(), above - offset if above >= 0 else -1)
+        for _, first, last, above in mine.tolist()
+    ]
 
 
-# --- against the obvious -----------------------------------------------------------------------------------------------------------------
+# --- against the obvious ------------------------------------------------------------------------------------
 
 ids = st.lists(st.integers(0, 2), min_size=1, max_size=9)
-tries = st.lists(st.tuples(st.integers(0, 3), ids, st.integers(0, 6), st.integers(0, 2**9 - 1)), min_size=1, max_size=12)
+tries = st.lists(
+    st.tuples(st.integers(0, 3), ids, st.integers(0, 6), st.integers(0, 2**9 - 1)), min_size=1, max_size=12
+)
 
 
 def make_rows(drawn) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Rows that begin like one of those before them, some equal to it, some a part of it, with any mask that spares the first token."""
+    """Rows that begin like one of those before them, some equal to it, some a part of it, with any mask that
+    spares the first token.
+    """
     tokens: list[np.ndarray] = []
     masks: list[np.ndarray] = []
     for like, more, kept, bits in drawn:
         start = tokens[like % len(tokens)][:kept] if tokens else np.zeros(0, np.int64)
         tokens.append(np.concatenate([start, more]).astype(np.int64))
-        masks.append(np.asarray([place > 0 and bool(bits >> place % 9 & 1) for place in range(len(tokens[-1]))]))
+        masks.append(
+            np.asarray([place > 0 and bool(bits >> place % 9 & 1) for place in range(len(tokens[-1]))])
+        )
     return tokens, masks
 
 
 @settings(deadline=None)
 @given(tries, st.integers(1, 40), st.integers(1, 20), st.integers(1, 3), st.booleans(), st.booleans())
-def test_tries_spell_every_row_and_every_trained_token_is_predicted_once(drawn, budget, packed_length, ranks, share, free):
+def test_tries_spell_every_row_and_every_trained_token_is_predicted_once(
+    drawn, budget, packed_length, ranks, share, free
+):
     tokens, masks = make_rows(drawn)
     micros = make_micro_batches(
-        tokens, masks, micro_batch_tokens=budget, share_prefix=share, padding_free=free, ranks=ranks, packed_length=packed_length, micro_batch_cost=3
+        tokens,
+        masks,
+        micro_batch_tokens=budget,
+        share_prefix=share,
+        padding_free=free,
+        ranks=ranks,
+        packed_length=packed_length,
+        micro_batch_cost=3,
     )
     rows = needed(tokens, masks)
     found: dict[tuple[int, int], list[tuple[int, tuple[int, ...]]]] = {}
     for micro in micros:
         lines, width = micro.input_ids.shape
-        longest = max(len(rows[row]) for row in micro.rows.tolist())  # which may bring rows along that it begins with, at no cost
+        longest = max(
+            len(rows[row]) for row in micro.rows.tolist()
+        )  # which may bring rows along that it begins with, at no cost
         assert micro.computed_tokens <= max(budget, longest)
         assert not free or (lines == 1 and int(np.diff(micro.segments[:, 1:3]).sum()) == width)
-        sees = [[j <= i < micro.subtree_end[line, j] for j in range(width)] for line in range(lines) for i in range(width)]
+        sees = [
+            [j <= i < micro.subtree_end[line, j] for j in range(width)]
+            for line in range(lines)
+            for i in range(width)
+        ]
         assert np.all(np.diff(micro.predictors) >= 0)
-        assert len({*zip(micro.predictors.tolist(), micro.targets.tolist(), strict=True)}) == len(micro.targets)
+        assert len({*zip(micro.predictors.tolist(), micro.targets.tolist(), strict=True)}) == len(
+            micro.targets
+        )
         assert set(micro.token_pairs.tolist()) == set(range(len(micro.targets)))
         if share:  # as few nodes as the rows of each packed row have beginnings
             held = [rows[row] for row in micro.rows.tolist()]
             assert lines > 1 or count_beginnings(held) == width
-        for row, position, pair in zip(micro.rows[micro.token_rows], micro.token_positions, micro.token_pairs, strict=True):
+        for row, position, pair in zip(
+            micro.rows[micro.token_rows], micro.token_positions, micro.token_pairs, strict=True
+        ):
             place = int(micro.predictors[pair])
             seen = np.flatnonzero(sees[place])
             line = place // width
             assert micro.position_ids[line, seen].tolist() == list(range(len(seen)))
-            found.setdefault((int(row), int(position)), []).append((int(micro.targets[pair]), tuple(micro.input_ids[line, seen].tolist())))
-    wanted = {(row, int(t)): [(int(tokens[row][t]), tuple(tokens[row][:t].tolist()))] for row in rows for t in np.flatnonzero(masks[row])}
+            found.setdefault((int(row), int(position)), []).append(
+                (int(micro.targets[pair]), tuple(micro.input_ids[line, seen].tolist()))
+            )
+    wanted = {
+        (row, int(t)): [(int(tokens[row][t]), tuple(tokens[row][:t].tolist()))]
+        for row in rows
+        for t in np.flatnonzero(masks[row])
+    }
     assert found == wanted
     if free or not share:  # else a rank goes without rather than that what begins alike is parted
         assert not rows or len(micros) >= min(ranks, len(rows))
@@ -90,13 +130,17 @@ def test_tries_spell_every_row_and_every_trained_token_is_predicted_once(drawn, 
 @given(tries, st.integers(1, 40), st.booleans())
 def test_segments_are_the_unbranched_pieces_and_say_what_a_node_sees(drawn, budget, free):
     tokens, masks = make_rows(drawn)
-    for micro in make_micro_batches(tokens, masks, micro_batch_tokens=budget, share_prefix=True, padding_free=free, packed_length=12):
+    for micro in make_micro_batches(
+        tokens, masks, micro_batch_tokens=budget, share_prefix=True, padding_free=free, packed_length=12
+    ):
         assert micro.segments.tolist() == sorted(micro.segments.tolist())
         for line in range(len(micro.input_ids)):
             pieces = micro.segments[micro.segments[:, 0] == line]
             count = int(pieces[-1, 2])
             assert [0, *pieces[:-1, 2]] == pieces[:, 1].tolist()  # side by side, nothing left out
-            sees = np.asarray([[j <= i < micro.subtree_end[line, j] for j in range(count)] for i in range(count)])
+            sees = np.asarray(
+                [[j <= i < micro.subtree_end[line, j] for j in range(count)] for i in range(count)]
+            )
             for _, first, last, above in pieces.tolist():
                 seen: list[int] = []
                 while above >= 0:
@@ -106,12 +150,19 @@ def test_segments_are_the_unbranched_pieces_and_say_what_a_node_sees(drawn, budg
                     assert np.flatnonzero(sees[node]).tolist() == [*seen, *range(first, node + 1)]
             # as long as they can be: one ends where its last node has no child, or several
             depth = micro.position_ids[line]
-            children = [sum(bool(sees[i][j]) and depth[i] == depth[j] + 1 for i in range(j + 1, count)) for j in range(count)]
+            children = [
+                sum(bool(sees[i][j]) and depth[i] == depth[j] + 1 for i in range(j + 1, count))
+                for j in range(count)
+            ]
             assert all(children[last - 1] != 1 for _, _, last, _ in pieces.tolist())
-            assert all(children[node] == 1 for _, first, last, _ in pieces.tolist() for node in range(first, last - 1))
+            assert all(
+                children[node] == 1
+                for _, first, last, _ in pieces.tolist()
+                for node in range(first, last - 1)
+            )
 
 
-# --- one packed row a micro-batch ------------------------------------------------------------------------------------------------------
+# --- one packed row a micro-batch ---------------------------------------------------------------------------
 
 
 def test_a_group_in_one_row_is_its_prompt_and_its_answers():
@@ -126,7 +177,13 @@ def test_a_group_in_one_row_is_its_prompt_and_its_answers():
 
 def test_without_sharing_documents_stand_side_by_side():
     tokens = [np.asarray([1, 2, 7]), np.asarray([1, 2, 8, 9])]
-    (micro,) = make_micro_batches(tokens, [np.arange(len(row)) >= 2 for row in tokens], micro_batch_tokens=99, share_prefix=False, padding_free=True)
+    (micro,) = make_micro_batches(
+        tokens,
+        [np.arange(len(row)) >= 2 for row in tokens],
+        micro_batch_tokens=99,
+        share_prefix=False,
+        padding_free=True,
+    )
     assert micro.input_ids.tolist() == [[1, 2, 1, 2, 8]]
     assert micro.position_ids.tolist() == [[0, 1, 0, 1, 2]]
     assert micro.segments.tolist() == [[0, 0, 2, -1], [0, 2, 5, -1]]
@@ -134,16 +191,26 @@ def test_without_sharing_documents_stand_side_by_side():
 
 def test_segments_of_padded_rows_leave_the_padding_out():
     tokens = [np.asarray([1, 2, 3, 4]), np.asarray([5, 6])]
-    (micro,) = make_micro_batches(tokens, [np.arange(len(row)) >= 1 for row in tokens], micro_batch_tokens=99, share_prefix=False)
+    (micro,) = make_micro_batches(
+        tokens, [np.arange(len(row)) >= 1 for row in tokens], micro_batch_tokens=99, share_prefix=False
+    )
     assert micro.input_ids.tolist() == [[1, 2, 3], [5, 0, 0]]
     assert micro.segments.tolist() == [[0, 0, 3, -1], [1, 0, 1, -1]]
 
 
 def test_rows_fill_micro_batches_without_padding():
-    """4,000 rows of 1 to 1,999 tokens in budgets of 65,536: at most 1.5 % of room is left over, that of the last one included."""
+    """4,000 rows of 1 to 1,999 tokens in budgets of 65,536: at most 1.5 % of room is left over, that of the
+    last one included.
+    """
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, 50_000, length + 1) for length in rng.integers(1, 2000, 4000)]
-    micros = make_micro_batches(tokens, [np.arange(len(row)) >= 1 for row in tokens], micro_batch_tokens=65_536, share_prefix=True, padding_free=True)
+    micros = make_micro_batches(
+        tokens,
+        [np.arange(len(row)) >= 1 for row in tokens],
+        micro_batch_tokens=65_536,
+        share_prefix=True,
+        padding_free=True,
+    )
     total = sum(len(row) - 1 for row in tokens)
     shared = total - sum(micro.computed_tokens for micro in micros)
     assert 0 <= shared < 0.001 * total
@@ -152,14 +219,18 @@ def test_rows_fill_micro_batches_without_padding():
 
 def test_a_group_above_the_budget_is_cut_and_each_part_has_the_prompt():
     rng = np.random.default_rng(0)
-    tokens, masks = answers(rng.integers(0, 50_000, 100), [101] * 12, rng)  # 100 + 12·100 nodes; a row of 500 holds 4 answers
+    tokens, masks = answers(
+        rng.integers(0, 50_000, 100), [101] * 12, rng
+    )  # 100 + 12·100 nodes; a row of 500 holds 4 answers
     micros = make_micro_batches(tokens, masks, micro_batch_tokens=500, share_prefix=True, padding_free=True)
     assert [micro.computed_tokens for micro in micros] == [500, 500, 500]
     assert sorted(row for micro in micros for row in micro.rows.tolist()) == list(range(12))
 
 
 def test_what_every_group_begins_with_is_counted_once_for_a_micro_batch():
-    """Twelve groups of 2 with a template of 300: 12·(50 + 2·25) nodes beside it. A budget of 700 then holds 4 groups, though 400 + 400 > 700."""
+    """Twelve groups of 2 with a template of 300: 12·(50 + 2·25) nodes beside it. A budget of 700 then holds 4
+    groups, though 400 + 400 > 700.
+    """
     rng = np.random.default_rng(0)
     template = rng.integers(0, 50_000, 300)
     tokens, masks = [], []
@@ -171,7 +242,9 @@ def test_what_every_group_begins_with_is_counted_once_for_a_micro_batch():
 
 
 def test_two_long_beginnings_are_not_mixed():
-    """Two system prompts of 600 with eight rows of 100 beside: each budget of 1,000 holds one of them and four rows, never both."""
+    """Two system prompts of 600 with eight rows of 100 beside: each budget of 1,000 holds one of them and
+    four rows, never both.
+    """
     rng = np.random.default_rng(0)
     tokens, masks = [], []
     for _ in range(2):
@@ -182,17 +255,21 @@ def test_two_long_beginnings_are_not_mixed():
 
 
 def test_a_chain_of_many_branches_stays_shared():
-    """Row k leaves the first row after 10·k tokens, 200 of them: beginnings inside beginnings, more than are looked into one by one."""
+    """Row k leaves the first row after 10·k tokens, 200 of them: beginnings inside beginnings, more than are
+    looked into one by one.
+    """
     rng = np.random.default_rng(0)
     trunk = rng.integers(0, 50_000, 2100)
     tokens = [np.concatenate([trunk[: 10 * turn], rng.integers(0, 50_000, 20)]) for turn in range(1, 201)]
     masks = [np.arange(len(row)) >= 1 for row in tokens]
     micros = make_micro_batches(tokens, masks, micro_batch_tokens=3000, share_prefix=True, padding_free=True)
     assert max(micro.computed_tokens for micro in micros) <= 3000
-    assert sum(micro.computed_tokens for micro in micros) < 12_000  # 2,000 + 200·19 if all were together; 200·1,000 if none were
+    assert (
+        sum(micro.computed_tokens for micro in micros) < 12_000
+    )  # 2,000 + 200·19 if all were together; 200·1,000 if none were
 
 
-# --- ranks -----------------------------------------------------------------------------------------------------------------------------
+# --- ranks --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [1, 8])
@@ -203,7 +280,15 @@ def test_ranks_get_micro_batches_of_even_cost(group: int):
         lengths = np.clip(rng.lognormal(5, 0.8, group), 20, 1500).astype(int).tolist()
         rows, trained = answers(rng.integers(0, 50_000, 30), lengths, rng)
         tokens, masks = tokens + rows, masks + trained
-    micros = make_micro_batches(tokens, masks, micro_batch_tokens=4096, share_prefix=True, padding_free=True, ranks=8, attention_cost=1e-5)
+    micros = make_micro_batches(
+        tokens,
+        masks,
+        micro_batch_tokens=4096,
+        share_prefix=True,
+        padding_free=True,
+        ranks=8,
+        attention_cost=1e-5,
+    )
     costs = [float(micro.computed_tokens) for micro in micros]
     assert len(micros) % 8 == 0
     assert compute_round_cost(costs, 8) * 8 / sum(costs) < 1.03
@@ -212,12 +297,21 @@ def test_ranks_get_micro_batches_of_even_cost(group: int):
 @pytest.mark.parametrize("budget", [3, 4, 100])
 def test_equal_rows_go_to_all_ranks(budget: int):
     tokens = [np.asarray([1, 2, 3, 4, 5])] * 4
-    micros = make_micro_batches(tokens, [np.arange(5) >= 2] * 4, micro_batch_tokens=budget, share_prefix=True, padding_free=True, ranks=4)
+    micros = make_micro_batches(
+        tokens,
+        [np.arange(5) >= 2] * 4,
+        micro_batch_tokens=budget,
+        share_prefix=True,
+        padding_free=True,
+        ranks=4,
+    )
     assert [micro.input_ids.tolist() for micro in micros] == [[[1, 2, 3, 4]]] * 4
 
 
 def test_a_round_that_waits_for_one_document_takes_more():
-    """One of 1,000 and twenty of 100, two ranks, two rounds: 1,000 and 500, where 750 for each bin but the first would be 1,000 and 700."""
+    """One of 1,000 and twenty of 100, two ranks, two rounds: 1,000 and 500, where 750 for each bin but the
+    first would be 1,000 and 700.
+    """
     sizes = np.asarray([1000, *[100] * 20])
     bins = spread_over_bins(sizes, sizes.astype(np.float64), 4, 1000, ranks=2)
     assert bins is not None
@@ -225,8 +319,9 @@ def test_a_round_that_waits_for_one_document_takes_more():
 
 
 def test_what_a_document_costs_above_its_round_another_bin_makes_up_for():
-    """One of 1,000 that costs 1,400 and twenty of 100: the first round has room for 1,000 tokens, 1,133 by the average. The rank of the document
-    then gets the bin that began with the 267 above that."""
+    """One of 1,000 that costs 1,400 and twenty of 100: the first round has room for 1,000 tokens, 1,133 by
+    the average. The rank of the document then gets the bin that began with the 267 above that.
+    """
     sizes = np.asarray([1000, *[100] * 20])
     bins = spread_over_bins(sizes, np.asarray([1400.0, *[100.0] * 20]), 4, 1000, ranks=2)
     assert bins is not None
@@ -244,7 +339,7 @@ def test_attention_cost_is_its_share_of_the_flops():
     assert estimate_attention_cost(layers=1, attention_width=10, parameters=1000) == pytest.approx(40 / 2000)
 
 
-# --- bins ------------------------------------------------------------------------------------------------------------------------------
+# --- bins ---------------------------------------------------------------------------------------------------
 
 
 def test_best_fit_takes_the_fullest_bin_with_room():
@@ -274,7 +369,13 @@ def test_the_division_is_the_cheapest_by_the_quadratic_recurrence(lengths: list[
     best = [0]
     for last in range(1, len(lengths) + 1):
         padded = [(first, (last - first) * lengths[first]) for first in range(last)]
-        best.append(min(best[first] + tokens + cost for first, tokens in padded if tokens <= budget or first == last - 1))
+        best.append(
+            min(
+                best[first] + tokens + cost
+                for first, tokens in padded
+                if tokens <= budget or first == last - 1
+            )
+        )
     cuts = divide_lengths(lengths, budget, cost)
     assert [first for first, _ in cuts] == [0, *(last for _, last in cuts[:-1])][: len(cuts)]
     assert all((last - first) * lengths[first] <= budget or last - first == 1 for first, last in cuts)
@@ -289,5 +390,13 @@ def test_what_two_sorted_rows_share_is_the_least_between_them(rows: list[list[in
     by_place = [rows[number] for number in found.numbers]
     assert by_place == sorted(rows)
     pairs = np.asarray(list(itertools.combinations(range(len(rows)), 2)))
-    shared = [sum(1 for _ in itertools.takewhile(lambda two: two[0] == two[1], zip(by_place[i], by_place[j], strict=False))) for i, j in pairs]
+    shared = [
+        sum(
+            1
+            for _ in itertools.takewhile(
+                lambda two: two[0] == two[1], zip(by_place[i], by_place[j], strict=False)
+            )
+        )
+        for i, j in pairs
+    ]
     assert count_common_of(found, pairs[:, 0], pairs[:, 1]).tolist() == shared

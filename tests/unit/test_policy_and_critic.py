@@ -1,4 +1,6 @@
-"""A policy and its critic as one thing to save: both are written, both are freed, and a failure of either is told."""
+"""A policy and its critic as one thing to save: both are written, both are freed, and a failure of either is
+told.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,10 @@ async def test_what_was_captured_of_both_is_written_together(tmp_path: Path):
     write = await pair(*(Backend(Answer(copy)) for copy in copies)).capture().result()
     assert write is not None
     await write(tmp_path)
-    assert ((tmp_path / "model.safetensors").read_text(), (tmp_path / "critic" / "model.safetensors").read_text()) == ("policy", "critic")
+    assert (
+        (tmp_path / "model.safetensors").read_text(),
+        (tmp_path / "critic" / "model.safetensors").read_text(),
+    ) == ("policy", "critic")
     cast(Any, write).drop()
     assert [copy.dropped for copy in copies] == [1, 1]
 
@@ -107,7 +112,12 @@ async def test_what_was_captured_of_both_is_written_together(tmp_path: Path):
 async def test_no_room_for_one_frees_the_other(first_has_room: bool):
     copy = Copy("held")
     answers = [Answer(copy), Answer(None)]
-    assert await pair(*(Backend(answer) for answer in (answers if first_has_room else answers[::-1]))).capture().result() is None
+    assert (
+        await pair(*(Backend(answer) for answer in (answers if first_has_room else answers[::-1])))
+        .capture()
+        .result()
+        is None
+    )
     assert copy.dropped == 1
 
 

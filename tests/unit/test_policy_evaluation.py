@@ -25,11 +25,12 @@ def logs(*rows: list[float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).log()
 
 
-# --- pass@k ---------------------------------------------------------------------------------------------------------------------
+# --- pass@k -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("n", "c", "k", "expected"), [(4, 1, 1, 0.25), (4, 1, 2, 0.5), (4, 1, 4, 1.0), (4, 0, 4, 0.0), (5, 3, 3, 1.0), (5, 2, 3, 0.9)]
+    ("n", "c", "k", "expected"),
+    [(4, 1, 1, 0.25), (4, 1, 2, 0.5), (4, 1, 4, 1.0), (4, 0, 4, 0.0), (5, 3, 3, 1.0), (5, 2, 3, 0.9)],
 )
 def test_pass_at_k_matches_the_numbers_worked_by_hand(n: int, c: int, k: int, expected: float):
     assert compute_pass_at_k(n, c, k) == pytest.approx(expected, abs=1e-15)
@@ -63,7 +64,7 @@ def test_pass_at_k_refuses_what_has_no_unbiased_estimate(n: int, c: int, k: int)
         compute_pass_at_k(n, c, k)
 
 
-# --- distributions --------------------------------------------------------------------------------------------------------------
+# --- distributions ------------------------------------------------------------------------------------------
 
 
 def test_divergences_and_entropies_match_the_numbers_worked_by_hand():
@@ -86,7 +87,9 @@ def test_means_over_positions_merge():
 
 
 def test_entropy_runs_from_zero_to_log_v_and_bears_impossible_tokens():
-    assert compute_entropy(torch.tensor([[0.0, -INF], [3.0, 3.0], [0.0, 50.0]])).tolist() == pytest.approx([0.0, math.log(2), 0.0], abs=1e-6)
+    assert compute_entropy(torch.tensor([[0.0, -INF], [3.0, 3.0], [0.0, 50.0]])).tolist() == pytest.approx(
+        [0.0, math.log(2), 0.0], abs=1e-6
+    )
     assert compute_entropy(logs([0.5, 0.3, 0.2]), temperature=1e6).item() == pytest.approx(math.log(3))
 
 
@@ -102,7 +105,7 @@ def test_perplexity_is_of_all_tokens_together():
         compute_perplexity(log_probs, mask[:1])
 
 
-# --- diversity ------------------------------------------------------------------------------------------------------------------
+# --- diversity ----------------------------------------------------------------------------------------------
 
 
 def test_distinct_n_counts_different_n_grams_over_all():
@@ -118,7 +121,8 @@ def test_distinct_n_counts_different_n_grams_over_all():
 def test_bleu_matches_the_number_worked_by_hand():
     hypothesis = ["the", "cat", "sat", "on", "the", "mat"]
     references = [["the", "cat", "is", "on", "the", "mat"], ["a", "cat", "sat", "there"]]
-    # 1-grams 6/6 (sat is in the second), 2-grams: the cat, cat sat, on the, the mat = 4/5, 3-grams: on the mat = 1/4; 4-grams 0.1/3
+    # 1-grams 6/6 (sat is in the second), 2-grams: the cat, cat sat, on the, the mat = 4/5, 3-grams: on the
+    # mat = 1/4; 4-grams 0.1/3
     assert compute_bleu(hypothesis, references, max_n=3) == pytest.approx((1 * 4 / 5 * 1 / 4) ** (1 / 3))
     assert compute_bleu(hypothesis, references) == pytest.approx((1 * 4 / 5 * 1 / 4 * 0.1 / 3) ** (1 / 4))
     assert compute_bleu(hypothesis, references, smoothing=0) == 0.0
@@ -128,16 +132,25 @@ def test_bleu_clips_repetitions_and_punishes_brevity():
     # "the the the": the reference has one
     assert compute_bleu(["the"] * 3, [["the", "cat", "sat"]], max_n=1) == pytest.approx(1 / 3)
     assert compute_bleu(["a", "b"], [["a", "b", "c", "d"]], max_n=1) == pytest.approx(math.exp(1 - 4 / 2))
-    assert compute_bleu(["a", "b", "c"], [["a", "b"], ["a", "b", "c", "d"]], max_n=1) == 1.0  # of two as close the shorter one counts
-    assert compute_bleu(["a"], [["a", "b"]], max_n=4) == pytest.approx(math.exp(-1)), "orders above its length are left out"
+    assert (
+        compute_bleu(["a", "b", "c"], [["a", "b"], ["a", "b", "c", "d"]], max_n=1) == 1.0
+    )  # of two as close the shorter one counts
+    assert compute_bleu(["a"], [["a", "b"]], max_n=4) == pytest.approx(math.exp(-1)), (
+        "orders above its length are left out"
+    )
     assert compute_bleu([], [["a"]]) == 0.0
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), min_size=2, max_size=5), st.sampled_from([0.0, 0.1]))
 def test_self_bleu_is_the_mean_of_bleu_against_all_others(responses: list[list[int]], smoothing: float):
-    slow = [compute_bleu(one, responses[:i] + responses[i + 1 :], max_n=3, smoothing=smoothing) for i, one in enumerate(responses)]
-    assert compute_self_bleu(responses, max_n=3, smoothing=smoothing) == pytest.approx(sum(slow) / len(slow), abs=1e-12)
+    slow = [
+        compute_bleu(one, responses[:i] + responses[i + 1 :], max_n=3, smoothing=smoothing)
+        for i, one in enumerate(responses)
+    ]
+    assert compute_self_bleu(responses, max_n=3, smoothing=smoothing) == pytest.approx(
+        sum(slow) / len(slow), abs=1e-12
+    )
 
 
 def test_self_bleu_is_one_of_equals_and_refuses_a_single_response():
@@ -147,7 +160,7 @@ def test_self_bleu_is_one_of_equals_and_refuses_a_single_response():
         compute_self_bleu([[1]])
 
 
-# --- intervals ------------------------------------------------------------------------------------------------------------------
+# --- intervals ----------------------------------------------------------------------------------------------
 
 
 def test_an_interval_of_zeros_and_ones_is_that_of_the_binomial():
@@ -155,7 +168,10 @@ def test_an_interval_of_zeros_and_ones_is_that_of_the_binomial():
     found = compute_bootstrap_interval(values, seed=0)
     half = 1.959964 * math.sqrt(0.3 * 0.7 / 1000)
     assert found.mean == pytest.approx(0.3)
-    assert (found.low, found.high) == (pytest.approx(0.3 - half, abs=0.002), pytest.approx(0.3 + half, abs=0.002))
+    assert (found.low, found.high) == (
+        pytest.approx(0.3 - half, abs=0.002),
+        pytest.approx(0.3 + half, abs=0.002),
+    )
     wider = compute_bootstrap_interval(values, seed=0, confidence=0.99)
     assert wider.low < found.low and found.high < wider.high
 
@@ -177,7 +193,9 @@ def test_intervals_hold_the_true_mean_about_as_often_as_they_say():
     generator = np.random.default_rng(0)
     held = 0
     for trial in range(200):
-        found = compute_bootstrap_interval(generator.exponential(size=80), seed=trial, confidence=0.9, num_resamples=400)
+        found = compute_bootstrap_interval(
+            generator.exponential(size=80), seed=trial, confidence=0.9, num_resamples=400
+        )
         held += found.low <= 1.0 <= found.high
     assert 0.82 <= held / 200 <= 0.95
 

@@ -1,6 +1,7 @@
 """Values and gradients of policy losses on the fixture of test_losses, and their properties on drawn batches.
 
-Gradients are worked out by hand with respect to lp, in units of A; r = exp(lp - old) = [1.349859, .670320, 1.491825].
+Gradients are worked out by hand with respect to lp, in units of A; r = exp(lp - old) = [1.349859, .670320,
+1.491825].
 """
 
 from __future__ import annotations
@@ -49,7 +50,12 @@ def row(*values: float) -> Tensor:
 def make_inputs(advantage: float, *, mu: bool = False) -> LossInputs:
     """The fixture: ratio against OLD, or against MU."""
     against = {"rollout_log_probs": row(*MU)} if mu else {"old_log_probs": row(*OLD)}
-    return LossInputs(log_probs=row(*LP).requires_grad_(), mask=torch.ones(1, 3, dtype=torch.bool), advantages=row(*[advantage] * 3), **against)
+    return LossInputs(
+        log_probs=row(*LP).requires_grad_(),
+        mask=torch.ones(1, 3, dtype=torch.bool),
+        advantages=row(*[advantage] * 3),
+        **against,
+    )
 
 
 def run(loss, inputs: LossInputs, **params: Any) -> tuple[float, list[float]]:
@@ -63,17 +69,20 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-# --- the fixture --------------------------------------------------------------------------------------------------------------
+# --- the fixture --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("advantage", "tau", "values"), [(1.0, 1.0, (2.346333, 1.673274, 2.482145)), (-1.0, 1.05, (2.250739, 1.578335, 2.385940))]
+    ("advantage", "tau", "values"),
+    [(1.0, 1.0, (2.346333, 1.673274, 2.482145)), (-1.0, 1.05, (2.250739, 1.578335, 2.385940))],
 )
 def test_sapo_gates_softly(advantage, tau, values):
     value, grad = run(sapo_loss, make_inputs(advantage))
     assert value == pytest.approx(-advantage * sum(values), abs=3e-6)
     gates = [sigmoid(tau * (r - 1)) for r in RATIO]
-    assert grad == pytest.approx([-advantage * 4 * gate * (1 - gate) * r for gate, r in zip(gates, RATIO, strict=True)])
+    assert grad == pytest.approx(
+        [-advantage * 4 * gate * (1 - gate) * r for gate, r in zip(gates, RATIO, strict=True)]
+    )
 
 
 @pytest.mark.parametrize(("advantage", "kept"), [(1.0, (1, 1, 1)), (-1.0, (1, 0, 1))])
@@ -85,10 +94,14 @@ def test_dppo_leaves_out_tokens_whose_probability_moved_too_far(advantage, kept)
     assert grad == pytest.approx(expected)
     assert [grad[index] for index in range(3) if not kept[index]] == [0.0] * (3 - sum(kept))
     metrics = metric_values(dppo_loss(make_inputs(advantage, mu=True), tv_high=0.15).metrics)
-    assert (metrics["clip_ratio/low"], metrics["clip_ratio/high"]) == pytest.approx((0, 1 / 3) if advantage > 0 else (1 / 3, 0))
+    assert (metrics["clip_ratio/low"], metrics["clip_ratio/high"]) == pytest.approx(
+        (0, 1 / 3) if advantage > 0 else (1 / 3, 0)
+    )
 
 
-@pytest.mark.parametrize(("advantage", "values"), [(1.0, (0.70625, 0.90625, 1.61225)), (-1.0, (-0.69375, -0.89375, -1.58775))])
+@pytest.mark.parametrize(
+    ("advantage", "values"), [(1.0, (0.70625, 0.90625, 1.61225)), (-1.0, (-0.69375, -0.89375, -1.58775))]
+)
 def test_dro_adds_the_squared_gap_to_the_engine(advantage, values):
     value, grad = run(dro_loss, make_inputs(advantage, mu=True))
     assert value == pytest.approx(sum(values))
@@ -104,13 +117,22 @@ def test_gmpo_is_the_geometric_mean_of_ratios_clipped_on_one_side(advantage, cli
     assert grad[clipped] == 0.0
     metrics = metric_values(gmpo_loss(make_inputs(advantage), clip_low=0.35, clip_high=0.35).metrics)
     side = "high" if advantage > 0 else "low"
-    assert (metrics[f"clip_ratio/{side}"], metrics["ratio/max"]) == (pytest.approx(1 / 3), pytest.approx(abs(expected), abs=1e-6))
+    assert (metrics[f"clip_ratio/{side}"], metrics["ratio/max"]) == (
+        pytest.approx(1 / 3),
+        pytest.approx(abs(expected), abs=1e-6),
+    )
 
 
 def test_gspo_token_has_the_value_of_gspo_and_its_gradient_where_advantages_are_equal():
     assert run(gspo_token_loss, make_inputs(1.0)) == (pytest.approx(-1.0004), [0.0] * 3)
-    assert run(gspo_token_loss, make_inputs(-1.0)) == (pytest.approx(1.105170918), pytest.approx([1.105170918 / 3] * 3))
-    assert run(gspo_loss, make_inputs(-1.0)) == (pytest.approx(1.105170918), pytest.approx([1.105170918 / 3] * 3))
+    assert run(gspo_token_loss, make_inputs(-1.0)) == (
+        pytest.approx(1.105170918),
+        pytest.approx([1.105170918 / 3] * 3),
+    )
+    assert run(gspo_loss, make_inputs(-1.0)) == (
+        pytest.approx(1.105170918),
+        pytest.approx([1.105170918 / 3] * 3),
+    )
 
 
 def test_gspo_token_gives_each_token_its_own_advantage():
@@ -129,11 +151,13 @@ def test_plain_policy_gradients_by_hand(loss):
     assert grad == pytest.approx([-2 * weight for weight in weights])
 
 
-# --- covariance ---------------------------------------------------------------------------------------------------------------
+# --- covariance ---------------------------------------------------------------------------------------------
 
 
 def make_covariance_inputs() -> LossInputs:
-    """lp = -1, -3, -1, -3 with A = 2, 2, -2, -2: means -2 and 0, covariances 2, -2, -2, 2. old: r = 1 but on the last, e^-.5."""
+    """lp = -1, -3, -1, -3 with A = 2, 2, -2, -2: means -2 and 0, covariances 2, -2, -2, 2. old: r = 1 but on
+    the last, e^-.5.
+    """
     return LossInputs(
         log_probs=row(-1.0, -3.0, -1.0, -3.0).requires_grad_(),
         old_log_probs=row(-1.0, -3.0, -1.0, -2.5),
@@ -145,34 +169,45 @@ def make_covariance_inputs() -> LossInputs:
 def test_covariances_by_hand():
     inputs = make_covariance_inputs()
     assert inputs.advantages is not None
-    assert compute_covariances(inputs.log_probs, inputs.advantages, inputs.mask).tolist() == [[2.0, -2.0, -2.0, 2.0]]
+    assert compute_covariances(inputs.log_probs, inputs.advantages, inputs.mask).tolist() == [
+        [2.0, -2.0, -2.0, 2.0]
+    ]
     mask = torch.tensor([[True, True, False, False]])  # means -2 and 2
     assert compute_covariances(inputs.log_probs, inputs.advantages, mask).tolist() == [[0.0, 0.0, 0.0, 0.0]]
-    given_means = compute_covariances(inputs.log_probs, inputs.advantages, mask, log_prob_mean=0.0, advantage_mean=1.0)
+    given_means = compute_covariances(
+        inputs.log_probs, inputs.advantages, mask, log_prob_mean=0.0, advantage_mean=1.0
+    )
     assert given_means.tolist() == [[-1.0, -3.0, 0.0, 0.0]]
 
 
 def test_clip_cov_takes_the_gradient_of_unclipped_tokens_with_a_large_covariance():
     inputs = make_covariance_inputs()
     value, grad = run(clip_cov_loss, inputs, cov_fraction=0.5)
-    # the first is left out; the last has a covariance of 2 as well and is clipped by PPO: r = .6065 below .8, loss .8 · 2
+    # the first is left out; the last has a covariance of 2 as well and is clipped by PPO: r = .6065 below .8,
+    # loss .8 · 2
     assert grad == [0.0, -2.0, 2.0, 0.0]
     assert value == pytest.approx(-2.0 + 2.0 + 1.6)
     metrics = metric_values(clip_cov_loss(inputs, cov_fraction=0.5).metrics)
     assert (metrics["clip_ratio"], metrics["clip_ratio/low"], metrics["clip_ratio/cov"]) == (0.25, 0.25, 0.25)
-    assert run(clip_cov_loss, inputs, cov_low=2.5)[1] == run(ppo_clip_loss, inputs)[1] == [-2.0, -2.0, 2.0, 0.0]
+    assert (
+        run(clip_cov_loss, inputs, cov_low=2.5)[1] == run(ppo_clip_loss, inputs)[1] == [-2.0, -2.0, 2.0, 0.0]
+    )
 
 
 def test_kl_cov_penalises_the_tokens_of_largest_covariance():
     inputs = make_covariance_inputs()
     last = math.exp(-0.5)  # r of the fourth token
-    plain_value, plain = run(importance_sampling_loss, replace(inputs, rollout_log_probs=inputs.old_log_probs))
+    plain_value, plain = run(
+        importance_sampling_loss, replace(inputs, rollout_log_probs=inputs.old_log_probs)
+    )
     assert plain == pytest.approx([-2.0, -2.0, 2.0, 2 * last])
     value, grad = run(kl_cov_loss, inputs, cov_fraction=0.5, cov_kl_coef=0.7)
     # |lp - old| is 0 on the first, without gradient, and .5 on the last, where its derivative is -1
     assert value == pytest.approx(plain_value + 0.7 * 0.5)
     assert grad == pytest.approx([-2.0, -2.0, 2.0, 2 * last - 0.7])
-    assert run(kl_cov_loss, inputs, cov_fraction=0.25, cov_kl_coef=0.7)[1] == pytest.approx(plain)  # of equal ones the earlier
+    assert run(kl_cov_loss, inputs, cov_fraction=0.25, cov_kl_coef=0.7)[1] == pytest.approx(
+        plain
+    )  # of equal ones the earlier
 
 
 def test_of_each_row_the_largest_share_is_selected():
@@ -188,16 +223,21 @@ def test_of_each_row_the_largest_share_is_selected():
     assert not select_top_fraction(values, torch.zeros_like(mask), 0.5).any()
 
 
-# --- what is not finite -------------------------------------------------------------------------------------------------------
+# --- what is not finite -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", RL_LOSSES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_sampled_token_that_the_policy_cannot_give(name, advantage):
-    """lp = -inf inside the mask: finite, and no gradient of its own, where the loss is in the ratio; not finite where it is in lp itself."""
+    """lp = -inf inside the mask: finite, and no gradient of its own, where the loss is in the ratio; not
+    finite where it is in lp itself.
+    """
     log_probs = row(-INFINITY, -0.9, -1.6).requires_grad_()
     inputs = LossInputs(
-        log_probs=log_probs, mask=torch.ones(1, 3, dtype=torch.bool), advantages=row(*[advantage] * 3), rollout_log_probs=row(*MU)
+        log_probs=log_probs,
+        mask=torch.ones(1, 3, dtype=torch.bool),
+        advantages=row(*[advantage] * 3),
+        rollout_log_probs=row(*MU),
     )
     out = LOSSES[name](inputs, unit="tokens")
     if name in IN_LOG_PROBS:
@@ -213,7 +253,10 @@ def test_a_sampled_token_that_the_policy_cannot_give(name, advantage):
 def test_a_token_that_the_engine_says_it_cannot_give_leaves_finite_gradients(name):
     log_probs = row(*LP).requires_grad_()
     inputs = LossInputs(
-        log_probs=log_probs, mask=torch.ones(1, 3, dtype=torch.bool), advantages=row(1.0, 1.0, 1.0), rollout_log_probs=row(-INFINITY, -0.4, -2.3)
+        log_probs=log_probs,
+        mask=torch.ones(1, 3, dtype=torch.bool),
+        advantages=row(1.0, 1.0, 1.0),
+        rollout_log_probs=row(-INFINITY, -0.4, -2.3),
     )
     out = LOSSES[name](inputs, unit="tokens")
     if name == "dro":
@@ -223,7 +266,7 @@ def test_a_token_that_the_engine_says_it_cannot_give_leaves_finite_gradients(nam
     assert grad.isfinite().all()
 
 
-# --- properties ---------------------------------------------------------------------------------------------------------------
+# --- properties ---------------------------------------------------------------------------------------------
 
 
 def draw_fields(seed: int, rows: int, width: int) -> dict[str, Tensor]:
@@ -236,15 +279,29 @@ def draw_fields(seed: int, rows: int, width: int) -> dict[str, Tensor]:
 
 
 @settings(max_examples=12, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 10_000), rows=st.integers(1, 3), width=st.integers(1, 4), unit=st.sampled_from(["tokens", "sequences", "sequence_sums"]))
+@given(
+    seed=st.integers(0, 10_000),
+    rows=st.integers(1, 3),
+    width=st.integers(1, 4),
+    unit=st.sampled_from(["tokens", "sequences", "sequence_sums"]),
+)
 def test_gradients_agree_with_central_differences(seed, rows, width, unit):
-    """Of every loss, at every position: in float64, where a step of 1e-6 crosses no clip but by bad luck, which the draws do not have."""
+    """Of every loss, at every position: in float64, where a step of 1e-6 crosses no clip but by bad luck,
+    which the draws do not have.
+    """
     fields = draw_fields(seed, rows, width)
-    for name in sorted(set(RL_LOSSES) - {"cispo", "gspo_token"}):  # they hold part of lp constant: see the tests on the fixture
+    for name in sorted(
+        set(RL_LOSSES) - {"cispo", "gspo_token"}
+    ):  # they hold part of lp constant: see the tests on the fixture
 
         def value(log_probs: Tensor, name: str = name) -> Tensor:
-            # with the micro-batch's own means two tokens have one covariance, and a step would decide which of them is the larger
-            params = {"cov_fraction": 1.0, "cov_low": 0.3, "log_prob_mean": 0.0, "advantage_mean": 0.0} if name.endswith("_cov") else {}
+            # with the micro-batch's own means two tokens have one covariance, and a step would decide which
+            # of them is the larger
+            params = (
+                {"cov_fraction": 1.0, "cov_low": 0.3, "log_prob_mean": 0.0, "advantage_mean": 0.0}
+                if name.endswith("_cov")
+                else {}
+            )
             return LOSSES[name](LossInputs(**fields | {"log_probs": log_probs}), unit=unit, **params).sum
 
         log_probs = fields["log_probs"].clone().requires_grad_()
@@ -253,7 +310,9 @@ def test_gradients_agree_with_central_differences(seed, rows, width, unit):
             step = torch.zeros(rows * width, dtype=torch.float64)
             step[position] = 1e-6
             ends = [value(fields["log_probs"] + sign * step.view(rows, width)) for sign in (1, -1)]
-            assert float(grad.flatten()[position]) == pytest.approx(float(ends[0] - ends[1]) / 2e-6, rel=1e-6, abs=1e-7), name
+            assert float(grad.flatten()[position]) == pytest.approx(
+                float(ends[0] - ends[1]) / 2e-6, rel=1e-6, abs=1e-7
+            ), name
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -266,9 +325,13 @@ def test_at_ratio_one_every_loss_has_the_gradient_of_reinforce(seed, rows, width
     for name in sorted(set(RL_LOSSES) - {"clip_cov"}):  # which leaves tokens out at any ratio
         for unit, weight in (("tokens", 1.0), ("sequences", 1.0 / lengths)):
             log_probs = fields["log_probs"].clone().requires_grad_()
-            (grad,) = torch.autograd.grad(LOSSES[name](LossInputs(**fields | {"log_probs": log_probs}), unit=unit).sum, [log_probs])
+            (grad,) = torch.autograd.grad(
+                LOSSES[name](LossInputs(**fields | {"log_probs": log_probs}), unit=unit).sum, [log_probs]
+            )
             expected = torch.where(mask, -advantages * weight, torch.zeros_like(grad))
-            torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                grad, expected, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -277,17 +340,28 @@ def test_clipped_tokens_have_exactly_no_gradient_and_the_metrics_count_them(seed
     fields = draw_fields(seed, 3, 5)
     if not fields["mask"].any():
         return
-    ratio, advantages, mask = (fields["log_probs"] - fields["old_log_probs"]).exp(), fields["advantages"], fields["mask"]
-    low, high = (advantages < 0) & (ratio < 1 - clip_low) & mask, (advantages > 0) & (ratio > 1 + clip_high) & mask
+    ratio, advantages, mask = (
+        (fields["log_probs"] - fields["old_log_probs"]).exp(),
+        fields["advantages"],
+        fields["mask"],
+    )
+    low, high = (
+        (advantages < 0) & (ratio < 1 - clip_low) & mask,
+        (advantages > 0) & (ratio > 1 + clip_high) & mask,
+    )
     log_probs = fields["log_probs"].clone().requires_grad_()
-    out = ppo_clip_loss(LossInputs(**fields | {"log_probs": log_probs}), clip_low=clip_low, clip_high=clip_high)
+    out = ppo_clip_loss(
+        LossInputs(**fields | {"log_probs": log_probs}), clip_low=clip_low, clip_high=clip_high
+    )
     (grad,) = torch.autograd.grad(out.sum, [log_probs])
     assert torch.equal(grad == 0, low | high | ~mask)
     metrics, count = metric_values(out.metrics), int(mask.sum())
-    assert (metrics["clip_ratio/low"], metrics["clip_ratio/high"]) == pytest.approx((int(low.sum()) / count, int(high.sum()) / count))
+    assert (metrics["clip_ratio/low"], metrics["clip_ratio/high"]) == pytest.approx(
+        (int(low.sum()) / count, int(high.sum()) / count)
+    )
 
 
-# --- rules --------------------------------------------------------------------------------------------------------------------
+# --- rules --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Preference rows: one shape for every usual one, both responses after the same prompt, nothing lost without a count."""
+"""Preference rows: one shape for every usual one, both responses after the same prompt, nothing lost without
+a count.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import numpy as np
 import pytest
 
 from rollouts.config.load import load_config
-from rollouts.config.schema import DataSourceConfig, PreferenceTrainingConfig, RewardModelTrainingConfig, RunConfig
+from rollouts.config.schema import (
+    DataSourceConfig,
+    PreferenceTrainingConfig,
+    RewardModelTrainingConfig,
+    RunConfig,
+)
 from rollouts.data.datasets import load_sources
 from rollouts.data.mixture import Mixture, make_mixture
 from rollouts.data.preference import (
@@ -28,29 +35,45 @@ from rollouts.data.rows import RowProblem, SourceRows
 from rollouts.data.sft import prepare_sft_rows
 from rollouts.errors import ConfigError, DataError
 from rollouts.preflight.checks import check_run
-from rollouts.preflight.preferences import PreparedLabels, check_preferences, describe_counts, prepare_preferences
+from rollouts.preflight.preferences import (
+    PreparedLabels,
+    check_preferences,
+    describe_counts,
+    prepare_preferences,
+)
 from rollouts.preflight.rows import load_all_rows
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
-ASK, GOOD, BAD = {"role": "user", "content": "q"}, {"role": "assistant", "content": "ab"}, {"role": "assistant", "content": "c"}
+ASK, GOOD, BAD = (
+    {"role": "user", "content": "q"},
+    {"role": "assistant", "content": "ab"},
+    {"role": "assistant", "content": "c"},
+)
 SPLIT = {"prompt": [ASK], "chosen": [GOOD], "rejected": [BAD]}
-# In ChatML with one token per byte a one-letter question takes 9 tokens and the assistant's header 11: the answer begins at 20.
+# In ChatML with one token per byte a one-letter question takes 9 tokens and the assistant's header 11: the
+# answer begins at 20.
 PAIR = {"prompt": "q", "chosen": "ab", "rejected": "c"}  # 20 + a, b, end = 23 tokens; 20 + c, end = 22
 
 
 def pairs(*rows, max_length=99):
-    return prepare_pair_mixture(make_mixture([None if row is None else split_pair(row) for row in rows]), byte_tokenizer(), max_length=max_length)
+    return prepare_pair_mixture(
+        make_mixture([None if row is None else split_pair(row) for row in rows]),
+        byte_tokenizer(),
+        max_length=max_length,
+    )
 
 
 def labels(*rows, max_length=99):
-    return prepare_labelled_mixture(make_mixture([split_labelled(row) for row in rows]), byte_tokenizer(), max_length=max_length)
+    return prepare_labelled_mixture(
+        make_mixture([split_labelled(row) for row in rows]), byte_tokenizer(), max_length=max_length
+    )
 
 
 def text_of(row):
     return byte_tokenizer().decode(row.token_ids)
 
 
-# --- shapes ------------------------------------------------------------------------------------------------------------------
+# --- shapes -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -84,17 +107,45 @@ def test_turns_before_the_response_are_part_of_the_prompt():
 @pytest.mark.parametrize(
     ("row", "field", "said"),
     [
-        ({"prompt": "q", "chosen": "a"}, "rejected", "no `rejected`; a pair has a prompt, a chosen and a rejected response"),
-        ({"prompt": "q", "chosen": "a", "rejectd": "b"}, "rejected", 'is it rejectd? Then set columns.rejected = "rejectd"'),
-        ({"chosen": "a", "rejected": "b"}, "prompt", "then chosen must be a whole conversation as chat messages"),
+        (
+            {"prompt": "q", "chosen": "a"},
+            "rejected",
+            "no `rejected`; a pair has a prompt, a chosen and a rejected response",
+        ),
+        (
+            {"prompt": "q", "chosen": "a", "rejectd": "b"},
+            "rejected",
+            'is it rejectd? Then set columns.rejected = "rejectd"',
+        ),
+        (
+            {"chosen": "a", "rejected": "b"},
+            "prompt",
+            "then chosen must be a whole conversation as chat messages",
+        ),
         ({"prompt": "q", "chosen": " ", "rejected": "b"}, "chosen", "chosen is empty"),
         ({"prompt": " ", "chosen": "a", "rejected": "b"}, "prompt", "prompt is empty"),
         ({"prompt": "q", "chosen": 3, "rejected": "b"}, "chosen", "chosen is of type int"),
         ({"chosen": [ASK], "rejected": [ASK, BAD]}, "chosen", "chosen ends with a turn of the role user"),
-        ({"chosen": [ASK, {**GOOD, "content": ""}], "rejected": [ASK, BAD]}, "chosen[1].content", "the last turn of chosen says nothing"),
-        ({"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "r"}, BAD]}, "rejected", "differ in message 0 already"),
-        ({"chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]}, "rejected", "differ in message 1 already"),
-        ({"prompt": "other", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "chosen", "begins with a user's turn, but not with the row's prompt"),
+        (
+            {"chosen": [ASK, {**GOOD, "content": ""}], "rejected": [ASK, BAD]},
+            "chosen[1].content",
+            "the last turn of chosen says nothing",
+        ),
+        (
+            {"chosen": [ASK, GOOD], "rejected": [{**ASK, "content": "r"}, BAD]},
+            "rejected",
+            "differ in message 0 already",
+        ),
+        (
+            {"chosen": [ASK, GOOD], "rejected": [ASK, BAD, ASK, BAD]},
+            "rejected",
+            "differ in message 1 already",
+        ),
+        (
+            {"prompt": "other", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+            "chosen",
+            "begins with a user's turn, but not with the row's prompt",
+        ),
         ({**PAIR, "margin": "big"}, "margin", "margin is 'big'; it must be a number"),
         ({**PAIR, "margin": True}, "margin", "margin is True"),
     ],
@@ -118,24 +169,42 @@ def test_a_malformed_pair_says_what_is_wrong_with_it(row, field, said):
 def test_a_malformed_labelled_row_says_what_is_wrong_with_it(row, said):
     with pytest.raises(RowProblem, match=said.replace("`", "`")):
         split_labelled(row)
-    assert split_labelled({"completion": [ASK, GOOD], "label": False}) == {"prompt": [ASK], "completion": [GOOD], "label": False}
+    assert split_labelled({"completion": [ASK, GOOD], "label": False}) == {
+        "prompt": [ASK],
+        "completion": [GOOD],
+        "label": False,
+    }
 
 
 def test_rows_are_read_by_their_columns_with_a_system_prompt_and_malformed_ones_are_holes(tmp_path):
-    rows = [{"question": "q", "best": "ab", "worst": "c"}, {"question": "q", "best": "ab"}, {"question": "r", "best": "x", "worst": "y"}]
+    rows = [
+        {"question": "q", "best": "ab", "worst": "c"},
+        {"question": "q", "best": "ab"},
+        {"question": "r", "best": "x", "worst": "y"},
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     columns = {"prompt": "question", "chosen": "best", "rejected": "worst"}
     source = DataSourceConfig(
-        kind="jsonl", path=str(tmp_path / "pairs.jsonl"), columns=columns, system_prompt="be brief", max_bad_fraction=0.5
+        kind="jsonl",
+        path=str(tmp_path / "pairs.jsonl"),
+        columns=columns,
+        system_prompt="be brief",
+        max_bad_fraction=0.5,
     )
     (loaded,) = load_sources([source], name="preference.data", use="pair").sources
-    assert loaded.rows == ({**SPLIT, "prompt": [{"role": "system", "content": "be brief"}, ASK]}, None, loaded.rows[2])
+    assert loaded.rows == (
+        {**SPLIT, "prompt": [{"role": "system", "content": "be brief"}, ASK]},
+        None,
+        loaded.rows[2],
+    )
     assert "there is no worst" in str(loaded.bad[0])
     with pytest.raises(DataError, match="1 of 3 rows is malformed"):
-        load_sources([source.model_copy(update={"max_bad_fraction": 0.1})], name="preference.data", use="pair")
+        load_sources(
+            [source.model_copy(update={"max_bad_fraction": 0.1})], name="preference.data", use="pair"
+        )
 
 
-# --- tokens ------------------------------------------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------------------------------------
 
 
 def test_both_responses_follow_the_same_prompt_and_rows_end_with_the_end_of_turn():
@@ -150,9 +219,16 @@ def test_both_responses_follow_the_same_prompt_and_rows_end_with_the_end_of_turn
 def test_the_response_trains_as_the_last_turn_of_an_sft_row_does():
     conversation = [ASK, GOOD, ASK, BAD]
     row = {"chosen": conversation, "rejected": [*conversation[:-1], GOOD]}
-    for tokenizer in (byte_tokenizer(), family_tokenizer("qwen3"), family_tokenizer("llama3_1"), family_tokenizer("gemma")):
+    for tokenizer in (
+        byte_tokenizer(),
+        family_tokenizer("qwen3"),
+        family_tokenizer("llama3_1"),
+        family_tokenizer("gemma"),
+    ):
         (sample,) = prepare_pair_mixture(make_mixture([split_pair(row)]), tokenizer, max_length=999).samples
-        (whole,) = prepare_sft_rows([{"messages": conversation}], tokenizer, max_length=999, train_on="last").samples
+        (whole,) = prepare_sft_rows(
+            [{"messages": conversation}], tokenizer, max_length=999, train_on="last"
+        ).samples
         end = int(np.flatnonzero(whole.loss_mask)[-1]) + 1
         assert sample.chosen.token_ids.tolist() == whole.token_ids[:end].tolist()
         assert sample.chosen.loss_mask.tolist() == whole.loss_mask[:end].tolist()
@@ -164,9 +240,14 @@ def test_margins_are_kept_and_are_0_where_there_is_none():
 
 def test_a_pair_falls_as_a_whole_and_by_reason():
     late = {**PAIR, "prompt": "q" * 30}
-    data = pairs(PAIR, late, {**PAIR, "rejected": "ab"}, {**PAIR, "chosen": "xyz1", "rejected": "xyz2"}, max_length=23)
+    data = pairs(
+        PAIR, late, {**PAIR, "rejected": "ab"}, {**PAIR, "chosen": "xyz1", "rejected": "xyz2"}, max_length=23
+    )
     assert [sample.row_id for sample in data.samples] == [0]
-    assert data.dropped == {"no_trained_tokens": 1, "same_response": 2}  # xyz1 and xyz2 are one and the same within 23 tokens
+    assert data.dropped == {
+        "no_trained_tokens": 1,
+        "same_response": 2,
+    }  # xyz1 and xyz2 are one and the same within 23 tokens
 
 
 def test_a_cut_response_is_counted_and_trains_up_to_the_cut():
@@ -177,7 +258,13 @@ def test_a_cut_response_is_counted_and_trains_up_to_the_cut():
 
 
 def test_nothing_left_is_an_error_that_counts_the_reasons():
-    with pytest.raises(DataError, match=r"preference\.data: none of 2 rows can train \(no_trained_tokens: 2\); raise preference\.max_length=20"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"preference\.data: none of 2 rows can train \(no_trained_tokens: 2\); raise"
+            r" preference\.max_length=20"
+        ),
+    ):
         pairs(PAIR, PAIR, max_length=20)
 
 
@@ -192,23 +279,36 @@ def test_a_mismatched_row_is_the_prompt_with_the_next_completion_of_another_prom
         "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\ndef<|im_end|>",
         "<|im_start|>user\nrr<|im_end|>\n<|im_start|>assistant\nab<|im_end|>",
     ]
-    assert [np.flatnonzero(sample.other.loss_mask).tolist() for sample in data.samples] == [[20, 21, 22, 23], [20, 21, 22, 23], [21, 22, 23]]
+    assert [np.flatnonzero(sample.other.loss_mask).tolist() for sample in data.samples] == [
+        [20, 21, 22, 23],
+        [20, 21, 22, 23],
+        [21, 22, 23],
+    ]
     assert [sample.desirable for sample in data.samples] == [True, False, True]
 
 
 def test_a_mismatched_row_is_cut_at_max_length_too():
-    data = labels({"prompt": "q" * 5, "completion": "a", "label": True}, {"prompt": "r", "completion": "bcde", "label": True}, max_length=25)
+    data = labels(
+        {"prompt": "q" * 5, "completion": "a", "label": True},
+        {"prompt": "r", "completion": "bcde", "label": True},
+        max_length=25,
+    )
     assert [len(sample.other.token_ids) for sample in data.samples] == [25, 22]
     assert data.samples[0].other.loss_mask.sum() == 1
 
 
 def test_kto_needs_two_prompts():
-    with pytest.raises(DataError, match=r"preference\.data: 2 rows have 1 different prompt; .* use rows of several prompts"):
-        labels({"prompt": "q", "completion": "a", "label": True}, {"prompt": "q", "completion": "b", "label": False})
+    with pytest.raises(
+        DataError, match=r"preference\.data: 2 rows have 1 different prompt; .* use rows of several prompts"
+    ):
+        labels(
+            {"prompt": "q", "completion": "a", "label": True},
+            {"prompt": "q", "completion": "b", "label": False},
+        )
     assert mismatch_completions([b"x", b"y"]) == [1, 0]
 
 
-# --- held out, drawn, batched ------------------------------------------------------------------------------------------------
+# --- held out, drawn, batched -------------------------------------------------------------------------------
 
 
 def numbered(count, *, prompts=None):
@@ -235,7 +335,10 @@ def test_every_source_gives_its_share_of_what_is_held_out():
 
 
 def test_something_must_be_left_to_train_on():
-    with pytest.raises(DataError, match=r"preference\.held_out=3 of 3 samples, and all others with the same prompts: none is left"):
+    with pytest.raises(
+        DataError,
+        match=r"preference\.held_out=3 of 3 samples, and all others with the same prompts: none is left",
+    ):
         split_held_out(pairs(*numbered(3)), 3)
     assert split_held_out(pairs(*numbered(3)), 0)[1] == ()
 
@@ -251,29 +354,44 @@ def test_holes_keep_their_place_and_are_never_drawn_and_an_epoch_has_every_pair_
 def test_a_batch_has_chosen_and_rejected_in_turn():
     samples = pairs(*numbered(2)).samples
     batch = make_preference_batch(samples)
-    assert [row.tolist() for row in batch.tokens] == [row.token_ids.tolist() for sample in samples for row in sample.rows]
+    assert [row.tolist() for row in batch.tokens] == [
+        row.token_ids.tolist() for sample in samples for row in sample.rows
+    ]
     assert batch.response_lengths.tolist() == [3, 2, 3, 2]
     assert len(make_preference_batch(samples, rows_per_sample=1)) == 2
     assert isinstance(samples[0], PairSample)
 
 
-# --- before a run ------------------------------------------------------------------------------------------------------------
+# --- before a run -------------------------------------------------------------------------------------------
 
 DATA = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
 
 
 def run_config(**section):
-    return RunConfig(preference=PreferenceTrainingConfig.model_validate({"data": DATA, "steps": 1, "max_length": 99, **section}))
+    return RunConfig(
+        preference=PreferenceTrainingConfig.model_validate(
+            {"data": DATA, "steps": 1, "max_length": 99, **section}
+        )
+    )
 
 
 def test_a_stage_prepares_what_its_loss_trains_on():
     rows = make_mixture([split_pair(row) for row in numbered(3)])
-    prepared = prepare_preferences(run_config(held_out=1), "preference", rows, byte_tokenizer(), context_length=99)
+    prepared = prepare_preferences(
+        run_config(held_out=1), "preference", rows, byte_tokenizer(), context_length=99
+    )
     assert (len(prepared.training.samples), len(prepared.held_out)) == (2, 1)
-    labelled = make_mixture([split_labelled({"prompt": text, "completion": "a", "label": True}) for text in "xyz"])
-    kto = prepare_preferences(run_config(loss="kto"), "preference", labelled, byte_tokenizer(), context_length=None)
+    labelled = make_mixture(
+        [split_labelled({"prompt": text, "completion": "a", "label": True}) for text in "xyz"]
+    )
+    kto = prepare_preferences(
+        run_config(loss="kto"), "preference", labelled, byte_tokenizer(), context_length=None
+    )
     assert isinstance(kto, PreparedLabels) and isinstance(kto.training.samples[0], LabelledSample)
-    with pytest.raises(ConfigError, match=r"preference\.max_length: a row has 23 tokens, more than the context of 22; lower it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"preference\.max_length: a row has 23 tokens, more than the context of 22; lower it",
+    ):
         prepare_preferences(run_config(), "preference", rows, byte_tokenizer(), context_length=22)
     with pytest.raises(ConfigError, match=r"no \[reward_model\] table"):
         prepare_preferences(run_config(), "reward_model", rows, byte_tokenizer(), context_length=22)
@@ -283,17 +401,31 @@ def test_a_check_says_what_trains_and_what_does_not():
     config = RunConfig(reward_model=RewardModelTrainingConfig(data=DATA, steps=1, max_length=23))
     rows = [split_pair(row) for row in ({**PAIR, "chosen": "abcdef"}, PAIR, {**PAIR, "prompt": "q" * 30})]
     findings = []
-    longest = check_preferences(config, "reward_model", rows, byte_tokenizer(), context_length=None, findings=findings)
+    longest = check_preferences(
+        config, "reward_model", rows, byte_tokenizer(), context_length=None, findings=findings
+    )
     assert longest == 23
     assert [(finding.level, finding.subject, finding.message) for finding in findings] == [
         ("ok", "reward_model.data", "chosen of the first sample trains 3 of 23 tokens: 'abc'"),
         ("ok", "reward_model.data", "rejected of the first sample trains 2 of 22 tokens: 'c<|im_end|>'"),
-        ("ok", "reward_model.data", "of 3 rows that were looked at 2 train and 0 are held out; the longest has 23 tokens of max_length=23"),
+        (
+            "ok",
+            "reward_model.data",
+            (
+                "of 3 rows that were looked at 2 train and 0 are held out; the longest has 23 tokens of"
+                " max_length=23"
+            ),
+        ),
         ("warning", "reward_model.data", "1 responses are cut at max_length=23"),
         ("warning", "reward_model.data", "1 samples left out: no trained tokens"),
     ]
-    prepared = prepare_preferences(config, "reward_model", make_mixture(rows), byte_tokenizer(), context_length=None)
-    assert describe_counts("reward_model", prepared, 23)[0] == "reward_model.data: 1 responses are cut at max_length=23"
+    prepared = prepare_preferences(
+        config, "reward_model", make_mixture(rows), byte_tokenizer(), context_length=None
+    )
+    assert (
+        describe_counts("reward_model", prepared, 23)[0]
+        == "reward_model.data: 1 responses are cut at max_length=23"
+    )
 
 
 def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path):
@@ -304,7 +436,9 @@ def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path):
         "labels": [{"prompt": text, "completion": "x", "label": text < "b"} for text in ("a", "b", "held")],
         "eval": [{"prompt": "held"}],
     }.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )
     (tmp_path / "run.toml").write_text(
         """
         [preference]
@@ -325,19 +459,38 @@ def test_a_dry_run_and_a_run_read_the_rows_of_every_preference_stage(tmp_path):
     config = load_config(tmp_path / "run.toml", ["--model.name", str(tmp_path / "model")])
     stages = ("preference", "reward_model")
     loaded = load_all_rows(config, stages)
-    assert {stage: len(loaded.training[stage].sources[0].rows) for stage in stages} == {"preference": 2, "reward_model": 2}
+    assert {stage: len(loaded.training[stage].sources[0].rows) for stage in stages} == {
+        "preference": 2,
+        "reward_model": 2,
+    }
     assert dict(loaded.left_out) == {"preference": 1, "reward_model": 1}
-    findings = check_run(config, stages, find_model=Path, open_tokenizer=lambda path: byte_tokenizer(), base_dir=tmp_path)
+    findings = check_run(
+        config, stages, find_model=Path, open_tokenizer=lambda path: byte_tokenizer(), base_dir=tmp_path
+    )
     said = [f"{finding.subject}: {finding.message}" for finding in findings]
     assert [text for text in said if "looked at" in text or "desirable" in text] == [
-        "preference.data: of 2 rows that were looked at 2 train and 0 are held out; the longest has 22 tokens of max_length=40",
+        (
+            "preference.data: of 2 rows that were looked at 2 train and 0 are held out; the longest has 22"
+            " tokens of max_length=40"
+        ),
         "preference.data: 1 responses are desirable and 1 undesirable",
-        "reward_model.data: of 2 rows that were looked at 2 train and 0 are held out; the longest has 23 tokens of max_length=40",
+        (
+            "reward_model.data: of 2 rows that were looked at 2 train and 0 are held out; the longest has 23"
+            " tokens of max_length=40"
+        ),
     ]
-    assert next(text for text in said if "work" in text).startswith("preference: work: 1 optimizer steps of 16 samples of two rows")
+    assert next(text for text in said if "work" in text).startswith(
+        "preference: work: 1 optimizer steps of 16 samples of two rows"
+    )
     assert {finding.level for finding in findings if finding.subject.startswith(stages)} == {"ok"}
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n', encoding="utf-8")
-    findings = check_run(config, ("reward_model",), find_model=Path, open_tokenizer=lambda path: byte_tokenizer(), base_dir=tmp_path)
+    findings = check_run(
+        config,
+        ("reward_model",),
+        find_model=Path,
+        open_tokenizer=lambda path: byte_tokenizer(),
+        base_dir=tmp_path,
+    )
     assert any("no `rejected`" in finding.message for finding in findings if finding.level == "error")
     with pytest.raises(ConfigError, match=r"no \[sft\] table"):
         load_all_rows(config, ("sft",))

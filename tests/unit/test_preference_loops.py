@@ -1,4 +1,6 @@
-"""DPO and its family, KTO: a step is the one that plain autograd takes, however the batch is divided; losses, metrics, resume, stops."""
+"""DPO and its family, KTO: a step is the one that plain autograd takes, however the batch is divided; losses,
+metrics, resume, stops.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,19 @@ from rollouts.data.sft import SFTSample
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ConfigError, PlugInError
 from rollouts.loops.linearised import on_thread
-from rollouts.loops.preference import evaluate_preferences, linearise_samples, run_preference_training, score_mixture
+from rollouts.loops.preference import (
+    evaluate_preferences,
+    linearise_samples,
+    run_preference_training,
+    score_mixture,
+)
 from rollouts.losses.inputs import LossOutput
-from rollouts.losses.row_losses import check_preference_loss, make_kto_loss, make_pair_loss, make_preference_loss
+from rollouts.losses.row_losses import (
+    check_preference_loss,
+    make_kto_loss,
+    make_pair_loss,
+    make_preference_loss,
+)
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.testing.fakes import open_fake_backend
 from rollouts.types import LossSpec
@@ -55,22 +67,34 @@ def make_row(rng: np.random.Generator, prompt: Sequence[int], row_id: int) -> SF
 def make_pairs(count: int, seed: int = 0) -> list[PairSample]:
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(3, 60, rng.integers(2, 7)).tolist() for _ in range(count)]
-    return [PairSample(make_row(rng, prompt, row), make_row(rng, prompt, row), row, margin=float(row)) for row, prompt in enumerate(prompts)]
+    return [
+        PairSample(make_row(rng, prompt, row), make_row(rng, prompt, row), row, margin=float(row))
+        for row, prompt in enumerate(prompts)
+    ]
 
 
 def make_labelled(count: int, seed: int = 0) -> list[LabelledSample]:
-    return [LabelledSample(pair.chosen, pair.rejected, index % 3 != 0, index) for index, pair in enumerate(make_pairs(count, seed))]
+    return [
+        LabelledSample(pair.chosen, pair.rejected, index % 3 != 0, index)
+        for index, pair in enumerate(make_pairs(count, seed))
+    ]
 
 
 def config_of(**changes: Any) -> PreferenceTrainingConfig:
-    return PreferenceTrainingConfig.model_validate({"data": DATA, "steps": 3, "batch_size": 4, "loss_params": {"beta": BETA}, **changes})
+    return PreferenceTrainingConfig.model_validate(
+        {"data": DATA, "steps": 3, "batch_size": 4, "loss_params": {"beta": BETA}, **changes}
+    )
 
 
 @asynccontextmanager
-async def open_backend(model: Any = None, *, optim: OptimConfig = OPTIM, **options: Any) -> AsyncIterator[Any]:
+async def open_backend(
+    model: Any = None, *, optim: OptimConfig = OPTIM, **options: Any
+) -> AsyncIterator[Any]:
     model = make_model() if model is None else model
     async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
-        yield PyTorchTrainingBackend(model, create_adamw_optimizer(model, optim), device_thread, optim=optim, total_steps=10, **options)
+        yield PyTorchTrainingBackend(
+            model, create_adamw_optimizer(model, optim), device_thread, optim=optim, total_steps=10, **options
+        )
 
 
 class PlainReference:
@@ -111,7 +135,9 @@ def weights_of(model: Any) -> dict[str, Tensor]:
 def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
     assert set(one) == set(other)
     for name in one:
-        torch.testing.assert_close(one[name], other[name], atol=tolerance, rtol=0.0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            one[name], other[name], atol=tolerance, rtol=0.0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def plain_pair_loss(model: Any, reference: Any, sample: PairSample, loss: str) -> Tensor:
@@ -130,10 +156,15 @@ def plain_pair_loss(model: Any, reference: Any, sample: PairSample, loss: str) -
     return {"dpo": -logsigmoid(BETA * gap), "ipo": (gap - 1 / (2 * BETA)) ** 2}[loss]
 
 
-def plain_kto_loss(model: Any, reference: Any, samples: Sequence[LabelledSample], weights: tuple[float, float]) -> Tensor:
+def plain_kto_loss(
+    model: Any, reference: Any, samples: Sequence[LabelledSample], weights: tuple[float, float]
+) -> Tensor:
     """The mean over the batch, its reference point from the mismatched rows."""
     with torch.no_grad():
-        gaps = [response_log_prob(model, sample.other) - response_log_prob(reference, sample.other) for sample in samples]
+        gaps = [
+            response_log_prob(model, sample.other) - response_log_prob(reference, sample.other)
+            for sample in samples
+        ]
         point = torch.stack(gaps).mean().clamp(min=0)
     total: Any = 0.0
     for sample in samples:
@@ -147,7 +178,9 @@ def plain_kto_loss(model: Any, reference: Any, samples: Sequence[LabelledSample]
 
 def train_plainly(model: Any, loss_of: Any, steps: int) -> list[float]:
     """AdamW of torch, on the loss of each step (from 0)."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=0.0
+    )
     losses = []
     for step in range(steps):
         loss = loss_of(model, step)
@@ -158,7 +191,15 @@ def train_plainly(model: Any, loss_of: Any, steps: int) -> list[float]:
     return losses
 
 
-async def train_pairs(config: PreferenceTrainingConfig, samples: Any, *, model: Any = None, reference: Any = None, logger: Any = None, **loop: Any):
+async def train_pairs(
+    config: PreferenceTrainingConfig,
+    samples: Any,
+    *,
+    model: Any = None,
+    reference: Any = None,
+    logger: Any = None,
+    **loop: Any,
+):
     """(weights, metrics) after the loop on a fresh backend."""
     options = {"micro_batch_tokens": config.micro_batch_tokens}
     async with open_backend(model, **options) as backend:
@@ -176,12 +217,15 @@ async def train_pairs(config: PreferenceTrainingConfig, samples: Any, *, model: 
         return weights_of(backend.model), history
 
 
-# --- a step is the plain one -------------------------------------------------------------------------------------------------
+# --- a step is the plain one --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo"])
 async def test_three_steps_are_those_of_plain_autograd(loss):
-    samples, config = make_pairs(6), config_of(loss=loss, reference="none" if loss in ("simpo", "orpo") else "precomputed")
+    samples, config = (
+        make_pairs(6),
+        config_of(loss=loss, reference="none" if loss in ("simpo", "orpo") else "precomputed"),
+    )
     reference, plain = reference_model(), make_model()
 
     def loss_of(model: Any, step: int) -> Tensor:
@@ -192,8 +236,12 @@ async def test_three_steps_are_those_of_plain_autograd(loss):
     scorer = None if config.reference == "none" else PlainReference(reference)
     trained, history = await train_pairs(config, samples, reference=scorer, seed=7)
     np.testing.assert_allclose([row["loss/total"] for row in history], losses, rtol=2e-5)
-    assert_close(trained, weights_of(plain), 2e-5)  # AdamW divides by the gradient's size: rounding of small ones is seen
-    moved = max(float((trained[name] - before).abs().max()) for name, before in weights_of(make_model()).items())
+    assert_close(
+        trained, weights_of(plain), 2e-5
+    )  # AdamW divides by the gradient's size: rounding of small ones is seen
+    moved = max(
+        float((trained[name] - before).abs().max()) for name, before in weights_of(make_model()).items()
+    )
     assert moved > 1e-3, "something was trained"
 
 
@@ -205,15 +253,25 @@ async def test_the_gradient_is_exact_in_float64():
     loss = make_pair_loss("dpo", {"beta": BETA})
     async with open_backend(make_model().double()) as backend:
         _, found = await linearise_samples(
-            backend, samples, config_of(reference="live"), loss=on_thread(backend.device_thread.submit, loss), reference=scorer
+            backend,
+            samples,
+            config_of(reference="live"),
+            loss=on_thread(backend.device_thread.submit, loss),
+            reference=scorer,
         )
         rows = make_preference_batch(samples)
         batch = dataclasses.replace(rows, advantages=spread_scores(found.advantages, rows))
-        await backend.forward_backward(batch, LossSpec("linear", unit="constant", constant=found.total)).result()
-        for (name, ours), (_, theirs) in zip(backend.model.named_parameters(), plain.named_parameters(), strict=True):
+        await backend.forward_backward(
+            batch, LossSpec("linear", unit="constant", constant=found.total)
+        ).result()
+        for (name, ours), (_, theirs) in zip(
+            backend.model.named_parameters(), plain.named_parameters(), strict=True
+        ):
             assert ours.grad is not None and theirs.grad is not None
             # float32 between the passes: log-probs and slopes are arrays of that type
-            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-7, rtol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                ours.grad, theirs.grad, atol=1e-7, rtol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
         await backend.reset().result()
 
 
@@ -223,7 +281,12 @@ async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_ba
     # 6 desirable, 3 undesirable: 2 times as many, so the undesirable weigh 2 / (4/3) = 1.5
 
     def loss_of(model: Any, step: int) -> Tensor:
-        return plain_kto_loss(model, reference, select_preference_samples(make_preference_mixture(samples), 5, step, 0), (1.0, 1.5))
+        return plain_kto_loss(
+            model,
+            reference,
+            select_preference_samples(make_preference_mixture(samples), 5, step, 0),
+            (1.0, 1.5),
+        )
 
     losses = train_plainly(plain, loss_of, 3)
     trained, history = await train_pairs(config, samples, reference=PlainReference(reference))
@@ -237,7 +300,12 @@ async def test_kto_is_the_plain_one_with_the_whole_batchs_reference_point_and_ba
 
 async def test_kto_with_a_reference_point_of_its_own_scores_no_mismatched_rows():
     samples = make_labelled(6)
-    config = config_of(loss="kto", steps=1, batch_size=6, loss_params={"beta": BETA, "reference_point": 0.0, "undesirable_weight": 2.0})
+    config = config_of(
+        loss="kto",
+        steps=1,
+        batch_size=6,
+        loss_params={"beta": BETA, "reference_point": 0.0, "undesirable_weight": 2.0},
+    )
     scorer = PlainReference(reference_model())
     _, history = await train_pairs(config, samples, reference=scorer)
     assert scorer.scored == 6
@@ -248,7 +316,10 @@ async def test_kto_with_a_reference_point_of_its_own_scores_no_mismatched_rows()
 @pytest.mark.parametrize(("loss", "samples"), [("dpo", make_pairs(6)), ("kto", make_labelled(6))])
 async def test_micro_batches_change_nothing_but_rounding(loss, samples):
     scorer = PlainReference(reference_model())
-    found = [await train_pairs(config_of(loss=loss, micro_batch_tokens=tokens), samples, reference=scorer) for tokens in (1, 8192)]
+    found = [
+        await train_pairs(config_of(loss=loss, micro_batch_tokens=tokens), samples, reference=scorer)
+        for tokens in (1, 8192)
+    ]
     assert_close(found[0][0], found[1][0], 1e-5)
     for one, other in zip(found[0][1], found[1][1], strict=True):
         for name in ("loss/total", "rewards/chosen", "logps/rejected"):
@@ -263,7 +334,9 @@ async def test_a_precomputed_reference_is_asked_once_per_row_and_gives_what_a_li
     assert_close(one[0], other[0], 0.0)
     config, scorer = config_of(steps=5), PlainReference(reference_model())
     scored = await score_mixture(make_preference_mixture(samples), config, scorer)
-    assert_close((await train_pairs(config, list(scored.samples)))[0], one[0], 0.0)  # the reference may be gone by then
+    assert_close(
+        (await train_pairs(config, list(scored.samples)))[0], one[0], 0.0
+    )  # the reference may be gone by then
 
 
 async def test_a_run_that_goes_on_is_the_unbroken_one(tmp_path):
@@ -287,19 +360,36 @@ async def test_a_run_that_goes_on_is_the_unbroken_one(tmp_path):
     assert [row["loss/total"] for row in rest] == [row["loss/total"] for row in history[2:]]
 
 
-# --- what is logged, saved, evaluated ----------------------------------------------------------------------------------------
+# --- what is logged, saved, evaluated -----------------------------------------------------------------------
 
 
 async def test_metrics_are_the_true_losss_and_begin_at_log_2_where_policy_and_reference_agree():
     logger, diary = MemoryLogger(), Diary(checkpoint_every=2)
     config = config_of(eval_every=1, batch_size=6)  # all pairs in every step
-    _, history = await train_pairs(config, make_pairs(6), reference=PlainReference(make_model()), logger=logger, hooks=diary.hooks)
-    assert [(stage, step, version) for stage, step, version, _ in logger.steps] == [("preference", step, step - 1) for step in (1, 2, 3)]
+    _, history = await train_pairs(
+        config, make_pairs(6), reference=PlainReference(make_model()), logger=logger, hooks=diary.hooks
+    )
+    assert [(stage, step, version) for stage, step, version, _ in logger.steps] == [
+        ("preference", step, step - 1) for step in (1, 2, 3)
+    ]
     first = history[0]
     assert first["loss/total"] == pytest.approx(np.log(2.0), abs=1e-6)
     assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
-    assert {"rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen", "logps/rejected"} <= set(first)
-    assert {"optim/lr", "optim/grad_norm", "entropy/mean", "time/log_probs", "time/train", "perf/trained_tokens_per_s"} <= set(first)
+    assert {
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "logps/chosen",
+        "logps/rejected",
+    } <= set(first)
+    assert {
+        "optim/lr",
+        "optim/grad_norm",
+        "entropy/mean",
+        "time/log_probs",
+        "time/train",
+        "perf/trained_tokens_per_s",
+    } <= set(first)
     assert history[2]["loss/total"] < history[1]["loss/total"] < first["loss/total"]
     assert history[2]["rewards/margins"] > history[1]["rewards/margins"] > 0
     assert diary.entries == [("evaluate", 1), ("save", 2), ("evaluate", 2), ("save", 3)]
@@ -310,7 +400,9 @@ async def test_a_step_that_is_not_finite_changes_nothing_and_has_no_loss():
         async def score(self, batch: Any) -> tuple[Any, ...]:
             return tuple(np.where(mask, np.float32(np.inf), np.float32(0)) for mask in batch.loss_masks)
 
-    trained, history = await train_pairs(config_of(steps=1, reference="live"), make_pairs(4), reference=BrokenReference(None))
+    trained, history = await train_pairs(
+        config_of(steps=1, reference="live"), make_pairs(4), reference=BrokenReference(None)
+    )
     assert history[0]["optim/skipped_steps"] == 1.0
     assert "loss/total" not in history[0] and "rewards/chosen" not in history[0]
     assert_close(trained, weights_of(make_model()), 0.0)
@@ -318,7 +410,9 @@ async def test_a_step_that_is_not_finite_changes_nothing_and_has_no_loss():
 
 async def test_a_stop_request_saves_and_ends_after_the_step():
     diary = Diary(stop_after=2)
-    _, history = await train_pairs(config_of(steps=9), make_pairs(4), reference=PlainReference(reference_model()), hooks=diary.hooks)
+    _, history = await train_pairs(
+        config_of(steps=9), make_pairs(4), reference=PlainReference(reference_model()), hooks=diary.hooks
+    )
     assert len(history) == 2 and diary.entries == [("save", 2)]
 
 
@@ -326,7 +420,9 @@ async def test_held_out_pairs_give_accuracy_loss_and_perplexities():
     samples, model, reference = make_pairs(5, seed=9), make_model(), reference_model()
     async with open_backend(model) as backend:
         loss = on_thread(backend.device_thread.submit, make_pair_loss("dpo", {"beta": BETA}))
-        found = await evaluate_preferences(backend, samples, config_of(), loss=loss, reference=PlainReference(reference))
+        found = await evaluate_preferences(
+            backend, samples, config_of(), loss=loss, reference=PlainReference(reference)
+        )
         assert await evaluate_preferences(backend, [], config_of(), loss=loss) == {}
     with torch.no_grad():
         losses = [float(plain_pair_loss(model, reference, sample, "dpo")) for sample in samples]
@@ -335,7 +431,9 @@ async def test_held_out_pairs_give_accuracy_loss_and_perplexities():
     assert found["eval/pairs/accuracy"] == np.mean([value < np.log(2.0) for value in losses])
     for kind, place in (("chosen", 0), ("rejected", 1)):
         tokens = sum(int(sample.rows[place].loss_mask.sum()) for sample in samples)
-        assert found[f"eval/pairs/perplexity/{kind}"] == pytest.approx(np.exp(-sum(pair[place] for pair in sums) / tokens), rel=1e-5)
+        assert found[f"eval/pairs/perplexity/{kind}"] == pytest.approx(
+            np.exp(-sum(pair[place] for pair in sums) / tokens), rel=1e-5
+        )
 
 
 async def test_a_held_out_pair_without_a_finite_loss_leaves_no_number_behind():
@@ -345,7 +443,9 @@ async def test_a_held_out_pair_without_a_finite_loss_leaves_no_number_behind():
 
     async with open_backend() as backend:
         loss = on_thread(backend.device_thread.submit, make_pair_loss("dpo", {}))
-        found = await evaluate_preferences(backend, make_pairs(2), config_of(), loss=loss, reference=BrokenReference(None))
+        found = await evaluate_preferences(
+            backend, make_pairs(2), config_of(), loss=loss, reference=BrokenReference(None)
+        )
     assert "eval/pairs/loss" not in found and "eval/pairs/rewards/chosen" not in found
     assert found["eval/pairs/perplexity/chosen"] > 1.0
 
@@ -353,19 +453,26 @@ async def test_a_held_out_pair_without_a_finite_loss_leaves_no_number_behind():
 async def test_held_out_labelled_responses_are_measured_by_their_label():
     samples, model = make_labelled(5, seed=9), make_model()
     async with open_backend(model) as backend:
-        loss = on_thread(backend.device_thread.submit, make_kto_loss({"beta": BETA, "desirable_weight": 1.0}, num_desirable=0, num_undesirable=0))
+        loss = on_thread(
+            backend.device_thread.submit,
+            make_kto_loss({"beta": BETA, "desirable_weight": 1.0}, num_desirable=0, num_undesirable=0),
+        )
         config = config_of(loss="kto")
-        found = await evaluate_preferences(backend, samples, config, loss=loss, reference=PlainReference(reference_model()), name="rows")
+        found = await evaluate_preferences(
+            backend, samples, config, loss=loss, reference=PlainReference(reference_model()), name="rows"
+        )
     with torch.no_grad():
         good = [sample.completion for sample in samples if sample.desirable]
-        nll = -sum(float(response_log_prob(model, row)) for row in good) / sum(int(row.loss_mask.sum()) for row in good)
+        nll = -sum(float(response_log_prob(model, row)) for row in good) / sum(
+            int(row.loss_mask.sum()) for row in good
+        )
         plain = float(plain_kto_loss(model, reference_model(), samples, (1.0, 1.0)))
     assert found["eval/rows/perplexity/chosen"] == pytest.approx(np.exp(nll), rel=1e-5)
     assert found["eval/rows/loss"] == pytest.approx(plain, abs=1e-6)
     assert "eval/rows/accuracy" not in found
 
 
-# --- settings ----------------------------------------------------------------------------------------------------------------
+# --- settings -----------------------------------------------------------------------------------------------
 
 
 async def test_a_loss_with_a_reference_needs_one():
@@ -378,8 +485,17 @@ async def test_a_loss_with_a_reference_needs_one():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"loss": "simpo"}, "reference='precomputed' with loss='simpo', which compares with no reference model; set reference = 'none'"),
-        ({"loss": "dpo", "reference": "none"}, "set reference = 'precomputed' or 'live', or use one of simpo, cpo, orpo"),
+        (
+            {"loss": "simpo"},
+            (
+                "reference='precomputed' with loss='simpo', which compares with no reference model; set"
+                " reference = 'none'"
+            ),
+        ),
+        (
+            {"loss": "dpo", "reference": "none"},
+            "set reference = 'precomputed' or 'live', or use one of simpo, cpo, orpo",
+        ),
         ({"loss": "kto", "reference": "none"}, "reference='none' with loss='kto'"),
         ({"steps": 0}, "greater than or equal to 1"),
         ({"reference": "both"}, "'precomputed', 'live' or 'none'"),
@@ -402,7 +518,12 @@ def test_preferences_have_a_learning_rate_of_their_own():
         ("sigmoid", {}, True, "preference loss 'sigmoid' is not known; did you mean 'dpo'?"),
         ("apo_zero_unpaired", {}, True, "is 'kto' with loss_params = { reference_point = 0 }"),
         ("dop", {}, True, "did you mean 'dpo'?"),
-        ("dpo", {"betta": 0.1}, True, "preference loss 'dpo' has no parameter 'betta'; it takes beta, label_smoothing"),
+        (
+            "dpo",
+            {"betta": 0.1},
+            True,
+            "preference loss 'dpo' has no parameter 'betta'; it takes beta, label_smoothing",
+        ),
         ("dpo", {"beta": -1.0}, True, "dpo: beta=-1.0 must be above 0"),
         ("kto", {"betta": 1.0}, True, "unexpected keyword argument 'betta'"),
         ("kto", {"beta": "x"}, True, "are not what the loss takes"),
@@ -426,26 +547,33 @@ async def test_a_function_of_the_user_is_a_loss():
     check_preference_loss(name, {"weight": 2.0}, reference=False)
     with pytest.raises(PlugInError, match="cannot be imported"):
         check_preference_loss("no.such:loss", {}, reference=False)
-    found = make_pair_loss(name, {"weight": 2.0})(np.asarray([-1.0, -3.0, -2.0, -2.5]), ref_log_probs=None, lengths=np.ones(4))
+    found = make_pair_loss(name, {"weight": 2.0})(
+        np.asarray([-1.0, -3.0, -2.0, -2.5]), ref_log_probs=None, lengths=np.ones(4)
+    )
     assert (found.loss, found.total, found.advantages.tolist()) == (-2.5, 2.0, [2.0, -2.0, 2.0, -2.0])
     check_preference_loss("dpo", {"beta": 0.1}, reference=True)
     check_preference_loss("kto", {"beta": 0.1, "reference_point": 0}, reference=True)
 
 
 def test_kto_of_one_kind_alone_needs_weights():
-    with pytest.raises(ConfigError, match=r"3 desirable and 0 undesirable rows; .* set loss_params\.desirable_weight"):
+    with pytest.raises(
+        ConfigError, match=r"3 desirable and 0 undesirable rows; .* set loss_params\.desirable_weight"
+    ):
         make_kto_loss({}, num_desirable=3, num_undesirable=0)
     assert make_kto_loss({"desirable_weight": 1.0}, num_desirable=3, num_undesirable=0) is not None
 
 
 def test_slopes_of_a_pair_are_dpos_by_hand():
-    # Δ = (−10 + 11) − (−12 + 11.5) = 1.5, β = .1: loss −log σ(.15) = .620957, slope of π_c −.1·σ(−.15) = −.0462570
-    found = make_pair_loss("dpo", {"beta": 0.1})(np.asarray([-10.0, -12.0]), ref_log_probs=np.asarray([-11.0, -11.5]), lengths=np.asarray([5, 4]))
+    # Δ = (−10 + 11) − (−12 + 11.5) = 1.5, β = .1: loss −log σ(.15) = .620957, slope of π_c −.1·σ(−.15) =
+    # −.0462570
+    found = make_pair_loss("dpo", {"beta": 0.1})(
+        np.asarray([-10.0, -12.0]), ref_log_probs=np.asarray([-11.0, -11.5]), lengths=np.asarray([5, 4])
+    )
     assert found.loss == pytest.approx(0.620957, abs=1e-6)
     np.testing.assert_allclose(found.advantages, [0.0462570, -0.0462570], atol=1e-7)
 
 
-# --- stops, on fakes in virtual time -----------------------------------------------------------------------------------------
+# --- stops, on fakes in virtual time ------------------------------------------------------------------------
 
 
 async def run_stopped(run: StoppedRun, *, reference_s: float = 0.0, **changes: Any) -> list[dict[str, float]]:
@@ -469,14 +597,20 @@ async def run_stopped(run: StoppedRun, *, reference_s: float = 0.0, **changes: A
         with run.stop.training():
             data = make_preference_mixture(make_pairs(6))
             history.append(
-                await run_preference_training(backend, data, config, MemoryLogger(), loss=loss, reference=SlowReference(), hooks=hooks)
+                await run_preference_training(
+                    backend, data, config, MemoryLogger(), loss=loss, reference=SlowReference(), hooks=hooks
+                )
             )
         nursery.cancel_scope.cancel()
     return history[0]
 
 
-@pytest.mark.parametrize("at_s", [100.0, 130.0])  # in the second step's pass without gradient, and in the one with it
-async def test_a_step_that_does_not_fit_is_cut_in_either_pass_and_the_one_before_is_saved(autojump_clock, at_s):
+@pytest.mark.parametrize(
+    "at_s", [100.0, 130.0]
+)  # in the second step's pass without gradient, and in the one with it
+async def test_a_step_that_does_not_fit_is_cut_in_either_pass_and_the_one_before_is_saved(
+    autojump_clock, at_s
+):
     run = StoppedRun(at_s=at_s)
     assert len(await run_stopped(run)) == 1
     assert run.saved == [("before", 1, 1, at_s + 3)], "3 s after the signal"

@@ -84,16 +84,22 @@ def test_shards_must_divide_the_ranks():
         init_ranks(Launch(0, 3, 0, 3, "127.0.0.1", 0), device="cpu", shard_size=2)
 
 
-# --- a store that outlives the ranks -----------------------------------------------------------------------------------------------------
+# --- a store that outlives the ranks ------------------------------------------------------------------------
 
 
 @pytest.fixture
 def stores(monkeypatch: pytest.MonkeyPatch) -> list[TCPStore]:
     """Three connections, for as many ranks, to one store that torchrun keeps over all starts."""
     first = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=dt.timedelta(seconds=60))
-    others = [TCPStore("127.0.0.1", first.port, is_master=False, timeout=dt.timedelta(seconds=60)) for _ in range(2)]
+    others = [
+        TCPStore("127.0.0.1", first.port, is_master=False, timeout=dt.timedelta(seconds=60)) for _ in range(2)
+    ]
     stores = [first, *others]
-    monkeypatch.setattr(process_group, "rendezvous", lambda url, rank, world_size, **_: iter([(stores[rank], rank, world_size)]))
+    monkeypatch.setattr(
+        process_group,
+        "rendezvous",
+        lambda url, rank, world_size, **_: iter([(stores[rank], rank, world_size)]),
+    )
     return stores
 
 
@@ -128,6 +134,8 @@ async def test_ranks_that_are_started_again_find_nothing_of_those_before(stores:
 @pytest.mark.parametrize("alone", [0, 1])
 async def test_a_rank_that_comes_before_the_others_waits_for_live_ones(stores: list[TCPStore], alone: int):
     await meet(b"first")
-    with pytest.raises(RankLost, match=rf"rank {1 - alone} was lost during start-up: it did not come to .* within 0\.5 s"):
+    with pytest.raises(
+        RankLost, match=rf"rank {1 - alone} was lost during start-up: it did not come to .* within 0\.5 s"
+    ):
         await trio.to_thread.run_sync(lambda: meet_ranks(place(alone), timeout_s=0.5, connect_timeout_s=0.5))
     assert [one.words for one in await meet(b"after that")] == [(b"after that",) * 3] * 3

@@ -56,11 +56,18 @@ def make_model(*, tied: bool = True, seed: int = 0) -> LlamaForCausalLM:
 
 
 @asynccontextmanager
-async def open_backend(model: Any = None, *, optim: OptimConfig = OPTIM, total_steps: int = 10, **options: Any) -> AsyncIterator[Any]:
+async def open_backend(
+    model: Any = None, *, optim: OptimConfig = OPTIM, total_steps: int = 10, **options: Any
+) -> AsyncIterator[Any]:
     model = make_model() if model is None else model
     async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
         yield PyTorchTrainingBackend(
-            model, create_adamw_optimizer(model, optim), device_thread, optim=optim, total_steps=total_steps, **options
+            model,
+            create_adamw_optimizer(model, optim),
+            device_thread,
+            optim=optim,
+            total_steps=total_steps,
+            **options,
         )
 
 
@@ -74,29 +81,47 @@ def slow_log_probs(model: Any, batch: RolloutBatch) -> list[Tensor]:
     return rows
 
 
-def slow_gradients(batch: RolloutBatch, *, per_row: bool, advantages: bool = False) -> tuple[float, dict[str, Tensor]]:
+def slow_gradients(
+    batch: RolloutBatch, *, per_row: bool, advantages: bool = False
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of SFT or REINFORCE, row by row, over the whole batch."""
     model = make_model()
     total: Any = 0.0
     count = 0
     for row, log_probs in enumerate(slow_log_probs(model, batch)):
         mask = torch.from_numpy(np.asarray(batch.loss_masks[row][1:]))
-        weights = torch.from_numpy(batch.advantages[row][1:]) if advantages and batch.advantages is not None else torch.ones(len(mask))
+        weights = (
+            torch.from_numpy(batch.advantages[row][1:])
+            if advantages and batch.advantages is not None
+            else torch.ones(len(mask))
+        )
         losses = (-log_probs * weights)[mask]
         total = total + (losses.mean() if per_row else losses.sum())
         count += 1 if per_row else int(mask.sum())
     (total / count).backward()
-    return float(total.detach() / count), {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return float(total.detach() / count), {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     assert set(one) == set(other)
     for name in one:
-        torch.testing.assert_close(one[name], other[name], atol=tolerance, rtol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            one[name],
+            other[name],
+            atol=tolerance,
+            rtol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
+        )
 
 
 def gradients(backend: Any) -> dict[str, Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in backend.model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in backend.model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 FORMS = {
@@ -146,7 +171,9 @@ async def test_untied_heads_get_the_same_gradients_in_every_form():
 
 
 async def test_masked_tokens_get_no_gradient():
-    """What stands behind the last trained token changes nothing; what a masked token is matters only to what comes after it."""
+    """What stands behind the last trained token changes nothing; what a masked token is matters only to what
+    comes after it.
+    """
     batch = make_batch(groups=1, size=2)
     longer = dataclasses.replace(
         batch,
@@ -195,12 +222,30 @@ async def test_a_loss_sees_right_padded_rows_whatever_the_packing(share: bool):
     (inputs,) = SEEN
     assert inputs.old_log_probs is None
     assert inputs.ref_log_probs is None
-    shapes = {tuple(value.shape) for value in (inputs.log_probs, inputs.mask, inputs.entropy, inputs.advantages, inputs.rollout_log_probs)}
+    shapes = {
+        tuple(value.shape)
+        for value in (
+            inputs.log_probs,
+            inputs.mask,
+            inputs.entropy,
+            inputs.advantages,
+            inputs.rollout_log_probs,
+        )
+    }
     assert shapes == {(9, max(len(row) for row in batch.tokens))}
-    masks = {tuple(row[: len(mask)]) for row in inputs.mask.tolist() for mask in batch.loss_masks if sum(row) == mask.sum()}
+    masks = {
+        tuple(row[: len(mask)])
+        for row in inputs.mask.tolist()
+        for mask in batch.loss_masks
+        if sum(row) == mask.sum()
+    }
     assert {tuple(mask.tolist()) for mask in batch.loss_masks} <= masks
     found = sorted(round(float(value), 5) for value in inputs.advantages[inputs.mask])
-    assert found == sorted(round(float(a), 5) for row, mask in zip(batch.advantages, batch.loss_masks, strict=True) for a in row[mask])
+    assert found == sorted(
+        round(float(a), 5)
+        for row, mask in zip(batch.advantages, batch.loss_masks, strict=True)
+        for a in row[mask]
+    )
     assert result.metrics["rows"] == Mean(9.0, 1.0)
 
 
@@ -211,7 +256,9 @@ async def test_entropy_is_a_mean_over_trained_tokens():
         entropies = []
         for tokens, mask in zip(batch.tokens, batch.loss_masks, strict=True):
             log_probs = model(input_ids=torch.from_numpy(tokens)[None]).logits[0].log_softmax(-1)
-            entropies.append((-(log_probs.exp() * log_probs).sum(-1))[torch.from_numpy(np.flatnonzero(mask) - 1)])
+            entropies.append(
+                (-(log_probs.exp() * log_probs).sum(-1))[torch.from_numpy(np.flatnonzero(mask) - 1)]
+            )
     async with open_backend(micro_batch_tokens=20) as backend:
         result = await backend.forward_backward(batch, SFT)
     metric = result.metrics["entropy/mean"]
@@ -227,14 +274,23 @@ async def test_an_entropy_bonus_has_the_gradient_of_the_entropy(form: str):
     for tokens, mask, advantages in zip(batch.tokens, batch.loss_masks, batch.advantages or (), strict=True):
         log_probs = (model(input_ids=torch.from_numpy(tokens)[None]).logits[0, :-1] / 0.7).log_softmax(-1)
         own = log_probs.gather(-1, torch.from_numpy(tokens)[1:, None]).squeeze(-1)
-        losses = -own * torch.from_numpy(advantages[1:]) + 0.5 * (log_probs.exp() * log_probs).sum(-1)  # minus 0.5 times the entropy
+        losses = -own * torch.from_numpy(advantages[1:]) + 0.5 * (log_probs.exp() * log_probs).sum(
+            -1
+        )  # minus 0.5 times the entropy
         total = total + losses[torch.from_numpy(mask[1:])].sum()
     (total / len(batch)).backward()
-    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    wanted = {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
     async with open_backend(**FORMS[form]) as backend:
-        result = await backend.forward_backward(batch, LossSpec("reinforce", {"entropy_coef": 0.5}, unit="sequence_sums"))
+        result = await backend.forward_backward(
+            batch, LossSpec("reinforce", {"entropy_coef": 0.5}, unit="sequence_sums")
+        )
         found = gradients(backend)
-    assert (result.loss, result.denominator) == (pytest.approx(float(total.detach()) / len(batch), abs=1e-4), len(batch))
+    assert (result.loss, result.denominator) == (
+        pytest.approx(float(total.detach()) / len(batch), abs=1e-4),
+        len(batch),
+    )
     assert_close(found, wanted, tolerance=3e-5)
 
 
@@ -270,8 +326,13 @@ async def test_a_clipped_step_is_that_of_the_scaled_gradient():
         result = await backend.optim_step(OptimParams(lr=1e-3, max_grad_norm=0.1))
         norm = torch.stack([gradient.norm() for gradient in before.values()]).norm()
         assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
-        moments = {name: backend._optimizer.state[parameter]["exp_avg"] for name, parameter in backend.model.named_parameters()}
-    assert_close(moments, {name: 0.1 * gradient * 0.1 / norm for name, gradient in before.items()}, tolerance=1e-6)
+        moments = {
+            name: backend._optimizer.state[parameter]["exp_avg"]
+            for name, parameter in backend.model.named_parameters()
+        }
+    assert_close(
+        moments, {name: 0.1 * gradient * 0.1 / norm for name, gradient in before.items()}, tolerance=1e-6
+    )
 
 
 async def test_bfloat16_autocast_stays_close_to_float32():
@@ -297,7 +358,9 @@ async def test_statistics_count_steps_and_tokens():
         trained = backend.statistics()["computed_tokens"]
         await backend.forward(batch)
         statistics = backend.statistics()
-    assert statistics["computed_tokens"] == trained  # a checkpoint has it, and a run that goes on probes its engines once more
+    assert (
+        statistics["computed_tokens"] == trained
+    )  # a checkpoint has it, and a run that goes on probes its engines once more
     assert statistics["steps"] == 1
     assert statistics["trained_tokens"] == sum(int(mask.sum()) for mask in batch.loss_masks)
     assert statistics["computed_tokens"] < sum(len(row) for row in batch.tokens)  # prompts are shared
@@ -357,10 +420,19 @@ async def test_torchs_random_state_is_restored(tmp_path: Path):
     ("damage", "message"),
     [
         (lambda path: (path / "state" / "backend.json").write_text("{"), r"backend\.json cannot be read"),
-        (lambda path: (path / "state" / "optimizer.safetensors").write_bytes(b"12345678"), r"optimizer\.safetensors cannot be read"),
+        (
+            lambda path: (path / "state" / "optimizer.safetensors").write_bytes(b"12345678"),
+            r"optimizer\.safetensors cannot be read",
+        ),
         (lambda path: (path / "model.safetensors").unlink(), "no \\*.safetensors file"),
-        (lambda path: rename_state(path, "exp_avg/model.norm.weight", "exp_avg/model.other"), r"exp_avg/model\.other"),
-        (lambda path: reshape_state(path, "exp_avg/model.norm.weight"), r"'exp_avg/model\.norm\.weight' has shape \(5,\)"),
+        (
+            lambda path: rename_state(path, "exp_avg/model.norm.weight", "exp_avg/model.other"),
+            r"exp_avg/model\.other",
+        ),
+        (
+            lambda path: reshape_state(path, "exp_avg/model.norm.weight"),
+            r"'exp_avg/model\.norm\.weight' has shape \(5,\)",
+        ),
     ],
 )
 async def test_a_damaged_checkpoint_is_named(tmp_path: Path, damage: Any, message: str):
@@ -387,7 +459,9 @@ def reshape_state(path: Path, name: str) -> None:
 
 async def test_open_pytorch_backend_loads_trains_and_saves(tmp_path: Path):
     save_hf_model(make_model(), tmp_path / "model")
-    async with open_pytorch_backend(tmp_path / "model", optim=OPTIM, total_steps=3, threads=1, autocast="off") as backend:
+    async with open_pytorch_backend(
+        tmp_path / "model", optim=OPTIM, total_steps=3, threads=1, autocast="off"
+    ) as backend:
         first = await backend.forward_backward(make_batch(), SFT)
         await backend.optim_step()
         second = await backend.forward_backward(make_batch(), SFT)
@@ -435,7 +509,9 @@ def interrupting_loss(inputs: LossInputs, *, unit: str) -> LossOutput:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
-async def test_a_step_that_a_stop_cut_is_resumed_with_the_numbers_that_it_had_drawn(micro_batch: int, tmp_path: Path):
+async def test_a_step_that_a_stop_cut_is_resumed_with_the_numbers_that_it_had_drawn(
+    micro_batch: int, tmp_path: Path
+):
     """Nine micro-batches draw; the first one, two or eight of them have when the stop comes."""
     batches, spec = [make_batch(seed) for seed in range(3)], LossSpec(f"{__name__}:interrupting_loss")
     bad = LossSpec(f"{contract.HERE}:nan_loss")
@@ -451,18 +527,28 @@ async def test_a_step_that_a_stop_cut_is_resumed_with_the_numbers_that_it_had_dr
         await contract.raised_by(late)
         await backend.reset()
         await backend.save(tmp_path / "cut")
-    names = sorted(path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file())
-    different = [str(name) for name in names if (tmp_path / "whole" / name).read_bytes() != (tmp_path / "cut" / name).read_bytes()]
-    assert len(names) >= 4 and different == [], "weights, moments, random states and counters are those before the step"
+    names = sorted(
+        path.relative_to(tmp_path / "whole") for path in (tmp_path / "whole").rglob("*") if path.is_file()
+    )
+    different = [
+        str(name)
+        for name in names
+        if (tmp_path / "whole" / name).read_bytes() != (tmp_path / "cut" / name).read_bytes()
+    ]
+    assert len(names) >= 4 and different == [], (
+        "weights, moments, random states and counters are those before the step"
+    )
     assert json.loads((tmp_path / "cut/state/backend.json").read_text())["skipped_in_a_row"] == 1
 
 
-# --- what users saw ----------------------------------------------------------------------------------------------------------------
+# --- what users saw -----------------------------------------------------------------------------------------
 
 
 def with_zero_rows(batch: RolloutBatch, rows: set[int]) -> RolloutBatch:
     assert batch.advantages is not None
-    return dataclasses.replace(batch, advantages=tuple(a * 0 if row in rows else a for row, a in enumerate(batch.advantages)))
+    return dataclasses.replace(
+        batch, advantages=tuple(a * 0 if row in rows else a for row, a in enumerate(batch.advantages))
+    )
 
 
 @pytest.mark.parametrize("unit", ["tokens", "sequences"])
@@ -505,7 +591,9 @@ async def test_a_token_outside_the_vocabulary_is_named_by_its_row():
     batch = make_batch()
     wrong = dataclasses.replace(batch, tokens=(*batch.tokens[:-1], np.full_like(batch.tokens[-1], 64)))
     async with open_backend() as backend:
-        with pytest.raises(BackendError, match=r"batch\.tokens\[8\] has the id 64; the model's ids are 0 to 63"):
+        with pytest.raises(
+            BackendError, match=r"batch\.tokens\[8\] has the id 64; the model's ids are 0 to 63"
+        ):
             await backend.forward_backward(wrong, SFT)
 
 
@@ -526,9 +614,15 @@ async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path):
         await contract.train(backend, make_batch())
         await backend.save(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"model.norm.weight": torch.zeros(5)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        tensors | {"model.norm.weight": torch.zeros(5)},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     async with open_backend() as backend:
-        with pytest.raises(CheckpointError, match=r"not of this model.*model\.norm\.weight \(5,\) for \(32,\)"):
+        with pytest.raises(
+            CheckpointError, match=r"not of this model.*model\.norm\.weight \(5,\) for \(32,\)"
+        ):
             await backend.load(tmp_path)
         assert len(backend._optimizer.state) == 0
         await backend.reset()

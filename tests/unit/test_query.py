@@ -26,7 +26,11 @@ def run(tmp_path: Path) -> Path:
     root.mkdir()
     write_rows(root / "metrics.jsonl", {"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5})
     write_rows(root / "metrics.1.jsonl", {"step": 2, "attempt": 2, "reward/mean": 0.75, "fail/reward": 1})
-    write_rows(root / "samples.jsonl", {"id": "a", "response": "2026-01-02", "metadata": {"k": [1]}}, {"id": "b", "response": "2026-01-03"})
+    write_rows(
+        root / "samples.jsonl",
+        {"id": "a", "response": "2026-01-02", "metadata": {"k": [1]}},
+        {"id": "b", "response": "2026-01-03"},
+    )
     return root
 
 
@@ -62,8 +66,14 @@ def test_a_torn_last_line_is_left_out_and_said(run: Path):
         (b"\x00\x00\x00", r"metrics\.jsonl:2 is not a JSON object"),
         (b'{"stage":"rl","step":7,"attempt":1}{"stage":"rl"}', r"metrics\.jsonl:2 is not a JSON object"),
         (b"[1]", r"metrics\.jsonl:2 is not a JSON object"),
-        (b'{"stage":"rl","step":7,"attempt":1,"reward/mean":"\xff"}', r"metrics\.jsonl:2 is not a JSON object"),
-        (b'{"stage":"rl","step":"seven","attempt":1}', r"metrics\.jsonl:2 has no text 'stage' and whole 'step'"),
+        (
+            b'{"stage":"rl","step":7,"attempt":1,"reward/mean":"\xff"}',
+            r"metrics\.jsonl:2 is not a JSON object",
+        ),
+        (
+            b'{"stage":"rl","step":"seven","attempt":1}',
+            r"metrics\.jsonl:2 has no text 'stage' and whole 'step'",
+        ),
         (b'{"reward/mean": 7}', r"metrics\.jsonl:2 has no text 'stage' and whole 'step'"),
     ],
 )
@@ -85,10 +95,20 @@ def test_a_torn_line_before_another_part_is_refused(run: Path):
 
 
 def test_rows_that_only_duckdb_does_not_take_are_counted_with_the_first(run: Path):
-    write_rows(run / "samples.jsonl", {"id": "a"}, {"id": "b", "response": "\ud800"}, {"id": "c", "response": "\udfff"})
+    write_rows(
+        run / "samples.jsonl",
+        {"id": "a"},
+        {"id": "b", "response": "\ud800"},
+        {"id": "c", "response": "\udfff"},
+    )
     answer = query_run(run, "SELECT id FROM samples")
     assert answer.rows == (("a",),)
-    assert answer.notes == (f"2 rows of samples are left out: duckdb takes no half of a character in a text; the first is {run}/samples.jsonl:2",)
+    assert answer.notes == (
+        (
+            "2 rows of samples are left out: duckdb takes no half of a character in a text; the first is"
+            f" {run}/samples.jsonl:2"
+        ),
+    )
 
 
 def test_a_column_that_is_not_there_names_the_nearest(run: Path):
@@ -159,5 +179,7 @@ def test_an_explained_copy_is_refused_and_the_record_stays(run: Path):
     before = path.read_bytes()
     target = str(path.resolve()).replace("'", "''")
     with pytest.raises(ConfigError, match="EXPLAIN; give one statement that reads"):
-        query_run(run, f"EXPLAIN ANALYZE COPY (SELECT 1 AS metrics) TO '{target}' (FORMAT csv, USE_TMP_FILE false)")
+        query_run(
+            run, f"EXPLAIN ANALYZE COPY (SELECT 1 AS metrics) TO '{target}' (FORMAT csv, USE_TMP_FILE false)"
+        )
     assert path.read_bytes() == before

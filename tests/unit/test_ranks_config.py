@@ -19,7 +19,14 @@ def config_of(**settings: int) -> RunConfig:
 
 
 def launch_of(world_size: int, local_world_size: int | None = None) -> Launch:
-    return Launch(rank=0, world_size=world_size, local_rank=0, local_world_size=local_world_size or world_size, master_addr="localhost", restart=0)
+    return Launch(
+        rank=0,
+        world_size=world_size,
+        local_rank=0,
+        local_world_size=local_world_size or world_size,
+        master_addr="localhost",
+        restart=0,
+    )
 
 
 def test_a_program_that_is_asked_for_two_ranks_starts_itself_under_torchrun_with_the_same_arguments():
@@ -42,7 +49,10 @@ def test_a_launcher_may_start_what_the_config_asks_for_or_leaves_open(ranks: int
 
 
 def test_a_launcher_that_started_another_number_is_refused_with_both_numbers():
-    with pytest.raises(ConfigError, match=r"distributed.ranks=4, but the launcher has started 2 on this machine.*--nproc-per-node=4"):
+    with pytest.raises(
+        ConfigError,
+        match=r"distributed.ranks=4, but the launcher has started 2 on this machine.*--nproc-per-node=4",
+    ):
         check_ranks(config_of(ranks=4), launch_of(2))
 
 
@@ -66,7 +76,9 @@ async def test_offloading_to_host_memory_is_refused_to_ranks_on_cpus():
 
     async with open_one_rank("cpu") as ranks:
         with pytest.raises(ConfigError, match=r"distributed\.cpu_offload=true, but the ranks train on CPUs"):
-            async with open_fsdp_backend(Path(), hub=NobodyElse(), ranks=ranks, optim=OptimConfig(), total_steps=1, cpu_offload=True):
+            async with open_fsdp_backend(
+                Path(), hub=NobodyElse(), ranks=ranks, optim=OptimConfig(), total_steps=1, cpu_offload=True
+            ):
                 pass
 
 
@@ -77,7 +89,10 @@ def test_groups_that_divide_the_ranks_are_allowed(shard_size: int):
 
 @pytest.mark.parametrize("shard_size", [4, 12])
 def test_groups_that_do_not_divide_the_ranks_are_refused_naming_those_that_do(shard_size: int):
-    with pytest.raises(ConfigError, match=rf"distributed.shard_size={shard_size} does not divide the 6 ranks .* use 1 or 2 or 3 or 6"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"distributed.shard_size={shard_size} does not divide the 6 ranks .* use 1 or 2 or 3 or 6",
+    ):
         check_ranks(config_of(shard_size=shard_size), launch_of(6))
 
 
@@ -86,7 +101,7 @@ def test_restarts_without_ranks_of_its_own_are_refused():
         config_of(max_restarts=1)
 
 
-# --- every rank has the same config --------------------------------------------------------------------------------------------------
+# --- every rank has the same config -------------------------------------------------------------------------
 
 
 def test_a_rank_with_the_same_config_is_taken():
@@ -95,8 +110,14 @@ def test_a_rank_with_the_same_config_is_taken():
 
 
 def test_a_rank_with_another_config_is_refused_naming_the_setting_and_both_values():
-    with pytest.raises(ConfigError, match=r"model.threads is 2 here and 1 on rank 0; start all ranks with the same config"):
-        check_same_config(RunConfig(model=ModelConfig(threads=2)), dump_config(RunConfig(model=ModelConfig(threads=1))), whose="rank 0")
+    with pytest.raises(
+        ConfigError, match=r"model.threads is 2 here and 1 on rank 0; start all ranks with the same config"
+    ):
+        check_same_config(
+            RunConfig(model=ModelConfig(threads=2)),
+            dump_config(RunConfig(model=ModelConfig(threads=1))),
+            whose="rank 0",
+        )
 
 
 def test_a_table_that_only_one_rank_has_is_a_difference(tmp_path: Path):
@@ -108,6 +129,9 @@ def test_a_table_that_only_one_rank_has_is_a_difference(tmp_path: Path):
 
 def test_a_run_may_go_on_with_another_number_of_ranks_but_not_with_another_seed():
     for deterministic in (False, True):
-        check_same_run(RunConfig(deterministic=deterministic), RunConfig(deterministic=deterministic, distributed=DistributedConfig(ranks=2)))
+        check_same_run(
+            RunConfig(deterministic=deterministic),
+            RunConfig(deterministic=deterministic, distributed=DistributedConfig(ranks=2)),
+        )
     with pytest.raises(Exception, match="seed"):
         check_same_run(RunConfig(), RunConfig(seed=1, engine=EngineConfig()))

@@ -1,4 +1,6 @@
-"""What a rank that does not drive does: compare its config, find its model, write its part of a checkpoint beside whatever it computes."""
+"""What a rank that does not drive does: compare its config, find its model, write its part of a checkpoint
+beside whatever it computes.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,11 @@ async def test_a_rank_that_is_asked_for_nothing_ends_with_rank_0():
 
 async def test_a_rank_with_another_config_fails_before_it_opens_anything():
     with pytest.raises(ConfigError, match="seed is 2 here and 1 on rank 0"):
-        await serve(RunConfig(seed=2), begin(RunConfig(seed=1)), Command("open_backend", {"model_path": "/models/base", "optim": {}}))
+        await serve(
+            RunConfig(seed=2),
+            begin(RunConfig(seed=1)),
+            Command("open_backend", {"model_path": "/models/base", "optim": {}}),
+        )
 
 
 def test_a_directory_that_this_machine_has_is_taken_as_it_is(tmp_path: Path):
@@ -80,7 +86,13 @@ def test_the_base_model_of_another_machine_is_found_by_its_name(tmp_path: Path):
 
 
 def test_a_checkpoint_that_this_machine_does_not_see_is_refused_with_the_way_out():
-    with pytest.raises(RunDirError, match=r"/elsewhere/checkpoints/sft/step_2 is not to be seen on .*put output\.dir on a filesystem that all"):
+    with pytest.raises(
+        RunDirError,
+        match=(
+            r"/elsewhere/checkpoints/sft/step_2 is not to be seen on .*put output\.dir on a filesystem"
+            r" that all"
+        ),
+    ):
         find_directory("/elsewhere/checkpoints/sft/step_2", "/elsewhere/x", "bundled:x", never)
 
 
@@ -88,7 +100,7 @@ def never(name: str) -> Path:
     raise AssertionError(name)
 
 
-# --- a checkpoint beside training --------------------------------------------------------------------------------------------------------
+# --- a checkpoint beside training ---------------------------------------------------------------------------
 
 
 class Channel:
@@ -101,7 +113,13 @@ class Channel:
 
     def send(self, *names: str, backend: int = 0) -> None:
         checkpoint = "checkpoint 1 of the critic" if backend else "checkpoint 1"
-        fields = {"phase": "", "name": checkpoint, "path": "/checkpoint", "backend": backend, "options": {"model_path": "/critic", "optim": {}}}
+        fields = {
+            "phase": "",
+            "name": checkpoint,
+            "path": "/checkpoint",
+            "backend": backend,
+            "options": {"model_path": "/critic", "optim": {}},
+        }
         for name in names:
             self.commands_in.send_nowait(Command(name, {**fields, "phase": name}))
 
@@ -165,11 +183,21 @@ async def test_a_part_is_written_while_the_rank_is_in_a_step_that_rank_0_has_lef
         channel.send("close_backend")
 
 
-async def test_a_critic_beside_the_policy_has_its_own_trainer_and_its_own_part_of_a_checkpoint(follow, monkeypatch: pytest.MonkeyPatch):
+async def test_a_critic_beside_the_policy_has_its_own_trainer_and_its_own_part_of_a_checkpoint(
+    follow, monkeypatch: pytest.MonkeyPatch
+):
     opened: list[str] = []
     written: list[str] = []
-    monkeypatch.setattr(fsdp, "open_trainer", lambda options, *_: opened.append(getattr(options, "model_path", "policy")) or opened[-1])
-    monkeypatch.setattr(fsdp, "follow", lambda trainer, command: Part(lambda: written.append(trainer)) if command.name == "capture" else None)
+    monkeypatch.setattr(
+        fsdp,
+        "open_trainer",
+        lambda options, *_: opened.append(getattr(options, "model_path", "policy")) or opened[-1],
+    )
+    monkeypatch.setattr(
+        fsdp,
+        "follow",
+        lambda trainer, command: Part(lambda: written.append(trainer)) if command.name == "capture" else None,
+    )
     channel = Channel()
     channel.send("open_backend", backend=1)
     channel.send("capture")
@@ -263,7 +291,7 @@ async def test_a_rank_that_fails_alone_says_so_before_its_part_is_written(follow
     assert caught.group_contains(RuntimeError, match="no memory on rank 1")
 
 
-# --- rank 0's end ------------------------------------------------------------------------------------------------------------------------
+# --- rank 0's end -------------------------------------------------------------------------------------------
 
 
 class Hub:
@@ -292,14 +320,20 @@ async def test_a_copy_that_is_dropped_is_free_on_rank_0_and_the_others_are_told_
     assert (hub.sent, parts[0]()) == (["drop_held"], None)
 
 
-async def test_rank_0_names_files_of_all_once_all_have_written_and_a_written_copy_is_not_dropped(monkeypatch: pytest.MonkeyPatch):
+async def test_rank_0_names_files_of_all_once_all_have_written_and_a_written_copy_is_not_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+):
     hub, (parts, capture), named = Hub("0", "12"), list_parts(), list[Any]()
-    monkeypatch.setattr(held_checkpoint, "name_parts", lambda path, counts: named.append((path, counts, parts[0]())))
+    monkeypatch.setattr(
+        held_checkpoint, "name_parts", lambda path, counts: named.append((path, counts, parts[0]()))
+    )
     held = HeldCheckpoint(hub, "checkpoint 1", capture())
     await held(Path("/checkpoint"))
     held.drop()
     assert hub.sent == ["write_held"]
-    assert named == [(Path("/checkpoint"), [3, 0, 12], None)], "in the order of ranks; rank 0's memory is free by then"
+    assert named == [(Path("/checkpoint"), [3, 0, 12], None)], (
+        "in the order of ranks; rank 0's memory is free by then"
+    )
 
 
 async def test_rank_0_raises_what_another_rank_has_met_and_names_nothing(monkeypatch: pytest.MonkeyPatch):

@@ -23,7 +23,7 @@ def read_names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-# --- parts --------------------------------------------------------------------------------------------------------------------
+# --- parts --------------------------------------------------------------------------------------------------
 
 
 def test_a_part_that_has_reached_its_limit_is_followed_by_the_next(tmp_path: Path):
@@ -38,7 +38,13 @@ def test_a_part_that_has_reached_its_limit_is_followed_by_the_next(tmp_path: Pat
         make_line(3) + make_line(4),
         make_line(5),
     ]
-    assert read_names(tmp_path) == ["evaluations.jsonl", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl", "samples.jsonl"]
+    assert read_names(tmp_path) == [
+        "evaluations.jsonl",
+        "metrics.1.jsonl",
+        "metrics.2.jsonl",
+        "metrics.jsonl",
+        "samples.jsonl",
+    ]
 
 
 def test_rows_of_one_call_stay_together(tmp_path: Path):
@@ -47,7 +53,10 @@ def test_rows_of_one_call_stay_together(tmp_path: Path):
     files.append("samples", make_line(1) + make_line(2))
     files.append("samples", make_line(3))
     files.close()
-    assert [path.read_bytes() for path in run_dir.parts(run_dir.samples)] == [make_line(1) + make_line(2), make_line(3)]
+    assert [path.read_bytes() for path in run_dir.parts(run_dir.samples)] == [
+        make_line(1) + make_line(2),
+        make_line(3),
+    ]
 
 
 def test_the_next_attempt_goes_on_in_the_last_part(tmp_path: Path):
@@ -70,7 +79,9 @@ def test_the_audit_log_has_one_part(tmp_path: Path):
     assert run_dir.updates_log.read_text() == "one\ntwo\n"
 
 
-def test_a_part_is_on_the_device_before_the_next_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_part_is_on_the_device_before_the_next_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run_dir = RunDir(tmp_path)
     files = RecordFiles(run_dir, part_bytes=1)
     files.append("metrics", make_line(1))
@@ -111,7 +122,9 @@ def test_a_kill_inside_a_change_of_parts_loses_nothing(tmp_path: Path, place: st
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert run_dir.metrics.read_bytes() == make_line(1)
-    assert [path.stat().st_size for path in run_dir.parts(run_dir.metrics)[1:]] == ([0] if place == "after_open" else [])
+    assert [path.stat().st_size for path in run_dir.parts(run_dir.metrics)[1:]] == (
+        [0] if place == "after_open" else []
+    )
     assert next_attempt(run_dir) == 2
     files = RecordFiles(run_dir, part_bytes=1)
     assert files.repaired_bytes == 0
@@ -120,7 +133,7 @@ def test_a_kill_inside_a_change_of_parts_loses_nothing(tmp_path: Path, place: st
     assert [(row["step"], row["attempt"]) for row in read_rows(run_dir.metrics)] == [(1, 1), (2, 2)]
 
 
-# --- torn lines ---------------------------------------------------------------------------------------------------------------
+# --- torn lines ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["metrics", "samples", "evaluations", "contributions", "spans"])
@@ -170,7 +183,7 @@ def test_a_file_of_one_torn_line_becomes_empty(tmp_path: Path):
     assert repair_last_line(tmp_path / "missing") == 0
 
 
-# --- a disk that refuses ------------------------------------------------------------------------------------------------------
+# --- a disk that refuses ------------------------------------------------------------------------------------
 
 
 def test_a_short_write_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -185,7 +198,9 @@ def refuse(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
 
-def test_a_half_line_that_could_not_be_cut_off_at_once_is_cut_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_half_line_that_could_not_be_cut_off_at_once_is_cut_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run_dir, real_write = RunDir(tmp_path), os.write
 
     def write_half(file: int, data: bytes) -> int:
@@ -204,7 +219,9 @@ def test_a_half_line_that_could_not_be_cut_off_at_once_is_cut_before_the_next(tm
     assert run_dir.metrics.read_bytes() == make_line(1) + make_line(2) + make_line(3)
 
 
-def test_a_part_that_cannot_be_made_lets_rows_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_part_that_cannot_be_made_lets_rows_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     run_dir = RunDir(tmp_path)
     files = RecordFiles(run_dir, part_bytes=1)
     files.append("metrics", make_line(1))
@@ -214,7 +231,10 @@ def test_a_part_that_cannot_be_made_lets_rows_wait(tmp_path: Path, monkeypatch: 
         files.append("spans", make_line(2))
     files.append("metrics", make_line(3))
     files.close()
-    assert [path.read_bytes() for path in run_dir.parts(run_dir.metrics)] == [make_line(1), make_line(2) + make_line(3)]
+    assert [path.read_bytes() for path in run_dir.parts(run_dir.metrics)] == [
+        make_line(1),
+        make_line(2) + make_line(3),
+    ]
     assert run_dir.spans.read_bytes() == make_line(2), "what waited is written at the close"
     (warning,) = caplog.messages
     assert "rows of metrics.jsonl cannot be written" in warning
@@ -231,7 +251,9 @@ def test_too_much_that_waits_is_an_error(tmp_path: Path, monkeypatch: pytest.Mon
     files.close()
 
 
-def test_what_is_still_refused_at_the_close_is_an_error_and_the_files_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_still_refused_at_the_close_is_an_error_and_the_files_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     with (tmp_path / "probe").open("wb") as probe:
         next_free = probe.fileno()  # the system hands out the lowest free number
     files = RecordFiles(RunDir(tmp_path))

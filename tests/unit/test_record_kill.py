@@ -1,4 +1,6 @@
-"""kill -9 while every file of the record is written: what was logged is there, and nothing is torn but the last line of a last part."""
+"""kill -9 while every file of the record is written: what was logged is there, and nothing is torn but the
+last line of a last part.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def write_and_kill(run_dir: RunDir, draw: random.Random, nth: int) -> int:
     first = max([1, *(step + 1 - REPEATED for step in done)])
     part_bytes = 1 if nth < 0 else draw.choice((1, 2_000, 100_000))  # 1: every call begins a part
     arguments = [next_attempt(run_dir), first, part_bytes, nth]
-    with subprocess.Popen([sys.executable, str(CHILD), str(run_dir.root), *map(str, arguments)], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, str(CHILD), str(run_dir.root), *map(str, arguments)], stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"open\n"
         if nth == 0:
@@ -43,7 +47,9 @@ def write_and_kill(run_dir: RunDir, draw: random.Random, nth: int) -> int:
 
 
 def check_files(run_dir: RunDir, attempt: int, logged: int) -> int:
-    """The number of files that are torn. Asserts that nothing else is wrong with any, and that `logged` of the attempt is there."""
+    """The number of files that are torn. Asserts that nothing else is wrong with any, and that `logged` of
+    the attempt is there.
+    """
     torn = 0
     for path in run_dir.row_files:
         *complete, last = run_dir.parts(path) or [path]
@@ -79,12 +85,19 @@ def check_whole(run_dir: RunDir) -> None:
     assert max(Counter((row["step"], row["name"]) for row in rows["evaluations"]).values()) == 1
     assert rows["contributions"]
     for row in rows["contributions"]:
-        assert read_token_arrays(run_dir, row)["tokens"].tolist() == [0, 1, 2], "arrays are written before the rows that name them"
-    assert all(line.count("loss") == 1 and line.endswith("tokens        8") for line in run_dir.updates_log.read_text().splitlines())
+        assert read_token_arrays(run_dir, row)["tokens"].tolist() == [0, 1, 2], (
+            "arrays are written before the rows that name them"
+        )
+    assert all(
+        line.count("loss") == 1 and line.endswith("tokens        8")
+        for line in run_dir.updates_log.read_text().splitlines()
+    )
 
 
 def kill_often(folder: Path, places: Sequence[int], *, seed: int) -> int:
-    """How many files the kills have torn. A new run after twenty kills, so that reading all of it stays quick."""
+    """How many files the kills have torn. A new run after twenty kills, so that reading all of it stays
+    quick.
+    """
     draw, torn = random.Random(seed), 0
     for number, nth in enumerate(places):
         run_dir = RunDir(folder / f"run-{number // 20}")
@@ -97,7 +110,9 @@ def kill_often(folder: Path, places: Sequence[int], *, seed: int) -> int:
 
 
 def test_ten_kills_lose_nothing_that_was_logged(tmp_path: Path):
-    assert kill_often(tmp_path, [0, 9, 0, -5, 0, 20, 0, 12, 0, 0], seed=1) >= 2, "files were torn, and read and repaired"
+    assert kill_often(tmp_path, [0, 9, 0, -5, 0, 20, 0, 12, 0, 0], seed=1) >= 2, (
+        "files were torn, and read and repaired"
+    )
 
 
 @pytest.mark.slow

@@ -26,8 +26,13 @@ async def test_a_reference_scores_each_row_as_a_plain_forward_pass_does(tmp_path
     random = np.random.default_rng(0)
     prompt = random.integers(0, 200, 6)
     rows = [np.concatenate([prompt, random.integers(0, 200, count)]) for count in (3, 1, 5)]
-    batch = RolloutBatch(tokens=tuple(rows), loss_masks=tuple(np.arange(len(row)) >= 6 for row in rows), temperature=0.7)
-    async with open_device_thread(name="reference", torch_threads=1) as thread, open_frozen_reference(path, device_thread=thread) as reference:
+    batch = RolloutBatch(
+        tokens=tuple(rows), loss_masks=tuple(np.arange(len(row)) >= 6 for row in rows), temperature=0.7
+    )
+    async with (
+        open_device_thread(name="reference", torch_threads=1) as thread,
+        open_frozen_reference(path, device_thread=thread) as reference,
+    ):
         scores = await reference.score(batch)
     model = load_hf_model(path)
     for row, score in zip(rows, scores, strict=True):
@@ -66,7 +71,11 @@ async def test_a_failed_sample_is_counted_and_is_not_part_of_the_mean(autojump_c
     assert result.mean_reward == pytest.approx(5 / 9)
     metrics = result.metrics("sums")
     assert metrics["eval/sums/avg@1"] == pytest.approx(5 / 9)
-    assert (metrics["eval/sums/prompts"], metrics["eval/sums/failed"], metrics["eval/sums/truncated/frac"]) == (10, 1, 0)
+    assert (
+        metrics["eval/sums/prompts"],
+        metrics["eval/sums/failed"],
+        metrics["eval/sums/truncated/frac"],
+    ) == (10, 1, 0)
     assert metrics["eval/sums/response_length/mean"] == 3  # "ok" and the stop token
 
 
@@ -88,7 +97,13 @@ def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():
     """Rewards of three prompts, four samples each; None is a sample that failed."""
 
     def result(*rewards: float | None) -> dict[str, float]:
-        pending = [sample for index in range(3) for sample in make_samples(index, PromptRow(prompt_id=str(index), epoch=0, row={"prompt": "?"}), 4)]
+        pending = [
+            sample
+            for index in range(3)
+            for sample in make_samples(
+                index, PromptRow(prompt_id=str(index), epoch=0, row={"prompt": "?"}), 4
+            )
+        ]
         samples = [replace(sample, reward=reward) for sample, reward in zip(pending, rewards, strict=True)]
         return EvaluationResult(tuple(samples), 4, 3).metrics("m")
 
@@ -96,7 +111,9 @@ def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():
     assert found["eval/m/pass@2"] == pytest.approx((1 / 2 + 1) / 2)  # 1 − C(3,2)/C(4,2) and 1 − C(1,2)/C(3,2)
     assert found["eval/m/pass@4"] == 1.0
     assert found["eval/m/avg@4"] == pytest.approx(3 / 8)
-    assert not any("pass@" in name for name in result(*[0.5] * 12)), "nothing passes where rewards are not 0 and 1"
+    assert not any("pass@" in name for name in result(*[0.5] * 12)), (
+        "nothing passes where rewards are not 0 and 1"
+    )
 
 
 async def test_too_many_failures_are_an_error_and_not_a_mean(autojump_clock):

@@ -1,4 +1,6 @@
-"""The cache of reference models: never above its budget, one load a model, nobody waits for ever, whatever is cancelled or fails."""
+"""The cache of reference models: never above its budget, one load a model, nobody waits for ever, whatever is
+cancelled or fails.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ class Memory:
         self._set(name, 0)
 
     def open(self):
-        return open_model_cache(budget_bytes=self.budget, measure=self.measure, load=self.load, unload=self.unload)
+        return open_model_cache(
+            budget_bytes=self.budget, measure=self.measure, load=self.load, unload=self.unload
+        )
 
 
 def same(*names: str, size: int = 4) -> dict[str, ModelSize]:
@@ -120,7 +124,9 @@ async def test_who_does_not_fit_waits_for_a_lease_to_end():
 
 
 async def test_several_at_once_get_room_together_and_never_wait_for_each_other():
-    """Each pair fits alone; had each task taken its first model and waited for its second, none would ever go on."""
+    """Each pair fits alone; had each task taken its first model and waited for its second, none would ever go
+    on.
+    """
     memory = Memory(same("a", "b", "c", "d"), 8)
     done: list[tuple[str, ...]] = []
     with trio.fail_after(20):
@@ -143,7 +149,9 @@ async def test_several_at_once_get_room_together_and_never_wait_for_each_other()
     [({"a": ModelSize(9, 9)}, ["a"]), ({"a": ModelSize(2, 9)}, ["a"]), (same("a", "b", size=5), ["a", "b"])],
     ids=["too big", "too big while it loads", "too big together"],
 )
-async def test_what_can_never_fit_is_refused_and_nothing_is_given_up_for_it(sizes: dict[str, ModelSize], names: list[str]):
+async def test_what_can_never_fit_is_refused_and_nothing_is_given_up_for_it(
+    sizes: dict[str, ModelSize], names: list[str]
+):
     memory = Memory({**sizes, **same("small")}, 8)
     async with memory.open() as cache:
         async with cache.lease("small"):
@@ -244,7 +252,9 @@ async def test_nothing_is_leased_after_the_end():
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_thousands_of_random_leases(seed: int):
-    """Random models, holds, failures and cancellations. `Memory` checks the budget at every change; the end is reached within the deadline."""
+    """Random models, holds, failures and cancellations. `Memory` checks the budget at every change; the end
+    is reached within the deadline.
+    """
     rng = random.Random(seed)
     sizes = {}
     for index in range(12):
@@ -269,7 +279,9 @@ async def test_thousands_of_random_leases(seed: int):
                         try:
                             for _ in range(own.randint(0, 8)):
                                 await trio.lowlevel.checkpoint()
-                                assert all(memory.live[name] == sizes[name].held for name in names), "given up while in use"
+                                assert all(memory.live[name] == sizes[name].held for name in names), (
+                                    "given up while in use"
+                                )
                         finally:
                             for name in names:
                                 using[name] -= 1
@@ -301,7 +313,7 @@ async def test_thousands_of_random_leases(seed: int):
     assert not +using
 
 
-# --- real models -------------------------------------------------------------------------------------------------------------------------
+# --- real models --------------------------------------------------------------------------------------------
 
 
 async def test_real_models_score_as_they_do_alone_within_the_budget(tmp_path: Path):

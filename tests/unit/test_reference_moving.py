@@ -1,4 +1,6 @@
-"""A moving reference is the closed form of its rule, scores as a model of those weights does, and survives a resume bit for bit."""
+"""A moving reference is the closed form of its rule, scores as a model of those weights does, and survives a
+resume bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from rollouts.errors import BackendError, CheckpointError, ConfigError
 from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
 from rollouts.reference.forward_plan import plan_forward
-from rollouts.reference.moving import STATE_FILE, UpdateRule, compute_update, make_ema_rule, make_reset_rule, make_tr_dpo_rule, open_moving_reference
+from rollouts.reference.moving import (
+    STATE_FILE,
+    UpdateRule,
+    compute_update,
+    make_ema_rule,
+    make_reset_rule,
+    make_tr_dpo_rule,
+    open_moving_reference,
+)
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import make_batch
 
@@ -43,16 +53,21 @@ class Policy:
 def random_weights(path: Path, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     weights = load_hf_model(path).named_parameters()
-    return {name: parameter.detach() + 0.05 * torch.randn(parameter.shape, generator=generator) for name, parameter in weights}
+    return {
+        name: parameter.detach() + 0.05 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in weights
+    }
 
 
-# --- rules -----------------------------------------------------------------------------------------------------------------------------
+# --- rules --------------------------------------------------------------------------------------------------
 
 
 def test_known_values_of_the_rules():
     one, two = torch.tensor([1.0], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
     assert compute_update(one, two, make_ema_rule(ema_decay=0.99)).item() == pytest.approx(1.01, abs=1e-15)
-    assert compute_update(one, two, make_tr_dpo_rule(policy_weight=0.6)).item() == pytest.approx(1.6, abs=1e-15)
+    assert compute_update(one, two, make_tr_dpo_rule(policy_weight=0.6)).item() == pytest.approx(
+        1.6, abs=1e-15
+    )
     assert compute_update(one, two, make_reset_rule(every=3)).item() == 2.0
 
 
@@ -99,7 +114,7 @@ def test_rules_that_make_no_sense_are_refused(make, message: str):
         make()
 
 
-# --- the scorer ------------------------------------------------------------------------------------------------------------------------
+# --- the scorer ---------------------------------------------------------------------------------------------
 
 
 async def test_scores_are_those_of_a_model_with_the_mixed_weights(tmp_path: Path):
@@ -107,7 +122,9 @@ async def test_scores_are_those_of_a_model_with_the_mixed_weights(tmp_path: Path
     policy = random_weights(path, 1)
     async with (
         open_device_thread(name="moving", torch_threads=1) as thread,
-        open_moving_reference(path, rule=make_tr_dpo_rule(policy_weight=0.25, every=2), device_thread=thread) as reference,
+        open_moving_reference(
+            path, rule=make_tr_dpo_rule(policy_weight=0.25, every=2), device_thread=thread
+        ) as reference,
     ):
         backend = Policy(thread, policy)
         before = await reference.score(BATCH)
@@ -129,7 +146,9 @@ async def test_scores_are_those_of_a_model_with_the_mixed_weights(tmp_path: Path
 
 
 async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path: Path):
-    """A decay of 0.999 towards weights 1 % larger: each step is 1e-5 of a weight, and bfloat16 numbers are 4e-3 apart."""
+    """A decay of 0.999 towards weights 1 % larger: each step is 1e-5 of a weight, and bfloat16 numbers are
+    4e-3 apart.
+    """
     path = make_tiny("llama", 0, tmp_path)
     start = dict(load_hf_model(path).named_parameters())
     policy = {name: weight.detach() * 1.01 for name, weight in start.items()}
@@ -167,7 +186,10 @@ async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path: Path, accumulat
             await move(reference, range(1, 3))
             await reference.save(tmp_path / "saved")
             await move(reference, range(3, 5))
-            whole, scores = {name: weight.clone() for name, weight in reference._accumulators.items()}, await reference.score(BATCH)
+            whole, scores = (
+                {name: weight.clone() for name, weight in reference._accumulators.items()},
+                await reference.score(BATCH),
+            )
             await reference.load(tmp_path / "saved")
             assert reference.updates == 2
             await move(reference, range(3, 5))
@@ -176,7 +198,9 @@ async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path: Path, accumulat
             assert reference.updates == 2
             await move(reference, range(2, 5))  # step 2 was counted before the save
             resumed, resumed_scores = dict(reference._accumulators), await reference.score(BATCH)
-    assert all(torch.equal(whole[name], again[name]) and torch.equal(whole[name], resumed[name]) for name in whole)
+    assert all(
+        torch.equal(whole[name], again[name]) and torch.equal(whole[name], resumed[name]) for name in whole
+    )
     assert all(weight.dtype == accumulator_dtype for weight in resumed.values())
     assert all(np.array_equal(one, two) for one, two in zip(scores, resumed_scores, strict=True))
 
@@ -184,8 +208,12 @@ async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path: Path, accumulat
 async def test_the_backends_own_weights_arrive(tmp_path: Path):
     path = make_tiny("byte", 0, tmp_path)
     async with (
-        open_pytorch_backend(path, optim=OptimConfig(lr=1e-2), total_steps=4, threads=1, autocast="off") as backend,
-        open_moving_reference(path, rule=make_reset_rule(every=1), device_thread=backend.device_thread) as reference,
+        open_pytorch_backend(
+            path, optim=OptimConfig(lr=1e-2), total_steps=4, threads=1, autocast="off"
+        ) as backend,
+        open_moving_reference(
+            path, rule=make_reset_rule(every=1), device_thread=backend.device_thread
+        ) as reference,
     ):
         from rollouts.types import LossSpec
 
@@ -210,9 +238,14 @@ async def test_an_update_that_breaks_off_leaves_no_silent_mixture(tmp_path: Path
         backend.fails = True
         with pytest.raises(BackendError, match="an earlier step failed"):
             await reference.update(backend, step=1)  # pyright: ignore[reportArgumentType]
-        assert all(np.array_equal(one, two) for one, two in zip(before, await reference.score(BATCH), strict=True)), "nothing had come"
+        assert all(
+            np.array_equal(one, two) for one, two in zip(before, await reference.score(BATCH), strict=True)
+        ), "nothing had come"
         first, *_ = policy
-        for weights, message in (({first: policy[first]}, "never came"), ({**policy, [*policy][-1]: policy[first]}, "is .*the reference's")):
+        for weights, message in (
+            ({first: policy[first]}, "never came"),
+            ({**policy, [*policy][-1]: policy[first]}, "is .*the reference's"),
+        ):
             with pytest.raises(BackendError, match=message):
                 await reference.update(Policy(thread, weights), step=1)  # pyright: ignore[reportArgumentType]
             with pytest.raises(BackendError, match="load\\(\\) a saved one"):
@@ -225,7 +258,9 @@ async def test_an_update_that_breaks_off_leaves_no_silent_mixture(tmp_path: Path
         with pytest.raises(BackendError, match="load\\(\\) a saved one"):
             await reference.save(tmp_path / "broken")
         await reference.load(tmp_path / "saved")
-        assert all(np.array_equal(one, two) for one, two in zip(before, await reference.score(BATCH), strict=True))
+        assert all(
+            np.array_equal(one, two) for one, two in zip(before, await reference.score(BATCH), strict=True)
+        )
 
 
 async def test_what_is_no_saved_reference_is_refused_and_changes_nothing(tmp_path: Path):
@@ -250,6 +285,9 @@ async def test_bfloat16_accumulators_are_refused(tmp_path: Path):
     async with open_device_thread(name="moving", torch_threads=1) as thread:
         with pytest.raises(ConfigError, match="rounds small steps away"):
             async with open_moving_reference(
-                tmp_path, rule=make_ema_rule(ema_decay=0.5), device_thread=thread, accumulator_dtype=torch.bfloat16
+                tmp_path,
+                rule=make_ema_rule(ema_decay=0.5),
+                device_thread=thread,
+                accumulator_dtype=torch.bfloat16,
             ):
                 pass

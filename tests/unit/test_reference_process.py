@@ -1,4 +1,6 @@
-"""A reference in a process of its own: it may die, be cancelled or be given nonsense, and nothing of it is left."""
+"""A reference in a process of its own: it may die, be cancelled or be given nonsense, and nothing of it is
+left.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from rollouts.types import RolloutBatch
 
 BATCH = make_batch(groups=2, size=2)
 LONG = make_batch(groups=16, size=16)
-UNKNOWN = RolloutBatch(tokens=(np.asarray([5, 300, 7]),), loss_masks=(np.asarray([False, False, True]),))  # 300 is no token of the model
+UNKNOWN = RolloutBatch(
+    tokens=(np.asarray([5, 300, 7]),), loss_masks=(np.asarray([False, False, True]),)
+)  # 300 is no token of the model
 UNPREDICTED = RolloutBatch(tokens=(np.arange(3),), loss_masks=(np.ones(3, bool),))  # trains its first token
 
 
@@ -40,7 +44,10 @@ def open_process(path: Path, folder: Path, **options: Any):
 
 
 async def score_plainly(path: Path, batch: RolloutBatch):
-    async with open_device_thread(name="plain", torch_threads=1) as thread, open_frozen_reference(path, device_thread=thread) as reference:
+    async with (
+        open_device_thread(name="plain", torch_threads=1) as thread,
+        open_frozen_reference(path, device_thread=thread) as reference,
+    ):
         return await reference.score(batch)
 
 
@@ -88,14 +95,18 @@ async def test_a_killed_child_is_started_again_once_and_then_is_an_error(path: P
         assert "was killed by SIGKILL and is started again" in said[0]
         await kill(scorer)
         for _ in range(2):
-            with pytest.raises(ScoringError, match="killed by SIGKILL, after it had been started again 1 time"):
+            with pytest.raises(
+                ScoringError, match="killed by SIGKILL, after it had been started again 1 time"
+            ):
                 await scorer.score(BATCH)
     assert not is_alive(first)
     assert not is_alive(scorer.pid)
 
 
 async def test_a_child_that_stands_still_can_be_given_up(path: Path, tmp_path: Path):
-    large = RolloutBatch(tokens=(np.zeros(1 << 20, np.int64),), loss_masks=(np.arange(1 << 20) == 5,))  # more than a socket holds
+    large = RolloutBatch(
+        tokens=(np.zeros(1 << 20, np.int64),), loss_masks=(np.arange(1 << 20) == 5,)
+    )  # more than a socket holds
     async with open_process(path, tmp_path) as scorer:
         stopped = scorer.pid
         os.kill(stopped, signal.SIGSTOP)
@@ -156,9 +167,13 @@ trio.run(main)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd_open to wait for a process that is no child")
+@pytest.mark.skipif(
+    not hasattr(os, "pidfd_open"), reason="needs pidfd_open to wait for a process that is no child"
+)
 def test_nothing_is_left_when_the_trainer_is_killed(path: Path, tmp_path: Path):
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(path), str(tmp_path)], stdout=subprocess.PIPE) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(path), str(tmp_path)], stdout=subprocess.PIPE
+    ) as trainer:
         assert trainer.stdout is not None
         child = os.pidfd_open(int(trainer.stdout.readline()))
         trainer.kill()
@@ -179,10 +194,12 @@ async def test_a_child_that_takes_too_long_to_load_is_an_error_and_is_gone(path:
             pass
 
 
-# --- messages ----------------------------------------------------------------------------------------------------------------------------
+# --- messages -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", [BATCH, RolloutBatch(tokens=(), loss_masks=()), make_batch(3, temperature=0.25)])
+@pytest.mark.parametrize(
+    "batch", [BATCH, RolloutBatch(tokens=(), loss_masks=()), make_batch(3, temperature=0.25)]
+)
 def test_a_batch_crosses_as_it_is(batch: RolloutBatch):
     frame = b"".join(encode_frame(Command("score", {"id": 7}, encode_batch(batch))))
     assert int.from_bytes(frame[:8], "little") == len(frame) - 8
@@ -201,6 +218,8 @@ def test_numbers_that_are_no_log_probs_are_refused_where_a_token_trains(value: f
     good = np.asarray([value, -1.0, value], np.float32)
     assert decode_scores(Command("scored", {"id": 1}, {"log_probs": good}), tokens)[0][1] == -1
     with pytest.raises(ScoringError, match="token 1 of row 0"):
-        decode_scores(Command("scored", {"id": 1}, {"log_probs": np.asarray([0.0, value, 0.0], np.float32)}), tokens)
+        decode_scores(
+            Command("scored", {"id": 1}, {"log_probs": np.asarray([0.0, value, 0.0], np.float32)}), tokens
+        )
     with pytest.raises(ScoringError, match="no 3 log-probs"):
         decode_scores(Command("scored", {"id": 1}, {"log_probs": good[:2]}), tokens)

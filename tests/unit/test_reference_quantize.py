@@ -1,4 +1,6 @@
-"""Quantised references: how much smaller they are, that a weight stays itself to half a step, and that the error is measured and told."""
+"""Quantised references: how much smaller they are, that a weight stays itself to half a step, and that the
+error is measured and told.
+"""
 
 from __future__ import annotations
 
@@ -46,13 +48,21 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in which linear layers dominate: 256 wide, of which the tied embedding is 6 %."""
     folder = tmp_path_factory.mktemp("wide") / "model"
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = LlamaConfig(vocab_size=259, **sizes, tie_word_embeddings=True, initializer_range=0.08, bos_token_id=257)
+    sizes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
+    config = LlamaConfig(
+        vocab_size=259, **sizes, tie_word_embeddings=True, initializer_range=0.08, bos_token_id=257
+    )
     save_hf_model(LlamaForCausalLM(config), folder)
     return folder
 
 
-# --- one weight --------------------------------------------------------------------------------------------------------------------------
+# --- one weight ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(6, 128), (3, 5, 64), (4, 40), (7, 36), (5, 33)])
@@ -71,8 +81,9 @@ def test_8_bit_weights_are_themselves_to_half_a_step(shape: tuple[int, ...], tor
 
 @pytest.mark.parametrize("shape", [(6, 128), (3, 5, 64), (4, 40), (8, 36)])
 def test_4_bit_weights_are_themselves_to_a_step(shape: tuple[int, ...], torchao: None):
-    """A step is the range of a block of at most 32, zero included, divided by 15; the zero point is a whole number of steps, so that the ends of
-    the range may be cut by half of one."""
+    """A step is the range of a block of at most 32, zero included, divided by 15; the zero point is a whole
+    number of steps, so that the ends of the range may be cut by half of one.
+    """
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 0.3
     packed = PackedWeight(weight, 4)
     rows = weight.reshape(-1, packed.block)
@@ -89,7 +100,9 @@ def test_codes_are_torchaos_own(bits, torchao: None):
 
     weight = torch.randn(4, 128, generator=torch.Generator().manual_seed(1))
     kind, dtype, low, high, block = (
-        (MappingType.SYMMETRIC, torch.int8, -127, 127, (1, 64)) if bits == 8 else (MappingType.ASYMMETRIC, torch.uint8, 0, 15, (1, 32))
+        (MappingType.SYMMETRIC, torch.int8, -127, 127, (1, 64))
+        if bits == 8
+        else (MappingType.ASYMMETRIC, torch.uint8, 0, 15, (1, 32))
     )
     scale, zero = choose_qparams_affine(weight, kind, block, dtype, low, high)
     codes = quantize_affine(weight, block, scale, zero, dtype, low, high)
@@ -117,11 +130,13 @@ def test_blocks_divide_the_row():
     assert [choose_block(columns, 4) for columns in (576, 48, 100)] == [32, 16, 100]
 
 
-# --- a model -----------------------------------------------------------------------------------------------------------------------------
+# --- a model ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [("8bit", 0.35), ("4bit", 0.25)])
-async def test_a_quantised_reference_is_small_and_its_error_is_told(dtype, limit: float, path: Path, torchao: None):
+async def test_a_quantised_reference_is_small_and_its_error_is_told(
+    dtype, limit: float, path: Path, torchao: None
+):
     said: list[str] = []
     async with (
         open_device_thread(name="reference", torch_threads=1) as thread,
@@ -136,7 +151,12 @@ async def test_a_quantised_reference_is_small_and_its_error_is_told(dtype, limit
         metrics = dict(reference.metrics)
     assert size <= limit * whole
     assert size <= count_bytes_by_headers(path, dtype).held <= size + 2 * 64 * 1024
-    differences = np.concatenate([one[mask].astype(np.float64) - two[mask] for one, two, mask in zip(right, scores, probe.loss_masks, strict=True)])
+    differences = np.concatenate(
+        [
+            one[mask].astype(np.float64) - two[mask]
+            for one, two, mask in zip(right, scores, probe.loss_masks, strict=True)
+        ]
+    )
     assert metrics["reference/kl_bias"] == pytest.approx(differences.mean(), abs=1e-5)
     assert metrics["reference/log_prob_error/max"] == pytest.approx(np.abs(differences).max(), abs=1e-5)
     assert metrics["reference/log_prob_error/mean"] == pytest.approx(np.abs(differences).mean(), abs=1e-5)
@@ -147,12 +167,20 @@ async def test_a_quantised_reference_is_small_and_its_error_is_told(dtype, limit
 
 
 @pytest.mark.slow
-async def test_a_child_process_tells_the_error_on_the_probe_that_it_was_given(path: Path, tmp_path: Path, torchao: None):
+async def test_a_child_process_tells_the_error_on_the_probe_that_it_was_given(
+    path: Path, tmp_path: Path, torchao: None
+):
     found: list[Any] = []
     async with open_device_thread(name="reference", torch_threads=1) as thread:
         for where in ("trainer", "process"):
             said: list[str] = []
-            options: dict[str, Any] = {"dtype": "4bit", "probe": BATCH, "say": said.append, "log_dir": tmp_path, "torch_threads": 1}
+            options: dict[str, Any] = {
+                "dtype": "4bit",
+                "probe": BATCH,
+                "say": said.append,
+                "log_dir": tmp_path,
+                "torch_threads": 1,
+            }
             async with open_reference(path, where=where, device_thread=thread, **options) as reference:
                 found.append((dict(reference.metrics), await reference.score(BATCH), said))
     (metrics, scores, said), (other_metrics, other_scores, other_said) = found
@@ -182,7 +210,10 @@ def test_every_architecture_runs_and_tied_weights_are_stored_once(kind: str, tmp
         after = model(input_ids=batch).logits.log_softmax(-1)
     assert 0 < float((after - before).abs().max()) < 0.5
     assert count_weight_bytes(model) < 0.35 * bytes_before
-    embedding, head = (getattr(module, "_packed_weight", None) for module in (model.get_input_embeddings(), model.get_output_embeddings()))
+    embedding, head = (
+        getattr(module, "_packed_weight", None)
+        for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
     assert embedding is not None
     assert (embedding is head) == bool(model.config.get_text_config().tie_word_embeddings)
 
@@ -196,18 +227,26 @@ def test_the_embedding_keeps_8_bits_in_a_4_bit_model(path: Path, torchao: None):
     assert len(packed) == 14
 
 
-# --- the error ---------------------------------------------------------------------------------------------------------------------------
+# --- the error ----------------------------------------------------------------------------------------------
 
 
 def test_known_values_of_the_bias():
     """Tokens of the mask differ by 0.5 and −0.1: the bias is their mean, 0.2."""
-    batch = RolloutBatch(tokens=(np.arange(3), np.arange(2)), loss_masks=(np.asarray([False, True, False]), np.asarray([False, True])))
+    batch = RolloutBatch(
+        tokens=(np.arange(3), np.arange(2)),
+        loss_masks=(np.asarray([False, True, False]), np.asarray([False, True])),
+    )
     exact = (np.asarray([0, -1.0, 0], np.float32), np.asarray([0, -2.0], np.float32))
     rough = (np.asarray([9, -1.5, 9], np.float32), np.asarray([9, -1.9], np.float32))
     found = compare_log_probs(rough, exact, batch)
-    assert found == pytest.approx({"reference/kl_bias": 0.2, "reference/log_prob_error/mean": 0.3, "reference/log_prob_error/max": 0.5}, abs=1e-6)
+    assert found == pytest.approx(
+        {"reference/kl_bias": 0.2, "reference/log_prob_error/mean": 0.3, "reference/log_prob_error/max": 0.5},
+        abs=1e-6,
+    )
     with pytest.raises(DataError, match="trains no token"):
-        compare_log_probs(rough, exact, RolloutBatch(tokens=batch.tokens, loss_masks=(np.zeros(3, bool), np.zeros(2, bool))))
+        compare_log_probs(
+            rough, exact, RolloutBatch(tokens=batch.tokens, loss_masks=(np.zeros(3, bool), np.zeros(2, bool)))
+        )
 
 
 def test_a_probe_is_what_the_model_samples_and_moves_no_random_state(path: Path):
@@ -216,7 +255,10 @@ def test_a_probe_is_what_the_model_samples_and_moves_no_random_state(path: Path)
     probe, again = sample_probe(model, rows=400, tokens=2), sample_probe(model, rows=400, tokens=2)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(np.array_equal(one, two) for one, two in zip(probe.tokens, again.tokens, strict=True))
-    assert all(row[0] == 257 and mask.tolist() == [False, True, True] for row, mask in zip(probe.tokens, probe.loss_masks, strict=True))
+    assert all(
+        row[0] == 257 and mask.tolist() == [False, True, True]
+        for row, mask in zip(probe.tokens, probe.loss_masks, strict=True)
+    )
     with torch.no_grad():
         probs = model(input_ids=torch.tensor([[257]])).logits[0, -1].softmax(-1)
     likeliest = int(probs.argmax())

@@ -1,4 +1,6 @@
-"""A reference scores alike wherever it runs: in the trainer, in a process of its own, on a server. And what each does when things break."""
+"""A reference scores alike wherever it runs: in the trainer, in a process of its own, on a server. And what
+each does when things break.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ import pytest
 import trio
 
 from rollouts.device_thread import open_device_thread
-from rollouts.errors import ConfigError, DataError, EngineError, EngineSetupError, InfrastructureError, ReplyError, ScoringError
+from rollouts.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    EngineSetupError,
+    InfrastructureError,
+    ReplyError,
+    ScoringError,
+)
 from rollouts.models.tiny import make_tiny
 from rollouts.protocols import LogProbScorer
 from rollouts.reference.http import open_http_reference
@@ -37,7 +47,10 @@ async def open_scorer(place: Any, path: Path, folder: Path) -> AsyncIterator[Log
     options: dict[str, Any] = {"log_dir": folder, "torch_threads": 1, "vocab_size": 259, "api_key": KEY}
     async with open_device_thread(name="reference", torch_threads=1) as thread:
         if place in ("vllm", "sglang"):
-            async with open_reference_server(path) as (url, _), open_reference(path, where=url, server=place, device_thread=thread, **options) as one:
+            async with (
+                open_reference_server(path) as (url, _),
+                open_reference(path, where=url, server=place, device_thread=thread, **options) as one,
+            ):
                 yield one
         else:
             async with open_reference(path, where=place, device_thread=thread, **options) as one:
@@ -45,7 +58,10 @@ async def open_scorer(place: Any, path: Path, folder: Path) -> AsyncIterator[Log
 
 
 async def score_plainly(path: Path, batch: RolloutBatch):
-    async with open_device_thread(name="plain", torch_threads=1) as thread, open_frozen_reference(path, device_thread=thread) as reference:
+    async with (
+        open_device_thread(name="plain", torch_threads=1) as thread,
+        open_frozen_reference(path, device_thread=thread) as reference,
+    ):
         return await reference.score(batch)
 
 
@@ -56,18 +72,20 @@ def assert_same(found, expected, *, atol: float = 1e-4) -> None:
         np.testing.assert_allclose(one, two, atol=atol)
 
 
-# --- what all promise --------------------------------------------------------------------------------------------------------------------
+# --- what all promise ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", PLACES)
 async def test_contract(place: str, path: Path, tmp_path: Path):
-    """The log-probs of FrozenReference, at its temperature where that can be; 0.0 outside the masks; for many calls at once. Rows and batches may
-    train nothing.
+    """The log-probs of FrozenReference, at its temperature where that can be; 0.0 outside the masks; for many
+    calls at once. Rows and batches may train nothing.
     """
     batches = [make_batch(seed, groups=2, size=2) for seed in range(5)]
     nothing = replace(BATCH, loss_masks=tuple(np.zeros(len(row), bool) for row in BATCH.tokens))
     warm = replace(BATCH, temperature=0.5)
-    holes = replace(BATCH, loss_masks=tuple(mask & (np.arange(len(mask)) % 2 == 0) for mask in BATCH.loss_masks))
+    holes = replace(
+        BATCH, loss_masks=tuple(mask & (np.arange(len(mask)) % 2 == 0) for mask in BATCH.loss_masks)
+    )
     found: dict[int, Any] = {}
     async with open_scorer(place, path, tmp_path) as scorer:
 
@@ -77,7 +95,9 @@ async def test_contract(place: str, path: Path, tmp_path: Path):
         async with trio.open_nursery() as nursery:
             for index in range(len(batches)):
                 nursery.start_soon(score, index)
-        assert [row.tolist() for row in await scorer.score(nothing)] == [[0.0] * len(row) for row in BATCH.tokens]
+        assert [row.tolist() for row in await scorer.score(nothing)] == [
+            [0.0] * len(row) for row in BATCH.tokens
+        ]
         assert await scorer.score(RolloutBatch(tokens=(), loss_masks=())) == ()
         with_holes = await scorer.score(holes)
         if place in ("trainer", "process"):
@@ -112,7 +132,7 @@ async def test_what_makes_no_place_is_refused(path: Path):
                     pass
 
 
-# --- servers -----------------------------------------------------------------------------------------------------------------------------
+# --- servers ------------------------------------------------------------------------------------------------
 
 
 def open_http(url: str, **changes: Any):
@@ -125,7 +145,11 @@ async def test_only_what_is_needed_is_sent_and_no_more_at_once_than_allowed(path
     async with open_reference_server(path) as (url, server), open_http(url, in_flight=3) as scorer:
         await scorer.score(replace(batch, loss_masks=tuple(masks)))
     sent = sorted(tuple(body["prompt"]) for _, body in server.asked)
-    wanted = [tuple(row[: np.flatnonzero(mask)[-1] + 1].tolist()) for row, mask in zip(batch.tokens, masks, strict=True) if mask.any()]
+    wanted = [
+        tuple(row[: np.flatnonzero(mask)[-1] + 1].tolist())
+        for row, mask in zip(batch.tokens, masks, strict=True)
+        if mask.any()
+    ]
     assert sent == sorted(wanted)
     assert server.most_busy <= 3
 
@@ -135,14 +159,34 @@ async def test_only_what_is_needed_is_sent_and_no_more_at_once_than_allowed(path
     [
         ("vllm", lambda made: (200, {"choices": []}), "0 choices"),
         ("vllm", lambda made: (200, {"choices": [{"prompt_logprobs": None}]}), "prompt_logprobs"),
-        ("vllm", lambda made: (200, {"choices": [{"prompt_logprobs": made["choices"][0]["prompt_logprobs"][:-1]}]}), "log-probs for"),
-        ("vllm", lambda made: (200, {"choices": [{"prompt_logprobs": [None, *[{"1000": {"logprob": -1.0}}] * 40]}]}), "1000"),
+        (
+            "vllm",
+            lambda made: (
+                200,
+                {"choices": [{"prompt_logprobs": made["choices"][0]["prompt_logprobs"][:-1]}]},
+            ),
+            "log-probs for",
+        ),
+        (
+            "vllm",
+            lambda made: (
+                200,
+                {"choices": [{"prompt_logprobs": [None, *[{"1000": {"logprob": -1.0}}] * 40]}]},
+            ),
+            "1000",
+        ),
         ("vllm", lambda made: (200, {"choices": [{"prompt_logprobs": [None] * 40}]}), "log-probs for"),
-        ("sglang", lambda made: (200, {"meta_info": {"input_token_logprobs": [[None, 1000, None]] * 4}}), "of token 1000"),
+        (
+            "sglang",
+            lambda made: (200, {"meta_info": {"input_token_logprobs": [[None, 1000, None]] * 4}}),
+            "of token 1000",
+        ),
         ("sglang", lambda made: (200, {"meta_info": {"input_token_logprobs": []}}), "0 log-probs"),
     ],
 )
-async def test_an_answer_that_is_not_about_the_tokens_is_never_repaired(kind: Any, spoil: Any, message: str, path: Path, autojump_clock):
+async def test_an_answer_that_is_not_about_the_tokens_is_never_repaired(
+    kind: Any, spoil: Any, message: str, path: Path, autojump_clock
+):
     async with open_reference_server(path) as (url, server), open_http(url, kind=kind) as scorer:
         server.spoil = spoil
         with pytest.raises(ReplyError, match=message):

@@ -1,4 +1,6 @@
-"""Updates that need the trainer only at their beginning: what is copied, what the trainer says beforehand, and what the engines serve in the end."""
+"""Updates that need the trainer only at their beginning: what is copied, what the trainer says beforehand,
+and what the engines serve in the end.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,14 @@ from rollouts.weight_sync.sync import Snapshot, WeightSource, WeightSync
 from tests.unit.test_weight_sync import FleetWorld, InMemoryServer, Trainer, disk_only, log_probs_of
 
 BATCH = RolloutBatch(tokens=(np.arange(1, 25),), loss_masks=(np.arange(24) >= 4,))
-KINDS = ("byte", "llama", "qwen3", "gemma", "mamba", "moe")  # byte, llama, gemma and mamba have tied embeddings
+KINDS = (
+    "byte",
+    "llama",
+    "qwen3",
+    "gemma",
+    "mamba",
+    "moe",
+)  # byte, llama, gemma and mamba have tied embeddings
 PLENTY = 1 << 40
 
 
@@ -66,10 +75,12 @@ async def take_step(backend: Any) -> None:
 
 def read_files(path: Path) -> dict[str, bytes]:
     """Of a snapshot, without the manifest, which has its version and the time."""
-    return {file.name: file.read_bytes() for file in path.iterdir() if file.name.startswith(("model", "config"))}
+    return {
+        file.name: file.read_bytes() for file in path.iterdir() if file.name.startswith(("model", "config"))
+    }
 
 
-# --- what the trainer says beforehand ----------------------------------------------------------------------------------------
+# --- what the trainer says beforehand -----------------------------------------------------------------------
 
 
 def say_greedily(model: Any, prompt_ids: np.ndarray, count: int) -> tuple[list[int], np.ndarray]:
@@ -94,7 +105,9 @@ async def test_the_trainers_own_answer_is_the_argmax_of_its_logits(kind: str, ca
         np.testing.assert_allclose(rows, expected, atol=2e-5)
         before = rows
         await take_step(backend)
-        assert np.abs(await backend.complete_greedily(prompt_ids, 6).result() - before).max() > 1e-3, "it answers with the weights that it has"
+        assert np.abs(await backend.complete_greedily(prompt_ids, 6).result() - before).max() > 1e-3, (
+            "it answers with the weights that it has"
+        )
 
 
 async def test_the_answer_is_in_the_precision_that_training_computes_in(cache: Path):
@@ -106,7 +119,7 @@ async def test_the_answer_is_in_the_precision_that_training_computes_in(cache: P
     assert 1e-4 < np.abs(exact[0] - rough[0]).max() < 0.1
 
 
-# --- the copy ----------------------------------------------------------------------------------------------------------------
+# --- the copy -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -127,7 +140,9 @@ async def test_a_snapshot_of_held_weights_is_that_of_the_trainer_byte_for_byte_a
     assert read_files(tmp_path / "b/v1") == read_files(tmp_path / "a/v1")
 
 
-async def test_a_copy_is_made_where_half_as_much_again_is_free_and_nowhere_else(cache: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_copy_is_made_where_half_as_much_again_is_free_and_nowhere_else(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
     async with open_backend(make_tiny("llama", 0, cache)) as backend:
         needed = sum(parameter.nbytes for parameter in backend.model.parameters())
         for free, dtype, is_made in [
@@ -141,7 +156,7 @@ async def test_a_copy_is_made_where_half_as_much_again_is_free_and_nowhere_else(
             assert (await hold_weights(backend, dtype=dtype) is not None) is is_made, (free, dtype)
 
 
-# --- who is believed without the trainer -------------------------------------------------------------------------------------
+# --- who is believed without the trainer --------------------------------------------------------------------
 
 
 def make_answer(*rows: Sequence[float]) -> TrainerAnswer:
@@ -163,7 +178,9 @@ CLOSE = (-0.7, -0.721, -5.0)  # 0.021 apart
 
 
 def test_an_answer_that_is_the_trainers_is_compared_to_its_end():
-    reply = compare_with_answers([make_answer(*[SURE] * 6)], say([0] * 6, [-0.1] * 5 + [-0.105]), tolerance=0.01)
+    reply = compare_with_answers(
+        [make_answer(*[SURE] * 6)], say([0] * 6, [-0.1] * 5 + [-0.105]), tolerance=0.01
+    )
     assert (reply.version, reply.token_ids.tolist(), reply.full_token_ids) == (7, [0] * 6, None)
     assert reply.difference == pytest.approx(0.005, abs=1e-6)
 
@@ -174,33 +191,60 @@ def test_an_answer_that_takes_the_other_of_two_tied_tokens_is_compared_to_there(
     assert reply.token_ids.tolist() == [0, 0, 0, 0, 1], "what follows the other token is another text"
     np.testing.assert_allclose(reply.trainer_log_probs, [-0.1] * 4 + [-0.715])
     assert reply.difference == pytest.approx(0.015, abs=1e-6)
-    assert reply.full_token_ids is not None and reply.full_token_ids.tolist() == [0, 0, 0, 0, 1, 2], "all of it tells whether the engine moved"
+    assert reply.full_token_ids is not None and reply.full_token_ids.tolist() == [
+        0,
+        0,
+        0,
+        0,
+        1,
+        2,
+    ], "all of it tells whether the engine moved"
 
 
 def test_an_answer_that_parts_where_nothing_was_tied_is_refused():
-    with pytest.raises(WeightSyncError, match=r"token 1 at position 4, where the trainer at version 7 would say 0 \(0\.021 nats apart\)"):
-        compare_with_answers([make_answer(*[SURE] * 4, CLOSE, SURE)], say([0, 0, 0, 0, 1, 2], [-0.1] * 6), tolerance=0.01)
+    with pytest.raises(
+        WeightSyncError,
+        match=r"token 1 at position 4, where the trainer at version 7 would say 0 \(0\.021 nats apart\)",
+    ):
+        compare_with_answers(
+            [make_answer(*[SURE] * 4, CLOSE, SURE)], say([0, 0, 0, 0, 1, 2], [-0.1] * 6), tolerance=0.01
+        )
 
 
 def test_an_early_tie_is_followed_by_the_answer_that_goes_on_from_there():
     first = make_answer(SURE, TIED, *[SURE] * 4)
-    other = TrainerAnswer(np.asarray([0, 1, 2, 2, 2, 2]), np.asarray([SURE, TIED, *[(-5.0, -5.0, -0.2)] * 4], np.float32))
+    other = TrainerAnswer(
+        np.asarray([0, 1, 2, 2, 2, 2]), np.asarray([SURE, TIED, *[(-5.0, -5.0, -0.2)] * 4], np.float32)
+    )
     said = say([0, 1, 2, 2, 2, 2], [-0.1, -0.715] + [-0.2] * 4)
-    assert compare_with_answers([first, other], said, tolerance=0.01).difference == pytest.approx(0.0, abs=1e-6)
-    with pytest.raises(WeightSyncError, match=f"of which 2 can be compared .*at least {LEAST_AGREED} are needed"):
+    assert compare_with_answers([first, other], said, tolerance=0.01).difference == pytest.approx(
+        0.0, abs=1e-6
+    )
+    with pytest.raises(
+        WeightSyncError, match=f"of which 2 can be compared .*at least {LEAST_AGREED} are needed"
+    ):
         compare_with_answers([first], said, tolerance=0.01)
 
 
 @pytest.mark.parametrize("token", [3, -1, 10**9])
 def test_a_token_that_the_trainer_does_not_have_is_refused(token: int):
     with pytest.raises(WeightSyncError, match="outside the trainer's vocabulary of 3"):
-        compare_with_answers([make_answer(*[SURE] * 6)], say([0, 0, 0, 0, token, 0], [-0.1] * 6), tolerance=0.01)
+        compare_with_answers(
+            [make_answer(*[SURE] * 6)], say([0, 0, 0, 0, token, 0], [-0.1] * 6), tolerance=0.01
+        )
 
 
 def test_an_answer_of_too_few_tokens_proves_nothing():
     with pytest.raises(WeightSyncError, match="has 3 tokens, of which 3 can be compared"):
         compare_with_answers([make_answer(*[SURE] * 6)], say([0, 0, 0], [-0.1] * 3), tolerance=0.01)
-    assert len(compare_with_answers([make_answer(*[SURE] * 3)], say([0, 0, 0], [-0.1] * 3), tolerance=0.01).token_ids) == 3, "all there is"
+    assert (
+        len(
+            compare_with_answers(
+                [make_answer(*[SURE] * 3)], say([0, 0, 0], [-0.1] * 3), tolerance=0.01
+            ).token_ids
+        )
+        == 3
+    ), "all there is"
 
 
 def test_a_trainer_that_has_no_number_is_agreed_with_by_nobody():
@@ -222,7 +266,9 @@ class TiedTrainer:
     def complete_greedily(self, prompt_ids: np.ndarray, count: int) -> Any:
         self.asked.append(prompt_ids.tolist())
         said = len(prompt_ids) - 2
-        rows = np.asarray([TIED if said + index == self.place else SURE for index in range(count)], np.float32)
+        rows = np.asarray(
+            [TIED if said + index == self.place else SURE for index in range(count)], np.float32
+        )
 
         class Future:
             async def result(self) -> np.ndarray:
@@ -232,13 +278,18 @@ class TiedTrainer:
         return Future()
 
 
-@pytest.mark.parametrize(("place", "asked"), [(0, [[8, 9], [8, 9, 1]]), (2, [[8, 9], [8, 9, 0, 0, 1]]), (3, [[8, 9]])])
+@pytest.mark.parametrize(
+    ("place", "asked"), [(0, [[8, 9], [8, 9, 1]]), (2, [[8, 9], [8, 9, 0, 0, 1]]), (3, [[8, 9]])]
+)
 async def test_the_trainer_is_asked_again_for_each_early_tie(place: int, asked: list[list[int]]):
     trainer = TiedTrainer(place)
     answers = await ask_trainer(Probe(np.asarray([8, 9]), 0.01, num_tokens=6), trainer)
     assert trainer.asked == asked
     assert answers is not None
-    assert [answer.token_ids.tolist() for answer in answers] == [[0] * 6, [*[0] * place, 1, *[0] * (5 - place)]][: len(asked)]
+    assert [answer.token_ids.tolist() for answer in answers] == [
+        [0] * 6,
+        [*[0] * place, 1, *[0] * (5 - place)],
+    ][: len(asked)]
     for answer in answers:
         np.testing.assert_array_equal(answer.log_probs[place], np.asarray(TIED, np.float32))
         assert answer.log_probs.shape == (6, 3)
@@ -271,7 +322,9 @@ async def test_an_engine_may_take_any_token_of_a_tie_and_again_after_it():
 
 
 async def test_a_trainer_with_too_many_early_ties_does_not_say_beforehand():
-    assert await ask_trainer(Probe(np.asarray([8, 9]), 0.01, num_tokens=6), TornTrainer(4)) is None, "64 answers"
+    assert await ask_trainer(Probe(np.asarray([8, 9]), 0.01, num_tokens=6), TornTrainer(4)) is None, (
+        "64 answers"
+    )
 
 
 @asynccontextmanager
@@ -286,18 +339,24 @@ async def open_pair(path: Path) -> AsyncIterator[tuple[Any, Any]]:
 
 
 async def judge_engine(backend: Any, engine: Any, probe: Probe, version: int) -> float:
-    """The difference between the engine and the trainer, as an update finds it. Raises what an update would raise."""
+    """The difference between the engine and the trainer, as an update finds it. Raises what an update would
+    raise.
+    """
     answers = await ask_trainer(probe, backend)
     assert answers is not None
     judge = judge_by_answers(answers, tolerance_of=probe.tolerance_of)
-    reply = await judge(engine, await ask_probe(probe, engine, version=version, request_id=f"probe-{trio.current_time()}"))
+    reply = await judge(
+        engine, await ask_probe(probe, engine, version=version, request_id=f"probe-{trio.current_time()}")
+    )
     check_agreement(reply, tolerance=probe.tolerance)
     assert len(reply.token_ids) >= LEAST_AGREED
     return reply.difference
 
 
 @pytest.mark.parametrize("kind", ["byte", "qwen3", "gemma"])
-async def test_an_honest_engine_is_believed_whatever_it_is_asked_and_one_with_the_old_weights_never(kind: str, cache: Path):
+async def test_an_honest_engine_is_believed_whatever_it_is_asked_and_one_with_the_old_weights_never(
+    kind: str, cache: Path
+):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 250, size=rng.integers(1, 20)) for _ in range(12)]
     async with open_pair(make_tiny(kind, 0, cache)) as (backend, engine):
@@ -309,11 +368,13 @@ async def test_an_honest_engine_is_believed_whatever_it_is_asked_and_one_with_th
                 await judge_engine(backend, engine, Probe(prompt, 1e-3, num_tokens=8), 0)
 
 
-# --- the update --------------------------------------------------------------------------------------------------------------
+# --- the update ---------------------------------------------------------------------------------------------
 
 
 class StepsOn:
-    """A SnapshotKeeper whose trainer has taken a step on before anything is written, if it was released by then."""
+    """A SnapshotKeeper whose trainer has taken a step on before anything is written, if it was released by
+    then.
+    """
 
     def __init__(self, backend: Any, folder: Path, *, dtype: str | None = None) -> None:
         self.snapshots = DiskSnapshots(folder, dtype=dtype)
@@ -348,14 +409,18 @@ def refuse_forward(backend: Any) -> Any:
             assert name != "forward", "the trainer was asked for log-probs after it was released"
             return getattr(backend, name)
 
-        def complete_greedily(self, prompt_ids: np.ndarray, count: int) -> Any:  # where isinstance looks for it
+        def complete_greedily(
+            self, prompt_ids: np.ndarray, count: int
+        ) -> Any:  # where isinstance looks for it
             return backend.complete_greedily(prompt_ids, count)
 
     return NoForward()
 
 
 @pytest.mark.parametrize("kind", ["byte", "moe"])
-async def test_the_trainer_steps_on_while_its_weights_are_written_and_the_engine_serves_what_they_were(kind: str, cache: Path, tmp_path: Path):
+async def test_the_trainer_steps_on_while_its_weights_are_written_and_the_engine_serves_what_they_were(
+    kind: str, cache: Path, tmp_path: Path
+):
     async with open_pair(make_tiny(kind, 0, cache)) as (backend, engine):
         probe = Probe(make_probe_prompt(engine.features.vocab_size), 1e-3)
         await take_step(backend)
@@ -371,14 +436,22 @@ async def test_the_trainer_steps_on_while_its_weights_are_written_and_the_engine
         for name, tensor in wanted.items():
             assert torch.equal(served[name], tensor), name
         now = await backend.get_weights().result()
-        assert any(not torch.equal(now[name], tensor) for name, tensor in wanted.items()), "the trainer has gone on"
+        assert any(not torch.equal(now[name], tensor) for name, tensor in wanted.items()), (
+            "the trainer has gone on"
+        )
         sampling = SamplingParams(max_new_tokens=8, temperature=0.0)
-        said = await engine.generate(GenerateRequest(request_id="r", prompt_ids=probe.prompt_ids, sampling=sampling))
-        assert said.token_ids.tolist() == answer.argmax(-1).tolist() and set(said.weight_versions.tolist()) == {1}
+        said = await engine.generate(
+            GenerateRequest(request_id="r", prompt_ids=probe.prompt_ids, sampling=sampling)
+        )
+        assert said.token_ids.tolist() == answer.argmax(-1).tolist() and set(
+            said.weight_versions.tolist()
+        ) == {1}
         np.testing.assert_allclose(said.log_probs, answer.max(-1), atol=1e-4)
 
 
-async def test_without_room_for_a_copy_the_trainer_is_kept_until_the_end(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_without_room_for_a_copy_the_trainer_is_kept_until_the_end(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(disk, "read_free_memory", lambda: 1000)
     async with open_pair(make_tiny("byte", 0, cache)) as (backend, engine):
         await take_step(backend)
@@ -392,7 +465,9 @@ async def test_without_room_for_a_copy_the_trainer_is_kept_until_the_end(cache: 
             assert torch.equal(written[name], tensor), name
 
 
-async def test_an_engine_that_takes_weights_in_memory_keeps_the_trainer_until_it_has_proven_them(cache: Path, tmp_path: Path):
+async def test_an_engine_that_takes_weights_in_memory_keeps_the_trainer_until_it_has_proven_them(
+    cache: Path, tmp_path: Path
+):
     async with open_pair(make_tiny("byte", 0, cache)) as (backend, engine):
         await take_step(backend)
         keeper = StepsOn(backend, tmp_path / "weights")
@@ -403,7 +478,9 @@ async def test_an_engine_that_takes_weights_in_memory_keeps_the_trainer_until_it
             assert torch.equal(dict(engine._own_model.named_parameters())[name], tensor), name
 
 
-async def test_an_engine_that_keeps_the_old_weights_is_caught_without_the_trainer(cache: Path, tmp_path: Path):
+async def test_an_engine_that_keeps_the_old_weights_is_caught_without_the_trainer(
+    cache: Path, tmp_path: Path
+):
     async with open_pair(make_tiny("byte", 0, cache)) as (backend, engine):
         deaf, versions = disk_only(engine), list[int]()
 
@@ -429,7 +506,7 @@ async def engine_stream_old(engine: Any, weights: dict[str, torch.Tensor]) -> No
     engine.receive_bucket(list(weights.items()))
 
 
-# --- over a fleet, in virtual time -------------------------------------------------------------------------------------------
+# --- over a fleet, in virtual time --------------------------------------------------------------------------
 
 
 class AnsweringTrainer(Trainer):
@@ -488,7 +565,10 @@ class ReleasingWorld(FleetWorld):
             nursery.start_soon(leave)
             try:
                 metrics = await self.sync(self.trainer, [self.fleet], version, released=released)
-            except (WeightSyncError, BackendError) as error:  # raised below, outside the nursery, which would wrap it in a group
+            except (
+                WeightSyncError,
+                BackendError,
+            ) as error:  # raised below, outside the nursery, which would wrap it in a group
                 failure = error
             nursery.cancel_scope.cancel()
         if failure is not None:
@@ -501,7 +581,9 @@ async def test_a_fleet_is_brought_to_the_weights_that_the_trainer_had(autojump_c
     began = trio.current_time()
     metrics = await world.step(3.0)
     assert [at - began for at in world.released_at] == [1.5], "0.5 s for the copy, 1 s for the answer"
-    assert metrics["weight_sync/engines_updated"] == 3.0 and metrics["weight_sync/probe_difference/max"] == 0.0
+    assert (
+        metrics["weight_sync/engines_updated"] == 3.0 and metrics["weight_sync/probe_difference/max"] == 0.0
+    )
     assert [(server.weights, server.version) for server in world.servers] == [(3.0, 1)] * 3
     assert world.trainer.batches == [] and world.trainer.weight_version == 2
     assert world.fleet.events[-1] == ("publish", 1)
@@ -521,7 +603,9 @@ async def test_an_update_that_reached_nobody_is_tried_again_without_the_trainer(
     assert world.trainer.asked == 1 and world.trainer.batches == [] and len(world.released_at) == 1
 
 
-async def test_engines_that_take_weights_in_memory_keep_the_trainer_also_beside_such_as_load_from_disk(autojump_clock):
+async def test_engines_that_take_weights_in_memory_keep_the_trainer_also_beside_such_as_load_from_disk(
+    autojump_clock,
+):
     world = ReleasingWorld()
     world.servers[0] = InMemoryServer("a", world.trainer, in_memory=True)
 

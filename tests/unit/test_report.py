@@ -1,4 +1,6 @@
-"""The report: what is in its file, how curves and samples are thinned, and that nothing of a run becomes a part of the page."""
+"""The report: what is in its file, how curves and samples are thinned, and that nothing of a run becomes a
+part of the page.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,14 @@ import pytest
 from rollouts.errors import RunDirError, StorageError
 from rollouts.inspect.columns import open_columns
 from rollouts.inspect.report import add_parser, token_view
-from rollouts.inspect.report.choose import TEXT_CHARS, choose_samples, encode_page_json, shorten_row, spread_out, take
+from rollouts.inspect.report.choose import (
+    TEXT_CHARS,
+    choose_samples,
+    encode_page_json,
+    shorten_row,
+    spread_out,
+    take,
+)
 from rollouts.inspect.report.curves import bucket_size, downsample, make_curves, make_phases, shorten
 from rollouts.inspect.report.failures import collect_messages, describe_class
 from rollouts.inspect.report.gather import gather_run
@@ -78,7 +87,7 @@ def page(run: Path, tmp_path: Path) -> Elements:
     return parse_page(tmp_path / "report.html")
 
 
-# --- the file --------------------------------------------------------------------------------------------------------------------
+# --- the file -----------------------------------------------------------------------------------------------
 
 
 def test_the_command_writes_report_html_into_the_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,13 +114,25 @@ def test_the_page_loads_nothing(page: Elements, tmp_path: Path) -> None:
             assert value.startswith(("#", "data:")) or not value, (tag, name, value)
         assert tag not in ("iframe", "object", "embed", "base", "img"), tag
     code = "".join(text for attributes, text in page.texts if attributes.get("type") != "application/json")
-    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(|fetch\(|XMLHttpRequest|WebSocket|eval\(|innerHTML|localStorage", code)
+    assert not re.search(
+        r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(|fetch\(|XMLHttpRequest|WebSocket|eval\(|innerHTML|localStorage",
+        code,
+    )
 
 
 def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(page: Elements) -> None:
-    policy = next(str(attributes["content"]) for tag, attributes in page.tags if tag == "meta" and "http-equiv" in attributes)
+    policy = next(
+        str(attributes["content"])
+        for tag, attributes in page.tags
+        if tag == "meta" and "http-equiv" in attributes
+    )
     rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
-    sources = {kind: text for attributes, text in page.texts if attributes.get("type") is None for kind in [f"{attributes['tag']}-src"]}
+    sources = {
+        kind: text
+        for attributes, text in page.texts
+        if attributes.get("type") is None
+        for kind in [f"{attributes['tag']}-src"]
+    }
     for kind, text in sources.items():
         assert rules[kind] == f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
@@ -121,7 +142,10 @@ def test_the_policy_allows_the_styles_and_scripts_of_the_page_and_nothing_else(p
 def test_a_run_is_told_in_numbers(page: Elements) -> None:
     run = script_of(page, "report-data")["runs"][0]
     assert (run["name"], run["state"]) == ("written", "finished")
-    assert [(stage["name"], stage["last"], stage["reward"]) for stage in run["stages"]] == [("sft", 5, None), ("rl", 20, [0.01, 0.2])]
+    assert [(stage["name"], stage["last"], stage["reward"]) for stage in run["stages"]] == [
+        ("sft", 5, None),
+        ("rl", 20, [0.01, 0.2]),
+    ]
     assert run["stages"][1]["seconds"] == 19 * 10 + 2  # nineteen gaps of ten seconds, and the first step
     assert run["stages"][1]["failed"] == 4
     assert run["stages"][1]["dropped"] == 8
@@ -166,10 +190,16 @@ def test_a_run_that_has_begun_only_has_a_report(tmp_path: Path) -> None:
     assert facts["state"] == "stopped"
     assert (facts["stages"], facts["curves"], facts["samples"]["total"]) == ([], {}, 0)
     (root / "run.lock").write_text('{"pid": 7, "host": "node3"}')
-    (root / "metrics.jsonl").write_text('{"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1, "time_unix": 86400.0}\n')
+    (root / "metrics.jsonl").write_text(
+        '{"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1, "time_unix": 86400.0}\n'
+    )
     facts = gather_run(root, sample_bytes=1000).facts
     assert facts["state"] == "perhaps running"
-    assert dict(facts["facts"])["state"] == "perhaps running on node3, whose lock may not be seen here; last row 1970-01-02 00:00 UTC, 1 attempt"
+    assert (
+        dict(facts["facts"])["state"]
+        == "perhaps running on node3, whose lock may not be seen here; last row 1970-01-02 00:00 UTC, 1"
+        " attempt"
+    )
     assert write_report([root], root / "report.html") > 1000
 
 
@@ -182,11 +212,19 @@ def test_rows_of_an_earlier_attempt_are_left_out(run: Path) -> None:
 
 
 def test_importing_the_command_loads_neither_torch_nor_numpy() -> None:
-    code = "import rollouts.inspect.report, sys; print([name for name in ('torch', 'transformers', 'numpy', 'pydantic') if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    code = (
+        "import rollouts.inspect.report, sys; print([name for name in ('torch', 'transformers', 'numpy',"
+        " 'pydantic') if name in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
-# --- curves ----------------------------------------------------------------------------------------------------------------------
+# --- curves -------------------------------------------------------------------------------------------------
 
 
 def test_five_values_in_twos_keep_mean_least_and_greatest() -> None:
@@ -198,7 +236,9 @@ def test_a_bucket_without_values_has_none() -> None:
     assert shorten(downsample(np.array([NAN, NAN, 4.0]), 2).mean) == [None, 4]
 
 
-@pytest.mark.parametrize(("rows", "points", "size"), [(0, 10, 1), (10, 10, 1), (11, 10, 2), (100_000, 2000, 50)])
+@pytest.mark.parametrize(
+    ("rows", "points", "size"), [(0, 10, 1), (10, 10, 1), (11, 10, 2), (100_000, 2000, 50)]
+)
 def test_buckets_are_as_small_as_the_points_allow(rows: int, points: int, size: int) -> None:
     assert bucket_size(rows, points) == size
 
@@ -214,7 +254,12 @@ def test_a_curve_of_many_steps_has_few_points_and_an_envelope(tmp_path: Path) ->
     columns = open_columns(RunDir(root), "metrics")
     rows = np.flatnonzero(columns.match_text("stage", "rl"))
     curves = make_curves(columns, rows, points=100, begin_unix=1_800_000_000.0)
-    assert (curves["rows"], len(curves["step"]), curves["step"][:2], curves["time"][:2]) == (1000, 100, [1, 11], [10, 110])
+    assert (curves["rows"], len(curves["step"]), curves["step"][:2], curves["time"][:2]) == (
+        1000,
+        100,
+        [1, 11],
+        [10, 110],
+    )
     reward = curves["metrics"]["reward/mean"]
     assert (reward["mean"][0], reward["low"][0], reward["high"][0]) == (0.055, 0.01, 0.1)
 
@@ -227,33 +272,56 @@ def test_phases_and_the_rest_of_the_step_sum_to_the_step(run: Path) -> None:
     assert not phases["ahead"]
 
 
-# --- distributions and failures --------------------------------------------------------------------------------------------------
+# --- distributions and failures -----------------------------------------------------------------------------
 
 
 def test_values_are_counted_by_step_range_and_bin() -> None:
     spread = make_spread(np.array([1, 1, 2, 9]), np.array([0.0, 2.0, 1.0, 7.0]), whole_edges(2))
     assert spread["steps"] == [[1, 1], [2, 2], [9, 9]]
-    assert spread["counts"] == [[1, 0, 1], [0, 1, 0], [0, 0, 1]]  # 7 is in the last bin, for 7 and what lies beyond its edge
+    assert spread["counts"] == [
+        [1, 0, 1],
+        [0, 1, 0],
+        [0, 0, 1],
+    ]  # 7 is in the last bin, for 7 and what lies beyond its edge
     assert spread["means"] == [1, 1, 7]
 
 
 def test_failures_are_counted_by_class_and_part_of_the_run(run: Path) -> None:
     columns = open_columns(RunDir(run), "metrics")
     found = describe_class(columns, np.flatnonzero(columns.match_text("stage", "rl")), "fail/reward")
-    assert found == {"name": "reward", "total": 4, "steps": 4, "first": 5, "last": 20, "spread": [int(place % 5 == 4) for place in range(20)]}
+    assert found == {
+        "name": "reward",
+        "total": 4,
+        "steps": 4,
+        "first": 5,
+        "last": 20,
+        "spread": [int(place % 5 == 4) for place in range(20)],
+    }
 
 
 def test_messages_that_differ_in_numbers_are_one(run: Path) -> None:
     samples = open_columns(RunDir(run), "samples")
     (message,) = collect_messages(samples, np.arange(samples.rows))
-    assert (message["text"], message["count"], message["first"], message["last"]) == ("no answer after 5 s", 4, 5, 20)
-    assert (message["class"], message["function"], message["sample"], message["step"]) == ("reward", "tasks:judge", "s5-3", 5)
+    assert (message["text"], message["count"], message["first"], message["last"]) == (
+        "no answer after 5 s",
+        4,
+        5,
+        20,
+    )
+    assert (message["class"], message["function"], message["sample"], message["step"]) == (
+        "reward",
+        "tasks:judge",
+        "s5-3",
+        5,
+    )
 
 
-# --- samples ---------------------------------------------------------------------------------------------------------------------
+# --- samples ------------------------------------------------------------------------------------------------
 
 
-def test_too_many_samples_are_chosen_within_the_bytes_with_the_newest_the_failed_and_the_extremes(tmp_path: Path) -> None:
+def test_too_many_samples_are_chosen_within_the_bytes_with_the_newest_the_failed_and_the_extremes(
+    tmp_path: Path,
+) -> None:
     root = tmp_path / "many"
     root.mkdir()
     write_rows(root / "samples.jsonl", make_samples(200, 8))
@@ -282,7 +350,16 @@ def test_a_report_stays_within_its_bytes_and_says_how_many_samples_it_shows(tmp_
 def test_a_huge_sample_keeps_no_other_one_out(tmp_path: Path) -> None:
     root = write_run(tmp_path / "huge", steps=150, per_step=8)
     usual = (root / "samples.jsonl").read_text()
-    huge = [head("rl", step) | {"id": f"huge{step}", "response": "x" * 3_000_000, "reward": 9.0, "status": "failed"} for step in (1, 150)]
+    huge = [
+        head("rl", step)
+        | {
+            "id": f"huge{step}",
+            "response": "x" * 3_000_000,
+            "reward": 9.0,
+            "status": "failed",
+        }
+        for step in (1, 150)
+    ]
     (root / "samples.jsonl").write_text(json.dumps(huge[0]) + "\n" + usual + json.dumps(huge[1]) + "\n")
     facts, samples = gather_run(root, sample_bytes=200_000)
     shown = [json.loads(text) for text in samples]
@@ -296,13 +373,20 @@ def test_a_huge_sample_keeps_no_other_one_out(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_passed_over() -> None:
     costs = np.array([5.0, 100.0, 3.0, 4.0, 1.0, 1.0])
     taken = np.zeros(6, dtype=bool)
-    assert take(np.array([1, 0, 2, 3, 4, 5]), taken, costs, 10.0).tolist() == [0, 2, 4, 5]  # 5 + 3, then 4 is too much, 1 + 1
+    assert take(np.array([1, 0, 2, 3, 4, 5]), taken, costs, 10.0).tolist() == [
+        0,
+        2,
+        4,
+        5,
+    ]  # 5 + 3, then 4 is too much, 1 + 1
     assert taken.tolist() == [True, False, True, False, True, True]
     assert take(np.array([1, 3]), taken, costs, 3.0).tolist() == []
 
 
 def test_a_report_of_long_samples_and_many_tokens_stays_within_its_bytes(tmp_path: Path) -> None:
-    """A run whose samples and token arrays would take more than 20 MB, with letters of three bytes: in whole, and as one of ten runs."""
+    """A run whose samples and token arrays would take more than 20 MB, with letters of three bytes: in whole,
+    and as one of ten runs.
+    """
     root = write_long_run(tmp_path / "long")
     for limit, rows, with_arrays in ((12_000_000, 120, 25), (1_200_000, 10, 3)):
         facts, texts = gather_run(root, sample_bytes=limit)
@@ -318,11 +402,20 @@ def write_long_run(root: Path) -> Path:
     root.mkdir()
     (root / "config.toml").write_text("")
     length = 4000
-    columns = {"tokens": ("<i4", [123_456.0] * length), "mask": ("|u1", [1.0] * length), "advantage": ("<f4", [-1.23456] * length)}
+    columns = {
+        "tokens": ("<i4", [123_456.0] * length),
+        "mask": ("|u1", [1.0] * length),
+        "advantage": ("<f4", [-1.23456] * length),
+    }
     columns |= {"mu": ("<f4", [-0.123456] * length), "log_prob": ("<f4", [-2.23456] * length)}
     write_block(root, "s", columns)
-    samples = [head("rl", step) | {"id": f"s{step}", "status": "completed", "response": "語" * 30_000, "reward": 1.0} for step in range(1, 151)]
-    (root / "samples.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
+    samples = [
+        head("rl", step) | {"id": f"s{step}", "status": "completed", "response": "語" * 30_000, "reward": 1.0}
+        for step in range(1, 151)
+    ]
+    (root / "samples.jsonl").write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples)
+    )
     where = {"update": 0, "shard": "rl-1-000000.bin", "offset": 0, "length": length}
     block = (root / "tokens" / "rl-1-000000.bin").read_bytes()
     shard = b""
@@ -351,8 +444,21 @@ def test_every_beginning_of_a_spread_order_is_spread(length: int) -> None:
 
 
 def test_long_texts_are_cut_and_numbers_that_are_not_finite_are_left_out() -> None:
-    row = shorten_row({"schema": 1, "step": 3, "response": "x" * (TEXT_CHARS + 5), "reward": NAN, "metadata": {"a": [math.inf, "y"]}})
-    assert row == {"step": 3, "response": f"{'x' * TEXT_CHARS}… (20,005 characters in all)", "reward": None, "metadata": {"a": [None, "y"]}}
+    row = shorten_row(
+        {
+            "schema": 1,
+            "step": 3,
+            "response": "x" * (TEXT_CHARS + 5),
+            "reward": NAN,
+            "metadata": {"a": [math.inf, "y"]},
+        }
+    )
+    assert row == {
+        "step": 3,
+        "response": f"{'x' * TEXT_CHARS}… (20,005 characters in all)",
+        "reward": None,
+        "metadata": {"a": [None, "y"]},
+    }
 
 
 def test_page_json_says_the_same_without_what_could_end_a_script() -> None:
@@ -362,16 +468,33 @@ def test_page_json_says_the_same_without_what_could_end_a_script() -> None:
 
 
 def test_token_values_are_of_trained_tokens_and_the_difference_is_trainer_minus_engine() -> None:
-    arrays = {"tokens": [5, 6, 7], "mask": [0, 1, 1], "mu": [0.0, -1.0, -2.0], "log_prob": [0.0, -1.25, -1.5], "advantage": [0.5, 0.5, -0.125]}
+    arrays = {
+        "tokens": [5, 6, 7],
+        "mask": [0, 1, 1],
+        "mu": [0.0, -1.0, -2.0],
+        "log_prob": [0.0, -1.25, -1.5],
+        "advantage": [0.5, 0.5, -0.125],
+    }
     words = {5: "Hi", 6: " the", 7: "re"}
-    values = make_token_values({name: np.array(column) for name, column in arrays.items()}, lambda ids: "".join(words[token] for token in ids))
-    assert values == {"pieces": ["Hi", " the", "re"], "mask": [0, 1, 1], "cut": 0, "advantage": [None, 0.5, -0.125], "difference": [None, -0.25, 0.5]}
+    values = make_token_values(
+        {name: np.array(column) for name, column in arrays.items()},
+        lambda ids: "".join(words[token] for token in ids),
+    )
+    assert values == {
+        "pieces": ["Hi", " the", "re"],
+        "mask": [0, 1, 1],
+        "cut": 0,
+        "advantage": [None, 0.5, -0.125],
+        "difference": [None, -0.25, 0.5],
+    }
 
 
 def write_block(root: Path, sample: str, columns: dict[str, tuple[str, list[float]]]) -> None:
     """A shard of one block, by the format's description."""
     length = len(next(iter(columns.values()))[1])
-    header = json.dumps({"id": sample, "length": length, "columns": [[name, kind] for name, (kind, _) in columns.items()]}).encode()
+    header = json.dumps(
+        {"id": sample, "length": length, "columns": [[name, kind] for name, (kind, _) in columns.items()]}
+    ).encode()
     payload = b"".join(np.array(values, kind).tobytes() for kind, values in columns.values())
     (root / "tokens").mkdir()
     prefix = struct.pack("<4sIII", b"tok1", len(header), len(payload), zlib.crc32(header + payload))
@@ -382,43 +505,90 @@ def test_samples_that_trained_have_their_advantage_share_and_tokens(run: Path) -
     values = {"tokens": ("<i4", [72.0, 105.0, 33.0]), "mask": ("|u1", [0.0, 1.0, 1.0])}
     values |= {"mu": ("<f4", [0, -1.0, -0.5]), "log_prob": ("<f4", [0, -0.5, -0.5])}
     write_block(run, "s20-1", values)
-    row = head("rl", 20) | {"update": 0, "id": "s20-1", "row": 1, "advantage": -0.5, "weight": 1.0, "share": 0.25, "tokens": 2, "reward": 0.25}
-    here, gone = {"shard": "rl-1-000000.bin", "offset": 0, "length": 3}, {"shard": "rl-1-000007.bin", "offset": 0, "length": 3}
-    write_rows(run / "contributions.jsonl", [row | here, row | {"id": "s20-2"} | gone, row | {"id": "not logged"}])
+    row = head("rl", 20) | {
+        "update": 0,
+        "id": "s20-1",
+        "row": 1,
+        "advantage": -0.5,
+        "weight": 1.0,
+        "share": 0.25,
+        "tokens": 2,
+        "reward": 0.25,
+    }
+    here, gone = (
+        {"shard": "rl-1-000000.bin", "offset": 0, "length": 3},
+        {"shard": "rl-1-000007.bin", "offset": 0, "length": 3},
+    )
+    write_rows(
+        run / "contributions.jsonl", [row | here, row | {"id": "s20-2"} | gone, row | {"id": "not logged"}]
+    )
     facts, texts = gather_run(run, sample_bytes=10**6)
     samples = {sample["id"]: sample for sample in map(json.loads, texts)}
     assert (samples["s20-1"]["advantage"], samples["s20-1"]["share"]) == (-0.5, 0.25)
-    assert samples["s20-1"]["arrays"] == {"pieces": ["72 ", "105 ", "33 "], "mask": [0, 1, 1], "cut": 0, "difference": [None, 0.5, 0]}
+    assert samples["s20-1"]["arrays"] == {
+        "pieces": ["72 ", "105 ", "33 "],
+        "mask": [0, 1, 1],
+        "cut": 0,
+        "difference": [None, 0.5, 0],
+    }
     assert "arrays" not in samples["s20-2"]
     assert "advantage" not in samples["s19-1"]
-    assert re.search(r"Tokens are shown by number: .*no tokenizer\.json.*1 shown samples were removed", " ".join(facts["notes"]))
+    assert re.search(
+        r"Tokens are shown by number: .*no tokenizer\.json.*1 shown samples were removed",
+        " ".join(facts["notes"]),
+    )
 
 
 def test_values_are_those_of_the_first_update_of_the_step_as_samples_shows_them(run: Path) -> None:
-    rows = [head("rl", 20) | {"update": update, "id": "s20-1", "row": 1, "advantage": 0.5, "weight": 1.0 - update / 8} for update in (2, 3, 4)]
+    rows = [
+        head("rl", 20)
+        | {
+            "update": update,
+            "id": "s20-1",
+            "row": 1,
+            "advantage": 0.5,
+            "weight": 1.0 - update / 8,
+        }
+        for update in (2, 3, 4)
+    ]
     write_rows(run / "contributions.jsonl", rows)
     _, texts = gather_run(run, sample_bytes=10**6)
     samples = {sample["id"]: sample for sample in map(json.loads, texts)}
     contributions = open_columns(RunDir(run), "contributions")
-    assert samples["s20-1"]["weight"] == 0.75 == find_contribution(contributions, head("rl", 20) | {"id": "s20-1"})["weight"]
+    assert (
+        samples["s20-1"]["weight"]
+        == 0.75
+        == find_contribution(contributions, head("rl", 20) | {"id": "s20-1"})["weight"]
+    )
 
 
-def test_a_step_whose_updates_are_not_all_read_has_no_values(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [head("rl", step) | {"update": update, "id": f"s{step}-1", "weight": 1.0 - update} for step in (19, 20) for update in (0, 1)]
+def test_a_step_whose_updates_are_not_all_read_has_no_values(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        head("rl", step) | {"update": update, "id": f"s{step}-1", "weight": 1.0 - update}
+        for step in (19, 20)
+        for update in (0, 1)
+    ]
     write_rows(run / "contributions.jsonl", rows)
     contributions = open_columns(RunDir(run), "contributions")
     samples = [head("rl", step) | {"id": f"s{step}-1"} for step in (19, 20)]
     monkeypatch.setattr(token_view, "ROWS_READ", 3)
-    assert [(key, row["weight"]) for key, row in token_view.read_contributions(contributions, samples).items()] == [(("rl", 20, "s20-1"), 1.0)]
+    assert [
+        (key, row["weight"]) for key, row in token_view.read_contributions(contributions, samples).items()
+    ] == [(("rl", 20, "s20-1"), 1.0)]
 
 
-# --- settings and updates --------------------------------------------------------------------------------------------------------
+# --- settings and updates -----------------------------------------------------------------------------------
 
 
 def test_settings_that_differ_are_found_with_those_that_one_run_lacks() -> None:
     one = {"a": {"b": 1, "c": [1]}, "output": {"dir": "x"}}
     other = {"a": {"b": 2, "c": [1]}, "output": {"dir": "y"}, "d": "e"}
-    assert find_differences([flatten_settings(one), flatten_settings(other)]) == [("a.b", ["1", "2"]), ("d", [None, '"e"'])]
+    assert find_differences([flatten_settings(one), flatten_settings(other)]) == [
+        ("a.b", ["1", "2"]),
+        ("d", [None, '"e"']),
+    ]
 
 
 def test_lines_of_the_audit_log_are_columns(run: Path) -> None:
@@ -441,7 +611,10 @@ def test_a_line_that_cannot_be_read_spoils_no_other(run: Path) -> None:
     updates = read_updates(RunDir(run))
     assert updates["columns"] == whole["columns"]
     assert updates["lines"] == whole["lines"][:3] + whole["lines"][5:]
-    assert (updates["total"], updates["unread"]) == (18, 3)  # two lines that were joined, one of zeros, one without its end
+    assert (updates["total"], updates["unread"]) == (
+        18,
+        3,
+    )  # two lines that were joined, one of zeros, one without its end
 
 
 def test_lines_that_are_all_of_another_form_are_shown_as_they_are(run: Path) -> None:

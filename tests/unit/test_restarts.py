@@ -1,4 +1,6 @@
-"""Who resumes without being told to: processes that one launcher starts again, and never a run that a user starts anew."""
+"""Who resumes without being told to: processes that one launcher starts again, and never a run that a user
+starts anew.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ import pytest
 from rollouts.config.schema import RunConfig
 from rollouts.distributed.launch import Launch, find_agent, identify_process, read_launch
 from rollouts.errors import RunDirError
-from rollouts.preflight.restarts import choose_resume, confirm_launch, describe_launch, find_restart, read_agents
+from rollouts.preflight.restarts import (
+    choose_resume,
+    confirm_launch,
+    describe_launch,
+    find_restart,
+    read_agents,
+)
 from rollouts.preflight.run_directory import check_run_dir, lock_run_dir, write_holder
 from rollouts.run_dir import RunDir
 
@@ -42,7 +50,9 @@ def test_what_the_same_agent_starts_is_a_restart_whatever_the_count_says(run_dir
     use(run_dir, ALONE)
     assert find_restart(run_dir, ALONE) == "yes"
     use(run_dir, SPREAD, others=["b"])
-    assert find_restart(run_dir, replace(SPREAD, agent="b")) == "yes", "rank 0 is on another machine than before"
+    assert find_restart(run_dir, replace(SPREAD, agent="b")) == "yes", (
+        "rank 0 is on another machine than before"
+    )
 
 
 @pytest.mark.parametrize("run_id", ["job", "none", ""])
@@ -72,7 +82,10 @@ def test_a_start_that_is_refused_once_it_has_locked_leaves_the_run_to_its_own_ag
 def test_without_agents_the_launchers_count_tells(run_dir):
     assert find_restart(run_dir, replace(ALONE, restart=1)) == "yes", "it failed before it had the directory"
     use(run_dir, replace(ALONE, agent=""))
-    assert [find_restart(run_dir, replace(ALONE, agent="", restart=count)) for count in (0, 1)] == ["no", "yes"]
+    assert [find_restart(run_dir, replace(ALONE, agent="", restart=count)) for count in (0, 1)] == [
+        "no",
+        "yes",
+    ]
 
 
 def test_a_new_machine_with_rank_0_resumes_if_a_machine_of_before_is_there(run_dir):
@@ -88,7 +101,9 @@ def test_a_launch_of_the_same_id_on_several_machines_is_refused_again_and_again(
     use(run_dir, SPREAD, others=["b"])
     for count in range(2):
         second = replace(SPREAD, agent="c", restart=count)
-        with pytest.raises(RunDirError, match=r"not empty, and another launch has used it last; go on with --resume"):
+        with pytest.raises(
+            RunDirError, match=r"not empty, and another launch has used it last; go on with --resume"
+        ):
             use(run_dir, second, others=others)
         assert read_agents(run_dir) == ("job", {"a", "b"})
 
@@ -104,7 +119,17 @@ def test_a_run_that_is_told_to_resume_asks_nobody(run_dir):
     assert choose_resume(run_dir, replace(ALONE, agent="d"), asked=True) == ("no", True)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"launch": {"run_id": "job"}}', '{"launch": {"run_id": "job", "agents": 3}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"pid": 1}',
+        '{"launch": {"run_id": "job"}}',
+        '{"launch": {"run_id": "job", "agents": 3}}',
+    ],
+)
 def test_a_lock_that_does_not_say_is_nobodys(run_dir, text):
     run_dir.root.mkdir()
     run_dir.lock.write_text(text)
@@ -112,11 +137,16 @@ def test_a_lock_that_does_not_say_is_nobodys(run_dir, text):
 
 
 def test_two_processes_are_told_apart_and_one_is_itself():
-    script = "import os; from rollouts.distributed.launch import read_launch; print(read_launch(os.environ).agent)"
+    script = (
+        "import os; from rollouts.distributed.launch import read_launch; print(read_launch(os.environ).agent)"
+    )
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job"}
     program = [sys.executable, "-c", script]
     wrapped = ["sh", "-c", '"$@"; exit $?', "wrapper", *program]
-    told = [subprocess.run(argv, env=environment, capture_output=True, text=True, check=True).stdout for argv in (program, wrapped)]
+    told = [
+        subprocess.run(argv, env=environment, capture_output=True, text=True, check=True).stdout
+        for argv in (program, wrapped)
+    ]
     assert told[0] == told[1] == identify_process(os.getpid()) + "\n", "both are children of this one"
     assert identify_process(os.getppid()) != identify_process(os.getpid()) != ""
     assert read_launch({}).agent == "", "a shell starts many runs"
@@ -125,7 +155,9 @@ def test_two_processes_are_told_apart_and_one_is_itself():
 def make_process(proc: Path, pid: int, parent: int, run_id: str) -> None:
     (proc / str(pid)).mkdir()
     (proc / str(pid) / "stat").write_text(f"{pid} (a (b) c) S {parent} {' '.join('0' * 17)} {pid}00 0")
-    (proc / str(pid) / "environ").write_bytes(b"A=1\0" + (b"TORCHELASTIC_RUN_ID=" + run_id.encode() + b"\0" if run_id else b""))
+    (proc / str(pid) / "environ").write_bytes(
+        b"A=1\0" + (b"TORCHELASTIC_RUN_ID=" + run_id.encode() + b"\0" if run_id else b"")
+    )
 
 
 def test_a_wrapper_between_the_launcher_and_the_program_is_not_the_launcher(tmp_path):
@@ -141,7 +173,9 @@ def test_a_wrapper_between_the_launcher_and_the_program_is_not_the_launcher(tmp_
     assert find_agent("job", 9, proc=tmp_path) == identify_process(9, proc=tmp_path)
     assert find_agent("job", 8, proc=tmp_path) == "", "it has ended, and nothing tells who started it"
     (tmp_path / "6/environ").unlink()
-    assert find_agent("job", 7, proc=tmp_path) == "", "one that may not be looked at could be the launcher or not"
+    assert find_agent("job", 7, proc=tmp_path) == "", (
+        "one that may not be looked at could be the launcher or not"
+    )
 
 
 def test_a_system_that_does_not_tell_gives_no_agent(tmp_path):

@@ -17,7 +17,14 @@ import pytest
 
 from rollouts.errors import ConfigError, DataError, UserFunctionError
 from rollouts.rewards import code as code_module
-from rollouts.rewards.code import Isolation, Limits, code_passes_tests, describe_isolation, extract_code, make_code_reward
+from rollouts.rewards.code import (
+    Isolation,
+    Limits,
+    code_passes_tests,
+    describe_isolation,
+    extract_code,
+    make_code_reward,
+)
 from rollouts.types import RewardResult, Sample
 
 QUICK = Limits(timeout_s=2.0)
@@ -36,7 +43,9 @@ def namespaces(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def leaves_nothing_behind(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("temporary")
     directory.chmod(0o755)
     monkeypatch.setattr(tempfile, "tempdir", str(directory))
@@ -50,7 +59,9 @@ def leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory, monkeypatch:
 
 
 def wait_for_end(pid: int) -> None:
-    """Until a process that is killed already has ended, which takes the system a moment under load; at most five seconds."""
+    """Until a process that is killed already has ended, which takes the system a moment under load; at most
+    five seconds.
+    """
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -60,7 +71,9 @@ def wait_for_end(pid: int) -> None:
 
 
 def code_processes() -> list[str]:
-    """Every process of this machine whose session was opened for a child of ours, by the descriptors and script in its command line."""
+    """Every process of this machine whose session was opened for a child of ours, by the descriptors and
+    script in its command line.
+    """
     found: list[str] = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -77,8 +90,18 @@ def sample_of(code: str, tests: Any, **metadata: Any) -> Sample:
     return Sample(id="s", prompt="q", response=code, metadata={"tests": tests, **metadata})
 
 
-def run(code: str, tests: Any = "pass", *, namespaces: bool = True, limits: Limits = QUICK, partial: bool = False, **metadata: Any) -> RewardResult:
-    return make_code_reward(namespaces=namespaces, limits=limits, partial=partial)(sample_of(code, tests, **metadata))
+def run(
+    code: str,
+    tests: Any = "pass",
+    *,
+    namespaces: bool = True,
+    limits: Limits = QUICK,
+    partial: bool = False,
+    **metadata: Any,
+) -> RewardResult:
+    return make_code_reward(namespaces=namespaces, limits=limits, partial=partial)(
+        sample_of(code, tests, **metadata)
+    )
 
 
 def open_to_all(directory: Path) -> None:
@@ -104,7 +127,9 @@ def test_partial_counts_the_fraction_and_the_note_names_the_first_failure():
     code = "def half(x):\n    return x // 2"
     result = run(code, tests, partial=True)
     assert (result.reward, result.parts) == (0.5, {"passed": 0.5, "compiled": 1.0})
-    assert result.note is not None and result.note.startswith("2 of 4 tests passed; test 1: AssertionError: 1;")
+    assert result.note is not None and result.note.startswith(
+        "2 of 4 tests passed; test 1: AssertionError: 1;"
+    )
     whole = run(code, tests)
     assert (whole.reward, whole.parts["passed"]) == (0.0, 0.5)
 
@@ -120,11 +145,16 @@ def test_tests_may_be_a_check_function_of_the_entry_point():
     assert run("def inc(x):\n    return x + 1", test, entry_point="inc").reward == 1.0
     assert run("def inc(x):\n    return 2", test, entry_point="inc").reward == 0.0
     assert run("def check(x):\n    return x + 1", "assert check(1) == 2", entry_point="check").reward == 1.0
-    assert "NameError: the response does not define inc" in (run("def dec(x):\n    return x - 1", test, entry_point="inc").note or "")
+    assert "NameError: the response does not define inc" in (
+        run("def dec(x):\n    return x - 1", test, entry_point="inc").note or ""
+    )
 
 
 def test_a_test_module_does_not_run_the_programs_main_block():
-    assert run("def f():\n    return 1\nif __name__ == '__main__':\n    f = None", "assert f() == 1").reward == 1.0
+    assert (
+        run("def f():\n    return 1\nif __name__ == '__main__':\n    f = None", "assert f() == 1").reward
+        == 1.0
+    )
 
 
 def test_programs_are_judged_by_their_output():
@@ -137,11 +167,16 @@ def test_programs_are_judged_by_their_output():
 
 
 def test_a_program_ends_as_programs_do():
-    late = "import atexit, threading\natexit.register(print, 'c')\nthreading.Thread(target=print, args=('a',)).start()\nprint('b', end='\\n')"
+    late = (
+        "import atexit, threading\natexit.register(print, 'c')\nthreading.Thread(target=print,"
+        " args=('a',)).start()\nprint('b', end='\\n')"
+    )
     result = run(late, [{"input": "", "output": "a\nb\nc"}])
     assert result.reward == 1.0, result.note
     assert run("import sys\nprint(1)\nsys.exit()", [{"input": "", "output": "1"}]).reward == 1.0
-    assert "it ended with status 3" in (run("import sys\nprint(1)\nsys.exit(3)", [{"input": "", "output": "1"}]).note or "")
+    assert "it ended with status 3" in (
+        run("import sys\nprint(1)\nsys.exit(3)", [{"input": "", "output": "1"}]).note or ""
+    )
     assert "ZeroDivisionError" in (run("print(1)\n1 / 0", [{"input": "", "output": "1"}]).note or "")
 
 
@@ -192,9 +227,15 @@ def test_an_entry_point_is_a_name():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"require": ["internet"]}, "holds 'internet'; it is a list of network, filesystem, processes, memory, user, privileges"),
+        (
+            {"require": ["internet"]},
+            "holds 'internet'; it is a list of network, filesystem, processes, memory, user, privileges",
+        ),
         ({"require": "network"}, "it is a list of"),
-        ({"require": ["memory", "network"], "namespaces": False}, "this host gives the code no isolation of network; run as root or allow"),
+        (
+            {"require": ["memory", "network"], "namespaces": False},
+            "this host gives the code no isolation of network; run as root or allow",
+        ),
         ({"limits": Limits(timeout_s=0)}, r"limits.timeout_s=0; it must be a number above 0"),
         ({"import_paths": ["relative"]}, "the absolute path of a directory that exists"),
     ],
@@ -210,19 +251,28 @@ def test_isolation_that_is_there_may_be_required():
 
 
 def test_missing_isolation_is_named():
-    partly = Isolation(network=False, filesystem=True, processes=True, memory=True, user=False, privileges=True)
+    partly = Isolation(
+        network=False, filesystem=True, processes=True, memory=True, user=False, privileges=True
+    )
     assert partly.missing() == ("network", "user")
 
 
-def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_child_that_does_not_start_is_an_error_and_not_a_reward(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
     describe_isolation()
     monkeypatch.setattr(code_module, "CHILD", tmp_path / "gone.py")
-    with pytest.raises(UserFunctionError, match=r"sample s: the child process that runs the code .* did not start: it ended with status 2"):
+    with pytest.raises(
+        UserFunctionError,
+        match=r"sample s: the child process that runs the code .* did not start: it ended with status 2",
+    ):
         run("x = 1")
 
 
 def test_a_child_isolated_less_than_described_does_not_run_the_code(monkeypatch: pytest.MonkeyPatch):
-    claimed = Isolation(network=True, filesystem=False, processes=True, memory=True, user=True, privileges=True)
+    claimed = Isolation(
+        network=True, filesystem=False, processes=True, memory=True, user=True, privileges=True
+    )
     monkeypatch.setattr(code_module, "describe_isolation", lambda *, namespaces: claimed)
     with pytest.raises(UserFunctionError, match="did not start: this process is isolated by"):
         run("x = 1", namespaces=False)
@@ -232,7 +282,10 @@ def test_directories_to_import_from_can_be_named(tmp_path: Path, namespaces: boo
     open_to_all(tmp_path)
     (tmp_path / "helper_of_test.py").write_text("value = 5")
     reward = make_code_reward(import_paths=[str(tmp_path)], namespaces=namespaces, limits=QUICK)
-    sample = sample_of("import sys\nsys.dont_write_bytecode = True\nimport helper_of_test", "assert helper_of_test.value == 5")
+    sample = sample_of(
+        "import sys\nsys.dont_write_bytecode = True\nimport helper_of_test",
+        "assert helper_of_test.value == 5",
+    )
     assert reward(sample).reward == 1.0, reward(sample).note
     assert "ModuleNotFoundError" in (run("import helper_of_test", namespaces=namespaces).note or "")
 
@@ -243,14 +296,20 @@ LOOP = "while True:\n    pass"
 FORKS = "import os\nwhile True:\n    os.fork()"
 PATIENT_FORKS = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
 CLOSES_ALL = "import os\nos.closerange(0, 64)\nwhile True:\n    pass"
-DEAF = "import signal\nfor s in (1, 2, 3, 14, 15):\n    signal.signal(s, signal.SIG_IGN)\nwhile True:\n    pass"
+DEAF = (
+    "import signal\nfor s in (1, 2, 3, 14, 15):\n    signal.signal(s, signal.SIG_IGN)\nwhile True:\n    pass"
+)
 
 
-@pytest.mark.parametrize("code", [LOOP, PATIENT_FORKS, CLOSES_ALL, DEAF], ids=["loop", "forks", "closes all", "deaf"])
+@pytest.mark.parametrize(
+    "code", [LOOP, PATIENT_FORKS, CLOSES_ALL, DEAF], ids=["loop", "forks", "closes all", "deaf"]
+)
 def test_code_that_does_not_end_is_ended(code: str, namespaces: bool):
     result = run(code, ["pass", "pass"], namespaces=namespaces, limits=SHORT)
     assert (result.reward, result.parts) == (0.0, {"passed": 0.0, "compiled": 1.0})
-    assert result.note is not None and result.note.startswith("0 of 2 tests passed; test 0: it took longer than 0.3 s")
+    assert result.note is not None and result.note.startswith(
+        "0 of 2 tests passed; test 0: it took longer than 0.3 s"
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,10 +340,12 @@ def assert_matches(pattern: str, note: str | None) -> None:
 FORGERIES = {
     "prints": 'print(\'{"status": "done"}\')\nimport sys\nsys.stdout.flush()\nimport os\nos._exit(0)',
     "writes to every descriptor": (
-        'import os\nfor fd in range(64):\n    try:\n        os.write(fd, b\'\\n{"status": "done", "nonce": ""}\\n[1]\\n\')\n'
-        "    except OSError:\n        pass\nos._exit(0)"
+        'import os\nfor fd in range(64):\n    try:\n        os.write(fd, b\'\\n{"status": "done", "nonce":'
+        ' ""}\\n[1]\\n\')\n    except OSError:\n        pass\nos._exit(0)'
     ),
-    "replaces what modules hold": 'import json, os\njson.dumps = lambda *a: \'{"status": "done"}\'\nos._exit = lambda *a: None',
+    "replaces what modules hold": (
+        'import json, os\njson.dumps = lambda *a: \'{"status": "done"}\'\nos._exit = lambda *a: None'
+    ),
     "replaces builtins": "import builtins\nbuiltins.AssertionError = type('Fine', (BaseException,), {})",
     "floods the report": "import os\nfor _ in range(100000):\n    os.write(4, b'x' * 4096)",
 }
@@ -301,17 +362,28 @@ def test_a_programs_exit_does_not_stand_for_its_output(namespaces: bool):
 
 
 def test_output_without_end_is_cut(namespaces: bool):
-    result = run("while True:\n    print('x' * 1000)", [NOTHING], namespaces=namespaces, limits=Limits(timeout_s=10.0, output_bytes=10_000))
+    result = run(
+        "while True:\n    print('x' * 1000)",
+        [NOTHING],
+        namespaces=namespaces,
+        limits=Limits(timeout_s=10.0, output_bytes=10_000),
+    )
     assert result.reward == 0.0
     assert "it wrote more than 10000 bytes of output" in (result.note or "")
 
 
 def test_output_of_tested_code_goes_nowhere(namespaces: bool):
-    assert run("for _ in range(10000):\n    print('x' * 1000)", "assert True", namespaces=namespaces).reward == 1.0
+    assert (
+        run("for _ in range(10000):\n    print('x' * 1000)", "assert True", namespaces=namespaces).reward
+        == 1.0
+    )
 
 
 def test_a_process_that_the_code_left_ends_with_it():
-    code = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(1000)\n    os._exit(0)"
+    code = (
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n       "
+        " time.sleep(1000)\n    os._exit(0)"
+    )
     result = run(code, "assert True")
     if describe_isolation().network:
         assert result.reward == 1.0, result.note
@@ -323,7 +395,8 @@ def test_the_worker_cannot_be_killed(namespaces: bool):
     if not describe_isolation(namespaces=namespaces).processes:
         pytest.skip("this host does not isolate processes")
     code = (
-        "import os, signal\nfor target in (os.getppid(), -1):\n    try:\n        os.kill(target, signal.SIGKILL)\n    except OSError:\n        pass"
+        "import os, signal\nfor target in (os.getppid(), -1):\n    try:\n        os.kill(target,"
+        " signal.SIGKILL)\n    except OSError:\n        pass"
     )
     run(code, namespaces=namespaces)
     assert run("x = 1", "assert x", namespaces=namespaces).reward == 1.0
@@ -353,36 +426,57 @@ def test_files_outside_are_neither_seen_nor_changed(tmp_path: Path, namespaces: 
     assert run("open('/etc/new', 'w')", namespaces=namespaces).reward == 0.0
     assert run("import os\nopen(os.__file__, 'a')", namespaces=namespaces).reward == 0.0
     assert run("open('/proc/1/environ', 'rb').read()", namespaces=namespaces).reward == 0.0
-    assert run("import os\nopen(f'/proc/{os.getppid()}/environ', 'rb').read()", namespaces=namespaces).reward == 0.0
+    assert (
+        run("import os\nopen(f'/proc/{os.getppid()}/environ', 'rb').read()", namespaces=namespaces).reward
+        == 0.0
+    )
     assert not (tmp_path / "new").exists() and not Path("/etc/new").exists()
 
 
 def test_only_libraries_are_to_be_seen():
     if not describe_isolation().filesystem:
         pytest.skip("this host gives no file system of its own")
-    code = "import os\nseen = {d for d in ('/proc', '/home', '/var', '/sys', '/etc/passwd', '/root/.ssh') if os.path.exists(d)}"
+    code = (
+        "import os\nseen = {d for d in ('/proc', '/home', '/var', '/sys', '/etc/passwd', '/root/.ssh') if"
+        " os.path.exists(d)}"
+    )
     assert run(code, "assert not seen, seen").note == run("x = 1", "assert x").note
 
 
 def test_the_working_directory_is_empty_and_may_be_written(namespaces: bool):
-    code = "import os\nbefore = os.listdir('.')\nopen('a', 'w').write('x')\nos.mkdir('d')\nopen('d/b', 'w').write('x')"
-    assert run(code, ["assert before == []", "assert open('d/b').read() == 'x'"], namespaces=namespaces).reward == 1.0
+    code = (
+        "import os\nbefore = os.listdir('.')\nopen('a', 'w').write('x')\nos.mkdir('d')\nopen('d/b',"
+        " 'w').write('x')"
+    )
+    assert (
+        run(code, ["assert before == []", "assert open('d/b').read() == 'x'"], namespaces=namespaces).reward
+        == 1.0
+    )
 
 
-def test_environment_and_descriptors_of_the_worker_stay_with_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, namespaces: bool):
+def test_environment_and_descriptors_of_the_worker_stay_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, namespaces: bool
+):
     monkeypatch.setenv("SECRET_OF_WORKER", "x")
     look = "    try:\n        os.fstat(fd)\n        open_ones.append(fd)\n    except OSError:\n        pass"
     code = f"import os\nopen_ones = []\nfor fd in range(64):\n{look}"
     with (tmp_path / "open").open("w") as file:
         os.set_inheritable(file.fileno(), True)
-        tests = ["assert dict(os.environ) == {}, os.environ", "assert len(open_ones) == 4, open_ones"]  # three and the report
+        tests = [
+            "assert dict(os.environ) == {}, os.environ",
+            "assert len(open_ones) == 4, open_ones",
+        ]  # three and the report
         result = run(code, tests, namespaces=namespaces)
     assert result.reward == 1.0, result.note
 
 
 def test_privileges_are_gone(namespaces: bool):
     code = "import os, ctypes\nlibc = ctypes.CDLL(None)"
-    tests = ["assert libc.mount(b'none', b'/', None, 1 << 18, None) != 0", "assert libc.sethostname(b'x', 1) != 0", "assert os.getuid() != 0"]
+    tests = [
+        "assert libc.mount(b'none', b'/', None, 1 << 18, None) != 0",
+        "assert libc.sethostname(b'x', 1) != 0",
+        "assert os.getuid() != 0",
+    ]
     result = run(code, tests, namespaces=namespaces)
     assert result.reward == 1.0, result.note
 
@@ -391,25 +485,34 @@ def test_threads_may_be_used_up_to_a_number():
     if not describe_isolation().network:
         pytest.skip("without namespaces there is one thread")
     code = (
-        "import threading\nthreads = [threading.Thread(target=threading.Event().wait, daemon=True) for _ in range({})]\n[t.start() for t in threads]"
+        "import threading\nthreads = [threading.Thread(target=threading.Event().wait, daemon=True) for _ in"
+        " range({})]\n[t.start() for t in threads]"
     )
     assert run(code.format(4)).reward == 1.0
     assert "can't start new thread" in (run(code.format(100)).note or "")
 
 
 def test_the_code_ends_with_a_worker_that_is_killed(tmp_path: Path, namespaces: bool):
-    """The code holds one end of a pipe open: reading it waits first for the code to run and then for the last of its processes to end."""
+    """The code holds one end of a pipe open: reading it waits first for the code to run and then for the last
+    of its processes to end.
+    """
     open_to_all(tmp_path)
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     pipe.chmod(0o666)
     code = f"import os\nfd = os.open({str(pipe)!r}, os.O_WRONLY)\nos.write(fd, b'x')\nwhile True:\n    pass"
     script = (
-        "from rollouts.rewards.code import Limits, make_code_reward\nfrom rollouts.types import Sample\n"
-        f"reward = make_code_reward(namespaces={namespaces}, import_paths=[{str(tmp_path)!r}], limits=Limits(timeout_s=60))\n"
-        f"reward(Sample(id='s', prompt='q', response={code!r}, metadata={{'tests': 'pass'}}))"
+        "from rollouts.rewards.code import Limits, make_code_reward\nfrom rollouts.types import"
+        f" Sample\nreward = make_code_reward(namespaces={namespaces}, import_paths=[{str(tmp_path)!r}],"
+        f" limits=Limits(timeout_s=60))\nreward(Sample(id='s', prompt='q', response={code!r},"
+        " metadata={'tests': 'pass'}))"
     )
-    with subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)}) as worker, pipe.open("rb", buffering=0) as end:
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(tmp_path)}
+        ) as worker,
+        pipe.open("rb", buffering=0) as end,
+    ):
         assert end.read(1) == b"x"
         worker.kill()
         assert end.read() == b""
@@ -417,6 +520,8 @@ def test_the_code_ends_with_a_worker_that_is_killed(tmp_path: Path, namespaces: 
 
 def test_what_the_documentation_says_can_be_forged_can_be():
     """Code and test share an interpreter: this is why programs judged by their output are the stronger form."""
-    code = "class Anything:\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return Anything()"
+    code = (
+        "class Anything:\n    def __eq__(self, other):\n        return True\ndef f(x):\n    return Anything()"
+    )
     assert run(code, "assert f(1) == 2").reward == 1.0
     assert run(f"{code}\nprint(f(1))", [{"input": "", "output": "2"}]).reward == 0.0

@@ -14,10 +14,22 @@ import pytest
 from rollouts.errors import ConfigError, DataError, RewardTimeout, UserFunctionError
 from rollouts.rewards.combine import apply_combine, apply_weights, combine_rewards
 from rollouts.rewards.exact import exact_match
-from rollouts.rewards.format import json_format, make_extracted, make_json_reward, make_tags_reward, think_answer_format
+from rollouts.rewards.format import (
+    json_format,
+    make_extracted,
+    make_json_reward,
+    make_tags_reward,
+    think_answer_format,
+)
 from rollouts.rewards.fuzzy import f1_match, fuzzy_match, normalise_words
 from rollouts.rewards.length import make_length_cutoff, make_length_target, make_soft_overlong_punishment
-from rollouts.rewards.math import find_last_part, make_math_reward, make_numeric_reward, math_match, numeric_match
+from rollouts.rewards.math import (
+    find_last_part,
+    make_math_reward,
+    make_numeric_reward,
+    math_match,
+    numeric_match,
+)
 from rollouts.rewards.multiple_choice import find_choice, multiple_choice_match
 from rollouts.types import RewardResult, Sample
 
@@ -25,7 +37,14 @@ from rollouts.types import RewardResult, Sample
 def sample_of(response: str, *, num_tokens: int = 0, **metadata: Any) -> Sample:
     """A sample of two prompt tokens and `num_tokens` that train."""
     mask = [0, 0] + [1] * num_tokens
-    return Sample(id="s", prompt="q", response=response, tokens=np.arange(len(mask)), loss_mask=np.array(mask, bool), metadata=metadata)
+    return Sample(
+        id="s",
+        prompt="q",
+        response=response,
+        tokens=np.arange(len(mask)),
+        loss_mask=np.array(mask, bool),
+        metadata=metadata,
+    )
 
 
 # --- likeness ---
@@ -136,17 +155,27 @@ def test_a_choice_is_found_or_not(text: str, letter: str | None):
 
 def test_an_ambiguous_choice_is_0_with_a_note():
     result = multiple_choice_match(sample_of("The answer is A or B", answer="A"))
-    assert result == RewardResult(0.0, {"choice": 0.0, "chosen": 0.0}, "ambiguous: it chooses A and B at once")
-    assert multiple_choice_match(sample_of("A. x\nB. y", answer="A")).note == "ambiguous: lines begin with A, B"
+    assert result == RewardResult(
+        0.0, {"choice": 0.0, "chosen": 0.0}, "ambiguous: it chooses A and B at once"
+    )
+    assert (
+        multiple_choice_match(sample_of("A. x\nB. y", answer="A")).note == "ambiguous: lines begin with A, B"
+    )
     assert multiple_choice_match(sample_of("well", answer="A")).note == "no choice was found"
 
 
 def test_only_as_many_letters_count_as_there_are_choices():
     row = {"answer": 2, "choices": ["x", "y", "z"]}
-    assert multiple_choice_match(sample_of("The answer is C", **row)) == RewardResult(1.0, {"choice": 1.0, "chosen": 1.0})
-    assert multiple_choice_match(sample_of("The answer is B", **row)) == RewardResult(0.0, {"choice": 0.0, "chosen": 1.0})
+    assert multiple_choice_match(sample_of("The answer is C", **row)) == RewardResult(
+        1.0, {"choice": 1.0, "chosen": 1.0}
+    )
+    assert multiple_choice_match(sample_of("The answer is B", **row)) == RewardResult(
+        0.0, {"choice": 0.0, "chosen": 1.0}
+    )
     assert multiple_choice_match(sample_of("The answer is D", **row)).parts["chosen"] == 0.0
-    assert multiple_choice_match(sample_of("(b)", answer="(b)")).reward == 0.0  # a small letter alone is no choice
+    assert (
+        multiple_choice_match(sample_of("(b)", answer="(b)")).reward == 0.0
+    )  # a small letter alone is no choice
     assert multiple_choice_match(sample_of("(B)", answer="(b)")).reward == 1.0
 
 
@@ -154,7 +183,10 @@ def test_only_as_many_letters_count_as_there_are_choices():
     ("row", "message"),
     [
         ({}, r"no metadata\['answer'\]"),
-        ({"answer": "Paris"}, r"metadata\['answer'\] is 'Paris'; it must be a letter from A to J or a number from 0 to 9"),
+        (
+            {"answer": "Paris"},
+            r"metadata\['answer'\] is 'Paris'; it must be a letter from A to J or a number from 0 to 9",
+        ),
         ({"answer": "D", "choices": ["x", "y"]}, "a letter from A to B"),
         ({"answer": 2, "choices": ["x", "y"]}, "a number from 0 to 1"),
         ({"answer": True}, "is 'True'"),
@@ -171,14 +203,25 @@ def test_a_row_with_a_strange_choice_is_an_error(row: dict[str, Any], message: s
 
 def test_tolerances_are_relative_or_absolute_and_bounds_count():
     relative = make_numeric_reward(relative=0.1)
-    assert [relative(sample_of(text, answer=10)).reward for text in ("9", "11", "11.01", "8.99")] == [1.0, 1.0, 0.0, 0.0]
+    assert [relative(sample_of(text, answer=10)).reward for text in ("9", "11", "11.01", "8.99")] == [
+        1.0,
+        1.0,
+        0.0,
+        0.0,
+    ]
     assert relative(sample_of("0.001", answer=0)).reward == 0.0  # nothing is near 0 relatively
     absolute = make_numeric_reward(absolute=0.5)
-    assert [absolute(sample_of(text, answer=-10)).reward for text in ("-10.5", "-9.5", "-9.4")] == [1.0, 1.0, 0.0]
+    assert [absolute(sample_of(text, answer=-10)).reward for text in ("-10.5", "-9.5", "-9.4")] == [
+        1.0,
+        1.0,
+        0.0,
+    ]
     both = make_numeric_reward(relative=0.1, absolute=0.5)  # the larger of the two
     assert [both(sample_of(text, answer=1)).reward for text in ("1.5", "1.51")] == [1.0, 0.0]
     assert [both(sample_of(text, answer=100)).reward for text in ("110", "110.5")] == [1.0, 0.0]
-    assert make_numeric_reward(key="n")(sample_of("1/2", n="0.5")) == RewardResult(1.0, {"numeric": 1.0, "has_number": 1.0})
+    assert make_numeric_reward(key="n")(sample_of("1/2", n="0.5")) == RewardResult(
+        1.0, {"numeric": 1.0, "has_number": 1.0}
+    )
 
 
 @pytest.mark.parametrize("options", [{"relative": -0.1}, {"absolute": math.inf}, {"relative": math.nan}])
@@ -270,12 +313,17 @@ def test_a_response_without_formula_is_0_with_a_note(response: str):
     assert result.reward == 0.0
     assert result.parts["math"] == 0.0
     if "4" not in response:
-        assert result == RewardResult(0.0, {"math": 0.0, "parsed": 0.0}, "the response holds no formula that can be read")
+        assert result == RewardResult(
+            0.0, {"math": 0.0, "parsed": 0.0}, "the response holds no formula that can be read"
+        )
 
 
 @pytest.mark.parametrize("answer", ["", "???", r"\frac{", "0/0", r"\frac{1}{0}", ["1", "???"]])
 def test_an_answer_that_cannot_be_read_is_an_error_and_not_a_wrong_answer(answer: Any):
-    with pytest.raises(DataError, match=r"math_match on sample s: metadata\['answer'\] is .*, which holds no formula that can be read"):
+    with pytest.raises(
+        DataError,
+        match=r"math_match on sample s: metadata\['answer'\] is .*, which holds no formula that can be read",
+    ):
         math_match(sample_of("1", answer=answer))
 
 
@@ -332,8 +380,14 @@ def test_a_reading_that_takes_too_long_is_a_timeout_and_not_a_reward(monkeypatch
             pass
 
     read = math_verify.parser.extract_target_from_pred
-    monkeypatch.setattr(math_verify.parser, "extract_target_from_pred", lambda text, *a, **k: endless() if "slow" in text else read(text, *a, **k))
-    with pytest.raises(RewardTimeout, match="math_match on sample s: reading the response took longer than 1 s"):
+    monkeypatch.setattr(
+        math_verify.parser,
+        "extract_target_from_pred",
+        lambda text, *a, **k: endless() if "slow" in text else read(text, *a, **k),
+    )
+    with pytest.raises(
+        RewardTimeout, match="math_match on sample s: reading the response took longer than 1 s"
+    ):
         make_math_reward(timeout_s=1)(sample_of("slow 1", answer="2"))
 
 
@@ -344,7 +398,9 @@ def test_a_comparison_that_fails_is_an_error_and_not_a_reward(monkeypatch: pytes
         raise TypeError("oops")
 
     monkeypatch.setattr(math_verify.grader, "sympy_expr_eq", broken)
-    with pytest.raises(UserFunctionError, match="math_match on sample s: comparing failed with TypeError: oops"):
+    with pytest.raises(
+        UserFunctionError, match="math_match on sample s: comparing failed with TypeError: oops"
+    ):
         math_match(sample_of("1", answer="2"))
 
 
@@ -370,7 +426,9 @@ def test_the_time_is_whole_seconds(timeout_s: Any):
 
 
 @pytest.mark.parametrize(("reward", "package"), [(fuzzy_match, "rapidfuzz"), (math_match, "math_verify")])
-def test_a_missing_library_is_named_with_its_extra(reward: Any, package: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_library_is_named_with_its_extra(
+    reward: Any, package: str, monkeypatch: pytest.MonkeyPatch
+):
     from rollouts.rewards import fuzzy
     from rollouts.rewards import math as math_rewards
 
@@ -404,12 +462,17 @@ def test_a_missing_library_is_named_with_its_extra(reward: Any, package: str, mo
 )
 def test_tags_stand_in_order_or_are_counted(response: str, whole: float, partial: float):
     assert make_tags_reward(["plan", "code"])(sample_of(response)) == RewardResult(whole, {"format": whole})
-    assert make_tags_reward(["plan", "code"], partial=True)(sample_of(response)) == RewardResult(partial, {"format": partial})
+    assert make_tags_reward(["plan", "code"], partial=True)(sample_of(response)) == RewardResult(
+        partial, {"format": partial}
+    )
 
 
 def test_tags_agree_with_the_think_answer_format():
     tags = make_tags_reward(["think", "answer"])
-    good, bad = "<think>\n1\n</think> <answer>2</answer>", ["<think>a</think>", "<think>a</think>b</think><answer>2</answer>", "<answer>2</answer>"]
+    good, bad = (
+        "<think>\n1\n</think> <answer>2</answer>",
+        ["<think>a</think>", "<think>a</think>b</think><answer>2</answer>", "<answer>2</answer>"],
+    )
     for response in (good, *bad):
         assert tags(sample_of(response)).reward == think_answer_format(sample_of(response)).reward
 
@@ -442,7 +505,9 @@ def test_the_whole_response_is_json(response: str, reward: float):
 def test_json_has_the_keys_asked_for():
     reward = make_json_reward(["name", "age"])
     assert reward(sample_of(json.dumps({"name": 1, "age": None, "more": 2}))).reward == 1.0
-    assert reward(sample_of('{"name": 1}')) == RewardResult(0.0, {"format": 0.0, "json": 1.0}, "JSON without the keys age")
+    assert reward(sample_of('{"name": 1}')) == RewardResult(
+        0.0, {"format": 0.0, "json": 1.0}, "JSON without the keys age"
+    )
     assert reward(sample_of('["name", "age"]')).parts == {"format": 0.0, "json": 1.0}
     with pytest.raises(ConfigError, match="it must be a list of texts"):
         make_json_reward("name")
@@ -450,13 +515,27 @@ def test_json_has_the_keys_asked_for():
 
 def test_another_reward_is_applied_to_what_was_extracted():
     reward = make_extracted(exact_match)
-    assert reward(sample_of("<answer> 2 </answer>", answer="2")) == RewardResult(1.0, {"exact": 1.0, "extracted": 1.0})
+    assert reward(sample_of("<answer> 2 </answer>", answer="2")) == RewardResult(
+        1.0, {"exact": 1.0, "extracted": 1.0}
+    )
     assert reward(sample_of("<answer>1</answer> <answer>2</answer>", answer="2")).reward == 1.0
-    assert reward(sample_of("2", answer="2")) == RewardResult(0.0, {"extracted": 0.0}, "0 matches of <answer>((?:(?!</?answer>).)*)</answer>")
-    assert make_extracted(exact_match, pick="first")(sample_of("<answer>1</answer><answer>2</answer>", answer="1")).reward == 1.0
+    assert reward(sample_of("2", answer="2")) == RewardResult(
+        0.0, {"extracted": 0.0}, "0 matches of <answer>((?:(?!</?answer>).)*)</answer>"
+    )
+    assert (
+        make_extracted(exact_match, pick="first")(
+            sample_of("<answer>1</answer><answer>2</answer>", answer="1")
+        ).reward
+        == 1.0
+    )
     only = make_extracted(exact_match, pick="only")
     assert only(sample_of("<answer>2</answer><answer>2</answer>", answer="2")).parts == {"extracted": 0.0}
-    assert make_extracted(numeric_match, r"[0-9]+ apples")(sample_of("3 pears, 2 apples, 9 plums", answer=2)).reward == 1.0
+    assert (
+        make_extracted(numeric_match, r"[0-9]+ apples")(
+            sample_of("3 pears, 2 apples, 9 plums", answer=2)
+        ).reward
+        == 1.0
+    )
 
 
 def test_what_was_extracted_keeps_tokens_and_metadata():
@@ -466,13 +545,19 @@ def test_what_was_extracted_keeps_tokens_and_metadata():
         seen.append(sample)
         return 0.5
 
-    assert make_extracted(look)(sample_of("<answer>x</answer>", num_tokens=3, answer="x")) == RewardResult(0.5, {"extracted": 1.0})
+    assert make_extracted(look)(sample_of("<answer>x</answer>", num_tokens=3, answer="x")) == RewardResult(
+        0.5, {"extracted": 1.0}
+    )
     assert (seen[0].response, seen[0].response_length, seen[0].metadata) == ("x", 3, {"answer": "x"})
 
 
 @pytest.mark.parametrize(
     ("pattern", "pick", "message"),
-    [("(", "last", "is not a regular expression"), ("(a)(b)", "last", "has 2 groups"), ("a", "middle", "it must be first, last or only")],
+    [
+        ("(", "last", "is not a regular expression"),
+        ("(a)(b)", "last", "has 2 groups"),
+        ("a", "middle", "it must be first, last or only"),
+    ],
 )
 def test_what_to_extract_must_be_clear(pattern: str, pick: str, message: str):
     with pytest.raises(ConfigError, match=message):
@@ -482,9 +567,14 @@ def test_what_to_extract_must_be_clear(pattern: str, pick: str, message: str):
 # --- length ---
 
 
-@pytest.mark.parametrize(("num_tokens", "punishment"), [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0), (200, -1.0)])
+@pytest.mark.parametrize(
+    ("num_tokens", "punishment"),
+    [(0, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0), (200, -1.0)],
+)
 def test_overlong_responses_are_punished_softly(num_tokens: int, punishment: float):
-    result = make_soft_overlong_punishment(max_tokens=100, buffer_tokens=20)(sample_of("", num_tokens=num_tokens))
+    result = make_soft_overlong_punishment(max_tokens=100, buffer_tokens=20)(
+        sample_of("", num_tokens=num_tokens)
+    )
     assert result == RewardResult(punishment, {"overlong": punishment})
     assert str(result.reward) != "-0.0"
     half = make_soft_overlong_punishment(max_tokens=100, buffer_tokens=20, weight=0.5)
@@ -493,8 +583,18 @@ def test_overlong_responses_are_punished_softly(num_tokens: int, punishment: flo
 
 def test_a_target_length_is_worth_less_the_further_away():
     words = make_length_target(target=4, width=2)
-    assert [words(sample_of("w " * n)).reward for n in (1, 2, 3, 4, 5, 6, 9)] == [0.0, 0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
-    assert make_length_target(target=4, width=4, unit="characters")(sample_of("a b")) == RewardResult(0.75, {"length": 0.75})
+    assert [words(sample_of("w " * n)).reward for n in (1, 2, 3, 4, 5, 6, 9)] == [
+        0.0,
+        0.0,
+        0.5,
+        1.0,
+        0.5,
+        0.0,
+        0.0,
+    ]
+    assert make_length_target(target=4, width=4, unit="characters")(sample_of("a b")) == RewardResult(
+        0.75, {"length": 0.75}
+    )
     assert make_length_target(target=4, width=4, unit="tokens")(sample_of("a b", num_tokens=6)).reward == 0.5
 
 
@@ -509,10 +609,18 @@ def test_a_cutoff_includes_its_bounds():
     [
         (make_soft_overlong_punishment, {"max_tokens": 10, "buffer_tokens": 0}, "0 < buffer <= max"),
         (make_soft_overlong_punishment, {"max_tokens": 10, "buffer_tokens": 11}, "0 < buffer <= max"),
-        (make_soft_overlong_punishment, {"max_tokens": 10, "buffer_tokens": 1, "weight": -1}, "weight=-1; it must be a number above 0"),
+        (
+            make_soft_overlong_punishment,
+            {"max_tokens": 10, "buffer_tokens": 1, "weight": -1},
+            "weight=-1; it must be a number above 0",
+        ),
         (make_length_target, {"target": -1, "width": 1}, "target=-1"),
         (make_length_target, {"target": 1, "width": 0}, "width=0; it must be a number above 0"),
-        (make_length_target, {"target": 1, "width": 1, "unit": "lines"}, "unit='lines'; it must be one of tokens, words, characters"),
+        (
+            make_length_target,
+            {"target": 1, "width": 1, "unit": "lines"},
+            "unit='lines'; it must be one of tokens, words, characters",
+        ),
         (make_length_cutoff, {"most": 1, "least": 2}, "0 <= least <= most"),
     ],
 )
@@ -525,22 +633,37 @@ def test_lengths_that_make_no_sense_are_refused(factory: Any, options: dict[str,
 
 
 def test_rewards_combine_by_their_weights_and_keep_their_parts():
-    combined = combine_rewards({"number": numeric_match, "format": think_answer_format}, weights={"number": 2.0, "format": 0.5})
+    combined = combine_rewards(
+        {"number": numeric_match, "format": think_answer_format}, weights={"number": 2.0, "format": 0.5}
+    )
     result = combined(sample_of("<think>1+1</think><answer>2</answer>", answer=2))
-    assert result == RewardResult(2.5, {"number": 1.0, "number.numeric": 1.0, "number.has_number": 1.0, "format": 1.0, "format.format": 1.0})
+    assert result == RewardResult(
+        2.5,
+        {"number": 1.0, "number.numeric": 1.0, "number.has_number": 1.0, "format": 1.0, "format.format": 1.0},
+    )
     assert combined(sample_of("2", answer=2)).reward == 2.0
-    assert combine_rewards({"a": lambda _: 0.25, "b": lambda _: True})(sample_of("")) == RewardResult(1.25, {"a": 0.25, "b": 1.0})
+    assert combine_rewards({"a": lambda _: 0.25, "b": lambda _: True})(sample_of("")) == RewardResult(
+        1.25, {"a": 0.25, "b": 1.0}
+    )
 
 
 def test_notes_of_components_are_joined():
     combined = combine_rewards({"json": json_format, "choice": multiple_choice_match, "exact": exact_match})
     note = combined(sample_of("x", answer="A")).note
-    assert note is not None and note.startswith("json: not JSON: ") and note.endswith("; choice: no choice was found")
+    assert (
+        note is not None
+        and note.startswith("json: not JSON: ")
+        and note.endswith("; choice: no choice was found")
+    )
 
 
 def test_combinations_nest():
     inner = combine_rewards({"exact": exact_match})
-    assert combine_rewards({"all": inner})(sample_of("a", answer="a")).parts == {"all": 1.0, "all.exact": 1.0, "all.exact.exact": 1.0}
+    assert combine_rewards({"all": inner})(sample_of("a", answer="a")).parts == {
+        "all": 1.0,
+        "all.exact": 1.0,
+        "all.exact.exact": 1.0,
+    }
 
 
 def test_a_component_that_fails_fails_the_whole():
@@ -563,7 +686,11 @@ async def asynchronous(sample: Sample) -> float:
         ({"": exact_match}, None, "a component named ''"),
         ({"a": 1.0}, None, "component 'a' is a float"),
         ({"a": asynchronous}, None, r"component 'a' \(asynchronous\) is async"),
-        ({"a": exact_match}, {"b": 1.0}, "'b' is weighted but not there; combine_rewards has the components a"),
+        (
+            {"a": exact_match},
+            {"b": 1.0},
+            "'b' is weighted but not there; combine_rewards has the components a",
+        ),
         ({"a": exact_match, "b": exact_match}, {"a": 1.0}, "'b' has no weight"),
         ({"a": exact_match}, {"a": math.nan}, "'a' is nan; a weight is a finite number"),
     ],
@@ -588,8 +715,16 @@ def test_details_of_a_part_need_no_weight():
 @pytest.mark.parametrize(
     ("parts", "weights", "message"),
     [
-        ({"a": 1.0}, {"a": 1.0, "c": 1.0}, "weights: 'c' is weighted but not there; the reward has the parts a"),
-        ({"a": 1.0, "b": 1.0}, {"a": 1.0}, "weights: 'b' has no weight; the reward has the parts a, b; give it one, 0 if it shall not count"),
+        (
+            {"a": 1.0},
+            {"a": 1.0, "c": 1.0},
+            "weights: 'c' is weighted but not there; the reward has the parts a",
+        ),
+        (
+            {"a": 1.0, "b": 1.0},
+            {"a": 1.0},
+            "weights: 'b' has no weight; the reward has the parts a, b; give it one, 0 if it shall not count",
+        ),
         ({"a.b": 1.0}, {}, "'a.b' has no weight"),
         ({}, {"a": 1.0}, r"the reward has the parts \(none\)"),
         ({"a": 1.0}, {"a": math.inf}, "'a' is inf; a weight is a finite number"),
@@ -603,7 +738,9 @@ def test_weights_and_parts_must_match(parts: dict[str, float], weights: Any, mes
 
 def test_a_users_function_makes_the_reward_from_the_parts():
     result = RewardResult(0.0, {"a": 0.5, "b": 4.0}, "note")
-    assert apply_combine(result, lambda parts: parts["a"] * parts["b"]) == RewardResult(2.0, {"a": 0.5, "b": 4.0}, "note")
+    assert apply_combine(result, lambda parts: parts["a"] * parts["b"]) == RewardResult(
+        2.0, {"a": 0.5, "b": 4.0}, "note"
+    )
 
 
 @pytest.mark.parametrize(

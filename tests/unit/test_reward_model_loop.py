@@ -1,4 +1,6 @@
-"""A reward model's step is the one that plain autograd takes on transformers' own classification model; its measures are those of its scores."""
+"""A reward model's step is the one that plain autograd takes on transformers' own classification model; its
+measures are those of its scores.
+"""
 
 from __future__ import annotations
 
@@ -49,19 +51,31 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(**changes: Any) -> RewardModelTrainingConfig:
     data = [DataSourceConfig(kind="jsonl", path="unused.jsonl")]
-    return RewardModelTrainingConfig.model_validate({"data": data, "steps": 3, "batch_size": 4, "centring": CENTRING, **changes})
+    return RewardModelTrainingConfig.model_validate(
+        {"data": data, "steps": 3, "batch_size": 4, "centring": CENTRING, **changes}
+    )
 
 
 @asynccontextmanager
 async def open_backend(path: Path, **options: Any) -> AsyncIterator[Any]:
     model = load_scalar_model(path)
     async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
-        yield PyTorchTrainingBackend(model, create_adamw_optimizer(model, OPTIM), device_thread, optim=OPTIM, total_steps=10, **options)
+        yield PyTorchTrainingBackend(
+            model, create_adamw_optimizer(model, OPTIM), device_thread, optim=OPTIM, total_steps=10, **options
+        )
 
 
-async def train(backend: Any, samples: Sequence[PairSample], config: RewardModelTrainingConfig, logger: Any = None, **loop: Any):
+async def train(
+    backend: Any,
+    samples: Sequence[PairSample],
+    config: RewardModelTrainingConfig,
+    logger: Any = None,
+    **loop: Any,
+):
     loss = on_thread(backend.device_thread.submit, make_score_loss(config.centring))
-    return await run_reward_model_training(backend, make_preference_mixture(samples), config, logger or MemoryLogger(), loss=loss, **loop)
+    return await run_reward_model_training(
+        backend, make_preference_mixture(samples), config, logger or MemoryLogger(), loss=loss, **loop
+    )
 
 
 def score(model: Any, tokens: Any) -> Tensor:
@@ -80,7 +94,9 @@ def plain_loss(model: Any, samples: Sequence[PairSample]) -> Tensor:
 async def test_three_steps_are_those_of_plain_autograd_with_margins_and_centring(model_path):
     samples = make_pairs(6)  # their margins are 0, 1, 2, …
     plain = AutoModelForSequenceClassification.from_pretrained(model_path).eval()
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        plain.parameters(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=0.0
+    )
     losses = []
     for step in range(3):
         loss = plain_loss(plain, select_preference_samples(make_preference_mixture(samples), 4, step, 7))
@@ -104,7 +120,9 @@ async def test_micro_batches_change_nothing_but_rounding(model_path):
             history = await train(backend, samples, config_of())
             found.append((weights_of(backend.model), history))
     assert_close(found[0][0], found[1][0], 1e-5)
-    assert [row["loss/total"] for row in found[0][1]] == pytest.approx([row["loss/total"] for row in found[1][1]], abs=1e-6)
+    assert [row["loss/total"] for row in found[0][1]] == pytest.approx(
+        [row["loss/total"] for row in found[1][1]], abs=1e-6
+    )
 
 
 async def test_a_run_that_goes_on_is_the_unbroken_one(model_path, tmp_path):
@@ -126,7 +144,9 @@ async def test_metrics_are_of_the_scores_and_steps_are_logged_and_saved(model_pa
     logger, diary, samples = MemoryLogger(), Diary(checkpoint_every=1), make_pairs(4)
     async with open_backend(model_path) as backend:
         with torch.no_grad():
-            scores = [[float(score(backend.model, row.token_ids)) for row in sample.rows] for sample in samples]
+            scores = [
+                [float(score(backend.model, row.token_ids)) for row in sample.rows] for sample in samples
+            ]
         history = await train(backend, samples, config_of(steps=2, eval_every=1), logger, hooks=diary.hooks)
     first = history[0]
     gaps = [good - bad for good, bad in scores]
@@ -156,15 +176,22 @@ async def test_a_reward_model_learns_which_token_is_good(model_path):
 
 
 def test_calibration_by_hand():
-    # gaps ln 3 and −ln 3: p = 3/4 and 1/4; both bets have confidence 3/4, one is right: accuracy 1/2, error 1/4, Brier (1/16 + 9/16) / 2
+    # gaps ln 3 and −ln 3: p = 3/4 and 1/4; both bets have confidence 3/4, one is right: accuracy 1/2, error
+    # 1/4, Brier (1/16 + 9/16) / 2
     found = measure_calibration(np.asarray([np.log(3.0), 0.0, 0.0, np.log(3.0)]))
-    assert found == pytest.approx({"accuracy": 0.5, "ece": 0.25, "brier": 0.3125, "nll": -(np.log(0.75) + np.log(0.25)) / 2})
-    with pytest.raises(ModelError, match="the scores of the reward model cannot be measured: the scores of pair 0 differ by nan"):
+    assert found == pytest.approx(
+        {"accuracy": 0.5, "ece": 0.25, "brier": 0.3125, "nll": -(np.log(0.75) + np.log(0.25)) / 2}
+    )
+    with pytest.raises(
+        ModelError,
+        match="the scores of the reward model cannot be measured: the scores of pair 0 differ by nan",
+    ):
         measure_calibration(np.asarray([np.nan, 0.0]))
 
 
 def test_slopes_of_scores_by_hand():
-    # s_c = 1.2, s_r = .4, m = .5, centring .01: logit .3, loss .554355 + .0256; slope of s_c −σ(−.3) + .02·1.6 = −.393557
+    # s_c = 1.2, s_r = .4, m = .5, centring .01: logit .3, loss .554355 + .0256; slope of s_c −σ(−.3) +
+    # .02·1.6 = −.393557
     found = make_score_loss(0.01)(np.asarray([1.2, 0.4]), margins=np.asarray([0.5]))
     assert found.loss == pytest.approx(0.554355 + 0.0256, abs=1e-6)
     np.testing.assert_allclose(found.advantages, [0.4255575 - 0.032, -0.4255575 - 0.032], atol=1e-6)

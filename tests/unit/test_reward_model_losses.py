@@ -24,7 +24,8 @@ def sigmoid(x: float) -> float:
 
 
 @pytest.mark.parametrize(
-    ("margin", "centring", "expected"), [(None, 0.0, 0.371100666), (0.5, 0.0, 0.554355244), (None, 0.01, 0.371100666 + 0.0256)]
+    ("margin", "centring", "expected"),
+    [(None, 0.0, 0.371100666), (0.5, 0.0, 0.554355244), (None, 0.01, 0.371100666 + 0.0256)],
 )
 def test_losses_match_the_numbers_worked_by_hand(margin: float | None, centring: float, expected: float):
     margins = None if margin is None else tensor(margin)
@@ -33,7 +34,11 @@ def test_losses_match_the_numbers_worked_by_hand(margin: float | None, centring:
 
 
 def test_gradients_are_those_of_the_formula():
-    chosen, rejected, margins = tensor(1.2).requires_grad_(), tensor(0.4).requires_grad_(), tensor(0.5).requires_grad_()
+    chosen, rejected, margins = (
+        tensor(1.2).requires_grad_(),
+        tensor(0.4).requires_grad_(),
+        tensor(0.5).requires_grad_(),
+    )
     bradley_terry_loss(chosen, rejected, margins=margins, centring=0.01).sum.backward()
     assert chosen.grad is not None and rejected.grad is not None
     assert chosen.grad.tolist() == pytest.approx([-sigmoid(-0.3) + 0.02 * 1.6])
@@ -47,7 +52,10 @@ def test_splits_add_up_and_without_centring_only_differences_count(seed: int, cu
     generator = torch.Generator().manual_seed(seed)
     chosen, rejected = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(2))
     whole = bradley_terry_loss(chosen, rejected, centring=0.01)
-    parts = [bradley_terry_loss(chosen[rows], rejected[rows], centring=0.01) for rows in (slice(0, cut), slice(cut, 6))]
+    parts = [
+        bradley_terry_loss(chosen[rows], rejected[rows], centring=0.01)
+        for rows in (slice(0, cut), slice(cut, 6))
+    ]
     assert sum(float(part.sum) for part in parts) == pytest.approx(float(whole.sum), rel=1e-10)
     merged = metric_values(merge_metrics([part.metrics for part in parts]))
     assert merged == pytest.approx(metric_values(whole.metrics))
@@ -97,7 +105,8 @@ def logit(p: float) -> float:
 
 
 def test_calibration_matches_bins_filled_by_hand():
-    # p of the label: .95 .95 .95 .05 (bets of confidence .95, three right of four) and .65 .35 (bets of .65, one right of two)
+    # p of the label: .95 .95 .95 .05 (bets of confidence .95, three right of four) and .65 .35 (bets of .65,
+    # one right of two)
     scores = tensor(*map(logit, (0.95, 0.95, 0.95, 0.05, 0.65, 0.35)))
     found = compute_pair_calibration(scores, torch.zeros_like(scores), num_bins=5)  # bins of width .1 from .5
     assert (found.num_pairs, found.bin_counts) == (6, (0, 2, 0, 0, 4))
@@ -105,7 +114,9 @@ def test_calibration_matches_bins_filled_by_hand():
     assert found.confidence == pytest.approx((4 * 0.95 + 2 * 0.65) / 6)
     assert found.expected_calibration_error == pytest.approx((4 * 0.2 + 2 * 0.15) / 6)
     assert found.brier == pytest.approx((3 * 0.0025 + 0.9025 + 0.1225 + 0.4225) / 6)
-    assert found.nll == pytest.approx(-(3 * math.log(0.95) + math.log(0.05) + math.log(0.65) + math.log(0.35)) / 6)
+    assert found.nll == pytest.approx(
+        -(3 * math.log(0.95) + math.log(0.05) + math.log(0.65) + math.log(0.35)) / 6
+    )
 
 
 def test_a_tie_is_a_calibrated_guess():

@@ -1,4 +1,6 @@
-"""A reward model as a reward: what it reads of a sample, calls answered in batches, and its score beside that of a rule."""
+"""A reward model as a reward: what it reads of a sample, calls answered in batches, and its score beside that
+of a rule.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ class LastTokenScorer:
         await self.go.wait()
         if self.error is not None:
             raise self.error
-        return tuple(np.where(mask, np.float32(row[-2]), np.float32(0)) for row, mask in zip(batch.tokens, batch.loss_masks, strict=True))
+        return tuple(
+            np.where(mask, np.float32(row[-2]), np.float32(0))
+            for row, mask in zip(batch.tokens, batch.loss_masks, strict=True)
+        )
 
 
 def test_a_reward_model_reads_up_to_the_last_sampled_token():
@@ -56,7 +61,11 @@ async def test_calls_that_wait_together_are_one_batch_and_each_gets_its_own_scor
         await trio.testing.wait_all_tasks_blocked()
         scorer.go.set()
     assert scorer.rows == [1, 2]
-    assert {name: result.reward for name, result in rewards.items()} == {"first": 30.0, "second": 40.0, "third": 50.0}
+    assert {name: result.reward for name, result in rewards.items()} == {
+        "first": 30.0,
+        "second": 40.0,
+        "third": 50.0,
+    }
     assert rewards["first"].parts == {"reward_model": 30.0}
 
 
@@ -111,8 +120,12 @@ async def test_model_and_rule_add_up_and_keep_their_parts():
 
     sample = make_sample([1, 3], [0, 1])
     async with open_model_reward(scorer) as reward:
-        assert await call_reward(add_model_reward(reward, None), sample) == RewardResult(3.0, {"reward_model": 3.0})
-        assert await call_reward(add_model_reward(reward, number), sample) == RewardResult(3.5, {"rule": 0.5, "reward_model": 3.0})
+        assert await call_reward(add_model_reward(reward, None), sample) == RewardResult(
+            3.0, {"reward_model": 3.0}
+        )
+        assert await call_reward(add_model_reward(reward, number), sample) == RewardResult(
+            3.5, {"rule": 0.5, "reward_model": 3.0}
+        )
         both = await call_reward(add_model_reward(reward, parts), sample)
         assert both == RewardResult(3.75, {"format": 0.25, "exact": 0.5, "reward_model": 3.0}, "a note")
         with pytest.raises(UserFunctionError, match="has a part 'reward_model'"):

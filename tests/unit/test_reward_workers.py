@@ -1,4 +1,6 @@
-"""Reward functions in worker processes: real processes, real time. Whatever a function does, only its own sample fails."""
+"""Reward functions in worker processes: real processes, real time. Whatever a function does, only its own
+sample fails.
+"""
 
 from __future__ import annotations
 
@@ -91,13 +93,19 @@ def named(workers: RewardWorkers, name: str) -> Any:
 
 
 @asynccontextmanager
-async def open_workers(*, count: int = 1, timeout_s: float = 20.0, **options: Any) -> AsyncIterator[RewardWorkers]:
+async def open_workers(
+    *, count: int = 1, timeout_s: float = 20.0, **options: Any
+) -> AsyncIterator[RewardWorkers]:
     """Workers that leave nothing behind."""
     before = descendants()
-    async with open_reward_workers(count=count, timeout_s=timeout_s, memory_bytes=1 << 30, **{"output_bytes": 1 << 16} | options) as workers:
+    async with open_reward_workers(
+        count=count, timeout_s=timeout_s, memory_bytes=1 << 30, **{"output_bytes": 1 << 16} | options
+    ) as workers:
         yield workers
         closed_s = time.monotonic()
-    assert time.monotonic() - closed_s < 30.0  # the workers' own limits are seconds; waiting for a hung reward would be forever
+    assert (
+        time.monotonic() - closed_s < 30.0
+    )  # the workers' own limits are seconds; waiting for a hung reward would be forever
     assert descendants() <= before
 
 
@@ -107,7 +115,9 @@ def processes() -> dict[int, int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                found[int(entry.name)] = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+                found[int(entry.name)] = int(
+                    (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
+                )
             except OSError:
                 continue
     return found
@@ -124,12 +134,14 @@ def descendants(of: int | None = None) -> set[int]:
 async def wait_until(condition) -> None:
     """Real processes tell nobody here that they are gone: looks, at most for five seconds."""
     with trio.fail_after(5):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await trio.sleep(0.01)
 
 
 async def test_a_chain_of_processes_that_fork_and_end_is_killed_whole(tmp_path):
-    """One by one they cannot be: whoever is found has a successor by then. They went on for ever, each core at its limit."""
+    """One by one they cannot be: whoever is found has a successor by then. They went on for ever, each core
+    at its limit.
+    """
     note = tmp_path / "group"
     async with open_workers() as workers:
         with pytest.raises(RewardCrashed, match="left a process running"):
@@ -149,7 +161,9 @@ async def test_a_chain_of_processes_that_fork_and_end_is_killed_whole(tmp_path):
 # --- one function, one worker ---
 
 
-async def test_a_function_is_called_by_name_in_a_process_without_secrets_or_input(monkeypatch: pytest.MonkeyPatch):
+async def test_a_function_is_called_by_name_in_a_process_without_secrets_or_input(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setenv("MY_API_KEY", "abc")
     async with open_workers() as workers:
         reward = named(workers, "good")
@@ -187,10 +201,20 @@ async def test_a_sample_arrives_as_it_was():
 
 async def test_a_group_is_scored_together():
     async with open_workers() as workers:
-        results = await call_group_reward(workers.group_reward("hostile_rewards.py:ranks", HERE), [SAMPLE, SAMPLE, SAMPLE])
+        results = await call_group_reward(
+            workers.group_reward("hostile_rewards.py:ranks", HERE), [SAMPLE, SAMPLE, SAMPLE]
+        )
         assert [result.reward for result in results] == [0.0, 1.0, 2.0]
-        with pytest.raises(UserFunctionError, match=r"group reward function too_few on the group of sample g0-s0 returned \[1.0\]; it must return 2"):
-            await call_group_reward(workers.group_reward("hostile_rewards.py:too_few", HERE), [SAMPLE, SAMPLE])
+        with pytest.raises(
+            UserFunctionError,
+            match=(
+                r"group reward function too_few on the group of sample g0-s0 returned \[1.0\]; it must"
+                r" return 2"
+            ),
+        ):
+            await call_group_reward(
+                workers.group_reward("hostile_rewards.py:too_few", HERE), [SAMPLE, SAMPLE]
+            )
 
 
 async def test_workers_draw_different_random_numbers():
@@ -226,12 +250,16 @@ async def test_every_hostile_function_fails_its_own_sample_only():
     async with open_workers(count=2, timeout_s=20.0) as workers:
         for name, message in CRASHES:
             reward = named(workers, name)
-            with pytest.raises(RewardCrashed, match=f"(?s)^reward function {name} on sample g0-s0 .*{message}") as caught:
+            with pytest.raises(
+                RewardCrashed, match=f"(?s)^reward function {name} on sample g0-s0 .*{message}"
+            ) as caught:
                 await call_reward(reward, SAMPLE)
             assert classify_reward_error(caught.value) == "reward_crashed"
             assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0, name
         for name, message in RAISED:
-            with pytest.raises(UserFunctionError, match=f"^reward function {name} on sample g0-s0 {message}") as other:
+            with pytest.raises(
+                UserFunctionError, match=f"^reward function {name} on sample g0-s0 {message}"
+            ) as other:
                 await call_reward(named(workers, name), SAMPLE)
             assert classify_reward_error(other.value) == "reward"
         good = named(workers, "good")
@@ -244,7 +272,9 @@ async def test_every_hostile_function_fails_its_own_sample_only():
 async def test_functions_that_do_not_end_are_killed_with_all_that_they_started():
     async with open_workers(timeout_s=0.4) as workers:
         for name in TIMEOUTS:
-            with pytest.raises(RewardTimeout, match=f"^reward function {name} on sample g0-s0 took longer than 0.4 s") as caught:
+            with pytest.raises(
+                RewardTimeout, match=f"^reward function {name} on sample g0-s0 took longer than 0.4 s"
+            ) as caught:
                 await call_reward(named(workers, name), SAMPLE, timeout_s=0.0)
             assert classify_reward_error(caught.value) == "reward_timeout"
         assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0
@@ -286,7 +316,9 @@ async def test_a_call_after_closing_says_so():
 
 
 async def test_the_guard_has_one_thread():
-    """The kernel kills a worker when the thread that forked it ends, and forking a process with several threads may hang its child."""
+    """The kernel kills a worker when the thread that forked it ends, and forking a process with several
+    threads may hang its child.
+    """
     async with open_workers() as workers:
         await call_reward(named(workers, "good"), SAMPLE)
         parents = processes()
@@ -298,7 +330,9 @@ def test_a_guard_ends_without_a_word_when_warnings_are_shown():
     ours, theirs = socket.socketpair()
     settings = {"control_fd": theirs.fileno(), "memory_bytes": 1 << 30, "python_path": None}
     command = [sys.executable, "-X", "dev", "-m", "rollouts.rewards.worker_guard", json.dumps(settings)]
-    process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     theirs.close()
     with ours:
         assert ours.recv(1) == b"h", "it came up"
@@ -331,7 +365,9 @@ async def test_a_guard_that_is_killed_takes_its_workers_along_and_is_replaced():
 
 async def test_workers_that_cannot_start_say_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(RewardCrashed, match=r"the guard of the reward workers did not start \(it ended with 1\)"):
+    with pytest.raises(
+        RewardCrashed, match=r"the guard of the reward workers did not start \(it ended with 1\)"
+    ):
         async with open_workers():
             raise AssertionError("opened")
 
@@ -364,7 +400,9 @@ async def test_a_function_that_writes_an_answer_itself_does_not_shift_the_answer
         with pytest.raises(RewardCrashed, match=r"an answer to no request|more than one answer"):
             await call_reward(named(workers, "answers_itself"), SAMPLE)
         for response in ("a", "ab", "abcd"):
-            assert (await call_reward(named(workers, "good"), replace(SAMPLE, response=response))).reward == len(response)
+            assert (
+                await call_reward(named(workers, "good"), replace(SAMPLE, response=response))
+            ).reward == len(response)
 
 
 LATE = """
@@ -401,7 +439,11 @@ async def test_what_a_call_leaves_behind_does_not_reach_the_next_sample(name: st
         before = (await call_reward(named(workers, "shows_process"), SAMPLE)).note
         assert (await call_reward(named(workers, name), SAMPLE)).reward == 1.0, "its answer stands"
         assert (await call_reward(named(workers, "shows_process"), SAMPLE)).note == before
-        assert (workers.statistics()["retired"], workers.statistics()["workers_started"], workers.statistics()["failed"]) == (1, 2, 0)
+        assert (
+            workers.statistics()["retired"],
+            workers.statistics()["workers_started"],
+            workers.statistics()["failed"],
+        ) == (1, 2, 0)
 
 
 async def test_a_function_that_replaces_json_changes_no_answer():
@@ -424,9 +466,13 @@ def leave(parts): sys.exit(3)
 async def test_a_combine_function_runs_in_the_worker_within_its_limits(tmp_path: Path):
     (tmp_path / "r.py").write_text(COMBINES)
     async with open_workers(timeout_s=0.5) as workers:
-        multiplied = await call_reward(workers.reward("r.py:reward", tmp_path, combine="r.py:multiply"), SAMPLE)
+        multiplied = await call_reward(
+            workers.reward("r.py:reward", tmp_path, combine="r.py:multiply"), SAMPLE
+        )
         assert multiplied == RewardResult(6.0, {"a": 2.0, "b": 3.0})
-        with pytest.raises(RewardTimeout, match=r"reward function reward on sample g0-s0 took longer than 0.5 s"):
+        with pytest.raises(
+            RewardTimeout, match=r"reward function reward on sample g0-s0 took longer than 0.5 s"
+        ):
             await call_reward(workers.reward("r.py:reward", tmp_path, combine="r.py:loop"), SAMPLE)
         of = "on the parts a, b of reward function reward on sample g0-s0 raised"
         with pytest.raises(UserFunctionError, match=f"combine function wrong {of} KeyError: 'c'"):
@@ -447,7 +493,10 @@ async def test_a_file_that_is_edited_during_a_run_gives_no_mixture_of_rewards(tm
         with pytest.raises(RewardCrashed):
             await call_reward(reward, replace(SAMPLE, response="die"))
         for _ in range(2):
-            with pytest.raises(UserFunctionError, match=f"^reward function reward on sample g0-s0 cannot be called: {path} was changed during"):
+            with pytest.raises(
+                UserFunctionError,
+                match=f"^reward function reward on sample g0-s0 cannot be called: {path} was changed during",
+            ):
                 await call_reward(reward, SAMPLE)
         path.write_text(old)
         assert (await call_reward(reward, SAMPLE)).reward == 1.0
@@ -467,7 +516,13 @@ async def test_a_combine_function_of_an_async_reward_has_its_time_too():
     reward = weigh(scored_in_the_trainer, RolloutConfig(reward_timeout_s=0.2), stuck)
     assert reward is not None
     try:
-        with pytest.raises(RewardTimeout, match="combine function stuck on the parts a of reward function scored_in_the_trainer on sample g0-s0"):
+        with pytest.raises(
+            RewardTimeout,
+            match=(
+                "combine function stuck on the parts a of reward function scored_in_the_trainer on sample"
+                " g0-s0"
+            ),
+        ):
             await call_reward(reward, SAMPLE)
     finally:
         release.set()
@@ -478,7 +533,10 @@ async def test_a_combine_function_of_an_async_reward_has_its_time_too():
 async def test_a_part_without_its_weight_fails_the_sample_and_not_the_run():
     reward = weigh(scored_in_the_trainer, RolloutConfig(reward_weights={"a": 1.0, "b": 1.0}), None)
     assert reward is not None
-    with pytest.raises(UserFunctionError, match=r"scored_in_the_trainer on sample g0-s0 does not fit rl.rollout.reward_weights: .*'b'"):
+    with pytest.raises(
+        UserFunctionError,
+        match=r"scored_in_the_trainer on sample g0-s0 does not fit rl.rollout.reward_weights: .*'b'",
+    ):
         await call_reward(reward, SAMPLE)
 
 
@@ -492,12 +550,16 @@ async def test_the_record_of_a_failure_has_the_workers_traceback():
     assert isinstance(caught.value.__cause__, RaisedInWorker)
     failure = fail_sample(SAMPLE, caught.value, "reward", "raises").metadata["failure"]
     assert failure["traceback"].startswith("Traceback (most recent call last):\n  File ")
-    assert 'hostile_rewards.py", line' in failure["traceback"] and failure["traceback"].endswith("KeyError: 'gold'\n")
+    assert 'hostile_rewards.py", line' in failure["traceback"] and failure["traceback"].endswith(
+        "KeyError: 'gold'\n"
+    )
     assert "worker_process" not in failure["traceback"]
 
 
 async def test_advantages_are_those_of_the_samples_that_did_not_fail():
-    """Six samples; three have hostile rewards, the others score 4, 9 and 7, the lengths of the functions' names that are their responses."""
+    """Six samples; three have hostile rewards, the others score 4, 9 and 7, the lengths of the functions'
+    names that are their responses.
+    """
     texts = ["good", "segfault", "good_too_", "nan", "loop", "good___"]
     script = lambda request: ScriptedReply(text=texts[int(request.request_id[11:14])])  # noqa: E731
     config = RolloutConfig(num_prompts=1, samples_per_prompt=6, max_failed_fraction=0.9)
@@ -515,8 +577,12 @@ async def test_advantages_are_those_of_the_samples_that_did_not_fail():
         batch = await manager.generate_batch()
     assert batch.rewards is not None and batch.rewards.tolist() == [4.0, 9.0, 7.0]
     assert batch.group_indices is not None
-    expected = (np.array([4.0, 9.0, 7.0]) - 20 / 3) / (math.sqrt(((4 - 20 / 3) ** 2 + (9 - 20 / 3) ** 2 + (7 - 20 / 3) ** 2) / 2) + 1e-6)
-    np.testing.assert_allclose(compute_group_advantages(batch.rewards, batch.group_indices), expected, rtol=1e-6)
+    expected = (np.array([4.0, 9.0, 7.0]) - 20 / 3) / (
+        math.sqrt(((4 - 20 / 3) ** 2 + (9 - 20 / 3) ** 2 + (7 - 20 / 3) ** 2) / 2) + 1e-6
+    )
+    np.testing.assert_allclose(
+        compute_group_advantages(batch.rewards, batch.group_indices), expected, rtol=1e-6
+    )
     classes = {sample.id[-1]: sample.metadata["failure"]["class"] for sample in manager.failed_samples()}
     assert classes == {"1": "reward_crashed", "3": "reward", "4": "reward_timeout"}
 
@@ -555,7 +621,9 @@ def test_no_process_survives_a_trainer_that_is_killed():
     deadline = time.monotonic() + 5
     while below & set(processes()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not {pid for pid in below & set(processes()) if state_of(pid) != "Z"}  # whoever adopted the guard may not have reaped it
+    assert not {
+        pid for pid in below & set(processes()) if state_of(pid) != "Z"
+    }  # whoever adopted the guard may not have reaped it
 
 
 def state_of(pid: int) -> str:
@@ -570,13 +638,26 @@ def state_of(pid: int) -> str:
 
 def test_samples_cross_as_they_are():
     sample = Sample(
-        id="s", prompt="p", tokens=[1, 2**40], rollout_log_probs=[-0.1, 0], weight_versions=[3, -1], reward=0.5, rewards={"a": 0.5}, group_index=4
+        id="s",
+        prompt="p",
+        tokens=[1, 2**40],
+        rollout_log_probs=[-0.1, 0],
+        weight_versions=[3, -1],
+        reward=0.5,
+        rewards={"a": 0.5},
+        group_index=4,
     )
     back = decode_sample(json.loads(json.dumps(encode_sample(sample))))
     for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
         np.testing.assert_array_equal(getattr(back, name), getattr(sample, name))
         assert getattr(back, name).dtype == getattr(sample, name).dtype
-    assert (back.id, back.reward, back.rewards, back.group_index, back.status) == ("s", 0.5, {"a": 0.5}, 4, Status.PENDING)
+    assert (back.id, back.reward, back.rewards, back.group_index, back.status) == (
+        "s",
+        0.5,
+        {"a": 0.5},
+        4,
+        Status.PENDING,
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,14 @@ import trio
 import trio.testing
 
 from rollouts.config.schema import RolloutConfig
-from rollouts.errors import ConfigError, DataError, EngineClosed, EngineError, RewardTimeout, UserFunctionError
+from rollouts.errors import (
+    ConfigError,
+    DataError,
+    EngineClosed,
+    EngineError,
+    RewardTimeout,
+    UserFunctionError,
+)
 from rollouts.preflight.findings import Finding
 from rollouts.preflight.functions import Functions
 from rollouts.preflight.trial import _call_rollout, make_trial_samples
@@ -44,17 +51,23 @@ def answering(value: Any):
 # --- what counts as a reward ---
 
 
-@pytest.mark.parametrize("value", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), Fraction(1)])
+@pytest.mark.parametrize(
+    "value", [1, 1.0, True, np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), Fraction(1)]
+)
 def test_numbers_of_every_kind_are_rewards(value: Any):
     assert check_reward(value, "f") == RewardResult(1.0)
 
 
 def test_named_parts_add_up_to_the_reward():
-    assert check_reward({"exact": True, "length": -0.25}, "f") == RewardResult(0.75, {"exact": 1.0, "length": -0.25})
+    assert check_reward({"exact": True, "length": -0.25}, "f") == RewardResult(
+        0.75, {"exact": 1.0, "length": -0.25}
+    )
 
 
 def test_a_reward_result_keeps_its_own_reward():
-    assert check_reward(RewardResult(np.float32(0.5), {"a": 2}, "why"), "f") == RewardResult(0.5, {"a": 2.0}, "why")
+    assert check_reward(RewardResult(np.float32(0.5), {"a": 2}, "why"), "f") == RewardResult(
+        0.5, {"a": 2.0}, "why"
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +96,11 @@ async def test_anything_else_is_an_error_that_names_function_and_sample(value: A
 
 def test_a_reward_is_written_into_the_sample():
     scored = apply_reward(SAMPLE, RewardResult(0.5, {"a": 0.5}, "half right"))
-    assert (scored.reward, scored.rewards, scored.metadata) == (0.5, {"a": 0.5}, {"answer": "2", "reward_note": "half right"})
+    assert (scored.reward, scored.rewards, scored.metadata) == (
+        0.5,
+        {"a": 0.5},
+        {"answer": "2", "reward_note": "half right"},
+    )
     assert "reward_note" not in apply_reward(SAMPLE, RewardResult(1.0)).metadata
 
 
@@ -129,7 +146,9 @@ async def test_an_exception_keeps_its_cause():
     async def reward(sample: Sample) -> float:
         return sample.metadata["solution"]
 
-    with pytest.raises(UserFunctionError, match="reward function reward on sample g0-s0 raised KeyError: 'solution'") as caught:
+    with pytest.raises(
+        UserFunctionError, match="reward function reward on sample g0-s0 raised KeyError: 'solution'"
+    ) as caught:
         await call_reward(reward, SAMPLE)
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -249,7 +268,10 @@ async def test_a_drop_always_has_a_reason(value: Any, decision: FilterDecision):
 
 @pytest.mark.parametrize("value", [None, 1, "yes", 0.5])
 async def test_a_filter_answers_yes_or_no(value: Any):
-    with pytest.raises(UserFunctionError, match=r"filter reward on group 3 \(prompt row-7\) returned .* True, False or a FilterDecision"):
+    with pytest.raises(
+        UserFunctionError,
+        match=r"filter reward on group 3 \(prompt row-7\) returned .* True, False or a FilterDecision",
+    ):
         await call_filter(answering(value), GROUP)
 
 
@@ -257,7 +279,9 @@ async def test_a_filter_that_raises_is_named_with_its_group():
     def broken(group: SampleGroup) -> bool:
         raise ZeroDivisionError("oops")
 
-    with pytest.raises(UserFunctionError, match=r"filter broken on group 3 \(prompt row-7\) raised ZeroDivisionError: oops"):
+    with pytest.raises(
+        UserFunctionError, match=r"filter broken on group 3 \(prompt row-7\) raised ZeroDivisionError: oops"
+    ):
         await call_filter(broken, GROUP)
 
 
@@ -329,7 +353,9 @@ def test_exact_match_ignores_white_space_around_and_nothing_else():
 
 @pytest.mark.parametrize("reward", [exact_match, numeric_match])
 def test_a_row_without_an_answer_is_an_error_and_not_a_wrong_answer(reward):
-    with pytest.raises(DataError, match=r"sample s has no metadata\['answer'\] to compare with; its row has solution"):
+    with pytest.raises(
+        DataError, match=r"sample s has no metadata\['answer'\] to compare with; its row has solution"
+    ):
         reward(sample_of("1", solution="1"))
 
 
@@ -360,7 +386,9 @@ def test_the_final_number_of_a_text(text: str, number: Fraction | None):
 
 
 def test_numeric_match_compares_exactly_unless_told_otherwise():
-    assert numeric_match(sample_of("it is 0.50", answer="1/2")) == RewardResult(1.0, {"numeric": 1.0, "has_number": 1.0})
+    assert numeric_match(sample_of("it is 0.50", answer="1/2")) == RewardResult(
+        1.0, {"numeric": 1.0, "has_number": 1.0}
+    )
     assert numeric_match(sample_of("0.333", answer="1/3")).reward == 0.0
     assert numeric_match(sample_of("0.333", answer="1/3"), tolerance=1e-3).reward == 1.0
     assert numeric_match(sample_of("1001", answer=1000), tolerance=1e-3).reward == 1.0  # relative above 1
@@ -425,7 +453,9 @@ async def test_a_filter_that_takes_too_long_is_an_error_that_names_it(autojump_c
         return True
 
     assert (await call_filter(slow, GROUP, timeout_s=32)).keep
-    with pytest.raises(UserFunctionError, match=r"filter slow on group 3 \(prompt row-7\) took longer than 30 s") as caught:
+    with pytest.raises(
+        UserFunctionError, match=r"filter slow on group 3 \(prompt row-7\) took longer than 30 s"
+    ) as caught:
         await call_filter(slow, GROUP, timeout_s=30)
     assert not isinstance(caught.value, RewardTimeout)
 
@@ -571,7 +601,12 @@ def raising(error: BaseException):
     return raises
 
 
-ENDINGS = [SystemExit(3), GeneratorExit(), BaseExceptionGroup("two", [SystemExit(1), KeyError("a")]), Silent()]
+ENDINGS = [
+    SystemExit(3),
+    GeneratorExit(),
+    BaseExceptionGroup("two", [SystemExit(1), KeyError("a")]),
+    Silent(),
+]
 
 
 @pytest.mark.parametrize("error", ENDINGS, ids=lambda error: type(error).__name__)
@@ -579,7 +614,9 @@ async def test_a_function_that_wants_to_end_the_run_fails_its_own_sample(error: 
     function = raising(error)
     with pytest.raises(UserFunctionError, match="reward function raises on sample g0-s0 raised"):
         await call_reward(function, SAMPLE)
-    with pytest.raises(UserFunctionError, match="group reward function raises on the group of sample g0-s0 raised"):
+    with pytest.raises(
+        UserFunctionError, match="group reward function raises on the group of sample g0-s0 raised"
+    ):
         await call_group_reward(function, [SAMPLE])
     with pytest.raises(UserFunctionError, match="filter raises on group 3"):
         await call_filter(function, GROUP)
@@ -650,7 +687,11 @@ def raise_in_the_middle():
     raise ValueError("oops")
 
 
-@pytest.mark.parametrize("value", [itertools.repeat(1.0), raise_in_the_middle(), {1.0}, iter([1.0])], ids=["endless", "raising", "set", "iterator"])
+@pytest.mark.parametrize(
+    "value",
+    [itertools.repeat(1.0), raise_in_the_middle(), {1.0}, iter([1.0])],
+    ids=["endless", "raising", "set", "iterator"],
+)
 def test_group_rewards_without_number_or_order_are_refused_and_not_waited_for(value: Any):
     with pytest.raises(UserFunctionError, match="it must return 1 rewards, one per sample"):
         check_group_rewards(value, 1, "f")
@@ -665,7 +706,9 @@ def test_group_rewards_without_number_or_order_are_refused_and_not_waited_for(va
     ],
 )
 async def test_the_fields_of_a_decision_are_what_they_say(decision: FilterDecision, message: str):
-    with pytest.raises(UserFunctionError, match=f"filter reward on group 3 .* returned a FilterDecision with {message}"):
+    with pytest.raises(
+        UserFunctionError, match=f"filter reward on group 3 .* returned a FilterDecision with {message}"
+    ):
         await call_filter(answering(decision), GROUP)
 
 
@@ -676,7 +719,9 @@ async def test_a_filter_without_end_does_not_hang_the_trial_call(autojump_clock)
 
     findings: list[Finding] = []
     functions = Functions(reward=answering(1.0), filters=(endless,))
-    await _call_rollout(functions, RolloutConfig(reward_timeout_s=2), {"prompt": "q", "answer": "a"}, findings)
+    await _call_rollout(
+        functions, RolloutConfig(reward_timeout_s=2), {"prompt": "q", "answer": "a"}, findings
+    )
     assert [finding.level for finding in findings] == ["ok", "error"]
     assert "filter endless on group 0 (prompt row-0) took longer than 2 s" in findings[1].message
 

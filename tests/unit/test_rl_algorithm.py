@@ -38,7 +38,9 @@ DATA = DataSourceConfig(kind="jsonl", path="unused.jsonl")
 def rl_config(*changes: Mapping[str, object], **settings: object) -> RLTrainingConfig:
     rollout = RolloutConfig(num_prompts=2, samples_per_prompt=2, max_new_tokens=8)
     tables = [dict(change) for change in changes]
-    return RLTrainingConfig.model_validate({"data": DATA, "steps": 100, "rollout": rollout, "changes": tables, **settings})
+    return RLTrainingConfig.model_validate(
+        {"data": DATA, "steps": 100, "rollout": rollout, "changes": tables, **settings}
+    )
 
 
 def coefs(config: RLTrainingConfig, *steps: int) -> list[float]:
@@ -46,7 +48,7 @@ def coefs(config: RLTrainingConfig, *steps: int) -> list[float]:
     return [choose_algorithm(config, step, state).settings.kl_coef for step in steps]
 
 
-# --- changes -------------------------------------------------------------------------------------------------------------------
+# --- changes ------------------------------------------------------------------------------------------------
 
 
 def test_without_changes_every_step_is_as_the_settings_say():
@@ -60,38 +62,65 @@ def test_without_changes_every_step_is_as_the_settings_say():
 
 
 def test_what_a_change_does_not_name_stays_as_the_one_before_left_it():
-    config = rl_config({"from_step": 10, "clip_high": 0.3}, {"from_step": 20, "normalise_by": "sequences"}, clip_low=0.1)
+    config = rl_config(
+        {"from_step": 10, "clip_high": 0.3}, {"from_step": 20, "normalise_by": "sequences"}, clip_low=0.1
+    )
     seen = [choose_algorithm(config, step, start_loop_state(config)) for step in (9, 10, 19, 20, 99)]
     assert [algorithm.change for algorithm in seen] == [0, 1, 1, 2, 2]
     assert [algorithm.loss.params["clip_high"] for algorithm in seen] == [0.2, 0.3, 0.3, 0.3, 0.3]
-    assert [algorithm.loss.unit for algorithm in seen] == ["tokens", "tokens", "tokens", "sequences", "sequences"]
+    assert [algorithm.loss.unit for algorithm in seen] == [
+        "tokens",
+        "tokens",
+        "tokens",
+        "sequences",
+        "sequences",
+    ]
     assert {algorithm.loss.params["clip_low"] for algorithm in seen} == {0.1}
 
 
 def test_another_loss_or_advantage_begins_with_its_default_parameters_and_the_same_one_keeps_its_own():
-    settings = {"loss_params": {"dual_clip": 3.0}, "clip_high": 0.28, "advantage": "grpo", "advantage_params": {"ddof": 0}}
-    config = rl_config({"from_step": 5, "loss": "gspo", "advantage": "centred"}, {"from_step": 9, "loss": "ppo_clip"}, **settings)
+    settings = {
+        "loss_params": {"dual_clip": 3.0},
+        "clip_high": 0.28,
+        "advantage": "grpo",
+        "advantage_params": {"ddof": 0},
+    }
+    config = rl_config(
+        {"from_step": 5, "loss": "gspo", "advantage": "centred"},
+        {"from_step": 9, "loss": "ppo_clip"},
+        **settings,
+    )
     _, other, back = list_algorithms(config)
     assert (other.loss_params, other.clip_high, other.advantage_params) == ({}, 0.2, {})
     assert (back.loss_params, back.clip_high) == ({}, 0.2)
-    (_, same) = list_algorithms(rl_config({"from_step": 5, "loss": "ppo_clip", "kl_in": "loss"}, **settings))
+    _, same = list_algorithms(rl_config({"from_step": 5, "loss": "ppo_clip", "kl_in": "loss"}, **settings))
     assert (same.loss_params, same.clip_high) == ({"dual_clip": 3.0}, 0.28)
 
 
 def test_a_run_may_turn_from_grpo_to_dapo():
     dapo = to_rl_settings(PRESETS["dapo"])
-    config = rl_config({"from_step": 60, **dapo}, kl_coef=0.04, kl_in="loss", kl_estimator="k3", normalise_by="sequences")
+    config = rl_config(
+        {"from_step": 60, **dapo}, kl_coef=0.04, kl_in="loss", kl_estimator="k3", normalise_by="sequences"
+    )
     check_loss(config)
     grpo, after = (choose_algorithm(config, step, start_loop_state(config)) for step in (59, 60))
-    assert (grpo.loss.params["kl_coef"], grpo.loss.params["clip_high"], grpo.loss.unit) == (0.04, 0.2, "sequences")
+    assert (grpo.loss.params["kl_coef"], grpo.loss.params["clip_high"], grpo.loss.unit) == (
+        0.04,
+        0.2,
+        "sequences",
+    )
     assert (after.settings.kl_coef, after.loss.params["clip_high"], after.loss.unit) == (0.0, 0.28, "tokens")
     assert "kl_coef" not in after.loss.params and after.settings.recompute_old
     assert needs_reference(config)
 
 
 def test_the_kl_coefficient_ramps_in_a_straight_line_from_where_it_was():
-    config = rl_config({"from_step": 11, "kl_coef": 0.3, "kl_ramp_steps": 10}, {"from_step": 31, "kl_coef": 0.0}, kl_coef=0.1)
-    assert coefs(config, 1, 10, 11, 12, 16, 21, 30, 31, 99) == pytest.approx([0.1, 0.1, 0.1, 0.12, 0.2, 0.3, 0.3, 0.0, 0.0])
+    config = rl_config(
+        {"from_step": 11, "kl_coef": 0.3, "kl_ramp_steps": 10}, {"from_step": 31, "kl_coef": 0.0}, kl_coef=0.1
+    )
+    assert coefs(config, 1, 10, 11, 12, 16, 21, 30, 31, 99) == pytest.approx(
+        [0.1, 0.1, 0.1, 0.12, 0.2, 0.3, 0.3, 0.0, 0.0]
+    )
     assert coefs(config, 21) == [0.3], "exactly"
     falling = rl_config({"from_step": 11, "kl_coef": 0.0, "kl_ramp_steps": 10}, kl_coef=0.1)
     assert coefs(falling, 21, 22) == [0.0, 0.0], "exactly"
@@ -99,7 +128,9 @@ def test_the_kl_coefficient_ramps_in_a_straight_line_from_where_it_was():
 
 def test_a_ramp_that_another_one_cuts_goes_on_from_where_it_had_come_to_and_other_changes_leave_it_alone():
     ramp = {"from_step": 11, "kl_coef": 0.4, "kl_ramp_steps": 10}
-    config = rl_config(ramp, {"from_step": 13, "clip_high": 0.3}, {"from_step": 16, "kl_coef": 0.0, "kl_ramp_steps": 4})
+    config = rl_config(
+        ramp, {"from_step": 13, "clip_high": 0.3}, {"from_step": 16, "kl_coef": 0.0, "kl_ramp_steps": 4}
+    )
     assert coefs(config, 11, 13, 15, 16, 18, 20) == pytest.approx([0.0, 0.08, 0.16, 0.2, 0.1, 0.0])
     assert needs_reference(config)
 
@@ -114,12 +145,27 @@ def test_the_pieces_are_checked_with_the_largest_coefficient_of_a_ramp():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([{"from_step": 60, "loss": "gspo", "clip_high": 0.28}], r"changes with from_step=60: clip_high=0\.28 with loss='gspo'"),
-        ([{"from_step": 60, "kl_coef": 0.1, "kl_in": "loss"}], r"changes with from_step=60: kl_estimator='k1' with kl_in='loss'"),
-        ([{"from_step": 9, "loss": "gspo"}, {"from_step": 9, "loss": "cispo"}], "from_step=9 comes after from_step=9"),
-        ([{"from_step": 9, "loss": "gspo"}, {"from_step": 4, "loss": "cispo"}], "from_step=4 comes after from_step=9"),
+        (
+            [{"from_step": 60, "loss": "gspo", "clip_high": 0.28}],
+            r"changes with from_step=60: clip_high=0\.28 with loss='gspo'",
+        ),
+        (
+            [{"from_step": 60, "kl_coef": 0.1, "kl_in": "loss"}],
+            r"changes with from_step=60: kl_estimator='k1' with kl_in='loss'",
+        ),
+        (
+            [{"from_step": 9, "loss": "gspo"}, {"from_step": 9, "loss": "cispo"}],
+            "from_step=9 comes after from_step=9",
+        ),
+        (
+            [{"from_step": 9, "loss": "gspo"}, {"from_step": 4, "loss": "cispo"}],
+            "from_step=4 comes after from_step=9",
+        ),
         ([{"from_step": 9}], "from_step=9 changes nothing"),
-        ([{"from_step": 9, "loss": "gspo", "kl_ramp_steps": 3}], "from_step=9 has kl_ramp_steps; it needs kl_coef beside it"),
+        (
+            [{"from_step": 9, "loss": "gspo", "kl_ramp_steps": 3}],
+            "from_step=9 has kl_ramp_steps; it needs kl_coef beside it",
+        ),
         ([{"from_step": 1, "loss": "gspo"}], "from_step"),
         ([{"from_step": 9, "steps": 3}], "steps"),
     ],
@@ -130,11 +176,15 @@ def test_a_change_that_makes_no_sense_is_refused_at_the_start(changes, message):
 
 
 def test_the_loss_and_the_advantage_of_every_piece_are_checked_and_the_change_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"rl\.changes with from_step=60: loss 'gspo' has no parameter 'clip_hi'"):
+    with pytest.raises(
+        ConfigError, match=r"rl\.changes with from_step=60: loss 'gspo' has no parameter 'clip_hi'"
+    ):
         check_loss(rl_config({"from_step": 60, "loss": "gspo", "loss_params": {"clip_hi": 1}}))
     with pytest.raises(ConfigError, match=r"^loss 'ppo_clip' has no parameter 'clip_hi'"):
         check_loss(rl_config({"from_step": 60, "loss": "gspo"}, loss_params={"clip_hi": 1}))
-    with pytest.raises(PlugInError, match=r"rl\.changes with from_step=60: rl\.advantage='groo' does not name a function"):
+    with pytest.raises(
+        PlugInError, match=r"rl\.changes with from_step=60: rl\.advantage='groo' does not name a function"
+    ):
         load_advantages(rl_config({"from_step": 60, "advantage": "groo"}), base_dir=tmp_path)
     (tmp_path / "mine.py").write_text("def scaled(inputs, *, by=1.0):\n    return inputs.rewards * by\n")
     change = {"from_step": 60, "advantage": "mine.py:scaled", "advantage_params": {"by": 2.0}}
@@ -153,8 +203,9 @@ def test_a_function_that_a_change_names_must_be_given_to_the_loop():
 
 def test_changes_survive_the_run_directory_and_decide_whether_it_is_the_same_run(tmp_path):
     (tmp_path / "run.toml").write_text(
-        '[rl]\nsteps = 9\ndata = { kind = "jsonl", path = "rl.jsonl" }\nrollout = { reward = "m:f" }\n'
-        '[[rl.changes]]\nfrom_step = 4\nloss = "gspo"\n[[rl.changes]]\nfrom_step = 6\nadvantage = "mine.py:f"\n'
+        '[rl]\nsteps = 9\ndata = { kind = "jsonl", path = "rl.jsonl" }\nrollout = { reward = "m:f"'
+        ' }\n[[rl.changes]]\nfrom_step = 4\nloss = "gspo"\n[[rl.changes]]\nfrom_step = 6\nadvantage ='
+        ' "mine.py:f"\n'
     )
     config = load_config(tmp_path / "run.toml")
     assert config.rl is not None and config.rl.changes == [
@@ -170,11 +221,13 @@ def test_changes_survive_the_run_directory_and_decide_whether_it_is_the_same_run
         load_config(tmp_path / "run.toml", ["--rl.changes.0.clip_high", "0.5"])
 
 
-# --- controllers -----------------------------------------------------------------------------------------------------------------
+# --- controllers --------------------------------------------------------------------------------------------
 
 
 def test_a_controller_moves_the_coefficient_of_the_next_step():
-    config = rl_config(kl_coef=0.1, kl_control="proportional", kl_control_params={"target": 2.0, "horizon": 100})
+    config = rl_config(
+        kl_coef=0.1, kl_control="proportional", kl_control_params={"target": 2.0, "horizon": 100}
+    )
     state, control = start_loop_state(config), make_kl_control(config)
     seen: list[float] = []
     for step, kl in enumerate([4.0, 1.9, math.nan], start=1):
@@ -188,7 +241,9 @@ def test_a_controller_moves_the_coefficient_of_the_next_step():
 
 def test_a_change_that_names_the_coefficient_is_where_the_controller_goes_on_from():
     bounds = {"target": 1.0, "tolerance": 0.1, "factor": 2.0}
-    config = rl_config({"from_step": 3, "kl_coef": 0.5}, kl_coef=0.1, kl_control="two_sided", kl_control_params=bounds)
+    config = rl_config(
+        {"from_step": 3, "kl_coef": 0.5}, kl_coef=0.1, kl_control="two_sided", kl_control_params=bounds
+    )
     state, control = start_loop_state(config), make_kl_control(config)
     seen: list[float] = []
     for step in range(1, 6):
@@ -200,11 +255,16 @@ def test_a_change_that_names_the_coefficient_is_where_the_controller_goes_on_fro
 
 def test_a_fixed_coefficient_is_not_moved_by_the_state_that_a_checkpoint_kept():
     config = rl_config({"from_step": 3, "kl_coef": 0.5}, kl_coef=0.1)
-    assert [choose_algorithm(config, step, LoopState(kl_coef=9.0)).settings.kl_coef for step in (2, 3)] == [0.1, 0.5]
+    assert [choose_algorithm(config, step, LoopState(kl_coef=9.0)).settings.kl_coef for step in (2, 3)] == [
+        0.1,
+        0.5,
+    ]
 
 
 def test_a_controller_needs_a_reference_also_when_its_coefficient_has_come_to_0():
-    config = rl_config(kl_coef=0.1, kl_control="proportional", kl_control_params={"target": 2.0, "horizon": 1})
+    config = rl_config(
+        kl_coef=0.1, kl_control="proportional", kl_control_params={"target": 2.0, "horizon": 1}
+    )
     assert needs_reference(config)
     assert needs_reference(choose_algorithm(config, 9, LoopState(kl_coef=0.0)).settings)
 
@@ -247,12 +307,18 @@ def test_the_state_of_the_loop_is_kept_to_the_last_bit_and_a_broken_one_is_refus
 
 def test_the_measured_kl_is_the_mean_over_trajectories_wherever_the_term_is():
     rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
-    reference = tuple(np.asarray([5.0, -1.0 - kl, -2.0], np.float32) for kl in (1.0, 2.0, 5.0))  # the first token does not train
+    reference = tuple(
+        np.asarray([5.0, -1.0 - kl, -2.0], np.float32) for kl in (1.0, 2.0, 5.0)
+    )  # the first token does not train
     with_reference = dataclasses.replace(rows, ref_log_probs=reference)
     assert measure_kl(with_reference, np.asarray([0, 0, 1])) == {"kl/ref_per_sample": pytest.approx(4.0)}
     for kl_in, estimator in (("reward", "k1"), ("loss", "k3")):
-        _, metrics = add_advantages(with_reference, rl_config(advantage="raw", kl_coef=0.1, kl_in=kl_in, kl_estimator=estimator))
+        _, metrics = add_advantages(
+            with_reference, rl_config(advantage="raw", kl_coef=0.1, kl_in=kl_in, kl_estimator=estimator)
+        )
         assert metrics["kl/ref_per_sample"] == pytest.approx(4.0)
     assert "kl/ref_per_sample" not in add_advantages(rows, rl_config(advantage="raw"))[1]
-    broken = dataclasses.replace(rows, ref_log_probs=tuple(np.asarray([0.0, -np.inf, -2.0], np.float32) for _ in range(3)))
+    broken = dataclasses.replace(
+        rows, ref_log_probs=tuple(np.asarray([0.0, -np.inf, -2.0], np.float32) for _ in range(3))
+    )
     assert measure_kl(broken, np.asarray([0, 0, 1])) == {}

@@ -1,4 +1,6 @@
-"""A run whose algorithm changes on the way, under a KL controller, stopped and resumed: bit for bit the run that was not stopped."""
+"""A run whose algorithm changes on the way, under a KL controller, stopped and resumed: bit for bit the run
+that was not stopped.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from rollouts.engines.local import open_local_engine
 from rollouts.errors import ConfigError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
-from rollouts.loops.algorithm import LoopState, count_updates, decode_loop_state, encode_loop_state, start_loop_state
+from rollouts.loops.algorithm import (
+    LoopState,
+    count_updates,
+    decode_loop_state,
+    encode_loop_state,
+    start_loop_state,
+)
 from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import run_rl_training
 from rollouts.metrics.contributions import UpdateRecord
@@ -58,12 +66,18 @@ class Rows:
         updates: Sequence[UpdateRecord] = (),
         spans: Sequence[Span] = (),
     ) -> None:
-        self.steps.append({name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))})
+        self.steps.append(
+            {name: value for name, value in metrics.items() if not name.startswith(("time/", "perf/"))}
+        )
 
-    async def log_samples(self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]) -> None:
+    async def log_samples(
+        self, stage: str, step: int, policy_version: int, samples: Sequence[Sample]
+    ) -> None:
         self.samples += [(sample.id, sample.response) for sample in samples]
 
-    async def log_evaluation(self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]) -> None:
+    async def log_evaluation(
+        self, stage: str, step: int, policy_version: int, name: str, metrics: Mapping[str, float]
+    ) -> None:
         raise AssertionError("nothing is evaluated here")
 
     async def log_spans(self, stage: str, step: int, policy_version: int, spans: Sequence[Span]) -> None: ...
@@ -76,15 +90,23 @@ async def reward_low_bytes(sample: Sample) -> float:
 async def run(
     model: Path, folder: Path, *, config: RLTrainingConfig = CONFIG, resume_from: int = 0, stop_after: int = 0
 ) -> tuple[Rows, dict[str, np.ndarray], LoopState]:
-    """The rows of the steps that ran, the weights after them, and the state of the loop. Reads and writes step_N in `folder`."""
+    """The rows of the steps that ran, the weights after them, and the state of the loop. Reads and writes
+    step_N in `folder`.
+    """
     rows = Rows()
     buffer = DataBuffer([{"prompt": f"prompt {number}"} for number in range(7)], seed=5)
     options: dict[str, Any] = {"threads": 1, "autocast": "off", "deterministic": True}
     async with (
-        open_pytorch_backend(model, optim=config.optim, total_steps=config.steps * count_updates(config), **options) as backend,
+        open_pytorch_backend(
+            model, optim=config.optim, total_steps=config.steps * count_updates(config), **options
+        ) as backend,
         open_frozen_reference(model, device_thread=backend.device_thread) as reference,
         open_local_engine(
-            backend.model, device_thread=backend.device_thread, mode="shared", trainer_version=lambda: backend.weight_version, deterministic=True
+            backend.model,
+            device_thread=backend.device_thread,
+            mode="shared",
+            trainer_version=lambda: backend.weight_version,
+            deterministic=True,
         ) as engine,
     ):
         manager = AsyncRolloutManager(
@@ -109,20 +131,36 @@ async def run(
 
         async def save(step: int) -> None:
             await backend.save(folder / f"step_{step}").result()
-            parts = {"buffer": buffer.state_dict(), "manager": manager.snapshot().encode(), "loop": encode_loop_state(state)}
+            parts = {
+                "buffer": buffer.state_dict(),
+                "manager": manager.snapshot().encode(),
+                "loop": encode_loop_state(state),
+            }
             (folder / f"step_{step}.json").write_text(json.dumps(parts))
 
         async def sync(backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, float]:
             return {}
 
         hooks = LoopHooks(save_checkpoint=save, stop_requested=lambda: len(rows.steps) == stop_after)
-        arguments: dict[str, Any] = {"reference": reference, "seed": 5, "state": state, "completed_steps": resume_from, "hooks": hooks}
-        await run_rl_training(backend, buffer, manager, [engine], config, rows, sync_weights=sync, **arguments)
-        weights = {name: value.float().numpy() for name, value in (await backend.get_weights().result()).items()}
+        arguments: dict[str, Any] = {
+            "reference": reference,
+            "seed": 5,
+            "state": state,
+            "completed_steps": resume_from,
+            "hooks": hooks,
+        }
+        await run_rl_training(
+            backend, buffer, manager, [engine], config, rows, sync_weights=sync, **arguments
+        )
+        weights = {
+            name: value.float().numpy() for name, value in (await backend.get_weights().result()).items()
+        }
     return rows, weights, state
 
 
-async def test_a_run_stopped_beside_a_change_of_algorithm_goes_on_as_the_run_that_was_not_stopped(tmp_path: Path):
+async def test_a_run_stopped_beside_a_change_of_algorithm_goes_on_as_the_run_that_was_not_stopped(
+    tmp_path: Path,
+):
     model = make_tiny("byte", 1, tmp_path)
     folders = {stop_after: tmp_path / f"stopped_{stop_after}" for stop_after in (0, 3, 4)}
     for folder in folders.values():
@@ -139,22 +177,30 @@ async def test_a_run_stopped_beside_a_change_of_algorithm_goes_on_as_the_run_tha
         assert [len(rows.steps) for rows in (first, rest)] == [stop_after, 6 - stop_after]
         assert first.steps + rest.steps == whole.steps
         assert first.samples + rest.samples == whole.samples
-        assert {name: value.tobytes() for name, value in resumed_weights.items()} == {name: value.tobytes() for name, value in weights.items()}
+        assert {name: value.tobytes() for name, value in resumed_weights.items()} == {
+            name: value.tobytes() for name, value in weights.items()
+        }
         assert resumed_state == state
 
 
 async def test_the_change_has_an_effect(tmp_path: Path):
-    """Otherwise the test above would show nothing: without the change the first three steps are the same, and the fourth is not."""
+    """Otherwise the test above would show nothing: without the change the first three steps are the same, and
+    the fourth is not.
+    """
     model = make_tiny("byte", 1, tmp_path)
     changed, _, _ = await run(model, tmp_path)
     same, _, _ = await run(model, tmp_path, config=CONFIG.model_copy(update={"changes": []}))
-    plain = [{name: value for name, value in row.items() if name != "algorithm/change"} for row in changed.steps]
+    plain = [
+        {name: value for name, value in row.items() if name != "algorithm/change"} for row in changed.steps
+    ]
     assert plain[:3] == same.steps[:3]
     assert plain[3]["loss/total"] != same.steps[3]["loss/total"]
 
 
 async def test_the_hard_stop_reads_what_a_loss_measures(tmp_path: Path):
-    """The first part is measured at the weights that sampled it, the second after a step of 1e-2: far beyond the limit, so nothing follows it."""
+    """The first part is measured at the weights that sampled it, the second after a step of 1e-2: far beyond
+    the limit, so nothing follows it.
+    """
     config = CONFIG.model_copy(update={"kl_stop": 1e-6, "steps": 2})
     stopped, _, _ = await run(make_tiny("byte", 1, tmp_path), tmp_path, config=config)
     assert [row["optim/updates"] for row in stopped.steps] == [2, 2]
@@ -164,5 +210,13 @@ async def test_the_hard_stop_reads_what_a_loss_measures(tmp_path: Path):
 async def test_a_resumed_run_under_a_controller_must_be_given_its_coefficient(tmp_path: Path):
     unused: Any = None
     async with open_fake_backend() as backend:
-        with pytest.raises(ConfigError, match=r"rl\.kl_control='proportional' after 3 steps needs the coefficient it had come to; pass state="):
-            await run_rl_training(backend, unused, unused, [], CONFIG, Rows(), sync_weights=unused, completed_steps=3)
+        with pytest.raises(
+            ConfigError,
+            match=(
+                r"rl\.kl_control='proportional' after 3 steps needs the coefficient it had come to; pass"
+                r" state="
+            ),
+        ):
+            await run_rl_training(
+                backend, unused, unused, [], CONFIG, Rows(), sync_weights=unused, completed_steps=3
+            )

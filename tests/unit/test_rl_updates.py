@@ -40,7 +40,7 @@ def rows_of(batch: RolloutBatch) -> list[int]:
     return [int(reward) for reward in batch.rewards]
 
 
-# --- minibatches -----------------------------------------------------------------------------------------------------------------
+# --- minibatches --------------------------------------------------------------------------------------------
 
 
 def test_with_one_part_every_pass_is_the_batch_itself():
@@ -62,7 +62,10 @@ def test_each_pass_has_every_group_once_whole_and_in_the_order_of_its_rows():
         for part, _ in parts:
             assert rows_of(part) == sorted(rows_of(part))
             assert part.group_indices is not None and batch.group_indices is not None
-            assert all((batch.group_indices == group).sum() == (part.group_indices == group).sum() for group in part.group_indices)
+            assert all(
+                (batch.group_indices == group).sum() == (part.group_indices == group).sum()
+                for group in part.group_indices
+            )
     assert len({tuple(rows_of(parts[0][0])) for parts in passes}) > 1, "the passes divide it anew"
 
 
@@ -82,25 +85,40 @@ def test_a_part_has_its_share_of_a_constant_denominator():
     loss = make_loss_spec(config)
     assert loss.constant == 3 * 2 * 8
     updates = plan_updates(batch_of_groups([0, 0, 1, 1, 2, 2]), loss, config, seed=1, step=1)
-    assert [part_loss.constant for _, part_loss in updates] == [pytest.approx(32), pytest.approx(16)], "two groups of three, then one"
+    assert [part_loss.constant for _, part_loss in updates] == [pytest.approx(32), pytest.approx(16)], (
+        "two groups of three, then one"
+    )
 
 
 def test_the_rows_of_a_part_bring_everything_that_is_theirs():
     batch = batch_of_groups([0, 0, 1])
     samples = tuple(Sample(id=f"s{row}", prompt="p", reward=0.0) for row in range(3))
-    batch = dataclasses.replace(batch, samples=samples, metadata=({"n": 0}, {"n": 1}, {"n": 2}), temperature=0.7)
+    batch = dataclasses.replace(
+        batch, samples=samples, metadata=({"n": 0}, {"n": 1}, {"n": 2}), temperature=0.7
+    )
     part = select_rows(batch, np.asarray([2, 0]))
     assert [sample.id for sample in part.samples] == ["s2", "s0"]
     assert (part.metadata, part.temperature, rows_of(part)) == (({"n": 2}, {"n": 0}), 0.7, [2, 0])
     assert part.rollout_log_probs is not None and len(part.rollout_log_probs) == 2
-    assert part.old_log_probs is None and part.group_indices is not None and part.group_indices.tolist() == [1, 0]
+    assert (
+        part.old_log_probs is None
+        and part.group_indices is not None
+        and part.group_indices.tolist() == [1, 0]
+    )
 
 
 def test_the_row_of_metrics_is_that_of_the_whole_last_pass():
-    parts = [(2.0, 30.0, 6.0), (1.0, 10.0, 4.0), (0.5, 20.0, 2.0), (0.1, 20.0, 8.0)]  # loss, denominator, Σ of a metric
+    parts = [
+        (2.0, 30.0, 6.0),
+        (1.0, 10.0, 4.0),
+        (0.5, 20.0, 2.0),
+        (0.1, 20.0, 8.0),
+    ]  # loss, denominator, Σ of a metric
     results = [
         (
-            ForwardBackwardResult(loss=loss, denominator=count, metrics={"approx_kl/mean": Mean(total, count)}),
+            ForwardBackwardResult(
+                loss=loss, denominator=count, metrics={"approx_kl/mean": Mean(total, count)}
+            ),
             OptimStepResult(step=step, lr=1e-3 * step, grad_norm=float(step), clipped=False),
         )
         for step, (loss, count, total) in enumerate(parts, start=1)
@@ -111,7 +129,9 @@ def test_the_row_of_metrics_is_that_of_the_whole_last_pass():
     assert metrics["approx_kl/mean"] == pytest.approx(10.0 / 40.0)
     assert (metrics["optim/lr"], metrics["optim/grad_norm"], metrics["optim/updates"]) == (4e-3, 4.0, 4.0)
     stopped = update_metrics(config, results[:3])
-    assert (stopped["loss/total"], stopped["optim/updates"]) == (0.5, 3.0), "of the pass that was not finished"
+    assert (stopped["loss/total"], stopped["optim/updates"]) == (0.5, 3.0), (
+        "of the pass that was not finished"
+    )
     assert "optim/updates" not in update_metrics(rl_config(), results[:1])
 
 
@@ -134,7 +154,9 @@ async def run_on(backend: FakeBackend, **settings: Any) -> list[dict[str, float]
         return {}
 
     manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
-    return await run_rl_training(backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync, hooks=LoopHooks())
+    return await run_rl_training(
+        backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync, hooks=LoopHooks()
+    )
 
 
 async def test_the_loop_takes_a_step_on_every_part_of_every_pass(autojump_clock):
@@ -144,14 +166,18 @@ async def test_the_loop_takes_a_step_on_every_part_of_every_pass(autojump_clock)
     assert [len(batch) for batch in backend.batches] == [2] * 12, "a group of two samples each"
     assert [row["optim/updates"] for row in history] == [4.0] * 3
     tokens = [float(batch.response_lengths.sum()) for batch in backend.batches]
-    assert [row["loss/tokens"] for row in history] == [sum(tokens[first : first + 2]) for first in (2, 6, 10)], "of the last pass"
+    assert [row["loss/tokens"] for row in history] == [
+        sum(tokens[first : first + 2]) for first in (2, 6, 10)
+    ], "of the last pass"
 
 
-# --- the hard stop -----------------------------------------------------------------------------------------------------------------
+# --- the hard stop ------------------------------------------------------------------------------------------
 
 
 class MeasuringBackend(FakeBackend):
-    """A FakeBackend whose updates measure these values of approx_kl/mean, one after the other; None: the loss was not finite."""
+    """A FakeBackend whose updates measure these values of approx_kl/mean, one after the other; None: the loss
+    was not finite.
+    """
 
     def __init__(self, *kls: float | None, step_s: float = 0.0, micro_batch_s: float = 0.0) -> None:
         super().__init__(step_s=step_s, micro_batch_s=micro_batch_s, failures={})
@@ -162,7 +188,9 @@ class MeasuringBackend(FakeBackend):
         kl = self._kls.pop(0)
         skipped = "the loss is nan" if kl is None else None
         metrics = {} if kl is None else {"approx_kl/mean": Mean(kl * 4, 4)}
-        future._result = ForwardBackwardResult(loss=None if skipped else 1.0, denominator=4.0, metrics=metrics, skipped=skipped)
+        future._result = ForwardBackwardResult(
+            loss=None if skipped else 1.0, denominator=4.0, metrics=metrics, skipped=skipped
+        )
         return future
 
 
@@ -194,7 +222,10 @@ async def test_no_update_is_made_after_one_that_measured_more_than_the_limit(kls
 
 async def test_a_loss_that_does_not_measure_the_kl_is_refused(autojump_clock):
     async with open_fake_backend() as backend:
-        with pytest.raises(ConfigError, match=r"rl\.kl_stop=0\.02 with rl\.loss='ppo_clip', which does not measure approx_kl/mean"):
+        with pytest.raises(
+            ConfigError,
+            match=r"rl\.kl_stop=0\.02 with rl\.loss='ppo_clip', which does not measure approx_kl/mean",
+        ):
             await train_on(backend, update(2), StopControl(), ends_after=STOPS)
 
 
@@ -209,7 +240,9 @@ async def test_the_loop_stops_each_batch_by_itself(autojump_clock):
 
 
 async def cut_at(seconds: float, backend: FakeBackend) -> tuple[list[Any], int | None]:
-    """What three updates gave, and after how many of them a stop cut them that left no time for more; None: it did not."""
+    """What three updates gave, and after how many of them a stop cut them that left no time for more; None:
+    it did not.
+    """
     stop = StopControl()
     results: list[Any] = []
     updates_done: int | None = None
@@ -230,8 +263,12 @@ async def cut_at(seconds: float, backend: FakeBackend) -> tuple[list[Any], int |
 
 
 @pytest.mark.parametrize(("seconds", "done"), [(5, 0), (15, 1), (25, 1), (35, 2)])
-async def test_a_stop_between_updates_that_are_made_one_by_one_says_how_many_were_made(seconds, done, autojump_clock):
-    """At 5 s and 25 s it meets a forward pass, which ends; at 15 s and 35 s an optimizer step, which is made, and no update after it."""
+async def test_a_stop_between_updates_that_are_made_one_by_one_says_how_many_were_made(
+    seconds, done, autojump_clock
+):
+    """At 5 s and 25 s it meets a forward pass, which ends; at 15 s and 35 s an optimizer step, which is made,
+    and no update after it.
+    """
     backend = MeasuringBackend(0.0, 0.0, 0.0, step_s=10.0)
     assert await cut_at(seconds, backend) == ([], done)
     assert (backend.statistics()["steps"], backend.weight_version) == (done, 0)
@@ -239,6 +276,8 @@ async def test_a_stop_between_updates_that_are_made_one_by_one_says_how_many_wer
 
 async def test_a_stop_in_the_last_update_leaves_a_whole_step(autojump_clock):
     backend = MeasuringBackend(0.0, 0.5, step_s=4.0)
-    results, updates_done = await cut_at(13.0, backend)  # in the optimizer step of the second, after which nothing follows
+    results, updates_done = await cut_at(
+        13.0, backend
+    )  # in the optimizer step of the second, after which nothing follows
     assert (len(results), updates_done) == (2, None)
     assert backend.weight_version == 1

@@ -38,7 +38,10 @@ def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path):
     assert not run_dir.root.exists(), "looking changes nothing"
     descriptor = lock_run_dir(run_dir)
     for look in (lock_run_dir, check_unlocked):
-        with pytest.raises(RunDirError, match=rf"run is in use by process {os.getpid()} on \S+, since 20\d\d-.*--output\.dir DIR"):
+        with pytest.raises(
+            RunDirError,
+            match=rf"run is in use by process {os.getpid()} on \S+, since 20\d\d-.*--output\.dir DIR",
+        ):
             look(run_dir)
     os.close(descriptor)
     check_unlocked(run_dir)
@@ -47,7 +50,9 @@ def test_a_second_run_is_refused_and_told_who_holds_the_directory(tmp_path):
 
 def test_the_lock_ends_with_kill_9_though_a_started_program_lives_on(tmp_path):
     run_dir = RunDir(tmp_path)
-    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert holder.stdout is not None
     assert holder.stdin is not None
     assert holder.stdout.readline() == "here\n"  # of the child, which has inherited what a child inherits
@@ -68,10 +73,16 @@ def test_the_lock_ends_with_the_run_though_a_forked_child_lives_on(tmp_path):
     told, tell = os.pipe()
     here, say = os.pipe()
     child = os.fork()
-    if child == 0:  # waits until the other end is closed; says first whether the number that is another file's now is open still
+    if (
+        child == 0
+        # waits until the other end is closed; says first whether the number that is another file's now is
+        # open still
+    ):
         try:
             os.close(tell)
-            os.write(say, b"open" if os.fstat(reused).st_rdev == Path(os.devnull).stat().st_rdev else b"another")
+            os.write(
+                say, b"open" if os.fstat(reused).st_rdev == Path(os.devnull).stat().st_rdev else b"another"
+            )
             os.read(told, 1)
         finally:
             os._exit(0)
@@ -143,25 +154,31 @@ def test_a_directory_that_holds_only_a_lock_is_empty(tmp_path):
         check_run_dir(run_dir, config, resume=True)
     os.close(descriptor)
     check_run_dir(run_dir, config, resume=False)
-    Path(run_dir.root / ".tmp-config.toml").touch()  # of a run that was killed while it wrote its first file; it could not be resumed
+    Path(
+        run_dir.root / ".tmp-config.toml"
+    ).touch()  # of a run that was killed while it wrote its first file; it could not be resumed
     check_run_dir(run_dir, config, resume=True)
     Path(run_dir.root / "metrics.jsonl").touch()
     with pytest.raises(RunDirError, match="is not empty"):
         check_run_dir(run_dir, config, resume=False)
 
 
-def test_who_only_asks_whether_a_run_is_at_work_keeps_none_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_who_only_asks_whether_a_run_is_at_work_keeps_none_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     run_dir = RunDir(tmp_path)
     asking = os.open(run_dir.lock, os.O_RDONLY | os.O_CREAT)
     fcntl.flock(asking, fcntl.LOCK_SH)
-    monkeypatch.setattr(os, "sched_yield", lambda: os.close(asking))  # the other process goes on, and has its answer
+    monkeypatch.setattr(
+        os, "sched_yield", lambda: os.close(asking)
+    )  # the other process goes on, and has its answer
     descriptor = lock_run_dir(run_dir)
     assert is_locked(run_dir)
     os.close(descriptor)
     assert is_locked(run_dir) is False
 
 
-# --- whether a run is at work ------------------------------------------------------------------------------------------------
+# --- whether a run is at work -------------------------------------------------------------------------------
 
 
 def test_nobody_is_at_work_where_nobody_ever_was(tmp_path: Path):
@@ -204,8 +221,12 @@ def test_a_lock_of_another_machine_that_is_seen_is_proof(tmp_path: Path):
         assert describe_activity(find_activity(run_dir)) == "running on node3"
 
 
-@pytest.mark.parametrize(("holder", "where"), [("", "unknown"), ("[]", "unknown"), ('{"host": "node3"}', "elsewhere")])
-def test_without_locks_a_run_may_be_at_work_until_it_has_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, where: str):
+@pytest.mark.parametrize(
+    ("holder", "where"), [("", "unknown"), ("[]", "unknown"), ('{"host": "node3"}', "elsewhere")]
+)
+def test_without_locks_a_run_may_be_at_work_until_it_has_a_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holder: str, where: str
+):
     run_dir = RunDir(tmp_path)
     refuse_with(monkeypatch, fcntl, "flock", errno.ENOSYS)
     run_dir.lock.write_text(holder)

@@ -1,4 +1,6 @@
-"""What train.py writes whole and reads back: settings and summary survive a power cut, and evaluations are of the weights that there are."""
+"""What train.py writes whole and reads back: settings and summary survive a power cut, and evaluations are of
+the weights that there are.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from rollouts.errors import RunDirError, StorageError
 from rollouts.run_dir import RunDir
 
 
-def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     calls: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -34,7 +38,11 @@ def test_a_file_is_on_disk_before_it_has_its_name_and_the_name_before_the_call_r
     monkeypatch.setattr(os, "fsync", record_fsync)
     monkeypatch.setattr(Path, "replace", record_replace)
     write_atomically(tmp_path / "config.toml", "a = 1\n")
-    assert calls == ["fsync .tmp-config.toml", ".tmp-config.toml becomes config.toml", f"fsync {tmp_path.name}"]
+    assert calls == [
+        "fsync .tmp-config.toml",
+        ".tmp-config.toml becomes config.toml",
+        f"fsync {tmp_path.name}",
+    ]
     assert (tmp_path / "config.toml").read_text() == "a = 1\n"
 
 
@@ -70,7 +78,11 @@ async def test_a_launch_that_another_rank_does_not_confirm_leaves_the_directory_
         (1, [(1, 1), (1, 2), (1, 3), (1, 4)], True),
         (1, [(1, 4), (2, 5)], True),  # attempt 2 went on after it
         (1, [(1, 4), (2, 3), (2, 4)], False),  # step 4 was lost and trained again
-        (1, [(1, 4), (2, 3)], False),  # its row was lost with the power; that of the step before says the same
+        (
+            1,
+            [(1, 4), (2, 3)],
+            False,
+        ),  # its row was lost with the power; that of the step before says the same
         (2, [(1, 4), (2, 3), (2, 4)], True),
         (3, [(1, 4), (2, 3), (2, 4)], True),  # evaluated at the start of the attempt after
     ],
@@ -84,21 +96,32 @@ def test_an_evaluation_counts_unless_its_step_was_trained_again_since(
     other_stage = {"stage": "sft", "attempt": 9, "step": 1}
     rows = [other_stage, *({"stage": "rl", "attempt": attempt, "step": step} for attempt, step in trained)]
     run_dir.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run_dir.evaluations.write_text(json.dumps({"stage": "rl", "attempt": attempt, "step": 4, "name": "heldout"}) + "\n")
+    run_dir.evaluations.write_text(
+        json.dumps({"stage": "rl", "attempt": attempt, "step": 4, "name": "heldout"}) + "\n"
+    )
     assert evaluated(run, "rl", 4) == counts
     assert not evaluated(run, "rl", 3)
-    assert evaluated(SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=[])), "rl", 3), "there is nothing to evaluate on"  # type: ignore[arg-type]
+    assert evaluated(SimpleNamespace(run_dir=run_dir, rows=SimpleNamespace(held_out=[])), "rl", 3), (
+        "there is nothing to evaluate on"
+    )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("newest", "trains", "served"), [("step_5", False, "trainer's 5"), ("step_5", True, "saved 5"), (None, True, "trainer's 0")])
-async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(newest, trains, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("newest", "trains", "served"),
+    [("step_5", False, "trainer's 5"), ("step_5", True, "saved 5"), (None, True, "trainer's 0")],
+)
+async def test_the_engine_is_only_as_old_as_it_was_saved_where_steps_follow(
+    newest, trains, served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """A run that was cut between two updates may be resumed with the steps it has: they are evaluated."""
     synced: list[str] = []
 
     async def sync_weights(backend: Any, engines: Any, version: int) -> None:
         synced.append(f"trainer's {version}")
 
-    async def sync_as_saved(backend: Any, engine: Any, sync_weights: Any, checkpoint: Path, version: int) -> bool:
+    async def sync_as_saved(
+        backend: Any, engine: Any, sync_weights: Any, checkpoint: Path, version: int
+    ) -> bool:
         synced.append(f"saved {version}")
         return False
 

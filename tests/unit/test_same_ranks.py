@@ -1,4 +1,6 @@
-"""What differs between ranks is found by the first name, and said with ranks, hosts and both values. tests.distributed has real ranks."""
+"""What differs between ranks is found by the first name, and said with ranks, hosts and both values.
+tests.distributed has real ranks.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,15 @@ def test_a_byte_of_the_header_the_ends_or_a_sampled_block_is_noticed(tmp_path, a
 
 
 def test_every_byte_of_a_small_file_and_every_size_of_a_large_one_is_noticed(tmp_path):
-    assert len({make_digest(tmp_path / str(at), WHOLE_BYTES, at) for at in (0, 4321, WHOLE_BYTES // 2 + 1, WHOLE_BYTES - 1)}) == 4
+    assert (
+        len(
+            {
+                make_digest(tmp_path / str(at), WHOLE_BYTES, at)
+                for at in (0, 4321, WHOLE_BYTES // 2 + 1, WHOLE_BYTES - 1)
+            }
+        )
+        == 4
+    )
     assert make_digest(tmp_path / "long", LARGE, 0) != make_digest(tmp_path / "longer", LARGE + 1, 0)
 
 
@@ -70,8 +80,14 @@ def test_what_is_read_of_a_large_file_is_bounded_and_a_header_that_lies_is_no_ha
 def test_the_shards_of_an_index_are_compared_and_a_missing_one_has_no_digest(tmp_path):
     model = make_model(tmp_path / "model")
     (model / "model.safetensors").rename(model / "a.safetensors")
-    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}))
-    assert sorted(compute_model_digests(model)) == ["a.safetensors", "config.json", "model.safetensors.index.json"]
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}})
+    )
+    assert sorted(compute_model_digests(model)) == [
+        "a.safetensors",
+        "config.json",
+        "model.safetensors.index.json",
+    ]
 
 
 def test_the_first_name_that_differs_is_found_with_all_ranks_that_differ_from_rank_0():

@@ -1,4 +1,6 @@
-"""Models with one number as their head: as they are loaded, run, trained and saved by the backend of one process."""
+"""Models with one number as their head: as they are loaded, run, trained and saved by the backend of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ from rollouts.losses.value_loss import critic_loss
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
-from rollouts.models.scalar_head import get_scalar_weight, has_scalar_head, load_scalar_model, set_padding_token
+from rollouts.models.scalar_head import (
+    get_scalar_weight,
+    has_scalar_head,
+    load_scalar_model,
+    set_padding_token,
+)
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
 from rollouts.reference.forward_plan import describe_plan, plan_forward
 from rollouts.testing import torch_contracts as contract
@@ -40,7 +47,9 @@ from rollouts.types import ExplainedVariance, LossSpec, Mean, OptimParams, Rollo
 
 torch.set_num_threads(1)
 OPTIM = OptimConfig(lr=1e-2, max_nonfinite_steps=2)
-IGNORE_COMPILER = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it while it compiles, where it is no error
+IGNORE_COMPILER = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch hides it while it compiles, where it is no error
 KINDS = ("llama", "qwen3", "gemma", "moe")
 
 
@@ -48,7 +57,14 @@ KINDS = ("llama", "qwen3", "gemma", "moe")
 def causal(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories of random causal models, by kind."""
     cache = tmp_path_factory.mktemp("causal")
-    sizes = {"vocab_size": 259, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.1}
+    sizes = {
+        "vocab_size": 259,
+        "n_positions": 256,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "initializer_range": 0.1,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         gpt2 = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=256, eos_token_id=257))
@@ -65,13 +81,17 @@ def scalar(causal: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) ->
         model = load_scalar_model(causal[kind])
         set_padding_token(model, load_tokenizer(causal[kind]))
         with torch.no_grad():
-            get_scalar_weight(model).copy_(torch.randn((1, 64), generator=torch.Generator().manual_seed(1)) * 0.1)
+            get_scalar_weight(model).copy_(
+                torch.randn((1, 64), generator=torch.Generator().manual_seed(1)) * 0.1
+            )
         save_hf_model(model, folder / kind, load_tokenizer(causal[kind]))
     return {kind: folder / kind for kind in causal}
 
 
 @asynccontextmanager
-async def open_backend(path: Path, *, dtype: torch.dtype = torch.float32, **options: Any) -> AsyncIterator[Any]:
+async def open_backend(
+    path: Path, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> AsyncIterator[Any]:
     model = load_scalar_model(path, dtype=dtype)
     async with open_device_thread(name="trainer", torch_threads=1) as device_thread:
         optimizer = create_adamw_optimizer(model, OPTIM)
@@ -81,7 +101,9 @@ async def open_backend(path: Path, *, dtype: torch.dtype = torch.float32, **opti
 def make_critic_batch(seed: int = 0) -> RolloutBatch:
     """make_batch with random returns and old values."""
     batch, rng = make_batch(seed), np.random.default_rng(seed + 100)
-    returns, old = (tuple(rng.normal(size=len(row)).astype(np.float32) for row in batch.tokens) for _ in range(2))
+    returns, old = (
+        tuple(rng.normal(size=len(row)).astype(np.float32) for row in batch.tokens) for _ in range(2)
+    )
     return dataclasses.replace(batch, returns=returns, old_values=old)
 
 
@@ -89,7 +111,9 @@ def slow_values(model: Any, batch: RolloutBatch) -> list[Tensor]:
     """[T_i] of every row by itself: at t the head on the decoder's state at t − 1; 0 at t = 0."""
     rows: list[Tensor] = []
     for tokens in batch.tokens:
-        states = getattr(model, model.base_model_prefix)(input_ids=torch.from_numpy(tokens)[None]).last_hidden_state[0]
+        states = getattr(model, model.base_model_prefix)(
+            input_ids=torch.from_numpy(tokens)[None]
+        ).last_hidden_state[0]
         rows.append(torch.cat([states.new_zeros(1), model.score(states)[:-1, 0]]))
     return rows
 
@@ -108,16 +132,28 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-# --- loading -----------------------------------------------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["byte", *KINDS])
 def test_a_causal_model_gets_a_head_of_zero_and_keeps_its_decoder(kind: str, causal: dict[str, Path]):
     model, original = load_scalar_model(causal[kind]), load_hf_model(causal[kind])
-    assert type(model).__name__.endswith("ForSequenceClassification") and has_scalar_head(model) and not has_scalar_head(original)
-    assert get_scalar_weight(model).shape == (1, 64) and not get_scalar_weight(model).any() and model.config.num_labels == 1
+    assert (
+        type(model).__name__.endswith("ForSequenceClassification")
+        and has_scalar_head(model)
+        and not has_scalar_head(original)
+    )
+    assert (
+        get_scalar_weight(model).shape == (1, 64)
+        and not get_scalar_weight(model).any()
+        and model.config.num_labels == 1
+    )
     theirs = dict(original.named_parameters())
-    assert all(torch.equal(parameter, theirs[name]) for name, parameter in model.named_parameters() if name != "score.weight")
+    assert all(
+        torch.equal(parameter, theirs[name])
+        for name, parameter in model.named_parameters()
+        if name != "score.weight"
+    )
     assert not [name for name, _ in model.named_parameters() if "lm_head" in name] and not model.training
 
 
@@ -128,20 +164,34 @@ def test_loading_draws_nothing(causal: dict[str, Path]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_scalar_model_is_itself_again_here_and_in_transformers(kind: str, scalar: dict[str, Path], tmp_path: Path):
+def test_a_saved_scalar_model_is_itself_again_here_and_in_transformers(
+    kind: str, scalar: dict[str, Path], tmp_path: Path
+):
     ours = load_scalar_model(scalar[kind])
     theirs = AutoModelForSequenceClassification.from_pretrained(str(scalar[kind]))
     config = json.loads((scalar[kind] / "config.json").read_text())
     named = Path(shutil.copytree(scalar[kind], tmp_path / "named"))
     edit_json(named / "config.json", id2label={"0": "helpful"}, label2id={"helpful": 0})
-    assert load_scalar_model(named).config.id2label == make_meta_model(named, head="scalar").config.id2label == {0: "helpful"}
-    assert config["architectures"] == [type(theirs).__name__] and len(config["id2label"]) == 1 and config["pad_token_id"] == 256
+    assert (
+        load_scalar_model(named).config.id2label
+        == make_meta_model(named, head="scalar").config.id2label
+        == {0: "helpful"}
+    )
+    assert (
+        config["architectures"] == [type(theirs).__name__]
+        and len(config["id2label"]) == 1
+        and config["pad_token_id"] == 256
+    )
     weights = dict(theirs.named_parameters())
     assert get_scalar_weight(ours).any()
-    assert {name for name, parameter in ours.named_parameters() if torch.equal(parameter, weights[name])} == set(weights)
+    assert {
+        name for name, parameter in ours.named_parameters() if torch.equal(parameter, weights[name])
+    } == set(weights)
 
 
-def test_a_scalar_model_is_resolved_as_one_and_refused_as_a_causal_one(scalar: dict[str, Path], causal: dict[str, Path]):
+def test_a_scalar_model_is_resolved_as_one_and_refused_as_a_causal_one(
+    scalar: dict[str, Path], causal: dict[str, Path]
+):
     assert resolve_model(str(scalar["llama"]), head="scalar") == scalar["llama"]
     assert resolve_model(str(causal["llama"]), head="scalar") == causal["llama"]
     with pytest.raises(ModelError, match="was not trained to predict the next token"):
@@ -151,20 +201,57 @@ def test_a_scalar_model_is_resolved_as_one_and_refused_as_a_causal_one(scalar: d
 @pytest.mark.parametrize(
     ("source", "changes", "message"),
     [
-        ("scalar", {"id2label": {"0": "good", "1": "bad"}, "label2id": {"good": 0, "bad": 1}}, "has 2 labels.*num_labels=1"),
+        (
+            "scalar",
+            {"id2label": {"0": "good", "1": "bad"}, "label2id": {"good": 0, "bad": 1}},
+            "has 2 labels.*num_labels=1",
+        ),
         ("scalar", {"id2label": None}, "has 2 labels"),
-        ("causal", {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "no …ForSequenceClassification for it; use a Llama"),
-        ("causal", {"architectures": ["LlamaModel"]}, "neither the head of a causal .* nor a scalar one; use a model named LlamaForCausalLM"),
-        ("causal", {"architectures": ["LlamaForTokenClassification"]}, "neither the head of a causal language model nor a scalar one"),
-        ("causal", {"model_type": "bart", "architectures": ["BartModel"], "is_encoder_decoder": True}, "neither the head"),
-        ("causal", {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}}, "needs code from its directory"),
-        ("scalar", {"quantization_config": {"quant_method": "gptq"}}, "packed by 'gptq'.*use the model it was made from"),
+        (
+            "causal",
+            {"model_type": "mamba", "architectures": ["MambaForCausalLM"]},
+            "no …ForSequenceClassification for it; use a Llama",
+        ),
+        (
+            "causal",
+            {"architectures": ["LlamaModel"]},
+            "neither the head of a causal .* nor a scalar one; use a model named LlamaForCausalLM",
+        ),
+        (
+            "causal",
+            {"architectures": ["LlamaForTokenClassification"]},
+            "neither the head of a causal language model nor a scalar one",
+        ),
+        (
+            "causal",
+            {"model_type": "bart", "architectures": ["BartModel"], "is_encoder_decoder": True},
+            "neither the head",
+        ),
+        (
+            "causal",
+            {"model_type": "new", "auto_map": {"AutoModelForCausalLM": "code.New"}},
+            "needs code from its directory",
+        ),
+        (
+            "scalar",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "packed by 'gptq'.*use the model it was made from",
+        ),
     ],
 )
 def test_what_can_have_no_scalar_head_is_refused_before_its_weights_are_read(
-    source: str, changes: dict[str, Any], message: str, causal: dict[str, Path], scalar: dict[str, Path], tmp_path: Path, monkeypatch: Any
+    source: str,
+    changes: dict[str, Any],
+    message: str,
+    causal: dict[str, Path],
+    scalar: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: Any,
 ):
-    monkeypatch.setattr("transformers.AutoModelForSequenceClassification.from_pretrained", lambda *_, **__: pytest.fail("read the weights"))
+    monkeypatch.setattr(
+        "transformers.AutoModelForSequenceClassification.from_pretrained",
+        lambda *_, **__: pytest.fail("read the weights"),
+    )
     copied = Path(shutil.copytree({"causal": causal, "scalar": scalar}[source]["llama"], tmp_path / "copied"))
     edit_json(copied / "config.json", **changes)
     for use in (lambda: resolve_model(str(copied), head="scalar"), lambda: load_scalar_model(copied)):
@@ -172,8 +259,13 @@ def test_what_can_have_no_scalar_head_is_refused_before_its_weights_are_read(
             use()
 
 
-@pytest.mark.parametrize(("source", "lost"), [("scalar", "score.weight"), ("scalar", "model.norm.weight"), ("causal", "model.norm.weight")])
-def test_a_weight_that_is_missing_is_named(source: str, lost: str, causal: dict[str, Path], scalar: dict[str, Path], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("source", "lost"),
+    [("scalar", "score.weight"), ("scalar", "model.norm.weight"), ("causal", "model.norm.weight")],
+)
+def test_a_weight_that_is_missing_is_named(
+    source: str, lost: str, causal: dict[str, Path], scalar: dict[str, Path], tmp_path: Path
+):
     """The head too, where the config says that the files have it: only a causal model's is new."""
     copied = Path(shutil.copytree({"causal": causal, "scalar": scalar}[source]["qwen3"], tmp_path / "copied"))
     weights = load_file(copied / "model.safetensors")
@@ -185,31 +277,48 @@ def test_a_weight_that_is_missing_is_named(source: str, lost: str, causal: dict[
 
 @pytest.mark.parametrize("source", ["causal", "scalar"])
 @pytest.mark.parametrize("kind", [*KINDS, "gpt2"])
-def test_a_model_filled_by_slices_is_the_loaded_one(kind: str, source: str, causal: dict[str, Path], scalar: dict[str, Path]):
+def test_a_model_filled_by_slices_is_the_loaded_one(
+    kind: str, source: str, causal: dict[str, Path], scalar: dict[str, Path]
+):
     path = {"causal": causal, "scalar": scalar}[source][kind]
     made, loaded = make_meta_model(path, head="scalar"), load_scalar_model(path)
     assert all(parameter.is_meta for parameter in made.parameters())
     load_sharded_weights(made, path, new_head=True)
     wanted = dict(loaded.named_parameters())
-    found = {name: parameter for name, parameter in made.named_parameters() if torch.equal(parameter, wanted[name])}
+    found = {
+        name: parameter for name, parameter in made.named_parameters() if torch.equal(parameter, wanted[name])
+    }
     assert found.keys() == wanted.keys() and type(made) is type(loaded) and made.config.num_labels == 1
     ids = torch.arange(7)[None]
-    torch.testing.assert_close(made(input_ids=ids).logits, loaded(input_ids=ids).logits, atol=1e-6, rtol=0)  # memory aligned otherwise rounds so
+    torch.testing.assert_close(
+        made(input_ids=ids).logits, loaded(input_ids=ids).logits, atol=1e-6, rtol=0
+    )  # memory aligned otherwise rounds so
 
 
-@pytest.mark.parametrize(("source", "lost"), [("scalar", "score.weight"), ("scalar", "model.norm.weight"), ("causal", "model.norm.weight")])
-def test_slices_are_as_strict(source: str, lost: str, causal: dict[str, Path], scalar: dict[str, Path], tmp_path: Path):
+@pytest.mark.parametrize(
+    ("source", "lost"),
+    [("scalar", "score.weight"), ("scalar", "model.norm.weight"), ("causal", "model.norm.weight")],
+)
+def test_slices_are_as_strict(
+    source: str, lost: str, causal: dict[str, Path], scalar: dict[str, Path], tmp_path: Path
+):
     copied = Path(shutil.copytree({"causal": causal, "scalar": scalar}[source]["qwen3"], tmp_path / "copied"))
     weights = load_file(copied / "model.safetensors")
-    save_file({name: weight for name, weight in weights.items() if name != lost}, copied / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: weight for name, weight in weights.items() if name != lost},
+        copied / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(ModelError, match=rf"1 are missing: {lost}"):
         load_sharded_weights(make_meta_model(copied, head="scalar"), copied, new_head=True)
-    save_file({**weights, "model.alien": torch.zeros(1)}, copied / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {**weights, "model.alien": torch.zeros(1)}, copied / "model.safetensors", metadata={"format": "pt"}
+    )
     with pytest.raises(ModelError, match=r"1 are not the model's: model\.alien"):
         load_sharded_weights(make_meta_model(copied, head="scalar"), copied, new_head=True)
 
 
-# --- scores and values ---------------------------------------------------------------------------------------------------------------
+# --- scores and values --------------------------------------------------------------------------------------
 
 
 def test_a_score_batch_has_one_token_more_and_trains_that_one():
@@ -217,8 +326,12 @@ def test_a_score_batch_has_one_token_more_and_trains_that_one():
     assert [row.tolist() for row in batch.tokens] == [[5, 6, 7, 7], [9, 9]]
     assert [mask.tolist() for mask in batch.loss_masks] == [[False, False, False, True], [False, True]]
     values = [np.array([0, 0, 0, 2.5], np.float32), np.array([0, -1], np.float32)]
-    assert read_scores(values, batch).tolist() == [2.5, -1.0] and read_scores(values, batch).dtype == np.float32
-    assert [row.tolist() for row in spread_scores(np.array([2.5, -1]), batch)] == [row.tolist() for row in values]
+    assert (
+        read_scores(values, batch).tolist() == [2.5, -1.0] and read_scores(values, batch).dtype == np.float32
+    )
+    assert [row.tolist() for row in spread_scores(np.array([2.5, -1]), batch)] == [
+        row.tolist() for row in values
+    ]
     assert read_scores((), make_score_batch([])).shape == (0,)
 
 
@@ -229,7 +342,10 @@ def test_what_is_no_score_is_refused():
     with pytest.raises(DataError, match="2 rows and the batch has 1"):
         read_scores([np.zeros(3, np.float32), np.zeros(3, np.float32)], batch)
     with pytest.raises(DataError, match=r"loss_masks\[0\] trains 2 tokens.*make_score_batch"):
-        read_scores([np.zeros(3, np.float32)], RolloutBatch(tokens=(np.arange(3),), loss_masks=(np.array([False, True, True]),)))
+        read_scores(
+            [np.zeros(3, np.float32)],
+            RolloutBatch(tokens=(np.arange(3),), loss_masks=(np.array([False, True, True]),)),
+        )
     with pytest.raises(DataError, match="2 scores for 1 rows"):
         spread_scores(np.zeros(2), batch)
 
@@ -238,14 +354,20 @@ def test_what_is_no_score_is_refused():
 async def test_scores_are_the_logits_of_transformers_for_each_sequence(kind: str, scalar: dict[str, Path]):
     rng = np.random.default_rng(3)
     start = rng.integers(0, 256, 6)
-    sequences = [np.concatenate([start, rng.integers(0, 256, length)]) for length in (1, 4, 20, 4)] + [rng.integers(0, 256, 3)]
+    sequences = [np.concatenate([start, rng.integers(0, 256, length)]) for length in (1, 4, 20, 4)] + [
+        rng.integers(0, 256, 3)
+    ]
     theirs = AutoModelForSequenceClassification.from_pretrained(str(scalar[kind])).eval()
     padded = torch.full((len(sequences), 26), theirs.config.pad_token_id)
     for row, sequence in enumerate(sequences):
         padded[row, : len(sequence)] = torch.from_numpy(sequence)
     with torch.no_grad():
         alone = [float(theirs(input_ids=torch.from_numpy(sequence)[None]).logits) for sequence in sequences]
-        together = theirs(input_ids=padded, attention_mask=(padded != theirs.config.pad_token_id).long()).logits[:, 0].numpy()
+        together = (
+            theirs(input_ids=padded, attention_mask=(padded != theirs.config.pad_token_id).long())
+            .logits[:, 0]
+            .numpy()
+        )
     batch = make_score_batch(sequences)
     async with open_backend(scalar[kind]) as backend:
         found = read_scores(await backend.forward(batch), batch)
@@ -274,7 +396,7 @@ async def test_forward_gives_the_value_before_each_trained_token(form: str, scal
         np.testing.assert_allclose(found[mask], values.numpy()[mask], atol=1e-5)
 
 
-# --- gradients -----------------------------------------------------------------------------------------------------------------------
+# --- gradients ----------------------------------------------------------------------------------------------
 
 
 def slow_value_loss(values: Tensor, returns: Tensor, old: Tensor, clip: float) -> Tensor:
@@ -284,19 +406,31 @@ def slow_value_loss(values: Tensor, returns: Tensor, old: Tensor, clip: float) -
 
 
 @pytest.mark.parametrize("loss", ["value", "linear"])
-@pytest.mark.parametrize(("kind", "dtype", "tolerance"), [("gpt2", torch.float64, 1e-10), *((kind, torch.float32, 1e-5) for kind in KINDS)])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [("gpt2", torch.float64, 1e-10), *((kind, torch.float32, 1e-5) for kind in KINDS)],
+)
 async def test_every_split_has_the_gradient_of_a_plain_forward_of_each_row(
     kind: str, dtype: torch.dtype, tolerance: float, loss: str, scalar: dict[str, Path]
 ):
-    """To a part of its norm. GPT-2 computes in its own precision throughout; the others have norms in float32."""
+    """To a part of its norm. GPT-2 computes in its own precision throughout; the others have norms in
+    float32.
+    """
     batch = make_critic_batch()
     assert batch.returns is not None and batch.old_values is not None and batch.advantages is not None
     model = load_scalar_model(scalar[kind], dtype=dtype)
     terms: list[Tensor] = []
     for row, values in enumerate(slow_values(model, batch)):
         mask = torch.from_numpy(batch.loss_masks[row])
-        returns, old, advantages = (torch.from_numpy(field[row]).double()[mask] for field in (batch.returns, batch.old_values, batch.advantages))
-        terms.append(slow_value_loss(values[mask], returns, old, 0.3) if loss == "value" else -advantages * values[mask])
+        returns, old, advantages = (
+            torch.from_numpy(field[row]).double()[mask]
+            for field in (batch.returns, batch.old_values, batch.advantages)
+        )
+        terms.append(
+            slow_value_loss(values[mask], returns, old, 0.3)
+            if loss == "value"
+            else -advantages * values[mask]
+        )
     wanted_loss = torch.cat(terms).mean()
     wanted_loss.backward()
     wanted = gradients(model)
@@ -314,16 +448,22 @@ async def test_metrics_of_a_critics_step(scalar: dict[str, Path]):
     batch = make_critic_batch()
     assert batch.returns is not None
     async with open_backend(scalar["byte"], micro_batch_tokens=24) as backend:
-        values = np.concatenate([row[mask] for row, mask in zip(await backend.forward(batch), batch.loss_masks, strict=True)]).astype(np.float64)
+        values = np.concatenate(
+            [row[mask] for row, mask in zip(await backend.forward(batch), batch.loss_masks, strict=True)]
+        ).astype(np.float64)
         result = await backend.forward_backward(batch, LossSpec("value"))
         linear = await backend.forward_backward(batch, LossSpec("linear"))
-    returns = np.concatenate([row[mask] for row, mask in zip(batch.returns, batch.loss_masks, strict=True)]).astype(np.float64)
+    returns = np.concatenate(
+        [row[mask] for row, mask in zip(batch.returns, batch.loss_masks, strict=True)]
+    ).astype(np.float64)
     assert result.loss == pytest.approx(0.5 * ((values - returns) ** 2).mean(), rel=1e-5)
     metrics = result.metrics
     assert set(metrics) == {"value/mean", "return/mean", "value/explained_variance"} and linear.metrics == {}
     for name, expected in (("value/mean", values), ("return/mean", returns)):
         metric = metrics[name]
-        assert isinstance(metric, Mean) and metric.total / metric.count == pytest.approx(expected.mean(), abs=1e-5)
+        assert isinstance(metric, Mean) and metric.total / metric.count == pytest.approx(
+            expected.mean(), abs=1e-5
+        )
     explained = metrics["value/explained_variance"]
     assert isinstance(explained, ExplainedVariance)
     assert explained.value == pytest.approx(1 - (returns - values).var() / returns.var(), abs=1e-5)
@@ -332,8 +472,12 @@ async def test_metrics_of_a_critics_step(scalar: dict[str, Path]):
 async def test_scores_give_the_gradient_of_a_loss_over_pairs(scalar: dict[str, Path]):
     """−log σ(s₀ − s₁) − log σ(s₂ − s₃), by its derivatives, and by autograd on transformers' own logits."""
     sequences = [np.arange(3, 9 + 2 * index) for index in range(4)]
-    theirs = AutoModelForSequenceClassification.from_pretrained(str(scalar["qwen3"]), dtype=torch.float64).eval()
-    scores = torch.cat([theirs(input_ids=torch.from_numpy(sequence)[None]).logits[0] for sequence in sequences])
+    theirs = AutoModelForSequenceClassification.from_pretrained(
+        str(scalar["qwen3"]), dtype=torch.float64
+    ).eval()
+    scores = torch.cat(
+        [theirs(input_ids=torch.from_numpy(sequence)[None]).logits[0] for sequence in sequences]
+    )
     (-torch.nn.functional.logsigmoid(scores[::2] - scores[1::2]).sum()).backward()
     wanted = gradients(theirs)
     batch = make_score_batch(sequences)
@@ -341,14 +485,23 @@ async def test_scores_give_the_gradient_of_a_loss_over_pairs(scalar: dict[str, P
         found = read_scores(await backend.forward(batch), batch).astype(np.float64)
         slopes = 1 / (1 + np.exp(found[::2] - found[1::2]))  # −dL/ds of the better one
         advantages = spread_scores(np.stack([slopes, -slopes], -1).ravel(), batch)
-        await backend.forward_backward(dataclasses.replace(batch, advantages=advantages), LossSpec("linear", unit="constant", constant=1.0))
-        assert relative_difference(gradients(backend.model), wanted) < 1e-6  # scores and advantages cross in float32
+        await backend.forward_backward(
+            dataclasses.replace(batch, advantages=advantages),
+            LossSpec("linear", unit="constant", constant=1.0),
+        )
+        assert (
+            relative_difference(gradients(backend.model), wanted) < 1e-6
+        )  # scores and advantages cross in float32
 
 
 async def test_a_new_head_learns_the_mean_return(causal: dict[str, Path]):
-    """All values are 0 at first, and the first gradient is the head's alone; what the critic then learns explains the returns."""
+    """All values are 0 at first, and the first gradient is the head's alone; what the critic then learns
+    explains the returns.
+    """
     batch = make_batch()
-    batch = dataclasses.replace(batch, returns=tuple(np.where(tokens % 2, 1.0, 3.0).astype(np.float32) for tokens in batch.tokens))
+    batch = dataclasses.replace(
+        batch, returns=tuple(np.where(tokens % 2, 1.0, 3.0).astype(np.float32) for tokens in batch.tokens)
+    )
     async with open_backend(causal["llama"]) as backend:
         assert not any(row.any() for row in await backend.forward(batch))
         losses = []
@@ -358,12 +511,14 @@ async def test_a_new_head_learns_the_mean_return(causal: dict[str, Path]):
                 moved = [name for name, gradient in gradients(backend.model).items() if gradient.any()]
                 assert moved == ["score.weight"]
             await backend.optim_step(OptimParams(lr=3e-3, max_grad_norm=1.0))
-    trained = np.concatenate([row[mask] for row, mask in zip(batch.returns or (), batch.loss_masks, strict=True)])
+    trained = np.concatenate(
+        [row[mask] for row, mask in zip(batch.returns or (), batch.loss_masks, strict=True)]
+    )
     assert losses[0] == pytest.approx(0.5 * float((trained.astype(np.float64) ** 2).mean()), rel=1e-5)
     assert losses[-1] < 0.5 * float(trained.var()), "no better than the mean"
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------------------------
+# --- losses -------------------------------------------------------------------------------------------------
 
 
 def test_the_losses_by_hand():
@@ -402,7 +557,7 @@ def test_returns_and_old_values_of_a_batch_have_one_number_for_each_token():
             dataclasses.replace(make_score_batch([np.arange(2)]), **{name: (np.zeros(2, np.float32),)})
 
 
-# --- how the model is run --------------------------------------------------------------------------------------------------------------
+# --- how the model is run -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "window"), [("llama", None), ("qwen3", None), ("moe", None), ("gemma", 8)])
@@ -413,10 +568,14 @@ def test_a_scalar_model_runs_as_its_causal_model_does(kind: str, window: int | N
     assert plan == dataclasses.replace(expected, head="scalar", logit_scale=1.0)
     layout, words = ("packed", "packed rows") if window is None else ("tries", "token tries")
     assert (plan.choose_layout(100), plan.window) == (layout, window)
-    assert f"ForSequenceClassification trains on {words}, scalar head" in describe_plan(load_scalar_model(causal[kind]), plan)
+    assert f"ForSequenceClassification trains on {words}, scalar head" in describe_plan(
+        load_scalar_model(causal[kind]), plan
+    )
 
 
-def test_a_model_that_sees_the_padding_or_the_future_is_found_out_though_its_head_is_zero(causal: dict[str, Path]):
+def test_a_model_that_sees_the_padding_or_the_future_is_found_out_though_its_head_is_zero(
+    causal: dict[str, Path],
+):
     model = load_scalar_model(causal["llama"])
     decoder, inner = model.get_decoder(), model.get_decoder().forward
 
@@ -447,10 +606,12 @@ def test_a_model_that_changes_what_its_head_gets_is_refused(causal: dict[str, Pa
         plan_forward(model)
 
 
-# --- the backend of one process ----------------------------------------------------------------------------------------------------------
+# --- the backend of one process -----------------------------------------------------------------------------
 
 
-CHECKS: dict[str, Callable[..., Any]] = {name: check for name, check in vars(contract).items() if name.startswith("check_")}
+CHECKS: dict[str, Callable[..., Any]] = {
+    name: check for name, check in vars(contract).items() if name.startswith("check_")
+}
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -460,16 +621,27 @@ async def test_a_scalar_backend_keeps_the_contract(check: str, scalar: dict[str,
 
 
 @pytest.mark.parametrize("kind", ["byte", "moe"])
-async def test_a_checkpoint_is_a_reward_model_for_transformers_and_resumes_exactly(kind: str, causal: dict[str, Path], tmp_path: Path):
+async def test_a_checkpoint_is_a_reward_model_for_transformers_and_resumes_exactly(
+    kind: str, causal: dict[str, Path], tmp_path: Path
+):
     tokenizer, batch = load_tokenizer(causal[kind]), make_critic_batch()
-    options: dict[str, Any] = {"optim": OPTIM, "total_steps": 10, "tokenizer": tokenizer, "threads": 1, "autocast": "off", "head": "scalar"}
+    options: dict[str, Any] = {
+        "optim": OPTIM,
+        "total_steps": 10,
+        "tokenizer": tokenizer,
+        "threads": 1,
+        "autocast": "off",
+        "head": "scalar",
+    }
     async with open_pytorch_backend(causal[kind], **options) as backend:
         for _ in range(2):
             await contract.train(backend, batch, LossSpec("value"))
         await backend.save(tmp_path / "saved")
         write = await backend.capture()
         (tmp_path / "beside").mkdir()
-        scores = read_scores(await backend.forward(make_score_batch(batch.tokens)), make_score_batch(batch.tokens))
+        scores = read_scores(
+            await backend.forward(make_score_batch(batch.tokens)), make_score_batch(batch.tokens)
+        )
         await contract.train(backend, batch, LossSpec("value"))
         wanted = await backend.get_weights()
         await write(tmp_path / "beside")
@@ -483,12 +655,16 @@ async def test_a_checkpoint_is_a_reward_model_for_transformers_and_resumes_exact
             await contract.train(backend, batch, LossSpec("value"))
             contract.assert_weights_equal(wanted, await backend.get_weights())
     async with open_pytorch_backend(tmp_path / "saved", **options) as backend:
-        again = read_scores(await backend.forward(make_score_batch(batch.tokens)), make_score_batch(batch.tokens))
+        again = read_scores(
+            await backend.forward(make_score_batch(batch.tokens)), make_score_batch(batch.tokens)
+        )
     np.testing.assert_array_equal(again, scores)
 
 
 @pytest.mark.parametrize("kind", ["byte", "moe"])
-async def test_a_causal_checkpoint_is_refused_by_a_scalar_backend(kind: str, causal: dict[str, Path], tmp_path: Path):
+async def test_a_causal_checkpoint_is_refused_by_a_scalar_backend(
+    kind: str, causal: dict[str, Path], tmp_path: Path
+):
     """Also one before the first step, which has no moments: the head would be 0 without a word."""
     options: dict[str, Any] = {"optim": OPTIM, "total_steps": 10, "threads": 1, "autocast": "off"}
     async with open_pytorch_backend(causal[kind], **options) as backend:
@@ -502,11 +678,22 @@ async def test_a_causal_checkpoint_is_refused_by_a_scalar_backend(kind: str, cau
 @IGNORE_COMPILER
 @pytest.mark.parametrize(
     ("more", "tolerance"),
-    [({"gradient_checkpointing": True}, 1e-6), pytest.param({"compile_backend": "aot_eager"}, 1e-5, marks=pytest.mark.slow)],
+    [
+        ({"gradient_checkpointing": True}, 1e-6),
+        pytest.param({"compile_backend": "aot_eager"}, 1e-5, marks=pytest.mark.slow),
+    ],
 )
-async def test_gradient_checkpointing_and_compilation_change_rounding_only(more: dict[str, Any], tolerance: float, scalar: dict[str, Path]):
+async def test_gradient_checkpointing_and_compilation_change_rounding_only(
+    more: dict[str, Any], tolerance: float, scalar: dict[str, Path]
+):
     batch, found = make_critic_batch(), []
-    options: dict[str, Any] = {"optim": OPTIM, "total_steps": 10, "threads": 1, "autocast": "off", "head": "scalar"}
+    options: dict[str, Any] = {
+        "optim": OPTIM,
+        "total_steps": 10,
+        "threads": 1,
+        "autocast": "off",
+        "head": "scalar",
+    }
     for one in ({}, more):
         async with open_pytorch_backend(scalar["llama"], **options, **one) as backend:
             await backend.forward_backward(batch, LossSpec("value"))
@@ -515,9 +702,14 @@ async def test_gradient_checkpointing_and_compilation_change_rounding_only(more:
 
 
 @IGNORE_COMPILER
-async def test_a_compiler_that_computes_something_else_is_found_out_though_the_head_is_zero(causal: dict[str, Path]):
+async def test_a_compiler_that_computes_something_else_is_found_out_though_the_head_is_zero(
+    causal: dict[str, Path],
+):
     def wrong(program: Any, inputs: Any) -> Any:
-        return lambda *arguments: [output * 1.01 if isinstance(output, torch.Tensor) else output for output in program.forward(*arguments)]
+        return lambda *arguments: [
+            output * 1.01 if isinstance(output, torch.Tensor) else output
+            for output in program.forward(*arguments)
+        ]
 
     model = load_scalar_model(causal["llama"])
     with pytest.raises(ModelError, match=r"differ from the model's by .* set model\.compile=false"):
@@ -527,7 +719,13 @@ async def test_a_compiler_that_computes_something_else_is_found_out_though_the_h
 async def test_autocast_gives_values_in_float32_near_the_exact_ones(scalar: dict[str, Path]):
     batch, rows = make_batch(), []
     for autocast in ("off", "bfloat16"):
-        options: dict[str, Any] = {"optim": OPTIM, "total_steps": 10, "threads": 1, "autocast": autocast, "head": "scalar"}
+        options: dict[str, Any] = {
+            "optim": OPTIM,
+            "total_steps": 10,
+            "threads": 1,
+            "autocast": autocast,
+            "head": "scalar",
+        }
         async with open_pytorch_backend(scalar["llama"], **options) as backend:
             rows.append(np.concatenate(await backend.forward(batch)))
             await contract.train(backend, make_critic_batch(), LossSpec("value"))
@@ -537,7 +735,9 @@ async def test_autocast_gives_values_in_float32_near_the_exact_ones(scalar: dict
 
 async def test_a_loss_that_needs_entropy_says_that_there_is_none(scalar: dict[str, Path]):
     async with open_backend(scalar["byte"]) as backend:
-        error = await contract.raised_by(backend.forward_backward(make_batch(), LossSpec("ppo_clip", {"entropy_coef": 0.1})))
+        error = await contract.raised_by(
+            backend.forward_backward(make_batch(), LossSpec("ppo_clip", {"entropy_coef": 0.1}))
+        )
     assert isinstance(error, ConfigError) and "entropy" in str(error), error
 
 
@@ -547,14 +747,18 @@ async def test_a_critic_without_returns_says_so_and_works_after_a_reset(scalar: 
         assert isinstance(error, ConfigError) and "RolloutBatch.returns" in str(error)
         await backend.reset()
         await contract.train(backend, make_critic_batch(), LossSpec("value"))
-        alien = dataclasses.replace(take_rows(make_batch(), [0]), tokens=(np.full(len(make_batch().tokens[0]), 999),))
+        alien = dataclasses.replace(
+            take_rows(make_batch(), [0]), tokens=(np.full(len(make_batch().tokens[0]), 999),)
+        )
         assert isinstance(await contract.raised_by(backend.forward(alien)), BackendError)
         await backend.reset()
 
 
 async def test_rows_without_advantage_cannot_be_left_out_of_a_critics_batch(scalar: dict[str, Path]):
     with pytest.raises(ConfigError, match="skip_zero_advantage=True with head='scalar'"):
-        async with open_pytorch_backend(scalar["byte"], optim=OPTIM, total_steps=1, head="scalar", skip_zero_advantage=True):
+        async with open_pytorch_backend(
+            scalar["byte"], optim=OPTIM, total_steps=1, head="scalar", skip_zero_advantage=True
+        ):
             pass
 
 
@@ -569,4 +773,3 @@ def test_the_padding_token_is_the_tokenizers_unless_it_ends_answers(causal: dict
     assert model.config.pad_token_id is None
     set_padding_token(model, load_tokenizer(causal["byte"]))
     assert model.config.pad_token_id == load_tokenizer(causal["byte"]).pad_token_id == 256
-

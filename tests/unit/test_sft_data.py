@@ -16,7 +16,8 @@ from rollouts.data.sft import SFTSample, make_sft_batch, prepare_sft_rows
 from rollouts.errors import DataError, ModelError
 from tests.unit.chat_tokenizers import byte_tokenizer, family_tokenizer
 
-# In ChatML with one token per byte a one-letter question takes 9 tokens and the assistant's header 11: the answer begins at 20.
+# In ChatML with one token per byte a one-letter question takes 9 tokens and the assistant's header 11: the
+# answer begins at 20.
 SHORT = {"prompt": "q", "answer": "ab"}  # 20 + a, b, end + newline = 24 tokens, 3 of them train
 LONG = {"prompt": "q", "answer": "abcdefghij"}  # 20 + 11 + 1 = 32 tokens
 LATE = {"prompt": "q" * 30, "answer": "ab"}  # the answer begins at 49
@@ -43,13 +44,24 @@ def test_a_row_whose_answer_lies_behind_max_length_is_dropped_and_counted():
 
 def test_one_trained_token_is_enough_and_none_is_not():
     assert len(prepare_sft_rows([SHORT], byte_tokenizer(), max_length=21).samples) == 1
-    with pytest.raises(DataError, match=r"sft\.data: none of 1 rows has a token to train on within max_length=20 \(the longest has 24 tokens\)"):
+    with pytest.raises(
+        DataError,
+        match=(
+            r"sft\.data: none of 1 rows has a token to train on within max_length=20 \(the longest has 24"
+            r" tokens\)"
+        ),
+    ):
         prepare_sft_rows([SHORT], byte_tokenizer(), max_length=20)
 
 
 def test_only_the_last_answer_trains_when_asked():
-    row = {"messages": [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]}
-    all_turns, last = (prepare_sft_rows([row], byte_tokenizer(), max_length=99, train_on=choice).samples[0] for choice in ("all", "last"))
+    row = {
+        "messages": [{"role": role, "content": "x"} for role in ("user", "assistant", "user", "assistant")]
+    }
+    all_turns, last = (
+        prepare_sft_rows([row], byte_tokenizer(), max_length=99, train_on=choice).samples[0]
+        for choice in ("all", "last")
+    )
     assert np.flatnonzero(all_turns.loss_mask).tolist() == [20, 21, 43, 44]
     assert np.flatnonzero(last.loss_mask).tolist() == [43, 44]
 
@@ -57,13 +69,17 @@ def test_only_the_last_answer_trains_when_asked():
 def test_the_tools_of_a_row_are_written_and_do_not_train():
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     for tools in ([tool], json.dumps([tool])):
-        (sample,) = prepare_sft_rows([SHORT | {"tools": tools}], family_tokenizer("qwen2_5"), max_length=2048).samples
+        (sample,) = prepare_sft_rows(
+            [SHORT | {"tools": tools}], family_tokenizer("qwen2_5"), max_length=2048
+        ).samples
         assert '"name": "f"' in family_tokenizer("qwen2_5").decode(sample.token_ids)
         assert sample.loss_mask.sum() == 3
     for nothing in (None, []):
         (sample,) = prepare_sft_rows([SHORT | {"tools": nothing}], byte_tokenizer(), max_length=99).samples
         assert len(sample.token_ids) == 24
-    with pytest.raises(DataError, match=r"sft\.data: row 0: the row has tools, and the chat template does not write them"):
+    with pytest.raises(
+        DataError, match=r"sft\.data: row 0: the row has tools, and the chat template does not write them"
+    ):
         prepare_sft_rows([SHORT | {"tools": [tool]}], byte_tokenizer(), max_length=99)
     with pytest.raises(DataError, match=r"sft\.data: row 0: tools\[0\] is 'f'; a tool is an object"):
         prepare_sft_rows([SHORT | {"tools": ["f"]}], byte_tokenizer(), max_length=99)
@@ -72,9 +88,14 @@ def test_the_tools_of_a_row_are_written_and_do_not_train():
 def test_thinking_is_kept_or_dropped_by_choice():
     row = {"prompt": "q", "answer": "<think>hm</think>\n\nab"}
     kept, dropped = (
-        prepare_sft_rows([row], byte_tokenizer(), max_length=99, options=TemplateOptions(thinking=choice)).samples[0] for choice in ("keep", "drop")
+        prepare_sft_rows(
+            [row], byte_tokenizer(), max_length=99, options=TemplateOptions(thinking=choice)
+        ).samples[0]
+        for choice in ("keep", "drop")
     )
-    assert kept.loss_mask.sum() == 7 + 2 + 8 + 2 + 2 + 1  # <think>, hm, </think>, two line ends, ab, the end token
+    assert (
+        kept.loss_mask.sum() == 7 + 2 + 8 + 2 + 2 + 1
+    )  # <think>, hm, </think>, two line ends, ab, the end token
     assert np.flatnonzero(dropped.loss_mask).tolist() == [20, 21, 22]
 
 
@@ -82,12 +103,14 @@ def test_a_bad_row_is_named():
     with pytest.raises(DataError, match=r"sft\.data: row 1: no `messages` and no `answer`"):
         prepare_sft_rows([SHORT, {"prompt": "q"}], byte_tokenizer(), max_length=99)
     with pytest.raises(DataError, match=r"sft\.data: row 0: message 0 is an assistant turn"):
-        prepare_sft_rows([{"messages": [{"role": "assistant", "content": "a"}]}], byte_tokenizer(), max_length=99)
+        prepare_sft_rows(
+            [{"messages": [{"role": "assistant", "content": "a"}]}], byte_tokenizer(), max_length=99
+        )
     with pytest.raises(ModelError, match=r"sft\.data: row 0: the tokenizer has no chat template"):
         prepare_sft_rows([SHORT], byte_tokenizer(None), max_length=99)
 
 
-# --- batches -----------------------------------------------------------------------------------------------------------------
+# --- batches ------------------------------------------------------------------------------------------------
 
 
 def test_a_batch_has_tokens_and_masks_and_nothing_else():
@@ -128,7 +151,10 @@ def test_a_step_can_be_asked_for_alone_and_again():
 
 
 def test_another_process_draws_the_same_rows():
-    code = "from rollouts.data.mixture import select_sft_batch; print([select_sft_batch(10, 4, step, 3) for step in (0, 5)])"
+    code = (
+        "from rollouts.data.mixture import select_sft_batch; print([select_sft_batch(10, 4, step, 3) for step"
+        " in (0, 5)])"
+    )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert answer.strip() == str([select_sft_batch(10, 4, step, 3) for step in (0, 5)])
 
@@ -139,4 +165,8 @@ def test_the_order_sorts_raw_draws_of_philox():
 
 
 def test_the_order_is_the_one_that_older_checkpoints_were_trained_with():
-    assert [select_sft_batch(10, 4, step, 3) for step in range(3)] == [[6, 1, 8, 5], [2, 7, 9, 4], [3, 0, 9, 7]]
+    assert [select_sft_batch(10, 4, step, 3) for step in range(3)] == [
+        [6, 1, 8, 5],
+        [2, 7, 9, 4],
+        [3, 0, 9, 7],
+    ]

@@ -49,7 +49,9 @@ def make_request(request_id: str = "r", **changes: Any) -> GenerateRequest:
 
 def parse(body: bytes, *, vocab_size: int = 259, ends_at: int | None = None, **changes: Any) -> Completion:
     request = make_request(**changes)
-    return parse_generate_reply(body, request, SERVER_ID, vocab_size=vocab_size, where="s: POST /generate", ends_at=ends_at)
+    return parse_generate_reply(
+        body, request, SERVER_ID, vocab_size=vocab_size, where="s: POST /generate", ends_at=ends_at
+    )
 
 
 def change(**fields: Any) -> bytes:
@@ -65,7 +67,10 @@ def change(**fields: Any) -> bytes:
 def test_answer_becomes_a_completion_with_the_version_of_every_token():
     completion = parse(BODY)
     assert completion.token_ids.tolist() == [38, 176, 37]
-    assert completion.log_probs.tolist() == np.asarray([-5.23003625869751, -5.3935112953186035, -5.519124507904053], np.float32).tolist()
+    assert (
+        completion.log_probs.tolist()
+        == np.asarray([-5.23003625869751, -5.3935112953186035, -5.519124507904053], np.float32).tolist()
+    )
     assert completion.weight_versions.tolist() == [7, 8, 8]
     assert completion.finish_reason == "length"
 
@@ -114,7 +119,12 @@ def test_answer_that_contradicts_its_request_is_refused():
         parse(BODY, max_new_tokens=100)
     with pytest.raises(ReplyError, match="the request has no stop token"):
         parse(change(finish_reason={"type": "stop", "matched": 37}))
-    assert parse(change(finish_reason={"type": "stop", "matched": 37}), max_new_tokens=100, stop_token_ids=(37,)).finish_reason == "stop"
+    assert (
+        parse(
+            change(finish_reason={"type": "stop", "matched": 37}), max_new_tokens=100, stop_token_ids=(37,)
+        ).finish_reason
+        == "stop"
+    )
 
 
 def test_answer_may_be_shorter_where_the_servers_context_ends():
@@ -133,26 +143,44 @@ def test_request_aborted_before_it_ran_has_no_tokens():
     # such an answer lacks most fields
     meta = {"id": SERVER_ID, "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
     completion = parse(json.dumps({"text": "", "output_ids": [], "meta_info": meta}).encode())
-    assert (completion.finish_reason, len(completion.token_ids), len(completion.weight_versions)) == ("abort", 0, 0)
+    assert (completion.finish_reason, len(completion.token_ids), len(completion.weight_versions)) == (
+        "abort",
+        0,
+        0,
+    )
 
 
 def test_aborted_request_keeps_what_it_has():
-    completion = parse(change(finish_reason={"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}))
+    completion = parse(
+        change(finish_reason={"type": "abort", "message": "Aborted", "status_code": None, "err_type": None})
+    )
     assert (completion.finish_reason, completion.token_ids.tolist()) == ("abort", [38, 176, 37])
 
 
-@pytest.mark.parametrize(("status", "kind"), [(503, EngineOverloaded), (429, EngineOverloaded), (500, InfrastructureError)])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(503, EngineOverloaded), (429, EngineOverloaded), (500, InfrastructureError)]
+)
 def test_abort_that_is_the_servers_failure_is_no_completion(status: int, kind: type[Exception]):
     with pytest.raises(kind, match=f"status {status}: out of memory"):
         parse(change(finish_reason={"type": "abort", "message": "out of memory", "status_code": status}))
 
 
 def test_weights_that_were_never_named_are_version_minus_1():
-    assert parse(change(weight_versions=[{"version": "default", "start": 0, "end": 3}])).weight_versions.tolist() == [-1, -1, -1]
+    assert parse(
+        change(weight_versions=[{"version": "default", "start": 0, "end": 3}])
+    ).weight_versions.tolist() == [-1, -1, -1]
 
 
 def test_request_says_everything_that_a_server_has_defaults_for():
-    request = make_request(prompt=(5, 6), max_new_tokens=7, temperature=0.5, top_p=0.9, top_k=3, stop_token_ids=(2, 4), seed=2**63 + 5)
+    request = make_request(
+        prompt=(5, 6),
+        max_new_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        stop_token_ids=(2, 4),
+        seed=2**63 + 5,
+    )
     body = msgspec.json.decode(msgspec.json.encode(make_generate_body(request, SERVER_ID, salt="v3")))
     assert body == {
         "rid": SERVER_ID,
@@ -197,7 +225,9 @@ def test_gaps_are_what_the_servers_settings_leave_open():
     assert "seed" in gaps()
     assert "frees none" in gaps()
     assert "config.json" not in gaps()
-    everything = gaps(enable_deterministic_inference=True, enable_memory_saver=True, enable_weights_cpu_backup=True)
+    everything = gaps(
+        enable_deterministic_inference=True, enable_memory_saver=True, enable_weights_cpu_backup=True
+    )
     assert "seed" not in everything
     assert "memory" not in everything
     assert "config.json" in everything
@@ -221,7 +251,15 @@ class ScriptedClient:
         self.release = trio.Event()
         self.answers: dict[str, Any] = {}
 
-    async def request(self, method: str, path: str, *, body: bytes | None = None, silence_s: float = 60.0, on_silence: Any = None) -> Any:
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        silence_s: float = 60.0,
+        on_silence: Any = None,
+    ) -> Any:
         from rollouts.engines.http import HttpReply
 
         self.calls.append((path, json.loads(body) if body else {}))
@@ -244,14 +282,18 @@ def make_engine(client: ScriptedClient, **changes: Any) -> SGLangEngine:
     features = EngineFeatures(259, 2048, False, True, False, True, False, name="s")
     facts = ServerFacts(world_size=1, data_parallel=1, weights_backed_up=False, shapes=None)
     server = EngineServer(client, name="s", silence_s=60.0)  # pyright: ignore[reportArgumentType]
-    return SGLangEngine(server, client, features, facts=facts, version="7", **({"keep_mode": "retract"} | changes))  # pyright: ignore[reportArgumentType]
+    return SGLangEngine(
+        server, client, features, facts=facts, version="7", **({"keep_mode": "retract"} | changes)
+    )  # pyright: ignore[reportArgumentType]
 
 
 async def ask(engine: SGLangEngine, request: GenerateRequest, answers: list[Completion]) -> None:
     answers.append(await engine.generate(request))
 
 
-async def test_pause_wait_lets_requests_finish_before_the_server_is_paused(autojump_clock: trio.testing.MockClock):
+async def test_pause_wait_lets_requests_finish_before_the_server_is_paused(
+    autojump_clock: trio.testing.MockClock,
+):
     client, answers = ScriptedClient(), []
     engine = make_engine(client)
     async with trio.open_nursery() as nursery:
@@ -288,7 +330,9 @@ async def test_cancelled_request_is_aborted_at_the_server(autojump_clock: trio.t
     assert engine.statistics()["running"] == 0
 
 
-async def test_requests_frozen_in_place_are_put_into_the_queue_before_they_are_aborted(autojump_clock: trio.testing.MockClock):
+async def test_requests_frozen_in_place_are_put_into_the_queue_before_they_are_aborted(
+    autojump_clock: trio.testing.MockClock,
+):
     client, answers = ScriptedClient(), []
     engine = make_engine(client, keep_mode="in_place")
     async with trio.open_nursery() as nursery:
@@ -303,7 +347,9 @@ async def test_requests_frozen_in_place_are_put_into_the_queue_before_they_are_a
     ]  # fmt: skip
 
 
-async def test_cache_is_not_flushed_under_requests_frozen_in_place_but_salted_anew(autojump_clock: trio.testing.MockClock):
+async def test_cache_is_not_flushed_under_requests_frozen_in_place_but_salted_anew(
+    autojump_clock: trio.testing.MockClock,
+):
     client = ScriptedClient()
     client.release.set()
     engine = make_engine(client, keep_mode="in_place")
@@ -347,7 +393,9 @@ async def test_server_that_came_back_with_a_watermark_is_not_updated(way: str, t
     client.answers["/server_info"] = {"version": "0.5.23", "enable_watermark": True, "api_key": "SECRET"}
     engine = make_engine(client)
     with pytest.raises(EngineSetupError, match="--enable-watermark"):
-        await (engine.update_weights_from_checkpoint(tmp_path, 8) if way == "disk" else engine.begin_transfer())
+        await (
+            engine.update_weights_from_checkpoint(tmp_path, 8) if way == "disk" else engine.begin_transfer()
+        )
     assert client.paths() == ["/model_info", "/server_info"]
 
 

@@ -39,7 +39,15 @@ def make_batch(lengths: list[int], *, prompt: int = 2, seed: int = 0) -> Rollout
     )
 
 
-def pack(batch: RolloutBatch, ranks: int, *, budget: int, cost: int = 8, share_prefix: bool = False, padding_free: bool = False) -> list[MicroBatch]:
+def pack(
+    batch: RolloutBatch,
+    ranks: int,
+    *,
+    budget: int,
+    cost: int = 8,
+    share_prefix: bool = False,
+    padding_free: bool = False,
+) -> list[MicroBatch]:
     return make_micro_batches(
         batch.tokens,
         batch.loss_masks,
@@ -56,15 +64,29 @@ def rows_of(micro_batches: list[MicroBatch]) -> list[int]:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 6), st.integers(4, 200), st.booleans(), st.booleans())
-def test_every_row_is_computed_once_and_every_rank_has_as_many_rounds(lengths: list[int], ranks: int, budget: int, share: bool, free: bool):
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=20),
+    st.integers(1, 6),
+    st.integers(4, 200),
+    st.booleans(),
+    st.booleans(),
+)
+def test_every_row_is_computed_once_and_every_rank_has_as_many_rounds(
+    lengths: list[int], ranks: int, budget: int, share: bool, free: bool
+):
     batch = make_batch(lengths)
     micro_batches = pack(batch, ranks, budget=budget, share_prefix=share, padding_free=free)
-    shares = deal_portions([make_portion(micro_batch, batch) for micro_batch in micro_batches], ranks, micro_batch_cost=8)
+    shares = deal_portions(
+        [make_portion(micro_batch, batch) for micro_batch in micro_batches], ranks, micro_batch_cost=8
+    )
     assert len(shares) == ranks
     assert len({len(mine) for mine in shares}) == 1
-    assert rows_of([portion.micro_batch for mine in shares for portion in mine if portion.counts]) == list(range(len(lengths)))
-    assert all(one.computed_tokens <= max(budget, *(length + 2 for length in lengths)) for one in micro_batches)
+    assert rows_of([portion.micro_batch for mine in shares for portion in mine if portion.counts]) == list(
+        range(len(lengths))
+    )
+    assert all(
+        one.computed_tokens <= max(budget, *(length + 2 for length in lengths)) for one in micro_batches
+    )
 
 
 @settings(deadline=None)
@@ -72,12 +94,15 @@ def test_every_row_is_computed_once_and_every_rank_has_as_many_rounds(lengths: l
 def test_no_rank_is_without_work_where_there_are_rows_for_all(lengths: list[int], share: bool, free: bool):
     batch = make_batch(lengths)
     micro_batches = pack(batch, 4, budget=10_000, share_prefix=share, padding_free=free)
-    shares = deal_portions([make_portion(micro_batch, batch) for micro_batch in micro_batches], 4, micro_batch_cost=8)
+    shares = deal_portions(
+        [make_portion(micro_batch, batch) for micro_batch in micro_batches], 4, micro_batch_cost=8
+    )
     assert all(any(portion.counts for portion in mine) for mine in shares)
 
 
 def test_rounds_take_the_dearest_first_and_turn_around():
-    # sorted: 9 8 7 6 5 4 3 (numbers 1 4 0 6 2 5 3); rounds of three: 9 8 7, then 6 5 4 from the other end, then 3 alone
+    # sorted: 9 8 7 6 5 4 3 (numbers 1 4 0 6 2 5 3); rounds of three: 9 8 7, then 6 5 4 from the other end,
+    # then 3 alone
     assert deal_rounds([7, 9, 5, 3, 8, 4, 6], 3) == [[1, 5, 3], [4, 2, None], [0, 6, None]]
     assert compute_round_cost([7, 9, 5, 3, 8, 4, 6], 3) == 9 + 6 + 3
     assert deal_rounds([], 2) == [[], []]
@@ -96,9 +121,13 @@ def test_in_a_round_the_dearest_goes_to_the_rank_with_least_to_do():
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 5))
 def test_a_round_is_never_dearer_than_sorting_makes_it(costs: list[int], ranks: int):
     dealt = deal_rounds(costs, ranks)
-    assert sorted(number for mine in dealt for number in mine if number is not None) == list(range(len(costs)))
+    assert sorted(number for mine in dealt for number in mine if number is not None) == list(
+        range(len(costs))
+    )
     rounds = zip(*dealt, strict=True)
-    assert sum(max(costs[number] for number in one if number is not None) for one in rounds) == compute_round_cost(costs, ranks)
+    assert sum(
+        max(costs[number] for number in one if number is not None) for one in rounds
+    ) == compute_round_cost(costs, ranks)
 
 
 def test_a_micro_batch_costs_its_nodes_and_what_they_see():
@@ -140,14 +169,18 @@ def test_a_batch_without_rows_to_train_gives_everybody_nothing():
 
 def test_one_rank_packs_as_one_process_does():
     batch = make_batch([5, 50, 17, 3])
-    alone = make_micro_batches(batch.tokens, batch.loss_masks, micro_batch_tokens=64, share_prefix=False, micro_batch_cost=8)
+    alone = make_micro_batches(
+        batch.tokens, batch.loss_masks, micro_batch_tokens=64, share_prefix=False, micro_batch_cost=8
+    )
     assert [one.rows.tolist() for one in pack(batch, 1, budget=64)] == [one.rows.tolist() for one in alone]
 
 
 def test_a_portion_has_the_values_of_its_trained_tokens():
     batch = make_batch([3, 2, 4])
     assert batch.advantages is not None
-    (micro_batch,) = make_micro_batches(batch.tokens, batch.loss_masks, micro_batch_tokens=100, share_prefix=True)
+    (micro_batch,) = make_micro_batches(
+        batch.tokens, batch.loss_masks, micro_batch_tokens=100, share_prefix=True
+    )
     portion = make_portion(micro_batch, batch)
     wanted = np.concatenate([batch.advantages[row][2:] for row in micro_batch.rows])
     np.testing.assert_array_equal(portion.fields["advantages"], wanted)
@@ -164,7 +197,11 @@ def test_a_share_crosses_as_bytes():
     found = decode_share(message)
     assert (found.temperature, found.spec, found.denominator, found.expected_count) == (0.7, spec, 7.0, 30.0)
     for one, other in zip(found.portions, share.portions, strict=True):
-        assert (one.width, one.counts, one.micro_batch.causal) == (other.width, other.counts, other.micro_batch.causal)
+        assert (one.width, one.counts, one.micro_batch.causal) == (
+            other.width,
+            other.counts,
+            other.micro_batch.causal,
+        )
         for name in MICRO_BATCH_ARRAYS:
             values = getattr(one.micro_batch, name)
             np.testing.assert_array_equal(values, getattr(other.micro_batch, name))
@@ -175,10 +212,16 @@ def test_a_share_crosses_as_bytes():
 
 
 def test_attention_costs_its_share_of_a_models_flops(tmp_path: Path):
-    """tiny:byte has two layers of width 64, 73,984 weights in them, 64 in the last norm and 259·64 in a table that is both embedding and head."""
+    """tiny:byte has two layers of width 64, 73,984 weights in them, 64 in the last norm and 259·64 in a table
+    that is both embedding and head.
+    """
     path = make_tiny("byte", 0, tmp_path)
-    assert find_attention_cost(load_hf_model(path)) == pytest.approx(4 * 2 * 64 / (2 * (73_984 + 64 + 259 * 64)))
-    assert find_attention_cost(load_scalar_model(path)) == pytest.approx(4 * 2 * 64 / (2 * (73_984 + 64 + 64)))  # a head of 64, the table only read
+    assert find_attention_cost(load_hf_model(path)) == pytest.approx(
+        4 * 2 * 64 / (2 * (73_984 + 64 + 259 * 64))
+    )
+    assert find_attention_cost(load_scalar_model(path)) == pytest.approx(
+        4 * 2 * 64 / (2 * (73_984 + 64 + 64))
+    )  # a head of 64, the table only read
 
 
 def test_a_model_without_attention_has_the_usual_cost(tmp_path: Path):

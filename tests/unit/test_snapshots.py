@@ -28,7 +28,14 @@ from rollouts.models.shard_writer import GrowingFile
 from rollouts.types import LossSpec, RolloutBatch
 from rollouts.weight_sync import disk
 from rollouts.weight_sync.disk import DiskSnapshots, export_snapshot
-from rollouts.weight_sync.snapshots import Snapshots, check_snapshot, list_snapshots, parse_snapshot_name, read_manifest, remove_snapshot
+from rollouts.weight_sync.snapshots import (
+    Snapshots,
+    check_snapshot,
+    list_snapshots,
+    parse_snapshot_name,
+    read_manifest,
+    remove_snapshot,
+)
 
 OPTIM = OptimConfig(lr=1e-2)
 BATCH = RolloutBatch(tokens=(np.arange(1, 9),), loss_masks=(np.arange(8) >= 4,))
@@ -50,8 +57,12 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "moe", "gemma", "mamba"])  # llama, gemma and mamba have tied embeddings; qwen3 has not
-async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(kind: str, cache: Path, tmp_path: Path):
+@pytest.mark.parametrize(
+    "kind", ["llama", "qwen3", "moe", "gemma", "mamba"]
+)  # llama, gemma and mamba have tied embeddings; qwen3 has not
+async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(
+    kind: str, cache: Path, tmp_path: Path
+):
     async with open_backend(resolve_model(f"tiny:{kind}", cache_dir=cache)) as backend:
         backend.forward_backward(BATCH, LossSpec("sft"))
         await backend.optim_step().result()
@@ -62,17 +73,23 @@ async def test_a_snapshot_has_the_names_and_bits_that_saving_the_model_writes(ki
     for name, tensor in saved.items():
         assert written[name].dtype == tensor.dtype
         assert torch.equal(written[name], tensor), name
-    assert json.loads((tmp_path / "v1/config.json").read_text()) == json.loads((tmp_path / "saved/config.json").read_text())
+    assert json.loads((tmp_path / "v1/config.json").read_text()) == json.loads(
+        (tmp_path / "saved/config.json").read_text()
+    )
     assert manifest.version == 1
 
 
-async def test_shards_hold_no_more_than_they_may_and_the_index_finds_every_tensor(cache: Path, tmp_path: Path):
+async def test_shards_hold_no_more_than_they_may_and_the_index_finds_every_tensor(
+    cache: Path, tmp_path: Path
+):
     path = tmp_path / "v4"
     async with open_backend(resolve_model("tiny:llama", cache_dir=cache)) as backend:
         manifest = await export_snapshot(backend, path, shard_bytes=70_000)
     shards = sorted(path.glob("*.safetensors"))
     assert len(shards) > 3
-    assert [shard.name for shard in shards] == [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    assert [shard.name for shard in shards] == [
+        f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)
+    ]
     weight_map = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
     for shard in shards:
         with safe_open(shard, framework="pt") as opened:
@@ -107,7 +124,9 @@ async def test_equal_weights_have_equal_digests_and_other_weights_another(cache:
 
 async def make_snapshot(cache: Path, path: Path) -> None:
     async with open_backend(resolve_model("tiny:byte", cache_dir=cache)) as backend:
-        await export_snapshot(backend, path, shard_bytes=70_000, model_dir=resolve_model("tiny:byte", cache_dir=cache))
+        await export_snapshot(
+            backend, path, shard_bytes=70_000, model_dir=resolve_model("tiny:byte", cache_dir=cache)
+        )
 
 
 def damage_a_byte(path: Path) -> None:
@@ -152,7 +171,9 @@ async def test_a_manifest_that_points_outside_the_snapshot_is_refused(cache: Pat
         check_snapshot(tmp_path / "v1")
 
 
-async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_full_disk_fails_the_snapshot_and_not_the_backend(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     def refuse(self, name, tensor):
         raise OSError(28, "No space left on device")
 
@@ -232,9 +253,25 @@ KILLED = """
 
 def test_a_process_killed_while_it_writes_leaves_no_snapshot(tmp_path: Path):
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     killed = -signal.SIGKILL
-    assert done.stdout.split() == ["nowhere", "0", "shard", f"{killed}", "manifest", f"{killed}", "rename", f"{killed}"], done.stderr
+    assert done.stdout.split() == [
+        "nowhere",
+        "0",
+        "shard",
+        f"{killed}",
+        "manifest",
+        f"{killed}",
+        "rename",
+        f"{killed}",
+    ], done.stderr
     assert check_snapshot(tmp_path / "nowhere/v1").version == 1
     for where in ("shard", "manifest", "rename"):
         (left,) = (tmp_path / where).iterdir()
@@ -245,7 +282,9 @@ def test_a_process_killed_while_it_writes_leaves_no_snapshot(tmp_path: Path):
         assert list((tmp_path / where).iterdir()) == []
 
 
-async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_shard_that_is_complete_after_the_export_was_cancelled_harms_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     at_the_end, goes_on, written = trio.Event(), threading.Event(), trio.Event()
     finish = GrowingFile.finish
 
@@ -296,9 +335,13 @@ async def test_a_model_that_few_shards_would_hold_is_split_so_that_hashing_and_w
     assert check_snapshot(tmp_path / "v1") == manifest
 
 
-@pytest.mark.parametrize("broken", ['"size": Infinity', '"size": 1e999', '"size": null', '"size": "many"', '"nothing": 1'])
+@pytest.mark.parametrize(
+    "broken", ['"size": Infinity', '"size": 1e999', '"size": null', '"size": "many"', '"nothing": 1']
+)
 def test_a_manifest_with_an_impossible_number_is_a_damaged_snapshot(tmp_path: Path, broken: str):
-    (tmp_path / "manifest.json").write_text(f'{{"schema": 1, "version": 1, "files": [{{"path": "a", "sha256": "0", {broken}}}]}}')
+    (tmp_path / "manifest.json").write_text(
+        f'{{"schema": 1, "version": 1, "files": [{{"path": "a", "sha256": "0", {broken}}}]}}'
+    )
     with pytest.raises(SnapshotError, match=r"manifest\.json cannot be read"):
         read_manifest(tmp_path)
 
@@ -309,7 +352,7 @@ def test_a_manifest_that_is_nested_without_end_is_a_damaged_snapshot(tmp_path: P
         read_manifest(tmp_path)
 
 
-# --- keeping -----------------------------------------------------------------------------------------------------------------
+# --- keeping ------------------------------------------------------------------------------------------------
 
 
 def make_folders(folder: Path, *names: str) -> Snapshots:
@@ -329,7 +372,10 @@ def test_what_someone_reads_is_not_pruned(tmp_path: Path):
 def test_what_was_pruned_cannot_be_opened(tmp_path: Path):
     snapshots = make_folders(tmp_path, "v1")
     remove_snapshot(tmp_path / "v1")
-    with pytest.raises(SnapshotError, match="pruned before it was opened"), snapshots.open_reader(tmp_path / "v1"):
+    with (
+        pytest.raises(SnapshotError, match="pruned before it was opened"),
+        snapshots.open_reader(tmp_path / "v1"),
+    ):
         pass
 
 
@@ -346,11 +392,26 @@ def test_each_version_and_edition_has_one_name():
     assert parse_snapshot_name("v120") == (120, 1)
     assert parse_snapshot_name("v120-2") == (120, 2)
     assert parse_snapshot_name("v120-10") == (120, 10)
-    for name in ("v01", "v٣", "v1-1", "v1-0", "v1-02", "v", "v-1", "v1 ", "v1\n", "V1", "v1-٢", "v" + "9" * 5000):
+    for name in (
+        "v01",
+        "v٣",
+        "v1-1",
+        "v1-0",
+        "v1-02",
+        "v",
+        "v-1",
+        "v1 ",
+        "v1\n",
+        "V1",
+        "v1-٢",
+        "v" + "9" * 5000,
+    ):
         assert parse_snapshot_name(name) is None
 
 
-async def test_a_snapshot_that_cannot_be_removed_is_a_warning_and_one_that_is_gone_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_snapshot_that_cannot_be_removed_is_a_warning_and_one_that_is_gone_is_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     make_folders(tmp_path, "v1", "v2", "v3", "v4")
     warnings: list[str] = []
     snapshots = DiskSnapshots(tmp_path, warn=warnings.append)

@@ -34,7 +34,7 @@ def ticking(step: float, start: float = 0.0) -> Callable[[], float]:
     return tell
 
 
-# --- the pieces ----------------------------------------------------------------------------------------------------------------
+# --- the pieces ---------------------------------------------------------------------------------------------
 
 
 def test_the_phases_of_a_step_are_spans_of_the_trainer():
@@ -49,9 +49,21 @@ def test_the_phases_of_a_step_are_spans_of_the_trainer():
 
 
 def test_a_row_has_what_a_span_has():
-    assert Span("train", "trainer", 1.25, 0.5).fields() == {"name": "train", "track": "trainer", "start_unix": 1.25, "duration_s": 0.5}
+    assert Span("train", "trainer", 1.25, 0.5).fields() == {
+        "name": "train",
+        "track": "trainer",
+        "start_unix": 1.25,
+        "duration_s": 0.5,
+    }
     fields = Span("generate", "vllm-0", 1.0000004, 0.5, "g1-s0", 0).fields()
-    assert fields == {"name": "generate", "track": "vllm-0", "start_unix": 1.0, "duration_s": 0.5, "id": "g1-s0", "tokens": 0}
+    assert fields == {
+        "name": "generate",
+        "track": "vllm-0",
+        "start_unix": 1.0,
+        "duration_s": 0.5,
+        "id": "g1-s0",
+        "tokens": 0,
+    }
 
 
 def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always():
@@ -69,7 +81,9 @@ def test_spans_of_samples_are_given_out_if_they_were_kept_and_others_always():
     ]
     assert recorder.take() == []
     recorder.keep(["b"])
-    assert [span.id for span in recorder.take()] == ["b"], "a sample may train in a later step than the one it was generated in"
+    assert [span.id for span in recorder.take()] == ["b"], (
+        "a sample may train in a later step than the one it was generated in"
+    )
 
 
 def test_what_is_held_is_bounded(monkeypatch: pytest.MonkeyPatch):
@@ -95,11 +109,15 @@ def test_an_answer_is_noted_where_somebody_lists_them_and_nowhere_else():
     assert inner == [Answered("vllm-2", 4.0, 5.0, 6)]
 
 
-# --- requests, rewards ------------------------------------------------------------------------------------------------------------
+# --- requests, rewards --------------------------------------------------------------------------------------
 
 
-async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_tokens(autojump_clock: trio.abc.Clock):
-    """Two engines of 2 s and 3 s a request; a generate function of one's own that asks twice; a reward of 1 s."""
+async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_tokens(
+    autojump_clock: trio.abc.Clock,
+):
+    """Two engines of 2 s and 3 s a request; a generate function of one's own that asks twice; a reward of 1
+    s.
+    """
     began = trio.current_time()
     recorder = SpanRecorder(clock=trio.current_time, time_unix=trio.current_time)
     chat: Any = make_chat_generate(FakeTokenizer())
@@ -112,7 +130,9 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
         await trio.sleep(1.0)
         return 1.0
 
-    members = [Member(FakeEngine(f"engine-{number}", seconds=seconds)) for number, seconds in enumerate((2.0, 3.0))]
+    members = [
+        Member(FakeEngine(f"engine-{number}", seconds=seconds)) for number, seconds in enumerate((2.0, 3.0))
+    ]
     async with open_fleet(members, warn=print) as fleet:
         update(fleet, 0)
         manager = AsyncRolloutManager(
@@ -131,15 +151,22 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
     spans = recorder.take()
     requests = [span for span in spans if span.name == "generate"]
     assert {span.track for span in requests} <= {"engine-0", "engine-1"}
-    assert all(span.duration_s == {"engine-0": 2.0, "engine-1": 3.0}[span.track] and span.tokens == 1 for span in requests)
+    assert all(
+        span.duration_s == {"engine-0": 2.0, "engine-1": 3.0}[span.track] and span.tokens == 1
+        for span in requests
+    )
     for sample in batch.samples:
         first, second = (span for span in requests if span.id == sample.id)
         assert (first.start_unix, second.start_unix) == (began, began + first.duration_s)
         (scored,) = (span for span in spans if span.name == "reward" and span.id == sample.id)
-        assert (scored.track, scored.start_unix, scored.duration_s) == ("rewards", second.start_unix + second.duration_s, 1.0)
+        assert (scored.track, scored.start_unix, scored.duration_s) == (
+            "rewards",
+            second.start_unix + second.duration_s,
+            1.0,
+        )
 
 
-# --- weight updates ---------------------------------------------------------------------------------------------------------------
+# --- weight updates -----------------------------------------------------------------------------------------
 
 
 def test_an_update_is_a_span_that_holds_its_parts():
@@ -147,7 +174,9 @@ def test_an_update_is_a_span_that_holds_its_parts():
         ("set_version", 10.0, 0.5), ("pause", 9.5, 0.5), ("load", 9.0, 4.0), ("resume", 5.0, 1.0), ("probe", 4.0, 2.0), ("commit", 2.0, 0.0),
     )  # fmt: skip
     updated = EngineUpdate("vllm-0", "commit", None, 5.5, None, False, phases)
-    shared = EngineUpdate("local", "commit", None, 0.0, None, False, (("set_version", 10.0, 0.0), ("commit", 10.0, 0.0)))
+    shared = EngineUpdate(
+        "local", "commit", None, 0.0, None, False, (("set_version", 10.0, 0.0), ("commit", 10.0, 0.0))
+    )
     recorder = SpanRecorder(time_unix=ticking(1.0, 100.0))
     record_update(recorder, SyncReport(3, (updated, shared)))
     assert recorder.take() == [
@@ -162,10 +191,19 @@ async def test_the_phases_of_an_update_follow_each_other(autojump_clock: trio.ab
     """A pause, a check and a resume of 0.1 s each, a load of 1.1 s, and a probe."""
     world = World()
     report = await world.update(1, 3.0)
-    assert [phase for phase, _, _ in report.engines[0].phases] == ["pause", "load", "set_version", "resume", "probe", "commit"]
+    assert [phase for phase, _, _ in report.engines[0].phases] == [
+        "pause",
+        "load",
+        "set_version",
+        "resume",
+        "probe",
+        "commit",
+    ]
     pause, load, check, resume, probe, _ = report.engines[0].phases
     assert [round(seconds, 6) for _, _, seconds in (pause, load, check, resume)] == [0.1, 1.1, 0.1, 0.1]
-    for (_, ago_s, seconds), (_, next_ago_s, _) in zip(report.engines[0].phases, report.engines[0].phases[1:], strict=False):
+    for (_, ago_s, seconds), (_, next_ago_s, _) in zip(
+        report.engines[0].phases, report.engines[0].phases[1:], strict=False
+    ):
         assert ago_s - seconds == pytest.approx(next_ago_s)
     assert probe[2] > 0
 

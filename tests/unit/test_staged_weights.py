@@ -27,7 +27,9 @@ def make_values(number: float) -> dict[str, torch.Tensor]:
     return {"first": torch.full((3, 2), number), "second": torch.full((4,), number + 0.5)}
 
 
-def update(model: nn.Module, number: float, before: StagedWeights | None, dtype: torch.dtype = torch.float32) -> StagedWeights:
+def update(
+    model: nn.Module, number: float, before: StagedWeights | None, dtype: torch.dtype = torch.float32
+) -> StagedWeights:
     staged = StagedWeights(model, before)
     staged.add([(name, value.to(dtype)) for name, value in make_values(number).items()])
     staged.apply()
@@ -99,7 +101,14 @@ def test_weights_that_came_in_inference_mode_are_not_written_to_later():
 
 
 def test_a_copy_in_bfloat16_is_what_loading_in_bfloat16_gives_rotary_frequencies_included():
-    config = LlamaConfig(vocab_size=17, hidden_size=32, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    config = LlamaConfig(
+        vocab_size=17,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
     model: Any = LlamaForCausalLM(config)
     own = copy_model(model, torch.bfloat16)
     assert {parameter.dtype for parameter in own.parameters()} == {torch.bfloat16}

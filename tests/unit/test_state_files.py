@@ -1,4 +1,6 @@
-"""Optimizer state that several ranks saved, read by one process; and every way in which such files can be wrong, named."""
+"""Optimizer state that several ranks saved, read by one process; and every way in which such files can be
+wrong, named.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from rollouts.backends.sharded_state import hold_sharded_state, load_sharded_state, read_sharded_state, save_sharded_state
+from rollouts.backends.sharded_state import (
+    hold_sharded_state,
+    load_sharded_state,
+    read_sharded_state,
+    save_sharded_state,
+)
 from rollouts.backends.state_files import read_optimizer_files, read_part
 from rollouts.errors import CheckpointError
 
@@ -24,7 +31,9 @@ NAME = "model.norm.weight"
 def make_model() -> PreTrainedModel:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=11, num_hidden_layers=1, **sizes, tie_word_embeddings=True))
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=11, num_hidden_layers=1, **sizes, tie_word_embeddings=True)
+    )
 
 
 def make_moments(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -32,12 +41,18 @@ def make_moments(model: PreTrainedModel) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for number, (name, parameter) in enumerate(model.named_parameters()):
         for offset, kind in enumerate(("exp_avg", "exp_avg_sq")):
-            found[f"{kind}/{name}"] = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape) + 1000 * number + 0.5 * offset
+            found[f"{kind}/{name}"] = (
+                torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+                + 1000 * number
+                + 0.5 * offset
+            )
     return found
 
 
 def write_ranks(checkpoint: Path, moments: dict[str, Tensor], ranks: int) -> Path:
-    """The files of `ranks` ranks as the format says: rows in order, ceil(n / ranks) each, what is left for the last ones."""
+    """The files of `ranks` ranks as the format says: rows in order, ceil(n / ranks) each, what is left for
+    the last ones.
+    """
     state = checkpoint / "state"
     state.mkdir(parents=True)
     names = sorted({key.partition("/")[2] for key in moments})
@@ -49,7 +64,9 @@ def write_ranks(checkpoint: Path, moments: dict[str, Tensor], ranks: int) -> Pat
                 tensors[key] = part.contiguous()
                 layout[key] = {"shape": list(whole.shape), "offset": [rank * rows, *[0] * (whole.ndim - 1)]}
         said = {"rank": rank, "ranks": ranks, "steps": dict.fromkeys(names, 3.0), "tensors": layout}
-        save_file(tensors, state / f"optimizer-{rank}-of-{ranks}.safetensors", metadata={"layout": json.dumps(said)})
+        save_file(
+            tensors, state / f"optimizer-{rank}-of-{ranks}.safetensors", metadata={"layout": json.dumps(said)}
+        )
     (state / "backend.json").write_text('{"steps": 3}')
     return state
 
@@ -95,7 +112,10 @@ def test_what_is_saved_is_loaded_and_numbers_are_in_json(tmp_path: Path):
     other = load(tmp_path, model)
     assert torch.equal(torch.rand(3), drawn)
     for parameter in model.parameters():
-        assert all(torch.equal(other.state[parameter][kind], optimizer.state[parameter][kind]) for kind in ("step", "exp_avg", "exp_avg_sq"))
+        assert all(
+            torch.equal(other.state[parameter][kind], optimizer.state[parameter][kind])
+            for kind in ("step", "exp_avg", "exp_avg_sq")
+        )
     path = tmp_path / "state/optimizer-0-of-1.safetensors"
     assert min(tensor.ndim for tensor in load_file(path).values()) == 1
     with safe_open(path, framework="pt") as file:
@@ -114,22 +134,36 @@ def test_a_state_that_is_held_does_not_move_when_training_goes_on(tmp_path: Path
     for _ in range(2):
         model(torch.tensor([[1, 2, 3]]), use_cache=False).logits.sum().backward()
         optimizer.step()
-        before = {name: optimizer.state[parameter]["exp_avg"].clone() for name, parameter in model.named_parameters()}
+        before = {
+            name: optimizer.state[parameter]["exp_avg"].clone()
+            for name, parameter in model.named_parameters()
+        }
         held = hold_sharded_state(model, optimizer, {"steps": 3}, rank=0, ranks=1, copied=True)
     model(torch.tensor([[4]]), use_cache=False).logits.sum().backward()
     optimizer.step()
     held.write(tmp_path)
     loaded = load(tmp_path, model)
-    assert all(torch.equal(loaded.state[parameter]["exp_avg"], before[name]) for name, parameter in model.named_parameters())
+    assert all(
+        torch.equal(loaded.state[parameter]["exp_avg"], before[name])
+        for name, parameter in model.named_parameters()
+    )
 
 
 def test_ranks_that_are_new_draw_numbers_of_their_own_and_the_same_ones_every_time(tmp_path: Path):
     model = make_model()
     write_ranks(tmp_path, make_moments(model), 2)
-    states = [[read_sharded_state(tmp_path, model, [], rank=rank, ranks=5).random_states["rng/cpu"] for rank in range(5)] for _ in range(2)]
+    states = [
+        [
+            read_sharded_state(tmp_path, model, [], rank=rank, ranks=5).random_states["rng/cpu"]
+            for rank in range(5)
+        ]
+        for _ in range(2)
+    ]
     drawn = [[torch.rand(1, generator=generator(state)).item() for state in of_ranks] for of_ranks in states]
     assert drawn[0] == drawn[1] and len(set(drawn[0])) == 5
-    assert drawn[0][:2] == [torch.rand(1, generator=torch.Generator().manual_seed(rank)).item() for rank in range(2)]
+    assert drawn[0][:2] == [
+        torch.rand(1, generator=torch.Generator().manual_seed(rank)).item() for rank in range(2)
+    ]
 
 
 def generator(state: Tensor) -> torch.Generator:
@@ -181,24 +215,65 @@ KEY = f"exp_avg/{NAME}"
     ("damage", "message"),
     [
         (truncate, r"optimizer-1-of-2\.safetensors cannot be read"),
-        (move_file("elsewhere"), r"optimizer-1-of-2\.safetensors is missing; the optimizer was saved by 2 ranks"),
+        (
+            move_file("elsewhere"),
+            r"optimizer-1-of-2\.safetensors is missing; the optimizer was saved by 2 ranks",
+        ),
         (copy_file("optimizer-0-of-3.safetensors"), r"has optimizer files of 2 and of 3 ranks"),
-        (copy_file("optimizer-7-of-2.safetensors"), r"optimizer-7-of-2\.safetensors is of a rank beyond the 2"),
+        (
+            copy_file("optimizer-7-of-2.safetensors"),
+            r"optimizer-7-of-2\.safetensors is of a rank beyond the 2",
+        ),
         (copy_file("optimizer.safetensors"), r"optimizer\.safetensors and .* are of two different saves"),
-        (copy_file("optimizer-0-of-2.safetensors"), r"optimizer-0-of-2\.safetensors: layout says rank 1 of 2; the file's name says otherwise"),
-        (lambda state: (state / "backend.json").write_text("[1]"), r"backend\.json has steps=None; it must be a number"),
-        (edit_layout(lambda layout: layout.pop("steps")), r"optimizer-1-of-2\.safetensors: its metadata has no layout that can be read"),
-        (edit_layout(lambda layout: layout["steps"].update({NAME: 4.0})), r"layout\.steps is not what .*optimizer-0-of-2\.safetensors has"),
-        (edit_layout(lambda layout: layout["tensors"].pop(KEY)), r"layout\.tensors and the file's tensors differ in 'exp_avg/model\.norm\.weight'"),
-        (edit_layout(lambda layout: layout["tensors"][KEY].update(offset=[5])), r"norm\.weight' of shape \(4,\) at \(5,\) does not lie in"),
-        (edit_layout(lambda layout: layout["tensors"][KEY].update(offset=[3])), r"'exp_avg/model\.norm\.weight' has elements that .* has too"),
-        (edit_layout(lambda layout: layout["tensors"][KEY].update(shape=[9])), r"is of \(9,\) as a whole, in .* of \(8,\)"),
-        (edit_tensors(lambda tensors: tensors.update({KEY: tensors[KEY][:3].clone()})), r"the files together lack elements of 'exp_avg/model\.norm"),
-        (edit_tensors(lambda tensors: tensors.update({"rng/cpu": torch.zeros(3)})), r"1-of-2\.safetensors: 'rng/cpu' has dtype torch\.float32"),
-        (edit_tensors(lambda tensors: tensors.update({"rng/cpu": torch.zeros(9, dtype=torch.uint8)})), r"'rng/cpu' is not a random state"),
+        (
+            copy_file("optimizer-0-of-2.safetensors"),
+            r"optimizer-0-of-2\.safetensors: layout says rank 1 of 2; the file's name says otherwise",
+        ),
+        (
+            lambda state: (state / "backend.json").write_text("[1]"),
+            r"backend\.json has steps=None; it must be a number",
+        ),
+        (
+            edit_layout(lambda layout: layout.pop("steps")),
+            r"optimizer-1-of-2\.safetensors: its metadata has no layout that can be read",
+        ),
+        (
+            edit_layout(lambda layout: layout["steps"].update({NAME: 4.0})),
+            r"layout\.steps is not what .*optimizer-0-of-2\.safetensors has",
+        ),
+        (
+            edit_layout(lambda layout: layout["tensors"].pop(KEY)),
+            r"layout\.tensors and the file's tensors differ in 'exp_avg/model\.norm\.weight'",
+        ),
+        (
+            edit_layout(lambda layout: layout["tensors"][KEY].update(offset=[5])),
+            r"norm\.weight' of shape \(4,\) at \(5,\) does not lie in",
+        ),
+        (
+            edit_layout(lambda layout: layout["tensors"][KEY].update(offset=[3])),
+            r"'exp_avg/model\.norm\.weight' has elements that .* has too",
+        ),
+        (
+            edit_layout(lambda layout: layout["tensors"][KEY].update(shape=[9])),
+            r"is of \(9,\) as a whole, in .* of \(8,\)",
+        ),
+        (
+            edit_tensors(lambda tensors: tensors.update({KEY: tensors[KEY][:3].clone()})),
+            r"the files together lack elements of 'exp_avg/model\.norm",
+        ),
+        (
+            edit_tensors(lambda tensors: tensors.update({"rng/cpu": torch.zeros(3)})),
+            r"1-of-2\.safetensors: 'rng/cpu' has dtype torch\.float32",
+        ),
+        (
+            edit_tensors(lambda tensors: tensors.update({"rng/cpu": torch.zeros(9, dtype=torch.uint8)})),
+            r"'rng/cpu' is not a random state",
+        ),
     ],
 )
-def test_files_that_are_wrong_are_named_before_anything_is_changed(damage: Callable[[Path], object], message: str, tmp_path: Path):
+def test_files_that_are_wrong_are_named_before_anything_is_changed(
+    damage: Callable[[Path], object], message: str, tmp_path: Path
+):
     model = make_model()
     damage(write_ranks(tmp_path, make_moments(model), 2))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -211,13 +286,21 @@ def test_files_that_are_wrong_are_named_before_anything_is_changed(damage: Calla
 def test_another_models_state_is_refused_by_name(tmp_path: Path):
     model = make_model()
     moments = make_moments(model)
-    write_ranks(tmp_path / "a", {**moments, "exp_avg/model.other": torch.ones(3), "exp_avg_sq/model.other": torch.ones(3)}, 2)
+    write_ranks(
+        tmp_path / "a",
+        {**moments, "exp_avg/model.other": torch.ones(3), "exp_avg_sq/model.other": torch.ones(3)},
+        2,
+    )
     with pytest.raises(CheckpointError, match=r"'exp_avg/model\.other', which is no parameter of this model"):
         load(tmp_path / "a", model)
     write_ranks(tmp_path / "b", {**moments, f"exp_avg/{NAME}": torch.ones(6)}, 2)
-    with pytest.raises(CheckpointError, match=r"'exp_avg/model\.norm\.weight' has shape \(6,\), the parameter \(8,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"'exp_avg/model\.norm\.weight' has shape \(6,\), the parameter \(8,\)"
+    ):
         load(tmp_path / "b", model)
-    write_ranks(tmp_path / "c", {key: value for key, value in moments.items() if key != f"exp_avg_sq/{NAME}"}, 2)
+    write_ranks(
+        tmp_path / "c", {key: value for key, value in moments.items() if key != f"exp_avg_sq/{NAME}"}, 2
+    )
     with pytest.raises(CheckpointError, match=rf"has \['exp_avg', 'step'\] of {NAME}; AdamW needs"):
         load(tmp_path / "c", model)
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors cannot be read"):

@@ -1,4 +1,6 @@
-"""What a requested stop cuts and what it lets end: the estimate by hand, and the loops on fakes in virtual time."""
+"""What a requested stop cuts and what it lets end: the estimate by hand, and the loops on fakes in virtual
+time.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ MEASURED = {"generate": 10.0, "log_probs": 1.0, "train": 4.0, "weight_sync": 2.0
         ("save", 0.0, None),
     ],
 )
-def test_the_rest_of_a_step_is_what_its_phases_took_the_last_time(phase: str, elapsed_s: float, expected: float | None):
+def test_the_rest_of_a_step_is_what_its_phases_took_the_last_time(
+    phase: str, elapsed_s: float, expected: float | None
+):
     assert estimate_rest(MEASURED, phase, elapsed_s) == expected
 
 
@@ -56,11 +60,13 @@ def test_a_phase_that_was_never_measured_counts_nothing_where_it_follows():
         (0.0, 20.0, 0.0, 100.0),  # a save of 1.5·20 s cannot fit, whatever is done
     ],
 )
-def test_a_phase_goes_on_only_if_its_step_and_a_save_fit(rest_s: float | None, save_s: float, piece_s: float, expected: float):
+def test_a_phase_goes_on_only_if_its_step_and_a_save_fit(
+    rest_s: float | None, save_s: float, piece_s: float, expected: float
+):
     assert choose_cut(now=100.0, deadline=125.0, rest_s=rest_s, save_s=save_s, piece_s=piece_s) == expected
 
 
-# --- the scope -----------------------------------------------------------------------------------------------------------------
+# --- the scope ----------------------------------------------------------------------------------------------
 
 
 async def request_at(stop: StopControl, when: float) -> None:
@@ -93,7 +99,8 @@ async def test_a_phase_that_is_expected_to_end_is_cut_only_when_it_does_not(auto
     with stop.phase("evaluate") as scope:
         stop.request()
         await trio.sleep(10_000)
-    # 25 − 7 − 1 − 1.5·8 (no save was measured) leaves 5 s, into which 1.5·3 s fit; the second evaluation begins at 3 s
+    # 25 − 7 − 1 − 1.5·8 (no save was measured) leaves 5 s, into which 1.5·3 s fit; the second evaluation
+    # begins at 3 s
     assert scope.cancelled_caught and trio.current_time() == began + 3 + 5
 
 
@@ -104,7 +111,9 @@ async def test_an_evaluation_that_nobody_measured_is_cut_at_once(autojump_clock)
             stop.request()
             await trio.sleep(10_000)
         await trio.sleep(10_000)
-    assert scope.cancelled_caught and everything.cancelled_caught, "no stage trains: what follows the evaluation is not begun"
+    assert scope.cancelled_caught and everything.cancelled_caught, (
+        "no stage trains: what follows the evaluation is not begun"
+    )
 
 
 async def test_a_save_that_cannot_be_done_in_time_is_not_begun_and_that_is_said(autojump_clock):
@@ -121,7 +130,12 @@ async def test_a_save_that_cannot_be_done_in_time_is_not_begun_and_that_is_said(
     assert await stop.save(write, what="step 2"), "12 of 25 s"
     assert not await stop.save(write, what="step 3"), "13 s are left, and 3 of them are not for saving"
     assert len(saves) == 2
-    assert said == ["stopping: step 3 is not saved: that took 12.0 s the last time, and 10.0 s are left; the newest complete checkpoint counts"]
+    assert said == [
+        (
+            "stopping: step 3 is not saved: that took 12.0 s the last time, and 10.0 s are left; the newest"
+            " complete checkpoint counts"
+        )
+    ]
 
 
 async def test_what_hangs_is_ended_before_the_deadline(autojump_clock):
@@ -135,7 +149,9 @@ async def test_what_hangs_is_ended_before_the_deadline(autojump_clock):
     assert ended == [began + 22]
 
 
-async def test_other_ranks_are_told_before_the_process_is_ended_and_one_that_does_not_hear_is_not_waited_for(autojump_clock):
+async def test_other_ranks_are_told_before_the_process_is_ended_and_one_that_does_not_hear_is_not_waited_for(
+    autojump_clock,
+):
     stop, events = StopControl(), list[tuple[str, float]]()
     began = trio.current_time()
 
@@ -144,7 +160,11 @@ async def test_other_ranks_are_told_before_the_process_is_ended_and_one_that_doe
         await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(lambda: end_overdue(stop, end_process=lambda: events.append(("ended", trio.current_time() - began))))
+        nursery.start_soon(
+            lambda: end_overdue(
+                stop, end_process=lambda: events.append(("ended", trio.current_time() - began))
+            )
+        )
         with stop.telling(tell):
             stop.request()
             await trio.sleep(30)
@@ -152,17 +172,23 @@ async def test_other_ranks_are_told_before_the_process_is_ended_and_one_that_doe
 
 
 @pytest.mark.parametrize(("connected_s", "ended"), [(3.9, []), (1800.0, [4.0])])
-async def test_a_stop_while_ranks_are_connected_waits_for_them_for_some_seconds_only(autojump_clock, connected_s: float, ended: list[float]):
+async def test_a_stop_while_ranks_are_connected_waits_for_them_for_some_seconds_only(
+    autojump_clock, connected_s: float, ended: list[float]
+):
     stop, connecting, found, began = StopControl(), trio.CancelScope(), list[float](), trio.current_time()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(lambda: end_unconnected(stop, connecting, end_process=lambda: found.append(trio.current_time() - began)))
+        nursery.start_soon(
+            lambda: end_unconnected(
+                stop, connecting, end_process=lambda: found.append(trio.current_time() - began)
+            )
+        )
         stop.request()
         await trio.sleep(connected_s)
         connecting.cancel()
     assert found == ended
 
 
-# --- the loops -----------------------------------------------------------------------------------------------------------------
+# --- the loops ----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -171,21 +197,31 @@ class StoppedRun:
 
     at_s: float
     checkpoint_every: int = 0
-    saved: list[tuple[str, int, int, float]] = field(default_factory=list)  # which hook, step, the backend's optimizer steps, when
+    saved: list[tuple[str, int, int, float]] = field(
+        default_factory=list
+    )  # which hook, step, the backend's optimizer steps, when
     said: list[str] = field(default_factory=list)
     evaluate_s: float = 0.0
     evaluated: list[int] = field(default_factory=list)
-    refused: set[int] = field(default_factory=set)  # steps whose first save the disk refused, which training outlived
-    buffers: dict[int, dict[str, Any]] = field(default_factory=dict)  # by step: the buffer's state, as it was saved
+    refused: set[int] = field(
+        default_factory=set
+    )  # steps whose first save the disk refused, which training outlived
+    buffers: dict[int, dict[str, Any]] = field(
+        default_factory=dict
+    )  # by step: the buffer's state, as it was saved
     began: float = 0.0
 
-    def hooks(self, backend: FakeBackend, read_state: Callable[[], dict] = dict, *, save_s: float = 1.0) -> LoopHooks:
+    def hooks(
+        self, backend: FakeBackend, read_state: Callable[[], dict] = dict, *, save_s: float = 1.0
+    ) -> LoopHooks:
         stop = self.stop = StopControl(say=self.said.append)
         before: dict = {}
 
         async def write(kind: str, step: int, state: Mapping) -> None:
             async def work() -> None:
-                self.saved.append((kind, step, int(backend.statistics()["steps"]), trio.current_time() - self.began))
+                self.saved.append(
+                    (kind, step, int(backend.statistics()["steps"]), trio.current_time() - self.began)
+                )
                 self.buffers[step] = state.get("data_buffer", {})
                 await trio.sleep(save_s)
 
@@ -216,29 +252,42 @@ class StoppedRun:
         )
 
 
-async def run_sft(run: StoppedRun, *, step_s: float, micro_batch_s: float = 0.0, **changes: object) -> list[dict[str, float]]:
+async def run_sft(
+    run: StoppedRun, *, step_s: float, micro_batch_s: float = 0.0, **changes: object
+) -> list[dict[str, float]]:
     config = SFTTrainingConfig.model_validate({"data": DATA, "steps": 9, "batch_size": 2, **changes})
     history: list[list[dict[str, float]]] = []
-    async with open_fake_backend(step_s=step_s, micro_batch_s=micro_batch_s) as backend, trio.open_nursery() as nursery:
+    async with (
+        open_fake_backend(step_s=step_s, micro_batch_s=micro_batch_s) as backend,
+        trio.open_nursery() as nursery,
+    ):
         hooks = run.hooks(backend)
         run.began = trio.current_time()
         nursery.start_soon(request_at, run.stop, run.began + run.at_s)
         with run.stop.training():
-            history.append(await run_sft_training(backend, sft_samples(6), config, MemoryLogger(), hooks=hooks))
+            history.append(
+                await run_sft_training(backend, sft_samples(6), config, MemoryLogger(), hooks=hooks)
+            )
         nursery.cancel_scope.cancel()
     return history[0]
 
 
 async def test_an_sft_step_that_fits_is_finished_and_saved(autojump_clock):
     run = StoppedRun(at_s=7)
-    history = await run_sft(run, step_s=2)  # forward_backward and optim_step take 2 s each: a step is 4 s, and the second ends at 8 s
+    history = await run_sft(
+        run, step_s=2
+    )  # forward_backward and optim_step take 2 s each: a step is 4 s, and the second ends at 8 s
     assert len(history) == 2
     assert run.saved == [("save", 2, 2, 8.0)]
 
 
-async def test_an_sft_step_that_does_not_fit_ends_at_the_next_micro_batch_and_the_one_before_is_saved(autojump_clock):
+async def test_an_sft_step_that_does_not_fit_ends_at_the_next_micro_batch_and_the_one_before_is_saved(
+    autojump_clock,
+):
     run = StoppedRun(at_s=70)
-    history = await run_sft(run, step_s=30, micro_batch_s=3)  # the first step ends at 60 s; the second would at 120
+    history = await run_sft(
+        run, step_s=30, micro_batch_s=3
+    )  # the first step ends at 60 s; the second would at 120
     assert len(history) == 1
     assert run.saved == [("before", 1, 1, 73.0)], "3 s after the signal"
     assert run.said == ["stopping: train does not fit into the time that is left, and is cut"]
@@ -266,7 +315,11 @@ async def test_a_micro_batch_that_leaves_no_time_to_save_is_said(autojump_clock)
     run = StoppedRun(at_s=700)
     await run_sft(run, step_s=300, micro_batch_s=40)
     assert run.saved == []
-    assert run.said[-1] == "stopping: a micro-batch (measured: 40.0 s) leaves no time to save step 1; the newest complete checkpoint counts"
+    assert (
+        run.said[-1]
+        == "stopping: a micro-batch (measured: 40.0 s) leaves no time to save step 1; the newest complete"
+        " checkpoint counts"
+    )
 
 
 async def test_an_evaluation_is_dropped_and_its_step_saved(autojump_clock):
@@ -283,11 +336,20 @@ async def test_an_evaluation_that_fits_is_finished(autojump_clock):
     assert run.saved == [("save", 2, 2, 14.0)]
 
 
-async def run_rl(run: StoppedRun, engine: ScriptedEngine, *, reward=None, sync_s: Callable[[int], float] = lambda version: 0.0, **changes: object):
+async def run_rl(
+    run: StoppedRun,
+    engine: ScriptedEngine,
+    *,
+    reward=None,
+    sync_s: Callable[[int], float] = lambda version: 0.0,
+    **changes: object,
+):
     buffer = DataBuffer([{"prompt": str(n)} for n in range(50)], seed=0)
     config: RLTrainingConfig = rl_config(**{"steps": 9, **changes})
 
-    async def sync(backend: Any, engines: Sequence[Any], version: int, *, released: Any = None) -> Mapping[str, float]:
+    async def sync(
+        backend: Any, engines: Sequence[Any], version: int, *, released: Any = None
+    ) -> Mapping[str, float]:
         await trio.sleep(sync_s(version))
         engines[0].set_version(version)
         return {}
@@ -296,12 +358,20 @@ async def run_rl(run: StoppedRun, engine: ScriptedEngine, *, reward=None, sync_s
     logger = MemoryLogger()
     async with open_fake_backend(step_s=1.0) as backend, trio.open_nursery() as nursery:
         options = {"reward": reward} if reward else {}
-        manager: AsyncRolloutManager = make_manager(engine, buffer, config, lambda: backend.weight_version, **options)
-        hooks = run.hooks(backend, lambda: {"data_buffer": buffer.state_dict(), "manager": manager.state_dict()})
+        manager: AsyncRolloutManager = make_manager(
+            engine, buffer, config, lambda: backend.weight_version, **options
+        )
+        hooks = run.hooks(
+            backend, lambda: {"data_buffer": buffer.state_dict(), "manager": manager.state_dict()}
+        )
         run.began = trio.current_time()
         nursery.start_soon(request_at, run.stop, run.began + run.at_s)
         with run.stop.training():
-            history.append(await run_rl_training(backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=hooks))
+            history.append(
+                await run_rl_training(
+                    backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=hooks
+                )
+            )
         nursery.cancel_scope.cancel()
     assert engine.in_flight == 0
     return history[0], buffer
@@ -319,7 +389,9 @@ async def test_a_batch_that_does_not_fit_is_given_back_and_the_step_before_is_sa
     history, buffer = await run_rl(run, engine, reward=slow_from_the_second_batch)
     assert len(history) == 1
     assert run.saved == [("before", 1, 1, 10.0)]
-    assert run.buffers[1]["returned"] == [] and run.buffers[1]["cursor"] == 2, "as before the second batch: two prompts drawn, none given back"
+    assert run.buffers[1]["returned"] == [] and run.buffers[1]["cursor"] == 2, (
+        "as before the second batch: two prompts drawn, none given back"
+    )
     assert len(buffer.state_dict()["returned"]) == 2, "the prompts of the batch that was cut"
 
 
@@ -333,13 +405,16 @@ async def test_a_reward_that_hangs_does_not_hold_the_stop(autojump_clock):
         return float(sample.id.endswith("s000"))
 
     run = StoppedRun(at_s=20)
-    history, _ = await run_rl(run, ScriptedEngine(lambda request: ScriptedReply(token_s=0.5)), reward=hangs_in_the_second_batch)
+    history, _ = await run_rl(
+        run, ScriptedEngine(lambda request: ScriptedReply(token_s=0.5)), reward=hangs_in_the_second_batch
+    )
     assert len(history) == 1
     assert run.saved == [("before", 1, 1, 20.0)]
 
 
 async def test_a_batch_that_fits_is_finished_with_its_step(autojump_clock):
-    # a step: 3 tokens of 0.5 s ("ok" and the stop token), then 3 s of the backend; then 1 s for a save. The second begins at 5.5 s
+    # a step: 3 tokens of 0.5 s ("ok" and the stop token), then 3 s of the backend; then 1 s for a save. The
+    # second begins at 5.5 s
     run = StoppedRun(at_s=6, checkpoint_every=1)
     history, _ = await run_rl(run, ScriptedEngine(lambda request: ScriptedReply(token_s=0.5)))
     assert len(history) == 2
@@ -349,27 +424,46 @@ async def test_a_batch_that_fits_is_finished_with_its_step(autojump_clock):
 async def test_an_update_of_the_engines_that_hangs_is_cut_and_its_step_is_logged_and_saved(autojump_clock):
     run = StoppedRun(at_s=50)
     history, _ = await run_rl(
-        run, ScriptedEngine(lambda request: ScriptedReply(token_s=0.5)), sync_s=lambda version: 10_000.0 if version == 2 else 0.0
+        run,
+        ScriptedEngine(lambda request: ScriptedReply(token_s=0.5)),
+        sync_s=lambda version: 10_000.0 if version == 2 else 0.0,
     )
     assert len(history) == 2
     assert run.saved == [("save", 2, 2, 50.0)]
 
 
 async def test_a_stop_between_two_updates_of_the_engines_goes_on_to_the_next_one_if_that_fits(autojump_clock):
-    run = StoppedRun(at_s=13, checkpoint_every=1)  # in the third step; the engines are updated after the second and the fourth
-    history, _ = await run_rl(run, ScriptedEngine(lambda request: ScriptedReply(token_s=0.5)), sync_every=2, max_staleness=1)
+    run = StoppedRun(
+        at_s=13, checkpoint_every=1
+    )  # in the third step; the engines are updated after the second and the fourth
+    history, _ = await run_rl(
+        run, ScriptedEngine(lambda request: ScriptedReply(token_s=0.5)), sync_every=2, max_staleness=1
+    )
     assert len(history) == 4, run.said
-    assert [(kind, step) for kind, step, _, _ in run.saved] == [("save", 1), ("save", 2), ("save", 3), ("save", 4)]
+    assert [(kind, step) for kind, step, _, _ in run.saved] == [
+        ("save", 1),
+        ("save", 2),
+        ("save", 3),
+        ("save", 4),
+    ]
 
 
-async def test_a_stop_between_two_updates_of_the_engines_saves_where_it_is_if_the_next_one_is_too_far(autojump_clock):
-    run = StoppedRun(at_s=11)  # no save was measured, so 8 s · 1.5 are kept for it: the third step fits, the fourth does not
-    history, _ = await run_rl(run, ScriptedEngine(lambda request: ScriptedReply(token_s=0.5)), sync_every=2, max_staleness=1)
+async def test_a_stop_between_two_updates_of_the_engines_saves_where_it_is_if_the_next_one_is_too_far(
+    autojump_clock,
+):
+    run = StoppedRun(
+        at_s=11
+    )  # no save was measured, so 8 s · 1.5 are kept for it: the third step fits, the fourth does not
+    history, _ = await run_rl(
+        run, ScriptedEngine(lambda request: ScriptedReply(token_s=0.5)), sync_every=2, max_staleness=1
+    )
     assert len(history) == 3, run.said
     assert [(kind, step) for kind, step, _, _ in run.saved] == [("save", 3)]  # of now: no batch was taken
 
 
-async def test_a_step_that_is_cut_between_its_updates_is_not_saved_because_its_weights_are_no_steps(autojump_clock):
+async def test_a_step_that_is_cut_between_its_updates_is_not_saved_because_its_weights_are_no_steps(
+    autojump_clock,
+):
     run = StoppedRun(at_s=60)
     engine = ScriptedEngine(lambda request: ScriptedReply(token_s=0.5))
     async with open_fake_backend(step_s=20.0) as backend, trio.open_nursery() as nursery:
@@ -378,14 +472,22 @@ async def test_a_step_that_is_cut_between_its_updates_is_not_saved_because_its_w
         manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
         hooks = run.hooks(backend)
         run.began = trio.current_time()
-        nursery.start_soon(request_at, run.stop, run.began + 101.5 + 1.5 + 50)  # 101.5: the first step; then two updates of 40 s each
+        nursery.start_soon(
+            request_at, run.stop, run.began + 101.5 + 1.5 + 50
+        )  # 101.5: the first step; then two updates of 40 s each
 
         async def sync(backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, float]:
             engines[0].set_version(version)
             return {}
 
         with run.stop.training():
-            history = await run_rl_training(backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync, hooks=hooks)
+            history = await run_rl_training(
+                backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync, hooks=hooks
+            )
         nursery.cancel_scope.cancel()
     assert len(history) == 1 and run.saved == []
-    assert run.said[-1] == "stopping: step 2 was cut after 1 of its updates, so nothing is saved; the newest complete checkpoint counts"
+    assert (
+        run.said[-1]
+        == "stopping: step 2 was cut after 1 of its updates, so nothing is saved; the newest complete"
+        " checkpoint counts"
+    )

@@ -16,7 +16,15 @@ import torch
 
 from rollouts.advantages import broadcast_advantages
 from rollouts.data.data_buffer import DataBuffer, PromptRow
-from rollouts.errors import ConfigError, DataError, ModelError, NotEnoughSamples, PlugInError, RequestRefused, UserFunctionError
+from rollouts.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    NotEnoughSamples,
+    PlugInError,
+    RequestRefused,
+    UserFunctionError,
+)
 from rollouts.generation.rollouts import (
     append_completion,
     apply_sample_transforms,
@@ -35,7 +43,17 @@ from rollouts.models.padded import compute_token_log_probs, make_loss_inputs, pa
 from rollouts.models.sampling import sample_completions
 from rollouts.models.tokenizers import END_ID, make_byte_tokenizer
 from rollouts.rewards.check import check_decision
-from rollouts.types import Completion, FilterDecision, GenerateRequest, RewardResult, RolloutBatch, Sample, SampleGroup, SamplingParams, Status
+from rollouts.types import (
+    Completion,
+    FilterDecision,
+    GenerateRequest,
+    RewardResult,
+    RolloutBatch,
+    Sample,
+    SampleGroup,
+    SamplingParams,
+    Status,
+)
 
 ROWS = [{"prompt": text, "answer": index} for index, text in enumerate("abcde")]
 
@@ -45,7 +63,9 @@ def make_buffer() -> DataBuffer:
 
 
 def answer(sample: Sample) -> Sample:
-    """Prompt token 7, then as many response tokens as the sample's number in its group, plus one: s000 has 1, s001 has 2."""
+    """Prompt token 7, then as many response tokens as the sample's number in its group, plus one: s000 has 1,
+    s001 has 2.
+    """
     count = int(sample.id[-3:]) + 1
     return replace(
         sample,
@@ -73,11 +93,14 @@ def prompts_after(buffer: DataBuffer, count: int = 12) -> list[tuple[int, str]]:
     return [prompt.key for prompt in buffer.get_prompts(count)]
 
 
-# --- batches -----------------------------------------------------------------------------------------------------------------
+# --- batches ------------------------------------------------------------------------------------------------
 
 
 def test_the_tier_loads_neither_trio_nor_torch():
-    code = "import sys, rollouts.generation.rollouts, rollouts.data.data_buffer, rollouts.advantages; print({'trio', 'torch'} & set(sys.modules))"
+    code = (
+        "import sys, rollouts.generation.rollouts, rollouts.data.data_buffer, rollouts.advantages;"
+        " print({'trio', 'torch'} & set(sys.modules))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "set()"
 
@@ -95,7 +118,12 @@ def test_what_a_function_changes_in_one_sample_is_not_seen_by_its_siblings_or_th
     first, second = make_samples(0, PromptRow("row-1", 0, row), 2)
     first.metadata["x"]["y"][1]["z"] = 3
     first.metadata["x"]["y"].append(4)
-    assert second.metadata["x"] == row["x"] == make_samples(1, PromptRow("row-1", 1, row), 1)[0].metadata["x"] == {"y": [1, {"z": 2}]}
+    assert (
+        second.metadata["x"]
+        == row["x"]
+        == make_samples(1, PromptRow("row-1", 1, row), 1)[0].metadata["x"]
+        == {"y": [1, {"z": 2}]}
+    )
 
 
 def test_a_row_with_fields_of_our_names_does_not_change_which_prompt_it_is():
@@ -117,7 +145,11 @@ def test_batches_go_on_over_epochs_with_new_group_indices():
     batches = list(itertools.islice(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length), 3))
     assert [record["answer"] for batch in batches for record in batch.metadata[::2]] == [0, 1, 2, 3, 4, 0]
     assert [record["epoch"] for record in batches[2].metadata] == [0, 0, 1, 1]
-    assert [int(index) for batch in batches for index in (batch.group_indices if batch.group_indices is not None else [])[::2]] == [0, 1, 2, 3, 4, 5]
+    assert [
+        int(index)
+        for batch in batches
+        for index in (batch.group_indices if batch.group_indices is not None else [])[::2]
+    ] == [0, 1, 2, 3, 4, 5]
 
 
 def test_group_indices_start_where_asked():
@@ -130,7 +162,12 @@ def test_answers_may_come_in_any_order_and_lose_their_group_index():
         return [replace(answer(sample), group_index=None) for sample in reversed(samples)]
 
     batch = next(batches_of_two(make_buffer(), reverse, reward_fn=reward_length))
-    assert [sample.id for sample in batch.samples] == ["g00000000-s000", "g00000000-s001", "g00000001-s000", "g00000001-s001"]
+    assert [sample.id for sample in batch.samples] == [
+        "g00000000-s000",
+        "g00000000-s001",
+        "g00000001-s000",
+        "g00000001-s001",
+    ]
     assert [sample.group_index for sample in batch.samples] == [0, 0, 1, 1]
 
 
@@ -154,20 +191,28 @@ def test_failed_samples_leave_their_group_before_they_are_scored():
     scored = []
 
     def generate(samples: list[Sample]) -> list[Sample]:
-        return [replace(answer(sample), status=Status.FAILED) if sample.id == "g00000000-s001" else answer(sample) for sample in samples]
+        return [
+            replace(answer(sample), status=Status.FAILED) if sample.id == "g00000000-s001" else answer(sample)
+            for sample in samples
+        ]
 
     def reward(sample: Sample) -> float:
         scored.append(sample.id)
         return 1.0
 
-    batches = generate_rollout_batches(make_buffer(), generate, num_prompts=1, samples_per_prompt=3, reward_fn=reward)
+    batches = generate_rollout_batches(
+        make_buffer(), generate, num_prompts=1, samples_per_prompt=3, reward_fn=reward
+    )
     assert [sample.id for sample in next(batches).samples] == ["g00000000-s000", "g00000000-s002"]
     assert scored == ["g00000000-s000", "g00000000-s002"]
 
 
 def test_a_group_with_one_sample_left_is_drawn_again():
     def generate(samples: list[Sample]) -> list[Sample]:
-        return [replace(answer(sample), status=Status.FAILED) if sample.id == "g00000000-s001" else answer(sample) for sample in samples]
+        return [
+            replace(answer(sample), status=Status.FAILED) if sample.id == "g00000000-s001" else answer(sample)
+            for sample in samples
+        ]
 
     batch = next(batches_of_two(make_buffer(), generate, reward_fn=reward_length))
     assert batch.group_indices is not None and batch.group_indices.tolist() == [1, 1, 2, 2]
@@ -184,7 +229,10 @@ def test_the_generate_function_may_set_the_rewards_itself():
 
 
 def test_parts_of_a_reward_are_added_and_kept():
-    sample = score_sample(lambda sample: {"right": 1, "short": -0.25}, answer(make_samples(0, make_buffer().get_prompts(1)[0], 1)[0]))
+    sample = score_sample(
+        lambda sample: {"right": 1, "short": -0.25},
+        answer(make_samples(0, make_buffer().get_prompts(1)[0], 1)[0]),
+    )
     assert (sample.reward, sample.rewards) == (0.75, {"right": 1.0, "short": -0.25})
     noted = score_sample(lambda sample: RewardResult(0.5, {"x": 0.5}, "half"), sample)
     assert (noted.reward, noted.metadata["reward_note"]) == (0.5, "half")
@@ -200,20 +248,38 @@ def test_transforms_run_between_the_reward_and_the_filter():
         seen.append(group.rewards.tolist())
         return FilterDecision(keep=True)
 
-    batch = next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, transforms=[penalise], filter_fn=look))
+    batch = next(
+        batches_of_two(
+            make_buffer(), answer_all, reward_fn=reward_length, transforms=[penalise], filter_fn=look
+        )
+    )
     assert seen == [[-9, -8], [-9, -8]]
     assert batch.rewards is not None and batch.rewards.tolist() == [-9, -8, -9, -8]
 
 
-# --- nothing is lost ---------------------------------------------------------------------------------------------------------
+# --- nothing is lost ----------------------------------------------------------------------------------------
 
 
 def test_too_few_groups_are_an_error_once_the_attempts_are_spent():
     buffer = make_buffer()
-    batches = batches_of_two(buffer, answer_all, reward_fn=reward_length, filter_fn=lambda group: group.group_index == 3, max_attempts=4)
-    with pytest.raises(NotEnoughSamples, match=r"1 of num_prompts=2 groups were kept of 8 drawn \(<lambda> 7\), and max_attempts=4 allows no more"):
+    batches = batches_of_two(
+        buffer,
+        answer_all,
+        reward_fn=reward_length,
+        filter_fn=lambda group: group.group_index == 3,
+        max_attempts=4,
+    )
+    with pytest.raises(
+        NotEnoughSamples,
+        match=(
+            r"1 of num_prompts=2 groups were kept of 8 drawn \(<lambda> 7\), and max_attempts=4 allows no"
+            r" more"
+        ),
+    ):
         next(batches)
-    assert prompts_after(buffer) == prompts_after(make_buffer())  # all 8, over two epochs, are back in their order
+    assert prompts_after(buffer) == prompts_after(
+        make_buffer()
+    )  # all 8, over two epochs, are back in their order
 
 
 @pytest.mark.parametrize("error", [ValueError("no verdict"), KeyboardInterrupt()])
@@ -246,7 +312,7 @@ def test_nothing_is_drawn_before_the_first_batch_is_asked_for():
     assert buffer.statistics()["drawn"] == 2
 
 
-# --- functions that break their rules ----------------------------------------------------------------------------------------
+# --- functions that break their rules -----------------------------------------------------------------------
 
 
 def raise_zero_division(argument: Any) -> Any:
@@ -256,12 +322,27 @@ def raise_zero_division(argument: Any) -> Any:
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (raise_zero_division, "function raise_zero_division on samples g00000000-s000 to g00000001-s001 raised ZeroDivisionError: division by zero"),
+        (
+            raise_zero_division,
+            (
+                "function raise_zero_division on samples g00000000-s000 to g00000001-s001 raised"
+                " ZeroDivisionError: division by zero"
+            ),
+        ),
         (lambda samples: answer_all(samples)[1:], "returned no sample g00000000-s000"),
-        (lambda samples: [*answer_all(samples), answer(replace(samples[0], id="new-000"))], "returned a sample 'new-000' that it was not given"),
+        (
+            lambda samples: [*answer_all(samples), answer(replace(samples[0], id="new-000"))],
+            "returned a sample 'new-000' that it was not given",
+        ),
         (lambda samples: [answer(samples[0])] * 4, "returned sample g00000000-s000 twice"),
-        (lambda samples: samples, "returned sample g00000000-s000 as pending; set completed, truncated or failed"),
-        (lambda samples: [replace(answer(s), status=Status.ABORTED) for s in samples], "returned sample g00000000-s000 as aborted"),
+        (
+            lambda samples: samples,
+            "returned sample g00000000-s000 as pending; set completed, truncated or failed",
+        ),
+        (
+            lambda samples: [replace(answer(s), status=Status.ABORTED) for s in samples],
+            "returned sample g00000000-s000 as aborted",
+        ),
         (lambda samples: [sample.response for sample in samples], "must return a list of Samples"),
         (lambda samples: None, "returned None; it must return a list of Samples"),
     ],
@@ -282,8 +363,14 @@ def test_errors_of_the_data_rise_through_a_generate_function_as_they_are():
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (raise_zero_division, "reward function raise_zero_division on sample g00000000-s000 raised ZeroDivisionError"),
-        (lambda sample: float("nan"), "on sample g00000000-s000 returned nan as its reward; it must be a finite number"),
+        (
+            raise_zero_division,
+            "reward function raise_zero_division on sample g00000000-s000 raised ZeroDivisionError",
+        ),
+        (
+            lambda sample: float("nan"),
+            "on sample g00000000-s000 returned nan as its reward; it must be a finite number",
+        ),
         (lambda sample: None, "returned None as its reward"),
         (lambda sample: {}, "returned a mapping without parts"),
     ],
@@ -294,10 +381,19 @@ def test_a_reward_that_is_none_is_never_a_zero(broken: Callable[..., Any], messa
 
 
 def test_a_filter_that_breaks_its_rule_is_named():
-    with pytest.raises(UserFunctionError, match=r"filter raise_zero_division on group 0 \(prompt row-0\) raised ZeroDivisionError"):
-        next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, filter_fn=raise_zero_division))
-    with pytest.raises(UserFunctionError, match="returned 'yes'; it must return True, False or a FilterDecision"):
-        next(batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, filter_fn=lambda group: "yes"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(
+        UserFunctionError,
+        match=r"filter raise_zero_division on group 0 \(prompt row-0\) raised ZeroDivisionError",
+    ):
+        next(
+            batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, filter_fn=raise_zero_division)
+        )
+    with pytest.raises(
+        UserFunctionError, match="returned 'yes'; it must return True, False or a FilterDecision"
+    ):
+        next(
+            batches_of_two(make_buffer(), answer_all, reward_fn=reward_length, filter_fn=lambda group: "yes")
+        )  # pyright: ignore[reportArgumentType]
 
 
 def test_a_filter_that_says_no_gives_its_name_as_the_reason():
@@ -322,14 +418,19 @@ def test_async_functions_are_refused_before_anything_is_drawn(name: str):
 @pytest.mark.parametrize("name", ["num_prompts", "samples_per_prompt", "max_attempts"])
 def test_numbers_below_one_are_refused(name: str):
     with pytest.raises(ConfigError, match=f"{name}=0 must be at least 1"):
-        generate_rollout_batches(make_buffer(), answer_all, **cast(Any, {"num_prompts": 1, "samples_per_prompt": 1, name: 0}))
+        generate_rollout_batches(
+            make_buffer(), answer_all, **cast(Any, {"num_prompts": 1, "samples_per_prompt": 1, name: 0})
+        )
 
 
-# --- transforms --------------------------------------------------------------------------------------------------------------
+# --- transforms ---------------------------------------------------------------------------------------------
 
 
 def make_finished(count: int = 2) -> list[Sample]:
-    return [replace(answer(sample), reward=float(index)) for index, sample in enumerate(make_samples(5, make_buffer().get_prompts(1)[0], count))]
+    return [
+        replace(answer(sample), reward=float(index))
+        for index, sample in enumerate(make_samples(5, make_buffer().get_prompts(1)[0], count))
+    ]
 
 
 def test_transforms_run_in_turn_and_may_leave_samples_out():
@@ -357,10 +458,19 @@ def test_a_transform_that_empties_its_list_does_not_reach_the_callers():
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (raise_zero_division, "transform raise_zero_division on 2 samples, the first of them g00000005-s000 raised ZeroDivisionError"),
+        (
+            raise_zero_division,
+            (
+                "transform raise_zero_division on 2 samples, the first of them g00000005-s000 raised"
+                " ZeroDivisionError"
+            ),
+        ),
         (lambda samples: None, "returned None; it must return a list of Samples"),
         (lambda samples: samples * 2, "returned sample g00000005-s000 twice"),
-        (lambda samples: [replace(samples[0], group_index=6)], "returned sample g00000005-s000 with group_index=6; it was given no such group"),
+        (
+            lambda samples: [replace(samples[0], group_index=6)],
+            "returned sample g00000005-s000 with group_index=6; it was given no such group",
+        ),
         (lambda samples: [replace(samples[0], status=Status.PENDING)], "as pending"),
     ],
 )
@@ -369,7 +479,7 @@ def test_a_transform_that_breaks_its_rule_is_named(broken: Callable[..., Any], m
         apply_sample_transforms(make_finished(), [broken])
 
 
-# --- samples as arrays -------------------------------------------------------------------------------------------------------
+# --- samples as arrays --------------------------------------------------------------------------------------
 
 
 def test_the_fields_of_samples_are_ragged_columns():
@@ -378,12 +488,18 @@ def test_the_fields_of_samples_are_ragged_columns():
     assert [row.tolist() for row in fields.loss_masks] == [[False, True], [False, True, True]]
     assert [row.tolist() for row in fields.rollout_log_probs] == [[0, -0.5], [0, -0.5, -0.5]]
     assert [row.tolist() for row in fields.weight_versions] == [[-1, 3], [-1, 3, 3]]
-    assert fields.rewards is not None and fields.rewards.tolist() == [0, 1] and fields.rewards.dtype == np.float32
+    assert (
+        fields.rewards is not None
+        and fields.rewards.tolist() == [0, 1]
+        and fields.rewards.dtype == np.float32
+    )
     assert fields.group_indices is not None and fields.group_indices.tolist() == [5, 5]
 
 
 def test_response_lengths_count_what_trains():
-    assert compute_response_lengths([np.asarray([False, True, False, True]), np.asarray([False])]).tolist() == [2, 0]
+    assert compute_response_lengths(
+        [np.asarray([False, True, False, True]), np.asarray([False])]
+    ).tolist() == [2, 0]
     assert compute_response_lengths([]).shape == (0,)
 
 
@@ -407,7 +523,9 @@ def test_a_batch_without_rewards_is_for_supervised_training():
 
 def test_half_scored_and_failed_samples_do_not_become_a_batch():
     first, second = make_finished()
-    with pytest.raises(ValueError, match="sample g00000005-s001 has no reward and other samples of the batch do"):
+    with pytest.raises(
+        ValueError, match="sample g00000005-s001 has no reward and other samples of the batch do"
+    ):
         convert_to_batch([first, replace(second, reward=None)])
     with pytest.raises(ValueError, match="sample g00000005-s001 is failed"):
         convert_to_batch([first, replace(second, status=Status.FAILED)])
@@ -429,7 +547,7 @@ def test_a_completion_trains_and_its_prompt_does_not():
     assert sample.weight_versions.tolist() == [-1, -1, 4, 4, 4]
 
 
-# --- completions of a model --------------------------------------------------------------------------------------------------
+# --- completions of a model ---------------------------------------------------------------------------------
 
 
 def make_model(kind: str = "llama", seed: int = 0) -> Any:
@@ -452,11 +570,25 @@ def make_model(kind: str = "llama", seed: int = 0) -> Any:
                 max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=257, eos_token_id=258, pad_token_id=256,
             ))  # fmt: skip
         elif kind == "gpt2":  # positions are learned, and dropout is on
-            model = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=257, eos_token_id=258))
+            model = GPT2LMHeadModel(
+                GPT2Config(
+                    vocab_size=259,
+                    n_embd=16,
+                    n_layer=2,
+                    n_head=2,
+                    n_positions=64,
+                    bos_token_id=257,
+                    eos_token_id=258,
+                )
+            )
         elif kind == "mamba":  # recurrent: padding before a prompt would change its state
-            model = MambaForCausalLM(MambaConfig(vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=2))
+            model = MambaForCausalLM(
+                MambaConfig(vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=2)
+            )
         else:  # takes no cache
-            model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=64))
+            model = OpenAIGPTLMHeadModel(
+                OpenAIGPTConfig(vocab_size=259, n_embd=16, n_layer=2, n_head=2, n_positions=64)
+            )
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:
@@ -466,7 +598,10 @@ def make_model(kind: str = "llama", seed: int = 0) -> Any:
 
 def make_requests(*prompts: list[int], **sampling: Any) -> list[GenerateRequest]:
     params = SamplingParams(**{"max_new_tokens": 6, **sampling})
-    return [GenerateRequest(request_id=f"r{index}", prompt_ids=np.asarray(prompt), sampling=params) for index, prompt in enumerate(prompts)]
+    return [
+        GenerateRequest(request_id=f"r{index}", prompt_ids=np.asarray(prompt), sampling=params)
+        for index, prompt in enumerate(prompts)
+    ]
 
 
 RAGGED = ([65], [1, 2, 3, 4, 5, 6, 7], [200, 100, 50])
@@ -488,7 +623,9 @@ def test_log_probs_are_those_of_the_distribution_drawn_from_whatever_the_padding
     model = make_model(kind)
     completions = sample_completions(model, make_requests(*RAGGED, temperature=0.8), seed=3, weight_version=5)
     for prompt, completion in zip(RAGGED, completions, strict=True):
-        assert completion.log_probs.tolist() == pytest.approx(slow_log_probs(model, prompt, completion, 0.8), abs=1e-4)
+        assert completion.log_probs.tolist() == pytest.approx(
+            slow_log_probs(model, prompt, completion, 0.8), abs=1e-4
+        )
         assert completion.weight_versions.tolist() == [5] * 6
         assert completion.finish_reason == "length"
 
@@ -520,7 +657,9 @@ def test_temperature_zero_takes_the_likeliest_token_with_log_probs_at_one():
         with torch.no_grad():
             assert int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
         ids.append(token)
-    assert completion.log_probs.tolist() == pytest.approx(slow_log_probs(model, [65, 66], completion, 1.0), abs=1e-4)
+    assert completion.log_probs.tolist() == pytest.approx(
+        slow_log_probs(model, [65, 66], completion, 1.0), abs=1e-4
+    )
 
 
 def test_a_kept_set_of_one_token_has_log_prob_zero():
@@ -533,12 +672,17 @@ def test_a_row_ends_at_its_stop_token_while_others_go_on():
     free = sample_completions(model, make_requests([65], [66], temperature=0.0))
     stop = int(free[0].token_ids[2])
     ended = sample_completions(model, make_requests([65], [66], temperature=0.0, stop_token_ids=(stop,)))[0]
-    assert ended.token_ids.tolist() == free[0].token_ids[: free[0].token_ids.tolist().index(stop) + 1].tolist()
+    assert (
+        ended.token_ids.tolist() == free[0].token_ids[: free[0].token_ids.tolist().index(stop) + 1].tolist()
+    )
     assert ended.finish_reason == "stop"
     short, long = make_requests([65], [66], temperature=0.0)
     short = replace(short, sampling=replace(short.sampling, max_new_tokens=2))
     first, second = sample_completions(model, [short, long])
-    assert (first.token_ids.tolist(), second.token_ids.tolist()) == (free[0].token_ids[:2].tolist(), free[1].token_ids.tolist())
+    assert (first.token_ids.tolist(), second.token_ids.tolist()) == (
+        free[0].token_ids[:2].tolist(),
+        free[1].token_ids.tolist(),
+    )
 
 
 def test_dropout_is_off_while_sampling_and_on_again_after():
@@ -554,7 +698,9 @@ def test_dropout_is_off_while_sampling_and_on_again_after():
 def test_requests_that_cannot_be_answered_are_refused():
     model = make_model()
     assert sample_completions(model, []) == []
-    with pytest.raises(RequestRefused, match="60 prompt tokens and max_new_tokens=6 make 66; the context is 64"):
+    with pytest.raises(
+        RequestRefused, match="60 prompt tokens and max_new_tokens=6 make 66; the context is 64"
+    ):
         sample_completions(model, make_requests([1] * 60))
     with pytest.raises(RequestRefused, match=r"holds 259; the vocabulary is 0\.\.258"):
         sample_completions(model, make_requests([259]))
@@ -573,16 +719,30 @@ def make_rotary(**rope: Any) -> Any:
 
 
 def make_longrope() -> Any:
-    return make_rotary(rope_type="longrope", factor=4.0, short_factor=[1.0] * 4, long_factor=[3.0] * 4, original_max_position_embeddings=16)
+    return make_rotary(
+        rope_type="longrope",
+        factor=4.0,
+        short_factor=[1.0] * 4,
+        long_factor=[3.0] * 4,
+        original_max_position_embeddings=16,
+    )
 
 
 def test_a_row_that_may_cross_the_length_of_longrope_is_refused_and_one_that_ends_there_is_exact():
     model = make_longrope()
-    with pytest.raises(RequestRefused, match=r"11 prompt tokens and max_new_tokens=6 make 17; rope_type='longrope'.*beyond 16 tokens.*lower max_new"):
+    with pytest.raises(
+        RequestRefused,
+        match=(
+            r"11 prompt tokens and max_new_tokens=6 make 17; rope_type='longrope'.*beyond 16 tokens.*lower"
+            r" max_new"
+        ),
+    ):
         sample_completions(model, make_requests([1] * 11))
     prompts = [1] * 10, [2, 3]
     for prompt, completion in zip(prompts, sample_completions(model, make_requests(*prompts)), strict=True):
-        assert completion.log_probs.tolist() == pytest.approx(slow_log_probs(model, list(prompt), completion, 1.0), abs=1e-4)
+        assert completion.log_probs.tolist() == pytest.approx(
+            slow_log_probs(model, list(prompt), completion, 1.0), abs=1e-4
+        )
 
 
 def test_padding_that_would_change_the_frequencies_of_shorter_rows_is_refused():
@@ -592,7 +752,13 @@ def test_padding_that_would_change_the_frequencies_of_shorter_rows_is_refused():
         ids = torch.arange(count * width).reshape(count, width) % 64
         return compute_token_log_probs(model, ids, torch.arange(width).expand(count, -1) > 0)
 
-    with pytest.raises(ModelError, match=r"rows of 17 tokens, padding included: rope_type='longrope'.*beyond 16 tokens.*one at a time, unpadded"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"rows of 17 tokens, padding included: rope_type='longrope'.*beyond 16 tokens.*one at a time,"
+            r" unpadded"
+        ),
+    ):
         score(longrope, 2, 17)
     with pytest.raises(ModelError, match=r"rows of 65 tokens.*'dynamic'.*beyond 64 tokens"):
         score(dynamic, 1, 65)
@@ -611,9 +777,18 @@ def test_a_model_of_nan_is_an_error_not_a_token():
 def test_a_chat_generator_answers_in_the_chat_template():
     model, tokenizer = make_model(), make_byte_tokenizer()
     sampling = SamplingParams(max_new_tokens=3)
-    generate = make_sync_chat_generate(functools.partial(sample_completions, model, seed=0), tokenizer, sampling)
-    batch = next(generate_rollout_batches(make_buffer(), generate, num_prompts=1, samples_per_prompt=2, reward_fn=lambda sample: 1.0))
-    assert tokenizer.decode(batch.tokens[0][:-3].tolist()) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    generate = make_sync_chat_generate(
+        functools.partial(sample_completions, model, seed=0), tokenizer, sampling
+    )
+    batch = next(
+        generate_rollout_batches(
+            make_buffer(), generate, num_prompts=1, samples_per_prompt=2, reward_fn=lambda sample: 1.0
+        )
+    )
+    assert (
+        tokenizer.decode(batch.tokens[0][:-3].tolist())
+        == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert batch.response_lengths.tolist() == [3, 3]
     assert batch.samples[0].status is Status.TRUNCATED
 
@@ -623,20 +798,27 @@ def test_completions_of_other_requests_are_refused():
         return sample_completions(make_model(), requests)[::-1]
 
     generate = make_sync_chat_generate(reverse, make_byte_tokenizer(), SamplingParams(max_new_tokens=2))
-    with pytest.raises(UserFunctionError, match="reverse must answer one completion per request, in their order and with their ids"):
+    with pytest.raises(
+        UserFunctionError,
+        match="reverse must answer one completion per request, in their order and with their ids",
+    ):
         next(batches_of_two(make_buffer(), generate, reward_fn=reward_length))
 
 
 def test_tools_that_the_template_would_leave_out_are_refused():
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
     buffer = DataBuffer([{"prompt": "a", "tools": tools}], seed=0)
-    generate = make_sync_chat_generate(functools.partial(sample_completions, make_model()), make_byte_tokenizer(), SamplingParams(max_new_tokens=2))
+    generate = make_sync_chat_generate(
+        functools.partial(sample_completions, make_model()),
+        make_byte_tokenizer(),
+        SamplingParams(max_new_tokens=2),
+    )
     with pytest.raises((DataError, ModelError), match="tools"):
         next(batches_of_two(buffer, generate, reward_fn=reward_length))
     assert buffer.get_prompts(1)[0].prompt_id == "row-0"
 
 
-# --- padded log-probs --------------------------------------------------------------------------------------------------------
+# --- padded log-probs ---------------------------------------------------------------------------------------
 
 
 def make_batch() -> RolloutBatch:
@@ -656,7 +838,15 @@ def test_padding_fills_with_nothing():
 
 
 @pytest.mark.parametrize(
-    ("kind", "head"), [("llama", None), ("gpt2", None), ("mamba", None), ("llama", "linear"), ("gpt2", "linear"), ("gpt2", "own")]
+    ("kind", "head"),
+    [
+        ("llama", None),
+        ("gpt2", None),
+        ("mamba", None),
+        ("llama", "linear"),
+        ("gpt2", "linear"),
+        ("gpt2", "own"),
+    ],
 )
 def test_padded_log_probs_and_gradients_are_those_of_each_row_alone(kind: str, head: Any):
     model, batch = make_model(kind), make_batch()
@@ -671,7 +861,9 @@ def test_padded_log_probs_and_gradients_are_those_of_each_row_alone(kind: str, h
     model.zero_grad()
 
     plan = None if head is None else ForwardPlan(tries_up_to=0, rows_up_to=64, reason="", head=head)
-    result = compute_token_log_probs(model, pad_rows(batch.tokens), pad_rows(batch.loss_masks), temperature=0.7, plan=plan)
+    result = compute_token_log_probs(
+        model, pad_rows(batch.tokens), pad_rows(batch.loss_masks), temperature=0.7, plan=plan
+    )
     (result.log_probs * weights).sum().backward()
     torch.testing.assert_close(result.log_probs.detach(), expected.detach(), atol=1e-4, rtol=1e-4)
     mine = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -684,7 +876,9 @@ def test_padded_log_probs_and_gradients_are_those_of_each_row_alone(kind: str, h
 def test_entropy_has_a_gradient_when_it_is_asked_for(kind: str, head: Any):
     model, batch = make_model(kind), make_batch()
     row = torch.from_numpy(batch.tokens[0])[None]
-    log_probs = torch.log_softmax(model(input_ids=row).logits[0, [1, 3]] / 0.7, -1)  # what predicts the trained tokens 2 and 4
+    log_probs = torch.log_softmax(
+        model(input_ids=row).logits[0, [1, 3]] / 0.7, -1
+    )  # what predicts the trained tokens 2 and 4
     expected = -(log_probs.exp() * log_probs).sum(-1)
     (expected * torch.tensor([2.0, -1.0])).sum().backward()
     gradients = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -723,11 +917,17 @@ def test_a_batch_becomes_the_inputs_of_every_loss():
 
 def test_a_first_token_cannot_train():
     with pytest.raises(ValueError, match=r"mask\[1\] trains the first token"):
-        compute_token_log_probs(make_model(), torch.tensor([[1, 2], [3, 4]]), torch.tensor([[False, True], [True, True]]))
+        compute_token_log_probs(
+            make_model(), torch.tensor([[1, 2], [3, 4]]), torch.tensor([[False, True], [True, True]])
+        )
     with pytest.raises(ValueError, match=r"input_ids have shape \(1, 2\) and mask \(1, 3\)"):
-        compute_token_log_probs(make_model(), torch.zeros((1, 2), dtype=torch.int64), torch.zeros((1, 3), dtype=torch.bool))
+        compute_token_log_probs(
+            make_model(), torch.zeros((1, 2), dtype=torch.int64), torch.zeros((1, 3), dtype=torch.bool)
+        )
 
 
 def test_a_batch_that_trains_nothing_has_log_probs_of_zero():
-    result = compute_token_log_probs(make_model(), torch.tensor([[1, 2]]), torch.zeros((1, 2), dtype=torch.bool))
+    result = compute_token_log_probs(
+        make_model(), torch.tensor([[1, 2]]), torch.zeros((1, 2), dtype=torch.bool)
+    )
     assert result.log_probs.tolist() == result.entropy.tolist() == [[0, 0]]

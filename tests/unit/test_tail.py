@@ -15,7 +15,16 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from rollouts.cli import main
 from rollouts.inspect import tail
-from rollouts.inspect.tail import FileCursor, RunView, clip, describe_row, draw_screen, estimate_left_s, follow, follow_on_console
+from rollouts.inspect.tail import (
+    FileCursor,
+    RunView,
+    clip,
+    describe_row,
+    draw_screen,
+    estimate_left_s,
+    follow,
+    follow_on_console,
+)
 from rollouts.metrics.jsonl import Row
 from rollouts.run_dir import Activity
 
@@ -24,7 +33,10 @@ HEAD = {"schema": 1, "stage": "rl", "policy_version": 0, "attempt": 1}
 
 
 def line(step: int, **fields: Any) -> str:
-    return json.dumps({**HEAD, "step": step, "time_unix": 100.0 + 10 * step, "reward/mean": step / 10, **fields}) + "\n"
+    return (
+        json.dumps({**HEAD, "step": step, "time_unix": 100.0 + 10 * step, "reward/mean": step / 10, **fields})
+        + "\n"
+    )
 
 
 def append(path: Path, text: str) -> None:
@@ -87,17 +99,37 @@ def test_a_new_attempt_takes_back_the_steps_that_it_repeats(run: Path):
 
 def test_the_time_left_goes_by_the_median_pace(run: Path):
     view = RunView(run, {"rl": 12})
-    view.take("metrics", [json.loads(line(1)), json.loads(line(2)), json.loads(line(3)), json.loads(line(4, time_unix=900.0))])
+    view.take(
+        "metrics",
+        [json.loads(line(1)), json.loads(line(2)), json.loads(line(3)), json.loads(line(4, time_unix=900.0))],
+    )
     assert estimate_left_s(view) == 8 * 10.0
     assert estimate_left_s(RunView(run)) is None
 
 
 def test_the_screen_says_where_the_run_is(run: Path):
     view = RunView(run, {"rl": 12})
-    row = {"loss/total": 0.5, "fail/reward": 3, "optim/skipped_steps": 1, "time/generate": 2.0, "time/step": 2.5}
+    row = {
+        "loss/total": 0.5,
+        "fail/reward": 3,
+        "optim/skipped_steps": 1,
+        "time/generate": 2.0,
+        "time/step": 2.5,
+    }
     view.take("metrics", [json.loads(line(1)), json.loads(line(2, **row))])
-    view.take("samples", [{**HEAD, "step": 2, "id": "a", "status": "completed", "reward": 1, "response": "x\x1b[2Jy\nz"}])
-    span = {**HEAD, "step": 2, "name": "generate", "track": "vllm-1", "start_unix": 1.0, "duration_s": 1.0, "tokens": 7}
+    view.take(
+        "samples",
+        [{**HEAD, "step": 2, "id": "a", "status": "completed", "reward": 1, "response": "x\x1b[2Jy\nz"}],
+    )
+    span = {
+        **HEAD,
+        "step": 2,
+        "name": "generate",
+        "track": "vllm-1",
+        "start_unix": 1.0,
+        "duration_s": 1.0,
+        "tokens": 7,
+    }
     view.take("spans", [span, span])
     lines = draw_screen(view, HERE, width=200, now_unix=125.0).plain.splitlines()
     assert lines[0] == f"{run}: running"
@@ -113,7 +145,9 @@ def test_the_screen_says_where_the_run_is(run: Path):
 
 def test_a_run_of_evaluations_only_shows_them(run: Path):
     view = RunView(run)
-    view.take("evaluations", [{**HEAD, "stage": "base", "step": 0, "name": "heldout", "eval/heldout/avg@1": 0.5}])
+    view.take(
+        "evaluations", [{**HEAD, "stage": "base", "step": 0, "name": "heldout", "eval/heldout/avg@1": 0.5}]
+    )
     lines = draw_screen(view, HERE, width=200, now_unix=125.0).plain.splitlines()
     assert lines[1:] == ["no step has ended yet", "evaluated base step 0: eval/heldout/avg@1 0.5"]
 
@@ -121,9 +155,19 @@ def test_a_run_of_evaluations_only_shows_them(run: Path):
 def test_a_row_of_another_writer_is_shown_as_far_as_it_goes(run: Path, capsys: pytest.CaptureFixture[str]):
     """No time, numbers that are none, a span and a sample without what they should have."""
     odd = {"reward/mean": "NaN", "fail/reward": "many", "optim/skipped_steps": "x", "time/train": "long"}
-    append(run / "metrics.jsonl", json.dumps({**HEAD, "step": 2, **odd}) + "\n" + json.dumps({"stage": "rl", "step": 3, "attempt": 1}) + "\n")
-    (run / "spans.jsonl").write_text(json.dumps({**HEAD, "step": 2, "name": "generate", "tokens": "many", "start_unix": None}) + "\n")
-    (run / "samples.jsonl").write_text(json.dumps({**HEAD, "step": 2, "reward": "NaN", "response": None}) + "\n")
+    append(
+        run / "metrics.jsonl",
+        json.dumps({**HEAD, "step": 2, **odd})
+        + "\n"
+        + json.dumps({"stage": "rl", "step": 3, "attempt": 1})
+        + "\n",
+    )
+    (run / "spans.jsonl").write_text(
+        json.dumps({**HEAD, "step": 2, "name": "generate", "tokens": "many", "start_unix": None}) + "\n"
+    )
+    (run / "samples.jsonl").write_text(
+        json.dumps({**HEAD, "step": 2, "reward": "NaN", "response": None}) + "\n"
+    )
     assert main(["tail", str(run), "--once"]) == 0
     assert "rl step 3 of 12, attempt 1\n" in capsys.readouterr().out
 
@@ -139,8 +183,12 @@ def test_a_row_is_one_line():
     assert describe_row(view, json.loads(line(3, **{"time/step": 2.5}))) == "rl 3/12  reward 0.3  s/step 2.5"
 
 
-def follow_in_virtual_time(root: Path, events: Sequence[tuple[float, Callable[[], object]]], end_s: float) -> list[tuple[float, list[int], bool]]:
-    """(time, new steps, running) of each call, while the events happen at their times and the run ends at `end_s`."""
+def follow_in_virtual_time(
+    root: Path, events: Sequence[tuple[float, Callable[[], object]]], end_s: float
+) -> list[tuple[float, list[int], bool]]:
+    """(time, new steps, running) of each call, while the events happen at their times and the run ends at
+    `end_s`.
+    """
     seen: list[tuple[float, list[int], bool]] = []
 
     async def happen() -> None:
@@ -157,7 +205,9 @@ def follow_in_virtual_time(root: Path, events: Sequence[tuple[float, Callable[[]
                 every_s=0.5,
                 once=False,
                 find=lambda: HERE if trio.current_time() - start < end_s else OVER,
-                show=lambda _, fresh, activity: seen.append((trio.current_time() - start, steps(fresh), activity == HERE)),
+                show=lambda _, fresh, activity: seen.append(
+                    (trio.current_time() - start, steps(fresh), activity == HERE)
+                ),
             )
 
     trio.run(both, clock=MockClock(autojump_threshold=0))
@@ -167,10 +217,16 @@ def follow_in_virtual_time(root: Path, events: Sequence[tuple[float, Callable[[]
 def test_following_shows_each_change_and_ends_with_the_run(run: Path):
     path = run / "metrics.jsonl"
     events = [(1.2, lambda: append(path, line(2))), (2.9, lambda: append(path, line(3)))]
-    assert follow_in_virtual_time(run, events, end_s=3.0) == [(0.0, [1], True), (1.5, [2], True), (3.0, [3], False)]
+    assert follow_in_virtual_time(run, events, end_s=3.0) == [
+        (0.0, [1], True),
+        (1.5, [2], True),
+        (3.0, [3], False),
+    ]
 
 
-def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(
+    run: Path, capsys: pytest.CaptureFixture[str]
+):
     (run / "run.lock").write_text('{"pid": 1, "host": "node3"}\n')
 
     async def finish() -> None:
@@ -187,7 +243,9 @@ def test_a_run_of_another_machine_is_followed_until_it_has_a_summary(run: Path, 
 def test_the_screen_says_what_cannot_be_known(run: Path):
     view = RunView(run)
     far = Activity("elsewhere", locked=False, finished=False, host="node3")
-    assert draw_screen(view, far, width=200, now_unix=0.0).plain.startswith(f"{run}: perhaps running on node3, whose lock may not be seen here\n")
+    assert draw_screen(view, far, width=200, now_unix=0.0).plain.startswith(
+        f"{run}: perhaps running on node3, whose lock may not be seen here\n"
+    )
 
 
 def test_on_a_terminal_the_screen_is_drawn_again(run: Path):

@@ -1,4 +1,6 @@
-"""The shipped tasks: their gold answers earn everything, wrong ones do not, and rows are the same wherever they are made."""
+"""The shipped tasks: their gold answers earn everything, wrong ones do not, and rows are the same wherever
+they are made.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +26,38 @@ def task(request: pytest.FixtureRequest) -> ModuleType:
 
 
 def answer(row: dict, response: str) -> Sample:
-    return Sample(id="s", prompt=row["prompt"], response=response, metadata={key: value for key, value in row.items() if key != "prompt"})
+    return Sample(
+        id="s",
+        prompt=row["prompt"],
+        response=response,
+        metadata={key: value for key, value in row.items() if key != "prompt"},
+    )
 
 
 def group_of(row: dict, results: list[RewardResult]) -> SampleGroup:
     samples = [
-        Sample(id=f"s{index}", prompt=row["prompt"], reward=result.reward, rewards=result.parts, status=Status.COMPLETED)
+        Sample(
+            id=f"s{index}",
+            prompt=row["prompt"],
+            reward=result.reward,
+            rewards=result.parts,
+            status=Status.COMPLETED,
+        )
         for index, result in enumerate(results)
     ]
     return SampleGroup(0, "row-0", tuple(samples))
 
 
 def test_there_are_at_least_six_tasks():
-    assert NAMES == ["arithmetic", "countdown", "json_extraction", "letter_counting", "letter_words", "sorting", "summary_length"]
+    assert NAMES == [
+        "arithmetic",
+        "countdown",
+        "json_extraction",
+        "letter_counting",
+        "letter_words",
+        "sorting",
+        "summary_length",
+    ]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -54,7 +75,12 @@ def test_row_i_depends_on_the_seed_and_i_alone(task):
 
 def test_the_functions_that_a_page_names_exist_and_fit_their_role(task, tmp_path):
     page = task.__doc__ or ""
-    for role, key in (("rows", "function"), ("reward", "reward"), ("group_reward", "group_reward"), ("filter", "filters")):
+    for role, key in (
+        ("rows", "function"),
+        ("reward", "reward"),
+        ("group_reward", "group_reward"),
+        ("filter", "filters"),
+    ):
         for line in page.splitlines():
             name, equals, value = line.strip().partition(" = ")
             if equals and name == key:
@@ -64,7 +90,16 @@ def test_the_functions_that_a_page_names_exist_and_fit_their_role(task, tmp_path
 
 def test_countdown_knows_a_solution_from_a_try_from_nonsense():
     row = {"prompt": "p", "answer": "(3 + 5) * 2", "numbers": [5, 2, 3], "target": 16}
-    expected = {"(3+5)*2": 1.0, "3*5": 0.1, "2*2*4": 0.0, "3+5+": 0.0, "__import__('os')": 0.0, "3**2": 0.0, "5/(3-3)": 0.0, "True": 0.0}
+    expected = {
+        "(3+5)*2": 1.0,
+        "3*5": 0.1,
+        "2*2*4": 0.0,
+        "3+5+": 0.0,
+        "__import__('os')": 0.0,
+        "3**2": 0.0,
+        "5/(3-3)": 0.0,
+        "True": 0.0,
+    }
     assert {text: countdown.reaches_target(answer(row, text)).reward for text in expected} == expected
     assert "which are not given" in (countdown.reaches_target(answer(row, "2*2*4")).note or "")
     assert countdown.evaluate("1/3 + 1/6")[0] * 2 == 1
@@ -81,7 +116,16 @@ def test_countdown_keeps_groups_that_are_partly_solved():
 
 @pytest.mark.parametrize(
     ("response", "reward"),
-    [("3", 1.0), (" 3\n", 1.0), ("It is 3.", 0.5), ("03", 1.0), ("2, no: 3", 0.5), ("3 or 4", 0.0), ("three", 0.0), ("", 0.0)],
+    [
+        ("3", 1.0),
+        (" 3\n", 1.0),
+        ("It is 3.", 0.5),
+        ("03", 1.0),
+        ("2, no: 3", 0.5),
+        ("3 or 4", 0.0),
+        ("three", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_letter_counting_takes_the_last_number(response, reward):
     row = {"prompt": "How many r in strawberry?", "answer": "3", "word": "strawberry", "letter": "r"}
@@ -115,7 +159,16 @@ def test_json_extraction_counts_right_fields(response, reward):
 
 @pytest.mark.parametrize(
     ("response", "reward"),
-    [("1, 2, 3", 1.0), ("[1,2,3]", 1.0), ("1, 3, 2", 0.25), ("3, 2, 1", 0.0), ("1, 2", 0.0), ("1, 2, 2, 3", 0.0), ("1 2 3", 0.0), ("", 0.0)],
+    [
+        ("1, 2, 3", 1.0),
+        ("[1,2,3]", 1.0),
+        ("1, 3, 2", 0.25),
+        ("3, 2, 1", 0.0),
+        ("1, 2", 0.0),
+        ("1, 2, 2, 3", 0.0),
+        ("1 2 3", 0.0),
+        ("", 0.0),
+    ],
 )
 def test_sorting_gives_half_of_the_share_of_neighbours_in_order(response, reward):
     row = {"prompt": "p", "answer": "1, 2, 3", "numbers": [3, 1, 2]}
@@ -130,7 +183,10 @@ def test_a_summary_is_scored_by_coverage_and_length():
 
 def test_preferences_are_win_rates_with_ties_as_half():
     row = {"prompt": "p", "answer": "", "target_words": 4, "facts": ["otter", "river", "coin", "child"]}
-    samples = [answer(row, text) for text in ("otter river coin child", "otter river coin coin", "coin otter river river", "")]
+    samples = [
+        answer(row, text)
+        for text in ("otter river coin child", "otter river coin coin", "coin otter river river", "")
+    ]
     assert [result.reward for result in summary_length.win_rates(samples)] == [1.0, 0.5, 0.5, 0.0]
     with pytest.raises(ValueError, match="at least two"):
         summary_length.win_rates(samples[:1])

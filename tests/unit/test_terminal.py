@@ -25,10 +25,22 @@ HEAD = {"schema": 1, "stage": "rl", "step": 1, "policy_version": 0, "attempt": 1
 
 
 def is_steering(letter: str) -> bool:
-    return letter not in "\t\n" and (unicodedata.category(letter) in ("Cc", "Cs") or unicodedata.bidirectional(letter) in STEERING_CLASSES)
+    return letter not in "\t\n" and (
+        unicodedata.category(letter) in ("Cc", "Cs") or unicodedata.bidirectional(letter) in STEERING_CLASSES
+    )
 
 
-STEERING_CLASSES = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")  # of Unicode: what begins or ends a run of another direction
+STEERING_CLASSES = (
+    "LRE",
+    "RLE",
+    "LRO",
+    "RLO",
+    "PDF",
+    "LRI",
+    "RLI",
+    "FSI",
+    "PDI",
+)  # of Unicode: what begins or ends a run of another direction
 
 
 def test_every_character_that_steers_is_written_out_and_no_other():
@@ -48,7 +60,14 @@ def test_a_line_stays_one_line():
 
 
 def test_a_console_writes_no_text_that_steers_in_tables_titles_and_styles():
-    console = SafeConsole(file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor", markup=False, highlight=False)
+    console = SafeConsole(
+        file=io.StringIO(),
+        width=400,
+        force_terminal=True,
+        color_system="truecolor",
+        markup=False,
+        highlight=False,
+    )
     table = Table(title=f"title{CLEAR}")
     table.add_column(f"head{CLEAR}")
     table.add_row(f"cell{CLEAR}")
@@ -74,23 +93,41 @@ def test_lines_for_programs_are_safe_on_a_terminal_and_as_they_are_elsewhere(mon
         assert out.getvalue() == expected
 
 
-# --- the commands -------------------------------------------------------------------------------------------------------------
+# --- the commands -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run in which everything that is text says what would steer a terminal."""
     failure = {"class": f"reward{NASTY}", "function": f"grade{NASTY}", "message": f"Timed out{NASTY}"}
-    sample = {**HEAD, "id": f"s0{NASTY}", "status": "completed", "reward": 1.0, "rewards": {f"a{NASTY}": 1.0, "b": 0.5}}
+    sample = {
+        **HEAD,
+        "id": f"s0{NASTY}",
+        "status": "completed",
+        "reward": 1.0,
+        "rewards": {f"a{NASTY}": 1.0, "b": 0.5},
+    }
     failed = {**sample, "id": "s1", "status": "failed", "metadata": {"failure": failure}}
-    chat = [{"role": f"user{NASTY}", "content": f"add{NASTY}"}, {"role": "tool", "content": [{"text": NASTY}]}]
+    chat = [
+        {"role": f"user{NASTY}", "content": f"add{NASTY}"},
+        {"role": "tool", "content": [{"text": NASTY}]},
+    ]
     texts = {"prompt": chat, "response": f"two\nlines\t{NASTY}"}
     write_rows(tmp_path / "samples.jsonl", {**sample, **texts}, {**failed, **texts})
     metrics = {"reward/mean": 0.5, "loss/total": 1.0, "time/step": 1.0}
     metrics |= {f"fail/reward{NASTY}": 1.0, f"groups/dropped/{NASTY}": 1.0, f"time/{NASTY}": 0.5}
     write_rows(tmp_path / "metrics.jsonl", {**HEAD, **metrics}, {**HEAD, **metrics, "step": 2})
-    write_rows(tmp_path / "evaluations.jsonl", {**HEAD, "name": f"heldout{NASTY}", f"eval/{NASTY}/avg@1": 0.5})
-    span = {**HEAD, "name": "generate", "track": f"vllm{NASTY}", "start_unix": 1.0, "duration_s": 1.0, "tokens": 3}
+    write_rows(
+        tmp_path / "evaluations.jsonl", {**HEAD, "name": f"heldout{NASTY}", f"eval/{NASTY}/avg@1": 0.5}
+    )
+    span = {
+        **HEAD,
+        "name": "generate",
+        "track": f"vllm{NASTY}",
+        "start_unix": 1.0,
+        "duration_s": 1.0,
+        "tokens": 3,
+    }
     write_rows(tmp_path / "spans.jsonl", {**span, "step": 2})
     (tmp_path / "summary.json").write_text(json.dumps({"mode": NASTY, "versions": {"torch": NASTY}}))
     return tmp_path
@@ -116,7 +153,9 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> None:
         ["plot", NASTY],
     ],
 )
-def test_no_command_lets_a_record_steer_the_terminal(run: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
+def test_no_command_lets_a_record_steer_the_terminal(
+    run: Path, words: list[str], capsys: pytest.CaptureFixture[str]
+):
     if words[0] == "query":
         pytest.importorskip("duckdb")
     main([words[0], str(run), *words[1:]])
@@ -141,7 +180,9 @@ def test_words_between_colons_are_no_pictures(run: Path, capsys: pytest.CaptureF
     assert ":warning:" in capsys.readouterr().out
 
 
-def test_an_output_that_takes_no_lines_and_curves_gets_question_marks(run: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_output_that_takes_no_lines_and_curves_gets_question_marks(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+):
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", out)
     assert main(["tail", str(run), "--once"]) == 0

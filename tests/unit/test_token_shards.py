@@ -14,7 +14,15 @@ import pytest
 
 from rollouts.errors import RecordError, StorageError
 from rollouts.metrics.contributions import UpdateRecord
-from rollouts.metrics.token_shards import PREFIX, Block, TokenShards, decode_block, encode_blocks, list_shards, read_token_arrays
+from rollouts.metrics.token_shards import (
+    PREFIX,
+    Block,
+    TokenShards,
+    decode_block,
+    encode_blocks,
+    list_shards,
+    read_token_arrays,
+)
 from rollouts.run_dir import RunDir
 from rollouts.types import ForwardBackwardResult, OptimStepResult, RolloutBatch, Sample, TokenArrays
 
@@ -36,15 +44,28 @@ def make_update(**fields: Any) -> UpdateRecord:
         rollout_log_probs=column(),
         advantages=column(),
         weight_versions=tuple(np.where(mask, 17, -1) for mask in masks),
-        samples=tuple(Sample(id=f"s{row}", prompt="p", tokens=ids, loss_mask=mask) for row, (ids, mask) in enumerate(whole)),
+        samples=tuple(
+            Sample(id=f"s{row}", prompt="p", tokens=ids, loss_mask=mask)
+            for row, (ids, mask) in enumerate(whole)
+        ),
         **{name: column() for name in fields.pop("more", ())},
     )
     traced = TokenArrays(log_probs=column(), slopes=column(), weights=column())
-    forward = ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={}, per_token=fields.pop("per_token", traced))
-    return UpdateRecord(update=0, batch=batch, forward=forward, optim=OptimStepResult(step=1, lr=0.1, grad_norm=1.0, clipped=False), contributes=True)
+    forward = ForwardBackwardResult(
+        loss=0.0, denominator=1.0, metrics={}, per_token=fields.pop("per_token", traced)
+    )
+    return UpdateRecord(
+        update=0,
+        batch=batch,
+        forward=forward,
+        optim=OptimStepResult(step=1, lr=0.1, grad_norm=1.0, clipped=False),
+        contributes=True,
+    )
 
 
-def write(run_dir: RunDir, update: UpdateRecord, *, limit_bytes: int = 1 << 20, attempt: int = 1) -> list[dict[str, Any]]:
+def write(
+    run_dir: RunDir, update: UpdateRecord, *, limit_bytes: int = 1 << 20, attempt: int = 1
+) -> list[dict[str, Any]]:
     """The rows that name the arrays, as far as a reader needs them."""
     run_dir.root.mkdir(exist_ok=True)
     shards = TokenShards(run_dir, attempt=attempt, limit_bytes=limit_bytes)
@@ -52,7 +73,15 @@ def write(run_dir: RunDir, update: UpdateRecord, *, limit_bytes: int = 1 << 20, 
     shards.close()
     samples = update.batch.samples
     return [
-        {"step": 1, "update": 0, "row": row, "id": samples[row].id, "shard": place.shard, "offset": place.offset, "length": place.length}
+        {
+            "step": 1,
+            "update": 0,
+            "row": row,
+            "id": samples[row].id,
+            "shard": place.shard,
+            "offset": place.offset,
+            "length": place.length,
+        }
         for row, place in enumerate(places)
     ]
 
@@ -81,16 +110,29 @@ def levels(mask: Any, inside: float, outside: float) -> Any:
     return np.where(mask, np.float32(inside), np.float32(outside)).astype(np.float32)
 
 
-def test_a_column_of_one_value_within_the_mask_and_one_without_takes_no_bytes_and_is_read_back_bit_by_bit(tmp_path: Path):
-    masks = (np.array([0, 0, 1, 1, 1], bool), np.ones(3, bool), np.zeros(2, bool), np.zeros(0, bool), np.array([1, 0, 1], bool))
+def test_a_column_of_one_value_within_the_mask_and_one_without_takes_no_bytes_and_is_read_back_bit_by_bit(
+    tmp_path: Path,
+):
+    masks = (
+        np.array([0, 0, 1, 1, 1], bool),
+        np.ones(3, bool),
+        np.zeros(2, bool),
+        np.zeros(0, bool),
+        np.array([1, 0, 1], bool),
+    )
     pairs = [(0.1, 0.0), (-0.0, 1.0), (2.0, -0.0), (1.0, 1.0), (np.nan, 0.0)]
     advantages = tuple(levels(mask, *pair) for mask, pair in zip(masks, pairs, strict=True))
     versions = tuple(np.where(mask, 7 + row, -1) for row, mask in enumerate(masks))
     weights = (*(levels(mask, 1.0, 0.0) for mask in masks[:4]), np.array([0.5, 0.0, 0.25], np.float32))
     tokens = tuple(np.arange(len(mask)) for mask in masks)
-    samples = tuple(Sample(id=f"s{row}", prompt="p", tokens=ids, loss_mask=mask) for row, (ids, mask) in enumerate(zip(tokens, masks, strict=True)))
+    samples = tuple(
+        Sample(id=f"s{row}", prompt="p", tokens=ids, loss_mask=mask)
+        for row, (ids, mask) in enumerate(zip(tokens, masks, strict=True))
+    )
     zeros = tuple(np.zeros(len(mask), np.float32) for mask in masks)
-    batch = RolloutBatch(tokens=tokens, loss_masks=masks, advantages=advantages, weight_versions=versions, samples=samples)
+    batch = RolloutBatch(
+        tokens=tokens, loss_masks=masks, advantages=advantages, weight_versions=versions, samples=samples
+    )
     forward = ForwardBackwardResult(
         loss=0.0, denominator=1.0, metrics={}, per_token=TokenArrays(log_probs=zeros, slopes=zeros, weights=weights)
     )  # fmt: skip
@@ -103,7 +145,13 @@ def test_a_column_of_one_value_within_the_mask_and_one_without_takes_no_bytes_an
         assert found["weight"].tobytes() == weights_.tobytes()
         assert found["advantage"].tobytes() == advantages_.tobytes(), "a zero keeps its sign and a NaN stays"
     payloads = [PREFIX.unpack_from(block.data)[2] for block in encode_blocks(update)]
-    assert payloads == [5 * 9, 3 * 9, 2 * 9, 0, 3 * (9 + 4 + 4)], "a token's id, mask and log_prob are 9 bytes; a NaN and two weights are kept"
+    assert payloads == [
+        5 * 9,
+        3 * 9,
+        2 * 9,
+        0,
+        3 * (9 + 4 + 4),
+    ], "a token's id, mask and log_prob are 9 bytes; a NaN and two weights are kept"
 
 
 def test_many_rows_are_the_same_blocks_as_each_by_itself():
@@ -115,12 +163,18 @@ def test_many_rows_are_the_same_blocks_as_each_by_itself():
         loss_masks=tuple(rng.random(n) < 0.5 for n in lengths),
         advantages=tuple(np.full(n, rng.normal(), np.float32) for n in lengths),
     )
-    update = dataclasses.replace(make_update(), batch=batch, forward=ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={}))
+    update = dataclasses.replace(
+        make_update(), batch=batch, forward=ForwardBackwardResult(loss=0.0, denominator=1.0, metrics={})
+    )
     alone = [
         encode_blocks(
             dataclasses.replace(
                 update,
-                batch=RolloutBatch(tokens=batch.tokens[row : row + 1], loss_masks=batch.loss_masks[row : row + 1], advantages=(advantages,)),
+                batch=RolloutBatch(
+                    tokens=batch.tokens[row : row + 1],
+                    loss_masks=batch.loss_masks[row : row + 1],
+                    advantages=(advantages,),
+                ),
             )
         )
         for row, advantages in enumerate(batch.advantages or ())
@@ -130,7 +184,13 @@ def test_many_rows_are_the_same_blocks_as_each_by_itself():
 
 def test_a_column_that_a_batch_lacks_is_absent(tmp_path: Path):
     rows = write(RunDir(tmp_path / "run"), make_update(per_token=None))
-    assert set(read_token_arrays(RunDir(tmp_path / "run"), rows[0])) == {"tokens", "mask", "version", "mu", "advantage"}
+    assert set(read_token_arrays(RunDir(tmp_path / "run"), rows[0])) == {
+        "tokens",
+        "mask",
+        "version",
+        "mu",
+        "advantage",
+    }
 
 
 @pytest.mark.parametrize("at", [0, 5, 13, 40, 300, -1])
@@ -161,7 +221,9 @@ def test_a_removed_shard_is_named_with_the_setting_that_keeps_more(tmp_path: Pat
     run_dir = RunDir(tmp_path / "run")
     row = write(run_dir, make_update())[0]
     (run_dir.tokens / row["shard"]).unlink()
-    with pytest.raises(RecordError, match=r"rl-1-000000\.bin of step 1, update 0, row 0 was removed.*token_arrays_gib"):
+    with pytest.raises(
+        RecordError, match=r"rl-1-000000\.bin of step 1, update 0, row 0 was removed.*token_arrays_gib"
+    ):
         read_token_arrays(run_dir, row)
 
 
@@ -181,10 +243,14 @@ def test_the_newest_shards_stay_within_the_limit_and_the_oldest_go(tmp_path: Pat
     block = Block(b"x" * 300, 1)
     names = [place.shard for _ in range(50) for place in shards.write("rl", [block, block])]
     shards.close()
-    assert names == sorted(names) and len(set(names)) == 25, "a shard takes no more once it has 1000 bytes: four blocks"
+    assert names == sorted(names) and len(set(names)) == 25, (
+        "a shard takes no more once it has 1000 bytes: four blocks"
+    )
     kept = list_shards(run_dir.tokens)
     assert [path.name for path in kept] == sorted(set(names))[-len(kept) :]
-    assert sum(path.stat().st_size for path in kept) == 7200, "six of 1200 bytes: a seventh would be more than 8000"
+    assert sum(path.stat().st_size for path in kept) == 7200, (
+        "six of 1200 bytes: a seventh would be more than 8000"
+    )
     assert shards.removed_bytes == 50 * 600 - 7200
 
 
@@ -196,14 +262,20 @@ def test_a_later_attempt_and_stage_have_shards_of_their_own_and_earlier_ones_go_
     first.close()
     second = TokenShards(run_dir, attempt=2, limit_bytes=3200)
     assert [place.shard for place in second.write("sft", [block])] == ["sft-2-000000.bin"]
-    assert [place.shard for place in second.write("rl", [block, block])] == ["rl-2-000001.bin", "rl-2-000002.bin"]
+    assert [place.shard for place in second.write("rl", [block, block])] == [
+        "rl-2-000001.bin",
+        "rl-2-000002.bin",
+    ]
     second.write("rl", [block, block, block])
     second.close()
     assert list_shards(run_dir.tokens)[0].name == "rl-1-000002.bin"
     again = TokenShards(run_dir, attempt=2, limit_bytes=3200)
     [place] = again.write("rl", [block])
     again.close()
-    assert place.offset == 0 and place.shard not in {"rl-2-000001.bin", "rl-2-000002.bin"}, "a shard is never written by two"
+    assert place.offset == 0 and place.shard not in {
+        "rl-2-000001.bin",
+        "rl-2-000002.bin",
+    }, "a shard is never written by two"
 
 
 def test_what_a_disk_refuses_leaves_the_shard_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -266,6 +338,8 @@ def test_a_block_of_a_later_version_with_an_unknown_type_is_refused(tmp_path: Pa
     from rollouts.metrics.token_shards import MAGIC
 
     header = json.dumps({"id": "s", "length": 2, "columns": [["tokens", "<O8"]]}).encode()
-    data = PREFIX.pack(MAGIC, len(header), 16, zlib.crc32(b"\0" * 16, zlib.crc32(header))) + header + b"\0" * 16
+    data = (
+        PREFIX.pack(MAGIC, len(header), 16, zlib.crc32(b"\0" * 16, zlib.crc32(header))) + header + b"\0" * 16
+    )
     with pytest.raises(RecordError, match="'<O8' does not fit"):
         decode_block(data, where="here")

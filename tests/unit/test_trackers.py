@@ -1,4 +1,6 @@
-"""Following a run's files: what is read, in which order, from where; what is unsent; names, secrets and settings."""
+"""Following a run's files: what is read, in which order, from where; what is unsent; names, secrets and
+settings.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,14 @@ def root(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-def read_all(root: Path, position: Position, *, limit: int = 100, **options: int) -> tuple[list[TrackedRow], Position]:
+def read_all(
+    root: Path, position: Position, *, limit: int = 100, **options: int
+) -> tuple[list[TrackedRow], Position]:
     batch = read_batch(root, FILES, position, limit=limit, say=pytest.fail, **options)
     return batch.rows, advance(position, batch.ends, len(batch.rows), None)
 
 
-# --- reading -----------------------------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------
 
 
 def test_rows_come_by_their_time_over_the_files_and_are_numbered(root: Path):
@@ -87,7 +91,9 @@ def test_parts_are_read_in_order_and_a_place_is_one_in_a_part(root: Path):
 def test_what_was_being_sent_is_read_again_exactly_though_more_is_there(root: Path):
     append(root, make_row(1), make_row(2), make_row(3))
     batch = read_batch(root, FILES, Position("id"), limit=2, say=pytest.fail)
-    append(root, make_row(2, time_unix=BEGAN, name="heldout"), file="evaluations")  # earlier than all, written later
+    append(
+        root, make_row(2, time_unix=BEGAN, name="heldout"), file="evaluations"
+    )  # earlier than all, written later
     again = read_batch(root, FILES, Position("id", sending=batch.ends), limit=100, say=pytest.fail)
     assert again == batch
     assert steps(again.rows) == [1, 2]
@@ -110,7 +116,10 @@ def test_a_line_that_is_no_row_is_passed_over_and_said_once(root: Path):
     assert steps(batch.rows) == [1]
     assert len(said) == 1
     assert "metrics.jsonl: no row" in said[0]
-    assert read_batch(root, FILES, advance(Position("id"), batch.ends, 1, None), limit=9, say=pytest.fail).ends == {}
+    assert (
+        read_batch(root, FILES, advance(Position("id"), batch.ends, 1, None), limit=9, say=pytest.fail).ends
+        == {}
+    )
 
 
 def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(root: Path):
@@ -125,9 +134,13 @@ def test_a_file_that_lost_its_end_in_a_power_cut_is_followed_from_a_whole_row(ro
     assert "is not what it was" in said[0]
 
 
-@pytest.mark.parametrize("time_unix", ["NaN", "Infinity", '"12"', "null", "1" + "0" * 400, "[" * 3000 + "]" * 3000])
+@pytest.mark.parametrize(
+    "time_unix", ["NaN", "Infinity", '"12"', "null", "1" + "0" * 400, "[" * 3000 + "]" * 3000]
+)
 def test_a_row_without_a_time_is_passed_over(root: Path, time_unix: str):
-    (root / "metrics.jsonl").write_text(f'{{"stage": "rl", "step": 1, "attempt": 1, "time_unix": {time_unix}}}\n')
+    (root / "metrics.jsonl").write_text(
+        f'{{"stage": "rl", "step": 1, "attempt": 1, "time_unix": {time_unix}}}\n'
+    )
     append(root, make_row(2))
     said: list[str] = []
     assert steps(read_batch(root, FILES, Position("id"), limit=9, say=said.append).rows) == [2]
@@ -143,7 +156,9 @@ def test_a_torn_last_line_of_a_killed_writer_is_not_unsent(root: Path):
         file.write('{"stage": "rl", "note": "' + "x" * 200_000)  # longer than what is read at once
     assert count_unsent(root, FILES, position) == 0
     assert count_unsent(root, FILES, Position("id")) == size
-    append(root, make_row(3), part=1)  # a line that is no longer the last one is passed over: it is still to be read
+    append(
+        root, make_row(3), part=1
+    )  # a line that is no longer the last one is passed over: it is still to be read
     assert count_unsent(root, FILES, position) == 200_025 + (root / "metrics.1.jsonl").stat().st_size
 
 
@@ -155,10 +170,12 @@ def test_doctor_has_no_advice_for_a_tracker_that_lacks_only_a_torn_line(root: Pa
     write_position(path, position)
     with (root / "metrics.jsonl").open("a") as file:
         file.write('{"stage": "rl", "st')
-    assert [(finding.level, finding.message) for finding in examine_trackers(RunDir(root), running=False)] == [("ok", "1 rows sent")]
+    assert [
+        (finding.level, finding.message) for finding in examine_trackers(RunDir(root), running=False)
+    ] == [("ok", "1 rows sent")]
 
 
-# --- the position ------------------------------------------------------------------------------------------------------------
+# --- the position -------------------------------------------------------------------------------------------
 
 
 def test_a_position_is_read_back_as_it_was_written(root: Path):
@@ -166,7 +183,15 @@ def test_a_position_is_read_back_as_it_was_written(root: Path):
     first = open_position(path)
     assert len(first.id) == 32
     sending = {"metrics": Place(2, 9)}
-    whole = replace(first, files={"metrics": Place(2, 7)}, sending=sending, number=3, handed=1, mark={"size": 4}, left_out=LeftOut(1, "x"))
+    whole = replace(
+        first,
+        files={"metrics": Place(2, 7)},
+        sending=sending,
+        number=3,
+        handed=1,
+        mark={"size": 4},
+        left_out=LeftOut(1, "x"),
+    )
     write_position(path, whole)
     assert read_position(path) == whole == open_position(path)
 
@@ -180,7 +205,16 @@ def test_a_position_of_an_earlier_version_has_nothing_left_out(root: Path):
     assert open_position(path).left_out == LeftOut(0, "")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "id": "a", "files": {"metrics": {"part": -1, "offset": 0}}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"schema": 2}',
+        '{"schema": 1, "id": "a", "files": {"metrics": {"part": -1, "offset": 0}}}',
+    ],
+)
 def test_a_position_that_cannot_be_read_is_refused_with_the_way_out(root: Path, text: str):
     path = position_path(root, "fake")
     path.parent.mkdir()
@@ -194,7 +228,7 @@ def test_the_command_that_sends_the_rest_can_be_pasted():
     assert describe_catching_up(Path("runs/my demo"), ["otlp", "wandb"]) == expected
 
 
-# --- names and secrets -------------------------------------------------------------------------------------------------------
+# --- names and secrets --------------------------------------------------------------------------------------
 
 
 def test_the_trackers_of_config_command_and_sinks_are_the_same():
@@ -219,7 +253,10 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkey
     kind = replace(SINKS["wandb"], packages=("there_is_no_such.package",))
     monkeypatch.setattr(sinks, "SINKS", {**SINKS, "wandb": kind})
     config = load(tmp_path, '["statsd", "wandb"]')
-    install = r"tracker wandb needs the package there_is_no_such, which is not installed: pip install 'rollouts-rl\[wandb\]'"
+    install = (
+        r"tracker wandb needs the package there_is_no_such, which is not installed: pip install"
+        r" 'rollouts-rl\[wandb\]'"
+    )
     with pytest.raises(ConfigError, match=rf"output\.trackers: {install}"):
         check_trackers(config.output.trackers)
     (finding,) = [finding for finding in check_output(config) if finding.subject == "output.trackers"]
@@ -231,7 +268,11 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkey
 
 
 def test_metrics_are_the_numbers_beside_the_head_under_their_stage_where_a_service_has_none():
-    row = TrackedRow("evaluations", make_row(3, **{"name": "heldout", "eval/heldout/avg@4": 0.25, "note": "text"}), aliases={"eval_reward": 0.25})
+    row = TrackedRow(
+        "evaluations",
+        make_row(3, **{"name": "heldout", "eval/heldout/avg@4": 0.25, "note": "text"}),
+        aliases={"eval_reward": 0.25},
+    )
     assert row.metrics() == {"eval/heldout/avg@4": 0.25}
     assert row.staged_metrics() == {"rl/eval/heldout/avg@4": 0.25, "eval_reward": 0.25}
 
@@ -245,11 +286,19 @@ def test_rows_get_the_aliases_that_the_config_asks_for(root: Path):
 
 def test_settings_that_look_like_secrets_are_left_out(root: Path):
     assert read_config(root)["engine"] == {"env": {"API_KEY": "***"}}
-    settings = {"max_new_tokens": 7, "keys": "kept", "url": "http://user:word@host/x", "list": [{"hf_token": "abc"}], "secret": ""}
+    settings = {
+        "max_new_tokens": 7,
+        "keys": "kept",
+        "url": "http://user:word@host/x",
+        "list": [{"hf_token": "abc"}],
+        "secret": "",
+    }
     assert remove_secrets(settings) == {
         "max_new_tokens": 7, "keys": "kept", "url": "http://***@host/x", "list": [{"hf_token": "***"}], "secret": ""
     }  # fmt: skip
-    assert set(remove_secrets({"PGPASSWORD": "x", "azure_storage_connection_string": "x"}).values()) == {"***"}
+    assert set(remove_secrets({"PGPASSWORD": "x", "azure_storage_connection_string": "x"}).values()) == {
+        "***"
+    }
     args = ["--api-key", "abc", "--dtype", "half", "--hf-token=abc", "--seed=1", "--flag", "--key", "x"]
     hidden = ["--api-key", "***", "--dtype", "half", "--hf-token=***", "--seed=1", "--flag", "--key", "***"]
     assert remove_secrets({"args": args}) == {"args": hidden}
@@ -257,12 +306,19 @@ def test_settings_that_look_like_secrets_are_left_out(root: Path):
 
 def test_secrets_of_the_environment_are_blotted_out_of_what_is_said():
     headers = {"OTEL_EXPORTER_OTLP_HEADERS": "x-key=abcdefgh,tenant=1"}
-    secrets = find_secrets({"WANDB_API_KEY": "0123456789", **headers, "URI": "https://me:passphrase@host", "HOME": "/root"})
+    secrets = find_secrets(
+        {"WANDB_API_KEY": "0123456789", **headers, "URI": "https://me:passphrase@host", "HOME": "/root"}
+    )
     text = hide_secrets("key 0123456789 or abcdefgh, passphrase, https://other:word@host, /root", secrets)
     assert text == "key *** or ***, ***, https://***@host, /root"
 
 
 def test_a_secret_is_hidden_without_its_percent_signs_and_with_an_at_sign_in_it():
-    secrets = find_secrets({"OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20s%C3%A9cret-1", "SERVICE": "http://user:p@ssw0rd@host"})
+    secrets = find_secrets(
+        {
+            "OTEL_EXPORTER_OTLP_HEADERS": "authorization=Bearer%20s%C3%A9cret-1",
+            "SERVICE": "http://user:p@ssw0rd@host",
+        }
+    )
     assert hide_secrets("ascii cannot encode 'Bearer sécret-1'", secrets) == "ascii cannot encode '*** ***'"
     assert hide_secrets("http://user:p@ssw0rd@host refused", []) == "http://***@host refused"

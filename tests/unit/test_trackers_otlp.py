@@ -1,4 +1,6 @@
-"""The OTLP sink against a collector on this machine: what arrives, what a collector may refuse, and what the environment says."""
+"""The OTLP sink against a collector on this machine: what arrives, what a collector may refuse, and what the
+environment says.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,7 @@ def open_otlp(url: str, **environment: str):
     return open_sink(make_info(OTEL_EXPORTER_OTLP_ENDPOINT=url, **environment))
 
 
-# --- what is sent --------------------------------------------------------------------------------------------------------------
+# --- what is sent -------------------------------------------------------------------------------------------
 
 
 def test_a_point_has_the_time_of_its_row_and_the_labels_of_its_stage(collector: Collector):
@@ -75,8 +77,15 @@ def test_a_point_has_the_time_of_its_row_and_the_labels_of_its_stage(collector: 
 
 
 def test_everything_arrives_once_after_a_collector_that_refuses_hangs_and_fails(collector: Collector):
-    """Refused, hung, 503 with Retry-After, a bad gateway between metrics and spans; the follower opens the sink anew and sends the same batch."""
-    spans = [TrackedRow("spans", make_row(step, name="train", track="trainer", start_unix=BEGAN, duration_s=1.5), 9 + step) for step in (1, 2)]
+    """Refused, hung, 503 with Retry-After, a bad gateway between metrics and spans; the follower opens the
+    sink anew and sends the same batch.
+    """
+    spans = [
+        TrackedRow(
+            "spans", make_row(step, name="train", track="trainer", start_unix=BEGAN, duration_s=1.5), 9 + step
+        )
+        for step in (1, 2)
+    ]
     rows = [*metrics_rows(5), *spans]
     with pytest.raises(SinkUnavailable, match="cannot be reached"):
         open_otlp(f"http://127.0.0.1:{free_port()}").send(rows)
@@ -101,22 +110,38 @@ def test_a_span_keeps_its_time_and_the_same_row_has_the_same_ids(collector: Coll
 
     from rollouts.trackers import otlp
 
-    row = make_row(4, name="generate", track="vllm-0", start_unix=BEGAN + 0.25, duration_s=0.5, id="g1-s0", tokens=12)
+    row = make_row(
+        4, name="generate", track="vllm-0", start_unix=BEGAN + 0.25, duration_s=0.5, id="g1-s0", tokens=12
+    )
     for _ in range(2):  # as after a kill, which leaves nothing to remember
         otlp._taken.clear()
         open_otlp(collector.url).send([TrackedRow("spans", row, 8)])
-    first, second = (ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans[0] for body in collector.bodies["/v1/traces"])
+    first, second = (
+        ExportTraceServiceRequest.FromString(body).resource_spans[0].scope_spans[0].spans[0]
+        for body in collector.bodies["/v1/traces"]
+    )
     assert first == second
     assert (len(first.trace_id), len(first.span_id), first.name) == (16, 8, "generate")
     assert first.start_time_unix_nano == 1_800_000_000_250_000_000
     assert first.end_time_unix_nano - first.start_time_unix_nano == 500_000_000
     labels = {entry.key: entry.value.string_value or entry.value.int_value for entry in first.attributes}
-    assert labels == {"track": "vllm-0", "stage": "rl", "step": 4, "policy_version": 3, "attempt": 1, "id": "g1-s0", "tokens": 12}
+    assert labels == {
+        "track": "vllm-0",
+        "stage": "rl",
+        "step": 4,
+        "policy_version": 3,
+        "attempt": 1,
+        "id": "g1-s0",
+        "tokens": 12,
+    }
 
 
 def test_headers_come_from_the_environment_and_stand_in_no_message(collector: Collector):
     collector.faults = [None, (401, {})]
-    sink = open_otlp(collector.url.replace("http://", "http://user:hidden@"), OTEL_EXPORTER_OTLP_HEADERS="x-key=top%20secret,tenant=1")
+    sink = open_otlp(
+        collector.url.replace("http://", "http://user:hidden@"),
+        OTEL_EXPORTER_OTLP_HEADERS="x-key=top%20secret,tenant=1",
+    )
     sink.send(metrics_rows(1))
     assert (collector.headers[0]["x-key"], collector.headers[0]["tenant"]) == ("top secret", "1")
     with pytest.raises(SinkRefused, match="answered 401") as raised:
@@ -125,7 +150,7 @@ def test_headers_come_from_the_environment_and_stand_in_no_message(collector: Co
     assert "hidden" not in str(raised.value)
 
 
-# --- what a collector refuses --------------------------------------------------------------------------------------------------
+# --- what a collector refuses -------------------------------------------------------------------------------
 
 
 def make_status(message: str) -> bytes:
@@ -145,7 +170,11 @@ def refuse_steps(status: int, *bad: int) -> Judge:
 
     def judge(path: str, body: bytes) -> tuple[int, bytes, str]:
         refused = set(bad) & set(find_steps(path, body))
-        return (status, make_status("bad value\nof planted-secret"), "application/x-protobuf") if refused else (200, b"", "application/x-protobuf")
+        return (
+            (status, make_status("bad value\nof planted-secret"), "application/x-protobuf")
+            if refused
+            else (200, b"", "application/x-protobuf")
+        )
 
     return judge
 
@@ -166,13 +195,21 @@ def test_a_collector_that_finds_rows_at_fault_is_no_outage(collector: Collector,
 
 
 @pytest.mark.parametrize("status", [400, 413, 422])
-def test_a_single_row_is_at_fault_only_where_a_message_without_rows_is_taken(collector: Collector, status: int):
+def test_a_single_row_is_at_fault_only_where_a_message_without_rows_is_taken(
+    collector: Collector, status: int
+):
     (row,) = metrics_rows(1)
     collector.judge = refuse_steps(status, 1)
     with pytest.raises(RowsRefused):
         open_otlp(collector.url).send([row])
-    collector.judge = lambda path, body: (status, b"The plain HTTP request was sent to HTTPS port", "text/html")
-    with pytest.raises(SinkRefused, match="sent to HTTPS port, even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT"):
+    collector.judge = lambda path, body: (
+        status,
+        b"The plain HTTP request was sent to HTTPS port",
+        "text/html",
+    )
+    with pytest.raises(
+        SinkRefused, match="sent to HTTPS port, even without rows; check OTEL_EXPORTER_OTLP_ENDPOINT"
+    ):
         open_otlp(collector.url).send([row])
     collector.faults = [(status, {}), (503, {})]
     with pytest.raises(SinkUnavailable):
@@ -214,7 +251,10 @@ def test_the_collectors_words_are_one_line(collector: Collector, body: bytes, ki
 
 def test_a_row_that_cannot_be_told_as_otlp_is_at_fault_and_no_other(collector: Collector):
     sink = open_otlp(collector.url)
-    broken = [TrackedRow("metrics", make_row(10**30), 0), TrackedRow("spans", {**make_span(1), "start_unix": None}, 1)]
+    broken = [
+        TrackedRow("metrics", make_row(10**30), 0),
+        TrackedRow("spans", {**make_span(1), "start_unix": None}, 1),
+    ]
     for row in broken:
         with pytest.raises(RowsRefused, match="cannot be told as OTLP"):
             sink.send([row])
@@ -223,15 +263,28 @@ def test_a_row_that_cannot_be_told_as_otlp_is_at_fault_and_no_other(collector: C
     assert collector.steps() == [2.0]
 
 
-@pytest.mark.parametrize("answer", [(202, b"", ""), (200, b"OK", ""), (200, b"{}", "application/json"), (200, b"\xff\xff", "application/x-protobuf")])
-def test_an_answer_of_success_that_is_no_otlp_says_that_the_rows_are_taken(collector: Collector, answer: tuple[int, bytes, str]):
+@pytest.mark.parametrize(
+    "answer",
+    [
+        (202, b"", ""),
+        (200, b"OK", ""),
+        (200, b"{}", "application/json"),
+        (200, b"\xff\xff", "application/x-protobuf"),
+    ],
+)
+def test_an_answer_of_success_that_is_no_otlp_says_that_the_rows_are_taken(
+    collector: Collector, answer: tuple[int, bytes, str]
+):
     collector.judge = lambda path, body: answer
     open_otlp(collector.url).send(metrics_rows(2))
     assert collector.steps() == [1.0, 2.0]
 
 
 def test_values_that_a_collector_leaves_out_are_counted(collector: Collector):
-    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsPartialSuccess, ExportMetricsServiceResponse
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
+        ExportMetricsPartialSuccess,
+        ExportMetricsServiceResponse,
+    )
 
     partial = ExportMetricsPartialSuccess(rejected_data_points=3, error_message="too old")
     body = ExportMetricsServiceResponse(partial_success=partial).SerializeToString()
@@ -241,15 +294,19 @@ def test_values_that_a_collector_leaves_out_are_counted(collector: Collector):
     assert open_otlp(collector.url).send(rows[1:]) == {"left_out": 6}
 
 
-# --- through the follower ------------------------------------------------------------------------------------------------------
+# --- through the follower -----------------------------------------------------------------------------------
 
 
 def make_run(root: Path, count: int) -> Path:
     """A run with a row of metrics and a span for each step."""
     root.mkdir()
     (root / "config.toml").write_text('name = "t"\n')
-    (root / "metrics.jsonl").write_text("".join(json.dumps(make_row(step, **{"loss/total": 0.5})) + "\n" for step in range(1, count + 1)))
-    (root / "spans.jsonl").write_text("".join(json.dumps(make_span(step)) + "\n" for step in range(1, count + 1)))
+    (root / "metrics.jsonl").write_text(
+        "".join(json.dumps(make_row(step, **{"loss/total": 0.5})) + "\n" for step in range(1, count + 1))
+    )
+    (root / "spans.jsonl").write_text(
+        "".join(json.dumps(make_span(step)) + "\n" for step in range(1, count + 1))
+    )
     return root
 
 
@@ -263,7 +320,9 @@ def track(root: Path, collector: Collector) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
 
 
-def test_rows_that_a_collector_refuses_for_good_are_named_and_all_others_arrive_once(tmp_path: Path, collector: Collector):
+def test_rows_that_a_collector_refuses_for_good_are_named_and_all_others_arrive_once(
+    tmp_path: Path, collector: Collector
+):
     """Of 20 rows of metrics and 20 spans two of each are refused; the collector says our own key back."""
     root = make_run(tmp_path / "run", 20)
     collector.judge = refuse_steps(400, 3, 11)
@@ -271,7 +330,10 @@ def test_rows_that_a_collector_refuses_for_good_are_named_and_all_others_arrive_
     kept = [step for step in range(1, 21) if step not in (3, 11)]
     assert (sorted(collector.steps()), sorted(collector.span_steps())) == (kept, kept)
     assert done.stderr.count("for good; it is left out") == 4
-    assert "refuses row of metrics.jsonl (stage rl, step 3, attempt 1) for good; it is left out: the collector at 127.0.0.1:" in done.stderr
+    assert (
+        "refuses row of metrics.jsonl (stage rl, step 3, attempt 1) for good; it is left out: the collector"
+        " at 127.0.0.1:" in done.stderr
+    )
     assert "refuses row 'train' of spans.jsonl (stage rl, step 11, attempt 1) for good" in done.stderr
     assert "answered 400 to traces: bad value of ***" in done.stderr
     last = "row 'train' of spans.jsonl (stage rl, step 11, attempt 1)"
@@ -284,7 +346,9 @@ def test_rows_that_a_collector_refuses_for_good_are_named_and_all_others_arrive_
     assert [(finding.level, finding.subject) for finding in findings] == [("warning", "tracker otlp")]
     assert "4 refused for good and left out" in findings[0].message
     written = [path.read_bytes() for path in root.rglob("*") if path.is_file()]
-    assert not any(b"planted-secret" in content for content in [*written, (done.stdout + done.stderr).encode()])
+    assert not any(
+        b"planted-secret" in content for content in [*written, (done.stdout + done.stderr).encode()]
+    )
 
 
 def test_a_batch_that_is_too_large_arrives_in_parts(tmp_path: Path, collector: Collector):
@@ -307,7 +371,7 @@ def test_nothing_is_left_out_where_the_address_is_wrong(tmp_path: Path, collecto
     assert sorted(collector.steps()) == list(range(1, 21))
 
 
-# --- the environment -----------------------------------------------------------------------------------------------------------
+# --- the environment ----------------------------------------------------------------------------------------
 
 
 def test_a_setting_of_one_signal_takes_the_place_of_the_common_one(collector: Collector):
@@ -333,22 +397,42 @@ def test_a_setting_of_one_signal_takes_the_place_of_the_common_one(collector: Co
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, r"^OTEL_EXPORTER_OTLP_PROTOCOL='grpc' is not spoken; set it to http/protobuf"),
-        ({"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"}, r"^OTEL_EXPORTER_OTLP_TRACES_PROTOCOL='http/json'"),
+        (
+            {"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
+            r"^OTEL_EXPORTER_OTLP_PROTOCOL='grpc' is not spoken; set it to http/protobuf",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/json"},
+            r"^OTEL_EXPORTER_OTLP_TRACES_PROTOCOL='http/json'",
+        ),
         ({"OTEL_EXPORTER_OTLP_HEADERS": "x-key=top%0Asecret"}, r"^OTEL_EXPORTER_OTLP_HEADERS has a value"),
         ({"OTEL_EXPORTER_OTLP_HEADERS": "x-key=top%C3%A9secret"}, r"^OTEL_EXPORTER_OTLP_HEADERS has a value"),
         ({"OTEL_EXPORTER_OTLP_HEADERS": "x-key=topésecret"}, r"^OTEL_EXPORTER_OTLP_HEADERS has a value"),
         ({"OTEL_EXPORTER_OTLP_HEADERS": "x-key=top%00secret"}, r"^OTEL_EXPORTER_OTLP_HEADERS has a value"),
         ({"OTEL_EXPORTER_OTLP_HEADERS": "top secret=1"}, r"^OTEL_EXPORTER_OTLP_HEADERS has a name"),
-        ({"OTEL_EXPORTER_OTLP_METRICS_HEADERS": "x-key=top%ffsecret"}, r"^OTEL_EXPORTER_OTLP_METRICS_HEADERS has a value"),
+        (
+            {"OTEL_EXPORTER_OTLP_METRICS_HEADERS": "x-key=top%ffsecret"},
+            r"^OTEL_EXPORTER_OTLP_METRICS_HEADERS has a value",
+        ),
         ({"OTEL_RESOURCE_ATTRIBUTES": "topsecret"}, r"^OTEL_RESOURCE_ATTRIBUTES is to be name=value"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://user:top/secret@host:4318"}, r"^OTEL_EXPORTER_OTLP_ENDPOINT is no http address"),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://[topsecret"}, r"^OTEL_EXPORTER_OTLP_ENDPOINT is no http address"),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "localhost"}, r"^OTEL_EXPORTER_OTLP_TRACES_ENDPOINT .* like http://localhost:4318/v1/traces$"),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://user:top/secret@host:4318"},
+            r"^OTEL_EXPORTER_OTLP_ENDPOINT is no http address",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://[topsecret"},
+            r"^OTEL_EXPORTER_OTLP_ENDPOINT is no http address",
+        ),
+        (
+            {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "localhost"},
+            r"^OTEL_EXPORTER_OTLP_TRACES_ENDPOINT .* like http://localhost:4318/v1/traces$",
+        ),
         ({"OTEL_EXPORTER_OTLP_METRICS_TIMEOUT": "0"}, r"^OTEL_EXPORTER_OTLP_METRICS_TIMEOUT='0'"),
     ],
 )
-def test_a_setting_that_cannot_be_used_is_named_and_no_secret_is_said(environment: dict[str, str], message: str):
+def test_a_setting_that_cannot_be_used_is_named_and_no_secret_is_said(
+    environment: dict[str, str], message: str
+):
     from rollouts.trackers.otlp import open_sink
 
     with pytest.raises(TrackerError, match=message) as raised:
@@ -390,8 +474,18 @@ def test_the_variables_of_the_docs_are_those_that_are_read():
     asked: set[str] = set()
     info = make_info()
     open_sink(type(info)(info.id, info.name, info.root, {}, Watched())).close()
-    docs = (Path(__file__).parents[2] / "docs" / "trackers.md").read_text().partition("## OpenTelemetry")[2].partition("## Outages")[0]
-    named = {word for line in docs.splitlines() if line.startswith("| `OTEL") for word in line.split("|")[1].replace("`", "").split(", ")}
+    docs = (
+        (Path(__file__).parents[2] / "docs" / "trackers.md")
+        .read_text()
+        .partition("## OpenTelemetry")[2]
+        .partition("## Outages")[0]
+    )
+    named = {
+        word
+        for line in docs.splitlines()
+        if line.startswith("| `OTEL")
+        for word in line.split("|")[1].replace("`", "").split(", ")
+    }
     named = {word.strip().replace("…", "OTEL_EXPORTER_OTLP") for word in named}
     assert named == asked
 
@@ -415,8 +509,14 @@ def test_settings_that_cannot_be_read_are_refused_by_name(environment: dict[str,
 def test_a_signal_may_have_an_address_of_its_own():
     from rollouts.trackers.otlp_environment import find_url
 
-    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1/base/", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://b/x"}
+    environment = {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://a:1/base/",
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "https://b/x",
+    }
     assert find_url(environment, "metrics") == "http://a:1/base/v1/metrics"
     assert find_url(environment, "traces") == "https://b/x"
     assert find_url({}, "metrics") == "http://localhost:4318/v1/metrics"
-    assert find_url({"OTEL_EXPORTER_OTLP_ENDPOINT": "https://u:p@a/base?x=1#y"}, "traces") == "https://u:p@a/base/v1/traces?x=1"
+    assert (
+        find_url({"OTEL_EXPORTER_OTLP_ENDPOINT": "https://u:p@a/base?x=1#y"}, "traces")
+        == "https://u:p@a/base/v1/traces?x=1"
+    )

@@ -1,4 +1,6 @@
-"""Followers as processes: what an outage of a tracker costs the run, that all rows arrive afterwards, and that nothing outlives its purpose."""
+"""Followers as processes: what an outage of a tracker costs the run, that all rows arrive afterwards, and
+that nothing outlives its purpose.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,26 @@ def root(tmp_path: Path) -> Path:
     return make_run(tmp_path / "run")
 
 
-async def follow_once(root: Path, command: Sequence[str], said: list[str], limits: Limits | None = None) -> list[str]:
-    """What `track` does of a run that is over, with workers that have faults: the trackers that did not take everything."""
+async def follow_once(
+    root: Path, command: Sequence[str], said: list[str], limits: Limits | None = None
+) -> list[str]:
+    """What `track` does of a run that is over, with workers that have faults: the trackers that did not take
+    everything.
+    """
     outcomes = await supervise(
-        root, NAMES, wait_over=trio.lowlevel.checkpoint, limits=limits or Limits(), say_for=lambda name: said.append, command=command
+        root,
+        NAMES,
+        wait_over=trio.lowlevel.checkpoint,
+        limits=limits or Limits(),
+        say_for=lambda name: said.append,
+        command=command,
     )
     return [name for name, outcome in outcomes.items() if outcome != "sent"]
 
 
 async def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
     with trio.fail_after(seconds):
-        while not true():  # noqa: ASYNC110 (other processes write what is looked at)
+        while not true():
             await trio.sleep(0.02)
 
 
@@ -64,11 +75,17 @@ def find_processes(word: str) -> list[int]:
     return found
 
 
-# --- failures, real TensorBoard ----------------------------------------------------------------------------------------------
+# --- failures, real TensorBoard -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "fault", ["refuse 2", "kill 1", "hang 1", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("middle 2", "die 2", "kill 3"))]
+    "fault",
+    [
+        "refuse 2",
+        "kill 1",
+        "hang 1",
+        *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("middle 2", "die 2", "kill 3")),
+    ],
 )
 def test_all_rows_arrive_once_after_a_tracker_failed(root: Path, tmp_path: Path, fault: str):
     append(root, *(make_row(step) for step in range(1, 21)))
@@ -77,7 +94,13 @@ def test_all_rows_arrive_once_after_a_tracker_failed(root: Path, tmp_path: Path,
     said: list[str] = []
     assert trio.run(follow_once, root, command, said) == []
     assert read_events(root)["loss/total"] == WHOLE
-    expected = {"refuse": "refused", "middle": "in the middle", "kill": "signal 9", "die": "signal 9", "hang": "hung and was ended"}
+    expected = {
+        "refuse": "refused",
+        "middle": "in the middle",
+        "kill": "signal 9",
+        "die": "signal 9",
+        "hang": "hung and was ended",
+    }
     assert expected[fault.split()[0]] in said[0]
     assert find_processes(str(root)) == []
 
@@ -104,10 +127,12 @@ def test_a_wrong_key_is_told_and_ends_what_is_to_be_sent_once(root: Path, tmp_pa
     assert said == ["tensorboard: refuses rows: wrong key"]
 
 
-# --- beside a run ------------------------------------------------------------------------------------------------------------
+# --- beside a run -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["refuse", "hang", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("die", "middle"))])
+@pytest.mark.parametrize(
+    "fault", ["refuse", "hang", *(pytest.param(fault, marks=pytest.mark.slow) for fault in ("die", "middle"))]
+)
 def test_an_outage_costs_the_run_nothing_and_the_rows_arrive_later(root: Path, tmp_path: Path, fault: str):
     command, faults = write_supervisor(tmp_path)
     faults.write_text(fault)
@@ -207,9 +232,15 @@ def test_a_killed_supervisor_takes_its_worker_along(root: Path, tmp_path: Path):
     async def run() -> None:
         async with open_trackers(RunDir(root), NAMES, say=said.append, command=command):
             await wait_until(lambda: len(find_processes(str(root))) == 2)
-            supervisor = next(pid for pid in find_processes(str(root)) if str(pid) in (Path(f"/proc/{pid}/stat").read_text().split()[5]))
+            supervisor = next(
+                pid
+                for pid in find_processes(str(root))
+                if str(pid) in (Path(f"/proc/{pid}/stat").read_text().split()[5])
+            )
             os.kill(supervisor, signal.SIGKILL)
-            await wait_until(lambda: not find_processes(str(root)) or find_processes(str(root)) == [supervisor])
+            await wait_until(
+                lambda: not find_processes(str(root)) or find_processes(str(root)) == [supervisor]
+            )
 
     trio.run(run)
     assert "their followers have ended" in said[0]
@@ -239,7 +270,9 @@ def test_a_worker_that_cannot_be_started_is_said_and_tried_again(root: Path):
     assert "tensorboard: its follower cannot start ([Errno 2]" in said[0]
 
 
-def test_a_machine_without_process_descriptors_costs_the_run_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_machine_without_process_descriptors_costs_the_run_nothing(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """As in a sandbox or under an old kernel, or when no descriptor is left."""
 
     def refuse(pid: int, flags: int = 0) -> int:
@@ -263,7 +296,10 @@ def test_a_machine_without_process_descriptors_costs_the_run_nothing(root: Path,
 def test_a_run_says_at_its_end_what_a_tracker_has_refused_for_good(root: Path):
     path = position_path(root, "tensorboard")
     path.parent.mkdir()
-    write_position(path, Position("id", number=3, left_out=LeftOut(2, "row of metrics.jsonl (stage rl, step 7, attempt 1)")))
+    write_position(
+        path,
+        Position("id", number=3, left_out=LeftOut(2, "row of metrics.jsonl (stage rl, step 7, attempt 1)")),
+    )
     said: list[str] = []
 
     async def run() -> None:
@@ -272,11 +308,14 @@ def test_a_run_says_at_its_end_what_a_tracker_has_refused_for_good(root: Path):
 
     trio.run(run)
     assert len(said) == 1
-    assert "tensorboard does not have all rows: 2 refused for good and left out, the last: row of metrics.jsonl (stage rl, step 7" in said[0]
+    assert (
+        "tensorboard does not have all rows: 2 refused for good and left out, the last: row of metrics.jsonl"
+        " (stage rl, step 7" in said[0]
+    )
     assert str(root / "trackers" / "tensorboard.log") in said[0]
 
 
-# --- the command -------------------------------------------------------------------------------------------------------------
+# --- the command --------------------------------------------------------------------------------------------
 
 
 def test_the_command_follows_a_run_until_its_lock_is_free(root: Path, capfd: pytest.CaptureFixture[str]):
@@ -307,13 +346,19 @@ def lock_tracker(root: Path) -> int:
     return held
 
 
-def test_once_ends_though_another_process_follows_the_run(root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_once_ends_though_another_process_follows_the_run(
+    root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("OTEL_EXPORTER_PROMETHEUS_PORT", "0")
     append(root, make_row(1))
     once = argparse.Namespace(run_dir=root, to=["tensorboard", "prometheus"], once=True)
     held = lock_tracker(root)
     assert run_track(once) == 3
-    assert capfd.readouterr().out == "tensorboard: 0 rows sent; another process follows the run for it already\nprometheus: 1 rows sent\n"
+    assert (
+        capfd.readouterr().out
+        == "tensorboard: 0 rows sent; another process follows the run for it already\nprometheus: 1 rows"
+        " sent\n"
+    )
     os.close(held)
     assert run_track(once) == 0
     assert capfd.readouterr().out == "tensorboard: 1 rows sent\nprometheus: 1 rows sent\n"

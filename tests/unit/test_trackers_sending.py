@@ -1,4 +1,6 @@
-"""What a follower sends, once or again; what failures and refusals of a service cost, and what is said of them."""
+"""What a follower sends, once or again; what failures and refusals of a service cost, and what is said of
+them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,15 @@ def test_rows_of_which_the_answer_was_lost_come_again_with_their_numbers(root: P
     store: list[TrackedRow] = []
     sink = FakeSink(store, [OSError("reset")], after=True)
     assert follow(make_following(root, sink, []), FakeControl()) == DONE
-    assert [(row.row["step"], row.number) for row in store] == [(1, 0), (2, 1), (3, 2), (1, 0), (2, 1), (3, 2), (4, 3)]
+    assert [(row.row["step"], row.number) for row in store] == [
+        (1, 0),
+        (2, 1),
+        (3, 2),
+        (1, 0),
+        (2, 1),
+        (3, 2),
+        (4, 3),
+    ]
 
 
 def test_a_refusal_ends_the_follower_only_when_the_run_is_over(root: Path):
@@ -76,9 +86,13 @@ def test_a_refusal_ends_the_follower_only_when_the_run_is_over(root: Path):
 
 
 class PickySink(FakeSink):
-    """Refuses for good what holds one of these steps, or more rows than this; raises `failure` when it is sent step `fails_at` alone."""
+    """Refuses for good what holds one of these steps, or more rows than this; raises `failure` when it is
+    sent step `fails_at` alone.
+    """
 
-    def __init__(self, store: list[TrackedRow], *, bad: set[int] = frozenset(), most: int = 99, fails_at: int = 0) -> None:  # pyright: ignore[reportArgumentType]
+    def __init__(
+        self, store: list[TrackedRow], *, bad: set[int] = frozenset(), most: int = 99, fails_at: int = 0
+    ) -> None:  # pyright: ignore[reportArgumentType]
         super().__init__(store, [])
         self.bad, self.most, self.fails_at, self.failure = bad, most, fails_at, SinkUnavailable("no route")
         self.sends = 0
@@ -100,9 +114,19 @@ def test_a_row_that_is_refused_for_good_is_named_counted_and_left_out_and_the_ot
     sink = PickySink(store, bad={3})
     following = make_following(root, sink, said, batch_rows=8)
     assert follow(following, FakeControl()) == DONE
-    assert [(row.row["step"], row.number) for row in store] == [(1, 0), (2, 1), (4, 3), (5, 4), (6, 5), (7, 6), (8, 7)]
+    assert [(row.row["step"], row.number) for row in store] == [
+        (1, 0),
+        (2, 1),
+        (4, 3),
+        (5, 4),
+        (6, 5),
+        (7, 6),
+        (8, 7),
+    ]
     assert sink.sends == 7  # 1-8, 1-4, 1-2, 3-4, 3, 4, 5-8
-    assert said == ["refuses row of metrics.jsonl (stage rl, step 3, attempt 1) for good; it is left out: bad value"]
+    assert said == [
+        "refuses row of metrics.jsonl (stage rl, step 3, attempt 1) for good; it is left out: bad value"
+    ]
     position = open_position(following.position_path)
     assert position.left_out == (1, "row of metrics.jsonl (stage rl, step 3, attempt 1)")
     assert (position.number, position.sending, count_unsent(root, FILES, position)) == (8, None, 0)
@@ -119,7 +143,9 @@ def test_rows_that_are_too_many_arrive_in_parts_and_none_is_left_out(root: Path)
 
 
 def test_after_an_outage_in_the_middle_only_the_rest_of_the_batch_comes_again_with_its_numbers(root: Path):
-    """Though an earlier row of another file was written meanwhile: the numbers say in the service which row is which."""
+    """Though an earlier row of another file was written meanwhile: the numbers say in the service which row
+    is which.
+    """
     append(root, *(make_row(step) for step in range(1, 9)))
     said: list[str] = []
     store: list[TrackedRow] = []
@@ -135,8 +161,18 @@ def test_after_an_outage_in_the_middle_only_the_rest_of_the_batch_comes_again_wi
 
     control.wait = wait  # pyright: ignore[reportAttributeAccessIssue]
     assert follow(following, control) == DONE
-    assert [(row.row["step"], row.number) for row in store] == [(1, 0), (3, 2), (4, 3), (5, 4), (7, 6), (8, 7), (1, 8)]
-    assert [(position.number, position.left_out.rows, position.sending is None) for position in stored] == [(4, 1, False)]
+    assert [(row.row["step"], row.number) for row in store] == [
+        (1, 0),
+        (3, 2),
+        (4, 3),
+        (5, 4),
+        (7, 6),
+        (8, 7),
+        (1, 8),
+    ]
+    assert [(position.number, position.left_out.rows, position.sending is None) for position in stored] == [
+        (4, 1, False)
+    ]
     assert open_position(following.position_path).left_out.rows == 2
 
 
@@ -155,7 +191,12 @@ def test_rows_refused_by_a_library_that_confirms_at_close_are_left_out_when_it_h
     following = make_following(root, PickySink(store, bad={2}), [], confirms_at_close=True)
     assert follow(following, FakeControl()) == DONE
     position = open_position(following.position_path)
-    assert (steps(store), position.number, position.left_out.rows, position.sending) == ([1, 3, 4, 5], 5, 1, None)
+    assert (steps(store), position.number, position.left_out.rows, position.sending) == (
+        [1, 3, 4, 5],
+        5,
+        1,
+        None,
+    )
 
 
 def test_settings_of_the_environment_that_are_wrong_are_a_refusal(root: Path):
@@ -204,7 +245,9 @@ def test_a_library_that_confirms_at_close_has_its_rows_counted_only_then(root: P
         (1, 20.0, True, 0.0, 5.0),
     ],
 )
-def test_waits_double_up_to_a_limit_and_heed_the_service(failures: int, asked_s: float | None, over: bool, draw: float, expected: float):
+def test_waits_double_up_to_a_limit_and_heed_the_service(
+    failures: int, asked_s: float | None, over: bool, draw: float, expected: float
+):
     assert choose_wait(failures, asked_s=asked_s, over=over, draw=lambda: draw) == expected
 
 

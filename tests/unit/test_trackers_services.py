@@ -1,4 +1,6 @@
-"""The sinks of trackio, Weights & Biases and MLflow, each with its own package and storage on this machine. Run by `make test-trackers`."""
+"""The sinks of trackio, Weights & Biases and MLflow, each with its own package and storage on this machine.
+Run by `make test-trackers`.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what these packages say of 
 
 ID = "0123456789abcdef" * 2
 ROWS = [TrackedRow("metrics", make_row(step), number) for number, step in enumerate((1, 2, 3))]
-EVALUATION = TrackedRow("evaluations", make_row(3, **{"name": "heldout", "eval/heldout/avg@4": 0.25}), 3, {"eval_reward": 0.25})
-REPEATED = [TrackedRow("metrics", make_row(step, attempt=2), number) for number, step in enumerate((3, 4), start=4)]
+EVALUATION = TrackedRow(
+    "evaluations", make_row(3, **{"name": "heldout", "eval/heldout/avg@4": 0.25}), 3, {"eval_reward": 0.25}
+)
+REPEATED = [
+    TrackedRow("metrics", make_row(step, attempt=2), number) for number, step in enumerate((3, 4), start=4)
+]
 
 
 def make_info(root: Path, **environment: str) -> RunInfo:
@@ -33,7 +39,7 @@ def make_info(root: Path, **environment: str) -> RunInfo:
     return RunInfo(ID, "run", root, {"seed": 1, "rl": {"steps": 4}}, environment)
 
 
-# --- trackio -----------------------------------------------------------------------------------------------------------------
+# --- trackio ------------------------------------------------------------------------------------------------
 
 
 class TestTrackio:
@@ -55,13 +61,17 @@ class TestTrackio:
         open_sink(make_info(tmp_path / "run")).send([*ROWS, EVALUATION])
         open_sink(make_info(tmp_path / "run")).send([*ROWS, EVALUATION, *REPEATED])
         logs = self.read()
-        losses = [(log["step"], log["rl/loss/total"], log["rl/attempt"]) for log in logs if "rl/loss/total" in log]
+        losses = [
+            (log["step"], log["rl/loss/total"], log["rl/attempt"]) for log in logs if "rl/loss/total" in log
+        ]
         assert losses == [(1, 1.0, 1), (2, 2.0, 1), (3, 3.0, 1), (3, 6.0, 2), (4, 8.0, 2)]
         (evaluation,) = (log for log in logs if "rl/eval/heldout/avg@4" in log)
         assert (evaluation["step"], evaluation["eval_reward"]) == (3, 0.25)
         assert str(logs[0]["timestamp"]).startswith("2027-01-15T08:16:41")  # BEGAN + 1001 s
 
-    def test_a_database_that_is_locked_is_tried_again_later(self, tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_a_database_that_is_locked_is_tried_again_later(
+        self, tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+    ):
         from rollouts.trackers.sink_trackio import open_sink
 
         sink = open_sink(make_info(tmp_path / "run"))
@@ -78,15 +88,25 @@ class TestTrackio:
         assert [log["step"] for log in self.read()] == [1, 2, 3]
 
     @pytest.mark.parametrize("fault", ["refuse 2", "middle 1", "kill 2", "hang 1"])
-    def test_all_rows_arrive_once_after_an_outage(self, tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, fault: str):
+    def test_all_rows_arrive_once_after_an_outage(
+        self, tmp_path: Path, database: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    ):
         monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
         root = make_run(tmp_path / "run")
         append(root, *(make_row(step) for step in range(1, 21)))
-        command, faults = write_worker(tmp_path, "trackio", deadline_s=20.0)  # to open it imports trackio, which takes seconds
+        command, faults = write_worker(
+            tmp_path, "trackio", deadline_s=20.0
+        )  # to open it imports trackio, which takes seconds
         faults.write_text(fault)
         said: list[str] = []
         follow = partial(
-            supervise, root, ["trackio"], wait_over=trio.lowlevel.checkpoint, limits=Limits(), say_for=lambda name: said.append, command=command
+            supervise,
+            root,
+            ["trackio"],
+            wait_over=trio.lowlevel.checkpoint,
+            limits=Limits(),
+            say_for=lambda name: said.append,
+            command=command,
         )
         assert trio.run(follow) == {"trackio": "sent"}
         assert said
@@ -102,7 +122,9 @@ class TestTrackio:
 
 
 def read_records(data: bytes) -> Iterator[bytes]:
-    """The records of a log in LevelDB's format, after wandb's own 7 bytes: pieces of (crc, length, kind) in blocks of 32 KiB."""
+    """The records of a log in LevelDB's format, after wandb's own 7 bytes: pieces of (crc, length, kind) in
+    blocks of 32 KiB.
+    """
     place, held = 7, b""
     while place + 7 <= len(data):
         if 32768 - place % 32768 < 7:
@@ -116,7 +138,7 @@ def read_records(data: bytes) -> Iterator[bytes]:
             held = b""
 
 
-# --- wandb -------------------------------------------------------------------------------------------------------------------
+# --- wandb --------------------------------------------------------------------------------------------------
 
 
 class TestWandb:
@@ -141,7 +163,9 @@ class TestWandb:
                     history.append({item.key or "/".join(item.nested_key): item.value_json for item in items})
         return history
 
-    def test_rows_are_in_the_file_of_the_offline_run_with_their_numbers_as_steps(self, tmp_path: Path, offline: None):
+    def test_rows_are_in_the_file_of_the_offline_run_with_their_numbers_as_steps(
+        self, tmp_path: Path, offline: None
+    ):
         from rollouts.trackers.sink_wandb import open_sink
 
         root = tmp_path / "run"
@@ -150,7 +174,11 @@ class TestWandb:
         sink.send(REPEATED)
         sink.close()
         history = self.read(root)
-        losses = [(row["_step"], row["rl/step"], row["rl/loss/total"], row["rl/attempt"]) for row in history if "rl/loss/total" in row]
+        losses = [
+            (row["_step"], row["rl/step"], row["rl/loss/total"], row["rl/attempt"])
+            for row in history
+            if "rl/loss/total" in row
+        ]
         expected = [(0, 1, 1.0, 1), (1, 2, 2.0, 1), (2, 3, 3.0, 1), (4, 3, 6.0, 2), (5, 4, 8.0, 2)]
         assert [tuple(float(value) for value in row) for row in losses] == expected
         (evaluation,) = (row for row in history if "eval_reward" in row)
@@ -176,7 +204,7 @@ class TestWandb:
         assert [path for path in files if b"planted0123456789" in path.read_bytes()] == []
 
 
-# --- mlflow ------------------------------------------------------------------------------------------------------------------
+# --- mlflow -------------------------------------------------------------------------------------------------
 
 
 class TestMlflow:
@@ -199,7 +227,10 @@ class TestMlflow:
         assert run.info.run_name == "run"
         assert run.data.params == {"seed": "1", "rl.steps": "4"}
         history = client.get_metric_history(run.info.run_id, "rl/loss/total")
-        points = [(point.step, point.value, point.timestamp) for point in sorted(history, key=lambda point: point.timestamp)]
+        points = [
+            (point.step, point.value, point.timestamp)
+            for point in sorted(history, key=lambda point: point.timestamp)
+        ]
         first, second = round(BEGAN * 1000) + 1_000_000, round(BEGAN * 1000) + 2_000_000
         assert points == [
             (1, 1.0, first + 1000), (2, 2.0, first + 2000), (3, 3.0, first + 3000), (3, 6.0, second + 3000), (4, 8.0, second + 4000)
@@ -207,7 +238,9 @@ class TestMlflow:
         assert run.data.metrics["rl/eval/heldout/avg_at_4"] == 0.25
         assert run.data.metrics["eval_reward"] == 0.25
 
-    def test_a_row_that_it_does_not_take_is_at_fault_and_a_run_that_was_deleted_is_not(self, tmp_path: Path, client: Any):
+    def test_a_row_that_it_does_not_take_is_at_fault_and_a_run_that_was_deleted_is_not(
+        self, tmp_path: Path, client: Any
+    ):
         from rollouts.trackers.sink_mlflow import open_sink
 
         sink = open_sink(make_info(tmp_path / "run"))
@@ -219,7 +252,9 @@ class TestMlflow:
         with pytest.raises(SinkRefused, match="deleted"):
             sink.send(ROWS)
 
-    def test_a_server_that_is_away_is_tried_again_later(self, tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch):
+    def test_a_server_that_is_away_is_tried_again_later(
+        self, tmp_path: Path, client: Any, monkeypatch: pytest.MonkeyPatch
+    ):
         from rollouts.trackers.sink_mlflow import open_sink
 
         monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # discard: nobody listens

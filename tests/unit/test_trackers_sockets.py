@@ -1,5 +1,6 @@
-"""The sinks that speak to a service through a socket: StatsD and DogStatsD, Prometheus; OTLP's is beside this file. Each against a real one on this
-machine."""
+"""The sinks that speak to a service through a socket: StatsD and DogStatsD, Prometheus; OTLP's is beside this
+file. Each against a real one on this machine.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ import pytest
 
 from rollouts.errors import SinkRefused, SinkUnavailable, TrackerError
 from rollouts.trackers.sinks import RunInfo, TrackedRow
-from tests.unit.tracker_collector import BEGAN, ID, Collector, free_port, make_info, make_row, metrics_rows, open_collector
+from tests.unit.tracker_collector import (
+    BEGAN,
+    ID,
+    Collector,
+    free_port,
+    make_info,
+    make_row,
+    metrics_rows,
+    open_collector,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +40,7 @@ def collector() -> Iterator[Collector]:
         yield server
 
 
-# --- StatsD --------------------------------------------------------------------------------------------------------------------
+# --- StatsD -------------------------------------------------------------------------------------------------
 
 
 def receive_lines(server: socket.socket) -> list[str]:
@@ -59,7 +69,8 @@ class TestStatsd:
                 [
                     "rollouts.my_run.rl.step:4.0|g",
                     "rollouts.my_run.rl.reward.mean:1.0|g",
-                    "rollouts.my_run.rl.loss.total:0|g",  # a sign is a change, so a negative gauge is set from zero
+                    # a sign is a change, so a negative gauge is set from zero
+                    "rollouts.my_run.rl.loss.total:0|g",
                     "rollouts.my_run.rl.loss.total:-2.0|g",
                     "rollouts.my_run.rl.time.step:2.0|g",
                 ]
@@ -111,13 +122,19 @@ class TestStatsd:
         assert list(pack_lines(["x" * 100, "y"], 64)) == [b"x" * 100, b"y"]
         assert list(pack_lines([], 64)) == []
 
-    @pytest.mark.parametrize(("value", "text"), [(1e-7, "0.000000100000"), (1e22, "10000000000000000000000"), (-0.25, "-0.25"), (3, "3.0")])
+    @pytest.mark.parametrize(
+        ("value", "text"),
+        [(1e-7, "0.000000100000"), (1e22, "10000000000000000000000"), (-0.25, "-0.25"), (3, "3.0")],
+    )
     def test_numbers_are_decimals(self, value: float, text: str):
         from rollouts.trackers.statsd import format_value
 
         assert format_value(value) == text
 
-    @pytest.mark.parametrize("environment", [{"DD_DOGSTATSD_URL": "http://x:1"}, {"STATSD_PORT": "many"}, {"DD_DOGSTATSD_URL": "udp://x:0"}])
+    @pytest.mark.parametrize(
+        "environment",
+        [{"DD_DOGSTATSD_URL": "http://x:1"}, {"STATSD_PORT": "many"}, {"DD_DOGSTATSD_URL": "udp://x:0"}],
+    )
     def test_an_address_that_is_none_is_refused(self, environment: dict[str, str]):
         with pytest.raises(TrackerError, match="|".join(environment)):
             self.open(**environment)
@@ -132,10 +149,14 @@ class TestStatsd:
         assert find_address({"DD_DOGSTATSD_URL": "unix:///run/dsd"}) == Address(True, "/run/dsd")
 
 
-# --- Prometheus ------------------------------------------------------------------------------------------------------------------
+# --- Prometheus ---------------------------------------------------------------------------------------------
 
 
-def scrape(port: int, path: str = "/metrics", accept: str = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5") -> tuple[str, str]:
+def scrape(
+    port: int,
+    path: str = "/metrics",
+    accept: str = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5",
+) -> tuple[str, str]:
     with urlopen(Request(f"http://127.0.0.1:{port}{path}", headers={"Accept": accept}), timeout=10) as answer:
         return answer.headers["Content-Type"], answer.read().decode()
 
@@ -150,26 +171,43 @@ class TestPrometheus:
         parser = pytest.importorskip("prometheus_client.parser")
         sink = self.open()
         sink.send(metrics_rows(3))
-        sink.send([TrackedRow("evaluations", make_row(3, **{"name": "heldout", "eval/heldout/avg@4": 0.5}), 3, {"some.alias": 1.0})])
+        sink.send(
+            [
+                TrackedRow(
+                    "evaluations",
+                    make_row(3, **{"name": "heldout", "eval/heldout/avg@4": 0.5}),
+                    3,
+                    {"some.alias": 1.0},
+                )
+            ]
+        )
         kind, text = scrape(sink.port)
         assert kind.startswith("text/plain; version=0.0.4")
         families = list(parser.text_string_to_metric_families(text))
         assert {family.type for family in families} == {"gauge"}
-        values = {sample.name: (sample.labels, sample.value) for family in families for sample in family.samples}
+        values = {
+            sample.name: (sample.labels, sample.value) for family in families for sample in family.samples
+        }
         labels = {"run": "my run", "stage": "rl"}
         assert values["rollouts_reward_mean"] == (labels, 0.75)
         assert values["rollouts_loss_total"] == (labels, -1.5)
         assert values["rollouts_step"] == (labels, 3.0)
         assert values["rollouts_eval_heldout_avg_at_4"] == (labels, 0.5)
         assert values["rollouts_some_alias"] == (labels, 1.0)
-        assert next(family.documentation for family in families if family.name == "rollouts_time_step").endswith("(s)")
+        assert next(
+            family.documentation for family in families if family.name == "rollouts_time_step"
+        ).endswith("(s)")
         sink.close()
 
     def test_a_sink_that_is_opened_again_shows_what_was_there(self):
         sink = self.open()
         mark = sink.send(metrics_rows(2))
         sink.close()
-        again = self.open(RunInfo(ID, "my run", Path("/nowhere"), {}, {"OTEL_EXPORTER_PROMETHEUS_PORT": str(sink.port)}, mark))
+        again = self.open(
+            RunInfo(
+                ID, "my run", Path("/nowhere"), {}, {"OTEL_EXPORTER_PROMETHEUS_PORT": str(sink.port)}, mark
+            )
+        )
         assert 'rollouts_reward_mean{run="my run",stage="rl"} 0.5\n' in scrape(again.port)[1]
         again.close()
 
@@ -184,7 +222,9 @@ class TestPrometheus:
 
         parser = pytest.importorskip("prometheus_client.parser")
         page = format_page('a"b\\c\nd', {"reward/mean": {"rl": 1.0}, "x": {}}).decode()
-        (sample,) = (sample for family in parser.text_string_to_metric_families(page) for sample in family.samples)
+        (sample,) = (
+            sample for family in parser.text_string_to_metric_families(page) for sample in family.samples
+        )
         assert sample.labels["run"] == 'a"b\\c\nd'
 
     def test_a_port_that_is_none_is_refused(self):
@@ -192,16 +232,23 @@ class TestPrometheus:
             self.open(make_info(OTEL_EXPORTER_PROMETHEUS_PORT="http"))
 
 
-# --- through the follower ----------------------------------------------------------------------------------------------------------
+# --- through the follower -----------------------------------------------------------------------------------
 
 
-def test_the_follower_catches_up_with_a_collector_that_fails_and_with_an_agent(collector: Collector, tmp_path: Path):
-    """The command, over two parts of a file, with the steps of a first attempt that a second has repeated; a 503 in the middle."""
+def test_the_follower_catches_up_with_a_collector_that_fails_and_with_an_agent(
+    collector: Collector, tmp_path: Path
+):
+    """The command, over two parts of a file, with the steps of a first attempt that a second has repeated; a
+    503 in the middle.
+    """
     pytest.importorskip("opentelemetry.proto")
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text('name = "t"\n')
-    parts = [[make_row(step, **{"reward/mean": 0.25}) for step in range(1, 6)], [make_row(5, **{"reward/mean": 0.5, "attempt": 2})]]
+    parts = [
+        [make_row(step, **{"reward/mean": 0.25}) for step in range(1, 6)],
+        [make_row(5, **{"reward/mean": 0.5, "attempt": 2})],
+    ]
     for name, rows in zip(("metrics.jsonl", "metrics.1.jsonl"), parts, strict=True):
         (run / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     span = make_row(1, name="train", track="trainer", start_unix=BEGAN, duration_s=1.0)
@@ -215,12 +262,32 @@ def test_the_follower_catches_up_with_a_collector_that_fails_and_with_an_agent(c
             "OTEL_EXPORTER_OTLP_HEADERS": "authorization=planted-secret",
             "DD_DOGSTATSD_URL": f"unix://{tmp_path / 'dsd'}",
         }
-        command = [sys.executable, "-m", "rollouts", "track", str(run), "--to", "otlp", "--to", "statsd", "--once"]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+        command = [
+            sys.executable,
+            "-m",
+            "rollouts",
+            "track",
+            str(run),
+            "--to",
+            "otlp",
+            "--to",
+            "statsd",
+            "--once",
+        ]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=120, check=False
+        )
         assert done.returncode == 0, done.stderr
         lines = [line for line in receive_lines(agent) if line.startswith("rollouts.reward.mean")]
-    rewards = [(at, value, labels["attempt"]) for name, at, value, labels in collector.points() if name == "rollouts.reward.mean"]
-    assert rewards == [*(((1_800_000_000 + step) * 10**9, 0.25, 1) for step in range(1, 6)), (1_800_000_005 * 10**9, 0.5, 2)]
+    rewards = [
+        (at, value, labels["attempt"])
+        for name, at, value, labels in collector.points()
+        if name == "rollouts.reward.mean"
+    ]
+    assert rewards == [
+        *(((1_800_000_000 + step) * 10**9, 0.25, 1) for step in range(1, 6)),
+        (1_800_000_005 * 10**9, 0.5, 2),
+    ]
     assert len(collector.bodies["/v1/traces"]) == 1
     assert len(lines) == 6
     assert "rollouts.reward.mean:0.5|g|#run:run,stage:rl,attempt:2|T1800000005" in lines

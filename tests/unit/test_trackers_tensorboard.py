@@ -30,7 +30,15 @@ def hash_files(root: Path) -> dict[str, str]:
 def test_a_row_is_a_point_of_each_metric_and_a_stage_is_a_run(tmp_path: Path):
     sink = open_sink(make_info(tmp_path))
     sink.send([*rows(1, 2), *rows(1, stage="sft")])
-    sink.send([TrackedRow("evaluations", make_row(2, **{"name": "heldout", "eval/heldout/avg@4": 0.25}), aliases={"eval_reward": 0.5})])
+    sink.send(
+        [
+            TrackedRow(
+                "evaluations",
+                make_row(2, **{"name": "heldout", "eval/heldout/avg@4": 0.25}),
+                aliases={"eval_reward": 0.5},
+            )
+        ]
+    )
     sink.close()
     assert read_events(tmp_path) == {
         "loss/total": [(1, 1.0), (2, 2.0)],
@@ -47,7 +55,9 @@ def test_what_was_written_after_the_mark_is_cut_off_and_written_again_as_it_was(
     sink.send([*rows(3, 4), *rows(1, stage="sft")])
     before = hash_files(tmp_path)
     killed = open_sink(make_info(tmp_path, mark))
-    assert not (tmp_path / "trackers/tensorboard/sft").exists() or not list((tmp_path / "trackers/tensorboard/sft").iterdir())
+    assert not (tmp_path / "trackers/tensorboard/sft").exists() or not list(
+        (tmp_path / "trackers/tensorboard/sft").iterdir()
+    )
     killed.send([*rows(3, 4), *rows(1, stage="sft")])
     assert hash_files(tmp_path) == before
     assert read_events(tmp_path)["loss/total"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
@@ -72,10 +82,14 @@ def test_files_that_others_wrote_are_left_alone(tmp_path: Path):
 
 
 def test_repeated_steps_of_a_resumed_run_replace_those_of_the_attempt_before(tmp_path: Path):
-    mark = open_sink(make_info(tmp_path)).send([*rows(1, 2, 3, 4), TrackedRow("evaluations", make_row(4, **{"eval/heldout/avg@4": 0.1}))])
+    mark = open_sink(make_info(tmp_path)).send(
+        [*rows(1, 2, 3, 4), TrackedRow("evaluations", make_row(4, **{"eval/heldout/avg@4": 0.1}))]
+    )
     assert mark is not None
     resumed = open_sink(make_info(tmp_path, mark))
-    again = TrackedRow("evaluations", make_row(2, attempt=2, **{"eval/heldout/avg@4": 0.9}))  # before the first step of the attempt
+    again = TrackedRow(
+        "evaluations", make_row(2, attempt=2, **{"eval/heldout/avg@4": 0.9})
+    )  # before the first step of the attempt
     resumed.send([again, *rows(3, 4, 5, attempt=2)])
     shown = read_events(tmp_path)
     assert shown["loss/total"] == [(1, 1.0), (2, 2.0), (3, 6.0), (4, 8.0), (5, 10.0)]

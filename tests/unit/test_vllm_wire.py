@@ -1,4 +1,6 @@
-"""What VLLMEngine makes of answers: bodies that a real server gave, whole and spoiled, and a server in this process that misbehaves."""
+"""What VLLMEngine makes of answers: bodies that a real server gave, whole and spoiled, and a server in this
+process that misbehaves.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ import trio.testing
 from rollouts.engines.http import HttpReply
 from rollouts.engines.server import EngineServer
 from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
-from rollouts.engines.vllm import SERVER_PREFIX, VLLMEngine, _shake_hands, make_generate_body, parse_generated, parse_metrics
+from rollouts.engines.vllm import (
+    SERVER_PREFIX,
+    VLLMEngine,
+    _shake_hands,
+    make_generate_body,
+    parse_generated,
+    parse_metrics,
+)
 from rollouts.engines.wire import VersionSpan, make_completion, parse_version
 from rollouts.errors import (
     EngineError,
@@ -64,7 +73,13 @@ VOCAB_SIZE = 49152
 
 
 def parse(body: bytes, *, max_new_tokens: int = 4, server_id: str = "abc"):
-    return parse_generated(body, make_request("r", max_new_tokens=max_new_tokens), server_id, vocab_size=VOCAB_SIZE, where="engine")
+    return parse_generated(
+        body,
+        make_request("r", max_new_tokens=max_new_tokens),
+        server_id,
+        vocab_size=VOCAB_SIZE,
+        where="engine",
+    )
 
 
 def changed(edit: Callable[[Any], object]) -> bytes:
@@ -94,7 +109,9 @@ def test_a_byte_that_is_no_text_is_a_reply_error():
         parse(REPLY.replace(b"tokens-abc", b"tokens-\xffbc"))
 
 
-@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"null", b"1e999", b'"-1.3"', b"0.5", b"-9999.0", b"true"])
+@pytest.mark.parametrize(
+    "number", [b"NaN", b"Infinity", b"-Infinity", b"null", b"1e999", b'"-1.3"', b"0.5", b"-9999.0", b"true"]
+)
 def test_a_log_prob_that_is_none_is_a_reply_error(number: bytes):
     assert REPLY.count(b"-1.3260724544525146") == 2
     with pytest.raises(ReplyError):
@@ -111,7 +128,9 @@ def set_tokens(*tokens: Any) -> Callable[[Any], object]:
 
 
 def set_spans(*spans: tuple[str, int, int]) -> Callable[[Any], object]:
-    return lambda choice: choice.update(weight_versions=[{"version": version, "start": start, "end": end} for version, start, end in spans])
+    return lambda choice: choice.update(
+        weight_versions=[{"version": version, "start": start, "end": end} for version, start, end in spans]
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +141,10 @@ def set_spans(*spans: tuple[str, int, int]) -> Callable[[Any], object]:
         (set_tokens(2118, 30.5, 378, 6734), "Expected `int`"),
         (set_tokens(2118, None, 378, 6734), "Expected `int`"),
         (set_tokens(2118, 30, 378), "4 log-probs for 3 tokens"),
-        (lambda choice: choice.update(finish_reason="stop"), r"'stop' after token 6734, which is none of stop_token_ids=\[\]"),
+        (
+            lambda choice: choice.update(finish_reason="stop"),
+            r"'stop' after token 6734, which is none of stop_token_ids=\[\]",
+        ),
         (set_tokens(), "no token, yet finish reason 'length'"),
         (lambda choice: choice["token_ids"].reverse(), "its log-prob is of token 2118"),
         (lambda choice: choice["logprobs"]["content"].pop(), "3 log-probs for 4 tokens"),
@@ -161,7 +183,9 @@ def test_a_log_prob_that_stands_for_minus_infinity_is_a_reply_error(number: byte
 def test_a_log_prob_is_bounded_in_every_dialect():
     def complete(log_prob: float) -> float:
         spans = [VersionSpan("1", 0, 4)]
-        completion = make_completion(make_request("r"), [1] * 4, [-1.0, log_prob, -1.0, -1.0], spans, "length", vocab_size=2, where="s")
+        completion = make_completion(
+            make_request("r"), [1] * 4, [-1.0, log_prob, -1.0, -1.0], spans, "length", vocab_size=2, where="s"
+        )
         return float(completion.log_probs[1])
 
     assert complete(-1e4) == -1e4
@@ -175,7 +199,9 @@ def test_a_version_is_a_decimal_number(name: str, version: int):
     assert parse_version(name) == version
 
 
-@pytest.mark.parametrize("name", ["default", "", "-1", "+1", "07", "1.0", "1_0", " 1", "1\n", "١", "9" * 19, "9" * 10_000])
+@pytest.mark.parametrize(
+    "name", ["default", "", "-1", "+1", "07", "1.0", "1_0", " 1", "1\n", "١", "9" * 19, "9" * 10_000]
+)
 def test_any_other_name_of_a_version_is_of_weights_that_were_never_sent(name: str):
     assert parse_version(name) == -1
 
@@ -204,14 +230,21 @@ def test_each_token_has_the_version_of_its_span():
 
 def test_an_abort_before_the_first_token_is_an_empty_completion():
     def edit(choice: Any) -> None:
-        choice |= {"token_ids": [], "logprobs": {"content": []}, "weight_versions": [], "finish_reason": "abort"}
+        choice |= {
+            "token_ids": [],
+            "logprobs": {"content": []},
+            "weight_versions": [],
+            "finish_reason": "abort",
+        }
 
     completion = parse(changed(edit))
     assert (completion.finish_reason, len(completion.token_ids)) == ("abort", 0)
 
 
 def test_only_the_requests_own_stop_tokens_end_it():
-    body = make_generate_body(make_request(stop_token_ids=(2,), seed=2**64 - 1, top_k=5, top_p=0.9), "id", model="policy")
+    body = make_generate_body(
+        make_request(stop_token_ids=(2,), seed=2**64 - 1, top_k=5, top_p=0.9), "id", model="policy"
+    )
     assert body["token_ids"] == [1, 2, 3]
     assert body["sampling_params"] == {
         "max_tokens": 4,
@@ -242,10 +275,15 @@ def test_a_count_that_is_no_number_is_no_progress(number: bytes):
         parse_metrics(b"vllm:generation_tokens_total " + number, where="engine")
 
 
-# --- a server in this process ------------------------------------------------------------------------------------------------
+# --- a server in this process -------------------------------------------------------------------------------
 
 CONFIG = {
-    "model_config": {"model": "/elsewhere", "max_model_len": 512, "logprobs_mode": "processed_logprobs", "enable_sleep_mode": False},
+    "model_config": {
+        "model": "/elsewhere",
+        "max_model_len": 512,
+        "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": False,
+    },
     "device_config": {"device": "cuda"},
     "parallel_config": {"_api_process_count": 1},
     "weight_transfer_config": None,
@@ -263,7 +301,13 @@ class Server:
         self.paused = False
 
     async def request(
-        self, method: str, path: str, *, body: bytes | None = None, silence_s: float = 60.0, on_silence: Callable[[], Awaitable[bool]] | None = None
+        self,
+        method: str,
+        path: str,
+        *,
+        body: bytes | None = None,
+        silence_s: float = 60.0,
+        on_silence: Callable[[], Awaitable[bool]] | None = None,
     ) -> HttpReply:
         await trio.lowlevel.checkpoint()
         sent = None if body is None else json.loads(body)
@@ -283,7 +327,13 @@ class Server:
             raise answer
         if isinstance(answer, HttpReply):
             return answer
-        return HttpReply(200, {}, answer if isinstance(answer, bytes) else json.dumps(self.answer(path.split("?")[0], sent)).encode())
+        return HttpReply(
+            200,
+            {},
+            answer
+            if isinstance(answer, bytes)
+            else json.dumps(self.answer(path.split("?")[0], sent)).encode(),
+        )
 
     def answer(self, path: str, sent: Any) -> Any:
         if path == "/pause":
@@ -314,16 +364,23 @@ def make_server(config: dict[str, Any] | None = None) -> Server:
     return server
 
 
-async def open_engine(server: Server, *, context_length: int | None = None, silence_s: float = 10.0) -> VLLMEngine:
+async def open_engine(
+    server: Server, *, context_length: int | None = None, silence_s: float = 10.0
+) -> VLLMEngine:
     client = EngineServer(server, name="engine", silence_s=silence_s)
     return await _shake_hands(client, vocab_size=VOCAB_SIZE, context_length=context_length)
 
 
 @pytest.mark.parametrize(
-    ("device", "in_parts", "seeds"), [("cuda", True, True), ("cuda", False, True), ("cpu", False, True), ("cpu", True, False)]
+    ("device", "in_parts", "seeds"),
+    [("cuda", True, True), ("cuda", False, True), ("cpu", False, True), ("cpu", True, False)],
 )
-async def test_a_seed_that_would_end_the_server_is_not_sent_and_the_engine_says_so(device: str, in_parts: bool, seeds: bool):
-    server = make_server({"device_config": {"device": device}, "scheduler_config": {"enable_chunked_prefill": in_parts}})
+async def test_a_seed_that_would_end_the_server_is_not_sent_and_the_engine_says_so(
+    device: str, in_parts: bool, seeds: bool
+):
+    server = make_server(
+        {"device_config": {"device": device}, "scheduler_config": {"enable_chunked_prefill": in_parts}}
+    )
     engine = await open_engine(server)
     assert engine.features.seeds is seeds
     assert any("--no-enable-chunked-prefill" in gap for gap in engine.features.gaps) is not seeds
@@ -343,14 +400,24 @@ def refusal(status: int) -> HttpReply:
         ({}, {"/server_info": b'{"vllm_config":{"model_config":{"model":"m"}}}'}, "cannot be told"),
         ({}, {"/inference/v1/generate": refusal(403)}, "--enable-scale-out"),
         ({}, {"/inference/v1/generate": refusal(400)}, "vocabulary of 49152"),
-        ({}, {"/inference/v1/generate": changed(lambda choice: choice.update(weight_versions=None))}, "weight_versions"),
+        (
+            {},
+            {"/inference/v1/generate": changed(lambda choice: choice.update(weight_versions=None))},
+            "weight_versions",
+        ),
         ({}, {"/metrics": b"python_info 1\n"}, "--disable-log-stats"),
-        ({"model_config": CONFIG["model_config"] | {"logprobs_mode": "raw_logprobs"}}, {}, "--logprobs-mode processed_logprobs"),
+        (
+            {"model_config": CONFIG["model_config"] | {"logprobs_mode": "raw_logprobs"}},
+            {},
+            "--logprobs-mode processed_logprobs",
+        ),
         ({"model_config": CONFIG["model_config"] | {"max_model_len": 128}}, {}, "--max-model-len 256"),
         ({"parallel_config": {"_api_process_count": 2}}, {}, "--api-server-count 1"),
     ],
 )
-async def test_a_missing_setting_is_named_by_its_flag(config: dict[str, Any], answers: dict[str, Any], named: str):
+async def test_a_missing_setting_is_named_by_its_flag(
+    config: dict[str, Any], answers: dict[str, Any], named: str
+):
     server = make_server(config)
     server.answers |= answers
     with pytest.raises(EngineSetupError, match=named):
@@ -359,7 +426,10 @@ async def test_a_missing_setting_is_named_by_its_flag(config: dict[str, Any], an
 
 async def test_a_server_that_is_gone_or_busy_is_not_one_with_wrong_settings():
     for path in ("/v1/models", "/server_info", "/inference/v1/generate"):
-        for failure, kind in ((EngineUnreachable("refused"), EngineUnreachable), (refusal(503), EngineOverloaded)):
+        for failure, kind in (
+            (EngineUnreachable("refused"), EngineUnreachable),
+            (refusal(503), EngineOverloaded),
+        ):
             server = make_server()
             server.answers[path] = failure
             with pytest.raises(kind):
@@ -367,10 +437,17 @@ async def test_a_server_that_is_gone_or_busy_is_not_one_with_wrong_settings():
 
 
 async def test_features_say_what_the_server_tells():
-    engine = await open_engine(make_server({"model_config": CONFIG["model_config"] | {"enable_sleep_mode": True}}))
+    engine = await open_engine(
+        make_server({"model_config": CONFIG["model_config"] | {"enable_sleep_mode": True}})
+    )
     assert (engine.features.context_length, engine.features.frees_memory) == (512, True)
     assert (await open_engine(make_server(), context_length=100)).features.context_length == 100
-    on_cpu = make_server({"device_config": {"device": "cpu"}, "model_config": CONFIG["model_config"] | {"enable_sleep_mode": True}})
+    on_cpu = make_server(
+        {
+            "device_config": {"device": "cpu"},
+            "model_config": CONFIG["model_config"] | {"enable_sleep_mode": True},
+        }
+    )
     assert not (await open_engine(on_cpu)).features.frees_memory
 
 
@@ -421,29 +498,39 @@ async def test_a_load_that_fails_is_followed_by_the_weights_before(heals: bool, 
     old, new = write_snapshot(tmp_path / "old"), write_snapshot(tmp_path / "new")
     await engine.pause("keep")
     await engine.update_weights_from_checkpoint(old, 3)
-    server.answers["/collective_rpc"] = lambda sent: None if heals and sent["kwargs"]["weights_path"] == str(old) else refusal(500)
-    with pytest.raises(EngineError, match="has its version 3 back" if heals else "in pieces and must be restarted"):
+    server.answers["/collective_rpc"] = lambda sent: (
+        None if heals and sent["kwargs"]["weights_path"] == str(old) else refusal(500)
+    )
+    with pytest.raises(
+        EngineError, match="has its version 3 back" if heals else "in pieces and must be restarted"
+    ):
         await engine.update_weights_from_checkpoint(new, 4)
     assert await engine.weight_version() == (3 if heals else -1)
 
 
 def fail_to_load(server: Server, *paths: Path) -> None:
     failing = [str(path) for path in paths]
-    server.answers["/collective_rpc"] = lambda sent: refusal(500) if sent["kwargs"]["weights_path"] in failing else None
+    server.answers["/collective_rpc"] = lambda sent: (
+        refusal(500) if sent["kwargs"]["weights_path"] in failing else None
+    )
 
 
 def loads(server: Server) -> list[str]:
     return [sent["kwargs"]["weights_path"] for path, sent in server.calls if path == "/collective_rpc"]
 
 
-async def test_weights_of_an_earlier_run_are_not_confused_with_those_the_server_was_started_with(tmp_path: Path):
+async def test_weights_of_an_earlier_run_are_not_confused_with_those_the_server_was_started_with(
+    tmp_path: Path,
+):
     server = make_server()
     server.version = "7"  # an earlier run's: its snapshot is nowhere
     engine = await open_engine(server)
     new = write_snapshot(tmp_path / "new")
     fail_to_load(server, new)
     await engine.pause("keep")
-    with pytest.raises(EngineError, match=r"has the weights of /elsewhere, which are not of version 7 .* restart it"):
+    with pytest.raises(
+        EngineError, match=r"has the weights of /elsewhere, which are not of version 7 .* restart it"
+    ):
         await engine.update_weights_from_checkpoint(new, 8)
     assert loads(server) == [str(new), "/elsewhere"]
     assert await engine.weight_version() == -1
@@ -483,7 +570,10 @@ async def test_a_server_that_came_back_with_raw_log_probs_is_not_updated(tmp_pat
     new = write_snapshot(tmp_path / "new")
     await engine.pause("keep")
     await engine.update_weights_from_checkpoint(new, 3)
-    server.version, server.config = "default", CONFIG | {"model_config": CONFIG["model_config"] | {"logprobs_mode": "raw_logprobs"}}
+    server.version, server.config = (
+        "default",
+        CONFIG | {"model_config": CONFIG["model_config"] | {"logprobs_mode": "raw_logprobs"}},
+    )
     with pytest.raises(EngineSetupError, match="--logprobs-mode processed_logprobs"):
         await engine.update_weights_from_checkpoint(new, 4)
     assert loads(server) == [str(new)]
@@ -534,7 +624,9 @@ async def test_a_resume_that_fails_holds_nobody_up():
         await engine.generate(make_request())
 
 
-async def test_a_server_that_says_nothing_is_not_well_after_ten_seconds(autojump_clock: trio.testing.MockClock):
+async def test_a_server_that_says_nothing_is_not_well_after_ten_seconds(
+    autojump_clock: trio.testing.MockClock,
+):
     server = make_server()
     server.answers["/health"] = trio.Event()
     begun_s = trio.current_time()
@@ -542,7 +634,9 @@ async def test_a_server_that_says_nothing_is_not_well_after_ten_seconds(autojump
     assert trio.current_time() - begun_s == pytest.approx(10.0)
 
 
-async def test_silence_ends_a_request_only_when_the_server_stands_still(autojump_clock: trio.testing.MockClock):
+async def test_silence_ends_a_request_only_when_the_server_stands_still(
+    autojump_clock: trio.testing.MockClock,
+):
     server = make_server()
     engine = await open_engine(server)
     done = 0
@@ -623,7 +717,13 @@ async def test_weight_transfer_calls_go_out_in_the_servers_shape():
     await engine.finish_weight_update(4)
     assert await engine.weight_version() == 4
     posts = [path for path, _ in server.calls if "update" in path]
-    assert posts == ["/update_weight_version", "/start_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version"]
+    assert posts == [
+        "/update_weight_version",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/update_weight_version",
+    ]
     assert ("/update_weights", {"update_info": {"names": ["w"]}}) in server.calls
 
 
@@ -646,7 +746,10 @@ async def test_memory_is_released_only_while_nothing_runs_and_the_pause_survives
     assert [path for path, _ in server.calls] == ["/sleep?level=1&mode=wait", "/wake_up", "/pause?mode=keep"]
 
 
-@pytest.mark.parametrize(("status", "kind"), [(400, RequestRefused), (429, EngineOverloaded), (500, InfrastructureError), (503, EngineOverloaded)])
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(400, RequestRefused), (429, EngineOverloaded), (500, InfrastructureError), (503, EngineOverloaded)],
+)
 async def test_statuses_of_a_generate_call_are_typed(status: int, kind: type[Exception]):
     server = make_server()
     engine = await open_engine(server)
@@ -655,13 +758,17 @@ async def test_statuses_of_a_generate_call_are_typed(status: int, kind: type[Exc
         await engine.generate(make_request())
 
 
-# --- snapshots ---------------------------------------------------------------------------------------------------------------
+# --- snapshots ----------------------------------------------------------------------------------------------
 
 
 def test_shapes_are_read_from_all_shards_of_the_index(tmp_path: Path):
-    safetensors.numpy.save_file({"a": np.zeros((2, 3), np.float32)}, tmp_path / "model-1.safetensors", {"format": "pt"})
+    safetensors.numpy.save_file(
+        {"a": np.zeros((2, 3), np.float32)}, tmp_path / "model-1.safetensors", {"format": "pt"}
+    )
     safetensors.numpy.save_file({"b": np.zeros((), np.float16)}, tmp_path / "model-2.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    )
     assert read_tensor_shapes(tmp_path) == {"a": (2, 3), "b": ()}
 
 
@@ -670,7 +777,11 @@ def test_shapes_are_read_from_all_shards_of_the_index(tmp_path: Path):
     [
         ("model.safetensors.index.json", b'{"weight_map": {"a": "../a.safetensors"}}', "beside their index"),
         ("model.safetensors.index.json", b'{"weight_map": ["a"]}', "is damaged"),
-        ("model.safetensors.index.json", b'{"weight_map": {"a": "gone.safetensors"}}', "gone.safetensors cannot be read"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "gone.safetensors"}}',
+            "gone.safetensors cannot be read",
+        ),
         ("model.safetensors", b"", "cannot be read"),
         ("model.safetensors", (1 << 40).to_bytes(8, "little"), "is cut"),
         ("model.safetensors", (9).to_bytes(8, "little") + b'{"a": 1}', "is cut"),
@@ -693,5 +804,9 @@ def test_every_cut_of_a_snapshot_is_seen(tmp_path: Path):
 
 
 def test_a_tied_output_layer_and_rotary_frequencies_may_be_missing(tmp_path: Path):
-    check_same_model({"w": (2,)}, {"w": (2,), "lm_head.weight": (4, 2), "layers.0.rotary_emb.inv_freq": (1,)}, path=tmp_path)
+    check_same_model(
+        {"w": (2,)},
+        {"w": (2,), "lm_head.weight": (4, 2), "layers.0.rotary_emb.inv_freq": (1,)},
+        path=tmp_path,
+    )
     check_same_model({"w": (2,), "lm_head.weight": (4, 2)}, {"w": (2,)}, path=tmp_path)

@@ -1,4 +1,6 @@
-"""Updates of the engines beside training: when the trainer may go on, who hears of a failure, and what a run leaves behind."""
+"""Updates of the engines beside training: when the trainer may go on, who hears of a failure, and what a run
+leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.unit.test_loops import MemoryLogger, make_manager, rl_config
 
 
 class Updates:
-    """Engines whose update takes `hold_s` seconds of the trainer and `load_s` more. `failures`: what becomes of a version, and after how long."""
+    """Engines whose update takes `hold_s` seconds of the trainer and `load_s` more. `failures`: what becomes
+    of a version, and after how long.
+    """
 
     def __init__(self, *, hold_s: float = 1.0, load_s: float = 9.0) -> None:
         self.hold_s, self.load_s = hold_s, load_s
@@ -57,10 +61,12 @@ def remember(updates: Updates) -> Callable[[int], None]:
     return lambda version: updates.note("engines have", version)
 
 
-# --- WeightPush --------------------------------------------------------------------------------------------------------------
+# --- WeightPush ---------------------------------------------------------------------------------------------
 
 
-async def test_an_update_goes_on_when_the_trainer_needs_no_longer_wait_and_the_next_one_waits_for_it(autojump_clock):
+async def test_an_update_goes_on_when_the_trainer_needs_no_longer_wait_and_the_next_one_waits_for_it(
+    autojump_clock,
+):
     updates = Updates()
     async with open_weight_push(updates, beside=True, on_updated=remember(updates)) as push:
         await push.start(1)
@@ -116,7 +122,9 @@ async def ask_by_guarding(push: WeightPush) -> None:
 
 
 @pytest.mark.parametrize("ask", [ask_by_start, ask_by_wait, ask_by_guarding])
-async def test_a_failure_after_the_release_is_raised_once_by_whoever_asks_next(autojump_clock, ask: Callable[[WeightPush], Awaitable[None]]):
+async def test_a_failure_after_the_release_is_raised_once_by_whoever_asks_next(
+    autojump_clock, ask: Callable[[WeightPush], Awaitable[None]]
+):
     updates = Updates()
     updates.failures[1] = (5, WeightSyncError("nobody took it"))
     async with open_weight_push(updates, beside=True, on_updated=remember(updates)) as push:
@@ -127,7 +135,12 @@ async def test_a_failure_after_the_release_is_raised_once_by_whoever_asks_next(a
         await push.start(3)
         await push.wait()
         assert push.take_metrics() == {"updated/3": 1.0}
-    assert [event[:2] for event in updates.events] == [("begins", 1), ("begins", 3), ("ends", 3), ("engines have", 3)]
+    assert [event[:2] for event in updates.events] == [
+        ("begins", 1),
+        ("begins", 3),
+        ("ends", 3),
+        ("engines have", 3),
+    ]
 
 
 async def test_a_failure_before_the_release_is_raised_at_once(autojump_clock):
@@ -206,7 +219,7 @@ async def test_who_waits_for_the_release_may_be_cancelled_and_the_update_goes_on
         assert trio.current_time() == 14 and push.take_metrics() == {"updated/1": 1.0}
 
 
-# --- in the loop -------------------------------------------------------------------------------------------------------------
+# --- in the loop --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -222,7 +235,9 @@ class Loop:
     stop_at_s: float | None = None
     reply: Callable[[GenerateRequest], ScriptedReply] = lambda request: ScriptedReply(text="ab", token_s=0.5)
     diary: list[tuple[str, int, float]] = dataclasses.field(default_factory=list)
-    states: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)  # of the manager, as they were saved
+    states: dict[int, dict[str, Any]] = dataclasses.field(
+        default_factory=dict
+    )  # of the manager, as they were saved
     logger: MemoryLogger = dataclasses.field(default_factory=MemoryLogger)
 
     async def run(self) -> list[dict[str, float]]:
@@ -231,7 +246,13 @@ class Loop:
         config = rl_config(**{"steps": self.steps, "max_staleness": self.staleness, **self.changes})
         stop = self.stop = StopControl()
 
-        async def sync(backend: TrainingBackend, engines: Sequence[Any], version: int, *, released: trio.Event | None = None) -> Mapping[str, float]:
+        async def sync(
+            backend: TrainingBackend,
+            engines: Sequence[Any],
+            version: int,
+            *,
+            released: trio.Event | None = None,
+        ) -> Mapping[str, float]:
             trained = backend.weight_version
             assert trained == version, "the trainer has the weights that are sent when an update begins"
             metrics = await self.updates(version, released)
@@ -262,7 +283,16 @@ class Loop:
             hooks = LoopHooks(evaluate, save, stop.is_requested, self.checkpoint_every, stop=stop)
             try:
                 with stop.training():
-                    history = await run_rl_training(backend, buffer, manager, [engine], config, self.logger, sync_weights=sync, hooks=hooks)
+                    history = await run_rl_training(
+                        backend,
+                        buffer,
+                        manager,
+                        [engine],
+                        config,
+                        self.logger,
+                        sync_weights=sync,
+                        hooks=hooks,
+                    )
             except RolloutsError as error:
                 failure = error
             nursery.cancel_scope.cancel()
@@ -277,16 +307,26 @@ class Loop:
     def is_complete(self, step: int) -> bool:
         """Every prompt that was drawn when `step` was saved was trained by then, or is in that state."""
         state = self.states[step]
-        there = len(state["held"]) + len(state["unfinished"]) + len(state["in_flight"]) + len(state["buffer"]["returned"])
+        there = (
+            len(state["held"])
+            + len(state["unfinished"])
+            + len(state["in_flight"])
+            + len(state["buffer"]["returned"])
+        )
         return state["ledger"]["trained"] == 2 * step and state["buffer"]["cursor"] == 2 * step + there
 
 
-async def test_an_update_that_takes_longer_than_a_step_is_in_the_row_of_the_step_that_was_the_last_when_it_ended(autojump_clock):
-    """Steps take 3 s, an update 1 s of the trainer and 4 s more. Batches are there at once, so nobody waits for engines."""
+async def test_an_update_that_takes_longer_than_a_step_is_in_the_row_of_the_step_that_was_the_last_when_it_ended(
+    autojump_clock,
+):
+    """Steps take 3 s, an update 1 s of the trainer and 4 s more. Batches are there at once, so nobody waits
+    for engines.
+    """
     loop = Loop(Updates(hold_s=1.0, load_s=4.0), staleness=4, reply=lambda request: ScriptedReply(text="ab"))
     began = trio.current_time()
     await loop.run()
-    # step 1: 0 to 3, its update from 3, released at 4, ends at 8; step 2: 4 to 7, waits until 8, released at 9; step 3: 9 to 12; and so on
+    # step 1: 0 to 3, its update from 3, released at 4, ends at 8; step 2: 4 to 7, waits until 8, released at
+    # 9; step 3: 9 to 12; and so on
     assert [(what, version, at - began) for what, version, at in loop.updates.events] == [
         ("begins", 1, 3), ("ends", 1, 8), ("begins", 2, 8), ("ends", 2, 13), ("begins", 3, 13), ("ends", 3, 18), ("begins", 4, 18), ("ends", 4, 23)
     ]  # fmt: skip
@@ -304,7 +344,9 @@ async def test_at_no_staleness_a_step_waits_for_its_update(autojump_clock):
 
 @pytest.mark.parametrize("error", [WeightSyncError("a keeps the old weights"), FleetDown("nobody serves")])
 @pytest.mark.parametrize("after_s", [1.5, 2.5, 4.0])
-async def test_an_update_that_fails_in_the_background_ends_the_run_with_its_steps_saved(autojump_clock, after_s: float, error: RolloutsError):
+async def test_an_update_that_fails_in_the_background_ends_the_run_with_its_steps_saved(
+    autojump_clock, after_s: float, error: RolloutsError
+):
     updates = Updates(hold_s=1.0, load_s=4.0)
     updates.failures[2] = (after_s, error)
     loop = Loop(updates, staleness=4, steps=9)
@@ -324,7 +366,8 @@ async def test_an_update_that_fails_while_the_next_one_waits_for_it_ends_the_run
     began = trio.current_time()
     with pytest.raises(WeightSyncError, match="lost"):
         await loop.run()
-    # the first batch takes 1.5 s, its step 3 s; the second is there, and its step is done at 8 s; its update waits for the first, which began at 4.5
+    # the first batch takes 1.5 s, its step 3 s; the second is there, and its step is done at 8 s; its update
+    # waits for the first, which began at 4.5
     assert trio.current_time() - began == pytest.approx(4.5 + 20 + 0.1)
     assert [(what, step) for what, step, _ in loop.diary] == [("save", 2)]
     assert loop.is_complete(2)
@@ -333,7 +376,13 @@ async def test_an_update_that_fails_while_the_next_one_waits_for_it_ends_the_run
 async def test_an_update_that_fails_while_slow_engines_make_a_batch_cuts_that_at_once(autojump_clock):
     updates = Updates(hold_s=0.5, load_s=100.0)
     updates.failures[1] = (20, WeightSyncError("lost"))
-    slow = Loop(updates, steps=9, reply=lambda request: ScriptedReply(text="ab", token_s=0.5 if request.request_id < "g00000002" else 1000.0))
+    slow = Loop(
+        updates,
+        steps=9,
+        reply=lambda request: ScriptedReply(
+            text="ab", token_s=0.5 if request.request_id < "g00000002" else 1000.0
+        ),
+    )
     began = trio.current_time()
     with pytest.raises(WeightSyncError, match="lost"):
         await slow.run()
@@ -342,8 +391,12 @@ async def test_an_update_that_fails_while_slow_engines_make_a_batch_cuts_that_at
     assert slow.is_complete(1)
 
 
-async def test_a_batch_that_left_the_manager_when_the_update_failed_is_trained_before_the_run_ends(autojump_clock):
-    """The samples of a batch are written down when it has left; an update that fails just then must not lose its prompts."""
+async def test_a_batch_that_left_the_manager_when_the_update_failed_is_trained_before_the_run_ends(
+    autojump_clock,
+):
+    """The samples of a batch are written down when it has left; an update that fails just then must not lose
+    its prompts.
+    """
     updates = Updates(hold_s=0.0, load_s=100.0)
     loop = Loop(updates, staleness=4, steps=9)
 
@@ -359,7 +412,9 @@ async def test_a_batch_that_left_the_manager_when_the_update_failed_is_trained_b
     assert loop.is_complete(2)
 
 
-async def test_the_samples_that_failed_are_in_the_record_once_when_an_update_fails_under_a_batch(autojump_clock):
+async def test_the_samples_that_failed_are_in_the_record_once_when_an_update_fails_under_a_batch(
+    autojump_clock,
+):
     updates = Updates(hold_s=0.5, load_s=100.0)
     updates.failures[1] = (20, WeightSyncError("lost"))
     broken = {"g00000000-s000"}
@@ -394,7 +449,9 @@ async def test_an_evaluation_waits_for_the_update_under_way(autojump_clock):
     ended = {version: at for what, version, at in loop.updates.events if what == "ends"}
     evaluated = {step: at for what, step, at in loop.diary if what == "evaluate"}
     assert set(evaluated) == {1, 2}
-    assert all(at == ended[step] for step, at in evaluated.items()), "at once when its own step's weights are there, not before"
+    assert all(at == ended[step] for step, at in evaluated.items()), (
+        "at once when its own step's weights are there, not before"
+    )
 
 
 async def test_an_evaluation_before_which_the_update_fails_is_not_begun(autojump_clock):
@@ -407,7 +464,9 @@ async def test_an_evaluation_before_which_the_update_fails_is_not_begun(autojump
 
 
 @pytest.mark.parametrize("stop_at_s", [2.0, 4.0, 5.0, 6.5, 9.0, 20.0])
-async def test_a_stop_while_an_update_hangs_in_the_background_ends_in_time_and_saves(autojump_clock, stop_at_s: float):
+async def test_a_stop_while_an_update_hangs_in_the_background_ends_in_time_and_saves(
+    autojump_clock, stop_at_s: float
+):
     loop = Loop(Updates(hold_s=0.2, load_s=10_000.0), staleness=4, steps=9, stop_at_s=stop_at_s)
     began = trio.current_time()
     history = await loop.run()
@@ -424,18 +483,26 @@ async def test_a_stop_while_a_batch_is_awaited_saves_the_tokens_that_there_are(a
 
     def reply(request: GenerateRequest) -> ScriptedReply:
         begun = int(request.request_id.partition("@")[2] or 0)
-        return ScriptedReply(text="abcdefg"[begun:], token_s=5.0 if request.request_id[1:9] > "00000001" else 0.5)
+        return ScriptedReply(
+            text="abcdefg"[begun:], token_s=5.0 if request.request_id[1:9] > "00000001" else 0.5
+        )
 
     loop = Loop(Updates(hold_s=0.1, load_s=0.4), staleness=3, steps=9, reply=reply, stop_at_s=20.0)
     history = await loop.run()
     (saved,) = [step for what, step, _ in loop.diary]
     assert saved == len(history) and loop.is_complete(saved)
-    tokens = [sum(member["partial"]["loss_mask"]) for group in loop.states[saved]["unfinished"] for member in group["members"]]
+    tokens = [
+        sum(member["partial"]["loss_mask"])
+        for group in loop.states[saved]["unfinished"]
+        for member in group["members"]
+    ]
     assert len(tokens) == 4 and min(tokens) >= 1, tokens
 
 
 async def test_a_run_that_ends_holds_what_it_has_begun_before_it_saves(autojump_clock):
-    """One step: when it is done, the next batch's answers of 8 tokens, 1 s each, have been on their way for 3.3 s."""
+    """One step: when it is done, the next batch's answers of 8 tokens, 1 s each, have been on their way for
+    3.3 s.
+    """
     loop = Loop(Updates(hold_s=0.0, load_s=0.0), staleness=2, steps=1, step_s=1.1, reply=lambda request: ScriptedReply(
         text="abcdefg"[int(request.request_id.partition("@")[2] or 0) :], token_s=0.0 if request.request_id[1:9] < "00000002" else 1.0))  # fmt: skip
     await loop.run()

@@ -22,7 +22,15 @@ from rollouts.engines.local import open_local_engine
 from rollouts.errors import BackendError, EngineSilent, EngineUnreachable, SnapshotError, WeightSyncError
 from rollouts.models.load import resolve_model
 from rollouts.testing.fakes import ScriptedEngine, open_fake_backend
-from rollouts.types import Completion, EngineFeatures, EngineLoad, GenerateRequest, LossSpec, RolloutBatch, SamplingParams
+from rollouts.types import (
+    Completion,
+    EngineFeatures,
+    EngineLoad,
+    GenerateRequest,
+    LossSpec,
+    RolloutBatch,
+    SamplingParams,
+)
 from rollouts.weight_sync.disk import export_snapshot
 from rollouts.weight_sync.probe import (
     Probe,
@@ -37,7 +45,13 @@ from rollouts.weight_sync.probe import (
 )
 from rollouts.weight_sync.snapshots import list_snapshots
 from rollouts.weight_sync.sync import Snapshot, WeightSync
-from rollouts.weight_sync.update import ProbeMemory, SilenceLimits, SyncReport, sync_weights_to_engines, watch_progress
+from rollouts.weight_sync.update import (
+    ProbeMemory,
+    SilenceLimits,
+    SyncReport,
+    sync_weights_to_engines,
+    watch_progress,
+)
 
 PROBE = Probe(make_probe_prompt(50), 1e-2)
 LIMITS = SilenceLimits(pause=10, load=100, set_version=5, resume=5, probe=20)
@@ -45,12 +59,14 @@ PHASES = ("pause", "load", "set_version", "resume", "probe")
 NAMES = ("a", "b", "c")
 
 
-# --- fakes in virtual time ---------------------------------------------------------------------------------------------------
+# --- fakes in virtual time ----------------------------------------------------------------------------------
 
 
 def log_probs_of(weights: float, token_ids: Sequence[int]) -> np.ndarray:
     """What a model, whose weights are one number, thinks of an answer."""
-    return np.asarray([-1 - 0.001 * weights - 0.01 * position for position in range(len(token_ids))], np.float32)
+    return np.asarray(
+        [-1 - 0.001 * weights - 0.01 * position for position in range(len(token_ids))], np.float32
+    )
 
 
 class Trainer:
@@ -68,7 +84,9 @@ class Trainer:
         class Future:
             async def result(self):
                 await trio.sleep(1)
-                return tuple(np.where(mask, padded(mask, weights), np.float32(0)) for mask in batch.loss_masks)
+                return tuple(
+                    np.where(mask, padded(mask, weights), np.float32(0)) for mask in batch.loss_masks
+                )
 
         return Future()
 
@@ -84,10 +102,22 @@ def padded(mask: np.ndarray, weights: float) -> np.ndarray:
 
 
 class Server:
-    """An engine whose weights are a number. `faults` names, by phase, what becomes of the next calls: "fail", "hang", "" for nothing."""
+    """An engine whose weights are a number. `faults` names, by phase, what becomes of the next calls: "fail",
+    "hang", "" for nothing.
+    """
 
-    def __init__(self, name: str, trainer: Trainer, *, keep_pause: bool = True, checksum: bool = False, in_memory: bool = False) -> None:
-        self.features = EngineFeatures(50, 512, in_memory, True, False, keep_pause, False, name=name, checksum=checksum)
+    def __init__(
+        self,
+        name: str,
+        trainer: Trainer,
+        *,
+        keep_pause: bool = True,
+        checksum: bool = False,
+        in_memory: bool = False,
+    ) -> None:
+        self.features = EngineFeatures(
+            50, 512, in_memory, True, False, keep_pause, False, name=name, checksum=checksum
+        )
         self.trainer = trainer
         self.weights = 0.0
         self.version = -1
@@ -212,7 +242,7 @@ class World:
         )
 
 
-# --- every engine proves itself, or leaves -----------------------------------------------------------------------------------
+# --- every engine proves itself, or leaves ------------------------------------------------------------------
 
 
 async def test_every_engine_goes_through_all_phases_and_then_the_version_is_published(autojump_clock):
@@ -236,7 +266,9 @@ async def test_every_engine_goes_through_all_phases_and_then_the_version_is_publ
 @pytest.mark.parametrize("fault", ["fail", "hang"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("index", range(3))
-async def test_an_engine_that_fails_in_any_phase_leaves_alone(autojump_clock, index: int, phase: str, fault: str):
+async def test_an_engine_that_fails_in_any_phase_leaves_alone(
+    autojump_clock, index: int, phase: str, fault: str
+):
     world = World()
     await world.update(1, 3.0)
     world.admission.events.clear()
@@ -249,7 +281,11 @@ async def test_an_engine_that_fails_in_any_phase_leaves_alone(autojump_clock, in
     assert world.admission.those("fail") == [NAMES[index]]
     assert world.admission.events[-1] == ("publish", 2)
     (failed,) = report.failed
-    assert (failed.name, failed.phase, type(failed.error)) == (NAMES[index], phase, EngineSilent if fault == "hang" else EngineUnreachable)
+    assert (failed.name, failed.phase, type(failed.error)) == (
+        NAMES[index],
+        phase,
+        EngineSilent if fault == "hang" else EngineUnreachable,
+    )
     assert report.metrics()["weight_sync/engines_failed"] == 1.0
     assert report.metrics()["weight_sync/engines_updated"] == 2.0
     assert len(world.warnings) == 1
@@ -286,7 +322,11 @@ async def test_when_nobody_is_verified_nothing_is_published_and_each_failure_is_
         server.faults[phase] = ["fail"]
     with pytest.raises(WeightSyncError) as caught:
         await world.update(4, 3.0)
-    assert [line.split(": ")[:2] for line in str(caught.value).splitlines()[1:]] == [["  a", "pause"], ["  b", "load"], ["  c", "probe"]]
+    assert [line.split(": ")[:2] for line in str(caught.value).splitlines()[1:]] == [
+        ["  a", "pause"],
+        ["  b", "load"],
+        ["  c", "probe"],
+    ]
     assert world.admission.those("publish") == []
     assert sorted(world.admission.those("fail")) == list(NAMES)
 
@@ -378,7 +418,7 @@ async def test_answers_that_come_while_the_trainer_computes_are_scored_in_one_ba
     assert [[int(row[-1]) for row in batch.tokens] for batch in world.trainer.batches] == [[0], [1, 2]]
 
 
-# --- what counts as proof ----------------------------------------------------------------------------------------------------
+# --- what counts as proof -----------------------------------------------------------------------------------
 
 
 async def test_an_engine_that_keeps_the_old_weights_is_caught_within_the_tolerance(autojump_clock):
@@ -387,10 +427,14 @@ async def test_an_engine_that_keeps_the_old_weights_is_caught_within_the_toleran
     world.servers[1].deaf = True
     report = await world.update(2, 3.5)  # 0.0005 nats away; the tolerance is 0.01
     assert [(update.name, update.phase) for update in report.failed] == [("b", "probe")]
-    assert "answers the probe exactly as at version 1, though the trainer's weights are others" in str(report.failed[0].error)
+    assert "answers the probe exactly as at version 1, though the trainer's weights are others" in str(
+        report.failed[0].error
+    )
 
 
-async def test_an_engine_that_keeps_the_old_weights_and_computes_noisily_is_caught_by_its_checksum(autojump_clock):
+async def test_an_engine_that_keeps_the_old_weights_and_computes_noisily_is_caught_by_its_checksum(
+    autojump_clock,
+):
     world = World(checksum=True)
     for server in world.servers:
         server.noise = 1e-4
@@ -425,7 +469,10 @@ async def test_an_engine_that_gave_a_checksum_once_has_to_give_it_always(autojum
     world.servers[0].faults["checksum"] = ["fail"]
     report = await world.update(2, 4.0)
     assert [update.name for update in report.failed] == ["b"]
-    assert "the engine gave no checksum of its weights, as it did at version 1: EngineUnreachable: b is gone" in str(report.failed[0].error)
+    assert (
+        "the engine gave no checksum of its weights, as it did at version 1: EngineUnreachable: b is gone"
+        in str(report.failed[0].error)
+    )
 
 
 async def test_weights_that_did_not_change_need_no_proof_of_change(autojump_clock):
@@ -468,7 +515,9 @@ async def test_an_engine_with_other_weights_has_failed(autojump_clock):
     world.servers[2].deaf = True
     report = await world.update(1, 30.0)  # 0.03 nats from what it kept
     assert [update.name for update in report.failed] == ["c"]
-    assert "differs from the trainer by 0.03 nats on the probe; the tolerance is 0.01" in str(report.failed[0].error)
+    assert "differs from the trainer by 0.03 nats on the probe; the tolerance is 0.01" in str(
+        report.failed[0].error
+    )
 
 
 async def test_an_engine_that_answers_nothing_has_failed(autojump_clock):
@@ -478,8 +527,12 @@ async def test_an_engine_that_answers_nothing_has_failed(autojump_clock):
     assert "the answer to the probe is empty" in str(report.failed[0].error)
 
 
-def reply(version: int, engine: list[float], trainer: list[float], tokens: Sequence[int] = (4, 5)) -> ProbeReply:
-    return ProbeReply(version, np.asarray(tokens), np.asarray(engine, np.float32), np.asarray(trainer, np.float32))
+def reply(
+    version: int, engine: list[float], trainer: list[float], tokens: Sequence[int] = (4, 5)
+) -> ProbeReply:
+    return ProbeReply(
+        version, np.asarray(tokens), np.asarray(engine, np.float32), np.asarray(trainer, np.float32)
+    )
 
 
 def test_an_engine_that_differs_from_the_trainer_is_refused():
@@ -523,13 +576,17 @@ def test_the_probe_prompt_lies_inside_the_vocabulary():
     assert prompt.max() < 49
 
 
-# --- against a stored answer -------------------------------------------------------------------------------------------------
+# --- against a stored answer --------------------------------------------------------------------------------
 
 
 def answer(tokens: Sequence[int], log_probs: Sequence[float]) -> Completion:
     versions = np.full(len(tokens), 7)
     return Completion(
-        request_id="p", token_ids=np.asarray(tokens), log_probs=np.asarray(log_probs, np.float32), weight_versions=versions, finish_reason="length"
+        request_id="p",
+        token_ids=np.asarray(tokens),
+        log_probs=np.asarray(log_probs, np.float32),
+        weight_versions=versions,
+        finish_reason="length",
     )
 
 
@@ -537,18 +594,24 @@ STORED = reply(7, [-1, -2, -1, -1, -1, -1], [-1.0, -2.0, -1.0, -1.0, -2.0, -1.0]
 
 
 def test_an_equal_answer_is_compared_on_all_tokens():
-    compared = compare_with_stored(STORED, answer((4, 5, 6, 7, 8, 9), (-1, -2, -1.25, -1, -2, -1)), tolerance=0.01)
+    compared = compare_with_stored(
+        STORED, answer((4, 5, 6, 7, 8, 9), (-1, -2, -1.25, -1, -2, -1)), tolerance=0.01
+    )
     assert compared.token_ids.tolist() == [4, 5, 6, 7, 8, 9]
     assert compared.difference == pytest.approx(0.25)
 
 
 def test_an_answer_that_parts_at_a_near_tie_is_compared_up_to_there():
-    compared = compare_with_stored(STORED, answer((4, 5, 6, 7, 3, 3), (-1, -2, -1, -1, -2.015, -1)), tolerance=0.01)
+    compared = compare_with_stored(
+        STORED, answer((4, 5, 6, 7, 3, 3), (-1, -2, -1, -1, -2.015, -1)), tolerance=0.01
+    )
     assert compared.token_ids.tolist() == [4, 5, 6, 7]
 
 
 def test_an_answer_that_parts_where_there_was_no_tie_is_of_other_weights():
-    with pytest.raises(WeightSyncError, match="with token 3 at position 4, where version 7 was verified with token 8"):
+    with pytest.raises(
+        WeightSyncError, match="with token 3 at position 4, where version 7 was verified with token 8"
+    ):
         compare_with_stored(STORED, answer((4, 5, 6, 7, 3, 3), (-1, -2, -1, -1, -1.5, -1)), tolerance=0.01)
 
 
@@ -565,8 +628,12 @@ def test_a_short_verified_answer_has_to_be_given_whole():
         compare_with_stored(stored, answer((4, 9), (-1, -2)), tolerance=0.01)
 
 
-async def test_a_revived_engine_that_still_serves_old_weights_is_caught_where_its_answer_parts_at_a_tie(autojump_clock):
-    """Four tokens agree with the stored answer within the tolerance, the fifth is a near tie: only the answer as a whole shows the old weights."""
+async def test_a_revived_engine_that_still_serves_old_weights_is_caught_where_its_answer_parts_at_a_tie(
+    autojump_clock,
+):
+    """Four tokens agree with the stored answer within the tolerance, the fifth is a near tie: only the answer
+    as a whole shows the old weights.
+    """
     old_tokens, new_tokens = (4, 5, 6, 7, 3, 3), (4, 5, 6, 7, 8, 9)
     memory, tolerance = ProbeMemory(), 0.05
     log_probs = np.asarray([-1, -2, -1, -1, -2, -1], np.float32)
@@ -584,21 +651,30 @@ async def test_a_revived_engine_that_still_serves_old_weights_is_caught_where_it
     judge = judge_by_stored(new, tolerance_of=lambda name: tolerance)
     with pytest.raises(WeightSyncError, match="says version 7 but answers the probe exactly as at version 6"):
         await sync_weights_to_engines(
-            [server], Path("w7"), version=7, probe=PROBE, judge=judge, memory=memory, digest="digest of 7", warn=lambda text: None
+            [server],
+            Path("w7"),
+            version=7,
+            probe=PROBE,
+            judge=judge,
+            memory=memory,
+            digest="digest of 7",
+            warn=lambda text: None,
         )
 
 
 def test_a_shorter_answer_never_replaces_a_longer_one_of_its_version():
     memory = ProbeMemory()
     memory.remember("a", Verified(STORED, "sum", "digest"))
-    short = compare_with_stored(STORED, answer((4, 5, 6, 7, 3, 3), (-1, -2, -1, -1, -2.015, -1)), tolerance=0.01)
+    short = compare_with_stored(
+        STORED, answer((4, 5, 6, 7, 3, 3), (-1, -2, -1, -1, -2.015, -1)), tolerance=0.01
+    )
     memory.remember("b", Verified(short, "sum", "digest"))
     assert memory.reply(7, "b") is STORED
     memory.remember("a", Verified(short, "sum 2", "digest"))
     assert memory.all("a") == [Verified(STORED, "sum 2", "digest")]
 
 
-# --- weights that come to all at once ----------------------------------------------------------------------------------------
+# --- weights that come to all at once -----------------------------------------------------------------------
 
 
 class Broadcast:
@@ -646,7 +722,7 @@ async def test_a_transfer_that_fails_as_a_whole_fails_every_engine_and_leaves_no
     assert [server.paused for server in world.servers] == [False] * 3
 
 
-# --- engines that come back --------------------------------------------------------------------------------------------------
+# --- engines that come back ---------------------------------------------------------------------------------
 
 
 class Keeper:
@@ -706,7 +782,14 @@ class FleetWorld:
         self.fleet: Any = FakeFleet(self.servers)
         self.keeper = Keeper()
         self.warnings: list[str] = []
-        self.sync = WeightSync(PROBE, keeper=self.keeper, admission=self.fleet, limits=LIMITS, warn=self.warnings.append, **options)
+        self.sync = WeightSync(
+            PROBE,
+            keeper=self.keeper,
+            admission=self.fleet,
+            limits=LIMITS,
+            warn=self.warnings.append,
+            **options,
+        )
 
     async def step(self, weights: float) -> Mapping[str, float]:
         version = self.trainer.step(weights)
@@ -737,7 +820,9 @@ async def test_one_engine_of_a_fleet_may_fail_and_one_without_a_fleet_may_not(au
     assert (await world.step(3.0))["weight_sync/engines_failed"] == 1.0
     sync = WeightSync(PROBE, keeper=world.keeper, limits=LIMITS)
     world.servers[0].faults["load"] = ["fail"]
-    with pytest.raises(WeightSyncError, match=r"did not reach every engine(.|\n)*a: load: EngineUnreachable: a is gone"):
+    with pytest.raises(
+        WeightSyncError, match=r"did not reach every engine(.|\n)*a: load: EngineUnreachable: a is gone"
+    ):
         await sync(world.trainer, world.servers, 1)
 
 
@@ -751,7 +836,9 @@ async def test_a_restarted_engine_is_brought_to_the_published_weights(autojump_c
     assert world.keeper.read == ["w3.0", "w3.0"]
 
 
-async def test_a_restarted_engine_is_judged_by_a_verified_answer_when_the_trainer_has_moved_on(autojump_clock):
+async def test_a_restarted_engine_is_judged_by_a_verified_answer_when_the_trainer_has_moved_on(
+    autojump_clock,
+):
     world = FleetWorld()
     await world.step(3.0)
     world.restart(world.servers[1])
@@ -763,7 +850,9 @@ async def test_a_restarted_engine_is_judged_by_a_verified_answer_when_the_traine
     assert world.fleet.those("commit") == ["b"]
 
 
-async def test_a_restarted_engine_that_serves_base_weights_under_the_published_version_is_caught(autojump_clock):
+async def test_a_restarted_engine_that_serves_base_weights_under_the_published_version_is_caught(
+    autojump_clock,
+):
     world = FleetWorld()
     await world.step(30.0)
     world.restart(world.servers[1])
@@ -793,7 +882,9 @@ async def test_nobody_is_revived_before_there_is_something_to_serve(autojump_clo
         await world.sync.revive(world.trainer, world.servers[0])
 
 
-async def test_stale_engines_are_revived_as_they_are_announced_and_given_up_until_the_next_update(autojump_clock):
+async def test_stale_engines_are_revived_as_they_are_announced_and_given_up_until_the_next_update(
+    autojump_clock,
+):
     world = FleetWorld(max_revivals=3)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(world.sync.keep_engines_current, world.trainer, world.fleet)
@@ -851,7 +942,13 @@ async def test_a_hung_revival_gives_way_to_the_update_which_takes_its_engine_in(
         assert (await world.step(4.0))["weight_sync/engines_updated"] == 3.0
         assert trio.current_time() - started < 10
         once = ["pause", "load", "set_version", "resume", "probe"]
-        assert world.servers[0].calls == ["set_version", "pause", "load", "resume", *once]  # never both at once, never left paused
+        assert world.servers[0].calls == [
+            "set_version",
+            "pause",
+            "load",
+            "resume",
+            *once,
+        ]  # never both at once, never left paused
         assert world.fleet.those("fail") == ["a"]
         assert world.servers[0].weights == 4.0
         await trio.sleep(100)  # its announcement by that failure comes to nothing: it serves
@@ -901,9 +998,13 @@ async def test_a_revival_is_not_judged_by_a_trainer_that_moves_on_meanwhile(auto
     assert world.fleet.those("commit") == ["b"]
     assert world.servers[1].weights == 3.0
 
-    world.sync.memory = ProbeMemory()  # nobody remembers an answer: only the trainer could tell, and it has other weights
+    world.sync.memory = (
+        ProbeMemory()
+    )  # nobody remembers an answer: only the trainer could tell, and it has other weights
     world.restart(world.servers[1])
-    with pytest.raises(WeightSyncError, match="no verified answer of version 1 is remembered, and the trainer is at 2"):
+    with pytest.raises(
+        WeightSyncError, match="no verified answer of version 1 is remembered, and the trainer is at 2"
+    ):
         await world.sync.revive(world.trainer, world.servers[1])
     assert world.fleet.events == [("fail", "b")]
     assert "engine b cannot be revived" in world.warnings[-1]
@@ -986,7 +1087,7 @@ def fail_to_open(path: Path) -> Any:
     raise SnapshotError("the disk is away")
 
 
-# --- the trainer's own failure, cancellation ---------------------------------------------------------------------------------
+# --- the trainer's own failure, cancellation ----------------------------------------------------------------
 
 
 class BrokenFuture:
@@ -1028,10 +1129,18 @@ async def test_an_update_that_is_cancelled_after_some_have_committed_is_publishe
                 await sync(trainer, [fleet], trainer.step(4.0))
             assert fleet.published_version == 2
             values = fleet.statistics()
-            assert (values["engine/a/state"], values["engine/a/version"], values["fleet/serving"]) == (0.0, 2.0, 1.0)
+            assert (values["engine/a/state"], values["engine/a/version"], values["fleet/serving"]) == (
+                0.0,
+                2.0,
+                1.0,
+            )
             await trio.sleep(100)  # and the other follows, out of the new snapshot
             values = fleet.statistics()
-            assert (values["engine/b/version"], values["fleet/serving"], servers[1].weights) == (2.0, 2.0, 4.0)
+            assert (values["engine/b/version"], values["fleet/serving"], servers[1].weights) == (
+                2.0,
+                2.0,
+                4.0,
+            )
             nursery.cancel_scope.cancel()
 
 
@@ -1077,7 +1186,7 @@ async def test_engines_of_one_name_are_refused():
     assert world.admission.events == []
 
 
-# --- transport ---------------------------------------------------------------------------------------------------------------
+# --- transport ----------------------------------------------------------------------------------------------
 
 
 async def test_after_a_transfer_in_memory_there_is_a_snapshot_for_those_that_restart(autojump_clock):
@@ -1093,7 +1202,7 @@ async def test_after_a_transfer_in_memory_there_is_a_snapshot_for_those_that_res
     assert world.servers[0].weights == 3.0
 
 
-# --- with the fleet ----------------------------------------------------------------------------------------------------------
+# --- with the fleet -----------------------------------------------------------------------------------------
 
 
 async def test_a_fleet_serves_what_was_proven_and_an_engine_that_failed_returns_by_itself(autojump_clock):
@@ -1111,7 +1220,11 @@ async def test_a_fleet_serves_what_was_proven_and_an_engine_that_failed_returns_
 
             async def ask_one(index: int) -> None:
                 completion = await fleet.generate(
-                    GenerateRequest(request_id=f"{trio.current_time()}-{index}", prompt_ids=PROBE.prompt_ids, sampling=sampling)
+                    GenerateRequest(
+                        request_id=f"{trio.current_time()}-{index}",
+                        prompt_ids=PROBE.prompt_ids,
+                        sampling=sampling,
+                    )
                 )
                 versions.update(completion.weight_versions.tolist())
 
@@ -1128,7 +1241,10 @@ async def test_a_fleet_serves_what_was_proven_and_an_engine_that_failed_returns_
 
             servers[1].faults["load"] = ["fail"]
             metrics = await sync(trainer, [fleet], trainer.step(4.0))
-            assert (metrics["weight_sync/engines_updated"], metrics["weight_sync/engines_failed"]) == (2.0, 1.0)
+            assert (metrics["weight_sync/engines_updated"], metrics["weight_sync/engines_failed"]) == (
+                2.0,
+                1.0,
+            )
             assert servers[1].version == 1
             assert await ask(9) == {2}  # nothing comes from the one that failed
 
@@ -1139,7 +1255,7 @@ async def test_a_fleet_serves_what_was_proven_and_an_engine_that_failed_returns_
             nursery.cancel_scope.cancel()
 
 
-# --- with the embedded engine ------------------------------------------------------------------------------------------------
+# --- with the embedded engine -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -1184,7 +1300,9 @@ async def test_a_copied_engine_follows_the_trainer_in_memory(model_path: Path):
         metrics = await sync(backend, [engine], 1)
         assert await engine.weight_version() == 1
         assert metrics["weight_sync/probe_difference/max"] < 1e-4
-        assert metrics["weight_sync/bytes"] == sum(parameter.nbytes for parameter in backend.model.parameters())
+        assert metrics["weight_sync/bytes"] == sum(
+            parameter.nbytes for parameter in backend.model.parameters()
+        )
         after = sync.memory.reply(1, "local")
         assert before is not None
         assert after is not None
@@ -1235,7 +1353,9 @@ class DiskOnlyEngine:
     def __init__(self, engine):
         self._engine = engine
         have = engine.features
-        self.features = EngineFeatures(have.vocab_size, have.context_length, False, True, False, have.keep_pause, have.deterministic)
+        self.features = EngineFeatures(
+            have.vocab_size, have.context_length, False, True, False, have.keep_pause, have.deterministic
+        )
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
@@ -1245,7 +1365,9 @@ def disk_only(engine: Any) -> Any:
     return DiskOnlyEngine(engine)
 
 
-async def test_an_engine_that_loads_only_from_disk_gets_a_snapshot_and_older_ones_go(model_path: Path, tmp_path: Path):
+async def test_an_engine_that_loads_only_from_disk_gets_a_snapshot_and_older_ones_go(
+    model_path: Path, tmp_path: Path
+):
     folder = tmp_path / "weights"
     async with (
         open_backend(model_path) as backend,
@@ -1277,7 +1399,9 @@ async def test_after_a_restart_what_the_killed_run_left_is_never_served(model_pa
     ):
         for version in (1, 2, 3):
             await export_snapshot(backend, folder / f"v{version}")
-        backend.forward_backward(BATCH, LossSpec("sft"))  # the run resumes at version 2 with other weights than it once had there
+        backend.forward_backward(
+            BATCH, LossSpec("sft")
+        )  # the run resumes at version 2 with other weights than it once had there
         await backend.optim_step().result()
         sync = WeightSync(Probe(make_probe_prompt(engine.features.vocab_size), 1e-3), snapshot_dir=folder)
         metrics = await sync(backend, [disk_only(engine)], 2)

@@ -20,16 +20,28 @@ def make_info(run_id: str = ID, **environment: str) -> RunInfo:
 
 
 def make_row(step: int, **more: object) -> dict[str, object]:
-    head = {"schema": 1, "stage": "rl", "step": step, "policy_version": step - 1, "attempt": 1, "time_unix": BEGAN + step}
+    head = {
+        "schema": 1,
+        "stage": "rl",
+        "step": step,
+        "policy_version": step - 1,
+        "attempt": 1,
+        "time_unix": BEGAN + step,
+    }
     return {**head, **more}
 
 
 def make_span(step: int, **more: object) -> dict[str, object]:
-    return make_row(step, **{"name": "train", "track": "trainer", "start_unix": BEGAN, "duration_s": 1.5, **more})
+    return make_row(
+        step, **{"name": "train", "track": "trainer", "start_unix": BEGAN, "duration_s": 1.5, **more}
+    )
 
 
 def metrics_rows(count: int) -> list[TrackedRow]:
-    rows = [make_row(step, **{"reward/mean": step / 4, "loss/total": -0.5 * step, "time/step": 2.0}) for step in range(1, count + 1)]
+    rows = [
+        make_row(step, **{"reward/mean": step / 4, "loss/total": -0.5 * step, "time/step": 2.0})
+        for step in range(1, count + 1)
+    ]
     return [TrackedRow("metrics", row, number) for number, row in enumerate(rows)]
 
 
@@ -40,15 +52,20 @@ def free_port(kind: int = socket.SOCK_STREAM) -> int:
 
 
 class Collector(ThreadingHTTPServer):
-    """Stores what is posted to it, or does as the next of its faults says: a status, with or without headers, or "hang". Without a fault it asks its
-    judge, if it has one, for (status, body, content type)."""
+    """Stores what is posted to it, or does as the next of its faults says: a status, with or without headers,
+    or "hang". Without a fault it asks its judge, if it has one, for (status, body, content type).
+    """
 
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), CollectorHandler)
         self.faults: list[object] = []
-        self.judge: Callable[[str, bytes], tuple[int, bytes, str]] = lambda path, body: (200, b"", "application/x-protobuf")
+        self.judge: Callable[[str, bytes], tuple[int, bytes, str]] = lambda path, body: (
+            200,
+            b"",
+            "application/x-protobuf",
+        )
         self.bodies: dict[str, list[bytes]] = {"/v1/metrics": [], "/v1/traces": []}
         self.headers: list[dict[str, str]] = []
         self.posts = 0
@@ -81,7 +98,9 @@ def read_points(body: bytes) -> list[tuple[str, int, float, dict[str, object]]]:
     for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
         for metric in (metric for scope in resource.scope_metrics for metric in scope.metrics):
             for point in metric.gauge.data_points:
-                labels = {entry.key: entry.value.string_value or entry.value.int_value for entry in point.attributes}
+                labels = {
+                    entry.key: entry.value.string_value or entry.value.int_value for entry in point.attributes
+                }
                 found.append((metric.name, point.time_unix_nano, point.as_double, labels))
     return found
 
@@ -124,7 +143,7 @@ class CollectorHandler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+    def log_message(self, format: str, *args: object) -> None:
         """Nothing."""
 
 

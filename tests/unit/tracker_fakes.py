@@ -24,9 +24,13 @@ class FakeControl(Control):
 
 
 class FakeSink:
-    """Keeps what it takes; raises what `faults` has for each send, before or (as a lost answer) after it took the rows."""
+    """Keeps what it takes; raises what `faults` has for each send, before or (as a lost answer) after it took
+    the rows.
+    """
 
-    def __init__(self, store: list[TrackedRow], faults: list[Exception | None], *, after: bool = False) -> None:
+    def __init__(
+        self, store: list[TrackedRow], faults: list[Exception | None], *, after: bool = False
+    ) -> None:
         self.store, self.faults, self.after = store, faults, after
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
@@ -42,7 +46,9 @@ class FakeSink:
         return
 
 
-def make_following(root: Path, sink: FakeSink, said: list[str], *, batch_rows: int = 3, confirms_at_close: bool = False) -> Following:
+def make_following(
+    root: Path, sink: FakeSink, said: list[str], *, batch_rows: int = 3, confirms_at_close: bool = False
+) -> Following:
     kind = SinkKind("", FILES, deadline_s=30.0, batch_rows=batch_rows, confirms_at_close=confirms_at_close)
     return Following(root, "fake", kind, lambda run: sink, said.append, lambda row: row)
 

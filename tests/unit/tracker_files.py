@@ -6,11 +6,13 @@ import json
 import sys
 from pathlib import Path
 
-CONFIG = 'name = "t"\nseed = 1\n[output]\nmetric_aliases = "trl"\n[engine.env]\nAPI_KEY = "planted-in-config"\n'
+CONFIG = (
+    'name = "t"\nseed = 1\n[output]\nmetric_aliases = "trl"\n[engine.env]\nAPI_KEY = "planted-in-config"\n'
+)
 BEGAN = 1_800_000_000.0
 
-# mode in FAULT: "refuse", "hang", "middle" (half of the rows, then an error), "kill" (after the rows, before the position), "die" (before them).
-# Followed by a number, it holds for so many sends.
+# mode in FAULT: "refuse", "hang", "middle" (half of the rows, then an error), "kill" (after the rows, before
+# the position), "die" (before them). Followed by a number, it holds for so many sends.
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -70,11 +72,24 @@ def make_run(root: Path) -> Path:
     return root
 
 
-def make_row(step: int, *, attempt: int = 1, stage: str = "rl", time_unix: float | None = None, **fields: object) -> dict[str, object]:
+def make_row(
+    step: int, *, attempt: int = 1, stage: str = "rl", time_unix: float | None = None, **fields: object
+) -> dict[str, object]:
     """A row as the run writes it; its time is BEGAN + a thousand seconds an attempt + a second a step."""
     time_unix = BEGAN + 1000 * attempt + step if time_unix is None else time_unix
-    head = {"schema": 1, "stage": stage, "step": step, "policy_version": step - 1, "attempt": attempt, "time_unix": time_unix}
-    return {**head, **fields} if fields else {**head, "loss/total": float(step * attempt), "reward/mean": 0.5 * step}
+    head = {
+        "schema": 1,
+        "stage": stage,
+        "step": step,
+        "policy_version": step - 1,
+        "attempt": attempt,
+        "time_unix": time_unix,
+    }
+    return (
+        {**head, **fields}
+        if fields
+        else {**head, "loss/total": float(step * attempt), "reward/mean": 0.5 * step}
+    )
 
 
 def append(root: Path, *rows: dict[str, object], file: str = "metrics", part: int = 0) -> None:
@@ -82,7 +97,9 @@ def append(root: Path, *rows: dict[str, object], file: str = "metrics", part: in
         opened.write("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_worker(folder: Path, tracker: str = "tensorboard", *, deadline_s: float = 1.0) -> tuple[list[str], Path]:
+def write_worker(
+    folder: Path, tracker: str = "tensorboard", *, deadline_s: float = 1.0
+) -> tuple[list[str], Path]:
     """(the command of a worker with faults, the file that says which)."""
     fault, script = folder / "fault", folder / "worker.py"
     script.write_text(WORKER.format(fault=str(fault), tracker=tracker, deadline_s=deadline_s))
@@ -101,6 +118,10 @@ def read_events(root: Path, stage: str = "rl") -> dict[str, list[tuple[int, floa
     """What TensorBoard shows of a stage: (step, value) by tag, as its own reader says."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(root / "trackers" / "tensorboard" / stage), size_guidance={"tensors": 0, "scalars": 0})
+    events = EventAccumulator(
+        str(root / "trackers" / "tensorboard" / stage), size_guidance={"tensors": 0, "scalars": 0}
+    )
     events.Reload()
-    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }

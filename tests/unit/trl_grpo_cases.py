@@ -1,6 +1,7 @@
 """The cases of test_grpo_against_trl: settings of TRL's GRPO and of ours, TRL's numbers, and ours.
 
-The models are tables: the logits after a token are a row of a matrix [V, V]. There are two prompts of one token, with three completions each.
+The models are tables: the logits after a token are a row of a matrix [V, V]. There are two prompts of one
+token, with three completions each.
 """
 
 from __future__ import annotations
@@ -26,7 +27,14 @@ from tests.unit.test_against_trl import table
 
 PROMPTS = [0, 0, 0, 3, 3, 3]
 COMPLETIONS = [[1, 2, 3, 4], [6, 5, 1], [3], [2, 2, 6, 4, 1], [5, 0, 3], [4, 6]]
-REWARDS = [[1.0, 0.2], [0.0, 0.4], [0.5, 0.0], [0.0, 1.0], [0.0, 0.7], [1.0, 0.1]]  # of two reward functions, whose sum is the reward
+REWARDS = [
+    [1.0, 0.2],
+    [0.0, 0.4],
+    [0.5, 0.0],
+    [0.0, 1.0],
+    [0.0, 0.7],
+    [1.0, 0.1],
+]  # of two reward functions, whose sum is the reward
 MAX_COMPLETION_LENGTH = 8
 POLICY, REFERENCE = table(1), table(2)
 OLD = POLICY + 0.1 * table(3)
@@ -48,7 +56,9 @@ class Case:
 
 
 def vllm(mode: str, **settings: object) -> dict[str, Any]:
-    return {"use_vllm": True, "vllm_importance_sampling_mode": mode} | {f"vllm_importance_sampling_{name}": value for name, value in settings.items()}
+    return {"use_vllm": True, "vllm_importance_sampling_mode": mode} | {
+        f"vllm_importance_sampling_{name}": value for name, value in settings.items()
+    }
 
 
 BY_SEQUENCE = {"importance_sampling_level": "sequence"}
@@ -75,9 +85,15 @@ EQUAL: dict[str, Case] = {
         loss_params={"correction": f"{__name__}:weigh_as_vespo"},
     ),
     # the parameters of the losses
-    "dapo/epsilons": Case(preset="dapo", theirs={"epsilon": 0.1, "epsilon_high": 0.28}, ours={"clip_low": 0.1, "clip_high": 0.28}),
+    "dapo/epsilons": Case(
+        preset="dapo",
+        theirs={"epsilon": 0.1, "epsilon_high": 0.28},
+        ours={"clip_low": 0.1, "clip_high": 0.28},
+    ),
     "dapo/delta": Case(preset="dapo", theirs={"delta": 1.3}, loss_params={"dual_clip": 1.3}),
-    "dapo/delta/low": Case(preset="dapo", theirs={"delta": 1.1}, ours={"clip_high": 0.1}, loss_params={"dual_clip": 1.2}),  # below 1 + epsilon_high
+    "dapo/delta/low": Case(
+        preset="dapo", theirs={"delta": 1.1}, ours={"clip_high": 0.1}, loss_params={"dual_clip": 1.2}
+    ),  # below 1 + epsilon_high
     "dapo/sequence": Case(preset="gspo", theirs=BY_SEQUENCE, ours={"normalise_by": "tokens"}),
     "luspo/token": Case(preset="dapo", theirs={"loss_type": "luspo"}, ours={"normalise_by": "sequence_sums"}),
     "gspo/epsilons": Case(
@@ -85,20 +101,31 @@ EQUAL: dict[str, Case] = {
         theirs={"loss_type": "grpo", "epsilon": 0.05, "epsilon_high": 0.06} | BY_SEQUENCE,
         loss_params={"clip_low": 0.05, "clip_high": 0.06},
     ),
-    "cispo/bound": Case(preset="cispo", theirs=CISPO | {"epsilon_high": 1.1}, loss_params={"ratio_high": 1.1}),
+    "cispo/bound": Case(
+        preset="cispo", theirs=CISPO | {"epsilon_high": 1.1}, loss_params={"ratio_high": 1.1}
+    ),
     "sapo/temperatures": Case(
         preset="sapo",
         theirs={"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 0.5},
         loss_params={"tau_positive": 2.0, "tau_negative": 0.5},
     ),
     # advantages
-    "dapo/scale_none": Case(preset="dapo", theirs=NO_SCALE, ours={"advantage": "centred", "advantage_params": {}}),
-    "dapo/normalize_then_sum": Case(preset="dapo", theirs={"multi_objective_aggregation": "normalize_then_sum"}, ours={"advantage": "gdpo"}),
+    "dapo/scale_none": Case(
+        preset="dapo", theirs=NO_SCALE, ours={"advantage": "centred", "advantage_params": {}}
+    ),
+    "dapo/normalize_then_sum": Case(
+        preset="dapo",
+        theirs={"multi_objective_aggregation": "normalize_then_sum"},
+        ours={"advantage": "gdpo"},
+    ),
     # the KL term and entropy
     "dapo/beta": Case(preset="dapo", theirs=KL, ours=KL_COEF),
     "grpo/beta": Case(preset="grpo", theirs={"loss_type": "grpo"} | KL, ours=KL_COEF),
     "grpo/beta/plain": Case(
-        preset="grpo", theirs={"loss_type": "grpo", "use_bias_correction_kl": False} | KL, ours=KL_COEF, loss_params={"kl_importance": False}
+        preset="grpo",
+        theirs={"loss_type": "grpo", "use_bias_correction_kl": False} | KL,
+        ours=KL_COEF,
+        loss_params={"kl_importance": False},
     ),
     "gspo/beta/plain": Case(
         preset="gspo",
@@ -110,11 +137,19 @@ EQUAL: dict[str, Case] = {
     # the engine's log-probs
     "dapo/vllm/default": Case(preset="dapo", theirs={"use_vllm": True}),
     "dapo/vllm/sequence_truncate": Case(
-        preset="dapo", theirs=vllm("sequence_truncate", clip_max=1.1), loss_params={"correction": "sequence_tis(cap=1.1)"}
+        preset="dapo",
+        theirs=vllm("sequence_truncate", clip_max=1.1),
+        loss_params={"correction": "sequence_tis(cap=1.1)"},
     ),
-    "dapo/vllm/token_truncate": Case(preset="dapo", theirs=vllm("token_truncate", clip_max=1.05), loss_params={"correction": "token_tis(cap=1.05)"}),
+    "dapo/vllm/token_truncate": Case(
+        preset="dapo",
+        theirs=vllm("token_truncate", clip_max=1.05),
+        loss_params={"correction": "token_tis(cap=1.05)"},
+    ),
     "dapo/vllm/token_mask": Case(
-        preset="dapo", theirs=vllm("token_mask", clip_min=0.9, clip_max=1.08), loss_params={"correction": "icepop(low=0.9, high=1.08)"}
+        preset="dapo",
+        theirs=vllm("token_mask", clip_min=0.9, clip_max=1.08),
+        loss_params={"correction": "icepop(low=0.9, high=1.08)"},
     ),
     "dapo/vllm/off": Case(
         preset="dapo",
@@ -139,7 +174,9 @@ EQUAL: dict[str, Case] = {
         loss_params={"correction": f"{__name__}:clamp_token_weights(low=1.0, high=1.05)"},
     ),
     "dapo/vllm/sequence_mask": Case(
-        preset="dapo", theirs=vllm("sequence_mask", clip_max=1.1), loss_params={"correction": f"{__name__}:drop_rows_above(cap=1.1)"}
+        preset="dapo",
+        theirs=vllm("sequence_mask", clip_max=1.1),
+        loss_params={"correction": f"{__name__}:drop_rows_above(cap=1.1)"},
     ),
     # gradient accumulation: whose denominator spans the batch does not change
     "dapo/parts": Case(preset="dapo", theirs=IN_TWO_PARTS),
@@ -160,9 +197,17 @@ DIFFERENT: dict[str, Case] = {
         loss_params={"correction": "token_tis(cap=3) * opsm(delta=0.05)"},
     ),
     "gspo/beta": Case(preset="gspo", theirs={"loss_type": "grpo"} | BY_SEQUENCE | KL, ours=KL_COEF),
-    "dapo/quantile": Case(preset="dapo", theirs={"top_entropy_quantile": 0.4}, loss_params={"policy_entropy_fraction": 0.4}),
-    "grpo/entropy_coef": Case(preset="grpo", theirs={"loss_type": "grpo", "entropy_coef": 0.2}, loss_params={"entropy_coef": 0.2}),
-    "dapo/scale_batch": Case(preset="dapo", theirs={"scale_rewards": "batch"}, ours={"advantage": "centred", "advantage_params": {}}),
+    "dapo/quantile": Case(
+        preset="dapo", theirs={"top_entropy_quantile": 0.4}, loss_params={"policy_entropy_fraction": 0.4}
+    ),
+    "grpo/entropy_coef": Case(
+        preset="grpo", theirs={"loss_type": "grpo", "entropy_coef": 0.2}, loss_params={"entropy_coef": 0.2}
+    ),
+    "dapo/scale_batch": Case(
+        preset="dapo",
+        theirs={"scale_rewards": "batch"},
+        ours={"advantage": "centred", "advantage_params": {}},
+    ),
 }
 
 # Loss and slope, by TRL 1.16.0.
@@ -219,15 +264,23 @@ RECORDED_METRICS: dict[str, dict[str, float]] = {
 }
 
 
-# --- ours -----------------------------------------------------------------------------------------------------------------------
+# --- ours ---------------------------------------------------------------------------------------------------
 
 
 def weigh_as_vespo(inputs: LossInputs) -> Tensor:
-    """w^k·exp(λ·(1 − w)) with w the product of the row's ratios to the engine, TRL's k and λ by the sign of A: with `reinforce` its "vespo"."""
+    """w^k·exp(λ·(1 − w)) with w the product of the row's ratios to the engine, TRL's k and λ by the sign of
+    A: with `reinforce` its "vespo".
+    """
     assert inputs.old_log_probs is not None  # of a loss without a ratio: the policy itself
-    log_ratio = compute_log_ratio(inputs.old_log_probs, need_rollout_log_probs(inputs, "vespo")).sum(-1, keepdim=True)
+    log_ratio = compute_log_ratio(inputs.old_log_probs, need_rollout_log_probs(inputs, "vespo")).sum(
+        -1, keepdim=True
+    )
     positive = need_advantages(inputs, "vespo") >= 0
-    return torch.where(positive, (2 * log_ratio + 3 * (1 - log_ratio.exp())).exp(), (3 * log_ratio + 2 * (1 - log_ratio.exp())).exp())
+    return torch.where(
+        positive,
+        (2 * log_ratio + 3 * (1 - log_ratio.exp())).exp(),
+        (3 * log_ratio + 2 * (1 - log_ratio.exp())).exp(),
+    )
 
 
 def clamp_token_weights(inputs: LossInputs, *, low: float, high: float) -> Tensor:
@@ -249,7 +302,11 @@ def score(weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     before = torch.cat([torch.tensor(PROMPTS)[:, None], ids[:, :-1]], dim=1)
     log_probs = weights[before].log_softmax(-1)
     entropies = -(log_probs.exp() * log_probs).sum(-1)
-    return torch.where(mask, log_probs.gather(-1, ids[..., None]).squeeze(-1), 0.0), torch.where(mask, entropies, 0.0), mask
+    return (
+        torch.where(mask, log_probs.gather(-1, ids[..., None]).squeeze(-1), 0.0),
+        torch.where(mask, entropies, 0.0),
+        mask,
+    )
 
 
 def preset_of(case: Case) -> AlgorithmPreset:
@@ -260,7 +317,9 @@ def config_of(case: Case) -> RLTrainingConfig:
     settings = to_rl_settings(preset_of(case)) | dict(case.ours)
     settings["loss_params"] = {**preset_of(case).loss_params, **case.loss_params}
     rollout = RolloutConfig(num_prompts=2, samples_per_prompt=3, max_new_tokens=MAX_COMPLETION_LENGTH)
-    return RLTrainingConfig.model_validate({"data": DataSourceConfig(kind="jsonl", path="x.jsonl"), "steps": 1, "rollout": rollout} | settings)
+    return RLTrainingConfig.model_validate(
+        {"data": DataSourceConfig(kind="jsonl", path="x.jsonl"), "steps": 1, "rollout": rollout} | settings
+    )
 
 
 def our_advantages(case: Case) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """The rows being decoded. Everything here runs on the device thread.
 
-    admit ──► prefill of each distinct prompt, once ──► slots 0..n-1 ──► step, step, … ──► finished rows leave at once
-                    or: prompt copied from a row that has it                      │ the last row moves into the hole
+admit ──► prefill of each distinct prompt, once ──► slots 0..n-1 ──► step, step, … ──► finished rows leave at once
+                or: prompt copied from a row that has it                      │ the last row moves into the hole
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from rollouts.types import Completion, FinishReason, FloatArray, GenerateRequest
 PREFILL_TOKENS = 8192  # padded prompt tokens of one forward pass
 JOB_STEPS = 32  # decode steps of one device job
 JOB_SECONDS = 0.1  # after which a job ends
-SHARED_STEPS = 4  # the same while other work waits for the device thread: it gets its turn soon, and each turn of ours is worth having
+# the same while other work waits for the device thread: it gets its turn soon, and each turn of ours is worth
+# having
+SHARED_STEPS = 4
 SHARED_SECONDS = 0.025
 
 
@@ -99,7 +101,8 @@ class DecodeBatch:
         interrupted: Callable[[], bool],
         others_wait: Callable[[], bool],
     ) -> list[Row]:
-        """The rows that finished. Removes and admits, then decodes until a row finishes, someone interrupts, or the job is long enough.
+        """The rows that finished. Removes and admits, then decodes until a row finishes, someone interrupts,
+        or the job is long enough.
 
         Other work that waits shortens the job; one step is always made, unless interrupted or without rows.
         """
@@ -110,7 +113,12 @@ class DecodeBatch:
             finished = self._take_finished()
             began = time.perf_counter()
             for steps in range(JOB_STEPS if decode else 0):
-                if finished or not self.rows or interrupted() or _is_over(steps, time.perf_counter() - began, others_wait()):
+                if (
+                    finished
+                    or not self.rows
+                    or interrupted()
+                    or _is_over(steps, time.perf_counter() - began, others_wait())
+                ):
                     break
                 self.step(version)
                 finished = self._take_finished()
@@ -122,9 +130,13 @@ class DecodeBatch:
         self.kv.drop()
 
     def admit(self, rows: Sequence[Row], version: int) -> None:
-        """Rows take the next slots. Each distinct prompt is computed once, or copied from an active row that has it by the same weights."""
+        """Rows take the next slots. Each distinct prompt is computed once, or copied from an active row that
+        has it by the same weights.
+        """
         weights = (version, self.weights_epoch)
-        holders = {_prompt_key(row): slot for slot, row in enumerate(self.rows) if row.prompt_version == weights}
+        holders = {
+            _prompt_key(row): slot for slot, row in enumerate(self.rows) if row.prompt_version == weights
+        }
         groups: dict[bytes, list[int]] = {}
         self.kv.reserve(len(self.rows) + len(rows), max(len(row.request.prompt_ids) for row in rows) + 1)
         for row in rows:
@@ -144,7 +156,9 @@ class DecodeBatch:
             self._prefill(chunk, version)
 
     def _join(self, slots: Sequence[int], holder: int | None) -> None:
-        """Rows whose prompt but for its last token is copied from `holder`; the next step computes the last one."""
+        """Rows whose prompt but for its last token is copied from `holder`; the next step computes the last
+        one.
+        """
         prompt = self.rows[slots[0]].request.prompt_ids
         copied = len(prompt) - 1
         if holder is not None and copied:
@@ -155,24 +169,32 @@ class DecodeBatch:
         self.counters.prefill_tokens_saved += copied * len(slots)
 
     def _prefill(self, groups: Sequence[Sequence[int]], version: int) -> None:
-        """One forward pass over the prompts of the groups, one row each; every row of a group draws its first token from it."""
+        """One forward pass over the prompts of the groups, one row each; every row of a group draws its first
+        token from it.
+        """
         prompts = [self.rows[slots[0]].request.prompt_ids for slots in groups]
         lengths = np.asarray([len(prompt) for prompt in prompts], np.int64)
         ids = np.zeros((len(prompts), int(lengths.max())), np.int64)
         for index, prompt in enumerate(prompts):
             ids[index, : len(prompt)] = prompt
         firsts = np.asarray([slots[0] for slots in groups], np.int64)
-        logits = self.decoder.prefill(self._to_device(ids), self._to_device(lengths), self._to_device(firsts), self.kv)
+        logits = self.decoder.prefill(
+            self._to_device(ids), self._to_device(lengths), self._to_device(firsts), self.kv
+        )
         group_of = np.repeat(np.arange(len(groups)), [len(slots) for slots in groups])
         slots = np.concatenate([np.asarray(slots, np.int64) for slots in groups])
         copies = slots != firsts[group_of]
         if copies.any():
-            self.kv.copy(self._to_device(firsts[group_of][copies]), self._to_device(slots[copies]), int(lengths.max()))
+            self.kv.copy(
+                self._to_device(firsts[group_of][copies]), self._to_device(slots[copies]), int(lengths.max())
+            )
         self._lengths[slots] = lengths[group_of]
         self.counters.prefill_tokens += int(lengths.sum())
         self.counters.prefill_tokens_saved += int(lengths[group_of][copies].sum())
         self.counters.prefill_padding += ids.size - int(lengths.sum())
-        self._take_tokens(slots, sample_tokens(logits[self._to_device(group_of)], self._draws[slots]), version)
+        self._take_tokens(
+            slots, sample_tokens(logits[self._to_device(group_of)], self._draws[slots]), version
+        )
 
     def step(self, version: int) -> None:
         """One token for every row."""
@@ -180,7 +202,9 @@ class DecodeBatch:
         positions = self._lengths[:count]
         length = int(positions.max()) + 1
         self.kv.reserve(count, length)
-        logits = self.decoder.decode(self._to_device(self._last_ids[:count]), self._to_device(positions), self.kv, length=length)
+        logits = self.decoder.decode(
+            self._to_device(self._last_ids[:count]), self._to_device(positions), self.kv, length=length
+        )
         self.counters.decode_steps += 1
         self.counters.decode_rows += count
         self.counters.attended_positions += int(positions.sum()) + count
@@ -193,7 +217,9 @@ class DecodeBatch:
         self._last_ids[slots] = sampled.token_ids
         self._draws["drawn"][slots] += np.uint64(1)
         self.counters.generated_tokens += len(slots)
-        for slot, token_id, log_prob in zip(slots.tolist(), sampled.token_ids.tolist(), sampled.log_probs.tolist(), strict=True):
+        for slot, token_id, log_prob in zip(
+            slots.tolist(), sampled.token_ids.tolist(), sampled.log_probs.tolist(), strict=True
+        ):
             self.rows[slot].take(token_id, log_prob, version)
 
     def _take_finished(self) -> list[Row]:
@@ -210,7 +236,9 @@ class DecodeBatch:
         self.counters.wasted_tokens += sum(len(row.token_ids) for row in leaving)
 
     def _vacate(self, leaving: Sequence[Row]) -> None:
-        """Frees slots, the highest first; the last row moves into each hole, so the order is a function of who leaves when."""
+        """Frees slots, the highest first; the last row moves into each hole, so the order is a function of
+        who leaves when.
+        """
         ids = set(map(id, leaving))
         for slot in reversed(range(len(self.rows))):
             if id(self.rows[slot]) not in ids:
@@ -238,8 +266,12 @@ def _prompt_key(row: Row) -> bytes:
     return np.ascontiguousarray(row.request.prompt_ids, np.int64).tobytes()
 
 
-def _prefill_chunks(groups: Sequence[list[int]], length_of: Callable[[list[int]], int]) -> Iterator[list[list[int]]]:
-    """Groups by length of prompt, in chunks of at most PREFILL_TOKENS padded tokens (a longer prompt goes alone)."""
+def _prefill_chunks(
+    groups: Sequence[list[int]], length_of: Callable[[list[int]], int]
+) -> Iterator[list[list[int]]]:
+    """Groups by length of prompt, in chunks of at most PREFILL_TOKENS padded tokens (a longer prompt goes
+    alone).
+    """
     chunk: list[list[int]] = []
     for group in sorted(groups, key=length_of):
         if chunk and (len(chunk) + 1) * length_of(group) > PREFILL_TOKENS:
@@ -253,6 +285,7 @@ def _prefill_chunks(groups: Sequence[list[int]], length_of: Callable[[list[int]]
 def _check_finite(log_probs: FloatArray) -> None:
     if not np.isfinite(log_probs).all():
         raise EngineError(
-            f"the model's logits are not finite in {int((~np.isfinite(log_probs)).sum())} of {len(log_probs)} rows; "
-            "the weights are damaged or overflow in this dtype: load good weights or compute in float32"
+            f"the model's logits are not finite in {int((~np.isfinite(log_probs)).sum())} of {len(log_probs)}"
+            " rows; the weights are damaged or overflow in this dtype: load good weights or compute in"
+            " float32"
         )

@@ -1,8 +1,8 @@
 """The forward pass of a Llama-like model over slots: whole prompts, or one token per row.
 
-It calls the model's own submodules and never changes the model, so that a trainer may use the same object. What it leaves out of the
-model's own forward (masks, caches, output records) costs more than the arithmetic on small models. `open_decoder` proves on a probe
-that both forwards agree.
+It calls the model's own submodules and never changes the model, so that a trainer may use the same object.
+What it leaves out of the model's own forward (masks, caches, output records) costs more than the arithmetic
+on small models. `open_decoder` proves on a probe that both forwards agree.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from rollouts.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# On a CPU in float32 a product of few rows with a weight costs the libraries as much again to bring the weight into their own order. oneDNN
-# reads its first factor as it lies, so the weight comes first and the result lies in columns: 1.3 to 1.8 times as fast for 12 to 64 rows.
+# On a CPU in float32 a product of few rows with a weight costs the libraries as much again to bring the
+# weight into their own order. oneDNN reads its first factor as it lies, so the weight comes first and the
+# result lies in columns: 1.3 to 1.8 times as fast for 12 to 64 rows.
 COLUMN_ROWS = 8  # below, the plain product is faster
 TRANSPOSE_BLOCK = 512  # tokens of the vocabulary
 
@@ -63,7 +64,17 @@ class Layer:
 
     def modules(self) -> Iterator[nn.Module]:
         """Each once."""
-        held = (self.input_norm, self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.q_norm, self.k_norm, self.mlp_norm, self.mlp)
+        held = (
+            self.input_norm,
+            self.q_proj,
+            self.k_proj,
+            self.v_proj,
+            self.o_proj,
+            self.q_norm,
+            self.k_norm,
+            self.mlp_norm,
+            self.mlp,
+        )
         return (module for module in held if module is not None)
 
 
@@ -108,8 +119,16 @@ class FastDecoder:
 
     def storages(self) -> tuple[int, ...]:
         """Where each weight and buffer lies in memory."""
-        modules = (self.embed, self.rotary, *(part for layer in self.layers for part in layer.modules()), self.norm, self.lm_head)
-        return tuple(weight.data_ptr() for module in modules for weight in (*module.parameters(), *module.buffers()))
+        modules = (
+            self.embed,
+            self.rotary,
+            *(part for layer in self.layers for part in layer.modules()),
+            self.norm,
+            self.lm_head,
+        )
+        return tuple(
+            weight.data_ptr() for module in modules for weight in (*module.parameters(), *module.buffers())
+        )
 
     def computing(self) -> AbstractContextManager[None]:
         return inferring(self.device, self.autocast_dtype)
@@ -117,12 +136,15 @@ class FastDecoder:
     def prefill(self, ids: Tensor, lengths: Tensor, slots: Tensor, kv: KVSlots) -> Tensor:
         """Logits [N, V] after the last token of each prompt; its keys and values go to `slots` [N].
 
-        ids [N, S] is right-padded; lengths [N] counts the real tokens. Causal attention keeps the padding out of what comes before it.
+        ids [N, S] is right-padded; lengths [N] counts the real tokens. Causal attention keeps the padding out
+        of what comes before it.
         """
         states = self.embed(ids)
         cos, sin = self._rotation(states, torch.arange(ids.shape[1], device=ids.device)[None])
         for index, layer in enumerate(self.layers):
-            queries, keys, values = self._project(layer, _norm(layer.input_norm, states), _linear, shape=(len(ids), -1))
+            queries, keys, values = self._project(
+                layer, _norm(layer.input_norm, states), _linear, shape=(len(ids), -1)
+            )
             queries, keys = self._rotate(queries, keys, cos, sin)
             keys, values = keys.transpose(1, 2), values.transpose(1, 2)  # [N, K, S, D]
             kv.write_prompts(index, slots, keys, values)
@@ -140,22 +162,34 @@ class FastDecoder:
         return self.lm_head(_norm(self.norm, last))
 
     def decode(self, ids: Tensor, positions: Tensor, kv: KVSlots, *, length: int) -> Tensor:
-        """Logits [B, V] after one more token in each of slots 0..B-1, whose keys and values are added at `positions` [B].
+        """Logits [B, V] after one more token in each of slots 0..B-1, whose keys and values are added at
+        `positions` [B].
 
-        `length` is 1 + the largest position. The query heads of one key-value head share its keys as if they were query positions, so
-        nothing is repeated in memory.
+        `length` is 1 + the largest position. The query heads of one key-value head share its keys as if they
+        were query positions, so nothing is repeated in memory.
         """
         count = len(ids)
         places = kv.find_places(positions)
-        by_columns = self.device.type == "cpu" and self.dtype == torch.float32 and count >= COLUMN_ROWS and _has_onednn()
+        by_columns = (
+            self.device.type == "cpu"
+            and self.dtype == torch.float32
+            and count >= COLUMN_ROWS
+            and _has_onednn()
+        )
         linear = _linear_by_columns if by_columns else _linear
         states = self.embed(ids)
         states = states.t().contiguous().t() if by_columns else states
         cos, sin = self._rotation(states, positions[:, None])
-        mask = torch.zeros(count, length, dtype=self.dtype, device=ids.device)  # nothing here may wait for the device, or it could not be recorded
-        mask = mask.masked_fill_(torch.arange(length, device=ids.device) > positions[:, None], float("-inf"))[:, None, None]
+        mask = torch.zeros(
+            count, length, dtype=self.dtype, device=ids.device
+        )  # nothing here may wait for the device, or it could not be recorded
+        mask = mask.masked_fill_(torch.arange(length, device=ids.device) > positions[:, None], float("-inf"))[
+            :, None, None
+        ]
         for index, layer in enumerate(self.layers):
-            queries, keys, values = self._project(layer, _norm(layer.input_norm, states), linear, shape=(-1, 1))
+            queries, keys, values = self._project(
+                layer, _norm(layer.input_norm, states), linear, shape=(-1, 1)
+            )
             queries, keys = self._rotate(queries, keys, cos, sin)
             kv.write_tokens(index, places, keys[:, 0], values[:, 0])
             layer_keys, layer_values = kv.keys[index], kv.values[index]
@@ -172,12 +206,16 @@ class FastDecoder:
         return _transpose_in_blocks(logits) if by_columns else logits
 
     def _rotation(self, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [N, S, 1, D] of the positions [N, S]; half of the sines is negated, as `_rotate` wants it."""
+        """Cosines and sines [N, S, 1, D] of the positions [N, S]; half of the sines is negated, as `_rotate`
+        wants it.
+        """
         cos, sin = self.rotary(states, positions)
         first, second = sin.chunk(2, dim=-1)
         return cos[:, :, None], torch.cat((-first, second), dim=-1)[:, :, None]
 
-    def _project(self, layer: Layer, states: Tensor, linear: Linear, *, shape: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, layer: Layer, states: Tensor, linear: Linear, *, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, S, H, D], keys and values [N, S, K, D] of the states; shape = (N, S), one may be -1."""
         key_heads = (*shape, self.num_kv_heads, self.head_dim)
         queries = linear(layer.q_proj, states).view(*shape, self.num_heads, self.head_dim)
@@ -200,10 +238,17 @@ def _norm(module: nn.Module, states: Tensor) -> Tensor:
 
 
 def is_rms_norm(module: nn.Module) -> bool:
-    """Whether it computes weight * states / sqrt(mean(states^2) + variance_epsilon), as the norms of transformers that call it so do."""
+    """Whether it computes weight * states / sqrt(mean(states^2) + variance_epsilon), as the norms of
+    transformers that call it so do.
+    """
     parts = {name for name, _ in module.named_parameters()}
     hooked = bool(module._forward_hooks or module._forward_pre_hooks)
-    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon") and parts == {"weight"} and not hooked
+    return (
+        type(module).__name__.endswith("RMSNorm")
+        and hasattr(module, "variance_epsilon")
+        and parts == {"weight"}
+        and not hooked
+    )
 
 
 def rms_norm(module: Any, states: Tensor) -> Tensor:
@@ -219,7 +264,9 @@ def _linear_by_columns(module: nn.Module, states: Tensor) -> Tensor:
     """module(states) for states [B, in] in any order of memory; the result's transpose is contiguous."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return module(states)
-    columns = torch.ops.mkldnn._linear_pointwise(module.weight, states, None, "none", [], "")  # weight @ states.t()
+    columns = torch.ops.mkldnn._linear_pointwise(
+        module.weight, states, None, "none", [], ""
+    )  # weight @ states.t()
     return columns.t() if module.bias is None else columns.add_(module.bias[:, None]).t()
 
 
@@ -230,7 +277,9 @@ def _has_onednn() -> bool:
 
 
 def _transpose_in_blocks(logits: Tensor) -> Tensor:
-    """The same [B, V], by rows in memory. In blocks that stay in the cache, for which torch's own copy takes up to three times as long."""
+    """The same [B, V], by rows in memory. In blocks that stay in the cache, for which torch's own copy takes
+    up to three times as long.
+    """
     rows = torch.empty(logits.shape, dtype=logits.dtype)
     for start in range(0, logits.shape[1], TRANSPOSE_BLOCK):
         rows[:, start : start + TRANSPOSE_BLOCK] = logits[:, start : start + TRANSPOSE_BLOCK]
@@ -244,10 +293,13 @@ def _feed_forward(layer: Layer, states: Tensor, linear: Linear) -> Tensor:
     return linear(down, activation(linear(gate, states)) * linear(up, states))
 
 
-def take_apart(model: PreTrainedModel, *, max_context: int, autocast_dtype: torch.dtype | None = None) -> FastDecoder:
+def take_apart(
+    model: PreTrainedModel, *, max_context: int, autocast_dtype: torch.dtype | None = None
+) -> FastDecoder:
     """The decoder of a Llama-like model, not yet proved to agree with the model's own forward.
 
-    Raises ModelError for what it cannot run: no Llama-like layers, attention that is not full, a capped or non-linear head, dropout.
+    Raises ModelError for what it cannot run: no Llama-like layers, attention that is not full, a capped or
+    non-linear head, dropout.
     """
     _check_config(model.config, max_context=max_context)
     return _take_apart(model, autocast_dtype)
@@ -258,11 +310,13 @@ def _check_config(config: Any, *, max_context: int) -> None:
     if kinds - {"full_attention", "sliding_attention"}:
         raise ModelError(f"config.layer_types has {sorted(kinds)}; the fast path has full attention only")
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    windowed = "sliding_attention" in kinds or (window is not None and getattr(config, "layer_types", None) is None)
+    windowed = "sliding_attention" in kinds or (
+        window is not None and getattr(config, "layer_types", None) is None
+    )
     if windowed and (window is None or window < max_context):
         raise ModelError(
-            f"config.sliding_window={window} is shorter than the context of {max_context} tokens; the fast path has full attention only "
-            f"(with max_context={window} no row would leave the window)"
+            f"config.sliding_window={window} is shorter than the context of {max_context} tokens; the fast"
+            f" path has full attention only (with max_context={window} no row would leave the window)"
         )
     for name in ("final_logit_softcapping", "attn_logit_softcapping"):
         if getattr(config, name, None) is not None:
@@ -275,14 +329,29 @@ def _take_apart(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> F
     layers = getattr(body, "layers", None)
     embed, rotary, norm = (getattr(body, name, None) for name in ("embed_tokens", "rotary_emb", "norm"))
     head = getattr(model, "lm_head", None)
-    if not isinstance(layers, nn.ModuleList) or not isinstance(embed, nn.Embedding) or rotary is None or norm is None:
-        raise ModelError(f"{type(model).__name__} has no model.layers, embed_tokens, rotary_emb and norm as a Llama has")
+    if (
+        not isinstance(layers, nn.ModuleList)
+        or not isinstance(embed, nn.Embedding)
+        or rotary is None
+        or norm is None
+    ):
+        raise ModelError(
+            f"{type(model).__name__} has no model.layers, embed_tokens, rotary_emb and norm as a Llama has"
+        )
     if not isinstance(head, nn.Linear):
-        raise ModelError(f"{type(model).__name__}.lm_head is a {type(head).__name__}; the fast path needs a linear head")
+        raise ModelError(
+            f"{type(model).__name__}.lm_head is a {type(head).__name__}; the fast path needs a linear head"
+        )
     if any(getattr(module, "jitter_noise", None) for module in model.modules()):
-        raise ModelError(f"{type(model).__name__} has routers with jitter_noise, which the fast path would leave on while the model trains")
+        raise ModelError(
+            f"{type(model).__name__} has routers with jitter_noise, which the fast path would leave on while"
+            " the model trains"
+        )
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        raise ModelError(f"{type(model).__name__} has dropout layers, which the fast path would leave on while the model trains; set dropout to 0")
+        raise ModelError(
+            f"{type(model).__name__} has dropout layers, which the fast path would leave on while the model"
+            " trains; set dropout to 0"
+        )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parts = tuple(_take_layer_apart(layer, index) for index, layer in enumerate(layers))
     return FastDecoder(
@@ -301,11 +370,15 @@ def _take_apart(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> F
 
 def _take_layer_apart(layer: nn.Module, index: int) -> Layer:
     names = {name for name, _ in layer.named_children()}
-    inner = {name for name, _ in layer.get_submodule("self_attn").named_children()} if "self_attn" in names else set()
+    inner = (
+        {name for name, _ in layer.get_submodule("self_attn").named_children()}
+        if "self_attn" in names
+        else set()
+    )
     if names != LAYER_PARTS or not inner >= ATTENTION_PARTS or inner - ATTENTION_PARTS - ATTENTION_EXTRAS:
         raise ModelError(
-            f"layer {index} has the parts {sorted(names)} with attention parts {sorted(inner)}; the fast path runs layers of "
-            f"{sorted(LAYER_PARTS)} with {sorted(ATTENTION_PARTS)}"
+            f"layer {index} has the parts {sorted(names)} with attention parts {sorted(inner)}; the fast path"
+            f" runs layers of {sorted(LAYER_PARTS)} with {sorted(ATTENTION_PARTS)}"
         )
     part = layer.get_submodule
     return Layer(

@@ -3,8 +3,8 @@
     generate() ──► waiting ──► active ──► finished.set() ──► its caller          pause, resume, abort_all, updates
                       └───────────┴──── the scheduler task: one device job at a time ────┘  change the state and wake it
 
-Every wait is for `_changed`, an event that is set and replaced whenever the state changes. Nobody polls. While a job runs, the rows
-belong to the device thread; between jobs they belong to the scheduler.
+Every wait is for `_changed`, an event that is set and replaced whenever the state changes. Nobody polls.
+While a job runs, the rows belong to the device thread; between jobs they belong to the scheduler.
 """
 
 from __future__ import annotations
@@ -73,20 +73,24 @@ async def open_local_engine(
     deterministic: bool = False,
     seed: int = 0,
 ) -> AsyncIterator[LocalEngine]:
-    """An engine on a causal language model of transformers, run the fastest way that agrees with it (see opening.py, `path`).
+    """An engine on a causal language model of transformers, run the fastest way that agrees with it (see
+    opening.py, `path`).
 
     Requests wait in memory without limit; `max_rows` are decoded at once.
 
-    mode "shared" generates with `model` itself, which is never changed; its version is `trainer_version()`, read when a job is queued on
-    the device thread, behind everything the trainer queued before. mode "copied" owns a copy (in `copy_dtype`, if given), which starts
-    at `trainer_version()`, or 0, and follows updates; mode "given" does so with `model` itself, which nobody else may use then.
-    `max_context` defaults to the model's own, and to 8192 where its config sets no limit.
+    mode "shared" generates with `model` itself, which is never changed; its version is `trainer_version()`,
+    read when a job is queued on the device thread, behind everything the trainer queued before. mode "copied"
+    owns a copy (in `copy_dtype`, if given), which starts at `trainer_version()`, or 0, and follows updates;
+    mode "given" does so with `model` itself, which nobody else may use then. `max_context` defaults to the
+    model's own, and to 8192 where its config sets no limit.
 
-    deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is idle and every other task
-    is blocked; the next list is taken when the last row of this one has finished. The same lists give the same bits.
+    deterministic: requests are taken as lists. A list is what waits, sorted by request id, when the engine is
+    idle and every other task is blocked; the next list is taken when the last row of this one has finished.
+    The same lists give the same bits.
 
-    `seed` and a request's own seed, or else its id, fix the random numbers of its tokens, whatever it is decoded with.
-    Raises ModelError for a model that it cannot run exactly, EngineError for settings that do not fit together.
+    `seed` and a request's own seed, or else its id, fix the random numbers of its tokens, whatever it is
+    decoded with. Raises ModelError for a model that it cannot run exactly, EngineError for settings that do
+    not fit together.
     """
     limit = context_limit(model.config)
     max_context = (limit or DEFAULT_CONTEXT) if max_context is None else max_context
@@ -96,14 +100,24 @@ async def open_local_engine(
     if max_rows < 1:
         raise EngineError(f"max_rows={max_rows}; it must be at least 1")
     if mode == "shared" and trainer_version is None:
-        raise EngineError("mode='shared' needs trainer_version: a shared engine has the trainer's weights, so it reports the trainer's version")
+        raise EngineError(
+            "mode='shared' needs trainer_version: a shared engine has the trainer's weights, so it reports"
+            " the trainer's version"
+        )
     if mode != "copied" and copy_dtype is not None:
-        raise EngineError(f"copy_dtype={copy_dtype} with mode={mode!r}; such an engine makes no copy: use mode='copied' or autocast_dtype")
+        raise EngineError(
+            f"copy_dtype={copy_dtype} with mode={mode!r}; such an engine makes no copy: use mode='copied' or"
+            " autocast_dtype"
+        )
 
     def open_on_device() -> _Opened:
         own = copy_model(model, copy_dtype) if mode == "copied" else model
         decoder = open_decoder(own, max_context=max_context, autocast_dtype=autocast_dtype)
-        return _Opened(own, decoder, DecodeBatch(record_on_gpu(decoder.decoder), max_rows=max_rows, max_context=max_context))
+        return _Opened(
+            own,
+            decoder,
+            DecodeBatch(record_on_gpu(decoder.decoder), max_rows=max_rows, max_context=max_context),
+        )
 
     opened = await device_thread.submit(open_on_device)
     engine = LocalEngine(
@@ -179,7 +193,7 @@ class LocalEngine:
         self._requests_finished = 0
         self._requests_aborted = 0
 
-    # --- what callers see ----------------------------------------------------------------------------------------------------
+    # --- what callers see -----------------------------------------------------------------------------------
 
     @property
     def features(self) -> EngineFeatures:
@@ -191,20 +205,27 @@ class LocalEngine:
         return self._opened.path
 
     def describe(self) -> str:
-        """How the model is run, for people: what it costs, and why no faster way does. Print it where `path` is not "fast"."""
+        """How the model is run, for people: what it costs, and why no faster way does. Print it where `path`
+        is not "fast".
+        """
         return self._opened.describe()
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One completion; "abort" with what there is after pause("abort") or abort_all(). Waits while the engine is paused.
+        """One completion; "abort" with what there is after pause("abort") or abort_all(). Waits while the
+        engine is paused.
 
-        Cancelling the caller frees its row before the next decode step. Raises RequestRefused, EngineClosed, and EngineError when the
-        device failed, with the cause.
+        Cancelling the caller frees its row before the next decode step. Raises RequestRefused, EngineClosed,
+        and EngineError when the device failed, with the cause.
         """
         self._check_open()
-        check_request(request, vocab_size=self._features.vocab_size, max_context=self._features.context_length)
+        check_request(
+            request, vocab_size=self._features.vocab_size, max_context=self._features.context_length
+        )
         request_id = request.request_id
         if request_id in self._waiting or request_id in self._active:
-            raise RequestRefused(f"request {request_id!r}: request_id is in flight already; ids are unique in a run")
+            raise RequestRefused(
+                f"request {request_id!r}: request_id is in flight already; ids are unique in a run"
+            )
         call = _Call(Row(request, stream_key(self._seed, request_id, request.sampling.seed)))
         self._waiting[request_id] = call
         if not self._features.deterministic and self._paused is None and len(self._active) < self._max_rows:
@@ -221,7 +242,8 @@ class LocalEngine:
         return call.completion
 
     async def pause(self, mode: PauseMode) -> None:
-        """Closes admission. "abort": everything in flight or queued ends as it is; "wait": what is active finishes; "keep": it freezes.
+        """Closes admission. "abort": everything in flight or queued ends as it is; "wait": what is active
+        finishes; "keep": it freezes.
 
         Returns when no row moves any more. Requests that come later wait for resume().
         """
@@ -232,7 +254,9 @@ class LocalEngine:
             self._abort_calls()
         self._interrupt = True
         self._notify()
-        await self._wait_until(lambda: not self._job_running and not self._leaving and (mode == "keep" or not self._active))
+        await self._wait_until(
+            lambda: not self._job_running and not self._leaving and (mode == "keep" or not self._active)
+        )
 
     async def resume(self) -> None:
         """Opens admission; frozen requests go on. An update that was begun and not finished is given up."""
@@ -263,10 +287,15 @@ class LocalEngine:
             return False
 
     async def release_memory(self) -> None:
-        """Gives the keys and values back. Raises EngineError while rows are active. They return with the next request."""
+        """Gives the keys and values back. Raises EngineError while rows are active. They return with the next
+        request.
+        """
         self._check_open()
         if self._active or self._job_running:
-            raise EngineError(f"release_memory with {len(self._active)} active requests; await pause('wait') or pause('abort') first")
+            raise EngineError(
+                f"release_memory with {len(self._active)} active requests; await pause('wait') or"
+                " pause('abort') first"
+            )
         await self._device_thread.submit(self._batch.kv.drop)
 
     async def restore_memory(self) -> None:
@@ -297,10 +326,12 @@ class LocalEngine:
             **counters,
         }
 
-    # --- weights -------------------------------------------------------------------------------------------------------------
+    # --- weights --------------------------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
-        """Makes ready for buckets; an update begun before and not finished is given up. An engine that is not paused freezes until the end."""
+        """Makes ready for buckets; an update begun before and not finished is given up. An engine that is not
+        paused freezes until the end.
+        """
         model = self._updatable_model()
         if self._paused is None:
             await self.pause("keep")
@@ -314,7 +345,9 @@ class LocalEngine:
         self._staged.add(bucket)
 
     async def finish_update(self, version: int) -> None:
-        """All buckets become visible at once, as `version`. Raises EngineError, with the old weights in place, if a tensor is missing."""
+        """All buckets become visible at once, as `version`. Raises EngineError, with the old weights in
+        place, if a tensor is missing.
+        """
         self._updatable_model()
         staged, self._staged = self._staged, None
         if staged is None:
@@ -326,25 +359,29 @@ class LocalEngine:
             self._end_update()
 
     async def copy_weights(self) -> dict[str, Tensor]:
-        """Copies in host memory of the weights that the engine has to itself, by Hugging Face name; tied ones once.
+        """Copies in host memory of the weights that the engine has to itself, by Hugging Face name; tied ones
+        once.
 
         Raises EngineError for an engine that shares the trainer's.
         """
         model = self._updatable_model()
-        return await self._run_to_end(lambda: {name: weight.detach().to("cpu", copy=True) for name, weight in model.named_parameters()})
+        return await self._run_to_end(
+            lambda: {name: weight.detach().to("cpu", copy=True) for name, weight in model.named_parameters()}
+        )
 
     async def update_weights_from_checkpoint(self, path: Path, version: int) -> Mapping[str, Any]:
         """Loads a Hugging Face directory of safetensors as `version`; freezes what is active meanwhile.
 
-        A shared engine has nothing to load. Raises WeightVersionError if `version` is not the trainer's; EngineError, with the old
-        weights in place, for files that are missing, damaged or of another model.
+        A shared engine has nothing to load. Raises WeightVersionError if `version` is not the trainer's;
+        EngineError, with the old weights in place, for files that are missing, damaged or of another model.
         """
         if self._own_model is None:
             self._check_open()
             if version != self._current_version():
                 raise WeightVersionError(
-                    f"update to version {version} of an engine that shares the trainer's weights, which are at version "
-                    f"{self._current_version()}; advance the trainer by set_weight_version, or open the engine with mode='copied'"
+                    f"update to version {version} of an engine that shares the trainer's weights, which are"
+                    f" at version {self._current_version()}; advance the trainer by set_weight_version, or"
+                    " open the engine with mode='copied'"
                 )
             return {"version": version, "tensors": 0}
         await self.begin_update()
@@ -378,13 +415,15 @@ class LocalEngine:
     def _updatable_model(self) -> PreTrainedModel:
         self._check_open()
         if self._own_model is None:
-            raise EngineError("an engine that shares the trainer's weights takes no update; open it with mode='copied'")
+            raise EngineError(
+                "an engine that shares the trainer's weights takes no update; open it with mode='copied'"
+            )
         return self._own_model
 
     def _current_version(self) -> int:
         return self._trainer_version() if self._own_model is None else self._version
 
-    # --- the scheduler -------------------------------------------------------------------------------------------------------
+    # --- the scheduler --------------------------------------------------------------------------------------
 
     async def _schedule(self) -> None:
         while not self._closed:
@@ -402,7 +441,9 @@ class LocalEngine:
         return self._paused == "wait" and bool(self._active)
 
     async def _settle(self) -> None:
-        """Lets the tasks that are about to submit requests do so: all of them in deterministic mode, where a list must be whole."""
+        """Lets the tasks that are about to submit requests do so: all of them in deterministic mode, where a
+        list must be whole.
+        """
         if self._features.deterministic and not self._active and not self._listed:
             await trio.testing.wait_all_tasks_blocked()
         else:
@@ -494,7 +535,9 @@ class LocalEngine:
         calls = [*self._active.values(), *self._waiting.values()]
         self._forget_calls()
         for call in calls:
-            call.failure = EngineError(f"request {call.row.request.request_id!r} failed on the device: {cause}")
+            call.failure = EngineError(
+                f"request {call.row.request.request_id!r} failed on the device: {cause}"
+            )
             call.failure.__cause__ = cause
             call.finished.set()
         try:
@@ -523,7 +566,7 @@ class LocalEngine:
             results.append(await self._device_thread.submit(work))
         return results[0]
 
-    # --- waiting -------------------------------------------------------------------------------------------------------------
+    # --- waiting --------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,10 +1,12 @@
-"""Decode steps recorded once per size and replayed: on a GPU a step of many small kernels takes as long as launching them.
+"""Decode steps recorded once per size and replayed: on a GPU a step of many small kernels takes as long as
+launching them.
 
     ids, positions ──► static buffers ──► the recording of (rows, length) ──► static logits
                                              │ first use: the eager step, then the recording, then both are compared
                                              └ forgotten when the keys and values moved in memory, or a weight did
 
-Rows and lengths are rounded up to a few sizes. The rows that this adds write to position 0 of slots nobody has.
+Rows and lengths are rounded up to a few sizes. The rows that this adds write to position 0 of slots nobody
+has.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ RECORDINGS = 128  # of which each holds some MB; the oldest goes first
 SHORTEST = 64  # positions
 
 Step = Callable[[], None]
-Recorder = Callable[[Step], Step]  # what it returns does again what the step did, with whatever lies in the same buffers then
+Recorder = Callable[
+    [Step], Step
+]  # what it returns does again what the step did, with whatever lies in the same buffers then
 
 
 def record_on_gpu(decoder: Decoder[Any]) -> Decoder[Any]:
-    """The decoder with its steps recorded as CUDA graphs, where it is the fast one and on a GPU; else as it is."""
+    """The decoder with its steps recorded as CUDA graphs, where it is the fast one and on a GPU; else as it
+    is.
+    """
     if decoder.device.type != "cuda" or not isinstance(decoder, FastDecoder):
         return decoder
     return RecordedDecoder(decoder, CudaRecorder())  # pragma: gpu
@@ -54,13 +60,17 @@ class CudaRecorder:  # pragma: gpu
 
 
 class RecordedDecoder:
-    """A fast decoder whose decode steps are replayed. Where a recording fails or differs from the eager step, all steps are eager from then on."""
+    """A fast decoder whose decode steps are replayed. Where a recording fails or differs from the eager step,
+    all steps are eager from then on.
+    """
 
     def __init__(self, decoder: FastDecoder, recorder: Recorder) -> None:
         self._decoder = decoder
         self._recorder: Recorder | None = recorder
         self._recordings: dict[tuple[int, int], Step] = {}  # by rows and length
-        self._recorded_at: tuple[tuple[int, ...], int] | None = None  # where weights, and which keys and values, were when recorded
+        self._recorded_at: tuple[tuple[int, ...], int] | None = (
+            None  # where weights, and which keys and values, were when recorded
+        )
         self._storages: tuple[int, ...] = ()  # of the weights, now
         self._ids: Tensor | None = None  # [max_rows]
         self._positions: Tensor | None = None  # [max_rows]
@@ -79,10 +89,16 @@ class RecordedDecoder:
         return self._decoder.dtype
 
     def make_slots(self, *, max_rows: int, max_length: int) -> KVSlots:
-        """Empty slots of this model's shape, and buffers for so many rows. Only the slots made last may be decoded."""
+        """Empty slots of this model's shape, and buffers for so many rows. Only the slots made last may be
+        decoded.
+        """
         self._recordings.clear()
-        self._ids, self._positions = (torch.zeros(max_rows, dtype=torch.int64, device=self.device) for _ in range(2))
-        self._logits = torch.empty(max_rows, self._decoder.lm_head.out_features, dtype=self.dtype, device=self.device)
+        self._ids, self._positions = (
+            torch.zeros(max_rows, dtype=torch.int64, device=self.device) for _ in range(2)
+        )
+        self._logits = torch.empty(
+            max_rows, self._decoder.lm_head.out_features, dtype=self.dtype, device=self.device
+        )
         return self._decoder.make_slots(max_rows=max_rows, max_length=max_length)
 
     @contextmanager
@@ -99,9 +115,14 @@ class RecordedDecoder:
         """Logits [B, V] as FastDecoder.decode gives them, in a buffer that the next step overwrites."""
         if self._recorder is None:
             return self._decoder.decode(ids, positions, kv, length=length)
-        assert self._ids is not None and self._positions is not None and self._logits is not None, "make_slots comes first"
+        assert self._ids is not None and self._positions is not None and self._logits is not None, (
+            "make_slots comes first"
+        )
         count = len(ids)
-        rows, length = round_up(count, 1, parts=4, limit=kv.max_rows), round_up(length, SHORTEST, parts=8, limit=kv.max_length)
+        rows, length = (
+            round_up(count, 1, parts=4, limit=kv.max_rows),
+            round_up(length, SHORTEST, parts=8, limit=kv.max_length),
+        )
         kv.reserve(rows, length)
         self._forget_moved(kv)
         self._ids[:count], self._positions[:count] = ids, positions
@@ -119,7 +140,9 @@ class RecordedDecoder:
             self._recorded_at = now
 
     def _record(self, rows: int, length: int, kv: KVSlots) -> Tensor:
-        """The eager step's logits [rows, V]. Replaying the same step writes the same keys and values again, so it can be tried at once."""
+        """The eager step's logits [rows, V]. Replaying the same step writes the same keys and values again,
+        so it can be tried at once.
+        """
         recorder, ids, positions, logits = self._recorder, self._ids, self._positions, self._logits
         assert recorder is not None and ids is not None and positions is not None and logits is not None
 
@@ -133,7 +156,9 @@ class RecordedDecoder:
         try:
             replay = recorder(step)
             replay()
-            difference = float((eager.float().log_softmax(-1) - logits[:rows].float().log_softmax(-1)).abs().max())
+            difference = float(
+                (eager.float().log_softmax(-1) - logits[:rows].float().log_softmax(-1)).abs().max()
+            )
         except RuntimeError as error:
             self._give_up(f"cannot be recorded ({error})")
             return eager
@@ -147,17 +172,29 @@ class RecordedDecoder:
         return eager
 
     def _casting_anew(self) -> Any:
-        """Autocast that keeps no converted weights: a recording must convert them each time, or it would never see an update."""
+        """Autocast that keeps no converted weights: a recording must convert them each time, or it would
+        never see an update.
+        """
         dtype = self._decoder.autocast_dtype
-        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+        return (
+            nullcontext()
+            if dtype is None
+            else torch.autocast(self.device.type, dtype=dtype, cache_enabled=False)
+        )
 
     def _give_up(self, why: str) -> None:
         self._recorder = None
         self._recordings.clear()
-        warnings.warn(f"the embedded engine's decode steps {why}; they run one kernel at a time, which is slower", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"the embedded engine's decode steps {why}; they run one kernel at a time, which is slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def round_up(value: int, least: int, *, parts: int, limit: int) -> int:
-    """The next of a few sizes: each power of two and the steps of 1/`parts` of it below, but for those finer than `least`; at most `limit`."""
+    """The next of a few sizes: each power of two and the steps of 1/`parts` of it below, but for those finer
+    than `least`; at most `limit`.
+    """
     block = max(least, (1 << (value - 1).bit_length()) // parts)
     return min(limit, -(-value // block) * block)

@@ -32,7 +32,9 @@ class Slots(Protocol):
 
     @property
     def keeps_prefixes(self) -> bool:
-        """Whether a row's first positions can be copied after it has grown. A recurrent state cannot be turned back."""
+        """Whether a row's first positions can be copied after it has grown. A recurrent state cannot be
+        turned back.
+        """
         ...
 
     @property
@@ -78,17 +80,23 @@ class Decoder(Protocol[SlotsT]):
         ...
 
     def prefill(self, ids: Tensor, lengths: Tensor, slots: Tensor, kv: SlotsT) -> Tensor:
-        """Logits [N, V] after the last token of each prompt, whose states go to `slots` [N]. ids [N, S] is right-padded, lengths [N]."""
+        """Logits [N, V] after the last token of each prompt, whose states go to `slots` [N]. ids [N, S] is
+        right-padded, lengths [N].
+        """
         ...
 
     def decode(self, ids: Tensor, positions: Tensor, kv: SlotsT, *, length: int) -> Tensor:
-        """Logits [B, V] after one more token in each of slots 0..B-1, at `positions` [B]; `length` is 1 + the largest of them."""
+        """Logits [B, V] after one more token in each of slots 0..B-1, at `positions` [B]; `length` is 1 + the
+        largest of them.
+        """
         ...
 
 
 @contextmanager
 def inferring(device: torch.device, autocast_dtype: torch.dtype | None) -> Iterator[None]:
-    """Inference mode, with autocast where a dtype is given. One for many steps: autocast converts the weights once per context."""
+    """Inference mode, with autocast where a dtype is given. One for many steps: autocast converts the weights
+    once per context.
+    """
     autocast: AbstractContextManager[Any] = nullcontext()
     if autocast_dtype is not None:
         autocast = torch.autocast(device.type, dtype=autocast_dtype)
@@ -98,7 +106,9 @@ def inferring(device: torch.device, autocast_dtype: torch.dtype | None) -> Itera
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inference behaviour inside, with the layers as they are written; outside, every module's own training flag again, and compiled layers."""
+    """Inference behaviour inside, with the layers as they are written; outside, every module's own training
+    flag again, and compiled layers.
+    """
     flags = [(module, module.training) for module in model.modules() if module.training]
     for module, _ in flags:
         module.training = False

@@ -1,8 +1,9 @@
-"""Which of three ways a model is run: the fastest whose log-probs agree with the model's own forward on a probe.
+"""Which of three ways a model is run: the fastest whose log-probs agree with the model's own forward on a
+probe.
 
-    fast        the layers taken apart (decoder.py)           Llama-like models with full attention, experts included
-    cached      the model's own forward with its own cache    sliding windows, recurrent states, soft caps, other layouts
-    recompute   the model's own forward without a cache       whatever is causal; each token costs a pass over its sequence
+fast        the layers taken apart (decoder.py)           Llama-like models with full attention, experts included
+cached      the model's own forward with its own cache    sliding windows, recurrent states, soft caps, other layouts
+recompute   the model's own forward without a cache       whatever is causal; each token costs a pass over its sequence
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from rollouts.models.limits import CONTEXT_NAMES, find_rotary_limit
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-PROBE_LENGTHS = (13, 8, 11, 5, 9, 2, 12, 7, 10)  # unlike, so that padding and positions are tried too; as many as a CPU's way with many rows needs
+PROBE_LENGTHS = (
+    13,
+    8,
+    11,
+    5,
+    9,
+    2,
+    12,
+    7,
+    10,
+)  # unlike, so that padding and positions are tried too; as many as a CPU's way with many rows needs
 PROBE_STEPS = 5
 LONGEST_PROBED_WINDOW = 4096  # positions; a longer prompt would take too long to open with
 DEFAULT_CONTEXT = 8192  # tokens, for a config that sets no limit
@@ -44,14 +55,24 @@ class OpenedDecoder:
         if self.path == "fast":
             return "the embedded engine runs this model by its fast path"
         ways = {
-            "cached": "by the model's own forward pass and cache, which is somewhat slower than the fast path",
-            "recompute": "without a cache: every token costs a forward pass over its whole sequence, so generation will be very slow",
+            "cached": (
+                "by the model's own forward pass and cache, which is somewhat slower than the fast path"
+            ),
+            "recompute": (
+                "without a cache: every token costs a forward pass over its whole sequence, so generation"
+                " will be very slow"
+            ),
         }
-        return f"the embedded engine runs this model {ways[self.path]} ({'; '.join(f'{path}: {why}' for path, why in self.refused.items())})"
+        return (
+            f"the embedded engine runs this model {ways[self.path]}"
+            f" ({'; '.join(f'{path}: {why}' for path, why in self.refused.items())})"
+        )
 
 
 def context_limit(config: Any) -> int | None:
-    """Positions that the config allows, or None where it sets no limit (recurrent models, relative positions)."""
+    """Positions that the config allows, or None where it sets no limit (recurrent models, relative
+    positions).
+    """
     config = config.get_text_config()
     for name in CONTEXT_NAMES:
         value = getattr(config, name, None)
@@ -60,11 +81,14 @@ def context_limit(config: Any) -> int | None:
     return None
 
 
-def open_decoder(model: PreTrainedModel, *, max_context: int, autocast_dtype: torch.dtype | None = None) -> OpenedDecoder:
-    """The fastest decoder that agrees with the model's own forward to 1e-4 nats (0.25 in half precision) on a probe.
+def open_decoder(
+    model: PreTrainedModel, *, max_context: int, autocast_dtype: torch.dtype | None = None
+) -> OpenedDecoder:
+    """The fastest decoder that agrees with the model's own forward to 1e-4 nats (0.25 in half precision) on a
+    probe.
 
-    Raises ModelError naming what was in the way of each; and for rotary frequencies that change with the length within `max_context`,
-    for there is then no one log-prob to agree with.
+    Raises ModelError naming what was in the way of each; and for rotary frequencies that change with the
+    length within `max_context`, for there is then no one log-prob to agree with.
     """
     _check_rotary(model.config, max_context=max_context)
     whole = take_whole(model, autocast_dtype)
@@ -77,7 +101,11 @@ def open_decoder(model: PreTrainedModel, *, max_context: int, autocast_dtype: to
     for path, make in ways.items():
         try:
             decoder = make()
-            lengths = (*PROBE_LENGTHS, *_probed_windows(model.config, max_context)) if path == "cached" else PROBE_LENGTHS
+            lengths = (
+                (*PROBE_LENGTHS, *_probed_windows(model.config, max_context))
+                if path == "cached"
+                else PROBE_LENGTHS
+            )
             difference = probe_difference(whole, decoder, lengths)
         except ModelError as error:
             refused[path] = str(error)
@@ -88,18 +116,27 @@ def open_decoder(model: PreTrainedModel, *, max_context: int, autocast_dtype: to
         tolerance = tolerance_of(decoder.dtype)
         if difference <= tolerance:
             return OpenedDecoder(decoder, path, MappingProxyType(refused))
-        refused[path] = f"its log-probs differ from the model's own by {difference:.3g} nats on a probe; the limit is {tolerance:g}"
+        refused[path] = (
+            f"its log-probs differ from the model's own by {difference:.3g} nats on a probe; the limit is"
+            f" {tolerance:g}"
+        )
     found = "; ".join(f"{path}: {why}" for path, why in refused.items())
-    raise ModelError(f"{type(model).__name__} cannot be run exactly by the embedded engine ({found}); use an engine that serves it")
+    raise ModelError(
+        f"{type(model).__name__} cannot be run exactly by the embedded engine ({found}); use an engine that"
+        " serves it"
+    )
 
 
 def _open_cached(whole: WholeModel, *, max_context: int) -> Decoder[Any]:
-    """Raises ModelError for chunks of attention too long for a probe: padding moves their borders, which only a probe can show to be harmless."""
+    """Raises ModelError for chunks of attention too long for a probe: padding moves their borders, which only
+    a probe can show to be harmless.
+    """
     chunk = getattr(whole.model.config.get_text_config(), "attention_chunk_size", None)
     if chunk is not None and LONGEST_PROBED_WINDOW < chunk < max_context:
         raise ModelError(
-            f"config.attention_chunk_size={chunk} is more than the {LONGEST_PROBED_WINDOW} positions that are probed and less than the context "
-            f"of {max_context}; lower max_context to {chunk} to use the cache"
+            f"config.attention_chunk_size={chunk} is more than the {LONGEST_PROBED_WINDOW} positions that are"
+            f" probed and less than the context of {max_context}; lower max_context to {chunk} to use the"
+            " cache"
         )
     return make_cached_decoder(whole)
 
@@ -108,27 +145,32 @@ def _probed_windows(config: Any, max_context: int) -> list[int]:
     """Lengths of prompts that leave each kind of window that a row can leave."""
     config = config.get_text_config()
     windows = {getattr(config, name, None) for name in WINDOW_NAMES}
-    return sorted(window + 2 for window in windows if isinstance(window, int) and 8 < window < min(LONGEST_PROBED_WINDOW + 1, max_context))
+    return sorted(
+        window + 2
+        for window in windows
+        if isinstance(window, int) and 8 < window < min(LONGEST_PROBED_WINDOW + 1, max_context)
+    )
 
 
 def _check_rotary(config: Any, *, max_context: int) -> None:
     limit = find_rotary_limit(config)
     if limit is not None and max_context > limit.tokens:
         raise ModelError(
-            f"config.rope_parameters.rope_type={limit.kind!r} changes every position's frequencies beyond {limit.tokens} tokens "
-            f"(config.{limit.field}), so a token's log-prob would depend on what comes after it; set max_context to {limit.tokens} or less"
+            f"config.rope_parameters.rope_type={limit.kind!r} changes every position's frequencies beyond"
+            f" {limit.tokens} tokens (config.{limit.field}), so a token's log-prob would depend on what comes"
+            f" after it; set max_context to {limit.tokens} or less"
         )
 
 
-# --- the probe ---------------------------------------------------------------------------------------------------------------
+# --- the probe ----------------------------------------------------------------------------------------------
 
 
 def probe_difference(whole: WholeModel, decoder: Decoder[Any], lengths: Sequence[int]) -> float:
     """Largest |engine - model| log-prob in nats, over prompts of these lengths and some decoded tokens.
 
-    Of every token of the vocabulary; in half precision of one that the model samples, the mean over its distribution: two ways of the same
-    computation differ there by several tenths for some of the tokens that are never sampled.
-    Rows join one after the other and one leaves, as they do while generating.
+    Of every token of the vocabulary; in half precision of one that the model samples, the mean over its
+    distribution: two ways of the same computation differ there by several tenths for some of the tokens that
+    are never sampled. Rows join one after the other and one leaves, as they do while generating.
     """
     count, exact = len(lengths), is_exact(decoder.dtype)
     rows = [_probe_ids(length + PROBE_STEPS, row, decoder) for row, length in enumerate(lengths)]
@@ -147,9 +189,19 @@ def probe_difference(whole: WholeModel, decoder: Decoder[Any], lengths: Sequence
         def join(members: list[int]) -> None:
             longest = max(lengths[row] for row in members)
             kv.reserve(len(in_slots) + len(members), longest)
-            ids = torch.stack([torch.nn.functional.pad(rows[row][: lengths[row]], (0, longest - lengths[row])) for row in members])
+            ids = torch.stack(
+                [
+                    torch.nn.functional.pad(rows[row][: lengths[row]], (0, longest - lengths[row]))
+                    for row in members
+                ]
+            )
             slots = torch.arange(len(in_slots), len(in_slots) + len(members), device=ids.device)
-            compare(decoder.prefill(ids, torch.tensor([lengths[row] for row in members], device=ids.device), slots, kv), members)
+            compare(
+                decoder.prefill(
+                    ids, torch.tensor([lengths[row] for row in members], device=ids.device), slots, kv
+                ),
+                members,
+            )
             in_slots.extend(members)
 
         def step() -> None:
@@ -181,6 +233,8 @@ def _probe_ids(length: int, row: int, decoder: Decoder[Any]) -> Tensor:
 
 
 def _own_log_probs(whole: WholeModel, ids: Tensor, length: int) -> Tensor:
-    """[PROBE_STEPS + 1, V] after the prompt and after each later token, by the model's plain forward over the whole row."""
+    """[PROBE_STEPS + 1, V] after the prompt and after each later token, by the model's plain forward over the
+    whole row.
+    """
     logits = whole.forward(ids[None], use_cache=False, logits_to_keep=PROBE_STEPS + 1).logits[0]
     return logits[-(PROBE_STEPS + 1) :].float().log_softmax(-1)

@@ -1,4 +1,6 @@
-"""An update of the engine's own model: it arrives in buckets, is held aside, and becomes visible at once or not at all."""
+"""An update of the engine's own model: it arrives in buckets, is held aside, and becomes visible at once or
+not at all.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
 
 
 class StagedWeights:
-    """New values for the weights of one model, by Hugging Face name. Tied weights have several names; any of them will do.
+    """New values for the weights of one model, by Hugging Face name. Tied weights have several names; any of
+    them will do.
 
-    On a CPU the memory that an update made is kept when the next one replaces it, and the one after that writes there: new memory costs five times
-    the copy, as its pages are cleared first. `before`: the last update that was applied to the model.
+    On a CPU the memory that an update made is kept when the next one replaces it, and the one after that
+    writes there: new memory costs five times the copy, as its pages are cleared first. `before`: the last
+    update that was applied to the model.
     """
 
     def __init__(self, model: nn.Module, before: StagedWeights | None = None) -> None:
@@ -33,16 +37,26 @@ class StagedWeights:
         self._room = {} if before is None else before.free
         self._replaced = {} if before is None else before.made
         self.made: dict[int, Tensor] = {}  # once applied: the model's weights
-        self.free: dict[int, Tensor] = {}  # once applied: memory of weights before them, that an update had made
+        self.free: dict[
+            int, Tensor
+        ] = {}  # once applied: memory of weights before them, that an update had made
 
     def add(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Copies the tensors. Raises EngineError on an unknown name or a wrong shape, before any of the bucket is copied."""
+        """Copies the tensors. Raises EngineError on an unknown name or a wrong shape, before any of the
+        bucket is copied.
+        """
         for name, tensor in bucket:
             target = self._targets.get(name)
             if target is None:
-                raise EngineError(f"weight update has {name!r}, which the engine's model does not have; trainer and engine must be one model")
+                raise EngineError(
+                    f"weight update has {name!r}, which the engine's model does not have; trainer and engine"
+                    " must be one model"
+                )
             if target.shape != tensor.shape:
-                raise EngineError(f"weight update has {name!r} of shape {list(tensor.shape)}; the engine's is {list(target.shape)}")
+                raise EngineError(
+                    f"weight update has {name!r} of shape {list(tensor.shape)}; the engine's is"
+                    f" {list(target.shape)}"
+                )
         for name, tensor in bucket:
             target = self._targets[name]
             self._staged[id(target)] = self._copy(tensor.detach(), target)
@@ -54,10 +68,15 @@ class StagedWeights:
         return room.copy_(tensor)
 
     def apply(self) -> int:
-        """Makes the staged values the model's own; the number of tensors. Raises EngineError, changing nothing, if one never arrived."""
+        """Makes the staged values the model's own; the number of tensors. Raises EngineError, changing
+        nothing, if one never arrived.
+        """
         missing = [name for name, target in self._targets.items() if id(target) not in self._staged]
         if missing:
-            raise EngineError(f"weight update lacks {len(missing)} of {len(self._targets)} tensors, among them {missing[:3]}; nothing was changed")
+            raise EngineError(
+                f"weight update lacks {len(missing)} of {len(self._targets)} tensors, among them"
+                f" {missing[:3]}; nothing was changed"
+            )
         for target in {id(target): target for target in self._targets.values()}.values():
             staged = self._staged.pop(id(target))
             if target.is_cuda:  # pragma: gpu
@@ -73,8 +92,9 @@ class StagedWeights:
 def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[list[tuple[str, Tensor]]]:
     """The tensors of a Hugging Face directory of safetensors by the names of `model`, one list per file.
 
-    Where the files name them otherwise (experts are written one by one and held in one tensor), transformers translates: one list, and
-    memory for a second model meanwhile. Raises EngineError naming what is missing or damaged.
+    Where the files name them otherwise (experts are written one by one and held in one tensor), transformers
+    translates: one list, and memory for a second model meanwhile. Raises EngineError naming what is missing
+    or damaged.
     """
     files = _checkpoint_files(path)
     if (path / "config.json").is_file() and not _names(files) <= set(model.state_dict()):
@@ -84,7 +104,9 @@ def read_checkpoint(path: Path, model: PreTrainedModel) -> Iterator[list[tuple[s
         try:
             yield list(load_file(file).items())
         except (OSError, SafetensorError) as error:
-            raise EngineError(f"{file} cannot be read as safetensors: {error}; export the weights again") from error
+            raise EngineError(
+                f"{file} cannot be read as safetensors: {error}; export the weights again"
+            ) from error
 
 
 def _names(files: Sequence[Path]) -> set[str]:
@@ -94,7 +116,9 @@ def _names(files: Sequence[Path]) -> set[str]:
             with safe_open(file, framework="pt") as opened:
                 found.update(opened.keys())
         except (OSError, SafetensorError) as error:
-            raise EngineError(f"{file} cannot be read as safetensors: {error}; export the weights again") from error
+            raise EngineError(
+                f"{file} cannot be read as safetensors: {error}; export the weights again"
+            ) from error
     return found
 
 
@@ -124,7 +148,9 @@ def copy_model(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedM
     """The engine's own copy, for inference only."""
     own = copy.deepcopy(model)
     if dtype is not None:
-        for weight in own.state_dict(keep_vars=True).values():  # not rotary frequencies, which a loaded model has in float32
+        for weight in own.state_dict(
+            keep_vars=True
+        ).values():  # not rotary frequencies, which a loaded model has in float32
             if weight.is_floating_point():
                 weight.data = weight.data.to(dtype)
     return own.eval().requires_grad_(False)

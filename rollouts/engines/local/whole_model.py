@@ -3,9 +3,10 @@
     CachedDecoder      one token per row and step, with the model's own cache          attention, windows, recurrent states, mixtures of these
     RecomputeDecoder   the whole sequence of every row at every step, without a cache   every causal model
 
-In the cache all rows end at the right: a row of L positions in a cache of width C has C - L positions of padding before it, which the mask
-hides. States without a time axis (convolutions, recurrent states) need no alignment. Prompts are computed in groups of equal length, so
-nothing is ever padded while a recurrent state is built.
+In the cache all rows end at the right: a row of L positions in a cache of width C has C - L positions of
+padding before it, which the mask hides. States without a time axis (convolutions, recurrent states) need no
+alignment. Prompts are computed in groups of equal length, so nothing is ever padded while a recurrent state
+is built.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class WholeModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.autocast_dtype or next(value.dtype for value in self.model.parameters() if value.is_floating_point())
+        return self.autocast_dtype or next(
+            value.dtype for value in self.model.parameters() if value.is_floating_point()
+        )
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -56,11 +59,14 @@ class WholeModel:
 
     def forward(self, ids: Tensor, **arguments: Any) -> Any:
         """The model's output, with those of the arguments that its forward has."""
-        known = {name: value for name, value in arguments.items() if name in self.parameters and value is not None}
+        known = {
+            name: value for name, value in arguments.items() if name in self.parameters and value is not None
+        }
         return self.model(input_ids=ids, **known)
 
     def logits_at(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        """Logits [N, V] after `lengths` [N] tokens of each row of ids [N, S], which are right-padded; without a cache.
+        """Logits [N, V] after `lengths` [N] tokens of each row of ids [N, S], which are right-padded; without
+        a cache.
 
         A causal model cannot see the padding from where it is read, be it attention or recurrence.
         """
@@ -75,9 +81,14 @@ def take_whole(model: PreTrainedModel, autocast_dtype: torch.dtype | None) -> Wh
     """The model as it is. Raises ModelError if nothing tells the size of its vocabulary."""
     config: Any = model.config.get_text_config()
     sizes = (_rows_of(model.get_input_embeddings()), _rows_of(model.get_output_embeddings()))
-    known = [size for size in sizes if size] or [size for size in [getattr(config, "vocab_size", None)] if size]
+    known = [size for size in sizes if size] or [
+        size for size in [getattr(config, "vocab_size", None)] if size
+    ]
     if not known:
-        raise ModelError(f"{type(model).__name__} has neither token embeddings nor config.vocab_size; is it a causal language model?")
+        raise ModelError(
+            f"{type(model).__name__} has neither token embeddings nor config.vocab_size; is it a causal"
+            " language model?"
+        )
     parameters = frozenset(inspect.signature(model.forward).parameters)
     return WholeModel(model, parameters, min(known), autocast_dtype)
 
@@ -88,7 +99,7 @@ def _rows_of(module: Any) -> int | None:
     return int(weight.shape[0]) if isinstance(weight, Tensor) and weight.ndim == 2 else None
 
 
-# --- with the model's own cache ------------------------------------------------------------------------------------------------
+# --- with the model's own cache -----------------------------------------------------------------------------
 
 
 class CacheSlots:
@@ -168,7 +179,9 @@ class CacheSlots:
             part.set(states.new_zeros(self._rows, *states.shape[1:]))
 
     def _resize(self, rows: int, width: int) -> None:
-        """Rows are cut or added at the end, positions at the left. What is added is zero and masked, or written next."""
+        """Rows are cut or added at the end, positions at the left. What is added is zero and masked, or
+        written next.
+        """
         if self.cache is None:
             return
         for part in self.parts():
@@ -198,7 +211,9 @@ class _Part:
     window: int | None = None  # of which it keeps one position fewer
 
     def get(self) -> Tensor:
-        return self.holder[self.name] if isinstance(self.holder, dict) else getattr(self.holder, str(self.name))
+        return (
+            self.holder[self.name] if isinstance(self.holder, dict) else getattr(self.holder, str(self.name))
+        )
 
     def set(self, value: Tensor) -> None:
         if isinstance(self.holder, dict):
@@ -227,13 +242,17 @@ def _parts_of_layer(layer: Any) -> list[_Part]:
         window = getattr(layer, "sliding_window", None)
         parts += [_Part(layer, name, has_time=True, window=window) for name in ("keys", "values")]
     for states in (getattr(layer, "conv_states", None) or {}, getattr(layer, "recurrent_states", None) or {}):
-        parts += [_Part(states, index, has_time=False) for index, value in states.items() if value is not None]
+        parts += [
+            _Part(states, index, has_time=False) for index, value in states.items() if value is not None
+        ]
     return parts
 
 
 def _shallow_copy(layer: Any) -> Any:
     copied = layer.__class__.__new__(layer.__class__)
-    copied.__dict__.update({name: dict(value) if isinstance(value, dict) else value for name, value in layer.__dict__.items()})
+    copied.__dict__.update(
+        {name: dict(value) if isinstance(value, dict) else value for name, value in layer.__dict__.items()}
+    )
     return copied
 
 
@@ -303,7 +322,11 @@ class CachedDecoder:
         if any(part.has_time for part in kv.parts()):
             mask = (torch.arange(length, device=ids.device) >= kv.width - positions[:, None]).long()
         output = self.whole.forward(
-            ids[:, None], attention_mask=mask, position_ids=positions[:, None], use_cache=True, **{self.cache_name: kv.cache}
+            ids[:, None],
+            attention_mask=mask,
+            position_ids=positions[:, None],
+            use_cache=True,
+            **{self.cache_name: kv.cache},
         )
         kv.grew(count)
         return output.logits[:, -1]
@@ -317,7 +340,7 @@ def make_cached_decoder(whole: WholeModel) -> CachedDecoder:
     return CachedDecoder(whole, names[0])
 
 
-# --- without a cache ---------------------------------------------------------------------------------------------------------
+# --- without a cache ----------------------------------------------------------------------------------------
 
 
 class TokenSlots:
@@ -338,7 +361,9 @@ class TokenSlots:
         assert rows <= self.max_rows and length <= self.max_length, (rows, length)
         held_rows, held_length = self.ids.shape
         if rows > held_rows or length > held_length:
-            length = held_length if length <= held_length else min(self.max_length, max(length, 2 * held_length))
+            length = (
+                held_length if length <= held_length else min(self.max_length, max(length, 2 * held_length))
+            )
             self.ids = pad(self.ids, (0, length - held_length, 0, max(0, rows - held_rows)))
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
@@ -385,4 +410,6 @@ class RecomputeDecoder:
         kv.ids[torch.arange(count, device=ids.device), positions] = ids
         rows = max(1, RECOMPUTE_TOKENS // length)
         chunks = [slice(start, min(start + rows, count)) for start in range(0, count, rows)]
-        return torch.cat([self.whole.logits_at(kv.ids[chunk, :length], positions[chunk] + 1) for chunk in chunks])
+        return torch.cat(
+            [self.whole.logits_at(kv.ids[chunk, :length], positions[chunk] + 1) for chunk in chunks]
+        )

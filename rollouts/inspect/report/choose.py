@@ -18,7 +18,12 @@ TEXT_CHARS = 20_000  # of a prompt's message, a response or another text; a long
 LONG_ROW = 2 * TEXT_CHARS  # bytes that a longer row counts as, for prompt and response are cut
 GROWTH = 1.1  # a row takes about so much more in the page than in its file
 FIRST_SHARE = 0.25  # of the bytes, at most, for what was asked for first
-SHARES = (("newest steps", 0.25), ("failed", 0.15), ("best rewards", 0.1), ("worst rewards", 0.1))  # of the bytes; evenly chosen steps take the rest
+SHARES = (
+    ("newest steps", 0.25),
+    ("failed", 0.15),
+    ("best rewards", 0.1),
+    ("worst rewards", 0.1),
+)  # of the bytes; evenly chosen steps take the rest
 LEFT_OUT = frozenset({"schema", "attempt", "time_unix"})  # of a row, in the page
 
 
@@ -30,9 +35,11 @@ class Choice(NamedTuple):
 
 
 def choose_samples(columns: Columns, rows: Indices, limit_bytes: int, *, first: Sequence[int] = ()) -> Choice:
-    """All of the rows if they fit, else `first`, the newest steps of each stage, failed ones, best and worst rewards, and whole steps evenly.
+    """All of the rows if they fit, else `first`, the newest steps of each stage, failed ones, best and worst
+    rewards, and whole steps evenly.
 
-    What a row takes is estimated by its bytes in the file, as the page cuts it: who reads it knows, and keeps the limit.
+    What a row takes is estimated by its bytes in the file, as the page cuts it: who reads it knows, and keeps
+    the limit.
     """
     costs = np.minimum(columns.column("length")[rows], LONG_ROW) * GROWTH
     if costs.sum() <= limit_bytes:
@@ -44,7 +51,9 @@ def choose_samples(columns: Columns, rows: Indices, limit_bytes: int, *, first: 
         "worst rewards": order_rewards(columns, rows, best=False),
     }
     taken = np.zeros(len(rows), dtype=bool)
-    chosen = [take(np.searchsorted(rows, np.array(first, dtype=np.int64)), taken, costs, FIRST_SHARE * limit_bytes)]
+    chosen = [
+        take(np.searchsorted(rows, np.array(first, dtype=np.int64)), taken, costs, FIRST_SHARE * limit_bytes)
+    ]
     left = limit_bytes - costs[chosen[0]].sum()
     for name, share in SHARES:
         chosen.append(take(finders[name], taken, costs, share * limit_bytes))
@@ -55,7 +64,8 @@ def choose_samples(columns: Columns, rows: Indices, limit_bytes: int, *, first: 
 
 
 def take(places: Indices, taken: NDArray[np.bool_], costs: NDArray[np.float64], limit: float) -> Indices:
-    """The places that are not taken yet, in their order as long as they cost no more than the limit together; marks them as taken.
+    """The places that are not taken yet, in their order as long as they cost no more than the limit together;
+    marks them as taken.
 
     One that costs more than is left is passed over: a huge row keeps no other one out.
     """
@@ -72,10 +82,14 @@ def take(places: Indices, taken: NDArray[np.bool_], costs: NDArray[np.float64], 
 
 
 def spread_out(places: Indices) -> Indices:
-    """The places in an order of which every beginning is spread over all of them: by the reversed bits of their numbers."""
+    """The places in an order of which every beginning is spread over all of them: by the reversed bits of
+    their numbers.
+    """
     bits = max(1, len(places) - 1).bit_length()
     numbers = np.arange(len(places))
-    reversed_bits = sum((((numbers >> bit) & 1) << (bits - 1 - bit) for bit in range(bits)), np.zeros_like(numbers))
+    reversed_bits = sum(
+        (((numbers >> bit) & 1) << (bits - 1 - bit) for bit in range(bits)), np.zeros_like(numbers)
+    )
     return places[np.argsort(reversed_bits, kind="stable")]
 
 
@@ -110,13 +124,17 @@ def order_steps(columns: Columns, rows: Indices, costs: NDArray[np.float64], lim
 
 
 def shorten_row(row: Row) -> Row:
-    """The row as the page shows it: without what it does not show, long texts cut, numbers that are not finite as null."""
+    """The row as the page shows it: without what it does not show, long texts cut, numbers that are not
+    finite as null.
+    """
     return {name: shorten_value(value) for name, value in row.items() if name not in LEFT_OUT}
 
 
 def shorten_value(value: Any) -> Any:
     if isinstance(value, str):
-        return value if len(value) <= TEXT_CHARS else f"{value[:TEXT_CHARS]}… ({len(value):,} characters in all)"
+        return (
+            value if len(value) <= TEXT_CHARS else f"{value[:TEXT_CHARS]}… ({len(value):,} characters in all)"
+        )
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -125,6 +143,8 @@ def shorten_value(value: Any) -> Any:
 
 
 def encode_page_json(value: Any) -> str:
-    """JSON that may stand inside a script element, whatever texts are in it: without `<`, and without what JavaScript takes for an end of line."""
+    """JSON that may stand inside a script element, whatever texts are in it: without `<`, and without what
+    JavaScript takes for an end of line.
+    """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

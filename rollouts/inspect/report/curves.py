@@ -30,7 +30,9 @@ def bucket_size(rows: int, points: int) -> int:
 
 
 def downsample(values: Floats, size: int) -> Buckets:
-    """Mean, least and greatest of every `size` values; the last bucket may have fewer. NaN values count for nothing."""
+    """Mean, least and greatest of every `size` values; the last bucket may have fewer. NaN values count for
+    nothing.
+    """
     buckets = -(-len(values) // size)
     padded = np.full(buckets * size, np.nan)
     padded[: len(values)] = values
@@ -48,10 +50,19 @@ def shorten(values: Sequence[float] | Floats, digits: int = DIGITS) -> list[floa
     """Plain numbers of a few digits, None for what is not finite, as JSON takes them."""
     listed = values.tolist() if isinstance(values, np.ndarray) else values
     short = (float(f"{value:.{digits}g}") for value in listed)
-    return [None if value != value or value in (float("inf"), float("-inf")) else int(value) if value.is_integer() else value for value in short]
+    return [
+        None
+        if value != value or value in (float("inf"), float("-inf"))
+        else int(value)
+        if value.is_integer()
+        else value
+        for value in short
+    ]
 
 
-def make_curves(columns: Columns, rows: NDArray[np.int64], *, points: int, begin_unix: float) -> dict[str, Any]:
+def make_curves(
+    columns: Columns, rows: NDArray[np.int64], *, points: int, begin_unix: float
+) -> dict[str, Any]:
     """The curves of a stage's rows (numbers of them in the columns, by step), for the page."""
     size = bucket_size(len(rows), points)
     attempts = columns.column("attempt")[rows]
@@ -62,7 +73,9 @@ def make_curves(columns: Columns, rows: NDArray[np.int64], *, points: int, begin
         if np.isnan(values).all():
             continue
         mean, low, high = downsample(values, size)
-        metrics[name] = {"mean": shorten(mean)} | ({"low": shorten(low), "high": shorten(high)} if size > 1 else {"low": None, "high": None})
+        metrics[name] = {"mean": shorten(mean)} | (
+            {"low": shorten(low), "high": shorten(high)} if size > 1 else {"low": None, "high": None}
+        )
     return {
         "rows": len(rows),
         "step": columns.column("step")[rows][::size].tolist(),
@@ -73,7 +86,8 @@ def make_curves(columns: Columns, rows: NDArray[np.int64], *, points: int, begin
 
 
 def make_phases(columns: Columns, rows: NDArray[np.int64], *, points: int) -> dict[str, Any] | None:
-    """Seconds of each phase per step, the longest phases first and the rest of the step last; None if no phase was measured.
+    """Seconds of each phase per step, the longest phases first and the rest of the step last; None if no
+    phase was measured.
 
     A step that did not enter a phase spent 0 seconds in it.
     """
@@ -82,7 +96,11 @@ def make_phases(columns: Columns, rows: NDArray[np.int64], *, points: int) -> di
     def seconds(name: str) -> Floats:
         return np.nan_to_num(columns.column(name)[rows])
 
-    totals = {name: float(seconds(name).sum()) for name in columns.metrics if name.startswith("time/") and name not in NOT_PHASES}
+    totals = {
+        name: float(seconds(name).sum())
+        for name in columns.metrics
+        if name.startswith("time/") and name not in NOT_PHASES
+    }
     names = [name for name in sorted(totals, key=lambda name: -totals[name]) if totals[name] > 0][:PHASES]
     if not names:
         return None

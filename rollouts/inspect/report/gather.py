@@ -37,7 +37,9 @@ class RunReport(NamedTuple):
 
 
 def gather_run(root: Path, *, points: int = POINTS, sample_bytes: int) -> RunReport:
-    """Everything of a run that the page shows. Raises RunDirError for a directory that is no run or is damaged."""
+    """Everything of a run that the page shows. Raises RunDirError for a directory that is no run or is
+    damaged.
+    """
     record = read_run(root)
     run_dir = RunDir(root)
     metrics, samples = record.columns, open_columns(run_dir, "samples")
@@ -47,18 +49,29 @@ def gather_run(root: Path, *, points: int = POINTS, sample_bytes: int) -> RunRep
     points = max(POINTS_AT_LEAST, min(points, CURVE_VALUES // (3 * max(1, len(metrics.metrics)))))
     sample_rows = np.flatnonzero(samples.newest()) if samples.rows else np.empty(0, np.int64)
     failures = make_failures(metrics, every, samples, sample_rows)
-    shown, how, remark = gather_samples(record, samples, sample_rows, sample_bytes, [message.pop("row") for message in failures["messages"]])
+    shown, how, remark = gather_samples(
+        record, samples, sample_rows, sample_bytes, [message.pop("row") for message in failures["messages"]]
+    )
     seconds = {stage: sum_seconds(metrics, found) for stage, found in rows.items()}
     activity = find_activity(run_dir)
     facts = {
         "name": root.resolve().name,
         "state": activity.state,
-        "tiles": make_tiles(record, sum(len(found) for found in rows.values()), sum(seconds.values()), failures),
+        "tiles": make_tiles(
+            record, sum(len(found) for found in rows.values()), sum(seconds.values()), failures
+        ),
         "facts": make_facts(record, describe_state(activity, metrics), sum(seconds.values()), begin),
         "notes": [note for note in (*record.notes, *samples.notes, remark) if note],
         "stages": [describe_stage(record, stage, found, seconds[stage]) for stage, found in rows.items()],
-        "curves": {stage: make_curves(metrics, found, points=points, begin_unix=begin) for stage, found in rows.items()},
-        "phases": {stage: phases for stage, found in rows.items() if (phases := make_phases(metrics, found, points=points))},
+        "curves": {
+            stage: make_curves(metrics, found, points=points, begin_unix=begin)
+            for stage, found in rows.items()
+        },
+        "phases": {
+            stage: phases
+            for stage, found in rows.items()
+            if (phases := make_phases(metrics, found, points=points))
+        },
         "spreads": make_spreads(samples, sample_rows) if len(sample_rows) else {},
         "failures": failures,
         "evaluations": describe_evaluations(record),
@@ -80,7 +93,9 @@ def find_begin(metrics: Columns) -> float:
 
 
 def sum_seconds(metrics: Columns, rows: np.ndarray[Any, Any]) -> float:
-    """How long a stage's steps took: the time between their rows, pauses between attempts left out, and the first step of each attempt."""
+    """How long a stage's steps took: the time between their rows, pauses between attempts left out, and the
+    first step of each attempt.
+    """
     times, attempts = metrics.column("time_unix")[rows], metrics.column("attempt")[rows]
     gaps = np.diff(times)
     together = (np.diff(attempts) == 0) & (gaps >= 0) & (gaps < PAUSE_S)
@@ -94,14 +109,25 @@ def describe_state(activity: Activity, metrics: Columns) -> str:
     times = metrics.column("time_unix")
     if activity.certain or not metrics.rows or np.isnan(times).all():
         return describe_activity(activity)
-    return f"{describe_activity(activity)}; last row {datetime.fromtimestamp(float(np.nanmax(times)), UTC):%Y-%m-%d %H:%M UTC}"
+    return (
+        f"{describe_activity(activity)}; last row"
+        f" {datetime.fromtimestamp(float(np.nanmax(times)), UTC):%Y-%m-%d %H:%M UTC}"
+    )
 
 
-def describe_stage(record: RunRecord, stage: str, rows: np.ndarray[Any, Any], seconds: float) -> dict[str, Any]:
+def describe_stage(
+    record: RunRecord, stage: str, rows: np.ndarray[Any, Any], seconds: float
+) -> dict[str, Any]:
     columns = record.columns
 
     def count(prefix: str) -> int:
-        return round(sum(float(np.nansum(columns.column(name)[rows])) for name in columns.metrics if name.startswith(prefix)))
+        return round(
+            sum(
+                float(np.nansum(columns.column(name)[rows]))
+                for name in columns.metrics
+                if name.startswith(prefix)
+            )
+        )
 
     return {
         "name": stage,
@@ -129,7 +155,11 @@ def describe_evaluations(record: RunRecord) -> list[dict[str, Any]]:
             "step": row["step"],
             "version": row.get("policy_version"),
             "name": str(row.get("name", "")),
-            "metrics": {name: float(value) for name, value in row.items() if "/" in name and isinstance(value, int | float)},
+            "metrics": {
+                name: float(value)
+                for name, value in row.items()
+                if "/" in name and isinstance(value, int | float)
+            },
         }
         for row in rows
     ]
@@ -138,7 +168,9 @@ def describe_evaluations(record: RunRecord) -> list[dict[str, Any]]:
 def gather_samples(
     record: RunRecord, columns: Columns, rows: np.ndarray[Any, Any], limit_bytes: int, first: list[int]
 ) -> tuple[list[str], str, str]:
-    """Samples as JSON texts, by stage, step and place in the file, in words how they were chosen, and a remark on their tokens."""
+    """Samples as JSON texts, by stage, step and place in the file, in words how they were chosen, and a
+    remark on their tokens.
+    """
     if not len(rows):
         return [], "", ""
     for_tokens = min(ARRAY_BYTES, limit_bytes // 3) if RunDir(record.root).contributions.exists() else 0
@@ -167,4 +199,7 @@ def read_config(run_dir: RunDir) -> Mapping[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise RunDirError(f"{run_dir.config} is not TOML ({error}); restore it from the configuration that the run was started with") from error
+        raise RunDirError(
+            f"{run_dir.config} is not TOML ({error}); restore it from the configuration that the run was"
+            " started with"
+        ) from error

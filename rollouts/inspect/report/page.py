@@ -1,4 +1,6 @@
-"""The HTML file: one page with its styles, scripts and values inside, which its own policy forbids to load anything."""
+"""The HTML file: one page with its styles, scripts and values inside, which its own policy forbids to load
+anything.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,26 @@ from rollouts.inspect.report.gather import CURVE_VALUES, POINTS, RunReport, gath
 from rollouts.inspect.report.settings import find_differences
 
 SAMPLE_BYTES = 12_000_000  # of samples as JSON, of all runs together
-SCRIPTS = ("base.js", "charts.js", "curves.js", "phases.js", "overview.js", "samples.js", "transcript.js", "keys.js")  # in this order
+SCRIPTS = (
+    "base.js",
+    "charts.js",
+    "curves.js",
+    "phases.js",
+    "overview.js",
+    "samples.js",
+    "transcript.js",
+    "keys.js",
+)  # in this order
 VALUES_PER_CURVE = 3 * 64  # mean, least and greatest of about so many metrics
 PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def write_report(roots: Sequence[Path], path: Path, *, time_unix: Callable[[], float] = time.time) -> int:
-    """Writes the report of one run, or the comparison of several, and returns its bytes. A file that is there is replaced as a whole.
+    """Writes the report of one run, or the comparison of several, and returns its bytes. A file that is there
+    is replaced as a whole.
 
-    Raises RunDirError for a directory that is no run, or is damaged; StorageError where the file cannot be written.
+    Raises RunDirError for a directory that is no run, or is damaged; StorageError where the file cannot be
+    written.
     """
     points = max(100, min(POINTS, CURVE_VALUES // (VALUES_PER_CURVE * len(roots))))
     runs = [gather_run(root, points=points, sample_bytes=SAMPLE_BYTES // len(roots)) for root in roots]
@@ -40,7 +53,9 @@ def write_report(roots: Sequence[Path], path: Path, *, time_unix: Callable[[], f
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise StorageError(f"{path} cannot be written ({error}); name another file with --output FILE") from error
+        raise StorageError(
+            f"{path} cannot be written ({error}); name another file with --output FILE"
+        ) from error
     return len(page)
 
 
@@ -55,8 +70,8 @@ def make_page(runs: Sequence[RunReport], *, time_unix: float) -> str:
     }
     style, script = load_style(), load_script()
     policy = (
-        f"default-src 'none'; style-src 'sha256-{hash_source(style)}'; script-src 'sha256-{hash_source(script)}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src 'sha256-{hash_source(style)}'; script-src"
+        f" 'sha256-{hash_source(script)}'; img-src data:; base-uri 'none'; form-action 'none'"
     )
     values = {
         "policy": policy,
@@ -73,7 +88,10 @@ def name_apart(facts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The runs with names that differ: of runs of one name, the later ones get a number."""
     names = [run["name"] for run in facts]
     before = [names[:place].count(name) for place, name in enumerate(names)]
-    return [run | {"name": f"{run['name']} ({count + 1})"} if count else run for run, count in zip(facts, before, strict=True)]
+    return [
+        run | {"name": f"{run['name']} ({count + 1})"} if count else run
+        for run, count in zip(facts, before, strict=True)
+    ]
 
 
 def hash_source(text: str) -> str:

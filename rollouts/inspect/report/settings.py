@@ -7,14 +7,19 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-SECRET_NAME = re.compile(r"(^|[_.-])(api_?key|key|token|secret|password|passwd|pass|credentials?|auth|authorization|dsn|headers)$", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"(^|[_.-])(api_?key|key|token|secret|password|passwd|pass|credentials?|auth|authorization|dsn|headers)$",
+    re.IGNORECASE,
+)
 URL_LOGIN = re.compile(r"(?<=://)[^/\s\"]+@")  # to the last @: a password may hold one
 HIDDEN = "(hidden)"
 NOT_COMPARED = frozenset({"output.dir"})
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Each setting's value as text, by its dotted name; of a list of tables each entry by its number. Secrets are not shown."""
+    """Each setting's value as text, by its dotted name; of a list of tables each entry by its number. Secrets
+    are not shown.
+    """
     flat: dict[str, str] = {}
     for name, value in settings.items():
         key = f"{prefix}{name}"

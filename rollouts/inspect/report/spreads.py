@@ -18,7 +18,9 @@ OUTLIERS = 99.5  # percentile of lengths above which the top bin takes all
 
 
 def make_spreads(columns: Columns, rows: NDArray[np.int64]) -> dict[str, Any]:
-    """Of each stage with samples: counts by step range and bin of `reward`, `length` and `lag`, those that it has."""
+    """Of each stage with samples: counts by step range and bin of `reward`, `length` and `lag`, those that it
+    has.
+    """
     stages = columns.column("stage")[rows]
     found: dict[str, Any] = {}
     for code in dict.fromkeys(stages.tolist()):
@@ -46,7 +48,9 @@ def make_stage_spreads(columns: Columns, rows: NDArray[np.int64], *, with_lag: b
         spreads["length"] = make_spread(steps, lengths, edges) | {"more": bool(np.nanmax(lengths) > top)}
     if with_lag and not np.isnan(lag).all():
         most = int(np.nanmax(lag))
-        spreads["lag"] = make_spread(steps, lag, whole_edges(min(most, LAG_BINS - 1))) | {"more": most >= LAG_BINS}
+        spreads["lag"] = make_spread(steps, lag, whole_edges(min(most, LAG_BINS - 1))) | {
+            "more": most >= LAG_BINS
+        }
     return spreads
 
 
@@ -58,11 +62,17 @@ def whole_edges(most: int) -> Floats:
 def edges_of(values: Floats) -> Floats:
     """Limits of BINS bins of equal width over the values; of equal values, half a unit to each side."""
     first, last = float(np.nanmin(values)), float(np.nanmax(values))
-    return np.linspace(first - 0.5, last + 0.5, BINS + 1) if first == last else np.linspace(first, last, BINS + 1)
+    return (
+        np.linspace(first - 0.5, last + 0.5, BINS + 1)
+        if first == last
+        else np.linspace(first, last, BINS + 1)
+    )
 
 
 def make_spread(steps: NDArray[np.int64], values: Floats, edges: Floats) -> dict[str, Any]:
-    """Counts [ranges][bins] and the mean of each range of steps. What lies outside the edges is in the bin next to it."""
+    """Counts [ranges][bins] and the mean of each range of steps. What lies outside the edges is in the bin
+    next to it.
+    """
     held = ~np.isnan(values)
     steps, values = steps[held], values[held]
     distinct = np.unique(steps)

@@ -1,4 +1,6 @@
-"""Per-token values of the samples that a report shows: text of each token, advantage, log-prob difference, and whether it trained."""
+"""Per-token values of the samples that a report shows: text of each token, advantage, log-prob difference,
+and whether it trained.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ SHARED = ("advantage", "weight", "share")  # of a contribution's row, shown with
 
 
 def add_token_values(run_dir: RunDir, samples: Sequence[Row], *, limit_bytes: int) -> str:
-    """Adds advantage, weight and share to samples that were trained, and `arrays` to those whose per-token arrays are there, the newest first, as
-    long as they take no more than `limit_bytes` in the page. All are those of a sample's first update.
+    """Adds advantage, weight and share to samples that were trained, and `arrays` to those whose per-token
+    arrays are there, the newest first, as long as they take no more than `limit_bytes` in the page. All are
+    those of a sample's first update.
 
     Returns a remark for a person, empty if there is none.
     """
@@ -51,7 +54,11 @@ def add_token_values(run_dir: RunDir, samples: Sequence[Row], *, limit_bytes: in
         if size <= left:
             sample["arrays"] = values
         left = left - size if size <= left else 0
-    removed = f"Per-token arrays of {missing} shown samples were removed to make room, or are damaged." if missing else ""
+    removed = (
+        f"Per-token arrays of {missing} shown samples were removed to make room, or are damaged."
+        if missing
+        else ""
+    )
     return " ".join(text for text in (remark, removed) if text)
 
 
@@ -64,7 +71,8 @@ def load_decode(run_dir: RunDir) -> tuple[Decode | None, str]:
 
 
 def read_contributions(columns: Columns, samples: Sequence[Row]) -> dict[tuple[str, int, Any], Row]:
-    """The row of each sample's first update, in which the trainer is as far from the engine as the samples are off policy, by stage, step and id.
+    """The row of each sample's first update, in which the trainer is as far from the engine as the samples
+    are off policy, by stage, step and id.
 
     Of more than ROWS_READ candidates the newest are read, whole steps of them.
     """
@@ -92,7 +100,9 @@ def read_arrays(run_dir: RunDir, row: Row) -> Mapping[str, Any]:
 
 
 def make_token_values(arrays: Mapping[str, Any], decode: Decode | None) -> dict[str, Any]:
-    """What the page shows of a sample's tokens. `difference` is trainer − engine, where both log-probs are there."""
+    """What the page shows of a sample's tokens. `difference` is trainer − engine, where both log-probs are
+    there.
+    """
     ids = [int(token) for token in arrays["tokens"][:SAMPLE_TOKENS]]
     mask = np.asarray(arrays["mask"][:SAMPLE_TOKENS]).astype(bool)
     pieces = [f"{token} " for token in ids]
@@ -100,11 +110,17 @@ def make_token_values(arrays: Mapping[str, Any], decode: Decode | None) -> dict[
         pieces = [""] * len(ids)  # of a character made of several tokens, the last has the text
         for _, end, text in split_text(ids, decode):
             pieces[end - 1] = text
-    values: dict[str, Any] = {"pieces": pieces, "mask": mask.astype(int).tolist(), "cut": len(arrays["tokens"]) - len(ids)}
+    values: dict[str, Any] = {
+        "pieces": pieces,
+        "mask": mask.astype(int).tolist(),
+        "cut": len(arrays["tokens"]) - len(ids),
+    }
     if "advantage" in arrays:
         values["advantage"] = shorten_masked(arrays["advantage"], mask)
     if "log_prob" in arrays and "mu" in arrays:
-        values["difference"] = shorten_masked(np.asarray(arrays["log_prob"], np.float64) - np.asarray(arrays["mu"], np.float64), mask)
+        values["difference"] = shorten_masked(
+            np.asarray(arrays["log_prob"], np.float64) - np.asarray(arrays["mu"], np.float64), mask
+        )
     return values
 
 

@@ -29,9 +29,11 @@ COLUMNS = {  # word in the line: heading
 
 
 def read_updates(run_dir: RunDir) -> dict[str, Any]:
-    """The first and the newest lines in columns, how many there are in all, and how many are left out beside them, torn or of another form.
+    """The first and the newest lines in columns, how many there are in all, and how many are left out beside
+    them, torn or of another form.
 
-    Where all are of another form, as a later version may write them, they are shown as they are, without columns.
+    Where all are of another form, as a later version may write them, they are shown as they are, without
+    columns.
     """
     if not run_dir.updates_log.exists():
         return {"columns": [], "lines": [], "total": 0, "unread": 0}
@@ -39,20 +41,37 @@ def read_updates(run_dir: RunDir) -> dict[str, Any]:
     shown = lines if len(lines) <= FIRST + NEWEST else [*lines[:FIRST], *lines[-NEWEST:]]
     rows = [fields for line in shown if (fields := parse_update(line)) is not None]
     if not rows:
-        return {"columns": [], "lines": [[line] for line in shown], "total": len(lines), "unread": int(bool(torn))}
+        return {
+            "columns": [],
+            "lines": [[line] for line in shown],
+            "total": len(lines),
+            "unread": int(bool(torn)),
+        }
     unread = len(shown) - len(rows)
     names = [name for name in COLUMNS if any(fields.get(name, "") not in ("", "-") for fields in rows)]
     cells = [[fields.get(name, "") for name in names] for fields in rows]
-    return {"columns": [COLUMNS[name] for name in names], "lines": cells, "total": len(lines) - unread, "unread": unread + int(bool(torn))}
+    return {
+        "columns": [COLUMNS[name] for name in names],
+        "lines": cells,
+        "total": len(lines) - unread,
+        "unread": unread + int(bool(torn)),
+    }
 
 
 def parse_update(line: str) -> dict[str, str] | None:
-    """The fields of a line: its time, `attempt N`, its stage, then names and values; None for a line of another form."""
+    """The fields of a line: its time, `attempt N`, its stage, then names and values; None for a line of
+    another form.
+    """
     body, skipped, reason = line.partition(SKIPPED)
     words = body.split()
     if len(words) < 4 or words[1] != "attempt":
         return None
-    fields = {"time": words[0].replace("T", " ").rstrip("Z"), "attempt": words[2], "stage": words[3], "note": f"skipped: {reason}" if skipped else ""}
+    fields = {
+        "time": words[0].replace("T", " ").rstrip("Z"),
+        "attempt": words[2],
+        "stage": words[3],
+        "note": f"skipped: {reason}" if skipped else "",
+    }
     rest = words[4:]
     for word, name in (("clipped", "yes"), ("whole", "no")):
         if word in rest:
