@@ -131,7 +131,7 @@ class SpanRecorder:
         ago_s: float,
         duration_s: float,
         *,
-        id: str | None = None,
+        id: str | None = None,  # noqa: A002
         tokens: int | None = None,
         now_unix: float | None = None,
     ) -> None:

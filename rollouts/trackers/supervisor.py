@@ -131,7 +131,7 @@ async def end_in_time(
     await over.wait()
     with trio.move_on_after(limits.drain_s):
         sent = -1
-        while sent != (sent := count_sent(root, name)):
+        while sent != (sent := count_sent(root, name)):  # noqa: ASYNC110
             await trio.sleep(limits.patience_s)  # what is waited for is that nothing happens
     scope.cancel()
 
@@ -267,7 +267,7 @@ async def wait_unlocked(run_dir: RunDir) -> None:
     """Until no run can be at work in the directory. No system tells when a lock is given back, so it is
     looked at now and then.
     """
-    while find_activity(run_dir).may_go_on:
+    while find_activity(run_dir).may_go_on:  # noqa: ASYNC110
         await trio.sleep(LOOK_S)
 
 

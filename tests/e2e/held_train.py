@@ -119,7 +119,7 @@ def hold_save() -> None:
     async def held(*arguments: Any, **options: Any) -> Any:
         if is_held("save"):
             note_reached()
-            while not Path(os.environ["HOLD_REACHED"]).with_name(RELEASED).exists():
+            while not Path(os.environ["HOLD_REACHED"]).with_name(RELEASED).exists():  # noqa: ASYNC110
                 await trio.sleep(PIECE_S)
         return await original(*arguments, **options)
 

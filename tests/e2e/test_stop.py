@@ -256,7 +256,7 @@ def processes_of(out: Path) -> list[int]:
 async def wait_gone(out: Path, *, within_s: float) -> None:
     """Until nothing of the run is left."""
     with trio.fail_after(within_s):
-        while processes_of(out):
+        while processes_of(out):  # noqa: ASYNC110
             await trio.sleep(0.05)
 
 

@@ -134,7 +134,7 @@ def descendants(of: int | None = None) -> set[int]:
 async def wait_until(condition) -> None:
     """Real processes tell nobody here that they are gone: looks, at most for five seconds."""
     with trio.fail_after(5):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await trio.sleep(0.01)
 
 

@@ -53,7 +53,7 @@ async def follow_once(
 
 async def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
     with trio.fail_after(seconds):
-        while not true():
+        while not true():  # noqa: ASYNC110
             await trio.sleep(0.02)
 
 
