@@ -2,15 +2,16 @@
 
     python -m benchmarks.async_overlap [--steps 60] [--quick]
 
-The real loop, manager and rules of staleness (rollouts.testing.overlap_simulator), with an engine of 128
+The real loop, manager and rules of staleness (tests.sim.overlap_simulator), with an engine of 128
 slots, 16 prompts of 8 samples, lognormal response lengths (sigma 0.8) and a trainer that takes given times.
 Generating a batch takes 8 s of a full engine; training takes 16, 8 or 4 s (T_gen/T_train = 0.5, 1, 2); an
 update of the weights takes 5 % of that: for 1 % the trainer waits (a copy of its weights), for 1 % the engine
 is frozen. The peer is the project's own loop at max_staleness = 0, where each waits for the other.
 
-    of_limit     time of a step / max(generating a batch on a full engine, training + copy); 1 is perfect, target 1.05 at s >= longest response
-    excess       largest lag of any batch over max_staleness; target 0: the bound is asserted for every batch besides
-    stale        groups dropped as too old, of all runs; 0 says that whatever was launched could be trained in time
+    of_limit     time of a step / max(generating a batch on a full engine, training + copy); 1 is perfect,
+                 target 1.05 at s >= longest response
+    excess       largest lag of any batch over max_staleness; target 0; asserted for every batch too
+    stale        groups dropped as too old, of all runs; 0: whatever was launched could be trained in time
     cpu          seconds of this process for a step: driver, stub engine and virtual clock together
 
 Deterministic but for the order in which trio runs what is due at one moment; the machine only sets the CPU
@@ -24,7 +25,7 @@ import math
 import sys
 
 from benchmarks.harness import finish
-from rollouts.testing.overlap_simulator import OverlapReport, OverlapSetting, run_overlap
+from tests.sim.overlap_simulator import OverlapReport, OverlapSetting, run_overlap
 
 GENERATE_S = 8.0  # mean_tokens · token_s, for as many samples as there are slots
 RATIOS = (0.5, 1.0, 2.0)

@@ -2,13 +2,13 @@
 one look-up.
 
     ROLLOUTS_CRASH_AT=checkpoint.before_rename        SIGKILL to this process, as the system's own would come
-    ROLLOUTS_RAISE_AT=train.before_optim_step:3       raises CrashPointReached, the third time that the place is reached
+    ROLLOUTS_RAISE_AT=train.before_optim_step:3       raises CrashPointReached the third time
     ROLLOUTS_HANG_AT=rollout.dispatch:1:1             the thread that gets there never goes on, on rank 1 only
-    ROLLOUTS_LIST_POINTS=FILE                         appends the name of every point that is reached to FILE, one a line
+    ROLLOUTS_LIST_POINTS=FILE                         appends each point reached to FILE, one a line
 
 A value is name[:nth][:rank]: nth counts from 1, and without a rank every rank is meant. A program calls
 arm_crash_points once, at its start; until then nothing can be reached, so a process that never asks (a reward
-worker, a server) is never affected. `rollouts.testing.kill_harness` uses them.
+worker, a server) is never affected. `tests.support.kill_harness` uses them.
 """
 
 from __future__ import annotations

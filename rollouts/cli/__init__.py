@@ -46,7 +46,6 @@ ADDERS = (  # in the order of --help
     Adder(("replay",), "rollouts.replay"),
     Adder(("export-trace",), "rollouts.inspect.trace_command"),
     Adder(("track",), "rollouts.trackers.commands"),
-    Adder(("sim",), "rollouts.cli.sim"),
     Adder(("engines",), "rollouts.cli.engines"),
 )
 

@@ -1,10 +1,10 @@
-"""Two runs that must be the same: see rollouts.testing.compare_runs for what is compared."""
+"""Two runs that must be the same: see tests.support.compare_runs for what is compared."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from rollouts.testing.compare_runs import find_differences, read_comparable, weights_digest
+from tests.support.compare_runs import find_differences, read_comparable, weights_digest
 
 __all__ = ["assert_same_run", "read_comparable", "weights_digest"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rollouts.testing.fork_server import ForkServer, open_fork_server, place_ranks
-from rollouts.testing.kill_harness import IMPORTS, RANK_IMPORTS
+from tests.support.fork_server import ForkServer, open_fork_server, place_ranks
+from tests.support.kill_harness import IMPORTS, RANK_IMPORTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRAIN = REPOSITORY / "integration_training" / "train.py"

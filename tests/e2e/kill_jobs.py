@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
-from rollouts.testing.kill_harness import Job
+from tests.support.kill_harness import Job
 
 TINY = str(Path(__file__).resolve().parents[2] / "integration_training" / "configs" / "tiny.toml")
 SMALL = (
-    "--config", TINY, "--sft.data.size", "40", "--rl.data.size", "20", "--eval.data.size", "4", "--sft.batch_size", "4",
-    "--rl.rollout.num_prompts", "2", "--rl.rollout.samples_per_prompt", "2", "--rl.rollout.filters", "[]", "--rl.eval_every", "2",
-)  # fmt: skip
+    *("--config", TINY),
+    *shlex.split("--sft.data.size 40 --rl.data.size 20 --eval.data.size 4 --sft.batch_size 4"),
+    *shlex.split("--rl.rollout.num_prompts 2 --rl.rollout.samples_per_prompt 2 --rl.rollout.filters []"),
+    *shlex.split("--rl.eval_every 2"),
+)
 ROWS = ("reasoning_gym",)
 SFT = Job(
     "sft", (*SMALL, "--mode", "sft", "--sft.steps", "5", "--output.checkpoint_every", "1"), ("sft",), ROWS

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from rollouts.testing.kill_harness import Cut, KillHarness, Outcome, open_kill_harness
 from tests.e2e.kill_jobs import BOTH, JOBS, RL, SFT
+from tests.support.kill_harness import Cut, KillHarness, Outcome, open_kill_harness
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 THOROUGH = "the first, middle and last time that it is reached; twice running"

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from rollouts.crash_points import POINTS
-from rollouts.testing.kill_harness import Cut, Job, KillHarness, open_kill_harness
 from tests.e2e.conftest import Train
 from tests.e2e.kill_jobs import BOTH, RL, RL_RANKS, SFT
+from tests.support.kill_harness import Cut, Job, KillHarness, open_kill_harness
 
 pytestmark = pytest.mark.slow
 ONE_OF_EACH_CLASS = (
-    "start.directory_made:1", "files.partial:1", "stage.complete:1", "rollout.after_reward:9", "train.before_optim_step:6", "sync.committed:3",
-    "metrics.after_samples:7", "checkpoint.before_rename:3", "end.before_summary:1",
-)  # fmt: skip
+    *("start.directory_made:1", "files.partial:1", "stage.complete:1", "rollout.after_reward:9"),
+    *("train.before_optim_step:6", "sync.committed:3", "metrics.after_samples:7"),
+    *("checkpoint.before_rename:3", "end.before_summary:1"),
+)
 RANDOM_INSTANTS = 20  # over SFT and RL
 
 
@@ -80,7 +81,7 @@ def test_runs_killed_at_random_instants_go_on_exactly(job: Job, train: Train, tm
 
 def test_a_step_that_is_lost_is_noticed(both: KillHarness, tmp_path: Path):
     """The harness itself: a run whose newest checkpoint vanishes between two attempts breaks a promise."""
-    from rollouts.testing.kill_harness import check_nothing_lost, check_rows_of_attempt
+    from tests.support.kill_harness import check_nothing_lost, check_rows_of_attempt
 
     assert check_nothing_lost({"sft": 3}, {"sft": 2}) == ["sft: step 3 was complete, and now 2 is"]
     assert check_nothing_lost({"sft": 3}, {"sft": 3, "rl": 1}) == []

@@ -5,6 +5,7 @@ run; what a check says of it.
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ import pytest
 
 from rollouts.checkpoints.load import find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
-from rollouts.testing.kill_harness import Cut, Job, open_kill_harness
 from tests.e2e.compare import assert_same_run, weights_digest
 from tests.e2e.conftest import TINY, Train
+from tests.support.kill_harness import Cut, Job, open_kill_harness
 
 pytestmark = pytest.mark.slow
 
@@ -23,12 +24,15 @@ CONFIG = TINY.with_name("tiny_preferences.toml")
 MODE = "preference+reward_model+ppo"
 STEPS = {"preference": 5, "reward_model": 5, "rl": 4}
 SHORT = (
-    "--preference.data.size", "60", "--reward_model.data.size", "60", "--rl.data.size", "20", "--eval.data.size", "4",
-    "--preference.batch_size", "8", "--reward_model.batch_size", "8", "--preference.held_out", "8", "--reward_model.held_out", "8",
-    "--preference.eval_every", "2", "--reward_model.eval_every", "2", "--rl.eval_every", "2",
-    "--rl.rollout.num_prompts", "4", "--rl.rollout.samples_per_prompt", "2",
+    *shlex.split(
+        "--preference.data.size 60 --reward_model.data.size 60 --rl.data.size 20 --eval.data.size 4"
+    ),
+    *shlex.split("--preference.batch_size 8 --reward_model.batch_size 8"),
+    *shlex.split("--preference.held_out 8 --reward_model.held_out 8"),
+    *shlex.split("--preference.eval_every 2 --reward_model.eval_every 2 --rl.eval_every 2"),
+    *shlex.split("--rl.rollout.num_prompts 4 --rl.rollout.samples_per_prompt 2"),
     *(word for stage, steps in STEPS.items() for word in (f"--{stage}.steps", str(steps))),
-)  # fmt: skip
+)
 KEEP_ALL = ("--output.keep_checkpoints", "0", "--output.samples_per_step", "1000")
 EVERY_OTHER = (*KEEP_ALL, "--output.checkpoint_every", "2")
 KTO = (

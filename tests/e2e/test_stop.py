@@ -5,6 +5,7 @@ left, and the run goes on exactly.
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,10 +20,10 @@ import trio
 
 from rollouts.checkpoints.load import check_checkpoint, find_newest_checkpoint
 from rollouts.metrics.jsonl import read_rows
-from rollouts.testing.compare_runs import find_differences
 from tests.e2e.compare import assert_same_run, read_comparable
 from tests.e2e.conftest import REPOSITORY, TINY, Train
 from tests.e2e.held_train import RELEASED
+from tests.support.compare_runs import find_differences
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +31,12 @@ EXIT_S = 25.0  # from the signal; torchrun kills after 30
 REACH_S = 120.0
 HERE = Path(__file__).with_name("held_train.py")
 SETTINGS = (
-    "--sft.steps", "2", "--rl.steps", "4", "--rl.eval_every", "2", "--rl.rollout.filters", "[]", "--rl.micro_batch_tokens", "32",
-    "--rl.rollout.reward", f"{HERE}:reward", "--rl.rollout.reward_timeout_s", "300", "--eval.reward", f"{HERE}:eval_reward",
-    "--rl.loss", "tests.e2e.held_train:loss", "--output.keep_checkpoints", "0",
-)  # fmt: skip
+    *shlex.split("--sft.steps 2 --rl.steps 4 --rl.eval_every 2 --rl.rollout.filters []"),
+    *("--rl.micro_batch_tokens", "32", "--rl.rollout.reward", f"{HERE}:reward"),
+    *("--rl.rollout.reward_timeout_s", "300"),
+    *("--eval.reward", f"{HERE}:eval_reward", "--rl.loss", "tests.e2e.held_train:loss"),
+    *("--output.keep_checkpoints", "0"),
+)
 NEWEST = {
     "startup": None,
     "generate": 1,

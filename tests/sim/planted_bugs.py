@@ -21,9 +21,9 @@ from rollouts.generation.ledger import Ledger
 from rollouts.generation.pacing import Pace
 from rollouts.loops import rl
 from rollouts.protocols import InferenceEngine
-from rollouts.testing.fleet_simulator import Invariant
 from rollouts.types import RolloutBatch
 from rollouts.weight_sync import sync, update
+from tests.sim.fleet_simulator import Invariant
 
 
 @dataclass(frozen=True)

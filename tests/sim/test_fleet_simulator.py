@@ -10,10 +10,10 @@ from typing import get_args
 
 import pytest
 
-from rollouts.testing.fault_plan import RequestFault, UpdateFault
-from rollouts.testing.fleet_schedule import draw_fleet_schedule
-from rollouts.testing.fleet_simulator import BrokenInvariant, run_fleet_simulation
+from tests.sim.fleet_schedule import draw_fleet_schedule
+from tests.sim.fleet_simulator import BrokenInvariant, describe_report, run_fleet_simulation
 from tests.sim.planted_bugs import PLANTED_BUGS, PlantedBug
+from tests.support.fault_plan import RequestFault, UpdateFault
 
 FIRST_SEEDS, SEEDS = 20, 520  # in every run of the tests, and with the slow ones
 FIRST_BLOCK, BLOCK = 20, 25  # seeds of one test
@@ -67,6 +67,10 @@ def test_training_survives_hundreds_of_schedules(first_seed: int):
     run_seeds(first_seed, BLOCK)
 
 
+def test_the_run_of_a_given_seed_is_sound(sim_seed: int):
+    print(describe_report(run_fleet_simulation(draw_fleet_schedule(sim_seed))))
+
+
 def test_a_seed_repeats_its_run():
     schedule = draw_fleet_schedule(3)
     assert run_fleet_simulation(schedule) == run_fleet_simulation(schedule)
@@ -87,4 +91,4 @@ def test_a_planted_bug_is_found(bug: PlantedBug, monkeypatch: pytest.MonkeyPatch
     bug.plant(monkeypatch)
     seed, broken = find_broken(range(MOST_SEEDS_FOR_A_BUG))
     assert broken.invariant in bug.found_by, broken
-    assert broken.__notes__[0].startswith(f"python -m rollouts sim --seed {seed} ")
+    assert broken.__notes__[0].startswith(f"pytest tests/sim --sim-seed {seed} ")

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from rollouts.testing.simulator import draw_schedule, run_simulation
+from tests.sim.simulator import draw_schedule, run_simulation
 
 SCHEDULES = 3000
 CHUNK = 250

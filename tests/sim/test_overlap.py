@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from rollouts.testing.overlap_simulator import OverlapSetting, run_overlap
+from tests.sim.overlap_simulator import OverlapSetting, run_overlap
 
 GENERATE_S = 8.0  # of a batch on a full engine: 400 tokens of 0.02 s
 

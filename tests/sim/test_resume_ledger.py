@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from rollouts.testing.crash_simulator import draw_crash_schedule, draw_crashes, run_with_crashes
-from rollouts.testing.simulator import Schedule
+from tests.sim.crash_simulator import draw_crash_schedule, draw_crashes, run_with_crashes
+from tests.sim.simulator import Schedule
 
 CRASHES = 1000
 CHUNKS = 4

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import runpy
 import subprocess
@@ -9,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import trio
 
 from rollouts import __version__
 from rollouts.cli import main
@@ -192,37 +190,3 @@ def test_a_reader_that_leaves_early_gets_no_traceback(tmp_path: Path, arguments:
     finally:
         os.close(write_end)
     assert (done.returncode, done.stderr) == (1, "")
-
-
-def test_sim_prints_a_line_for_each_seed(capsys: pytest.CaptureFixture[str]):
-    assert main(["sim", "--seeds", "0..1"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["seed 0", "seed 1"]
-    assert "faults: " in lines[0]
-
-
-def test_sim_leaves_the_log_of_its_process_as_it_was():
-    before = logging.getLogger("rollouts").level
-    assert main(["sim", "--seed", "0"]) == 0
-    assert logging.getLogger("rollouts").level == before != logging.CRITICAL
-
-
-def test_sim_says_how_to_see_a_broken_invariant_again(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    from rollouts.weight_sync import update
-
-    async def do_nothing(run: object) -> None:
-        await trio.lowlevel.checkpoint()
-
-    monkeypatch.setattr(update, "_resume_after_failure", do_nothing)
-    assert main(["sim", "--seed", "1"]) == 1
-    err = capsys.readouterr().err
-    assert "broken: paused: " in err
-    assert "see it again: python -m rollouts sim --seed " in err
-
-
-@pytest.mark.parametrize("seeds", ["5", "9..3", "a..b", "-1..3"])
-def test_seeds_that_are_none_are_refused(seeds: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["sim", f"--seeds={seeds}"]) == 2
-    assert "for example 0..99" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 from rollouts.config.schema import EngineConfig
 from rollouts.engines.open import check_engine_config, open_server_fleet
 from rollouts.errors import ConfigError, EngineSetupError
-from rollouts.testing.fault_server import Dialect, open_fault_server
+from tests.support.fault_server import Dialect, open_fault_server
 
 VOCAB_SIZE = 64
 

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from rollouts.testing.fault_plan import (
+from tests.support.fault_plan import (
     BAD_REPLY_KINDS,
     FAULT_KINDS,
     BadReply,

@@ -30,7 +30,8 @@ from rollouts.errors import (
 )
 from rollouts.protocols import InferenceEngine
 from rollouts.testing.engine_contracts import CHECKS, make_request
-from rollouts.testing.fault_plan import (
+from rollouts.types import Completion
+from tests.support.fault_plan import (
     BAD_REPLY_KINDS,
     BadReply,
     BadStatus,
@@ -43,9 +44,8 @@ from rollouts.testing.fault_plan import (
     UpdateFails,
     WrongVersion,
 )
-from rollouts.testing.fault_server import Dialect, FaultServer, open_fault_server
-from rollouts.testing.simulated_process import ServerSpeed, compute_log_probs, read_snapshot
-from rollouts.types import Completion
+from tests.support.fault_server import Dialect, FaultServer, open_fault_server
+from tests.support.simulated_process import ServerSpeed, compute_log_probs, read_snapshot
 
 VOCAB, CONTEXT = 300, 256
 DIALECTS: tuple[Dialect, ...] = ("vllm", "sglang")

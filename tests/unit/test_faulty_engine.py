@@ -22,7 +22,8 @@ from rollouts.errors import (
 from rollouts.protocols import InferenceEngine
 from rollouts.testing import engine_contracts
 from rollouts.testing.engine_contracts import CHECKS, make_request
-from rollouts.testing.fault_plan import (
+from rollouts.types import Completion, EngineLoad
+from tests.support.fault_plan import (
     BAD_REPLY_KINDS,
     BadReply,
     BadStatus,
@@ -37,8 +38,8 @@ from rollouts.testing.fault_plan import (
     WrongVersion,
     draw_fault_plan,
 )
-from rollouts.testing.faulty_engine import FaultyEngine, open_faulty_engine
-from rollouts.testing.simulated_process import (
+from tests.support.faulty_engine import FaultyEngine, open_faulty_engine
+from tests.support.simulated_process import (
     BadAnswer,
     ServerSpeed,
     compute_log_probs,
@@ -46,7 +47,6 @@ from rollouts.testing.simulated_process import (
     open_simulated_process,
     read_snapshot,
 )
-from rollouts.types import Completion, EngineLoad
 
 SECOND = ServerSpeed(slots=2, token_s=1.0)  # two requests at a time, a token a second
 SNAPSHOTS = {"v1": "weights one", "v2": "weights two"}

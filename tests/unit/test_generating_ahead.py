@@ -30,7 +30,6 @@ from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.generation.group import MAX_STARTS
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply, fake_uniform
-from rollouts.testing.simulator import RecordingBuffer
 from rollouts.types import (
     FilterDecision,
     GenerateRequest,
@@ -40,6 +39,7 @@ from rollouts.types import (
     SamplingParams,
     metric_values,
 )
+from tests.sim.simulator import RecordingBuffer
 
 SAMPLING = SamplingParams(max_new_tokens=8, stop_token_ids=(FAKE_END,))
 ROWS = [{"prompt": f"question {index}"} for index in range(40)]
@@ -233,11 +233,9 @@ async def test_where_groups_are_decided_in_launch_order_the_block_changes_nothin
     autojump_clock, max_staleness: int, options: dict[str, Any]
 ):
     async def draw(*, ahead: bool) -> tuple[list[Any], dict[str, float]]:
-        script = (
-            lambda request: ScriptedReply(  # noqa: E731
-                text="abcde"[: 1 + group_of(request.request_id) % 5], token_s=1.0
-            )
-        )
+        def script(request: GenerateRequest) -> ScriptedReply:
+            return ScriptedReply(text="abcde"[: 1 + group_of(request.request_id) % 5], token_s=1.0)
+
         run = make_run(
             script, samples_per_prompt=2, max_staleness=max_staleness, filters=[keep_all_but(1, 4)], **options
         )
@@ -776,13 +774,20 @@ def make_random_run(chances: Chances) -> Run:
         return chances.draw("drop", group.group_index) >= chances.drop_rate
 
     return make_run(
-        script, num_prompts=chances.num_prompts, samples_per_prompt=chances.samples_per_prompt, max_staleness=chances.max_staleness,
-        over_sampling=chances.over_sampling, reward=reward, filters=[at_random], max_attempts=100, max_failed_fraction=1.0,
-    )  # fmt: skip
+        script,
+        num_prompts=chances.num_prompts,
+        samples_per_prompt=chances.samples_per_prompt,
+        max_staleness=chances.max_staleness,
+        over_sampling=chances.over_sampling,
+        reward=reward,
+        filters=[at_random],
+        max_attempts=100,
+        max_failed_fraction=1.0,
+    )
 
 
 async def drive(chances: Chances, watch: Watch, *, batches: int = 8) -> Outcome:
-    """A trainer that takes a batch, trains, and lets an update go on beside the next step, as the loop does."""
+    """Takes a batch, trains, and lets an update go on beside the next step, as the loop does."""
     run, size, staleness = make_random_run(chances), chances.num_prompts, chances.max_staleness
     lags: list[int] = []
     mixed = overlapped = 0

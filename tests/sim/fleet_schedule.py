@@ -11,8 +11,8 @@ from typing import Literal
 
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.engines.fleet_state import FleetSettings
-from rollouts.testing.fault_plan import FaultPlan, draw_fault_plan
-from rollouts.testing.simulated_process import ServerSpeed
+from tests.support.fault_plan import FaultPlan, draw_fault_plan
+from tests.support.simulated_process import ServerSpeed
 
 LEAST_ENGINES, LEAST_SYNCS, LEAST_REQUESTS, LEAST_FAULTS = 3, 4, 200, 5  # of every run
 TRAINED_SAMPLES = 160  # at least; every run makes more requests than that

@@ -21,7 +21,8 @@ from typing import Any
 import trio
 import trio.testing
 
-from rollouts.testing.simulator import (
+from rollouts.types import RolloutBatch
+from tests.sim.simulator import (
     MOST_VIRTUAL_S,
     RecordingBuffer,
     Schedule,
@@ -29,7 +30,6 @@ from rollouts.testing.simulator import (
     draw_schedule,
     engine_version_of,
 )
-from rollouts.types import RolloutBatch
 
 Tamper = Callable[[Any, Any], None]
 """Falsifies the saved states of buffer and manager in place, to see that it is noticed."""

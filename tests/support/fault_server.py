@@ -7,8 +7,7 @@ no model.
 
 Dialects are those of vLLM 0.32 and SGLang 0.5.23, as far as rollouts uses them, with their traits: vLLM puts
 a prefix before request ids and guards only /v1 and /inference; SGLang aborts every id that begins with the
-one it is given, and dies of a token id that it does not have. Needs hypercorn, which the extra `testing`
-installs.
+one it is given, and dies of a token id that it does not have. Needs hypercorn.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
 from rollouts.protocols import PauseMode
-from rollouts.testing.fault_plan import NO_FAULTS, FaultPlan
-from rollouts.testing.simulated_process import (
+from rollouts.types import GenerateRequest, SamplingParams
+from tests.support.fault_plan import NO_FAULTS, FaultPlan
+from tests.support.simulated_process import (
     BASE_WEIGHTS,
     Answer,
     BadAnswer,
@@ -49,7 +49,6 @@ from rollouts.testing.simulated_process import (
     read_snapshot,
     spoil_body,
 )
-from rollouts.types import GenerateRequest, SamplingParams
 
 Dialect = Literal["vllm", "sglang"]
 VLLM_PREFIX = "generate-tokens-"  # vLLM puts it before the request ids that it is given

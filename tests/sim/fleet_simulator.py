@@ -45,23 +45,6 @@ from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
 from rollouts.protocols import PauseMode, TrainingBackend, WeightSink
 from rollouts.testing.fakes import FAKE_END, FakeBackend, FakeFuture, FakeTokenizer, fake_uniform
-from rollouts.testing.faulty_engine import FaultyEngine
-from rollouts.testing.fleet_schedule import (
-    LEAST_FAULTS,
-    LEAST_REQUESTS,
-    LEAST_SYNCS,
-    FleetSchedule,
-    SimulatedServer,
-)
-from rollouts.testing.simulated_process import (
-    BadAnswer,
-    SimulatedProcess,
-    compute_log_probs,
-    draw_tokens,
-    open_simulated_process,
-    weights_log_prob,
-)
-from rollouts.testing.simulator import RecordingBuffer
 from rollouts.types import (
     FloatArray,
     ForwardBackwardResult,
@@ -76,6 +59,23 @@ from rollouts.types import (
 from rollouts.weight_sync.probe import Probe, make_probe_prompt
 from rollouts.weight_sync.sync import Snapshot, WeightSource, WeightSync
 from rollouts.weight_sync.update import SilenceLimits
+from tests.sim.fleet_schedule import (
+    LEAST_FAULTS,
+    LEAST_REQUESTS,
+    LEAST_SYNCS,
+    FleetSchedule,
+    SimulatedServer,
+)
+from tests.sim.simulator import RecordingBuffer
+from tests.support.faulty_engine import FaultyEngine
+from tests.support.simulated_process import (
+    BadAnswer,
+    SimulatedProcess,
+    compute_log_probs,
+    draw_tokens,
+    open_simulated_process,
+    weights_log_prob,
+)
 
 MOST_VIRTUAL_S = 10_000.0  # far more than any schedule takes; a run that is longer waits for what never comes
 MOST_LIVES = 8  # of trainers
@@ -145,13 +145,13 @@ def run_fleet_simulation(schedule: FleetSchedule) -> FleetReport:
     except BaseException as error:
         broken = simulation.broken or _find_broken(error)
         if broken is None:
-            error.add_note(f"python -m rollouts sim --seed {schedule.seed}")
+            error.add_note(f"pytest tests/sim --sim-seed {schedule.seed}")
             raise
         simulation.broken = broken
         broken.__cause__ = None if broken is error else error
     if simulation.broken is not None:
         simulation.broken.add_note(
-            f"python -m rollouts sim --seed {schedule.seed} (at {simulation.virtual_s:.2f} virtual seconds)"
+            f"pytest tests/sim --sim-seed {schedule.seed} (at {simulation.virtual_s:.2f} virtual seconds)"
         )
         raise simulation.broken
     return simulation.report

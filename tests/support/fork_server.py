@@ -8,7 +8,7 @@ with its imports already made.
 
 A model program spends most of a short run on imports; a forked one begins at once, so that it can be killed
 at hundreds of instants. To several processes the server is what torchrun is: when one fails, the others get
-SIGTERM, and SIGKILL 30 s later; nobody is started again. Linux only. `python -m rollouts.testing.fork_server
+SIGTERM, and SIGKILL 30 s later; nobody is started again. Linux only. `python -m tests.support.fork_server
 MODULE:FUNCTION [MODULE …]` speaks one JSON object a line on its stdin and stdout.
 """
 
@@ -148,7 +148,7 @@ def open_fork_server(
     """A server for `program`, "module:function" of one argument, argv, that returns an exit code; with the
     modules of `imports` loaded too.
     """
-    command = [sys.executable, "-m", "rollouts.testing.fork_server", program, *imports]
+    command = [sys.executable, "-m", "tests.support.fork_server", program, *imports]
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

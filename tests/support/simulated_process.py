@@ -26,7 +26,8 @@ import trio
 from rollouts.engines.wire import VersionSpan
 from rollouts.protocols import PauseMode
 from rollouts.testing.fakes import fake_uniform
-from rollouts.testing.fault_plan import (
+from rollouts.types import EngineLoad, FinishReason, FloatArray, GenerateRequest, IntArray
+from tests.support.fault_plan import (
     NO_FAULTS,
     BadReply,
     BadStatus,
@@ -41,7 +42,6 @@ from rollouts.testing.fault_plan import (
     UpdatePhase,
     WrongVersion,
 )
-from rollouts.types import EngineLoad, FinishReason, FloatArray, GenerateRequest, IntArray
 
 BASE_WEIGHTS = "base"
 BASE_VERSION = "default"  # what both servers call weights that nobody has named

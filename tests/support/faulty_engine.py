@@ -24,8 +24,9 @@ from rollouts.engines.server import EngineServer
 from rollouts.engines.wire import VersionSpan, make_completion, parse_version, show
 from rollouts.errors import EngineError, EngineSilent, EngineUnreachable, ReplyError
 from rollouts.protocols import PauseMode
-from rollouts.testing.fault_plan import NO_FAULTS, FaultPlan
-from rollouts.testing.simulated_process import (
+from rollouts.types import Completion, EngineFeatures, EngineLoad, FinishReason, GenerateRequest
+from tests.support.fault_plan import NO_FAULTS, FaultPlan
+from tests.support.simulated_process import (
     BASE_WEIGHTS,
     Answer,
     BadAnswer,
@@ -39,7 +40,6 @@ from rollouts.testing.simulated_process import (
     open_timers,
     spoil_body,
 )
-from rollouts.types import Completion, EngineFeatures, EngineLoad, FinishReason, GenerateRequest
 
 
 class _Reply(msgspec.Struct, frozen=True):

@@ -34,9 +34,9 @@ from rollouts.checkpoints.load import find_newest_checkpoint, load_trainer_state
 from rollouts.crash_points import LIST_VARIABLE, POINTS
 from rollouts.metrics.jsonl import newest_attempts, read_rows
 from rollouts.run_dir import RunDir, parse_step
-from rollouts.testing.compare_runs import find_differences
-from rollouts.testing.fork_server import Ended, ForkServer, open_fork_server, place_ranks
 from rollouts.types import JSONValue
+from tests.support.compare_runs import find_differences
+from tests.support.fork_server import Ended, ForkServer, open_fork_server, place_ranks
 
 PROGRAM = "integration_training.train:main"
 FRESH = f"import sys; from {PROGRAM.replace(':', ' import ')}; sys.exit(main())"
