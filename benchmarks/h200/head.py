@@ -4,7 +4,6 @@ ours and whoever is installed.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,16 +17,12 @@ from rollouts.losses.logprobs import linear_logprobs
 Head = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """hidden [N, H], weight [V, H], targets [N] to log-probs [N] and entropy [N], where it has one."""
 
-OURS = {
-    "g2_tiled": "rollouts.losses.logprobs:linear_logprobs_tiled",
-    "g2_triton": "rollouts.losses.logprobs_triton:linear_logprobs_triton",
-}
 PEERS = ("trl", "liger", "cce")
 ROWS_CHECKED = 256
 LARGEST_ERROR = 0.05  # nats; bfloat16 rounds logits near 1 to 1/256, and peers round them
 METRICS = (
-    "g2_ms", "g2_extra_gib", "g2_error", "g2_of_floor", "g2_bf16_weight_ms", "g2_bf16_weight_extra_gib", "g2_tiled_ms", "g2_tiled_extra_gib",
-    "g2_triton_ms", "g2_triton_extra_gib", "g2_naive_gib", "g2_memory_against_naive",
+    "g2_ms", "g2_extra_gib", "g2_error", "g2_of_floor", "g2_bf16_weight_ms", "g2_bf16_weight_extra_gib",
+    "g2_naive_gib", "g2_memory_against_naive",
     *(f"g2_{peer}_{what}" for peer in PEERS for what in ("ms", "extra_gib", "ratio")),
 )  # fmt: skip
 
@@ -79,14 +74,6 @@ async def measure_head(place: Place, report: Report) -> None:
         inputs = await thread.submit(lambda: make(place.dtype))
         ours = await thread.submit(lambda: measure_cost(make_ours(linear_logprobs), inputs, place))
         add_cost(report, "g2_bf16_weight", ours)
-        for prefix, name in OURS.items():
-            head, why = find_ours(name, place)
-            if head is not None:
-                add_cost(
-                    report, prefix, await thread.submit(lambda head=head: measure_cost(head, inputs, place))
-                )
-            for what in () if head is not None else ("ms", "extra_gib"):
-                report.leave_out(f"{prefix}_{what}", why)
         for peer in PEERS:
             names = [f"g2_{peer}_{what}" for what in ("ms", "extra_gib", "ratio")]
             why = ""
@@ -118,17 +105,6 @@ def measure_naive(inputs: tuple[Tensor, Tensor, Tensor], place: Place) -> float 
     found = measure_cost(naive, (part, weight, targets[: len(part)]), place).extra_gib
     fixed = weight.numel() * weight.element_size() / GIB  # the weight's gradient
     return None if found is None else 8 * (found - fixed) + fixed
-
-
-def find_ours(name: str, place: Place) -> tuple[Head | None, str]:
-    """The head "module:function", or why it cannot run here."""
-    module, _, function = name.partition(":")
-    if module.endswith("triton") and place.device == "cpu":
-        return None, "Triton compiles for a GPU"
-    try:
-        return make_ours(getattr(importlib.import_module(module), function)), ""
-    except ImportError as error:
-        return None, str(error)
 
 
 def make_ours(function: Callable[..., Any]) -> Head:
