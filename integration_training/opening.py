@@ -346,19 +346,19 @@ async def open_scorer(
         "device": run.device,
     }
     if config.update == "none":
-        from rollouts.reference.open import open_reference
+        from rollouts.reference.score import open_frozen_reference
+        from rollouts.reference.server import open_server_reference
 
-        elsewhere: dict[str, Any] = {
-            "log_dir": run.run_dir.engine_logs,
-            "server": config.server,
-            "server_model": config.server_model,
-            "api_key": read_key(config.api_key_env),
-            "vocab_size": int(backend.model.config.get_text_config().vocab_size),
-        }
-        async with open_reference(
-            start, dtype=config.dtype, where=config.where, say=say, **common, **elsewhere
-        ) as frozen:
-            yield frozen
+        if config.where == "trainer":
+            async with open_frozen_reference(start, dtype=config.dtype, say=say, **common) as frozen:
+                yield frozen
+        else:
+            vocab_size = int(backend.model.config.get_text_config().vocab_size)
+            key = read_key(config.api_key_env)
+            async with open_server_reference(
+                config.where, kind=config.server, vocab_size=vocab_size, api_key=key
+            ) as served:
+                yield served
         return
     import torch
 

@@ -35,7 +35,6 @@
     │       ├── EngineSilent        nothing came and nothing moved for longer than allowed
     │       ├── EngineOverloaded    429 or 503; says when to come back
     │       └── ReplyError          an answer that is cut, malformed or impossible
-    ├── ScoringError                a reference model in another process ended, or answered with something that is no log-prob
     ├── WeightSyncError             an update could not be verified
     │   └── SnapshotError           a weight snapshot that is incomplete or damaged
     ├── ControlError                bytes on the control channel between ranks that are no command, or a command that cannot cross
@@ -225,12 +224,6 @@ class EngineOverloaded(InfrastructureError):
 
 class ReplyError(InfrastructureError):
     """An answer that is cut, malformed or impossible: it is never repaired."""
-
-
-class ScoringError(RolloutsError):
-    """A reference model in another process ended, or answered with something that is no log-prob. It is never
-    taken for a log-prob of 0.
-    """
 
 
 class WeightSyncError(RolloutsError):

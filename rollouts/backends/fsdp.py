@@ -53,7 +53,7 @@ from rollouts.errors import BackendError, ConfigError
 from rollouts.models.load import ModelHead
 from rollouts.models.scalar_head import set_padding_token
 from rollouts.protocols import WeightSink
-from rollouts.reference.forward_plan import log_plan
+from rollouts.models.forward_plan import log_plan
 from rollouts.types import (
     FloatArray,
     ForwardBackwardResult,

@@ -21,7 +21,7 @@ from rollouts.models.load import ModelHead, load_hf_model
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.scalar_head import load_scalar_model, set_padding_token
-from rollouts.reference.forward_plan import plan_forward
+from rollouts.models.forward_plan import plan_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

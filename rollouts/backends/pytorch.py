@@ -50,7 +50,7 @@ from rollouts.losses import resolve_loss, wants_entropy_gradient
 from rollouts.models.greedy import complete_greedily
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.protocols import WeightSink
-from rollouts.reference.forward_plan import log_plan, plan_forward
+from rollouts.models.forward_plan import log_plan, plan_forward
 from rollouts.types import (
     FloatArray,
     ForwardBackwardResult,

@@ -25,7 +25,7 @@ from rollouts.errors import ConfigError, ModelError
 from rollouts.models.layers import find_layers
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.sharded import reshard
-from rollouts.reference.forward_plan import plan_forward
+from rollouts.models.forward_plan import plan_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

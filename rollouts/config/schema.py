@@ -548,11 +548,8 @@ class ReferenceConfig(Section):
     dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = (
         "float32"  # 8bit and 4bit need the extra reference-quant; the KL's bias is logged
     )
-    # trainer: beside it; process: one of its own; or the http(s) address of a server that serves this very
-    # model
-    where: str = "trainer"
+    where: str = "trainer"  # in the trainer's process, or the http(s) address of a server of this very model
     server: Literal["vllm", "sglang"] = "vllm"  # what runs at that address
-    server_model: str = "policy"  # the name that it serves the model under
     api_key_env: str = ""  # environment variable that holds its key
     update: Literal["none", "ema", "reset", "tr_dpo"] = (
         "none"  # none: frozen; reset: becomes the policy; tr_dpo: a mixture with it
@@ -566,9 +563,10 @@ class ReferenceConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> ReferenceConfig:
         elsewhere = self.where.startswith(("http://", "https://"))
-        if self.where not in ("trainer", "process") and not elsewhere:
+        if self.where != "trainer" and not elsewhere:
+            hint = "; the reference in a process of its own is gone" if self.where == "process" else ""
             raise ValueError(
-                f"where={self.where!r} must be 'trainer', 'process' or the http(s) address of a server"
+                f"where={self.where!r} must be 'trainer' or the http(s) address of a server{hint}"
             )
         if self.update != "none" and (self.where != "trainer" or self.dtype not in ("float32", "bfloat16")):
             raise ValueError(

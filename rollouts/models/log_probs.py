@@ -1,7 +1,7 @@
 """Log-probs of the trained tokens of a micro-batch under a Hugging Face model, or its values before them: one
 forward pass, logits only where they are needed.
 
-How a model may be run without changing its numbers is in a ForwardPlan, which rollouts.reference.forward_plan
+How a model may be run without changing its numbers is in a ForwardPlan, which rollouts.models.forward_plan
 proves on the model itself.
 """
 

@@ -62,7 +62,7 @@ def compute_token_log_probs(
     / temperature).
 
     Without a plan, from the model's logits at every position: right for every causal model, and B·T·V
-    numbers. With the plan of rollouts.reference.forward_plan.plan_forward, logits are computed for the
+    numbers. With the plan of rollouts.models.forward_plan.plan_forward, logits are computed for the
     positions that predict alone and never held together. The model is used in the mode it is in: call
     model.eval() for log-probs without dropout. entropy_gradient is for losses with an entropy_coef. Raises
     ValueError if shapes differ, or if a first token is masked in, which nothing predicts; ModelError if T is

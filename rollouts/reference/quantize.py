@@ -1,8 +1,8 @@
 """Weights of a frozen model in 8 or 4 bits, and what that does to a KL estimate: measured, not assumed.
 
-    8bit   every matrix: blocks of 64 along a row, signed, one float32 scale each                        8.5 bits a weight, 0.27 of float32
-    4bit   matrices between the embeddings: blocks of 32, unsigned, a float32 scale and a zero point     5.25 bits a weight, 0.16 of float32
-           embedding and head (one matrix in many small models): as in 8bit, for they decide the logits
+    8bit   every matrix: blocks of 64 along a row, signed, a float32 scale each: 8.5 bits a weight
+    4bit   matrices between the embeddings: blocks of 32, unsigned, a float32 scale and a zero point each:
+           5.25 bits a weight; embedding and head as in 8bit, for they decide the logits
 
 Codes are computed by torchao; the model keeps them instead of the matrix, which is made again, in float32,
 each time that a layer runs. So a forward pass computes in float32, needs one layer's matrix at a time beside
@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -46,9 +45,7 @@ ROUTERS = (".gate.weight", ".router.weight")
 
 
 class PackedWeight(nn.Module):
-    """One weight [..., columns] as integer codes; unpack() gives it back in float32. Its buffers move with
-    the model it is part of.
-    """
+    """One weight [..., columns] as integer codes. Its buffers move with the model that it is part of."""
 
     codes: Tensor  # [N, block] int8, or [N, block / 2] uint8, the first of two in the low half
     scale: Tensor  # [N, 1] float32
@@ -71,79 +68,65 @@ class PackedWeight(nn.Module):
 
     def unpack(self) -> Tensor:
         """The whole weight, float32: (code − zero) · scale."""
-        return self._unpack(self.codes, self.scale, self.zero).view(self.shape)
+        return self._unpack(slice(None)).view(self.shape)
 
     def unpack_rows(self, index: Tensor) -> Tensor:
         """[*index.shape, columns] the rows of a matrix, without making the others."""
-        blocks = self.shape[-1] // self.block
-        parts = [
-            None if part is None else part.view(self.shape[0], blocks, -1)[index.flatten()].flatten(0, 1)
-            for part in self._parts()
-        ]
-        codes, scale, zero = parts
-        assert codes is not None and scale is not None
-        return self._unpack(codes, scale, zero).view(*index.shape, self.shape[-1])
+        blocks = torch.arange(self.shape[-1] // self.block, device=index.device)
+        return self._unpack((index.reshape(-1, 1) * len(blocks) + blocks).flatten()).view(
+            *index.shape, self.shape[-1]
+        )
 
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.codes, self.scale, self.zero
-
-    def _unpack(self, codes: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-        if zero is None:
+    def _unpack(self, rows: Any) -> Tensor:
+        codes, scale = self.codes[rows], self.scale[rows]
+        if self.zero is None:
             return codes.float().mul_(scale)
-        wide = codes.new_empty((len(codes), self.block), dtype=torch.float32)
-        wide[:, 0::2] = codes & 15
-        wide[:, 1::2] = codes >> 4
-        return wide.sub_(zero).mul_(scale)
+        wide = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)
+        return wide.float().sub_(self.zero[rows]).mul_(scale)
 
 
 Quantise = Callable[[Tensor, Bits], tuple[Tensor, Tensor, Tensor]]
 
 
 def load_torchao() -> Quantise:
-    """Blocks [N, block] in float32 → codes [N, block], scales [N], zero points [N], by torchao. Raises
-    ConfigError naming the extra.
+    """A function of blocks [N, block] in float32 that returns codes [N, block], scales [N], zero points [N].
+
+    Raises ConfigError if torchao is not installed.
     """
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # importing torchao warns of kernels that are not used here
     try:
-        with _quiet_logs():
-            from torchao.quantization import (
-                MappingType,
-                choose_qparams_affine,
-                quantize_affine,
-            )  # pyright: ignore[reportMissingImports]
+        from torchao.quantization import (  # pyright: ignore[reportMissingImports]
+            MappingType,
+            choose_qparams_affine,
+            quantize_affine,
+        )
     except ImportError as error:
         raise ConfigError(
             f"a reference in 8bit or 4bit needs torchao ({error}); install rollouts-rl[reference-quant], or"
             " choose the dtype bfloat16 or float32"
         ) from error
+    finally:
+        logging.disable(before)
 
     def quantise(blocks: Tensor, bits: Bits) -> tuple[Tensor, Tensor, Tensor]:
-        size = (1, blocks.shape[-1])
         kind, dtype, low, high = (
             (MappingType.SYMMETRIC, torch.int8, -127, 127)
             if bits == 8
             else (MappingType.ASYMMETRIC, torch.uint8, 0, 15)
         )
+        size: Any = (1, blocks.shape[-1])
         smallest = torch.finfo(torch.float32).tiny  # a block of zeros has a scale all the same
         scale, zero = choose_qparams_affine(
             blocks, kind, size, dtype, low, high, eps=smallest, scale_dtype=torch.float32
-        )  # pyright: ignore[reportArgumentType]  (torchao writes Tuple[int] for one of any length)
-        codes = quantize_affine(blocks, size, scale, zero, dtype, low, high)
-        return codes, scale.reshape(-1), zero.reshape(-1)
+        )
+        return (
+            quantize_affine(blocks, size, scale, zero, dtype, low, high),
+            scale.reshape(-1),
+            zero.reshape(-1),
+        )
 
     return quantise
-
-
-@contextmanager
-def _quiet_logs() -> Iterator[None]:
-    """Importing torchao logs warnings of kernels that it does without and of what it registers. Process-wide,
-    for as long as the import takes.
-    """
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def choose_block(columns: int, bits: Bits) -> int:
@@ -290,7 +273,7 @@ async def measure_kl_bias(
 
 
 def describe_kl_bias(metrics: Mapping[str, float], dtype: str) -> str:
-    """One line for the log."""
+    """One sentence on how wrong the quantised model is."""
     return (
         f"the reference's {dtype} weights change log-probs by {metrics['reference/log_prob_error/mean']:.3g}"
         f" nats a token on average and by at most {metrics['reference/log_prob_error/max']:.3g}; a k1 KL"

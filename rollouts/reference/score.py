@@ -1,4 +1,4 @@
-"""A frozen copy of a model that answers with log-probs: the reference of a KL term."""
+"""A frozen model that answers with log-probs: the reference of a KL term, a teacher, a reward model."""
 
 from __future__ import annotations
 
@@ -6,71 +6,74 @@ import gc
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
 from rollouts.data.packing import make_micro_batches, spread_to_rows
 from rollouts.device_thread import DeviceThread
 from rollouts.errors import BackendClosed
+from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import ModelHead, load_hf_model
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.models.scalar_head import load_scalar_model
-from rollouts.reference.forward_plan import plan_forward
+from rollouts.reference.quantize import (
+    compare_log_probs,
+    describe_kl_bias,
+    load_torchao,
+    quantize_model,
+    sample_probe,
+)
 from rollouts.types import FloatArray, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ReferenceDtype = Literal["float32", "bfloat16", "8bit", "4bit"]
+Say = Callable[[str], None]
+
+
+class FrozenModel(NamedTuple):
+    """A model without gradients, and how its rows are run."""
+
+    model: PreTrainedModel
+    plan: ForwardPlan
+    metrics: Mapping[str, float]  # reference/… of a quantised model, see compare_log_probs; empty of others
+
 
 class FrozenReference:
-    """A LogProbScorer over a model that it never changes itself. Made by open_frozen_reference,
-    open_reference and the cache.
-    """
+    """A LogProbScorer over a model that does not change. Made by open_frozen_reference and the cache."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        device_thread: DeviceThread,
-        plan: ForwardPlan,
-        micro_batch_tokens: int,
-        *,
-        metrics: Mapping[str, float] | None = None,
-    ) -> None:
-        """`metrics`: what was measured when the model was opened, see rollouts.reference.quantize; None:
-        nothing.
-        """
-        self.metrics = dict(metrics or {})
-        self._model: PreTrainedModel | None = model
+    def __init__(self, frozen: FrozenModel, device_thread: DeviceThread, micro_batch_tokens: int) -> None:
+        self.metrics = frozen.metrics
+        self._frozen: FrozenModel | None = frozen
         self._device_thread = device_thread
         self._micro_batch_tokens = micro_batch_tokens
-        self._plan = plan
 
     async def score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
         """[T_i] per row at batch.temperature; 0.0 where the loss mask is 0. Raises BackendClosed after
         release().
         """
-        return await self._device_thread.submit(lambda: self._score(batch))
+        return await self._device_thread.submit(lambda: self.score_now(batch))
 
-    async def release(self) -> None:
-        """Lets go of the model. Returns when its memory is free; later calls of score() raise BackendClosed."""
-        await self._device_thread.submit(self._release)
-
-    def _score(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
-        if self._model is None:
-            raise BackendClosed(
-                "this reference model was released; score inside the `async with` of its lease"
-            )
+    def score_now(self, batch: RolloutBatch) -> tuple[FloatArray, ...]:
+        """`score`, for jobs of the device thread."""
+        if self._frozen is None:
+            raise BackendClosed("this reference was released; score inside the `async with` of its lease")
         return score_batch(
-            self._model,
+            self._frozen.model,
             batch,
-            plan=self._plan,
+            plan=self._frozen.plan,
             micro_batch_tokens=self._micro_batch_tokens,
             on_boundary=self._device_thread.check_open,
         )
 
+    async def release(self) -> None:
+        """Returns when the memory of the model is free."""
+        await self._device_thread.submit(self._release)
+
     def _release(self) -> None:
-        self._model = None
+        self._frozen = None
         gc.collect()  # modules refer to each other in circles
         if torch.cuda.is_initialized():  # pragma: gpu
             torch.cuda.empty_cache()
@@ -85,7 +88,7 @@ def score_batch(
     on_boundary: Callable[[], None] = lambda: None,
 ) -> tuple[FloatArray, ...]:
     """Log-probs [T_i] per row at batch.temperature, float32, nats; 0.0 where the loss mask is 0. No rows give
-    no arrays. Of a model with a scalar head: its values.
+    no arrays. A model with a scalar head gives its values.
 
     `on_boundary` is called before each micro-batch and may raise to end the work. Raises ModelError for rows
     longer than the plan is exact for.
@@ -93,14 +96,12 @@ def score_batch(
     if not len(batch):
         return ()
     layout = plan.choose_layout(max(len(row) for row in batch.tokens))
-    budget = 1 if layout == "single" else micro_batch_tokens
-    share_prefix, padding_free = layout in ("packed", "tries"), layout == "packed"
     micro_batches = make_micro_batches(
         batch.tokens,
         batch.loss_masks,
-        micro_batch_tokens=budget,
-        share_prefix=share_prefix,
-        padding_free=padding_free,
+        micro_batch_tokens=1 if layout == "single" else micro_batch_tokens,
+        share_prefix=layout in ("packed", "tries"),
+        padding_free=layout == "packed",
     )
     flats: list[TokenOutputs] = []
     with torch.no_grad():
@@ -110,25 +111,63 @@ def score_batch(
     return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
 
 
-@asynccontextmanager
-async def open_frozen_reference(
-    model_path: Path,
+def load_frozen(
+    path: Path,
     *,
-    device_thread: DeviceThread,
-    micro_batch_tokens: int = 8192,
+    dtype: ReferenceDtype = "float32",
     device: str = "cpu",
     head: ModelHead = "tokens",
-) -> AsyncIterator[FrozenReference]:
-    """The model at `model_path` in float32 on `device`, without gradients, on a device thread that somebody
-    else owns. Raises ModelError.
+    micro_batch_tokens: int = 8192,
+    say: Say = lambda _: None,
+) -> FrozenModel:
+    """The model in a directory on `device`, without gradients. Blocks.
 
-    head: "scalar" loads a reward model, whose scores a batch of make_score_batch gets.
+    8bit and 4bit: the model is loaded in float32 on the CPU and scores rows that it samples itself, before
+    and after it is quantised; the difference goes into the metrics and, as a sentence, to `say`. Raises
+    ModelError; ConfigError for a dtype whose library is not installed.
     """
+    quantised = dtype in ("8bit", "4bit")
+    if quantised:
+        load_torchao()  # before the minutes that a large model takes
+    model: Any
+    if head == "scalar":
+        model = load_scalar_model(path)
+    else:
+        model = load_hf_model(path, dtype=torch.float32 if quantised else getattr(torch, dtype))
+    model = model.to("cpu" if quantised else device)  # pyright: ignore[reportArgumentType]
+    model.requires_grad_(False)
+    plan = plan_forward(model)
+    if not quantised:
+        return FrozenModel(model, plan, {})
+    probe = sample_probe(model)
+    exact = score_batch(model, probe, plan=plan, micro_batch_tokens=micro_batch_tokens)
+    quantize_model(model, 8 if dtype == "8bit" else 4)
+    model = model.to(device)
+    plan = plan_forward(model)
+    found = score_batch(model, probe, plan=plan, micro_batch_tokens=micro_batch_tokens)
+    metrics = compare_log_probs(found, exact, probe)
+    say(describe_kl_bias(metrics, dtype))
+    return FrozenModel(model, plan, metrics)
 
-    def load() -> tuple[PreTrainedModel, ForwardPlan]:
-        made = load_scalar_model(model_path) if head == "scalar" else load_hf_model(model_path)
-        loaded = made.to(device)  # pyright: ignore[reportArgumentType]  (transformers types .to narrowly)
-        return loaded.requires_grad_(False), plan_forward(loaded)
 
-    model, plan = await device_thread.submit(load)
-    yield FrozenReference(model, device_thread, plan, micro_batch_tokens)
+@asynccontextmanager
+async def open_frozen_reference(
+    path: Path,
+    *,
+    device_thread: DeviceThread,
+    dtype: ReferenceDtype = "float32",
+    device: str = "cpu",
+    head: ModelHead = "tokens",
+    micro_batch_tokens: int = 8192,
+    say: Say = lambda _: None,
+) -> AsyncIterator[FrozenReference]:
+    """The model at `path` as a LogProbScorer on `device_thread`, which somebody else owns.
+
+    head="scalar" loads a reward model, whose scores a batch of make_score_batch gets. Raises as load_frozen.
+    """
+    frozen = await device_thread.submit(
+        lambda: load_frozen(
+            path, dtype=dtype, device=device, head=head, micro_batch_tokens=micro_batch_tokens, say=say
+        )
+    )
+    yield FrozenReference(frozen, device_thread, micro_batch_tokens)

@@ -1,6 +1,4 @@
-"""HttpReference on real servers: the log-probs of the same model here. Needs vLLM in .venv-vllm and SGLang in
-.venv-sglang.
-"""
+"""ServerReference on real servers gives the log-probs of the same model here."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ import trio
 from rollouts.device_thread import open_device_thread
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import open_vllm_engine
-from rollouts.reference.http import ServerKind, open_http_reference
 from rollouts.reference.score import open_frozen_reference
+from rollouts.reference.server import ServerKind, open_server_reference
 from rollouts.testing.torch_contracts import make_batch
 
 from .conftest import VOCAB_SIZE, RunningServer
@@ -25,7 +23,7 @@ from .model_checks import load
 pytestmark = pytest.mark.engines
 
 
-async def check_same_log_probs(server: RunningServer, kind: ServerKind, path: Path, *, model: str) -> None:
+async def check_same_log_probs(server: RunningServer, kind: ServerKind, path: Path) -> None:
     batches = [make_batch(seed) for seed in range(3)]
     batches[2] = replace(
         batches[2], loss_masks=tuple(mask & (np.arange(len(mask)) % 2 == 0) for mask in batches[2].loss_masks)
@@ -34,10 +32,9 @@ async def check_same_log_probs(server: RunningServer, kind: ServerKind, path: Pa
     options: dict[str, Any] = {
         "kind": kind,
         "vocab_size": VOCAB_SIZE,
-        "model": model,
         "api_key": server.api_key,
     }
-    async with open_http_reference(server.url, **options) as scorer, trio.open_nursery() as nursery:
+    async with open_server_reference(server.url, **options) as scorer, trio.open_nursery() as nursery:
 
         async def score(index: int) -> None:
             found[index] = await scorer.score(batches[index])
@@ -58,7 +55,7 @@ async def test_vllm_gives_the_models_own_log_probs(vllm_server: RunningServer, s
         vllm_server.url, api_key=vllm_server.api_key, vocab_size=VOCAB_SIZE
     ) as engine:
         await load(engine, snapshots[0])  # another test may have left other weights
-    await check_same_log_probs(vllm_server, "vllm", snapshots[0], model="policy")
+    await check_same_log_probs(vllm_server, "vllm", snapshots[0])
 
 
 async def test_sglang_gives_the_models_own_log_probs(
@@ -67,4 +64,4 @@ async def test_sglang_gives_the_models_own_log_probs(
     keys = {"api_key": sglang_server.api_key, "admin_key": sglang_server.admin_key}
     async with open_sglang_engine(sglang_server.url, vocab_size=VOCAB_SIZE, **keys) as engine:
         await load(engine, snapshots[0])
-    await check_same_log_probs(sglang_server, "sglang", snapshots[0], model=str(snapshots[0]))
+    await check_same_log_probs(sglang_server, "sglang", snapshots[0])

@@ -22,7 +22,7 @@ from rollouts.errors import ConfigError, ModelError
 from rollouts.models.gradient_checkpointing import checkpoint_layers
 from rollouts.models.layers import compile_layers
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.reference.forward_plan import plan_forward
+from rollouts.models.forward_plan import plan_forward
 from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import GenerateRequest, SamplingParams
 

@@ -29,7 +29,7 @@ from rollouts.models.packed_attention import (
     register_packed_attention,
 )
 from rollouts.models.tiny import make_tiny
-from rollouts.reference.forward_plan import plan_forward
+from rollouts.models.forward_plan import plan_forward
 from rollouts.types import IntArray
 
 CPU = torch.device("cpu")

@@ -15,10 +15,10 @@ import trio.testing
 
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import BackendClosed, ConfigError, ModelError
+from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
 from rollouts.reference.cache import ModelSize, ReferenceCache, open_model_cache, open_reference_cache
-from rollouts.reference.forward_plan import plan_forward
 from rollouts.reference.quantize import count_bytes_by_headers, count_weight_bytes
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import make_batch
@@ -102,7 +102,7 @@ async def test_the_least_recently_used_goes_and_one_in_use_never_does():
             async with cache.lease("b"):
                 assert set(memory.live) == {"b", "c"}, "c is in use, so a had to go"
         assert cache.statistics() == {
-            "models": 2, "bytes": 8, "peak_bytes": 8, "loads": 4, "hits": 1, "evictions": 2, "failures": 0,
+            "models": 2, "bytes": 8, "peak_bytes": 8, "loads": 4, "evictions": 2,
         }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ async def test_what_can_never_fit_is_refused_and_nothing_is_given_up_for_it(
         assert set(memory.live) == {"small"}
 
 
-async def test_a_failed_load_is_told_to_all_who_waited_and_may_be_asked_again():
+async def test_a_failed_load_is_an_error_for_all_who_asked_and_may_be_asked_again():
     memory = Memory(same("a"), 4, steps=10)
     memory.fails.add("a")
     errors: list[ModelError] = []
@@ -183,7 +183,6 @@ async def test_a_failed_load_is_told_to_all_who_waited_and_may_be_asked_again():
             for _ in range(4):
                 nursery.start_soon(use)
         assert len(errors) == 5
-        assert memory.loads == {"a": 1}
         memory.fails.clear()
         async with cache.lease("a"):
             pass

@@ -16,22 +16,24 @@ from rollouts.backends.open import open_pytorch_backend
 from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import BackendError, CheckpointError, ConfigError
+from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
-from rollouts.reference.forward_plan import plan_forward
 from rollouts.reference.moving import (
     STATE_FILE,
     UpdateRule,
     compute_update,
-    make_ema_rule,
-    make_reset_rule,
-    make_tr_dpo_rule,
+    make_rule,
     open_moving_reference,
 )
 from rollouts.reference.score import score_batch
 from rollouts.testing.torch_contracts import make_batch
 
 BATCH = make_batch(temperature=0.8)
+
+
+def ema(decay: float) -> UpdateRule:
+    return make_rule("ema", every=1, ema_decay=decay, policy_weight=0.0)
 
 
 class Policy:
@@ -64,14 +66,12 @@ def random_weights(path: Path, seed: int) -> dict[str, Tensor]:
 
 def test_known_values_of_the_rules():
     one, two = torch.tensor([1.0], dtype=torch.float64), torch.tensor([2.0], dtype=torch.float64)
-    assert compute_update(one, two, make_ema_rule(ema_decay=0.99)).item() == pytest.approx(1.01, abs=1e-15)
-    assert compute_update(one, two, make_tr_dpo_rule(policy_weight=0.6)).item() == pytest.approx(
-        1.6, abs=1e-15
-    )
-    assert compute_update(one, two, make_reset_rule(every=3)).item() == 2.0
+    assert compute_update(one, two, ema(0.99)).item() == pytest.approx(1.01, abs=1e-15)
+    assert compute_update(one, two, UpdateRule(0.6, 0.4)).item() == pytest.approx(1.6, abs=1e-15)
+    assert compute_update(one, two, UpdateRule(1.0, 0.0, 3)).item() == 2.0
 
 
-@pytest.mark.parametrize("rule", [make_ema_rule(ema_decay=0.9), make_tr_dpo_rule(policy_weight=0.6)])
+@pytest.mark.parametrize("rule", [ema(0.9), UpdateRule(0.6, 0.4)])
 def test_many_updates_are_the_closed_form_in_float64(rule: UpdateRule):
     """reference_n = r^n · reference_0 + p · Σ_i r^(n−1−i) · policy_i."""
     rng = np.random.default_rng(0)
@@ -88,29 +88,23 @@ def test_many_updates_are_the_closed_form_in_float64(rule: UpdateRule):
 
 def test_a_hard_update_is_a_copy_even_of_a_reference_that_is_not_finite():
     held, policy = torch.tensor([float("inf"), 1.0]), torch.tensor([3.0, 4.0])
-    moved = compute_update(held, policy, make_reset_rule(every=1))
+    moved = compute_update(held, policy, UpdateRule(1.0, 0.0, 1))
     assert moved.tolist() == [3.0, 4.0]
     assert moved.data_ptr() != policy.data_ptr()
 
 
-def test_rules_are_due_after_every_kth_step_and_not_before_the_first():
-    assert [step for step in range(10) if make_reset_rule(every=3).is_due(step)] == [3, 6, 9]
-    assert [step for step in range(3) if make_ema_rule(ema_decay=0.5).is_due(step)] == [1, 2]
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make",
     [
-        (lambda: make_ema_rule(ema_decay=1.0), "ema_decay=1.0"),
-        (lambda: make_tr_dpo_rule(policy_weight=1.5), "policy_weight=1.5"),
-        (lambda: make_tr_dpo_rule(policy_weight=0.0), "never moves"),
-        (lambda: make_reset_rule(every=0), "every=0"),
-        (lambda: UpdateRule(0.5, 0.6), "add up to 1"),
-        (lambda: make_ema_rule(ema_decay=float("nan")), "ema_decay=nan"),
+        lambda: ema(1.0),
+        lambda: ema(float("nan")),
+        lambda: UpdateRule(1.5, -0.5),
+        lambda: UpdateRule(1.0, 0.0, 0),
+        lambda: UpdateRule(0.5, 0.6),
     ],
 )
-def test_rules_that_make_no_sense_are_refused(make, message: str):
-    with pytest.raises(ConfigError, match=message):
+def test_rules_that_make_no_sense_are_refused(make):
+    with pytest.raises(ConfigError, match="moving reference"):
         make()
 
 
@@ -122,16 +116,13 @@ async def test_scores_are_those_of_a_model_with_the_mixed_weights(tmp_path: Path
     policy = random_weights(path, 1)
     async with (
         open_device_thread(name="moving", torch_threads=1) as thread,
-        open_moving_reference(
-            path, rule=make_tr_dpo_rule(policy_weight=0.25, every=2), device_thread=thread
-        ) as reference,
+        open_moving_reference(path, rule=UpdateRule(0.25, 0.75, 2), device_thread=thread) as reference,
     ):
         backend = Policy(thread, policy)
         before = await reference.score(BATCH)
         assert not await reference.update(backend, step=1)  # pyright: ignore[reportArgumentType]
         assert await reference.update(backend, step=2)  # pyright: ignore[reportArgumentType]
         assert not await reference.update(backend, step=2), "a step moves it once"  # pyright: ignore[reportArgumentType]
-        assert reference.updates == 1
         assert reference.metrics == {"reference/updates": 1.0}
         scores = await reference.score(BATCH)
     model = load_hf_model(path)
@@ -152,7 +143,7 @@ async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path: Path):
     path = make_tiny("llama", 0, tmp_path)
     start = dict(load_hf_model(path).named_parameters())
     policy = {name: weight.detach() * 1.01 for name, weight in start.items()}
-    rule = make_ema_rule(ema_decay=0.999)
+    rule = ema(0.999)
     options: dict[str, Any] = {"rule": rule, "dtype": torch.bfloat16}
     async with (
         open_device_thread(name="moving", torch_threads=1) as thread,
@@ -174,7 +165,7 @@ async def test_small_steps_do_not_vanish_in_a_bfloat16_model(tmp_path: Path):
 @pytest.mark.parametrize("accumulator_dtype", [torch.float32, torch.float64])
 async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path: Path, accumulator_dtype: torch.dtype):
     path = make_tiny("qwen3", 0, tmp_path)
-    options: dict[str, Any] = {"rule": make_ema_rule(ema_decay=0.9), "accumulator_dtype": accumulator_dtype}
+    options: dict[str, Any] = {"rule": ema(0.9), "accumulator_dtype": accumulator_dtype}
     policies = [random_weights(path, seed) for seed in range(4)]
     async with open_device_thread(name="moving", torch_threads=1) as thread:
 
@@ -191,11 +182,11 @@ async def test_a_resumed_reference_goes_on_bit_for_bit(tmp_path: Path, accumulat
                 await reference.score(BATCH),
             )
             await reference.load(tmp_path / "saved")
-            assert reference.updates == 2
+            assert reference.metrics == {"reference/updates": 2.0}
             await move(reference, range(3, 5))
             again = {name: weight.clone() for name, weight in reference._accumulators.items()}
         async with open_moving_reference(tmp_path / "saved", device_thread=thread, **options) as reference:
-            assert reference.updates == 2
+            assert reference.metrics == {"reference/updates": 2.0}
             await move(reference, range(2, 5))  # step 2 was counted before the save
             resumed, resumed_scores = dict(reference._accumulators), await reference.score(BATCH)
     assert all(
@@ -212,7 +203,7 @@ async def test_the_backends_own_weights_arrive(tmp_path: Path):
             path, optim=OptimConfig(lr=1e-2), total_steps=4, threads=1, autocast="off"
         ) as backend,
         open_moving_reference(
-            path, rule=make_reset_rule(every=1), device_thread=backend.device_thread
+            path, rule=UpdateRule(1.0, 0.0, 1), device_thread=backend.device_thread
         ) as reference,
     ):
         from rollouts.types import LossSpec
@@ -230,7 +221,7 @@ async def test_an_update_that_breaks_off_leaves_no_silent_mixture(tmp_path: Path
     policy = random_weights(path, 1)
     async with (
         open_device_thread(name="moving", torch_threads=1) as thread,
-        open_moving_reference(path, rule=make_ema_rule(ema_decay=0.5), device_thread=thread) as reference,
+        open_moving_reference(path, rule=ema(0.5), device_thread=thread) as reference,
     ):
         await reference.save(tmp_path / "saved")
         before = await reference.score(BATCH)
@@ -267,7 +258,7 @@ async def test_what_is_no_saved_reference_is_refused_and_changes_nothing(tmp_pat
     path = make_tiny("byte", 0, tmp_path)
     async with (
         open_device_thread(name="moving", torch_threads=1) as thread,
-        open_moving_reference(path, rule=make_ema_rule(ema_decay=0.5), device_thread=thread) as reference,
+        open_moving_reference(path, rule=ema(0.5), device_thread=thread) as reference,
     ):
         with pytest.raises(CheckpointError, match=STATE_FILE):
             await reference.load(path)
@@ -279,15 +270,3 @@ async def test_what_is_no_saved_reference_is_refused_and_changes_nothing(tmp_pat
         with pytest.raises(CheckpointError, match="cannot be read"):
             await reference.load(tmp_path / "saved")
         assert len(await reference.score(BATCH)) == len(BATCH)
-
-
-async def test_bfloat16_accumulators_are_refused(tmp_path: Path):
-    async with open_device_thread(name="moving", torch_threads=1) as thread:
-        with pytest.raises(ConfigError, match="rounds small steps away"):
-            async with open_moving_reference(
-                tmp_path,
-                rule=make_ema_rule(ema_decay=0.5),
-                device_thread=thread,
-                accumulator_dtype=torch.bfloat16,
-            ):
-                pass

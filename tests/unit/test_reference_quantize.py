@@ -19,7 +19,6 @@ from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.models.export import save_hf_model
 from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
-from rollouts.reference.open import open_reference
 from rollouts.reference.quantize import (
     PackedWeight,
     choose_block,
@@ -141,9 +140,10 @@ async def test_a_quantised_reference_is_small_and_its_error_is_told(
     async with (
         open_device_thread(name="reference", torch_threads=1) as thread,
         open_frozen_reference(path, device_thread=thread) as exact,
-        open_reference(path, dtype=dtype, device_thread=thread, say=said.append) as reference,
+        open_frozen_reference(path, dtype=dtype, device_thread=thread, say=said.append) as reference,
     ):
-        size = count_weight_bytes(reference._model)  # pyright: ignore[reportAttributeAccessIssue]
+        assert reference._frozen is not None
+        size = count_weight_bytes(reference._frozen.model)
         whole = count_weight_bytes(load_hf_model(path))
         probe = sample_probe(load_hf_model(path))
         scores, right = await reference.score(probe), await exact.score(probe)
@@ -164,39 +164,6 @@ async def test_a_quantised_reference_is_small_and_its_error_is_told(
     assert 1e-4 < metrics["reference/log_prob_error/mean"] < (0.05 if dtype == "8bit" else 0.5)
     assert len(said) == 1
     assert dtype in said[0]
-
-
-@pytest.mark.slow
-async def test_a_child_process_tells_the_error_on_the_probe_that_it_was_given(
-    path: Path, tmp_path: Path, torchao: None
-):
-    found: list[Any] = []
-    async with open_device_thread(name="reference", torch_threads=1) as thread:
-        for where in ("trainer", "process"):
-            said: list[str] = []
-            options: dict[str, Any] = {
-                "dtype": "4bit",
-                "probe": BATCH,
-                "say": said.append,
-                "log_dir": tmp_path,
-                "torch_threads": 1,
-            }
-            async with open_reference(path, where=where, device_thread=thread, **options) as reference:
-                found.append((dict(reference.metrics), await reference.score(BATCH), said))
-    (metrics, scores, said), (other_metrics, other_scores, other_said) = found
-    assert metrics == pytest.approx(other_metrics, abs=1e-5)
-    assert len(said) == len(other_said) == 1
-    for one, two in zip(scores, other_scores, strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-4)
-
-
-async def test_an_exact_reference_has_nothing_to_tell(path: Path):
-    said: list[str] = []
-    async with open_device_thread(name="reference", torch_threads=1) as thread:
-        for dtype in ("float32", "bfloat16"):
-            async with open_reference(path, dtype=dtype, device_thread=thread, say=said.append) as reference:
-                assert not reference.metrics
-    assert not said
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma", "mamba", "moe"])
@@ -273,5 +240,5 @@ async def test_without_the_library_the_error_names_the_extra(path: Path, monkeyp
         load_torchao()
     async with open_device_thread(name="reference", torch_threads=1) as thread:
         with pytest.raises(ConfigError, match=r"rollouts-rl\[reference-quant\]"):
-            async with open_reference(path, dtype="8bit", device_thread=thread):
+            async with open_frozen_reference(path, dtype="8bit", device_thread=thread):
                 pass

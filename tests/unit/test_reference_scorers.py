@@ -1,17 +1,19 @@
-"""A reference scores alike wherever it runs: in the trainer, in a process of its own, on a server. And what
-each does when things break.
-"""
+"""A reference scores alike in the trainer and on a server; a server's answer is checked, never repaired."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import hypercorn.config
+import hypercorn.trio
 import numpy as np
 import pytest
+import torch
 import trio
 
 from rollouts.device_thread import open_device_thread
@@ -22,18 +24,17 @@ from rollouts.errors import (
     EngineSetupError,
     InfrastructureError,
     ReplyError,
-    ScoringError,
 )
+from rollouts.models.load import load_hf_model
 from rollouts.models.tiny import make_tiny
 from rollouts.protocols import LogProbScorer
-from rollouts.reference.http import open_http_reference
-from rollouts.reference.open import open_reference
+from rollouts.reference import server as server_module
 from rollouts.reference.score import open_frozen_reference
+from rollouts.reference.server import open_server_reference
 from rollouts.testing.torch_contracts import make_batch
 from rollouts.types import RolloutBatch
-from tests.unit.reference_server import KEY, open_reference_server
 
-PLACES = ("trainer", "process", "vllm", "sglang")
+KEY = "key of the reference"
 BATCH = make_batch(groups=2, size=2)
 
 
@@ -42,52 +43,107 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", 0, tmp_path_factory.mktemp("models"))
 
 
-@asynccontextmanager
-async def open_scorer(place: Any, path: Path, folder: Path) -> AsyncIterator[LogProbScorer]:
-    options: dict[str, Any] = {"log_dir": folder, "torch_threads": 1, "vocab_size": 259, "api_key": KEY}
-    async with open_device_thread(name="reference", torch_threads=1) as thread:
-        if place in ("vllm", "sglang"):
-            async with (
-                open_reference_server(path) as (url, _),
-                open_reference(path, where=url, server=place, device_thread=thread, **options) as one,
-            ):
-                yield one
+@pytest.fixture(autouse=True)
+def ask_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "RETRY_S", 0.0)
+
+
+class ReferenceServer:
+    """An ASGI application that answers as vLLM and SGLang do, with a model of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.model = load_hf_model(path)
+        self.models = [{"id": "policy", "max_model_len": 256}]
+        self.asked: list[list[int]] = []
+        self.spoil: Callable[[Any], tuple[int, Any] | None] = lambda answer: None
+
+    def answer(self, path: str, body: Any) -> tuple[int, Any]:
+        if path == "/v1/models":
+            return 200, {"data": self.models}
+        ids = body["prompt"] if path == "/v1/completions" else body["input_ids"]
+        self.asked.append(ids)
+        with torch.no_grad():
+            logits = self.model(input_ids=torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        values = logits.gather(1, torch.tensor(ids)[1:, None])[:, 0].tolist()
+        pairs = list(zip(ids[1:], values, strict=True))
+        made: Any
+        if path == "/v1/completions":
+            assert body["model"] == "policy" and body["max_tokens"] == 1 and body["prompt_logprobs"] == 0
+            entries = [None, *({str(token): {"logprob": value, "rank": 3}} for token, value in pairs)]
+            made = {"choices": [{"index": 0, "text": "x", "prompt_logprobs": entries}]}
         else:
-            async with open_reference(path, where=place, device_thread=thread, **options) as one:
-                yield one
+            assert body["return_logprob"] and body["logprob_start_len"] == 0
+            triples = [[None, ids[0], None], *([value, token, None] for token, value in pairs)]
+            made = {"text": "", "meta_info": {"id": "1", "input_token_logprobs": triples}}
+        return self.spoil(made) or (200, made)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        assert scope["type"] == "http", "no lifespan"
+        parts, more = [], True
+        while more:
+            message = await receive()
+            parts.append(message["body"])
+            more = message["more_body"]
+        allowed = dict(scope["headers"]).get(b"authorization") == f"Bearer {KEY}".encode()
+        status, made = (
+            self.answer(scope["path"], json.loads(b"".join(parts) or b"{}")) if allowed else (401, {})
+        )
+        content = json.dumps(made).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
 
 
-async def score_plainly(path: Path, batch: RolloutBatch):
-    async with (
-        open_device_thread(name="plain", torch_threads=1) as thread,
-        open_frozen_reference(path, device_thread=thread) as reference,
-    ):
-        return await reference.score(batch)
+@asynccontextmanager
+async def open_server(path: Path) -> AsyncIterator[tuple[str, ReferenceServer]]:
+    server = ReferenceServer(path)
+    config = hypercorn.config.Config()
+    config.bind, config.errorlog = ["127.0.0.1:0"], None
+    async with trio.open_nursery() as nursery:
+        binds = await nursery.start(hypercorn.trio.serve, server, config)
+        yield binds[0], server
+        nursery.cancel_scope.cancel()
 
 
-def assert_same(found, expected, *, atol: float = 1e-4) -> None:
-    assert len(found) == len(expected)
-    for one, two in zip(found, expected, strict=True):
-        assert one.dtype == np.float32
-        np.testing.assert_allclose(one, two, atol=atol)
+@asynccontextmanager
+async def open_scorer(place: Any, path: Path, **changes: Any) -> AsyncIterator[tuple[LogProbScorer, Any]]:
+    """(scorer, its server)."""
+    if place == "trainer":
+        async with (
+            open_device_thread(name="reference", torch_threads=1) as thread,
+            open_frozen_reference(path, device_thread=thread) as scorer,
+        ):
+            yield scorer, None
+    else:
+        options = {"kind": place, "vocab_size": 259, "api_key": KEY} | changes
+        async with open_server(path) as (url, server), open_server_reference(url, **options) as scorer:
+            yield scorer, server
 
 
-# --- what all promise ---------------------------------------------------------------------------------------
+def score_plainly(path: Path, batch: RolloutBatch) -> list[np.ndarray]:
+    """One row at a time, by the model's own logits."""
+    model, found = load_hf_model(path), []
+    for tokens, mask in zip(batch.tokens, batch.loss_masks, strict=True):
+        with torch.no_grad():
+            logits = model(torch.from_numpy(tokens)[None]).logits[0, :-1] / batch.temperature
+        scores = logits.log_softmax(-1).gather(1, torch.from_numpy(tokens)[1:, None])[:, 0].numpy()
+        found.append(np.where(mask, np.concatenate([[0], scores]), 0))
+    return found
 
 
-@pytest.mark.parametrize("place", PLACES)
-async def test_contract(place: str, path: Path, tmp_path: Path):
-    """The log-probs of FrozenReference, at its temperature where that can be; 0.0 outside the masks; for many
-    calls at once. Rows and batches may train nothing.
+@pytest.mark.parametrize("place", ["trainer", "vllm", "sglang"])
+async def test_every_place_gives_the_models_own_log_probs(place: str, path: Path):
+    """0.0 outside the masks; many calls at once; rows and batches that train nothing; any temperature in the
+    trainer, 1 on a server.
     """
-    batches = [make_batch(seed, groups=2, size=2) for seed in range(5)]
-    nothing = replace(BATCH, loss_masks=tuple(np.zeros(len(row), bool) for row in BATCH.tokens))
+    holes = [mask & (np.arange(len(mask)) % 2 == 0) for mask in BATCH.loss_masks]
+    nothing = [np.zeros(len(row), bool) for row in BATCH.tokens]
+    batches = [make_batch(seed, groups=2, size=2) for seed in range(3)]
+    batches += [replace(BATCH, loss_masks=tuple(masks)) for masks in (holes, nothing)]
+    batches.append(RolloutBatch(tokens=(), loss_masks=()))
     warm = replace(BATCH, temperature=0.5)
-    holes = replace(
-        BATCH, loss_masks=tuple(mask & (np.arange(len(mask)) % 2 == 0) for mask in BATCH.loss_masks)
-    )
     found: dict[int, Any] = {}
-    async with open_scorer(place, path, tmp_path) as scorer:
+    async with open_scorer(place, path) as (scorer, _):
 
         async def score(index: int) -> None:
             found[index] = await scorer.score(batches[index])
@@ -95,124 +151,63 @@ async def test_contract(place: str, path: Path, tmp_path: Path):
         async with trio.open_nursery() as nursery:
             for index in range(len(batches)):
                 nursery.start_soon(score, index)
-        assert [row.tolist() for row in await scorer.score(nothing)] == [
-            [0.0] * len(row) for row in BATCH.tokens
-        ]
-        assert await scorer.score(RolloutBatch(tokens=(), loss_masks=())) == ()
-        with_holes = await scorer.score(holes)
-        if place in ("trainer", "process"):
-            assert_same(await scorer.score(warm), await score_plainly(path, warm))
+        if place == "trainer":
+            batches.append(warm)
+            await score(len(batches) - 1)
+        else:
+            with pytest.raises(ConfigError, match="temperature 1 only"):
+                await scorer.score(warm)
     for index, batch in enumerate(batches):
-        assert_same(found[index], await score_plainly(path, batch))
-        for row, mask in zip(found[index], batch.loss_masks, strict=True):
-            assert (row[~mask] == 0).all()
-            assert (row[mask] < 0).all()
-    assert_same(with_holes, await score_plainly(path, holes))
-    assert all((row[~mask] == 0).all() for row, mask in zip(with_holes, holes.loss_masks, strict=True))
+        for one, two in zip(found[index], score_plainly(path, batch), strict=True):
+            assert one.dtype == np.float32
+            np.testing.assert_allclose(one, two, atol=1e-4)
 
 
-@pytest.mark.parametrize("place", ["vllm", "sglang"])
-async def test_temperature_is_refused_where_a_server_cannot_apply_it(place: str, path: Path, tmp_path: Path):
-    async with open_scorer(place, path, tmp_path) as scorer:
-        with pytest.raises(ConfigError, match="temperature 1 only"):
-            await scorer.score(replace(BATCH, temperature=0.5))
+async def test_only_the_tokens_up_to_the_last_trained_one_are_sent(path: Path):
+    masks = [mask & (np.arange(len(mask)) < len(mask) - 1) for mask in BATCH.loss_masks]
+    async with open_scorer("vllm", path) as (scorer, server):
+        await scorer.score(replace(BATCH, loss_masks=tuple(masks)))
+    pairs = zip(BATCH.tokens, masks, strict=True)
+    wanted = [row[: np.flatnonzero(mask)[-1] + 1].tolist() for row, mask in pairs if mask.any()]
+    assert sorted(server.asked) == sorted(wanted)
 
 
-async def test_what_makes_no_place_is_refused(path: Path):
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"where": "moon"}, "where='moon'"),
-        ({"where": "process"}, "needs log_dir"),
-        ({"where": "http://127.0.0.1:1"}, "needs vocab_size"),
-        ({"dtype": "3bit"}, "3bit"),
-    ]
-    async with open_device_thread(name="reference", torch_threads=1) as thread:
-        for options, message in cases:
-            with pytest.raises(ConfigError, match=message):
-                async with open_reference(path, device_thread=thread, **options):
-                    pass
+def vllm(change: Callable[[list[Any]], Any]) -> Callable[[Any], tuple[int, Any]]:
+    return lambda made: (
+        200,
+        {"choices": [{"prompt_logprobs": change(made["choices"][0]["prompt_logprobs"])}]},
+    )
 
 
-# --- servers ------------------------------------------------------------------------------------------------
-
-
-def open_http(url: str, **changes: Any):
-    return open_http_reference(url, **({"kind": "vllm", "vocab_size": 259, "api_key": KEY} | changes))
-
-
-async def test_only_what_is_needed_is_sent_and_no_more_at_once_than_allowed(path: Path):
-    batch = make_batch(groups=4, size=4)
-    masks = [mask & (np.arange(len(mask)) < len(mask) - 1) for mask in batch.loss_masks]
-    async with open_reference_server(path) as (url, server), open_http(url, in_flight=3) as scorer:
-        await scorer.score(replace(batch, loss_masks=tuple(masks)))
-    sent = sorted(tuple(body["prompt"]) for _, body in server.asked)
-    wanted = [
-        tuple(row[: np.flatnonzero(mask)[-1] + 1].tolist())
-        for row, mask in zip(batch.tokens, masks, strict=True)
-        if mask.any()
-    ]
-    assert sent == sorted(wanted)
-    assert server.most_busy <= 3
+def every(value: float) -> Callable[[list[Any]], Any]:
+    return lambda entries: [None, *({token: {"logprob": value} for token in entry} for entry in entries[1:])]
 
 
 @pytest.mark.parametrize(
-    ("kind", "spoil", "message"),
+    ("kind", "spoil"),
     [
-        ("vllm", lambda made: (200, {"choices": []}), "0 choices"),
-        ("vllm", lambda made: (200, {"choices": [{"prompt_logprobs": None}]}), "prompt_logprobs"),
-        (
-            "vllm",
-            lambda made: (
-                200,
-                {"choices": [{"prompt_logprobs": made["choices"][0]["prompt_logprobs"][:-1]}]},
-            ),
-            "log-probs for",
-        ),
-        (
-            "vllm",
-            lambda made: (
-                200,
-                {"choices": [{"prompt_logprobs": [None, *[{"1000": {"logprob": -1.0}}] * 40]}]},
-            ),
-            "1000",
-        ),
-        ("vllm", lambda made: (200, {"choices": [{"prompt_logprobs": [None] * 40}]}), "log-probs for"),
-        (
-            "sglang",
-            lambda made: (200, {"meta_info": {"input_token_logprobs": [[None, 1000, None]] * 4}}),
-            "of token 1000",
-        ),
-        ("sglang", lambda made: (200, {"meta_info": {"input_token_logprobs": []}}), "0 log-probs"),
+        ("vllm", lambda made: (200, {"choices": []})),
+        ("vllm", lambda made: (200, b"no json".decode())),
+        ("vllm", vllm(lambda entries: None)),
+        ("vllm", vllm(lambda entries: entries[:-1])),
+        ("vllm", vllm(lambda entries: [None, *[{"1000": {"logprob": -1.0}}] * (len(entries) - 1)])),
+        ("vllm", vllm(lambda entries: [None] * len(entries))),
+        ("vllm", vllm(every(-9999.0))),
+        ("vllm", vllm(every(0.5))),
+        ("sglang", lambda made: (200, {"meta_info": {"input_token_logprobs": [[None, 1000, None]] * 4}})),
+        ("sglang", lambda made: (200, {"meta_info": {"input_token_logprobs": []}})),
     ],
 )
-async def test_an_answer_that_is_not_about_the_tokens_is_never_repaired(
-    kind: Any, spoil: Any, message: str, path: Path, autojump_clock
-):
-    async with open_reference_server(path) as (url, server), open_http(url, kind=kind) as scorer:
+async def test_an_answer_without_the_log_probs_of_the_tokens_is_an_error(kind: Any, spoil: Any, path: Path):
+    async with open_scorer(kind, path) as (scorer, server):
         server.spoil = spoil
-        with pytest.raises(ReplyError, match=message):
+        with pytest.raises(ReplyError):
             await scorer.score(BATCH)
 
 
-async def test_log_probs_that_the_server_does_not_have_are_an_error(path: Path, autojump_clock):
-    def spoil(made: Any) -> tuple[int, Any]:
-        for entry in made["choices"][0]["prompt_logprobs"][1:]:
-            for value in entry.values():
-                value["logprob"] = wrong
-        return 200, made
-
-    async with open_reference_server(path) as (url, server), open_http(url) as scorer:
-        server.spoil = spoil
-        wrong = -9999.0
-        with pytest.raises(ReplyError, match="stands for NaN"):
-            await scorer.score(BATCH)
-        wrong = 0.5
-        with pytest.raises(ScoringError, match="at most 0"):
-            await scorer.score(BATCH)
-
-
-async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(path: Path, autojump_clock):
+async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(path: Path):
     answers = [503, 200, 500]
-    async with open_reference_server(path) as (url, server), open_http(url, in_flight=1) as scorer:
+    async with open_scorer("vllm", path) as (scorer, server):
         server.spoil = lambda made: (answers.pop(0), made) if answers else None
         assert len(await scorer.score(BATCH)) == len(BATCH)
         assert not answers
@@ -221,24 +216,20 @@ async def test_a_busy_server_is_asked_again_and_one_that_stays_so_is_an_error(pa
             await scorer.score(BATCH)
 
 
-async def test_settings_that_cannot_work_are_told_at_once(path: Path):
-    async with open_reference_server(path, context=16) as (url, _):
-        for changes, error, message in (
-            ({"model": "other"}, EngineSetupError, "serves \\['policy'\\]"),
-            ({"api_key": "wrong"}, EngineError, "401"),
-            ({"vocab_size": 0}, ConfigError, "vocab_size=0"),
-        ):
+async def test_what_cannot_be_scored_is_an_error_before_it_is_sent(path: Path):
+    async with open_server(path) as (url, _):
+        with pytest.raises(EngineError, match="401"):
+            async with open_server_reference(url, kind="vllm", vocab_size=259, api_key="wrong"):
+                pass
+    cases: list[tuple[list[int], bool, type[Exception], str]] = [
+        ([5, 300, 7], False, DataError, "the id 300"),
+        ([5, -1, 7], False, DataError, "the id -1"),
+        ([1] * 256, False, EngineSetupError, "at most 255"),
+        ([1, 2], True, DataError, "first token"),
+    ]
+    async with open_scorer("vllm", path) as (scorer, server):
+        for tokens, first, error, message in cases:
+            mask = np.arange(len(tokens)) >= (not first)
             with pytest.raises(error, match=message):
-                async with open_http(url, **changes):
-                    pass
-        async with open_http(url) as scorer:
-            for tokens, error, message in (
-                ([5, 300, 7], DataError, "the id 300"),
-                ([5, -1, 7], DataError, "the id -1"),
-                ([1] * 16, EngineSetupError, "at most 15"),
-            ):
-                row = np.asarray(tokens)
-                with pytest.raises(error, match=message):
-                    await scorer.score(RolloutBatch(tokens=(row,), loss_masks=(np.arange(len(row)) > 0,)))
-            with pytest.raises(DataError, match="first token"):
-                await scorer.score(RolloutBatch(tokens=(np.arange(3),), loss_masks=(np.ones(3, bool),)))
+                await scorer.score(RolloutBatch(tokens=(np.asarray(tokens),), loss_masks=(mask,)))
+        assert not server.asked

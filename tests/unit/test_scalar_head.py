@@ -40,7 +40,7 @@ from rollouts.models.scalar_head import (
     set_padding_token,
 )
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
-from rollouts.reference.forward_plan import describe_plan, plan_forward
+from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import make_batch, take_rows
 from rollouts.types import ExplainedVariance, LossSpec, Mean, OptimParams, RolloutBatch

@@ -40,7 +40,7 @@ from rollouts.models.log_probs import (
 from rollouts.models.packed_attention import small_pieces
 from rollouts.models.quiet import quiet_transformers
 from rollouts.models.scalar_head import HEAD, has_scalar_head, make_probing_directions
-from rollouts.reference.plan_limits import (
+from rollouts.models.plan_limits import (
     PROBE_WINDOW,
     apply_length_limit,
     find_distances,
