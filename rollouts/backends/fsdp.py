@@ -50,10 +50,10 @@ from rollouts.distributed.commands import Command
 from rollouts.distributed.hub import describe_error
 from rollouts.distributed.process_group import AgreedFailure, Ranks
 from rollouts.errors import BackendError, ConfigError
+from rollouts.models.forward_plan import log_plan
 from rollouts.models.load import ModelHead
 from rollouts.models.scalar_head import set_padding_token
 from rollouts.protocols import WeightSink
-from rollouts.models.forward_plan import log_plan
 from rollouts.types import (
     FloatArray,
     ForwardBackwardResult,

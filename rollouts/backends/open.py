@@ -16,12 +16,12 @@ from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import DeviceThread, open_device_thread
 from rollouts.errors import ConfigError
 from rollouts.models.devices import use_device
+from rollouts.models.forward_plan import plan_forward
 from rollouts.models.gradient_checkpointing import checkpoint_layers
 from rollouts.models.load import ModelHead, load_hf_model
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.scalar_head import load_scalar_model, set_padding_token
-from rollouts.models.forward_plan import plan_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -47,10 +47,10 @@ from rollouts.data.packing import MICRO_BATCH_COST, MicroBatch, spread_to_rows
 from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.losses import resolve_loss, wants_entropy_gradient
+from rollouts.models.forward_plan import log_plan, plan_forward
 from rollouts.models.greedy import complete_greedily
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.protocols import WeightSink
-from rollouts.models.forward_plan import log_plan, plan_forward
 from rollouts.types import (
     FloatArray,
     ForwardBackwardResult,

@@ -22,10 +22,10 @@ from rollouts.backends.compiled import compile_and_prove
 from rollouts.backends.sharded_compat import list_groups, reduce_unused, reset_iteration
 from rollouts.distributed.process_group import AgreedFailure, Ranks, meet_all
 from rollouts.errors import ConfigError, ModelError
+from rollouts.models.forward_plan import plan_forward
 from rollouts.models.layers import find_layers
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.sharded import reshard
-from rollouts.models.forward_plan import plan_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,8 +18,8 @@ from rollouts.backends.fsdp import open_fsdp_backend, serve_fsdp_rank
 from rollouts.backends.ranks import open_ranks
 from rollouts.config.schema import OptimConfig
 from rollouts.distributed.launch import read_launch
-from rollouts.models.load import resolve_model
 from rollouts.models.forward_plan import plan_forward
+from rollouts.models.load import resolve_model
 
 FORWARD = (
     3  # of those that a model may fail at, which then does without a shortcut: the first two must succeed

@@ -27,12 +27,12 @@ from rollouts.data.packing import make_micro_batches
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.models.export import save_hf_model
+from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.models.gradient_checkpointing import checkpoint_layers
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.log_probs import NO_LIMIT, compute_micro_batch_log_probs, make_trie_mask
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.tiny import TINY_KINDS
-from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.reference.score import open_frozen_reference
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import SFT, make_batch

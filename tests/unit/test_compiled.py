@@ -19,10 +19,10 @@ from rollouts.device_thread import open_device_thread
 from rollouts.engines.local import open_local_engine
 from rollouts.engines.local.weights import copy_model
 from rollouts.errors import ConfigError, ModelError
+from rollouts.models.forward_plan import plan_forward
 from rollouts.models.gradient_checkpointing import checkpoint_layers
 from rollouts.models.layers import compile_layers
 from rollouts.models.load import load_hf_model, resolve_model
-from rollouts.models.forward_plan import plan_forward
 from rollouts.testing.torch_contracts import SFT, make_batch
 from rollouts.types import GenerateRequest, SamplingParams
 

@@ -20,11 +20,11 @@ from rollouts.config.schema import OptimConfig
 from rollouts.device_thread import open_device_thread
 from rollouts.errors import ModelError
 from rollouts.losses import LossInputs, resolve_loss
+from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.models.log_probs import ForwardPlan
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.tiny import make_tiny
-from rollouts.models.forward_plan import plan_forward
 from rollouts.types import LossSpec, RolloutBatch
 
 TOLERANCE = 1e-4  # ‖a − b‖ / ‖b‖ of each parameter's gradient

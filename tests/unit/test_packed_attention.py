@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollouts.data.packing import make_micro_batches
 from rollouts.errors import ModelError
+from rollouts.models.forward_plan import plan_forward
 from rollouts.models.load import load_hf_model
 from rollouts.models.log_probs import compute_micro_batch_log_probs
 from rollouts.models.packed_attention import (
@@ -29,7 +30,6 @@ from rollouts.models.packed_attention import (
     register_packed_attention,
 )
 from rollouts.models.tiny import make_tiny
-from rollouts.models.forward_plan import plan_forward
 from rollouts.types import IntArray
 
 CPU = torch.device("cpu")

@@ -31,6 +31,7 @@ from rollouts.losses import LossInputs, check_loss_params, try_loss
 from rollouts.losses.linear import linear_loss
 from rollouts.losses.value_loss import critic_loss
 from rollouts.models.export import save_hf_model
+from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.models.load import load_hf_model, load_tokenizer, resolve_model
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.models.scalar_head import (
@@ -40,7 +41,6 @@ from rollouts.models.scalar_head import (
     set_padding_token,
 )
 from rollouts.models.sharded import load_sharded_weights, make_meta_model
-from rollouts.models.forward_plan import describe_plan, plan_forward
 from rollouts.testing import torch_contracts as contract
 from rollouts.testing.torch_contracts import make_batch, take_rows
 from rollouts.types import ExplainedVariance, LossSpec, Mean, OptimParams, RolloutBatch
