@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import io
 import json
-import tokenize
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +12,6 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from rollouts.config import schema
 from rollouts.config.schema import RunConfig, Section
 
 
@@ -118,11 +114,8 @@ def _add_keys(
         inner, is_list = _section_of(field.annotation)
         value = getattr(defaults, name) if defaults else field.default
         if inner is None:
-            meaning = (
-                _comments()
-                .get((section.__name__, name), "")
-                .replace("None:", '"none":' if is_nullable(field.annotation) else "unset:")
-            )
+            off = '"none":' if is_nullable(field.annotation) else "unset:"
+            meaning = " ".join((field.description or "").split()).replace("None:", off)
             default = (
                 "required"
                 if field.is_required()
@@ -139,7 +132,7 @@ def _add_keys(
                 False,
             )
             continue
-        meaning = (inspect.getdoc(inner) or "").partition("\n")[0]
+        meaning = " ".join((inspect.getdoc(inner) or "").partition("\n\n")[0].split())
         default = "unset" if field.default is None else "required" if field.is_required() else "present"
         keys[dotted] = ConfigKey(dotted, field.annotation, "a table", default, meaning, True, is_list)
         _add_keys(keys, inner, f"{dotted}.", value if isinstance(value, Section) else None)
@@ -185,26 +178,3 @@ def _describe_bound(constraint: object) -> str:
             return f", below {bound}"
         case _:
             return ""
-
-
-@cache
-def _comments() -> Mapping[tuple[str, str], str]:
-    """The trailing comment of every field by (class, field). The schema says what a setting means there and
-    nowhere else.
-    """
-    source = inspect.getsource(schema)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comment_of_line = {
-        token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT
-    }
-    found: dict[tuple[str, str], str] = {}
-    for node in ast.parse(source).body:
-        fields = (
-            [item for item in node.body if isinstance(item, ast.AnnAssign)]
-            if isinstance(node, ast.ClassDef)
-            else []
-        )
-        for item in fields:
-            if isinstance(node, ast.ClassDef) and isinstance(item.target, ast.Name):
-                found[node.name, item.target.id] = comment_of_line.get(item.end_lineno or item.lineno, "")
-    return found

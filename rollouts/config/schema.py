@@ -1,4 +1,4 @@
-"""The settings of a run: frozen pydantic models, unknown keys refused. Few settings; a new one is a decision."""
+"""The settings of a run: frozen pydantic models. Few settings; a new one is a decision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from rollouts.config.spelling import nearest
 class Section(BaseModel):
     """A frozen table of settings that refuses unknown keys and silent conversions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, strict=True, use_attribute_docstrings=True
+    )
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -39,26 +41,27 @@ TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prom
 class OutputConfig(Section):
     """Where the run writes."""
 
-    dir: str = ""  # empty: runs/NAME
-    checkpoint_every: NaturalInt = 0  # steps; 0: only at the end of a stage and when stopped
-    keep_checkpoints: NaturalInt = 0  # newest complete checkpoints of a stage that stay; 0: all
-    # with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were
-    # evaluated
+    dir: str = ""
+    """empty: runs/NAME"""
+    checkpoint_every: NaturalInt = 0
+    """steps; 0: only at the end of a stage and when stopped"""
+    keep_checkpoints: NaturalInt = 0
+    """newest complete checkpoints of a stage that stay; 0: all"""
     keep_best: bool = False
-    samples_per_step: NaturalInt = (
-        16  # rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is
-    )
-    token_arrays_gib: NaturalFloat = (
-        4.0  # per-token arrays of the newest steps' trained samples are kept in tokens/, up to this; 0: none
-    )
-    trackers: list[
-        str
-        # fed from the files by processes beside the run: tensorboard, trackio, wandb, mlflow, otlp, statsd,
-        # prometheus
-    ] = []
-    metric_aliases: Literal["none", "trl", "verl", "prime"] = (
-        "none"  # trackers get metrics under this framework's names too, where it has one
-    )
+    """with keep_checkpoints: the one that did best on the held-out prompts stays too, of those that were
+    evaluated
+    """
+    samples_per_step: NaturalInt = 16
+    """rows of samples.jsonl written per step and per evaluation, evenly spaced over what there is"""
+    token_arrays_gib: NaturalFloat = 4.0
+    """per-token arrays of the newest steps' trained samples are kept in tokens/, up to this; 0: none
+    """
+    trackers: list[str] = []
+    """fed from the files by processes beside the run: tensorboard, trackio, wandb, mlflow, otlp, statsd,
+    prometheus
+    """
+    metric_aliases: Literal["none", "trl", "verl", "prime"] = "none"
+    """trackers get metrics under this framework's names too, where it has one"""
 
     @field_validator("trackers")
     @classmethod
@@ -78,23 +81,23 @@ class OutputConfig(Section):
 class ModelConfig(Section):
     """Which model trains and how its numbers are kept."""
 
-    name: str = "bundled:smollm2-135m-instruct"  # bundled:…, tiny:byte (random), a directory, or a hub name
-    chat_template: str = ""  # a file to use instead of the tokenizer's own chat template
-    template_params: dict[str, Any] = {}  # passed to the chat template, for example enable_thinking = false
-    gradient_checkpointing: bool = (
-        False  # recompute activations in the backward pass: less memory, about a third more time
-    )
-    # torch.compile of each layer: minutes at the start, faster steps afterwards; needs a C++ compiler
+    name: str = "bundled:smollm2-135m-instruct"
+    """bundled:…, tiny:byte (random), a directory, or a hub name"""
+    chat_template: str = ""
+    """a file to use instead of the tokenizer's own chat template"""
+    template_params: dict[str, Any] = {}
+    """passed to the chat template, for example enable_thinking = false"""
+    gradient_checkpointing: bool = False
+    """recompute activations in the backward pass: less memory, about a third more time"""
     compile: bool = False
-    autocast: Literal["off", "bfloat16", "auto"] = (
-        "auto"  # master weights are float32; auto: bfloat16 where the hardware multiplies it natively
-    )
-    device: Literal["auto", "cpu", "cuda"] = (
-        "auto"  # of all that computes with torch; auto: a GPU where torch has one, but never if deterministic
-    )
-    threads: NaturalInt = (
-        0  # torch threads of a process; 0: one per core it may use, divided by the ranks on this machine
-    )
+    """torch.compile of each layer: minutes at the start, faster steps afterwards; needs a C++ compiler
+    """
+    autocast: Literal["off", "bfloat16", "auto"] = "auto"
+    """master weights are float32; auto: bfloat16 where the hardware multiplies it natively"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """of all that computes with torch; auto: a GPU where torch has one, but never if deterministic"""
+    threads: NaturalInt = 0
+    """torch threads of a process; 0: one per core it may use, divided by the ranks on this machine"""
 
 
 SourceKind = Literal["jsonl", "parquet", "hf", "reasoning_gym", "python"]
@@ -113,37 +116,38 @@ class DataSourceConfig(Section):
     messages) or messages, and more.
     """
 
-    kind: (
-        SourceKind  # files of rows, a dataset of the hub, rows made by reasoning-gym or by a Python function
-    )
-    # jsonl and parquet: the file, relative to the config file; a pattern with * means several, in the order
-    # of their names
+    kind: SourceKind
+    """files of rows, a dataset of the hub, rows made by reasoning-gym or by a Python function"""
     path: str = ""
-    dataset: str = (
-        ""  # hf: a name on the hub, or a directory; reasoning_gym: the dataset's name, or "composite"
-    )
-    subset: str = ""  # hf: the dataset's configuration
-    split: str = "train"  # hf: the split
-    streaming: bool = False  # hf: read the first `size` rows in order without downloading the rest
-    function: str = (
-        ""  # python: module:function or file.py:function, called with size=, seed= and params; gives rows
-    )
-    params: dict[str, Any] = {}  # reasoning_gym: passed to create_dataset; python: passed to the function
-    size: PositiveInt | None = (
-        None  # how many rows to take; None: all there are (reasoning_gym and python need a size)
-    )
-    seed: Seed = 0  # reasoning_gym and python: which rows are made
-    columns: dict[str, str] = {}  # our name = the data's name, for example prompt = "question"
-    system_prompt: str | None = (
-        None  # put before every prompt that has no system message; None: what the chat template does
-    )
-    max_bad_fraction: Fraction = (
-        0.01  # malformed rows that may be skipped, as a share of the rows; above it the run does not start
-    )
-    name: str = (
-        ""  # of the source in a mixture, in metrics and in sample records; empty: source-0, source-1, …
-    )
-    weight: PositiveFloat = 1.0  # share of the draws in a mixture, relative to the other sources
+    """jsonl and parquet: the file, relative to the config file; a pattern with * means several, in the order
+    of their names
+    """
+    dataset: str = ""
+    """hf: a name on the hub, or a directory; reasoning_gym: the dataset's name, or "composite"."""
+    subset: str = ""
+    """hf: the dataset's configuration"""
+    split: str = "train"
+    """hf: the split"""
+    streaming: bool = False
+    """hf: read the first `size` rows in order without downloading the rest"""
+    function: str = ""
+    """python: module:function or file.py:function, called with size=, seed= and params; gives rows"""
+    params: dict[str, Any] = {}
+    """reasoning_gym: passed to create_dataset; python: passed to the function"""
+    size: PositiveInt | None = None
+    """how many rows to take; None: all there are (reasoning_gym and python need a size)"""
+    seed: Seed = 0
+    """reasoning_gym and python: which rows are made"""
+    columns: dict[str, str] = {}
+    """our name = the data's name, for example prompt = "question"."""
+    system_prompt: str | None = None
+    """put before every prompt that has no system message; None: what the chat template does"""
+    max_bad_fraction: Fraction = 0.01
+    """malformed rows that may be skipped, as a share of the rows; above it the run does not start"""
+    name: str = ""
+    """of the source in a mixture, in metrics and in sample records; empty: source-0, source-1, …"""
+    weight: PositiveFloat = 1.0
+    """share of the draws in a mixture, relative to the other sources"""
 
     @model_validator(mode="after")
     def _complete(self) -> DataSourceConfig:
@@ -170,18 +174,26 @@ Sources = Annotated[list[DataSourceConfig], BeforeValidator(_as_list), Field(min
 class OptimConfig(Section):
     """AdamW and its schedule."""
 
-    lr: PositiveFloat = 1e-5  # learning rate after the warm-up
-    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
-    warmup_steps: NaturalInt = 0  # steps over which lr rises linearly from lr/warmup_steps
-    min_lr_ratio: Fraction = 0.0  # lr at the end of linear and cosine, as a share of lr
-    beta1: Decay = 0.9  # decay of the mean of gradients
-    beta2: Decay = 0.999  # decay of the mean of squared gradients
-    eps: PositiveFloat = 1e-8  # added to the root of the mean square
-    weight_decay: NaturalFloat = 0.0  # decoupled from the gradient, as in AdamW
-    max_grad_norm: PositiveFloat | None = 1.0  # None: no clipping
-    max_nonfinite_steps: PositiveInt = (
-        3  # stop after so many steps in a row whose loss or gradient is not finite
-    )
+    lr: PositiveFloat = 1e-05
+    """learning rate after the warm-up"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """after the warm-up"""
+    warmup_steps: NaturalInt = 0
+    """steps over which lr rises linearly from lr/warmup_steps"""
+    min_lr_ratio: Fraction = 0.0
+    """lr at the end of linear and cosine, as a share of lr"""
+    beta1: Decay = 0.9
+    """decay of the mean of gradients"""
+    beta2: Decay = 0.999
+    """decay of the mean of squared gradients"""
+    eps: PositiveFloat = 1e-08
+    """added to the root of the mean square"""
+    weight_decay: NaturalFloat = 0.0
+    """decoupled from the gradient, as in AdamW"""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """None: no clipping"""
+    max_nonfinite_steps: PositiveInt = 3
+    """stop after so many steps in a row whose loss or gradient is not finite"""
 
 
 SFT_LR = 1e-4  # ten times OptimConfig's, which suits RL
@@ -191,16 +203,21 @@ class SFTTrainingConfig(Section):
     """Supervised fine-tuning."""
 
     data: Sources
-    steps: PositiveInt  # training steps of the stage
-    batch_size: PositiveInt = 16  # conversations per step
-    max_length: PositiveInt = 1024  # tokens of one conversation
-    train_on: Literal["all", "last"] = "all"  # which assistant turns train
-    thinking: Literal["keep", "drop"] = (
-        "keep"  # whether the thinking part of assistant turns trains or is left out
-    )
+    steps: PositiveInt
+    """training steps of the stage"""
+    batch_size: PositiveInt = 16
+    """conversations per step"""
+    max_length: PositiveInt = 1024
+    """tokens of one conversation"""
+    train_on: Literal["all", "last"] = "all"
+    """which assistant turns train"""
+    thinking: Literal["keep", "drop"] = "keep"
+    """whether the thinking part of assistant turns trains or is left out"""
     optim: OptimConfig = OptimConfig(lr=SFT_LR)
-    micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
-    eval_every: NaturalInt = 0  # steps; 0: only before and after
+    micro_batch_tokens: PositiveInt = 8192
+    """padded tokens of one forward pass"""
+    eval_every: NaturalInt = 0
+    """steps; 0: only before and after"""
 
     @model_validator(mode="before")
     @classmethod
@@ -215,33 +232,42 @@ class SFTTrainingConfig(Section):
 class RolloutConfig(Section):
     """How samples are made."""
 
-    num_prompts: PositiveInt = 8  # P: groups in a batch
-    samples_per_prompt: PositiveInt = 8  # G: samples of a group
-    over_sampling: Annotated[float, Field(ge=1)] = (
-        1.0  # groups launched at once = ceil(num_prompts * over_sampling)
-    )
-    max_new_tokens: PositiveInt = 256  # tokens of one response, at most
-    temperature: PositiveFloat = 1.0  # of sampling; the trainer divides its logits by it too
-    generate: str = ""  # module:function or file.py:function; empty: one chat turn
-    reward: str = ""  # module:function or file.py:function, of one sample
-    group_reward: str = (
-        ""  # module:function or file.py:function, of all samples of a group; instead of reward
-    )
-    # added to reward, or instead of it: "stage" (this run's reward_model stage), a directory or a hub name
+    num_prompts: PositiveInt = 8
+    """P: groups in a batch"""
+    samples_per_prompt: PositiveInt = 8
+    """G: samples of a group"""
+    over_sampling: Annotated[float, Field(ge=1)] = 1.0
+    """groups launched at once = ceil(num_prompts * over_sampling)"""
+    max_new_tokens: PositiveInt = 256
+    """tokens of one response, at most"""
+    temperature: PositiveFloat = 1.0
+    """of sampling; the trainer divides its logits by it too"""
+    generate: str = ""
+    """module:function or file.py:function; empty: one chat turn"""
+    reward: str = ""
+    """module:function or file.py:function, of one sample"""
+    group_reward: str = ""
+    """module:function or file.py:function, of all samples of a group; instead of reward"""
     reward_model: str = ""
-    reward_weights: dict[
-        str, float
-    ] = {}  # weight of each named part of the reward; empty: the reward is what the function says
-    # module:function or file.py:function from the named parts to the reward; instead of reward_weights
+    """added to reward, or instead of it: "stage" (this run's reward_model stage), a directory or a hub name
+    """
+    reward_weights: dict[str, float] = {}
+    """weight of each named part of the reward; empty: the reward is what the function says"""
     reward_combine: str = ""
-    filters: list[
-        str
-    ] = []  # group filters, run in order; names of rollouts.filters, module:function or file.py:function
-    max_attempts: PositiveInt = 20  # a batch may draw at most num_prompts * max_attempts groups
-    max_failed_fraction: Fraction = 0.2  # of the samples of a batch; above it the run stops
-    reward_timeout_s: PositiveFloat = 30.0  # seconds one reward call may take; after it the sample has failed
-    reward_workers: NaturalInt = 0  # processes that run sync rewards; 0: one per core this process may use
-    reward_memory_gib: PositiveFloat = 4.0  # memory of one such process; above it the sample has failed
+    """module:function or file.py:function from the named parts to the reward; instead of reward_weights
+    """
+    filters: list[str] = []
+    """group filters, run in order; names of rollouts.filters, module:function or file.py:function"""
+    max_attempts: PositiveInt = 20
+    """a batch may draw at most num_prompts * max_attempts groups"""
+    max_failed_fraction: Fraction = 0.2
+    """of the samples of a batch; above it the run stops"""
+    reward_timeout_s: PositiveFloat = 30.0
+    """seconds one reward call may take; after it the sample has failed"""
+    reward_workers: NaturalInt = 0
+    """processes that run sync rewards; 0: one per core this process may use"""
+    reward_memory_gib: PositiveFloat = 4.0
+    """memory of one such process; above it the sample has failed"""
 
 
 CLIPPED_BY_SETTINGS = ("ppo_clip", "clip_cov")  # losses whose clip is rl.clip_low and rl.clip_high
@@ -252,26 +278,34 @@ class AlgorithmChange(Section):
     begins with its defaults.
     """
 
-    from_step: Annotated[int, Field(ge=2)]  # the first step that has them
-    advantage: str | None = None  # as in [rl], with advantage_params
-    advantage_params: dict[str, float | int | bool | str] | None = (
-        None  # passed to the advantage by keyword, all of them
-    )
-    loss: str | None = None  # as in [rl], with loss_params, clip_low and clip_high
-    loss_params: dict[str, float | int | bool | str] | None = (
-        None  # passed to the loss by keyword, all of them
-    )
-    normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] | None = None  # as in [rl]
-    clip_low: PositiveFloat | None = None  # as in [rl]
-    clip_high: PositiveFloat | None = None  # as in [rl]
-    kl_coef: NaturalFloat | None = None  # with a kl_control that is not fixed: where it goes on from
-    kl_ramp_steps: PositiveInt | None = (
-        None  # over so many steps kl_coef moves here in a straight line; None: at once
-    )
-    kl_in: Literal["reward", "loss"] | None = None  # as in [rl]
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None  # as in [rl]
-    recompute_old: bool | None = None  # as in [rl]
-    importance_cap: PositiveFloat | None = None  # as in [rl]
+    from_step: Annotated[int, Field(ge=2)]
+    """the first step that has them"""
+    advantage: str | None = None
+    """as in [rl], with advantage_params"""
+    advantage_params: dict[str, float | int | bool | str] | None = None
+    """passed to the advantage by keyword, all of them"""
+    loss: str | None = None
+    """as in [rl], with loss_params, clip_low and clip_high"""
+    loss_params: dict[str, float | int | bool | str] | None = None
+    """passed to the loss by keyword, all of them"""
+    normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] | None = None
+    """as in [rl]"""
+    clip_low: PositiveFloat | None = None
+    """as in [rl]"""
+    clip_high: PositiveFloat | None = None
+    """as in [rl]"""
+    kl_coef: NaturalFloat | None = None
+    """with a kl_control that is not fixed: where it goes on from"""
+    kl_ramp_steps: PositiveInt | None = None
+    """over so many steps kl_coef moves here in a straight line; None: at once"""
+    kl_in: Literal["reward", "loss"] | None = None
+    """as in [rl]"""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """as in [rl]"""
+    recompute_old: bool | None = None
+    """as in [rl]"""
+    importance_cap: PositiveFloat | None = None
+    """as in [rl]"""
 
 
 Changes = Annotated[list[AlgorithmChange], BeforeValidator(_as_list)]
@@ -282,12 +316,14 @@ class CriticConfig(Section):
     "gae".
     """
 
-    # empty: the model that RL starts from, with a head of 0; "stage": this run's reward model; a directory or
-    # a hub name
     model: str = ""
-    # updates of a step that move a value further than this gain nothing by it, in the reward's unit; 0: no
-    # clip
+    """empty: the model that RL starts from, with a head of 0; "stage": this run's reward model; a directory
+    or a hub name
+    """
     clip: NaturalFloat = 0.2
+    """updates of a step that move a value further than this gain nothing by it, in the reward's unit; 0: no
+    clip
+    """
     optim: OptimConfig = OptimConfig()
 
 
@@ -295,54 +331,63 @@ class RLTrainingConfig(Section):
     """Reinforcement learning."""
 
     data: Sources
-    curriculum: str = (
-        ""  # module:function or file.py:function from (step, statistics) to the weights of the sources
-    )
-    steps: PositiveInt  # training steps of the stage
+    curriculum: str = ""
+    """module:function or file.py:function from (step, statistics) to the weights of the sources"""
+    steps: PositiveInt
+    """training steps of the stage"""
     rollout: RolloutConfig
-    critic: CriticConfig | None = (
-        None  # with it the advantage is "gae", unless another that gives returns is named
-    )
-    advantage: str = "grpo"  # a key of rollouts.advantages.ADVANTAGES, module:function or file.py:function
-    advantage_params: dict[str, float | int | bool | str] = {}  # passed to the advantage by keyword
-    loss: str = "ppo_clip"  # a key of rollouts.losses.LOSSES, or module:function
-    loss_params: dict[str, float | int | bool | str] = {}  # passed to the loss by keyword
-    normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = (
-        "tokens"  # constant: prompts * samples_per_prompt * max_new_tokens
-    )
-    clip_low: PositiveFloat = 0.2  # the ratio is clipped below 1 - clip_low; of ppo_clip and clip_cov
-    clip_high: PositiveFloat = 0.2  # the ratio is clipped above 1 + clip_high; of ppo_clip and clip_cov
-    kl_coef: NaturalFloat = 0.0  # 0, here and in changes: no reference model is loaded
-    kl_in: Literal["reward", "loss"] = "reward"  # where the KL term goes
-    kl_estimator: Literal["k1", "k2", "k3"] = "k1"  # k2 and k3 only with kl_in = "loss"
-    kl_control: Literal["fixed", "proportional", "two_sided"] = (
-        "fixed"  # how kl_coef follows the measured KL, from step to step
-    )
-    kl_control_params: dict[
-        str, float | int
-    ] = {}  # proportional: target, horizon, limit; two_sided: target, tolerance, factor, lowest, highest
-    kl_stop: NaturalFloat = (
-        0.0  # no more updates on a batch once approx_kl/mean is above, in nats per token; 0: never
-    )
-    recompute_old: bool = (
-        False  # old log-probs from a forward pass instead of the engine's, with truncated importance weights
-    )
-    importance_cap: PositiveFloat = 2.0  # C of min(exp(old - mu), C); used with recompute_old
-    updates_per_batch: PositiveInt = (
-        1  # times that each batch is trained on: optimizer steps, or passes of `minibatches` of them
-    )
-    minibatches: PositiveInt = (
-        1  # parts that each pass divides the groups of a batch into anew, one optimizer step each
-    )
-    sync_every: PositiveInt = 1  # steps between weight updates of the engines
-    max_staleness: NaturalInt = 0  # steps a trained token may lag behind the trainer
+    critic: CriticConfig | None = None
+    """with it the advantage is "gae", unless another that gives returns is named"""
+    advantage: str = "grpo"
+    """a key of rollouts.advantages.ADVANTAGES, module:function or file.py:function"""
+    advantage_params: dict[str, float | int | bool | str] = {}
+    """passed to the advantage by keyword"""
+    loss: str = "ppo_clip"
+    """a key of rollouts.losses.LOSSES, or module:function"""
+    loss_params: dict[str, float | int | bool | str] = {}
+    """passed to the loss by keyword"""
+    normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] = "tokens"
+    """constant: prompts * samples_per_prompt * max_new_tokens"""
+    clip_low: PositiveFloat = 0.2
+    """the ratio is clipped below 1 - clip_low; of ppo_clip and clip_cov"""
+    clip_high: PositiveFloat = 0.2
+    """the ratio is clipped above 1 + clip_high; of ppo_clip and clip_cov"""
+    kl_coef: NaturalFloat = 0.0
+    """0, here and in changes: no reference model is loaded"""
+    kl_in: Literal["reward", "loss"] = "reward"
+    """where the KL term goes"""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """k2 and k3 only with kl_in = "loss"."""
+    kl_control: Literal["fixed", "proportional", "two_sided"] = "fixed"
+    """how kl_coef follows the measured KL, from step to step"""
+    kl_control_params: dict[str, float | int] = {}
+    """proportional: target, horizon, limit; two_sided: target, tolerance, factor, lowest, highest"""
+    kl_stop: NaturalFloat = 0.0
+    """no more updates on a batch once approx_kl/mean is above, in nats per token; 0: never"""
+    recompute_old: bool = False
+    """old log-probs from a forward pass instead of the engine's, with truncated importance weights"""
+    importance_cap: PositiveFloat = 2.0
+    """C of min(exp(old - mu), C); used with recompute_old"""
+    updates_per_batch: PositiveInt = 1
+    """times that each batch is trained on: optimizer steps, or passes of `minibatches` of them"""
+    minibatches: PositiveInt = 1
+    """parts that each pass divides the groups of a batch into anew, one optimizer step each"""
+    sync_every: PositiveInt = 1
+    """steps between weight updates of the engines"""
+    max_staleness: NaturalInt = 0
+    """steps a trained token may lag behind the trainer"""
     optim: OptimConfig = OptimConfig()
-    micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
-    share_prefix: bool = True  # compute a group's prompt once where that is exact
-    # leave out samples whose advantages are all 0 where the gradient stays the same; not with kl_stop
+    micro_batch_tokens: PositiveInt = 8192
+    """padded tokens of one forward pass"""
+    share_prefix: bool = True
+    """compute a group's prompt once where that is exact"""
     skip_zero_advantage: bool = True
-    eval_every: NaturalInt = 0  # steps; 0: only before and after
-    changes: Changes = []  # of the algorithm, each from its step on
+    """leave out samples whose advantages are all 0 where the gradient stays the same; not with kl_stop
+    """
+    eval_every: NaturalInt = 0
+    """steps; 0: only before and after"""
+    changes: Changes = []
+    """of the algorithm, each from its step on"""
 
     @model_validator(mode="after")
     def _consistent(self) -> RLTrainingConfig:
@@ -483,24 +528,25 @@ class PreferenceTrainingConfig(Section):
     """
 
     data: Sources
-    steps: PositiveInt  # training steps of the stage
-    batch_size: PositiveInt = 16  # pairs per step; of loss = "kto" responses per step
-    max_length: PositiveInt = 1024  # tokens of a prompt and one response; a longer response is cut
-    loss: str = (
-        "dpo"  # a key of rollouts.losses.preference_losses.PREFERENCE_LOSSES, "kto", or module:function
-    )
-    loss_params: dict[
-        str, float | int | bool | str
-    ] = {}  # passed to the loss by keyword, for example beta; "kto" sets weights left out by counts
-    reference: Literal["precomputed", "live", "none"] = (
-        "precomputed"  # scores all rows once, or every batch; "none" for simpo, cpo and orpo
-    )
-    held_out: NaturalInt = (
-        0  # pairs (of "kto" responses) off the end of the data that are evaluated and do not train
-    )
+    steps: PositiveInt
+    """training steps of the stage"""
+    batch_size: PositiveInt = 16
+    """pairs per step; of loss = "kto" responses per step"""
+    max_length: PositiveInt = 1024
+    """tokens of a prompt and one response; a longer response is cut"""
+    loss: str = "dpo"
+    """a key of rollouts.losses.preference_losses.PREFERENCE_LOSSES, "kto", or module:function"""
+    loss_params: dict[str, float | int | bool | str] = {}
+    """passed to the loss by keyword, for example beta; "kto" sets weights left out by counts"""
+    reference: Literal["precomputed", "live", "none"] = "precomputed"
+    """scores all rows once, or every batch; "none" for simpo, cpo and orpo"""
+    held_out: NaturalInt = 0
+    """pairs (of "kto" responses) off the end of the data that are evaluated and do not train"""
     optim: OptimConfig = OptimConfig(lr=PREFERENCE_LR)
-    micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
-    eval_every: NaturalInt = 0  # steps; 0: only before and after
+    micro_batch_tokens: PositiveInt = 8192
+    """padded tokens of one forward pass"""
+    eval_every: NaturalInt = 0
+    """steps; 0: only before and after"""
 
     @model_validator(mode="before")
     @classmethod
@@ -528,16 +574,21 @@ class RewardModelTrainingConfig(Section):
     """Training of a reward model on pairs of responses: one score per response, the higher the better."""
 
     data: Sources
-    steps: PositiveInt  # training steps of the stage
-    batch_size: PositiveInt = 16  # pairs per step
-    max_length: PositiveInt = 1024  # tokens of a prompt and one response; a longer response is cut
-    centring: NaturalFloat = (
-        0.01  # weight of (score of chosen + score of rejected)², which holds the scores near 0
-    )
-    held_out: NaturalInt = 0  # pairs off the end of the data that are evaluated and do not train
+    steps: PositiveInt
+    """training steps of the stage"""
+    batch_size: PositiveInt = 16
+    """pairs per step"""
+    max_length: PositiveInt = 1024
+    """tokens of a prompt and one response; a longer response is cut"""
+    centring: NaturalFloat = 0.01
+    """weight of (score of chosen + score of rejected)², which holds the scores near 0"""
+    held_out: NaturalInt = 0
+    """pairs off the end of the data that are evaluated and do not train"""
     optim: OptimConfig = OptimConfig()
-    micro_batch_tokens: PositiveInt = 8192  # padded tokens of one forward pass
-    eval_every: NaturalInt = 0  # steps; 0: only before and after
+    micro_batch_tokens: PositiveInt = 8192
+    """padded tokens of one forward pass"""
+    eval_every: NaturalInt = 0
+    """steps; 0: only before and after"""
 
 
 class ReferenceConfig(Section):
@@ -545,20 +596,24 @@ class ReferenceConfig(Section):
     following the policy.
     """
 
-    dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = (
-        "float32"  # 8bit and 4bit need the extra reference-quant; the KL's bias is logged
-    )
-    where: str = "trainer"  # in the trainer's process, or the http(s) address of a server of this very model
-    server: Literal["vllm", "sglang"] = "vllm"  # what runs at that address
-    api_key_env: str = ""  # environment variable that holds its key
-    update: Literal["none", "ema", "reset", "tr_dpo"] = (
-        "none"  # none: frozen; reset: becomes the policy; tr_dpo: a mixture with it
-    )
-    every: PositiveInt = 1  # steps from one update to the next
-    ema_decay: Decay = 0.99  # of ema: the share of the reference that stays
-    policy_weight: Annotated[float, Field(gt=0, le=1)] = (
-        0.6  # of tr_dpo: the share of the policy that comes in, α of its paper
-    )
+    dtype: Literal["float32", "bfloat16", "8bit", "4bit"] = "float32"
+    """8bit and 4bit need the extra reference-quant; the KL's bias is logged"""
+    where: str = "trainer"
+    """trainer: beside it; process: one of its own; or the http(s) address of a server that serves this very
+    model
+    """
+    server: Literal["vllm", "sglang"] = "vllm"
+    """what runs at that address"""
+    api_key_env: str = ""
+    """environment variable that holds its key"""
+    update: Literal["none", "ema", "reset", "tr_dpo"] = "none"
+    """none: frozen; reset: becomes the policy; tr_dpo: a mixture with it"""
+    every: PositiveInt = 1
+    """steps from one update to the next"""
+    ema_decay: Decay = 0.99
+    """of ema: the share of the reference that stays"""
+    policy_weight: Annotated[float, Field(gt=0, le=1)] = 0.6
+    """of tr_dpo: the share of the policy that comes in, α of its paper"""
 
     @model_validator(mode="after")
     def _consistent(self) -> ReferenceConfig:
@@ -586,35 +641,38 @@ class EngineConfig(Section):
     in any case.
     """
 
-    kind: Literal["local", "vllm", "sglang"] = "local"  # local: in this process
-    mode: Literal["shared", "copied"] = (
-        # of a local engine: shared: the trainer's own parameters (with several ranks, a copy on rank 0)
-        "shared"
-    )
-    max_rows: PositiveInt = 128  # of a local engine: sequences decoded at once
-    urls: list[str] = []  # servers that run already; empty: this run starts its own
-    api_key_env: str = ""  # environment variable that holds the key of the servers in urls
-    # environment variable with their key for control calls (--admin-api-key of SGLang); empty: the same key
+    kind: Literal["local", "vllm", "sglang"] = "local"
+    """local: in this process"""
+    mode: Literal["shared", "copied"] = "shared"
+    """of a local engine: shared: the trainer's own parameters (with several ranks, a copy on rank 0)
+    """
+    max_rows: PositiveInt = 128
+    """of a local engine: sequences decoded at once"""
+    urls: list[str] = []
+    """servers that run already; empty: this run starts its own"""
+    api_key_env: str = ""
+    """environment variable that holds the key of the servers in urls"""
     admin_key_env: str = ""
-    count: PositiveInt = 1  # servers to start
-    python: str = (
-        ""  # Python with vLLM or SGLang in it; empty: .venv-vllm/bin/python or .venv-sglang/bin/python
-    )
-    args: list[str] = []  # more arguments of a started server
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = (
-        "auto"  # of a started server; auto: as in the model's config.json
-    )
-    context_length: NaturalInt = (
-        0  # tokens of prompt and response in a started server; 0: as long as the model allows
-    )
-    transport: Literal["disk", "memory"] = "disk"  # how weights reach the servers
-    max_concurrency: PositiveInt = 256  # requests in flight per server, at most
-    silence_s: PositiveFloat = (
-        120.0  # seconds without a byte and without progress after which a server is suspected
-    )
-    down_limit_s: PositiveFloat = (
-        900.0  # seconds without any server in service after which the run saves and stops
-    )
+    """environment variable with their key for control calls (--admin-api-key of SGLang); empty: the same key
+    """
+    count: PositiveInt = 1
+    """servers to start"""
+    python: str = ""
+    """Python with vLLM or SGLang in it; empty: .venv-vllm/bin/python or .venv-sglang/bin/python"""
+    args: list[str] = []
+    """more arguments of a started server"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """of a started server; auto: as in the model's config.json"""
+    context_length: NaturalInt = 0
+    """tokens of prompt and response in a started server; 0: as long as the model allows"""
+    transport: Literal["disk", "memory"] = "disk"
+    """how weights reach the servers"""
+    max_concurrency: PositiveInt = 256
+    """requests in flight per server, at most"""
+    silence_s: PositiveFloat = 120.0
+    """seconds without a byte and without progress after which a server is suspected"""
+    down_limit_s: PositiveFloat = 900.0
+    """seconds without any server in service after which the run saves and stops"""
 
     @model_validator(mode="after")
     def _consistent(self) -> EngineConfig:
@@ -647,10 +705,14 @@ class EvalConfig(Section):
     """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of every training stage."""
 
     data: Sources
-    reward: str = ""  # empty: rl.rollout.reward
-    max_new_tokens: PositiveInt = 256  # tokens of one response, at most
-    temperature: NaturalFloat = 0.0  # 0: greedy
-    samples_per_prompt: PositiveInt = 1  # samples of each held-out prompt
+    reward: str = ""
+    """empty: rl.rollout.reward"""
+    max_new_tokens: PositiveInt = 256
+    """tokens of one response, at most"""
+    temperature: NaturalFloat = 0.0
+    """0: greedy"""
+    samples_per_prompt: PositiveInt = 1
+    """samples of each held-out prompt"""
 
 
 class DistributedConfig(Section):
@@ -658,27 +720,33 @@ class DistributedConfig(Section):
     among them.
     """
 
-    # processes on this machine; above 1 the program starts itself again under torchrun, unless a launcher has
-    # started it
     ranks: PositiveInt = 1
-    # with ranks: times that all of them are started again, from the newest checkpoint, after one was lost
+    """processes on this machine; above 1 the program starts itself again under torchrun, unless a launcher
+    has started it
+    """
     max_restarts: NaturalInt = 0
-    # ranks that hold one copy of the weights between them; 0: all ranks; fewer: as many copies as there are
-    # groups
+    """with ranks: times that all of them are started again, from the newest checkpoint, after one was lost
+    """
     shard_size: NaturalInt = 0
-    reduce_each_micro_batch: bool = (
-        False  # sum gradients over the ranks after every micro-batch, not once per batch: less memory, slower
-    )
-    # on GPUs: weights, gradients and optimizer state wait in host memory, and AdamW runs there; slower steps
+    """ranks that hold one copy of the weights between them; 0: all ranks; fewer: as many copies as there are
+    groups
+    """
+    reduce_each_micro_batch: bool = False
+    """sum gradients over the ranks after every micro-batch, not once per batch: less memory, slower"""
     cpu_offload: bool = False
+    """on GPUs: weights, gradients and optimizer state wait in host memory, and AdamW runs there; slower steps
+    """
 
 
 class RunConfig(Section):
     """Everything a run is made of. `--mode` says which of the stages run."""
 
-    name: str = "run"  # of the run directory, when output.dir is empty
-    seed: Seed = 0  # of data order, sampling and random weights
-    deterministic: bool = False  # float32, fixed threads, fixed order: two runs give the same bits
+    name: str = "run"
+    """of the run directory, when output.dir is empty"""
+    seed: Seed = 0
+    """of data order, sampling and random weights"""
+    deterministic: bool = False
+    """float32, fixed threads, fixed order: two runs give the same bits"""
     model: ModelConfig = ModelConfig()
     output: OutputConfig = OutputConfig()
     distributed: DistributedConfig = DistributedConfig()
