@@ -1,68 +1,57 @@
-"""Reward functions in processes that can be killed: what one of them does costs its own sample and nobody
-else's.
+"""Reward functions in processes that can be killed: what one of them does costs its own sample only.
 
-    a call ──► takes a free worker ──► request ──► worker: the function runs ──► answer, checked ──► worker is free again
-               (waits for one)                       │
-                                                     └─ too long · cancelled · signal · exit · memory · output · fork · no sense
-                                                        ──► SIGKILL to it and to all below it ──► the sample fails
-                                                        ──► another worker takes its place at once
-
-    trainer ── guard (one thread; worker_guard.py) ─┬─ worker ── what its function starts
-                                                    ├─ worker
-                                                    └─ …          trainer gone, however: the guard kills everything and ends
+    a call ──► takes a free worker (waits for one) ──► request ──► the function runs ──► answer, checked
+               too long · cancelled · signal · exit · memory · output · fork · nonsense
+               ──► the worker's whole tree is killed, the sample fails, another worker starts
 
 A worker that answers, but whose call changed its process (working directory, signal handlers, a thread …), is
-replaced too; its answer stands. A slot is a task that keeps one worker alive: it asks for it, offers it to
-calls, and when it is dropped lets the next slot begin. Only if the guard itself dies (a function killed it)
-do all calls fail that run at that moment; a new guard is started.
-
-On Linux nothing escapes: orphans, sessions of their own and ignored signals included; but where a function
-kills the guard, what has left its worker and is not swept yet goes on without one. Elsewhere there is no
-subreaper and no parent-death signal: a process that left its worker's process group is not found, and a guard
-that is killed leaves its workers to end at their next request. Limits are for mistakes: a function that means
+replaced too; its answer stands. Each worker has a guard of its own (processes/guard.py): nothing escapes,
+also where a function kills the guard or the trainer is killed. Limits are for mistakes: a function that means
 harm has the trainer's user and could kill the trainer.
 """
 
 from __future__ import annotations
 
+import array
+import fcntl
 import math
 import os
+import re
 import secrets
 import signal
+import sys
+import termios
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import trio
 
 from rollouts.errors import ConfigError, RewardCrashed, RewardTimeout, UserFunctionError
+from rollouts.processes.process import Process, describe_signal, open_process
 from rollouts.protocols import GroupRewardFn, RewardFn
+from rollouts.rewards.worker import EXIT_LOST_CHANNEL
 from rollouts.rewards.worker_messages import (
     Answer,
     BadAnswer,
-    Crashed,
-    Loaded,
-    Raised,
     RaisedInWorker,
-    Refused,
-    Rewards,
     encode_request,
-    parse_reply,
+    encode_sample,
+    parse_answer,
 )
-from rollouts.rewards.worker_pool import End, GuardClient, Worker, open_guard
-from rollouts.rewards.worker_process import EXIT_LOST_CHANNEL
 from rollouts.types import RewardResult, Sample
 
-LOAD_TIMEOUT_S = (
-    120.0  # importing a function's module, at its first call in each worker; it may well load torch
-)
-LEAST_MEMORY_BYTES = 128 << 20  # a worker needs some itself
-LEAST_OUTPUT_BYTES = 4096
-BACK_OFF_S = 0.2  # before the next worker if one ended without having been called, or could not be forked
-FATAL = "Fatal Python error"  # with which faulthandler begins
+# for a worker to start and to import a function's module, which may well load torch
+LOAD_TIMEOUT_S = 120.0
+BACK_OFF_S = 0.2  # before the next worker if one ended without having been called, or could not be started
+START_TRIES = 50  # in a row
+END_S = 0.5  # for a worker that closed its channel to end by itself, so that its exit code says why
 TAIL_CHARS = 400  # of a function's output that a message quotes
+FATAL = "Fatal Python error"  # with which faulthandler begins
+SECRET_NAMES = re.compile("KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,29 +68,38 @@ class NamedFunction:
         return self.name.rpartition(":")[2].rpartition(".")[2]
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One frame to a worker."""
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One worker process."""
 
-    id: str  # drawn anew: an answer to another request, or to none, is not taken for this one's
-    frame: bytes
-    count: int | None  # of samples; None: to load
-    where: str
+    process: Process
+    dropped: trio.Event = field(default_factory=trio.Event)  # it gets no more calls
+    calls: int = 0
+    busy: bool = False
+    received: bytearray = field(default_factory=bytearray)
 
+    async def receive_line(self, limit: int) -> bytes:
+        """Its next line. Raises EOFError if it closes the channel, BadAnswer above `limit` bytes."""
+        assert self.process.channel is not None
+        while (end := self.received.find(b"\n")) < 0:
+            part = await self.process.channel.receive_some(1 << 16)
+            if not part:
+                raise EOFError
+            self.received += part
+            if not self.received.startswith(b"{"):
+                raise BadAnswer("an answer that is none")
+            if len(self.received) > limit:
+                raise BadAnswer(f"an answer of more than output_bytes={limit}")
+        line = bytes(self.received[:end])
+        del self.received[: end + 1]
+        return line
 
-def make_request(function: NamedFunction, samples: tuple[Sample, ...] | None, where: str) -> Request:
-    """The request to call a function; without samples, only to load it."""
-    request_id = secrets.token_hex(16)
-    frame = encode_request(
-        request_id=request_id,
-        name=function.name,
-        base_dir=function.base_dir,
-        role=function.role,
-        combine=function.combine,
-        where=where,
-        samples=samples,
-    )
-    return Request(request_id, frame, None if samples is None else len(samples), where)
+    def has_unread(self) -> bool:
+        """Whether there are bytes that no request asked for."""
+        assert self.process.channel is not None
+        count = array.array("i", [0])
+        fcntl.ioctl(self.process.channel.socket.fileno(), termios.FIONREAD, count)
+        return count[0] > 0 or bool(self.received)
 
 
 @asynccontextmanager
@@ -113,60 +111,42 @@ async def open_reward_workers(
 
     `timeout_s` of one call, from when its worker has it; `memory_bytes` that a worker, and each process that
     it starts, may allocate; `output_bytes` that a call may print, and that its answer may have. Raises
-    ConfigError for a limit that makes no sense, RewardCrashed if the processes cannot be started.
+    RewardCrashed if the processes cannot be started.
     """
-    _check_limits(count=count, timeout_s=timeout_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
-    workers = RewardWorkers(
-        count=count, timeout_s=timeout_s, memory_bytes=memory_bytes, output_bytes=output_bytes
-    )
+    if count < 1:
+        raise ConfigError(f"count={count} reward workers; there must be at least 1")
+    workers = RewardWorkers(timeout_s=timeout_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
     failure: Exception | None = None
     async with trio.open_nursery() as nursery:
         try:
-            await nursery.start(workers._run)
+            await nursery.start(workers._keep_worker)
+            for _ in range(count - 1):
+                nursery.start_soon(workers._keep_worker)
             yield workers
         except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
             failure = error
         finally:
-            workers._close()
+            workers._free.close()
             nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
 
 
-def _check_limits(*, count: int, timeout_s: float, memory_bytes: int, output_bytes: int) -> None:
-    if count < 1:
-        raise ConfigError(f"count={count} reward workers; there must be at least 1")
-    if not timeout_s > 0:
-        raise ConfigError(f"timeout_s={timeout_s} of the reward workers must be above 0")
-    for name, value, least in (
-        ("memory_bytes", memory_bytes, LEAST_MEMORY_BYTES),
-        ("output_bytes", output_bytes, LEAST_OUTPUT_BYTES),
-    ):
-        if value < least:
-            raise ConfigError(
-                f"{name}={value} of the reward workers is too little; it must be at least {least}"
-            )
-
-
 class RewardWorkers:
     """Worker processes that call reward functions by name. Made by open_reward_workers."""
 
-    def __init__(self, *, count: int, timeout_s: float, memory_bytes: int, output_bytes: int) -> None:
-        self._count = count
+    def __init__(self, *, timeout_s: float, memory_bytes: int, output_bytes: int) -> None:
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._output_bytes = output_bytes
-        self._guard: GuardClient | None = None
         self._offer, self._free = trio.open_memory_channel[Worker](math.inf)
         self._counters = dict.fromkeys(
-            ("calls", "failed", "timeouts", "crashes", "retired", "workers_started", "guards_started"), 0
+            ("calls", "failed", "timeouts", "crashes", "retired", "workers_started"), 0
         )
-        self._digests: dict[
-            str, str
-        ] = {}  # path of a file with functions: that of the first worker that imported it
+        # SHA-256 of each file with functions, as the first worker that imported it saw it
+        self._digests: dict[str, str] = {}
         self._waiting = 0
         self._busy = 0
-        self._closed = False
 
     def reward(self, name: str, base_dir: Path, *, combine: str = "") -> RewardFn:
         """An async reward function that calls the plain function which `name` means, in a worker. It raises
@@ -178,9 +158,8 @@ class RewardWorkers:
         function = NamedFunction(name, str(base_dir.resolve()), "reward", combine)
 
         async def call(sample: Sample) -> RewardResult:
-            (result,) = await self._call(
-                function, (sample,), f"reward function {function.short_name} on sample {sample.id}"
-            )
+            where = f"reward function {function.short_name} on sample {sample.id}"
+            (result,) = await self._call(function, (sample,), where)
             return result
 
         return _dress(call, function)
@@ -196,8 +175,8 @@ class RewardWorkers:
         return _dress(call, function)
 
     def statistics(self) -> Mapping[str, float]:
-        """Totals since the start (calls, failed, timeouts, crashes, retired, workers_started, guards_started)
-        and busy and waiting calls now.
+        """Totals since the start (calls, failed, timeouts, crashes, retired, workers_started) and busy and
+        waiting calls now.
 
         retired: workers that answered but were replaced, since their call had left something behind.
         """
@@ -208,229 +187,196 @@ class RewardWorkers:
     async def _call(
         self, function: NamedFunction, samples: tuple[Sample, ...], where: str
     ) -> tuple[RewardResult, ...]:
+        request_id = secrets.token_hex(16)
+        records = [encode_sample(sample) for sample in samples]
+        request = encode_request({"id": request_id, **asdict(function), "where": where, "samples": records})
         self._counters["calls"] += 1
+        worker = await self._take_worker(where)
+        self._busy += 1
+        fit = False
         try:
-            return await self._call_somewhere(function, samples, where)
+            worker.calls, worker.busy = worker.calls + 1, True
+            worker.process.forget_output()
+            answer = await self._exchange(worker, request, request_id, len(samples), where)
+            if answer.unfit:
+                self._counters["retired"] += 1
+            fit = not answer.unfit
+            if answer.raised is not None:
+                message = _with_output(f"{where} raised {answer.raised}", worker)
+                raise UserFunctionError(message) from RaisedInWorker(answer.raised, answer.traceback)
+            if answer.refused is not None:
+                raise UserFunctionError(_with_output(answer.refused, worker))
+            assert answer.rewards is not None
+            return tuple(answer.rewards)
         except UserFunctionError as error:
             self._counters["failed"] += 1
             self._counters["timeouts"] += isinstance(error, RewardTimeout)
             self._counters["crashes"] += isinstance(error, RewardCrashed)
             raise
-
-    async def _call_somewhere(
-        self, function: NamedFunction, samples: tuple[Sample, ...], where: str
-    ) -> tuple[RewardResult, ...]:
-        request = make_request(function, samples, where)  # before there is a worker to keep
-        worker, guard = await self._take_worker(where)
-        self._busy += 1
-        try:
-            if function not in worker.loaded:
-                late = (
-                    f"{where} took longer than {LOAD_TIMEOUT_S:g} s to import; do less when the module is"
-                    " imported"
-                )
-                answer = await self._exchange(
-                    guard, worker, make_request(function, None, where), timeout_s=LOAD_TIMEOUT_S, late=late
-                )
-                if isinstance(answer, Refused):
-                    raise UserFunctionError(_with_output(answer.message, worker))
-                self._check_files(answer, guard, worker, where)
-                worker.loaded.add(function)
-            late = (
-                f"{where} took longer than {self._timeout_s:g} s; make it faster or raise"
-                " rl.rollout.reward_timeout_s"
-            )
-            answer = await self._exchange(guard, worker, request, timeout_s=self._timeout_s, late=late)
-            return _unpack(answer, where, worker)
         finally:
             self._busy -= 1
-            if not worker.dropped.is_set():
+            worker.busy = False
+            if fit and not worker.process.has_ended:
                 self._offer.send_nowait(worker)
+            else:
+                worker.dropped.set()
 
-    def _check_files(self, answer: Answer, guard: GuardClient, worker: Worker, where: str) -> None:
-        assert isinstance(answer, Loaded), answer
-        for path, digest in answer.digests.items():
+    async def _take_worker(self, where: str) -> Worker:
+        """A worker that is alive and has sent nothing that the next call would take for its answer."""
+        self._waiting += 1
+        try:
+            while True:
+                worker = await self._free.receive()
+                if worker.dropped.is_set():
+                    continue
+                if not worker.has_unread():
+                    return worker
+                self._counters["retired"] += 1
+                worker.dropped.set()
+        except trio.ClosedResourceError:
+            raise RewardCrashed(f"{where} was called after the reward workers had been closed") from None
+        finally:
+            self._waiting -= 1
+
+    async def _exchange(
+        self, worker: Worker, request: bytes, request_id: str, count: int, where: str
+    ) -> Answer:
+        """The worker's last answer to a request. Raises RewardTimeout, RewardCrashed, UserFunctionError."""
+        late = f"{LOAD_TIMEOUT_S:g} s to import; do less when the module is imported"
+        try:
+            with trio.move_on_after(LOAD_TIMEOUT_S) as limit:
+                assert worker.process.channel is not None
+                await worker.process.channel.send_all(request)
+                answer = parse_answer(
+                    await worker.receive_line(self._output_bytes), request_id=request_id, count=None
+                )
+                if answer.files is not None:
+                    self._check_files(answer.files, where)
+                    limit.deadline = trio.current_time() + self._timeout_s
+                    late = f"{self._timeout_s:g} s; make it faster or raise rl.rollout.reward_timeout_s"
+                    answer = parse_answer(
+                        await worker.receive_line(self._output_bytes), request_id=request_id, count=count
+                    )
+                worker.process.read_output()
+                if worker.process.printed_too_much:
+                    raise RewardCrashed(_with_output(f"{where} {self._too_much}", worker))
+                if worker.has_unread():
+                    raise BadAnswer(
+                        "more than one answer (did it write to file descriptor 3, which is the worker's?)"
+                    )
+                if answer.crashed is not None:
+                    raise RewardCrashed(_with_output(f"{where} {answer.crashed}", worker))
+                return answer
+            worker.process.read_output()
+            raise RewardTimeout(_with_output(f"{where} took longer than {late}", worker))
+        except BadAnswer as error:
+            raise RewardCrashed(_with_output(f"{where} gave {error}", worker)) from error
+        except (OSError, EOFError, trio.BrokenResourceError, trio.ClosedResourceError):
+            reason = await self._describe_end(worker.process)
+            raise RewardCrashed(_with_output(f"{where} {reason}", worker)) from None
+
+    def _check_files(self, files: Mapping[str, str], where: str) -> None:
+        for path, digest in files.items():
             if self._digests.setdefault(path, digest) != digest:
-                self._retire(guard, worker)
                 raise UserFunctionError(
                     f"{where} cannot be called: {path} was changed during the run, and workers that began"
                     " earlier have the old one; put it back, or stop and go on with --resume to take the"
                     " new one"
                 )
 
-    async def _take_worker(self, where: str) -> tuple[Worker, GuardClient]:
-        self._waiting += 1
-        try:
-            while not self._is_fit(worker := await self._free.receive()):
-                pass
-        except trio.ClosedResourceError:
-            raise RewardCrashed(f"{where} was called after the reward workers had been closed") from None
-        finally:
-            self._waiting -= 1
-        assert self._guard is not None, "a worker without a guard"
-        return worker, self._guard
+    async def _describe_end(self, process: Process) -> str:
+        """Why a worker closed its channel; nothing of it is left then."""
+        with trio.move_on_after(END_S):
+            await process.wait_ended()
+        closed = not process.has_ended
+        process.kill()
+        code = await process.wait_ended()
+        process.read_output()
+        if process.printed_too_much:
+            return self._too_much
+        if closed or code == EXIT_LOST_CHANNEL:
+            return "closed its channel, file descriptor 3, over which the worker answers"
+        if code is None:
+            return f"lost its worker, which {process.describe_end()}"
+        if code >= 0:
+            return f"ended its process with exit code {code}"
+        hint = " (the system does that when memory runs out)" if -code == signal.SIGKILL else ""
+        return f"died by {describe_signal(-code)}{hint}"
 
-    def _is_fit(self, worker: Worker) -> bool:
-        """Whether a worker that is free can be called: it lives, and a call before has not left bytes that
-        the next one would take for its answer.
-        """
-        if worker.dropped.is_set():
-            return False
-        if not worker.has_unread():
-            return True
-        assert self._guard is not None, "a worker without a guard"
-        self._retire(self._guard, worker)
-        return False
-
-    def _retire(self, guard: GuardClient, worker: Worker) -> None:
-        self._counters["retired"] += 1
-        guard.kill(worker)
-
-    async def _exchange(
-        self, guard: GuardClient, worker: Worker, request: Request, *, timeout_s: float, late: str
-    ) -> Answer:
-        """The worker's answer. The worker is killed unless it gave one and is fit for more.
-
-        Raises RewardTimeout and RewardCrashed.
-        """
-        fit, where = False, request.where
-        try:
-            worker.begin_call()
-            with trio.move_on_after(timeout_s):
-                if worker.has_unread():  # from its import
-                    raise BadAnswer("an answer to no request")
-                body = await self._ask(worker, request.frame)
-                if body is None:
-                    raise RewardCrashed(
-                        _with_output(f"{where} {await self._tell_end(guard, worker)}", worker)
-                    )
-                reply = parse_reply(body, count=request.count, request_id=request.id)
-                answer = reply.answer
-                worker.drain()
-                self._check_output(worker, where)
-                if isinstance(answer, Crashed):
-                    raise RewardCrashed(_with_output(f"{where} {answer.reason}", worker))
-                if reply.unfit:
-                    self._retire(guard, worker)
-                fit = True
-                return answer
-            worker.drain()
-            raise RewardTimeout(_with_output(late, worker))
-        except BadAnswer as error:
-            raise RewardCrashed(_with_output(f"{where} gave {error}", worker)) from error
-        finally:
-            if not fit:
-                guard.kill(worker)
-
-    async def _ask(self, worker: Worker, frame: bytes) -> bytes | None:
-        try:
-            await trio.SocketStream(worker.channel).send_all(frame)
-            return await worker.receive_frame(self._output_bytes)
-        except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
-            return None
-
-    async def _tell_end(self, guard: GuardClient, worker: Worker) -> str:
-        end = await guard.wait_ended(worker)
-        if worker.too_much_output:
-            return self._too_much()
-        if end is not None:
-            return describe_end(end)
-        return (
-            "was lost: the"
-            f" {'reward workers were closed' if self._closed else 'guard of the reward workers was killed'}"
-        )
-
-    def _check_output(self, worker: Worker, where: str) -> None:
-        if worker.too_much_output:
-            raise RewardCrashed(_with_output(f"{where} {self._too_much()}", worker))
-
+    @property
     def _too_much(self) -> str:
         return f"printed more than output_bytes={self._output_bytes}"
 
     # --- the workers ---
 
-    async def _run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Guards, one after the other: the next when one was killed. Ends by cancellation."""
-        started = False
-        while True:
-            async with open_guard(memory_bytes=self._memory_bytes, output_limit=self._output_bytes) as guard:
-                self._guard = guard
-                self._counters["guards_started"] += 1
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(guard.write_commands)
-                    for _ in range(self._count):
-                        nursery.start_soon(self._keep_slot, guard, nursery)
-                    if not started:
-                        task_status.started()
-                        started = True
-                    await guard.read_events()
-                    nursery.cancel_scope.cancel()
-
-    async def _keep_slot(self, guard: GuardClient, slots: trio.Nursery) -> None:
-        """One worker's life, and the start of the next one's when it is dropped."""
-        async with guard.spawn() as worker, trio.open_nursery() as nursery:
-            await worker.born.wait()
-            self._counters["workers_started"] += 1
-            nursery.start_soon(self._watch_output, guard, worker)
-            if (
-                worker.pid > 0 and not self._closed
-            ):  # one that is born while the context is being left is offered to nobody
-                self._offer.send_nowait(worker)
-            await worker.dropped.wait()
-            if worker.calls == 0:
-                await trio.sleep(BACK_OFF_S)
-            slots.start_soon(self._keep_slot, guard, slots)
-            await worker.ended.wait()
-            nursery.cancel_scope.cancel()
-
-    async def _watch_output(self, guard: GuardClient, worker: Worker) -> None:
-        """Takes what is printed, so that nobody waits for a full pipe, and kills the worker when it is too
-        much.
+    async def _keep_worker(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Workers, one after the other: the next when one was dropped. Ends by cancellation. Raises
+        RewardCrashed if none can be started.
         """
-        more = True
-        while more:
-            await trio.lowlevel.wait_readable(worker.output_fd)
-            more = worker.drain()
-            if worker.too_much_output:
-                guard.kill(worker)
-                return
+        argv = [sys.executable, "-P", "-m", "rollouts.rewards.worker", os.environ.get("PYTHONPATH", "")]
+        tries = 0
+        while True:
+            try:
+                async with open_process(
+                    argv,
+                    env=make_environment(),
+                    output_bytes=self._output_bytes,
+                    memory_bytes=self._memory_bytes,
+                    with_channel=True,
+                    subreaper=True,
+                ) as process:
+                    await process.wait_started()
+                    if process.pid:
+                        tries = 0
+                        task_status.started()
+                        task_status = trio.TASK_STATUS_IGNORED
+                        await self._offer_worker(Worker(process))
+                        continue
+                    reason = process.describe_end()
+            except OSError as error:
+                reason = f"did not start: {error}"
+            tries += 1
+            if tries >= START_TRIES:
+                raise RewardCrashed(f"a process for reward functions {reason}")
+            await trio.sleep(BACK_OFF_S)
 
-    def _close(self) -> None:
-        self._closed = True
-        self._free.close()
+    async def _offer_worker(self, worker: Worker) -> None:
+        """Offers a worker to calls until it is dropped."""
+        self._counters["workers_started"] += 1
+        async with trio.open_nursery() as nursery:
+
+            async def watch_output() -> None:
+                await worker.process.wait_printed_too_much()
+                worker.process.kill()
+
+            async def watch_end() -> None:
+                await worker.process.wait_ended()
+                if not worker.busy:  # otherwise the call says how it ended
+                    worker.dropped.set()
+
+            nursery.start_soon(watch_output)
+            nursery.start_soon(watch_end)
+            self._offer.send_nowait(worker)
+            await worker.dropped.wait()
+            nursery.cancel_scope.cancel()
+        if not worker.calls:
+            await trio.sleep(BACK_OFF_S)
 
 
-# --- words --------------------------------------------------------------------------------------------------
-
-
-def describe_end(end: End) -> str:
-    """How a worker ended, as the rest of a sentence that began with the function."""
-    code = os.waitstatus_to_exitcode(end.status)
-    if end.killed or code == EXIT_LOST_CHANNEL:
-        return "closed its channel without an answer (did it close file descriptors that are not its own?)"
-    if code >= 0:
-        return f"ended its process with exit code {code}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-    hint = " (the system does that when memory runs out)" if -code == signal.SIGKILL else ""
-    return f"died by {name}{hint}"
-
-
-def _unpack(answer: Answer, where: str, worker: Worker) -> tuple[RewardResult, ...]:
-    if isinstance(answer, Rewards):
-        return answer.results
-    if isinstance(answer, Raised):
-        message = _with_output(f"{where} raised {answer.message}", worker)
-        raise UserFunctionError(message) from RaisedInWorker(answer.message, answer.traceback_text)
-    assert isinstance(answer, Refused), answer
-    raise UserFunctionError(_with_output(answer.message, worker))
+def make_environment() -> dict[str, str]:
+    """The trainer's environment without what looks like a secret, with its import path, and one thread per
+    numerical library.
+    """
+    kept = {name: value for name, value in os.environ.items() if not SECRET_NAMES.search(name)}
+    path = [str(Path(entry).resolve()) for entry in sys.path]  # '' is the working directory
+    return {**kept, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _with_output(message: str, worker: Worker) -> str:
-    text = worker.tail.decode(errors="replace").strip()
+    text = worker.process.read_tail().strip()
     fatal = text.find(FATAL)
-    text = (
-        text[-TAIL_CHARS:] if fatal < 0 else text[fatal : fatal + TAIL_CHARS]
-    )  # where it died stands at the beginning
+    # where it died stands at the beginning of the report of faulthandler
+    text = text[-TAIL_CHARS:] if fatal < 0 else text[fatal : fatal + TAIL_CHARS]
     return f"{message}; the last it printed: {text!r}" if text else message
 
 

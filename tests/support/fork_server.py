@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollouts.rewards.worker_os import adopt_orphans, die_with_parent
+from rollouts.processes.guard import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, prctl
 
 DRAIN_S = 10.0  # for descendants of a program that has ended to end too
 END_S = 30.0  # for the others of a process that has failed, from SIGTERM to SIGKILL: what torchrun gives them
@@ -170,7 +170,7 @@ def main() -> None:
         importlib.import_module(name)
     program = getattr(importlib.import_module(module), function)
     assert threading.active_count() == 1, "an import started a thread; forking is not sound"
-    adopt_orphans()
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     with os.fdopen(os.dup(1), "w") as replies:
         os.dup2(2, 1)  # what the program prints by mistake is no reply
@@ -233,7 +233,9 @@ def _become(program: Any, request: Mapping[str, Any], environ: Mapping[str, str]
     """In the child: the program, and then the end."""
     code = 1
     try:
-        die_with_parent(server)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:  # it ended before we asked
+            os._exit(0)
         output, errors = (
             os.open(request[name], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             for name in ("output", "errors")

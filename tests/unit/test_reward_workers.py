@@ -4,11 +4,9 @@ sample fails.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,31 +24,16 @@ import trio
 from rollouts.advantages import compute_group_advantages
 from rollouts.config.schema import RolloutConfig
 from rollouts.data.data_buffer import DataBuffer
-from rollouts.errors import ConfigError, RewardCrashed, RewardTimeout, UserFunctionError
+from rollouts.errors import RewardCrashed, RewardTimeout, UserFunctionError
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.generation.group import classify_reward_error, fail_sample
 from rollouts.preflight.functions import weigh
+from rollouts.rewards import workers as workers_module
 from rollouts.rewards.call import call_group_reward, call_reward
 from rollouts.rewards.check import function_name
-from rollouts.rewards.worker_messages import (
-    BadAnswer,
-    Crashed,
-    Loaded,
-    Raised,
-    RaisedInWorker,
-    Refused,
-    Reply,
-    Rewards,
-    decode_frame,
-    decode_sample,
-    encode_answer,
-    encode_frame,
-    encode_sample,
-    parse_reply,
-)
-from rollouts.rewards.worker_pool import make_environment
-from rollouts.rewards.workers import RewardWorkers, open_reward_workers
+from rollouts.rewards.worker_messages import BadAnswer, RaisedInWorker, parse_answer
+from rollouts.rewards.workers import RewardWorkers, make_environment, open_reward_workers
 from rollouts.testing.fakes import FAKE_END, FakeTokenizer, ScriptedEngine, ScriptedReply
 from rollouts.types import RewardResult, Sample, SamplingParams, Status
 
@@ -66,15 +49,15 @@ CRASHES = [
     ("os_exit", "ended its process with exit code 4; the last it printed: 'bye'"),
     ("prints", "printed more than output_bytes=65536; the last it printed: 'xxx"),
     ("prints_a_little_too_much", "printed more than output_bytes=65536"),
-    ("long_name", "gave an answer of 1000000[0-9]+ bytes, more than the 65536 of output_bytes"),
+    ("long_name", "gave an answer of more than output_bytes=65536"),
     ("closes_files", "closed its channel"),
     ("daemon", "left a process running"),
     ("leaves_child", "left a process running"),
     ("forks_for_ever", "left a process running"),
-    ("kills_guard", "the guard of the reward workers was killed"),
-    ("forges", "which is not the worker but one that it started"),
-    ("writes_nonsense", "gave an answer of 4294967"),
-    ("answers_itself", "gave (an answer to no request|more than one answer)"),
+    ("kills_guard", "lost its worker, which was killed with its guard"),
+    ("forges", "gave an answer that is none"),
+    ("writes_nonsense", "gave an answer that is none"),
+    ("answers_itself", "gave an answer that is none"),
 ]
 TIMEOUTS = ["loop", "sleep", "ignores_term", "own_session"]
 RAISED = [
@@ -266,7 +249,7 @@ async def test_every_hostile_function_fails_its_own_sample_only():
         for _ in range(200):
             assert (await call_reward(good, SAMPLE)).reward == 3.0
         assert workers.statistics()["crashes"] == len(CRASHES)
-        await wait_until(lambda: len(descendants()) == 3)  # the guard and two workers
+        await wait_until(lambda: len(descendants()) == 6)  # two workers, each with two guards
 
 
 async def test_functions_that_do_not_end_are_killed_with_all_that_they_started():
@@ -278,7 +261,7 @@ async def test_functions_that_do_not_end_are_killed_with_all_that_they_started()
                 await call_reward(named(workers, name), SAMPLE, timeout_s=0.0)
             assert classify_reward_error(caught.value) == "reward_timeout"
         assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0
-        await wait_until(lambda: len(descendants()) == 2)
+        await wait_until(lambda: len(descendants()) == 3)
         assert workers.statistics()["timeouts"] == len(TIMEOUTS)
 
 
@@ -305,7 +288,7 @@ async def test_a_cancelled_call_kills_its_worker():
             await call_reward(named(workers, "own_session"), SAMPLE)
         assert scope.cancelled_caught
         assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0
-        await wait_until(lambda: before not in processes() and len(descendants()) == 2)
+        await wait_until(lambda: before not in processes() and len(descendants()) == 3)
 
 
 async def test_a_call_after_closing_says_so():
@@ -315,59 +298,10 @@ async def test_a_call_after_closing_says_so():
         await call_reward(reward, SAMPLE)
 
 
-async def test_the_guard_has_one_thread():
-    """The kernel kills a worker when the thread that forked it ends, and forking a process with several
-    threads may hang its child.
-    """
-    async with open_workers() as workers:
-        await call_reward(named(workers, "good"), SAMPLE)
-        parents = processes()
-        (guard,) = [pid for pid in descendants() if parents[pid] == os.getpid()]
-        assert len(list(Path(f"/proc/{guard}/task").iterdir())) == 1
-
-
-def test_a_guard_ends_without_a_word_when_warnings_are_shown():
-    ours, theirs = socket.socketpair()
-    settings = {"control_fd": theirs.fileno(), "memory_bytes": 1 << 30, "python_path": None}
-    command = [sys.executable, "-X", "dev", "-m", "rollouts.rewards.worker_guard", json.dumps(settings)]
-    process = subprocess.Popen(
-        command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    theirs.close()
-    with ours:
-        assert ours.recv(1) == b"h", "it came up"
-    _, said = process.communicate(timeout=120)
-    assert (process.returncode, said) == (0, "")
-
-
-async def test_a_guard_that_is_killed_takes_its_workers_along_and_is_replaced():
-    async with open_workers(count=2) as workers:
-        ended: list[str] = []
-
-        async def loop() -> None:
-            with pytest.raises(RewardCrashed, match="guard of the reward workers was killed") as caught:
-                await call_reward(named(workers, "loop"), SAMPLE)
-            ended.append(str(caught.value))
-
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(loop)
-            nursery.start_soon(loop)
-            await trio.sleep(0.3)
-            parents = processes()
-            before = descendants()
-            (guard,) = [pid for pid in before if parents[pid] == os.getpid()]
-            os.kill(guard, signal.SIGKILL)
-        assert len(ended) == 2
-        assert (await call_reward(named(workers, "good"), SAMPLE)).reward == 3.0
-        await wait_until(lambda: len(descendants()) == 3 and not before & set(processes()))
-        assert workers.statistics()["guards_started"] == 2
-
-
 async def test_workers_that_cannot_start_say_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers_module, "BACK_OFF_S", 0.001)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(
-        RewardCrashed, match=r"the guard of the reward workers did not start \(it ended with 1\)"
-    ):
+    with pytest.raises(RewardCrashed, match="a process for reward functions was killed with its guard"):
         async with open_workers():
             raise AssertionError("opened")
 
@@ -378,26 +312,12 @@ async def test_an_exception_of_the_body_leaves_as_it_is():
             raise KeyError("mine")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"count": 0}, "count=0 reward workers; there must be at least 1"),
-        ({"timeout_s": 0.0}, "timeout_s=0.0 of the reward workers must be above 0"),
-        ({"output_bytes": 1}, "output_bytes=1 of the reward workers is too little"),
-    ],
-)
-async def test_limits_that_make_no_sense_are_refused(options: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
-        async with open_workers(**options):
-            pass
-
-
 # --- one call and the next ---
 
 
 async def test_a_function_that_writes_an_answer_itself_does_not_shift_the_answers_of_later_samples():
     async with open_workers() as workers:
-        with pytest.raises(RewardCrashed, match=r"an answer to no request|more than one answer"):
+        with pytest.raises(RewardCrashed, match="an answer that is none"):
             await call_reward(named(workers, "answers_itself"), SAMPLE)
         for response in ("a", "ab", "abcd"):
             assert (
@@ -431,9 +351,10 @@ async def test_bytes_that_wait_before_a_call_cost_the_worker_and_not_the_sample(
 @pytest.mark.parametrize(
     "name",
     [
-        "changes_directory", "sets_umask", "leaves_alarm", "sets_handler", "sets_environment", "lowers_limit", "leaves_thread", "replaces_stdout",
+        *("changes_directory", "sets_umask", "leaves_alarm", "sets_handler", "sets_environment"),
+        *("lowers_limit", "leaves_thread", "replaces_stdout"),
     ],
-)  # fmt: skip
+)
 async def test_what_a_call_leaves_behind_does_not_reach_the_next_sample(name: str):
     async with open_workers() as workers:
         before = (await call_reward(named(workers, "shows_process"), SAMPLE)).note
@@ -553,7 +474,7 @@ async def test_the_record_of_a_failure_has_the_workers_traceback():
     assert 'hostile_rewards.py", line' in failure["traceback"] and failure["traceback"].endswith(
         "KeyError: 'gold'\n"
     )
-    assert "worker_process" not in failure["traceback"]
+    assert "rewards/worker" not in failure["traceback"]
 
 
 async def test_advantages_are_those_of_the_samples_that_did_not_fail():
@@ -596,11 +517,13 @@ from rollouts.rewards.workers import open_reward_workers
 from rollouts.types import Sample
 
 async def main():
-    async with open_reward_workers(count=2, timeout_s=1000, memory_bytes=1 << 30) as workers, trio.open_nursery() as nursery:
-        nursery.start_soon(workers.reward("hostile_rewards.py:own_session", Path(sys.argv[1])), Sample(id="a", prompt="p"))
-        await workers.reward("hostile_rewards.py:good", Path(sys.argv[1]))(Sample(id="b", prompt="p"))
-        await trio.to_thread.run_sync(lambda: print("up", flush=True))
-        await trio.sleep_forever()
+    here, sample = Path(sys.argv[1]), Sample(id="a", prompt="p")
+    async with open_reward_workers(count=2, timeout_s=1000, memory_bytes=1 << 30) as workers:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(workers.reward("hostile_rewards.py:own_session", here), sample)
+            await workers.reward("hostile_rewards.py:good", here)(sample)
+            print("up", flush=True)
+            await trio.sleep_forever()
 
 trio.run(main)
 """
@@ -611,9 +534,9 @@ def test_no_process_survives_a_trainer_that_is_killed():
     try:
         assert trainer.stdout is not None and trainer.stdout.readline() == "up\n"
         deadline = time.monotonic() + 10
-        while len(below := descendants(trainer.pid)) < 4 and time.monotonic() < deadline:
+        while len(below := descendants(trainer.pid)) < 7 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(below) == 4, "a guard, two workers and what a function started in a session of its own"
+        assert len(below) == 7, "two workers, each with two guards, and what a function started"
     finally:
         trainer.send_signal(signal.SIGKILL)
         trainer.wait()
@@ -635,69 +558,25 @@ def state_of(pid: int) -> str:
 
 # --- messages ---
 
-
-def test_samples_cross_as_they_are():
-    sample = Sample(
-        id="s",
-        prompt="p",
-        tokens=[1, 2**40],
-        rollout_log_probs=[-0.1, 0],
-        weight_versions=[3, -1],
-        reward=0.5,
-        rewards={"a": 0.5},
-        group_index=4,
-    )
-    back = decode_sample(json.loads(json.dumps(encode_sample(sample))))
-    for name in ("tokens", "loss_mask", "rollout_log_probs", "weight_versions"):
-        np.testing.assert_array_equal(getattr(back, name), getattr(sample, name))
-        assert getattr(back, name).dtype == getattr(sample, name).dtype
-    assert (back.id, back.reward, back.rewards, back.group_index, back.status) == (
-        "s",
-        0.5,
-        {"a": 0.5},
-        4,
-        Status.PENDING,
-    )
+GOOD = b'{"id":"r1","rewards":[{"reward":1,"parts":{"a":2.5},"note":"n"}]}'
 
 
-@pytest.mark.parametrize(
-    ("answer", "count"),
-    [
-        (Rewards((RewardResult(1.0, {"a": 1.0}, "n"), RewardResult(0.0))), 2),
-        (Raised("KeyError: 'a'", "Traceback"), 1),
-        (Refused("no"), None),
-        (Crashed("forked"), 1),
-        (Loaded({"r.py": "ab12"}), None),
-    ],
-)
-def test_answers_cross_as_they_are(answer, count: int | None):
-    frame = encode_answer(answer, request_id="r1", unfit="a running thread")
-    assert parse_reply(frame[4:], count=count, request_id="r1") == Reply(answer, "a running thread")
+def test_an_answer_is_parsed():
+    assert parse_answer(GOOD, request_id="r1", count=1).rewards == [RewardResult(1.0, {"a": 2.5}, "n")]
+    loaded = parse_answer(b'{"id":"r1","files":{"r.py":"ab"}}', request_id="r1", count=None)
+    assert loaded.files == {"r.py": "ab"}
 
 
-def test_an_answer_to_another_request_is_none():
-    frame = encode_answer(Rewards((RewardResult(1.0),)), request_id="r1")
-    with pytest.raises(BadAnswer, match="an answer to no request"):
-        parse_reply(frame[4:], count=1, request_id="r2")
+NO_ANSWERS = [
+    *(b"", b"\xff", b"[" * 100_000, b"1" * 5000, b"[]", b"{}", b'{"id":"r1"}', b'{"id":"r1","rewards":[]}'),
+    *(b'{"id":"r1","raised":1}', b'{"id":"r1","files":{}}', GOOD[:-1] + b',"crashed":"x"}'),
+    *(GOOD.replace(b":1,", b) for b in (b":NaN,", b":1e999,", b':"1",', b":true,")),
+    *(GOOD.replace(b"2.5", b"null"), GOOD.replace(b'"n"', b"7"), GOOD.replace(b'{"a":2.5}', b"[]")),
+    *(GOOD.replace(b"[{", b"[{},{"), GOOD.replace(b"r1", b"r2")),
+]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"", b"\xff", b"[" * 100_000, b"1" * 5000, b"[]", b"{}", b'{"rewards":[]}', b'{"rewards":{"0":1}}', b'{"rewards":[[NaN,{},null]]}',
-        b'{"rewards":[[1e999,{},null]]}', b'{"rewards":[["1",{},null]]}', b'{"rewards":[[true,{},null]]}', b'{"rewards":[[1,{"a":null},null]]}',
-        b'{"rewards":[[1,[],null]]}', b'{"rewards":[[1,{},7]]}', b'{"rewards":[[1,{}]]}', b'{"raised":1,"traceback":""}', b'{"raised":"x"}',
-        b'{"loaded":true}',
-    ],
-)  # fmt: skip
-def test_bytes_that_are_no_answer_are_a_typed_error(body: bytes):
-    for whole in (body, body.replace(b"{", b'{"id":"r1","unfit":"",', 1)):
-        with pytest.raises(BadAnswer):
-            parse_reply(whole, count=1, request_id="r1")
-
-
-def test_frames_hold_no_nan():
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        encode_frame(math.nan)
+@pytest.mark.parametrize("line", NO_ANSWERS)
+def test_bytes_that_are_no_answer_are_a_typed_error(line: bytes):
     with pytest.raises(BadAnswer):
-        decode_frame(b"NaN")
+        parse_answer(line, request_id="r1", count=1)
