@@ -37,7 +37,6 @@ ADDERS = (  # in the order of --help
     Adder(("init",), "rollouts.cli.settings", "add_init_parser"),
     Adder(("explain",), "rollouts.cli.settings", "add_explain_parser"),
     Adder(("check",), "rollouts.cli.settings", "add_check_parser"),
-    Adder(("doctor",), "rollouts.cli.views", "add_doctor_parser"),
     Adder(("tail",), "rollouts.cli.views", "add_tail_parser"),
     Adder(("inspect", "samples"), "rollouts.inspect.commands", "add_parsers"),
     Adder(("plot",), "rollouts.cli.views", "add_plot_parser"),

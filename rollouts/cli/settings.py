@@ -54,11 +54,12 @@ def add_explain_parser(commands: Any) -> None:
 
 def add_check_parser(commands: Any) -> None:
     """Adds `check`."""
-    what = "what would stop a run, and what it will need, before it starts"
+    what = "what would stop a run and what it will need; of a run directory, whether its files are whole"
     check = commands.add_parser(
         "check", help=what, description=what, epilog=SETTINGS_HELP, allow_abbrev=False
     )
-    check.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    check.add_argument("config", type=Path, metavar="CONFIG | RUN", help="a TOML file, or a run directory")
+    check.add_argument("--deep", action="store_true", help="of a run: read every byte of its checkpoints")
     check.add_argument(
         "--mode", metavar="STAGES", help="the stages to check, joined by + (default: those the config has)"
     )
@@ -111,8 +112,10 @@ def run_explain(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints what was found: 0 if nothing would stop the run, otherwise 2. Raises ConfigError for the config
-    alone.
+    alone, RunDirError for a directory that is no run.
     """
+    if arguments.config.is_dir():
+        return run_check_run(arguments.config, deep=arguments.deep)
     import trio
     from rich.console import Console
 
@@ -122,6 +125,7 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     from rollouts.preflight.findings import print_findings
     from rollouts.preflight.reward_models import check_reward_models
     from rollouts.preflight.run_directory import choose_run_dir
+    from rollouts.preflight.servers import check_servers
     from rollouts.preflight.trial import call_functions
 
     config = load_config(arguments.config, overrides)
@@ -150,10 +154,33 @@ def run_check(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             config.model.device, deterministic=config.deterministic, local_ranks=config.distributed.ranks
         ),
     )
-    findings = [*check_output(config), *run.findings]
+    findings = [*check_output(config), *run.findings, *(check_servers(config.engine) if config.rl else ())]
     if arguments.call:
         findings += trio.run(lambda: call_functions(config, stages, run.rows, base_dir=Path.cwd()))
     return print_findings(findings, Console(width=None if sys.stdout.isatty() else 160, highlight=False))
+
+
+def run_check_run(root: Path, *, deep: bool) -> int:
+    """Prints what is wrong with a run's files, checkpoints and trackers: 0 if nothing is, otherwise 2."""
+    from rich.console import Console
+
+    from rollouts.preflight.findings import Finding, print_findings, reporting
+    from rollouts.preflight.written_run import check_written_run
+    from rollouts.run_dir import RunDir
+    from rollouts.trackers.launch import is_behind, read_left_out
+    from rollouts.trackers.position import check_followable, position_path
+    from rollouts.trackers.sinks import SINKS
+
+    check_followable(RunDir(root))
+    findings = check_written_run(RunDir(root), deep=deep)
+    for name in SINKS:
+        if position_path(root, name).exists():
+            with reporting(findings, f"tracker {name}"):
+                left_out, behind = read_left_out(root, name), is_behind(root, name)
+                state = left_out or ("it does not have all rows yet" if behind else "it has all rows")
+                findings.append(Finding("warning" if left_out or behind else "ok", f"tracker {name}", state))
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    return print_findings(findings, console, good="this run is whole", bad="wrong with this run", end="")
 
 
 def check_output(config: RunConfig) -> list[Finding]:

@@ -1,9 +1,8 @@
-"""The commands `plot`, `tail`, `query` and `doctor`: what they take and what they print."""
+"""The commands `plot`, `tail` and `query`: what they take and what they print."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -156,41 +155,3 @@ def run_query(arguments: argparse.Namespace) -> int:
     else:
         make_console().print(make_answer_table(answer))
     return 0
-
-
-def add_doctor_parser(commands: Any) -> None:
-    """Adds `doctor`."""
-    what = "what could hurt a run on this machine, and what is wrong with one that was made"
-    doctor = commands.add_parser(
-        "doctor",
-        help=what,
-        description=what,
-        epilog="Exit codes: 0 no problem; 1 a problem.",
-        allow_abbrev=False,
-    )
-    doctor.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help="also look at this run")
-    doctor.add_argument(
-        "--config",
-        type=Path,
-        metavar="FILE",
-        help="also look at what this TOML file needs: its directory, its servers",
-    )
-    doctor.add_argument(
-        "--deep", action="store_true", help="read every byte of the checkpoints of RUN and compare the hashes"
-    )
-    doctor.set_defaults(run=run_doctor)
-
-
-def run_doctor(arguments: argparse.Namespace) -> int:
-    """0 if nothing is a problem, else 1. Raises ConfigError for a config, RunDirError for a directory that is
-    no run.
-    """
-    from rollouts.doctor import examine, print_report
-    from rollouts.inspect.commands import make_console
-
-    if arguments.deep and arguments.run_dir is None:
-        raise ConfigError("--deep reads the checkpoints of a run; name one: rollouts doctor RUN --deep")
-    findings = examine(
-        arguments.run_dir, config_path=arguments.config, deep=arguments.deep, environment=os.environ
-    )
-    return print_report(findings, make_console())

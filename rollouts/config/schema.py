@@ -60,8 +60,6 @@ class OutputConfig(Section):
     """fed from the files by processes beside the run: tensorboard, trackio, wandb, mlflow, otlp, statsd,
     prometheus
     """
-    metric_aliases: Literal["none", "trl", "verl", "prime"] = "none"
-    """trackers get metrics under this framework's names too, where it has one"""
 
     @field_validator("trackers")
     @classmethod

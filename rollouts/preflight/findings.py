@@ -35,8 +35,15 @@ def format_findings(findings: Iterable[Finding]) -> str:
     return "".join(f"{_format(finding).plain}\n" for finding in findings)
 
 
-def print_findings(findings: Iterable[Finding], console: Console) -> int:
-    """The exit code: 0 if nothing would stop the run, else 2. Prints the findings and the verdict, in colour
+def print_findings(
+    findings: Iterable[Finding],
+    console: Console,
+    *,
+    good: str = "nothing stands in the way of this run",
+    bad: str = "would stop this run",
+    end: str = "; nothing was trained",
+) -> int:
+    """The exit code: 0 without an error, else 2. Prints the findings and the verdict, in colour
     where the console has it.
     """
     shown = list(findings)
@@ -45,14 +52,8 @@ def print_findings(findings: Iterable[Finding], console: Console) -> int:
     errors = sum(finding.level == "error" for finding in shown)
     warnings = sum(finding.level == "warning" for finding in shown)
     noted = f" ({warnings} warning{'s' if warnings > 1 else ''})" if warnings else ""
-    what = (
-        f"{errors} thing{'s' if errors > 1 else ''} would stop this run"
-        if errors
-        else "nothing stands in the way of this run"
-    )
-    console.print(
-        Text(f"{what}{noted}; nothing was trained", STYLES["error" if errors else "ok"]), soft_wrap=True
-    )
+    what = f"{errors} thing{'s' if errors > 1 else ''} {bad}" if errors else good
+    console.print(Text(f"{what}{noted}{end}", STYLES["error" if errors else "ok"]), soft_wrap=True)
     return 2 if errors else 0
 
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tensorboard.compat.proto.event_pb2 import (
-    Event,
-    SessionLog,
-)  # pyright: ignore[reportAttributeAccessIssue]  (made when it is imported)
+    Event,  # pyright: ignore[reportAttributeAccessIssue]
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -115,7 +115,7 @@ class TensorBoardSink:
             self._sizes[name] = file.tell()
 
     def _choose_file(self, stage: str, time_unix: float) -> str:
-        """A name that sorts after those of the stage's earlier files: TensorBoard reads them in that order."""
+        """A name that sorts after those of the earlier files: TensorBoard reads them in that order."""
         folder = re.sub(r"[^A-Za-z0-9_.-]", "_", stage)
         earlier = sum(name.startswith(f"{folder}/") for name in self._sizes)
         return f"{folder}/events.out.tfevents.{int(time_unix):010d}.{self._owner}.{earlier}"

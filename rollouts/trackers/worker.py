@@ -3,8 +3,8 @@
     files ──► read_batch ──► position: sending ──► sink.send ──► position: taken ──► …
     a failure          ──► the sink is opened anew from the stored position, after a wait that doubles
     rows refused       ──► sent in halves, down to the row at fault: that one is said, counted and left out
-    a sink that hangs  ──► the system's alarm ends the process: a call into a library that blocks can be ended in no other way
-    stdin              ──► a byte: the run is over, end when all is sent; its end: the supervisor is gone, end now
+    a sink that hangs  ──► the system's alarm ends the process: nothing else ends a blocked call
+    stdin              ──► a byte: the run is over; its end: the supervisor is gone, end now
 
 Everything here blocks: the process has nothing else to do.
 """
@@ -82,7 +82,6 @@ class Following:
     kind: SinkKind
     open_sink: Opener
     say: Say
-    add_aliases: Callable[[TrackedRow], TrackedRow]
 
     @property
     def position_path(self) -> Path:
@@ -191,7 +190,7 @@ def send_batch(
         rows, mark = batch.rows[begin:end], None
         try:
             with alarm_after(following.kind.deadline_s):
-                mark = sink.send([following.add_aliases(row) for row in rows])
+                mark = sink.send(rows)
         except RowsRefused as error:
             control.wait(0)
             if len(rows) > 1:
@@ -269,17 +268,6 @@ def read_config(root: Path) -> Mapping[str, Any]:
         return {}
 
 
-def choose_aliases(root: Path) -> Callable[[TrackedRow], TrackedRow]:
-    """Adds to a row what output.metric_aliases asks for; nothing where that is none, or of a later version."""
-    table = read_config(root).get("output", {}).get("metric_aliases", "none")
-    if table == "none":
-        return lambda tracked: tracked
-    from rollouts.metrics.names import ALIASES, find_aliases
-
-    names = ALIASES.get(table, {})
-    return lambda tracked: replace(tracked, aliases=find_aliases(tracked.metrics(), names))
-
-
 @contextmanager
 def holding(path: Path, control: Control, say: Say, *, once: bool) -> Iterator[bool]:
     """One follower of a run for one tracker: waits for another to end, as one that still sends the last rows
@@ -345,9 +333,7 @@ def main(
         print(f"{name}: {text}", file=sys.stderr, flush=True)
 
     control = Control(0)
-    following = Following(
-        root, name, kinds[name], lambda run: open_named(name, run), say, choose_aliases(root)
-    )
+    following = Following(root, name, kinds[name], lambda run: open_named(name, run), say)
     try:
         with holding(root / "trackers" / f"{name}.lock", control, say, once=once) as held:
             return follow(following, control) if held else HELD

@@ -414,8 +414,9 @@ def test_every_setting_of_a_file_has_its_line():
     )
     text += "n = 3\n"
     assert find_lines(text) == {
-        "a": 1, "b": 3, "b.c": 3, "t": 6, "t.x": 7, "t.z": 11, "t.z.p": 11, "r.d.0": 12, "r.d.0.k": 13, "r.d.1": 14, "r.d.1.k": 15,
-        "r.d.1.q": 16, "r.d.1.q.m": 17, "s.0": 18, "s.0.n": 19, "s": 18, "s.n": 19,
+        "a": 1, "b": 3, "b.c": 3, "t": 6, "t.x": 7, "t.z": 11, "t.z.p": 11, "r.d.0": 12, "r.d.0.k": 13,
+        "r.d.1": 14, "r.d.1.k": 15, "r.d.1.q": 16, "r.d.1.q.m": 17, "s.0": 18, "s.0.n": 19, "s": 18,
+        "s.n": 19,
     }  # fmt: skip
 
 
@@ -667,25 +668,25 @@ def test_the_explanation_has_a_line_per_setting_with_its_real_default():
 
 def test_a_part_can_be_explained_alone():
     samples = (
-        "output.samples_per_step  16      rows of samples.jsonl written per step and per evaluation, evenly"
+        "output.samples_per_step  16     rows of samples.jsonl written per step and per evaluation, evenly"
         " spaced over what there is"
     )
     samples += "  (a whole number, at least 0)"
     best = (
-        "output.keep_best         false   with keep_checkpoints: the one that did best on the held-out"
+        "output.keep_best         false  with keep_checkpoints: the one that did best on the held-out"
         " prompts stays too, of those that were"
     )
     best += " evaluated  (true or false)"
     lines = explain_config("output").splitlines()
     assert lines[:6] == [
         "[output]  Where the run writes.",
-        'output.dir               ""      empty: runs/NAME  (text)',
+        'output.dir               ""     empty: runs/NAME  (text)',
         (
-            "output.checkpoint_every  0       steps; 0: only at the end of a stage and when stopped  (a whole"
+            "output.checkpoint_every  0      steps; 0: only at the end of a stage and when stopped  (a whole"
             " number, at least 0)"
         ),
         (
-            "output.keep_checkpoints  0       newest complete checkpoints of a stage that stay; 0: all  (a"
+            "output.keep_checkpoints  0      newest complete checkpoints of a stage that stay; 0: all  (a"
             " whole number, at least 0)"
         ),
         best,
@@ -694,7 +695,6 @@ def test_a_part_can_be_explained_alone():
     assert [line.split()[0] for line in lines[6:]] == [
         "output.token_arrays_gib",
         "output.trackers",
-        "output.metric_aliases",
     ]
     assert "engine.admin_key_env" in explain_config("engine")
     with pytest.raises(KeyError, match="did you mean engine"):

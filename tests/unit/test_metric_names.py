@@ -11,7 +11,7 @@ import trio
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.engines.fleet import Member, open_fleet
 from rollouts.errors import EngineUnreachable
-from rollouts.metrics.names import ALIASES, METRICS, add_aliases, find_aliases, find_metric, make_table
+from rollouts.metrics.names import METRICS, find_metric, make_table
 from rollouts.metrics.record import BARE_NAMES, METRIC_NAME
 from rollouts.types import GenerateRequest, SamplingParams
 from rollouts.weight_sync.open import make_metric_name
@@ -22,7 +22,8 @@ from tests.unit.test_weight_sync import World
 ROOT = Path(__file__).resolve().parents[2]
 LOGGING = (  # where metrics are made, or read by name
     "losses", "loops", "backends", "evaluation", "weight_sync", "reference", "metrics", "inspect",
-    "checkpoints/writer.py", "checkpoints/retention.py", "generation/batch.py", "engines/fleet.py", "advantages.py", "kl_control.py", "replay.py",
+    "checkpoints/writer.py", "checkpoints/retention.py", "generation/batch.py", "engines/fleet.py",
+    "advantages.py", "kl_control.py", "replay.py",
 )  # fmt: skip
 NOT_METRICS = {  # literals of that form that name something else
     "tok/s", "s/step",  # labels of columns
@@ -167,33 +168,3 @@ def test_no_exception_is_left_over():
         for literal in find_literals(path.read_text(encoding="utf-8"))
     }
     assert NOT_METRICS - literals == set()
-
-
-# --- aliases ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("table", ALIASES)
-def test_aliases_are_of_names_that_there_are_and_differ(table: str):
-    names = {metric.name for metric in METRICS}
-    for ours, theirs in ALIASES[table].items():
-        assert ours in names or (find_metric(ours) is not None and "{" not in ours), ours
-        assert ours != theirs
-    assert len(set(ALIASES[table].values())) == len(ALIASES[table])
-
-
-def test_aliases_stand_beside_our_names():
-    row = {
-        "stage": "rl",
-        "step": 3,
-        "reward/mean": 0.5,
-        "reward/part/exact/mean": 0.25,
-        "off_policy/max": 1.0,
-    }
-    assert find_aliases(row, ALIASES["trl"]) == {"reward": 0.5, "rewards/exact/mean": 0.25}
-    assert add_aliases(row, ALIASES["trl"]) == {**row, "reward": 0.5, "rewards/exact/mean": 0.25}
-    assert add_aliases(row, ALIASES["verl"]) == {**row, "critic/score/mean": 0.5}
-
-
-def test_a_name_that_a_row_has_keeps_its_value():
-    row = {"truncated/frac": 0.5, "response_length/clip_ratio": 0.75}
-    assert add_aliases(row, ALIASES["verl"]) == row

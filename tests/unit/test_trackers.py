@@ -13,9 +13,7 @@ import pytest
 from rollouts.cli.settings import check_output
 from rollouts.config.load import load_config
 from rollouts.config.schema import TRACKERS, RunConfig
-from rollouts.doctor.record import examine_trackers
 from rollouts.errors import ConfigError, RunDirError
-from rollouts.run_dir import RunDir
 from rollouts.trackers import commands, sinks
 from rollouts.trackers.launch import check_trackers, describe_catching_up
 from rollouts.trackers.position import (
@@ -32,7 +30,7 @@ from rollouts.trackers.position import (
 )
 from rollouts.trackers.secrets import find_secrets, hide_secrets, remove_secrets
 from rollouts.trackers.sinks import SINKS, TrackedRow
-from rollouts.trackers.worker import choose_aliases, read_config
+from rollouts.trackers.worker import read_config
 from tests.unit.tracker_fakes import FILES, steps
 from tests.unit.tracker_files import BEGAN, append, make_row, make_run
 
@@ -162,19 +160,6 @@ def test_a_torn_last_line_of_a_killed_writer_is_not_unsent(root: Path):
     assert count_unsent(root, FILES, position) == 200_025 + (root / "metrics.1.jsonl").stat().st_size
 
 
-def test_doctor_has_no_advice_for_a_tracker_that_lacks_only_a_torn_line(root: Path):
-    append(root, make_row(1))
-    _, position = read_all(root, Position("id"))
-    path = position_path(root, "statsd")
-    path.parent.mkdir()
-    write_position(path, position)
-    with (root / "metrics.jsonl").open("a") as file:
-        file.write('{"stage": "rl", "st')
-    assert [
-        (finding.level, finding.message) for finding in examine_trackers(RunDir(root), running=False)
-    ] == [("ok", "1 rows sent")]
-
-
 # --- the position -------------------------------------------------------------------------------------------
 
 
@@ -277,13 +262,6 @@ def test_metrics_are_the_numbers_beside_the_head_under_their_stage_where_a_servi
     assert row.staged_metrics() == {"rl/eval/heldout/avg@4": 0.25, "eval_reward": 0.25}
 
 
-def test_rows_get_the_aliases_that_the_config_asks_for(root: Path):
-    add = choose_aliases(root)
-    assert add(TrackedRow("metrics", make_row(2))).aliases == {"loss": 2.0, "reward": 1.0}
-    (root / "config.toml").write_text("[output]\n")
-    assert choose_aliases(root)(TrackedRow("metrics", make_row(2))).aliases == {}
-
-
 def test_settings_that_look_like_secrets_are_left_out(root: Path):
     assert read_config(root)["engine"] == {"env": {"API_KEY": "***"}}
     settings = {
@@ -294,7 +272,8 @@ def test_settings_that_look_like_secrets_are_left_out(root: Path):
         "secret": "",
     }
     assert remove_secrets(settings) == {
-        "max_new_tokens": 7, "keys": "kept", "url": "http://***@host/x", "list": [{"hf_token": "***"}], "secret": ""
+        "max_new_tokens": 7, "keys": "kept", "url": "http://***@host/x", "list": [{"hf_token": "***"}],
+        "secret": "",
     }  # fmt: skip
     assert set(remove_secrets({"PGPASSWORD": "x", "azure_storage_connection_string": "x"}).values()) == {
         "***"

@@ -50,7 +50,7 @@ def make_following(
     root: Path, sink: FakeSink, said: list[str], *, batch_rows: int = 3, confirms_at_close: bool = False
 ) -> Following:
     kind = SinkKind("", FILES, deadline_s=30.0, batch_rows=batch_rows, confirms_at_close=confirms_at_close)
-    return Following(root, "fake", kind, lambda run: sink, said.append, lambda row: row)
+    return Following(root, "fake", kind, lambda run: sink, said.append)
 
 
 def steps(rows: Sequence[TrackedRow]) -> list[object]:

@@ -6,9 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-CONFIG = (
-    'name = "t"\nseed = 1\n[output]\nmetric_aliases = "trl"\n[engine.env]\nAPI_KEY = "planted-in-config"\n'
-)
+CONFIG = 'name = "t"\nseed = 1\n[output]\n[engine.env]\nAPI_KEY = "planted-in-config"\n'
 BEGAN = 1_800_000_000.0
 
 # mode in FAULT: "refuse", "hang", "middle" (half of the rows, then an error), "kill" (after the rows, before

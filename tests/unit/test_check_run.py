@@ -1,0 +1,109 @@
+"""`check RUN` finds damaged rows, checkpoints and trackers; `check CONFIG` asks the servers it names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rollouts.checkpoints.manifest import compute_manifest, write_manifest
+from rollouts.cli import main
+from rollouts.config.schema import EngineConfig
+from rollouts.preflight.servers import check_servers
+from rollouts.preflight.written_run import check_written_run, find_damage
+from rollouts.run_dir import RunDir
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    root = tmp_path / "run"
+    checkpoint = root / "checkpoints/rl/step_2"
+    checkpoint.mkdir(parents=True)
+    rows = [{"stage": "rl", "step": step, "attempt": 1, "time_unix": 1.0} for step in (1, 2)]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (checkpoint / "model.safetensors").write_bytes(b"weights")
+    write_manifest(checkpoint, compute_manifest(checkpoint, stage="rl", step=2))
+    return root
+
+
+def check_levels(root: Path, *, deep: bool = False) -> dict[str, str]:
+    return {finding.subject: finding.level for finding in check_written_run(RunDir(root), deep=deep)}
+
+
+def test_a_torn_line_is_a_warning_and_a_damaged_one_an_error(run: Path):
+    assert check_levels(run, deep=True) == {"metrics.jsonl": "ok", "checkpoints": "ok"}
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"stage": "r')
+    assert check_levels(run)["metrics.jsonl"] == "warning"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n")
+    assert check_levels(run)["metrics.jsonl"] == "error"
+
+
+def test_a_flipped_bit_shows_only_when_every_byte_is_read(run: Path):
+    weights = run / "checkpoints/rl/step_2/model.safetensors"
+    weights.write_bytes(b"weighTs")
+    assert find_damage(weights.parent, deep=False) == ""
+    assert "SHA-256 differs" in find_damage(weights.parent, deep=True)
+    weights.write_bytes(b"weights and more")
+    assert "has 16 bytes, not 7" in find_damage(weights.parent, deep=False)
+    weights.unlink()
+    assert check_levels(run)["checkpoints/rl/step_2"] == "error"
+
+
+def test_the_command_exits_with_2_where_something_is_wrong(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run / "trackers").mkdir()
+    (run / "trackers/statsd.json").write_text(json.dumps({"schema": 1, "id": "a", "files": {}, "number": 0}))
+    assert main(["check", str(run), "--deep"]) == 0
+    out = capsys.readouterr().out
+    assert "warning  tracker statsd: it does not have all rows" in out
+    assert "this run is whole (1 warning)" in out
+    (run / "checkpoints/rl/step_2/manifest.json").unlink()
+    assert main(["check", str(run)]) == 2
+    assert "error    checkpoints/rl/step_2: " in capsys.readouterr().out
+    assert main(["check", str(run.parent)]) == 2
+
+
+HEALTHY = {"/health": 200, "/server_info": 200}
+
+
+@pytest.mark.parametrize(
+    ("url", "with_key", "without_key", "levels", "word"),
+    [
+        ("http://127.0.0.1:1", HEALTHY, {}, ["ok"], "sglang 0.5.23, healthy"),
+        ("http://10.0.0.5:1", HEALTHY, {"/server_info": 401}, ["ok"], "healthy"),
+        ("http://10.0.0.5:1", HEALTHY, HEALTHY, ["ok", "warning"], "whoever reaches it controls it"),
+        ("http://127.0.0.1:1", {"/health": 503}, {}, ["error"], "GET /health: 503"),
+        ("http://127.0.0.1:1", {"/health": 200, "/server_info": 401}, {}, ["error"], "engine.api_key_env"),
+        ("http://127.0.0.1:1", {}, {}, ["error"], "ConnectError"),
+    ],
+)
+def test_a_server_is_healthy_or_named_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    with_key: dict[str, int],
+    without_key: dict[str, int],
+    levels: list[str],
+    word: str,
+):
+    def answer(request: httpx.Request) -> httpx.Response:
+        answers = with_key if "authorization" in request.headers else without_key
+        if request.url.path not in answers:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(answers[request.url.path], json={"version": "0.5.23", "api_key": "secret-key"})
+
+    monkeypatch.setenv("SERVER_KEY", "key")
+    config = EngineConfig(kind="sglang", urls=[url], api_key_env="SERVER_KEY")
+    findings = check_servers(config, transport=httpx.MockTransport(answer))
+    assert [finding.level for finding in findings] == levels
+    assert word in findings[-1].message
+    assert "secret-key" not in repr(findings)
+
+
+def test_a_key_that_is_not_in_the_environment_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    config = EngineConfig(kind="sglang", urls=["http://127.0.0.1:1"], api_key_env="NO_SUCH_KEY")
+    assert [finding.level for finding in check_servers(config)] == ["error"]
+    assert check_servers(EngineConfig()) == []
