@@ -1,33 +1,31 @@
 """OpenAIEngine: any endpoint with POST /v1/completions as an InferenceEngine for evaluation. Nothing it
 answers can train.
 
-    with a tokenizer     text goes out and comes back: what a hosted endpoint takes. The ids of an answer are its text tokenized again,
-                         so they need not be the ids that were sampled, and a token that ended it is not among them.
-    without a tokenizer  ids go out and come back ("return_token_ids"): vLLM and servers like it.
+With a tokenizer, text goes out and comes back, as hosted endpoints want it: the ids of an answer are its text
+tokenized again, so they may differ from those that were sampled, and the stop token is missing. Without one,
+ids go out and come back ("return_token_ids"): vLLM and servers like it.
 
-Chat endpoints are left out: they put a template of their own around what is token ids here.
-Log-probs are NaN, which no Sample accepts as a log-prob; versions are −1.
+Chat endpoints are left out: they put a template of their own around what is token ids here. Log-probs are
+NaN, which no Sample accepts; versions are −1.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
-import httpx2
+import httpx
 import msgspec
 import numpy as np
 
-from rollouts.engines.http import MAX_BODY_BYTES, HttpReply, check_key, split_url
+from rollouts.engines.http import open_http_client, split_url
 from rollouts.engines.server import EngineServer
 from rollouts.engines.wire import UNKNOWN_VERSION, decode_reply
 from rollouts.errors import (
     EngineError,
     EngineSetupError,
-    EngineSilent,
-    EngineUnreachable,
     InfrastructureError,
     ReplyError,
     RequestRefused,
@@ -38,7 +36,6 @@ from rollouts.types import Completion, EngineFeatures, EngineLoad, FinishReason,
 if TYPE_CHECKING:
     import torch
 
-CONNECT_S = 10.0
 MAX_STOPS = 4  # stop strings that the API takes
 GAPS = (
     "no log-probs of the distribution sampled from: for evaluation only",
@@ -262,7 +259,7 @@ async def open_openai_engine(
     vocab_size: int,
     context_length: int,
     tokenizer: TextTokenizer | None = None,
-    transport: httpx2.AsyncBaseTransport | None = None,
+    transport: Callable[[], httpx.AsyncBaseTransport] | None = None,
 ) -> AsyncIterator[OpenAIEngine]:
     """The engine behind `url`, without its /v1, until the block ends.
 
@@ -272,7 +269,6 @@ async def open_openai_engine(
     used and for a key or a model that the endpoint does not know; EngineUnreachable, EngineSilent.
     """
     name = name or f"openai-{split_url(url).netloc}"
-    check_key(api_key, where=name)
     features = EngineFeatures(
         vocab_size=vocab_size,
         context_length=context_length,
@@ -288,70 +284,13 @@ async def open_openai_engine(
         frees_memory=False,
         gaps=GAPS if tokenizer is None else GAPS + TEXT_GAPS,
     )
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key is not None else {}
-    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-    async with httpx2.AsyncClient(
-        base_url=url.rstrip("/"), headers=headers, limits=limits, transport=transport, trust_env=False
-    ) as client:
-        server = EngineServer(_Client(client), name=name, silence_s=silence_s)
+    async with open_http_client(url, api_key=api_key, transport=transport) as client:
+        server = EngineServer(client, name=name, silence_s=silence_s)
         try:
             await _check_served(server, model)
             yield OpenAIEngine(server, features, model=model, tokenizer=tokenizer)
         finally:
             server.close()
-
-
-class _Client:
-    """httpx2 with the manners of HttpClient: statuses come back, failures are typed."""
-
-    def __init__(self, client: httpx2.AsyncClient) -> None:
-        self._client = client
-
-    async def request(
-        self,
-        method: str,
-        path: str,
-        *,
-        body: bytes | None = None,
-        silence_s: float = 60.0,
-        on_silence: Callable[[], Awaitable[bool]] | None = None,
-    ) -> HttpReply:
-        timeout = httpx2.Timeout(silence_s, connect=CONNECT_S)
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        try:
-            async with self._client.stream(
-                method, path, content=body, headers=headers, timeout=timeout
-            ) as reply:
-                content = await self._read(reply, f"{method} {path}")
-        except (httpx2.ReadTimeout, httpx2.WriteTimeout) as error:
-            raise EngineSilent(
-                f"{method} {self._client.base_url}{path} gave nothing for {silence_s:g} s"
-            ) from error
-        except httpx2.RemoteProtocolError as error:
-            raise ReplyError(
-                f"{method} {self._client.base_url}{path} gave no HTTP answer: {error}"
-            ) from error
-        except (httpx2.TransportError, httpx2.DecodingError) as error:
-            raise EngineUnreachable(
-                f"{method} {self._client.base_url}{path} failed: {type(error).__name__}: {error}"
-            ) from error
-        return HttpReply(
-            reply.status_code, {key.lower(): value for key, value in reply.headers.items()}, content
-        )
-
-    async def _read(self, reply: httpx2.Response, what: str) -> bytes:
-        body = bytearray()
-        async with aclosing(cast(AsyncGenerator[bytes, None], reply.aiter_bytes())) as parts:
-            async for part in parts:
-                body += part
-                if len(body) > MAX_BODY_BYTES:
-                    raise ReplyError(
-                        f"{what} to {self._client.base_url}: the answer is larger than {MAX_BODY_BYTES} bytes"
-                    )
-        return bytes(body)
-
-    def statistics(self) -> dict[str, float]:
-        return {}
 
 
 class _Served(msgspec.Struct, frozen=True):

@@ -12,11 +12,12 @@ prompt too long) never leaves this process.
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Awaitable, Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -40,8 +41,9 @@ ABORT_GRACE_S = 5.0
 ABORT_AGAIN_S = 1.0  # an abort that overtook its request on the way names nobody; it is said again
 HEALTH_S = 10.0  # for the answer to whether a server is well; less where silence_s is
 ARRIVED_S = 1.0  # after which a request that was sent should be among those that its server counts
+ResultT = TypeVar("ResultT")
 Ask = Callable[[GenerateRequest, str], Awaitable[Completion]]
-"""Sends one request under a server-side id and gives its completion. Raises RequestRefused and InfrastructureError."""
+"""The completion of one request, sent under a server-side id."""
 
 
 class Client(Protocol):
@@ -54,7 +56,6 @@ class Client(Protocol):
         *,
         body: bytes | None = None,
         silence_s: float = ...,
-        on_silence: Callable[[], Awaitable[bool]] | None = None,
     ) -> HttpReply: ...
     def statistics(self) -> Mapping[str, float]: ...
 
@@ -110,24 +111,26 @@ class EngineServer:
         body: Any = None,
         *,
         silence_s: float | None = None,
-        on_silence: Callable[[], Awaitable[bool]] | None = None,
     ) -> bytes:
         """The body of a 2xx answer. `body` is sent as JSON. Raises what `check_status` raises,
         EngineUnreachable, EngineSilent, ReplyError.
         """
         self.check_open()
         sent = None if body is None else msgspec.json.encode(body)
-        reply = await self.client.request(
-            method, path, body=sent, silence_s=silence_s or self.silence_s, on_silence=on_silence
-        )
+        reply = await self.client.request(method, path, body=sent, silence_s=silence_s or self.silence_s)
         check_status(reply, where=f"{self.name}: {method} {path}")
         return reply.body
 
     async def call_generate(
         self, path: str, body: Any, read_progress: Callable[[], Awaitable[Hashable]]
     ) -> bytes:
-        """The answer to a generate call, awaited for as long as the server makes progress or is paused by us."""
-        return await self.call("POST", path, body, on_silence=lambda: self._moved(read_progress))
+        """The answer to a generate call, awaited while the server makes progress or is paused by us."""
+        return await ask_watched(
+            lambda: self.call("POST", path, body, silence_s=math.inf),
+            lambda: self._moved(read_progress),
+            silence_s=self.silence_s,
+            where=f"{self.name}: POST {path}",
+        )
 
     async def health(self, path: str) -> bool:
         """Whether `path` gives 2xx within HEALTH_S."""
@@ -353,6 +356,43 @@ class EngineServer:
         return {name: float(value) for name, value in counts.items()} | {
             f"http/{name}": value for name, value in self.client.statistics().items()
         }
+
+
+async def ask_watched(
+    ask: Callable[[], Awaitable[ResultT]],
+    moves: Callable[[], Awaitable[bool]],
+    *,
+    silence_s: float,
+    where: str,
+) -> ResultT:
+    """What `ask()` returns. Every `silence_s` a task beside it asks `moves()` whether the server still works;
+    if not, `ask()` is cancelled. Raises what both raise, and EngineSilent.
+    """
+    results: list[ResultT] = []
+    failure: EngineError | None = None
+
+    async def watch() -> None:
+        nonlocal failure
+        try:
+            while True:
+                await trio.sleep(silence_s)
+                if not await moves():
+                    raise EngineSilent(f"{where}: no answer and no progress for {silence_s:g} s")
+        except EngineError as error:
+            failure = error
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(watch)
+        try:
+            results.append(await ask())
+        except EngineError as error:
+            failure = error
+        nursery.cancel_scope.cancel()
+    if results:
+        return results[0]
+    assert failure is not None
+    raise failure
 
 
 def check_status(reply: HttpReply, *, where: str) -> None:

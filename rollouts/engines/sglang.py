@@ -1,10 +1,10 @@
-"""An SGLang server as an InferenceEngine: token ids in, token ids, log-probs and the version of every token
-out.
+"""An SGLang server as an InferenceEngine: token ids in; token ids, log-probs and each token's version out.
 
-    generate ──► EngineServer (check, gate, in-flight table) ──► POST /generate under a fixed-width id ──► parse_generate_reply ──► Completion
-    pause abort  gate shut, everyone answered, server paused   │ wait  gate shut, all finish, server paused
-    pause keep   gate shut, server paused: "retract" computes what is in flight anew under the next weights, "in_place" goes on with the cache it has
-    update       disk: /update_weights_from_disk · memory: weight_sync.broadcast drives begin_transfer, receive_broadcast, end_transfer
+    generate    EngineServer (check, gate, in-flight table) ──► POST /generate under an id of fixed width
+    pause       abort: gate closed, everyone answered, server paused; wait: all finish first;
+                keep: server paused, "retract" computes what is in flight anew under the next weights,
+                "in_place" goes on with the cache it has
+    update      disk: /update_weights_from_disk; memory: see weight_sync.broadcast_sglang
 
 The prefix cache is salted by opened engine and weight version (`extra_key`), and flushed by an update
 wherever the server can: it cannot while requests are frozen in place, and would answer 400 although the
@@ -14,9 +14,10 @@ weights were replaced.
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -26,7 +27,7 @@ import numpy as np
 import trio
 
 from rollouts.engines.http import HttpClient, check_key, open_http_client, split_url
-from rollouts.engines.server import EngineServer, Progress, check_status
+from rollouts.engines.server import EngineServer, Progress, ask_watched, check_status
 from rollouts.engines.snapshot import check_same_model, read_tensor_shapes
 from rollouts.engines.wire import VersionSpan, decode_reply, make_completion, parse_version
 from rollouts.errors import (
@@ -293,7 +294,7 @@ class SGLangEngine:
         body = make_generate_body(request, server_id, salt=self._salt)
         try:
             answer = await self._server.call_generate("/generate", body, self._read_progress)
-        except trio.Cancelled:
+        except (trio.Cancelled, BaseExceptionGroup):
             with trio.move_on_after(CANCEL_GRACE_S, shield=True):
                 await self._forget(server_id)
             raise
@@ -334,7 +335,7 @@ class SGLangEngine:
     # --- pausing --------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode) -> None:
-        """Admits nothing until resume(); see InferenceEngine. If it fails, the engine is as open as before."""
+        """Admits nothing until resume(). If it fails, the engine is as open as before."""
         self._server.check_open()
         with self._server.pausing():
             await self._pause(mode)
@@ -380,8 +381,11 @@ class SGLangEngine:
             raise EngineError(f"{self._server.name} was sent nothing: {error}") from error
         await self._meet_again()
         body = {
-            "model_path": str(path), "weight_version": str(version), "flush_cache": not self._frozen_in_place, "torch_empty_cache": False,
-        }  # fmt: skip
+            "model_path": str(path),
+            "weight_version": str(version),
+            "flush_cache": not self._frozen_in_place,
+            "torch_empty_cache": False,
+        }
         message = await self._update("/update_weights_from_disk", body, doing=f"loading weights from {path}")
         self._salt = self._make_salt(version)
         return {"version": version, "tensors": len(shapes), "message": message}
@@ -435,9 +439,13 @@ class SGLangEngine:
         being 0.
         """
         body = {
-            "master_address": address, "master_port": port, "rank_offset": 1, "world_size": 1 + self.world_size, "group_name": group_name,
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 1 + self.world_size,
+            "group_name": group_name,
             "backend": backend,
-        }  # fmt: skip
+        }
         await self._update("/init_weights_update_group", body, doing=f"joining process group {group_name}")
 
     async def leave_group(self, group_name: str) -> None:
@@ -459,11 +467,7 @@ class SGLangEngine:
         await self._update("/update_weight_version", named, doing="taking its version back")
         path, body = "/begin_weight_update", {"selector": "all"}
         reply = await self._admin.request(
-            "POST",
-            path,
-            body=msgspec.json.encode(body),
-            silence_s=self._server.silence_s,
-            on_silence=self.health,
+            "POST", path, body=msgspec.json.encode(body), silence_s=self._server.silence_s
         )
         if reply.status == 404:
             return False
@@ -488,9 +492,13 @@ class SGLangEngine:
         names the version.
         """
         body: dict[str, Any] = {
-            "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes], "group_name": group_name,
-            "load_format": "flattened_bucket", "flush_cache": last and not self._frozen_in_place,
-        }  # fmt: skip
+            "names": list(names),
+            "dtypes": list(dtypes),
+            "shapes": [list(shape) for shape in shapes],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": last and not self._frozen_in_place,
+        }
         if last:
             body["weight_version"] = str(version)
         await self._update("/update_weights_from_distributed", body, doing="taking a bucket of weights")
@@ -561,13 +569,12 @@ class SGLangEngine:
         ready. Raises as EngineServer.call.
         """
         self._server.check_open()
-        return await call_admin(
-            self._admin,
-            path,
-            body,
-            name=self._server.name,
-            silence_s=self._server.silence_s,
-            on_silence=self.health,
+        server = self._server
+        return await ask_watched(
+            lambda: call_admin(self._admin, path, body, name=server.name, silence_s=math.inf),
+            self.health,
+            silence_s=server.silence_s,
+            where=f"{server.name}: POST {path}",
         )
 
     async def _update(self, path: str, body: Mapping[str, Any], *, doing: str) -> str:
@@ -590,14 +597,11 @@ async def call_admin(
     *,
     name: str,
     silence_s: float,
-    on_silence: Callable[[], Awaitable[bool]] | None = None,
 ) -> bytes:
     """The body of a 2xx answer to a control call. Raises EngineError for a refusal, InfrastructureError as
     check_status does.
     """
-    reply = await client.request(
-        "POST", path, body=msgspec.json.encode(body), silence_s=silence_s, on_silence=on_silence
-    )
+    reply = await client.request("POST", path, body=msgspec.json.encode(body), silence_s=silence_s)
     try:
         check_status(reply, where=f"{name}: POST {path}")
     except RequestRefused as error:  # a control call carries no request that could be at fault

@@ -4,7 +4,7 @@ does not, as a test wants it.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import math
 from typing import Any
 
 import numpy as np
@@ -37,19 +37,16 @@ class Silent:
         *,
         body: bytes | None = None,
         silence_s: float = 60.0,
-        on_silence: Callable[[], Awaitable[bool]] | None = None,
     ) -> HttpReply:
         lost = path.rpartition("/")[2] in self.lost
         self.has += not lost
-        done_s = trio.current_time() + (float("inf") if lost else self.seconds)
         try:
-            while trio.current_time() < done_s:
-                await trio.sleep(min(silence_s, done_s - trio.current_time()))
-                if trio.current_time() < done_s and (on_silence is None or not await on_silence()):
-                    raise EngineSilent(f"{path} was silent")
+            with trio.move_on_after(silence_s):
+                await trio.sleep(math.inf if lost else self.seconds)
+                return HttpReply(200, {}, b"")
+            raise EngineSilent(f"{path} was silent")
         finally:
             self.has -= not lost
-        return HttpReply(200, {}, b"")
 
     async def read_progress(self) -> Progress:
         await trio.lowlevel.checkpoint()
@@ -249,10 +246,19 @@ async def test_what_no_server_may_be_sent_is_refused_before_it_is(sampling: dict
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (301, EngineError), (307, EngineError), (400, RequestRefused), (401, EngineError), (404, EngineError), (408, InfrastructureError),
-        (422, RequestRefused), (429, EngineOverloaded), (500, InfrastructureError), (502, InfrastructureError), (503, EngineOverloaded),
+        (301, EngineError),
+        (307, EngineError),
+        (400, RequestRefused),
+        (401, EngineError),
+        (404, EngineError),
+        (408, InfrastructureError),
+        (422, RequestRefused),
+        (429, EngineOverloaded),
+        (500, InfrastructureError),
+        (502, InfrastructureError),
+        (503, EngineOverloaded),
     ],
-)  # fmt: skip
+)
 def test_a_status_says_who_is_at_fault(status: int, kind: type[Exception]):
     with pytest.raises(EngineError) as raised:
         check_status(HttpReply(status, {}, b"no"), where="s")

@@ -1,3 +1,7 @@
+"""The HTTP client against servers in this process: what is sent and read, which failures mean what, and that
+cancelled requests leave nothing behind.
+"""
+
 from __future__ import annotations
 
 import contextlib
@@ -11,12 +15,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import pytest
 import trio
 import trio.testing
 
 from rollouts.engines import http
-from rollouts.engines.http import Connect, HttpReply, open_http_client
+from rollouts.engines.http import HttpReply, open_http_client
 from rollouts.errors import (
     EngineClosed,
     EngineSetupError,
@@ -28,21 +33,15 @@ from rollouts.errors import (
 
 BODY = b'{"tokens": [1, 2, 3]}'
 KEY = "sk-very-secret"
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b'transfer-encoding: chunked\r\n\r\n7\r\n{"token\r\ne;x=y\r\ns": [1, 2, 3]}\r\n0\r\n\r\n'
 
 
 def reply(body: bytes = BODY, *, status: str = "200 OK", headers: str = "") -> bytes:
     return f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n{headers}\r\n".encode() + body
 
 
-CHUNKED = (
-    b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n7\r\n{"token\r\ne;x=y\r\ns": [1, 2,'
-    b" 3]}\r\n0\r\n\r\n"
-)
-UNTIL_END = b"HTTP/1.1 200 OK\r\nserver: old\r\n\r\n" + BODY
-
-# --- servers ---
-
-Handler = Callable[["Peer"], Awaitable[None]]
+# --- a server on a socket ---
 
 
 @dataclass(eq=False)
@@ -56,30 +55,20 @@ class Peer:
 
     async def read_request(self) -> bytes:
         """Head and body of the next request; b"" when the client is gone."""
-        try:
+        with contextlib.suppress(EOFError, trio.BrokenResourceError):
             while b"\r\n\r\n" not in self.buffered:
                 await self._fill()
-            head, rest = self.buffered.split(b"\r\n\r\n", 1)
-            length = next(
-                (
-                    int(line.split(b":")[1])
-                    for line in head.split(b"\r\n")
-                    if line.lower().startswith(b"content-length:")
-                ),
-                0,
-            )
-            while len(rest) < length:
-                self.buffered = b""
+            head = self.buffered.partition(b"\r\n\r\n")[0].lower()
+            length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+            while len(self.buffered) < len(head) + 4 + length:
                 await self._fill()
-                rest += self.buffered
-        except (EOFError, trio.BrokenResourceError):
-            return b""
-        self.buffered = rest[length:]
-        self.log.append((self.number, head + b"\r\n\r\n" + rest[:length]))
-        return self.log[-1][1]
+            request, self.buffered = self.buffered, b""
+            self.log.append((self.number, request))
+            return request
+        return b""
 
     async def _fill(self) -> None:
-        received = await self.stream.receive_some(65536)
+        received = await self.stream.receive_some(1 << 20)
         if not received:
             raise EOFError
         self.buffered += bytes(received)
@@ -93,100 +82,97 @@ class Peer:
         self.stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def always(*answers: bytes) -> Handler:
-    """Answers the n-th request of a connection with the n-th answer, and then closes; the last one is for all
-    that follow.
-    """
-
-    async def handle(peer: Peer) -> None:
-        count = 0
-        while await peer.read_request():
-            await peer.send(answers[min(count, len(answers) - 1)])
-            count += 1
-
-    return handle
+Handler = Callable[[Peer], Awaitable[None]]
 
 
 @dataclass
 class Server:
+    url: str = ""
     log: list[tuple[int, bytes]] = field(default_factory=list)
     accepted: int = 0
     open: int = 0
     changed: trio.Event = field(default_factory=trio.Event)
 
-    async def serve(self, handler: Handler, stream: trio.abc.Stream) -> None:
-        peer = Peer(stream, self.accepted, self.log)
-        self.accepted += 1
-        self.open += 1
-        try:
-            async with stream:
-                await handler(peer)
-        finally:
-            self.open -= 1
-            self.changed.set()
-            self.changed = trio.Event()
-
     async def wait_empty(self) -> None:
-        with trio.fail_after(10):
+        with trio.fail_after(60):
             while self.open:
                 await self.changed.wait()
 
 
-@dataclass
-class TcpServer(Server):
-    url: str = ""
-
-
 @asynccontextmanager
-async def open_server(
-    handler: Handler, *, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
-) -> AsyncIterator[TcpServer]:
-    server = TcpServer()
+async def open_server(handler: Handler, *, tls: ssl.SSLContext | None = None) -> AsyncIterator[Server]:
+    server = Server()
 
-    async def serve(stream: trio.SocketStream) -> None:
-        await server.serve(
-            handler, trio.SSLStream(stream, tls, server_side=True, https_compatible=True) if tls else stream
-        )
+    async def serve(stream: trio.abc.Stream) -> None:
+        if tls is not None:
+            stream = trio.SSLStream(stream, tls, server_side=True, https_compatible=True)  # type: ignore[type-var]
+        peer = Peer(stream, server.accepted, server.log)
+        server.accepted += 1
+        server.open += 1
+        try:
+            async with stream:
+                await handler(peer)
+        finally:
+            server.open -= 1
+            server.changed.set()
+            server.changed = trio.Event()
 
     async with trio.open_nursery() as nursery:
-        listeners = await nursery.start(functools.partial(trio.serve_tcp, serve, 0, host=host, backlog=1024))
-        shown = f"[{host}]" if ":" in host else host
-        server.url = f"{'https' if tls else 'http'}://{shown}:{listeners[0].socket.getsockname()[1]}"
+        opened = functools.partial(trio.serve_tcp, serve, 0, host="127.0.0.1", backlog=1024)
+        listeners = await nursery.start(opened)
+        port = listeners[0].socket.getsockname()[1]
+        server.url = f"{'https' if tls else 'http'}://127.0.0.1:{port}"
         yield server
         nursery.cancel_scope.cancel()
 
 
-@dataclass
-class MemoryServer(Server):
-    connect: Connect = None  # type: ignore[assignment]  # set where it is made
+def always(answer: bytes) -> Handler:
+    async def handle(peer: Peer) -> None:
+        while await peer.read_request():
+            await peer.send(answer)
+
+    return handle
 
 
-@asynccontextmanager
-async def open_memory_server(handler: Handler) -> AsyncIterator[MemoryServer]:
-    """For virtual time, where no socket may be awaited."""
-    server = MemoryServer()
-    async with trio.open_nursery() as nursery:
+def once(answer: bytes) -> Handler:
+    """One answer, then the end of the connection."""
 
-        async def connect() -> trio.abc.Stream:
-            client, end = trio.testing.memory_stream_pair()
-            nursery.start_soon(server.serve, handler, end)
-            return client
+    async def handle(peer: Peer) -> None:
+        await peer.read_request()
+        await peer.send(answer)
 
-        server.connect = connect
-        yield server
-        nursery.cancel_scope.cancel()
+    return handle
 
 
-async def ask(handler: Handler, *, max_body_bytes: int = 1 << 28) -> HttpReply:
-    """One POST to a new server by a new client."""
+async def ask(handler: Handler, *, max_body_bytes: int = 1 << 28) -> HttpReply | InfrastructureError:
+    """The answer to one POST, or the error; an error leaves no connection and does not show the key."""
     async with (
         open_server(handler) as server,
-        open_http_client(server.url, max_body_bytes=max_body_bytes) as client,
+        open_http_client(server.url, api_key=KEY, max_body_bytes=max_body_bytes) as client,
     ):
-        return await client.request("POST", "/generate", body=b"{}")
+        try:
+            return await client.request("POST", "/generate", body=b"{}")
+        except InfrastructureError as error:
+            failure = error
+        assert f"POST {server.url}/generate" in str(failure)
+        assert KEY not in str(failure)
+        assert client.statistics()["connections"] == 0
+        return failure
 
 
-# --- what is sent ---
+async def get_body(handler: Handler, **options: int) -> bytes:
+    answer = await ask(handler, **options)
+    assert isinstance(answer, HttpReply)
+    return answer.body
+
+
+async def ask_at_once(client: http.HttpClient, count: int) -> None:
+    async with trio.open_nursery() as nursery:
+        for _ in range(count):
+            nursery.start_soon(client.request, "GET", "/")
+
+
+# --- what is sent and read ---
 
 
 async def test_a_request_names_host_key_type_and_length():
@@ -197,79 +183,53 @@ async def test_a_request_names_host_key_type_and_length():
         await client.request("POST", "/generate", body=b'{"a": 1}')
         await client.request("GET", "/health?deep=1")
         await client.request("POST", "/pause")
-    post, get, empty = (request.decode().split("\r\n") for _, request in server.log)
-    host = server.url.removeprefix("http://")
-    assert post[0] == "POST /v1/generate HTTP/1.1"
-    assert sorted(line.lower() for line in post[1:-2]) == sorted([
-        f"host: {host}", "accept-encoding: identity", f"authorization: bearer {KEY}", "content-type: application/json",
+    post, get, empty = (request.decode().lower().split("\r\n") for _, request in server.log)
+    assert (post[0], post[-1]) == ("post /v1/generate http/1.1", '{"a": 1}')
+    needed = {
+        f"host: {server.url.removeprefix('http://')}",
+        "accept-encoding: identity",
+        f"authorization: bearer {KEY}",
+        "content-type: application/json",
         "content-length: 8",
-    ])  # fmt: skip
-    assert post[-1] == '{"a": 1}'
-    assert get[0] == "GET /v1/health?deep=1 HTTP/1.1"
-    assert not any(line.lower().startswith("content-") for line in get)
-    assert "content-length: 0" in [line.lower() for line in empty]
+    }
+    assert needed <= set(post)
+    assert get[0] == "get /v1/health?deep=1 http/1.1"
+    assert not any(line.startswith("content-") for line in get)
+    assert "content-length: 0" in empty
 
 
 async def test_a_long_body_arrives_whole_in_both_directions():
     sent, returned = random.Random(0).randbytes(3_000_000), random.Random(1).randbytes(20_000_000)
     async with open_server(always(reply(returned))) as server, open_http_client(server.url) as client:
-        answer = await client.request("POST", "/x", body=sent)
-    assert answer.body == returned
+        assert (await client.request("POST", "/x", body=sent)).body == returned
     assert server.log[0][1].endswith(sent)
 
 
-async def test_ipv6_hosts_are_reached_and_named_with_brackets():
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("no IPv6 on this machine")
-    async with open_server(always(reply()), host="::1") as server, open_http_client(server.url) as client:
-        assert (await client.request("GET", "/")).body == BODY
-    assert f"host: {server.url.removeprefix('http://')}".encode() in server.log[0][1].lower()
-
-
-# --- what comes back ---
-
-
 @pytest.mark.parametrize(
-    "raw", [reply(), CHUNKED, UNTIL_END], ids=["content-length", "chunked", "until the end"]
+    "raw", [reply(), CHUNKED, OK + b"\r\n" + BODY, b"HTTP/1.1 100 Continue\r\n\r\n" + reply()]
 )
-async def test_a_body_is_read_however_its_end_is_told(raw: bytes):
-    async def handle(peer: Peer) -> None:
+async def test_a_body_is_read_however_its_end_is_marked(raw: bytes):
+    async def byte_by_byte(peer: Peer) -> None:
         await peer.read_request()
-        await peer.send(raw)
+        for index in range(len(raw)):
+            await peer.send(raw[index : index + 1])
 
-    answer = await ask(handle)
-    assert (answer.status, answer.body) == (200, BODY)
-
-
-async def test_a_reply_in_single_bytes_is_the_same_reply():
-    async def handle(peer: Peer) -> None:
-        await peer.read_request()
-        for index in range(len(CHUNKED)):
-            await peer.send(CHUNKED[index : index + 1])
-
-    assert (await ask(handle)).body == BODY
+    assert await get_body(once(raw)) == BODY
+    assert await get_body(byte_by_byte) == BODY
 
 
 @pytest.mark.parametrize(
-    "status",
-    ["204 No Content", "307 Temporary Redirect", "404 Not Found", "429 Too Many Requests", "500 Oops"],
+    "status", ["204 No Content", "307 Elsewhere", "404 Not Found", "429 Later", "500 Oops"]
 )
 async def test_a_status_is_returned_and_never_raised(status: str):
     body = b"" if status.startswith("204") else BODY
     answer = await ask(always(reply(body, status=status, headers="Retry-After: 3\r\nVia: a\r\nvia: b\r\n")))
+    assert isinstance(answer, HttpReply)
     assert (answer.status, answer.body) == (int(status[:3]), body)
-    assert answer.headers["retry-after"] == "3"
-    assert answer.headers["via"] == "a, b"
+    assert (answer.headers["retry-after"], answer.headers["via"]) == ("3", "a, b")
 
 
-async def test_informational_replies_come_before_the_answer():
-    hints = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n"
-    assert (await ask(always(hints + reply()))).body == BODY
-
-
-async def test_a_refusal_that_comes_before_the_body_was_read_is_seen():
+async def test_a_refusal_before_the_body_was_read_is_returned():
     async def handle(peer: Peer) -> None:
         await peer.stream.receive_some(1000)
         await peer.send(reply(b"too large", status="413 Content Too Large", headers="connection: close\r\n"))
@@ -283,25 +243,8 @@ async def test_a_refusal_that_comes_before_the_body_was_read_is_seen():
 # --- failures ---
 
 
-async def ask_and_fail(handler: Handler, *, max_body_bytes: int = 1 << 28) -> InfrastructureError:
-    async with (
-        open_server(handler) as server,
-        open_http_client(server.url, api_key=KEY, max_body_bytes=max_body_bytes) as client,
-    ):
-        with pytest.raises(InfrastructureError) as caught:
-            await client.request("POST", "/generate", body=b"{}")
-        assert client.statistics()["connections"] == 0
-    assert f"POST {server.url}/generate" in str(caught.value)
-    assert KEY not in str(caught.value)
-    return caught.value
-
-
 @pytest.mark.parametrize("end", ["close", "reset"])
-@pytest.mark.parametrize(
-    "raw",
-    [reply(), CHUNKED, b"HTTP/1.1 100 Continue\r\n\r\n" + reply()],
-    ids=["content-length", "chunked", "after 100"],
-)
+@pytest.mark.parametrize("raw", [reply(), CHUNKED])
 async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
     cut = 0
 
@@ -314,14 +257,11 @@ async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
 
     async with open_server(handle) as server, open_http_client(server.url) as client:
         for cut in range(len(raw)):
-            expected = ReplyError if end == "close" and cut else EngineUnreachable
-            with pytest.raises(InfrastructureError) as caught:
+            with pytest.raises((ReplyError, EngineUnreachable)) as caught:
                 await client.request("POST", "/generate", body=b"{}")
-            assert type(caught.value) is expected, (cut, caught.value)
+            if end == "close" and b"\r\n\r\n" in raw[:cut]:
+                assert isinstance(caught.value, ReplyError), (cut, caught.value)
         assert server.accepted == len(raw), "a new connection was asked twice"
-        cut = len(raw)
-        if end == "close":
-            assert (await client.request("POST", "/generate", body=b"{}")).body == BODY
 
 
 @pytest.mark.parametrize(
@@ -330,41 +270,31 @@ async def test_an_answer_cut_at_any_byte_is_an_error(raw: bytes, end: str):
         b"SSH-2.0-OpenSSH_9.6\r\n\r\n",
         b"\x15\x03\x03\x00\x02\x02\x50" * 10 + b"\r\n\r\n",
         b"HTTP/1.1 2x0 OK\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: many\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
-        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nxyz\r\n",
-        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nx: " + b"a" * 1_000_000,
+        OK + b"content-length: many\r\n\r\n",
+        OK + b"content-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
+        OK + b"transfer-encoding: chunked\r\n\r\nxyz\r\n",
+        OK + b"x: " + b"a" * 1_000_000,
     ],
 )
 async def test_what_is_not_http_is_a_reply_error(raw: bytes):
-    assert type(await ask_and_fail(always(raw))) is ReplyError
+    assert isinstance(await ask(always(raw)), ReplyError)
+
+
+@pytest.mark.parametrize("raw", [reply(bytes(5001)), OK + b"\r\n" + bytes(5001)])
+async def test_a_body_beyond_the_limit_is_a_reply_error(raw: bytes):
+    error = await ask(once(raw), max_body_bytes=5000)
+    assert isinstance(error, ReplyError)
+    assert "larger than max_body_bytes=5000" in str(error)
+    assert len(await get_body(once(raw), max_body_bytes=5001)) == 5001
 
 
 async def test_nobody_listening_is_unreachable():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     async with open_http_client(f"http://127.0.0.1:{port}", api_key=KEY) as client:
-        with pytest.raises(
-            EngineUnreachable, match=rf"^GET http://127.0.0.1:{port}/health: no connection: .*refused"
-        ) as caught:
+        with pytest.raises(EngineUnreachable, match=rf"^GET http://127.0.0.1:{port}/health: no connection"):
             await client.request("GET", "/health")
-        assert KEY not in str(caught.value)
-        assert client.statistics() == {"connections": 0, "idle": 0, "opened": 0}
-
-
-@pytest.mark.parametrize(
-    "raw", [reply(bytes(5001)), b"HTTP/1.1 200 OK\r\n\r\n" + bytes(5001)], ids=["declared", "until the end"]
-)
-async def test_a_body_beyond_the_bound_is_a_reply_error(raw: bytes):
-    async def handle(peer: Peer) -> None:
-        await peer.read_request()
-        await peer.send(raw)
-
-    error = await ask_and_fail(handle, max_body_bytes=5000)
-    assert type(error) is ReplyError
-    assert "larger than max_body_bytes=5000" in str(error)
-    assert len((await ask(handle, max_body_bytes=5001)).body) == 5001
+        assert client.statistics()["connections"] == 0
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\nb", "sk-ü", "tail "])
@@ -377,160 +307,76 @@ async def test_a_key_that_no_header_carries_is_refused_unshown(key: str):
 
 @pytest.mark.parametrize(
     "url",
-    [
-        *(
-            "127.0.0.1:80",
-            "ftp://h",
-            "http://",
-            "http://h:99999",
-            "http://h:0",
-            "http://h?x=1",
-            "http://h/#f",
-            "http://ü",
-            "http://h:x",
-        ),
-        *(
-            "http://h/a b",
-            "http://[::1",
-            "http://a..b",
-            "http://h/a\nb",
-            "http://" + "a" * 64 + ".b",
-            "http://h/?",
-        ),
-    ],
+    (
+        "127.0.0.1:80 ftp://h http:// http://h:99999 http://h:0 http://h?x=1 http://h/#f http://ü http://h:x"
+        " http://h/a%b http://[::1 http://a..b http://h/a\x01b http://h/? http://h/v1?key=SECRET"
+        f" http://[::1?key=SECRET http://h/#SECRET http://SECRET@[::1 http://h/@?SECRET http://{'a' * 64}.b"
+        " http://me:SECRET@host"
+    )
+    .replace("a%b", "a\tb")
+    .split(" "),
 )
-async def test_a_url_that_is_none_is_refused(url: str):
-    with pytest.raises(EngineSetupError, match="url="):
-        async with open_http_client(url):
-            pass
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://h/v1?key=SECRET",
-        "http://[::1?key=SECRET",
-        "http://h/#SECRET",
-        "http://SECRET@[::1",
-        "http://h/@?SECRET",
-    ],
-)
-async def test_a_key_in_the_url_is_refused_unshown(url: str):
-    with pytest.raises(EngineSetupError, match="api_key") as caught:
+async def test_a_url_that_is_none_or_holds_a_key_is_refused_unshown(url: str):
+    with pytest.raises(EngineSetupError, match=r"url=|api_key") as caught:
         async with open_http_client(url):
             pass
     assert "SECRET" not in str(caught.value)
 
 
-async def test_a_password_in_the_url_is_refused_unshown():
-    with pytest.raises(EngineSetupError, match="api_key") as caught:
-        async with open_http_client("http://me:hunter2@host"):
-            pass
-    assert "hunter2" not in str(caught.value)
+# --- the stock of clients ---
 
 
-# --- connections ---
-
-
-async def test_requests_one_after_another_share_a_connection():
-    async with open_server(always(reply(), CHUNKED)) as server, open_http_client(server.url) as client:
-        for _ in range(5):
-            assert (await client.request("POST", "/x", body=b"{}")).body == BODY
-        assert client.statistics() == {"connections": 1, "idle": 1, "opened": 1}
-    assert [number for number, _ in server.log] == [0] * 5
-    assert client.statistics()["connections"] == 0
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        reply(headers="Connection: close\r\n"),
-        reply().replace(b"HTTP/1.1", b"HTTP/1.0"),
-        reply() + b"more",
-        UNTIL_END,
-    ],
-    ids=["says close", "1.0", "more than was asked for", "until the end"],
-)
-async def test_a_connection_that_is_over_is_not_kept(raw: bytes):
-    async def handle(peer: Peer) -> None:
-        await peer.read_request()
-        await peer.send(raw)
-
-    async with open_server(handle) as server, open_http_client(server.url) as client:
+@pytest.mark.parametrize("headers", ["connection: close\r\n", ""])
+async def test_a_connection_is_used_again_unless_it_is_over(headers: str):
+    async with (
+        open_server(always(reply(headers=headers))) as server,
+        open_http_client(server.url) as client,
+    ):
         for _ in range(3):
             assert (await client.request("GET", "/x")).body == BODY
-            assert client.statistics()["connections"] == 0
-    assert [number for number, _ in server.log] == [0, 1, 2]
-
-
-async def ask_at_once(client: http.HttpClient, count: int) -> None:
-    async with trio.open_nursery() as nursery:
-        for _ in range(count):
-            nursery.start_soon(client.request, "GET", "/")
+    assert [number for number, _ in server.log] == ([0, 1, 2] if headers else [0, 0, 0])
 
 
 async def test_as_many_connections_as_requests_in_flight():
     async with open_server(always(reply())) as server, open_http_client(server.url) as client:
-        await ask_at_once(client, 200)
-        assert client.statistics() == {"connections": 200, "idle": 200, "opened": 200}
-        await ask_at_once(client, 200)
-        assert client.statistics()["opened"] == 200
+        for _ in range(2):
+            await ask_at_once(client, 200)
+            assert client.statistics() == {"connections": 200, "idle": 200, "opened": 200}
     await server.wait_empty()
 
 
-async def test_the_connection_used_last_is_used_next(autojump_clock: trio.testing.MockClock):
-    async def handle(peer: Peer) -> None:
-        while await peer.read_request():
-            await trio.sleep(peer.number)  # so that the third is put back last
-            await peer.send(reply())
-
-    async with (
-        open_memory_server(handle) as server,
-        open_http_client("http://h", connect=server.connect) as client,
-    ):
-        await ask_at_once(client, 3)
-        for _ in range(2):
-            await client.request("GET", "/")
-    assert [number for number, _ in server.log][3:] == [2, 2]
-
-
-async def test_an_idle_connection_is_left_before_the_server_leaves_it(autojump_clock: trio.testing.MockClock):
-    async with (
-        open_memory_server(always(reply())) as server,
-        open_http_client("http://h", connect=server.connect) as client,
-    ):
-        await ask_at_once(client, 3)
-        await trio.sleep(http.IDLE_S - 0.1)
-        await client.request("GET", "/")
-        assert client.statistics() == {"connections": 3, "idle": 3, "opened": 3}
-        await trio.sleep(1)
-        await client.request("GET", "/")  # puts the newest back, closes the oldest
-        assert client.statistics() == {"connections": 2, "idle": 2, "opened": 3}
-        await trio.sleep(http.IDLE_S + 0.1)
-        await client.request("GET", "/")
-        assert client.statistics() == {"connections": 1, "idle": 1, "opened": 4}
-
-
-async def test_the_idle_ones_are_bounded(
+async def test_idle_clients_are_used_last_in_first_out_and_leave_by_age_and_number(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ):
+    """In virtual time, over transports instead of sockets."""
     monkeypatch.setattr(http, "MAX_IDLE", 10)
-    async with (
-        open_memory_server(always(reply())) as server,
-        open_http_client("http://h", connect=server.connect) as client,
-    ):
+    used: list[int] = []
+
+    def make_transport() -> httpx.MockTransport:
+        number = len(used)
+
+        async def handle(request: httpx.Request) -> httpx.Response:
+            used.append(number)
+            await trio.sleep(0.01 * (number % 100))  # a later one is put back later
+            return httpx.Response(200, content=BODY)
+
+        return httpx.MockTransport(handle)
+
+    async with open_http_client("http://h", transport=make_transport) as client:
         await ask_at_once(client, 30)
         assert client.statistics() == {"connections": 10, "idle": 10, "opened": 30}
-        await trio.testing.wait_all_tasks_blocked()
-        assert server.open == 10
+        newest = used[-1]
+        for _ in range(3):
+            await client.request("GET", "/")
+        assert used[-3:] == [newest] * 3
+        for _ in range(9):  # each request puts one back and closes one that is too old
+            await trio.sleep(http.IDLE_S)
+            await client.request("GET", "/")
+        assert client.statistics() == {"connections": 1, "idle": 1, "opened": 30}
 
 
 async def test_a_kept_connection_that_the_server_closed_is_noticed():
-    async def handle(peer: Peer) -> None:
-        await peer.read_request()
-        await peer.send(reply())
-
-    async with open_server(handle) as server, open_http_client(server.url) as client:
+    async with open_server(once(reply())) as server, open_http_client(server.url) as client:
         for _ in range(3):
             await client.request("POST", "/x", body=b"{}")
             await server.wait_empty()
@@ -551,62 +397,27 @@ async def test_a_kept_connection_closed_under_the_request_is_replaced_once(end: 
         await ask_at_once(client, 2)
         with pytest.raises(EngineUnreachable):
             await client.request("POST", "/x", body=b"{}")
-    assert [number for number, _ in server.log][2:] in (
-        [0, 2],
-        [1, 2],
-    )  # one kept, one new, and not the other kept one
+    assert [number for number, _ in server.log][2:] in ([0, 2], [1, 2])  # one kept, one new
 
 
-@pytest.mark.parametrize(("silence_s", "closes_after_s"), [(60.0, 3.0), (0.2, 0.5)])
+@pytest.mark.parametrize("beginning", [b"", reply()[:-1]])
 async def test_work_that_may_have_begun_is_not_asked_for_again(
-    autojump_clock: trio.testing.MockClock, silence_s: float, closes_after_s: float
+    beginning: bytes, monkeypatch: pytest.MonkeyPatch
 ):
-    asked: list[int] = []
+    """The answer has begun, or the end comes later than that of a connection that was closed before."""
+    monkeypatch.setattr(http, "RESEND_S", 60.0 if beginning else 0.0)
 
-    async def connect() -> trio.abc.Stream:
-        ours, theirs = trio.testing.memory_stream_pair()
-        nursery.start_soon(answer_once_then_close, theirs)
-        return ours
-
-    async def answer_once_then_close(stream: trio.abc.Stream) -> None:
-        peer = Peer(stream, len(asked), [])
-        await peer.read_request()
-        asked.append(peer.number)
-        await peer.send(reply())
-        if await peer.read_request():
-            asked.append(peer.number)
-            await trio.sleep(closes_after_s)
-        await stream.aclose()
-
-    async def bear() -> bool:
-        return True
-
-    async with trio.open_nursery() as nursery, open_http_client("http://h", connect=connect) as client:
-        await client.request("POST", "/generate", body=b"{}")
-        with pytest.raises(EngineUnreachable):
-            await client.request("POST", "/generate", body=b"{}", silence_s=silence_s, on_silence=bear)
-    assert asked == [0, 0]
-
-
-async def test_a_kept_connection_closed_within_the_answer_is_not_asked_again():
-    async with (
-        open_server(once_then(b"HTTP/1.1 200 OK\r\n")) as server,
-        open_http_client(server.url) as client,
-    ):
-        await client.request("POST", "/x", body=b"{}")
-        with pytest.raises(ReplyError):
-            await client.request("POST", "/x", body=b"{}")
-    assert len(server.log) == 2
-
-
-def once_then(beginning: bytes) -> Handler:
     async def handle(peer: Peer) -> None:
         await peer.read_request()
         await peer.send(reply())
         await peer.read_request()
         await peer.send(beginning)
 
-    return handle
+    async with open_server(handle) as server, open_http_client(server.url) as client:
+        await client.request("POST", "/x", body=b"{}")
+        with pytest.raises((EngineUnreachable, ReplyError)):
+            await client.request("POST", "/x", body=b"{}")
+    assert len(server.log) == 2
 
 
 async def test_closing_the_client_ends_what_waits():
@@ -628,99 +439,36 @@ async def test_closing_the_client_ends_what_waits():
         await wait_closed(client)
 
 
-# --- silence ---
-
-
-async def test_silence_is_an_error_after_so_many_seconds(autojump_clock: trio.testing.MockClock):
+@pytest.mark.parametrize("begins", [b"", OK])
+async def test_a_server_that_says_nothing_is_silent_and_not_asked_again(begins: bytes):
     async def handle(peer: Peer) -> None:
+        if peer.number == 0 and await peer.read_request():
+            await peer.send(reply())
         await peer.read_request()
-        await peer.send(b"HTTP/1.1 200 OK\r\n")
-        await trio.sleep(25)
-        await peer.send(b"content-length: 5\r\n")
+        await peer.send(begins)
         await trio.sleep_forever()
 
-    async with (
-        open_memory_server(handle) as server,
-        open_http_client("http://h", connect=server.connect) as client,
-    ):
-        with pytest.raises(EngineSilent, match=r"POST http://h/x: nothing came for 30 s, after 36 bytes"):
-            await client.request("POST", "/x", body=b"{}", silence_s=30)
-        assert trio.current_time() == pytest.approx(25 + 30, abs=1e-6)
-        assert client.statistics()["connections"] == 0
-
-
-async def test_silence_is_borne_while_it_is_said_to_be_worth_it(autojump_clock: trio.testing.MockClock):
-    asked_at: list[float] = []
-    began = trio.current_time()
-
-    async def handle(peer: Peer) -> None:
-        await peer.read_request()
-        await trio.sleep(95)
-        await peer.send(reply())
-        await peer.read_request()
-        await trio.sleep_forever()
-
-    async def on_silence() -> bool:
-        asked_at.append(round(trio.current_time() - began, 6))
-        return len(asked_at) < 6
-
-    async with (
-        open_memory_server(handle) as server,
-        open_http_client("http://h", connect=server.connect) as client,
-    ):
-        assert (
-            await client.request("POST", "/x", body=b"{}", silence_s=30, on_silence=on_silence)
-        ).body == BODY
-        assert asked_at == [30, 60, 90]
-        with pytest.raises(EngineSilent):
-            await client.request("POST", "/x", body=b"{}", silence_s=30, on_silence=on_silence)
-        assert asked_at == [30, 60, 90, 125, 155, 185]
-        assert server.accepted == 1, "a silent request was sent twice"
-
-
-async def test_what_on_silence_raises_is_raised_and_sends_nothing_again(
-    autojump_clock: trio.testing.MockClock,
-):
-    async def on_silence() -> bool:
-        raise EngineUnreachable("the question itself found nobody")
-
-    async with (
-        open_memory_server(once_then_silent) as server,
-        open_http_client("http://h", connect=server.connect) as client,
-    ):
-        await client.request("GET", "/")
-        with pytest.raises(EngineUnreachable, match="found nobody"):
-            await client.request("GET", "/", on_silence=on_silence)
+    async with open_server(handle) as server, open_http_client(server.url) as client:
+        await client.request("GET", "/x")
+        with pytest.raises(EngineSilent, match=r"0\.05 s"):
+            await client.request("GET", "/x", silence_s=0.05)
         assert client.statistics()["connections"] == 0
         assert len(server.log) == 2
 
 
-async def once_then_silent(peer: Peer) -> None:
-    await peer.read_request()
-    await peer.send(reply())
-    await peer.read_request()
-    await trio.sleep_forever()
+async def test_a_server_that_takes_no_bytes_is_silent_and_one_that_takes_no_connection_unreachable():
+    async def handle(peer: Peer) -> None:
+        await trio.sleep_forever()
 
-
-async def test_a_server_that_takes_no_bytes_is_silent(autojump_clock: trio.testing.MockClock):
-    async def connect() -> trio.abc.Stream:
-        client, _ = trio.testing.lockstep_stream_pair()  # nothing is taken before it is read
-        return client
-
-    async with open_http_client("http://h", connect=connect) as client:
-        with pytest.raises(EngineSilent, match="did not take the request for 30 s"):
-            await client.request("POST", "/x", body=b"{}", silence_s=30)
-        assert client.statistics()["connections"] == 0
-
-
-async def test_a_connection_that_takes_too_long_is_unreachable(autojump_clock: trio.testing.MockClock):
-    async def connect() -> trio.abc.Stream:
-        await trio.sleep(7)
-        raise AssertionError("waited for longer than connect_s")
-
-    async with open_http_client("http://h", connect=connect, connect_s=6.0) as client:
-        with pytest.raises(EngineUnreachable, match="GET http://h/x: no connection within 6 s"):
-            await client.request("GET", "/x")
+    tls = ssl.create_default_context()
+    async with open_server(handle) as server:
+        async with open_http_client(server.url) as client:
+            with pytest.raises(EngineSilent):
+                await client.request("POST", "/x", body=bytes(1 << 26), silence_s=0.05)
+        url = server.url.replace("http:", "https:")  # nobody answers the handshake
+        async with open_http_client(url, connect_s=0.05, ssl_context=tls) as client:
+            with pytest.raises(EngineUnreachable, match=r"no connection within 0\.05 s"):
+                await client.request("GET", "/x")
 
 
 # --- cancelling ---
@@ -760,7 +508,7 @@ async def test_cancelled_requests_leave_nothing_behind(count: int):
         while await peer.read_request():
             peer.log.clear()
             seen["sent"] += 1
-            for part in (b"HTTP/1.1 200 OK\r\n", b"content-length: 100000\r\n\r\n", body[:1000], body[1000:]):
+            for part in (OK, b"content-length: 100000\r\n\r\n", body[:1000], body[1000:]):
                 for _ in range(rng.randrange(8)):
                     await trio.lowlevel.checkpoint()
                 await peer.send(part)
@@ -813,19 +561,18 @@ def make_tls(kind: int) -> ssl.SSLContext:
     return context
 
 
-async def test_https_is_spoken_and_connections_are_kept():
-    async with (
-        open_server(always(reply()), tls=make_tls(ssl.PROTOCOL_TLS_SERVER)) as server,
-        open_http_client(server.url, api_key=KEY, ssl_context=make_tls(ssl.PROTOCOL_TLS_CLIENT)) as client,
-    ):
-        for _ in range(3):
-            assert (await client.request("POST", "/x", body=b"{}")).body == BODY
-        assert client.statistics() == {"connections": 1, "idle": 1, "opened": 1}
-        await ask_at_once(client, 5)
-    await server.wait_empty()
+async def test_https_is_spoken_and_only_with_a_trusted_server():
+    ours = make_tls(ssl.PROTOCOL_TLS_CLIENT)
+    async with open_server(always(reply()), tls=make_tls(ssl.PROTOCOL_TLS_SERVER)) as server:
+        async with open_http_client(server.url, api_key=KEY, ssl_context=ours) as client:
+            for _ in range(3):
+                assert (await client.request("POST", "/x", body=b"{}")).body == BODY
+            assert client.statistics() == {"connections": 1, "idle": 1, "opened": 1}
+            await ask_at_once(client, 5)
+        await server.wait_empty()
+        seen = len(server.log)
+    assert seen == 8
 
-
-async def test_a_server_without_a_trusted_certificate_is_unreachable():
     async def handle(peer: Peer) -> None:
         assert not await peer.read_request()
 
@@ -835,5 +582,4 @@ async def test_a_server_without_a_trusted_certificate_is_unreachable():
     ):
         with pytest.raises(EngineUnreachable, match=r"no connection: .*SSL"):
             await client.request("GET", "/x")
-        assert client.statistics()["connections"] == 0
     assert not server.log

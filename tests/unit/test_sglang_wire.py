@@ -90,24 +90,50 @@ def test_log_prob_that_is_no_log_prob_is_refused(value: str):
 @pytest.mark.parametrize(
     ("fields", "rule"),
     [
-        ({"ids": [38, 259, 37], "output_token_logprobs": [[-1.0, 38, None], [-1.0, 259, None], [-1.0, 37, None]]}, "outside the vocabulary of 259"),
-        ({"ids": [38, -1, 37], "output_token_logprobs": [[-1.0, 38, None], [-1.0, -1, None], [-1.0, 37, None]]}, "outside the vocabulary"),
+        (
+            {
+                "ids": [38, 259, 37],
+                "output_token_logprobs": [[-1.0, 38, None], [-1.0, 259, None], [-1.0, 37, None]],
+            },
+            "outside the vocabulary of 259",
+        ),
+        (
+            {
+                "ids": [38, -1, 37],
+                "output_token_logprobs": [[-1.0, 38, None], [-1.0, -1, None], [-1.0, 37, None]],
+            },
+            "outside the vocabulary",
+        ),
         ({"ids": [38, 176]}, "3 log-probs for 2 tokens"),
         ({"ids": [38, 176, 37, 1, 2]}, "5 tokens, more than max_new_tokens=3"),
         ({"ids": [38, 177, 37]}, "token 1 has id 177, its log-prob is of id 176"),
-        ({"ids": [], "output_token_logprobs": [], "weight_versions": []}, "no token, yet finish reason 'length'"),
+        (
+            {"ids": [], "output_token_logprobs": [], "weight_versions": []},
+            "no token, yet finish reason 'length'",
+        ),
         ({"output_token_logprobs": ...}, "0 log-probs for 3 tokens"),
         ({"weight_versions": ...}, "version spans cover 0 of 3 tokens"),
         ({"weight_versions": [{"version": "7", "start": 0, "end": 2}]}, "cover 2 of 3"),
         ({"weight_versions": [{"version": "7", "start": 1, "end": 3}]}, "does not follow 0"),
         ({"weight_versions": [{"version": "7", "start": 0, "end": 4}]}, "within 3 tokens"),
-        ({"weight_versions": [{"version": "8", "start": 0, "end": 1}, {"version": "7", "start": 1, "end": 3}]}, "token 1 is of version 7"),
-        ({"finish_reason": {"type": "matched_stop"}}, "unknown finish reason 'matched_stop'; known: stop, length, abort"),
+        (
+            {
+                "weight_versions": [
+                    {"version": "8", "start": 0, "end": 1},
+                    {"version": "7", "start": 1, "end": 3},
+                ]
+            },
+            "token 1 is of version 7",
+        ),
+        (
+            {"finish_reason": {"type": "matched_stop"}},
+            "unknown finish reason 'matched_stop'; known: stop, length, abort",
+        ),
         ({"finish_reason": None}, "finish_reason"),
         ({"id": "0123456789abcdef0123456789abcde"}, "the answer is to '0123456789abcdef0123456789abcde'"),
         ({"id": ...}, "missing required field `id`"),
     ],
-)  # fmt: skip
+)
 def test_answer_that_breaks_a_rule_is_refused_by_name(fields: dict[str, Any], rule: str):
     with pytest.raises(ReplyError) as raised:
         parse(change(**fields))
@@ -188,10 +214,20 @@ def test_request_says_everything_that_a_server_has_defaults_for():
         "return_logprob": True,
         "extra_key": "v3",
         "sampling_params": {
-            "max_new_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
-            "repetition_penalty": 1.0, "stop_token_ids": [2, 4], "ignore_eos": False, "skip_special_tokens": False, "sampling_seed": 5,
+            "max_new_tokens": 7,
+            "temperature": 0.5,
+            "top_p": 0.9,
+            "top_k": 3,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": [2, 4],
+            "ignore_eos": False,
+            "skip_special_tokens": False,
+            "sampling_seed": 5,
         },
-    }  # fmt: skip
+    }
 
 
 def test_request_without_stop_tokens_runs_to_its_limit_over_all_tokens():
@@ -205,9 +241,12 @@ def test_request_without_stop_tokens_runs_to_its_limit_over_all_tokens():
         ({"version": "0.5.19"}, r"install 0\.5\.20 or later"),
         ({"version": "0.5.5.post3"}, r"install 0\.5\.20 or later"),
         ({"version": "0.5.23", "enable_watermark": True}, "without --enable-watermark"),
-        ({"version": "0.5.23", "speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 0.9}, "--speculative-accept-threshold"),
+        (
+            {"version": "0.5.23", "speculative_algorithm": "EAGLE", "speculative_accept_threshold_acc": 0.9},
+            "--speculative-accept-threshold",
+        ),
     ],
-)  # fmt: skip
+)
 def test_server_that_would_falsify_training_is_refused_naming_the_flag(info: dict[str, Any], way_out: str):
     with pytest.raises(EngineSetupError, match=way_out):
         check_server_info(msgspec.convert(info, _ServerInfo), who="s")
@@ -258,7 +297,6 @@ class ScriptedClient:
         *,
         body: bytes | None = None,
         silence_s: float = 60.0,
-        on_silence: Any = None,
     ) -> Any:
         from rollouts.engines.http import HttpReply
 
@@ -281,10 +319,10 @@ class ScriptedClient:
 def make_engine(client: ScriptedClient, **changes: Any) -> SGLangEngine:
     features = EngineFeatures(259, 2048, False, True, False, True, False, name="s")
     facts = ServerFacts(world_size=1, data_parallel=1, weights_backed_up=False, shapes=None)
-    server = EngineServer(client, name="s", silence_s=60.0)  # pyright: ignore[reportArgumentType]
+    server = EngineServer(client, name="s", silence_s=60.0)
     return SGLangEngine(
         server, client, features, facts=facts, version="7", **({"keep_mode": "retract"} | changes)
-    )  # pyright: ignore[reportArgumentType]
+    )
 
 
 async def ask(engine: SGLangEngine, request: GenerateRequest, answers: list[Completion]) -> None:
@@ -343,8 +381,10 @@ async def test_requests_frozen_in_place_are_put_into_the_queue_before_they_are_a
         await trio.testing.wait_all_tasks_blocked()
         client.release.set()
     assert [(path, body.get("mode")) for path, body in client.calls][1:4] == [
-        ("/pause_generation", "in_place"), ("/pause_generation", "retract"), ("/abort_request", None),
-    ]  # fmt: skip
+        ("/pause_generation", "in_place"),
+        ("/pause_generation", "retract"),
+        ("/abort_request", None),
+    ]
 
 
 async def test_cache_is_not_flushed_under_requests_frozen_in_place_but_salted_anew(
@@ -355,7 +395,7 @@ async def test_cache_is_not_flushed_under_requests_frozen_in_place_but_salted_an
     engine = make_engine(client, keep_mode="in_place")
     for mode, flushed in (("keep", False), ("abort", True)):
         client.calls.clear()
-        await engine.pause(mode)  # pyright: ignore[reportArgumentType]
+        await engine.pause(mode)
         await engine.receive_broadcast(["a"], ["float32"], [[1]], group_name="g", version=8, last=False)
         await engine.receive_broadcast(["b"], ["float32"], [[1]], group_name="g", version=8, last=True)
         await engine.resume()
@@ -381,8 +421,9 @@ async def test_weights_have_no_version_while_they_are_sent_in_pieces():
     client.answers["/model_info"] = {"model_path": "m", "weight_version": "7"}
     await make_engine(client).begin_transfer()
     assert client.calls[1:] == [
-        ("/update_weight_version", {"new_version": "loading", "abort_all_requests": False}), ("/begin_weight_update", {"selector": "all"}),
-    ]  # fmt: skip
+        ("/update_weight_version", {"new_version": "loading", "abort_all_requests": False}),
+        ("/begin_weight_update", {"selector": "all"}),
+    ]
 
 
 @pytest.mark.parametrize("way", ["disk", "memory"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -307,7 +307,6 @@ class Server:
         *,
         body: bytes | None = None,
         silence_s: float = 60.0,
-        on_silence: Callable[[], Awaitable[bool]] | None = None,
     ) -> HttpReply:
         await trio.lowlevel.checkpoint()
         sent = None if body is None else json.loads(body)
@@ -316,12 +315,10 @@ class Server:
         if callable(answer):
             answer = answer(sent)
         if isinstance(answer, trio.Event):  # says nothing until it is set
-            while not answer.is_set():
-                with trio.move_on_after(silence_s):
-                    await answer.wait()
-                    break
-                if on_silence is None or not await on_silence():
-                    raise EngineSilent(f"{path} said nothing")
+            with trio.move_on_after(silence_s):
+                await answer.wait()
+            if not answer.is_set():
+                raise EngineSilent(f"{path} said nothing")
             answer = None
         if isinstance(answer, Exception):
             raise answer
