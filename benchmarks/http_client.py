@@ -223,7 +223,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                     [*this, "--client", name, "--port", port, "--level", str(level), "--requests", str(count)]
                 )
                 if result is None:
-                    print(f"round {number}: {name:8} {level:5} failed, or not finished within {LIMIT_S:g} s", flush=True)
+                    print(
+                        f"round {number}: {name:8} {level:5} failed, or not finished within {LIMIT_S:g} s",
+                        flush=True,
+                    )
                     continue
                 cpu_us.setdefault((name, level), []).append(result["cpu_us"])
                 print(
