@@ -468,6 +468,7 @@ class GenerateRequest:
     prompt_ids: IntArray  # [prompt length], at least 1
     sampling: SamplingParams
     affinity: str = ""  # requests of one key go to one engine of a fleet, for its prefix cache; empty: to any
+    score_prompt: bool = False  # asks for Completion.prompt_log_probs
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -482,6 +483,7 @@ class Completion:
     log_probs: FloatArray  # [n] nats, of the distribution sampled from
     weight_versions: IntArray  # [n] the version that produced each token
     finish_reason: FinishReason
+    prompt_log_probs: FloatArray | None = None  # [prompt length] nats, 0 for the first; None: not asked for
 
 
 @dataclass(frozen=True, slots=True)

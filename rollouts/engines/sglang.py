@@ -81,6 +81,7 @@ class _Meta(msgspec.Struct, frozen=True):
         tuple[float, int, str | None], ...
     ] = ()  # missing when it was aborted before it ran
     weight_versions: tuple[VersionSpan, ...] = ()
+    input_token_logprobs: tuple[tuple[float | None, int, str | None], ...] = ()  # where they were asked for
 
 
 class _Generated(msgspec.Struct, frozen=True):
@@ -175,7 +176,7 @@ def make_generate_body(request: GenerateRequest, server_id: str, *, salt: str) -
         "sampling_params": params,
         "return_logprob": True,
         "extra_key": salt,
-    }
+    } | ({"logprob_start_len": 0} if request.score_prompt else {})
 
 
 def parse_generate_reply(
@@ -218,6 +219,12 @@ def parse_generate_reply(
         vocab_size=vocab_size,
         where=where,
         ends_at=ends_at,
+        prompt_log_probs=[
+            log_prob if scored == token else None
+            for (log_prob, scored, _), token in zip(
+                meta.input_token_logprobs, request.prompt_ids.tolist(), strict=False
+            )
+        ],
     )
 
 

@@ -84,9 +84,14 @@ class _Choice(msgspec.Struct, frozen=True):
     weight_versions: list[VersionSpan]
 
 
+class _PromptLogProb(msgspec.Struct, frozen=True):
+    logprob: float
+
+
 class _Generated(msgspec.Struct, frozen=True):
     request_id: str
     choices: list[_Choice]
+    prompt_logprobs: list[dict[str, _PromptLogProb] | None] | None = None  # of the prompt, by token id
 
 
 class _Served(msgspec.Struct, frozen=True):
@@ -169,6 +174,8 @@ def make_generate_body(
         "ignore_eos": True,
         "detokenize": False,
     }
+    if request.score_prompt:
+        params["prompt_logprobs"] = 0  # of the prompt's own tokens
     if sampling.seed is not None and seeds:
         params["seed"] = sampling.seed & (2**63 - 1)  # the server takes 64 bits, and −1 for none
     return {
@@ -213,6 +220,10 @@ def parse_generated(
             f"{who}: finish reason 'stop' after token {choice.token_ids[-1]}, which is none of"
             f" stop_token_ids={list(stops)}"
         )
+    scored = [
+        entry[str(token)].logprob if entry and str(token) in entry else None
+        for entry, token in zip(reply.prompt_logprobs or (), request.prompt_ids.tolist(), strict=False)
+    ]
     return make_completion(
         request,
         choice.token_ids,
@@ -221,6 +232,7 @@ def parse_generated(
         choice.finish_reason,
         vocab_size=vocab_size,
         where=where,
+        prompt_log_probs=[None if value is None or value <= NO_LOG_PROB else value for value in scored],
     )
 
 

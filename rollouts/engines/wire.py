@@ -54,6 +54,7 @@ def make_completion(
     vocab_size: int,
     where: str,
     ends_at: int | None = None,
+    prompt_log_probs: Sequence[float | None] = (),
 ) -> Completion:
     """The completion that an answer amounts to. Raises ReplyError when it cannot be one: an id outside the
     vocabulary, more tokens than were asked for, none at all without an abort, "length" before the limit,
@@ -93,12 +94,19 @@ def make_completion(
         )
     if finish_reason == "stop" and not request.sampling.stop_token_ids:
         raise ReplyError(f"{who}: finish reason 'stop', but the request has no stop token")
+    scores = None
+    if request.score_prompt and finish_reason != "abort":
+        values = [math.nan if value is None else value for value in prompt_log_probs]
+        if len(values) != len(request.prompt_ids) or not all(map(math.isfinite, values[1:])):
+            raise ReplyError(f"{who}: the prompt's {len(request.prompt_ids)} tokens are scored {values}")
+        scores = np.asarray([0.0, *values[1:]], np.float32)
     return Completion(
         request_id=request.request_id,
         token_ids=np.asarray(token_ids, np.int64),
         log_probs=np.asarray(log_probs, np.float32),
         weight_versions=versions,
         finish_reason=finish_reason,
+        prompt_log_probs=scores,
     )
 
 

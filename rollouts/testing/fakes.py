@@ -304,7 +304,12 @@ class ScriptedEngine:
             log_probs=np.asarray(log_probs, np.float32),
             weight_versions=np.asarray(running.versions, np.int64),
             finish_reason=finish,
+            prompt_log_probs=self._score(running.request) if running.request.score_prompt else None,
         )
+
+    def _score(self, request: GenerateRequest) -> FloatArray:
+        """Every prompt token but the first has the log-prob −1 that FakeBackend.forward gives it."""
+        return np.where(np.arange(len(request.prompt_ids)) > 0, np.float32(-1), np.float32(0))
 
     def _check_request(self, request: GenerateRequest) -> None:
         if request.request_id in self._running:

@@ -1,56 +1,352 @@
-"""Weight snapshots as files: `weights/vN/`, immutable, complete when the directory has its name. No torch.
+"""Weight snapshots on disk: `weights/vN/`, Hugging Face model directories that never change.
 
-    .tmp-vN-xxxxxxxx/    shards, each hashed and synced as it is closed ← disk.export_snapshot
-      └─ index, config ─ manifest.json (sizes, hashes) last ─ synced ─ renamed to vN/ ─ parent synced
-                                                                          │ open_reader: an engine loads
-    older than the published one, and nobody reads it ◄── prune ──────────┘
+    backend's device thread:  bucket ─► names of the files ─► CPU, dtype ─► shard full?
+    trio, in threads:                                                       └──► hash and sync it, meanwhile
+    .tmp-vN-xxxxxxxx/  shards, index, config ─► manifest.json (sizes, hashes) last ─► synced ─► renamed to vN/
 
-A crash at any point leaves vN complete or a .tmp- directory that no reader looks at.
+A crash at any point leaves vN complete or a .tmp- directory that no reader looks at. No more than one tensor
+is held beside the model (or those that a model's files join into one). Where training goes on meanwhile, the
+device thread only copies (hold_weights), and the snapshot is written from the copy.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import trio
+from torch import Tensor
 
 from rollouts.checkpoints.manifest import FileRecord, compute_sha256
-from rollouts.errors import ModelError, SnapshotError
-from rollouts.models.directories import WEIGHT_INDEX, fsync_path, read_shard_names
+from rollouts.errors import SnapshotError, WeightSyncError
+from rollouts.models.directories import fsync_path
+from rollouts.models.export import FileNames, name_shards, write_config
+from rollouts.models.host_memory import read_free_memory
+from rollouts.models.shard_writer import SHARD_BYTES, ShardWriter
+from rollouts.protocols import TrainingBackend, WeightSink
+from rollouts.weight_sync.update import log_warning
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SNAPSHOT_SCHEMA = 1
 MANIFEST_NAME = "manifest.json"
 TEMPORARY_PREFIX = ".tmp-"
-SNAPSHOT_NAME = re.compile(
-    r"v(0|[1-9][0-9]{0,17})(?:-([2-9]|[1-9][0-9]{1,8}))?"
-)  # one name for each version and edition
+SNAPSHOT_NAME = re.compile(r"v(0|[1-9][0-9]{0,17})(?:-([2-9]|[1-9][0-9]{1,8}))?")  # version, edition
+COPIED_FILES = (  # what a server may want of a model directory beside weights
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model", "preprocessor_config.json",
+)  # fmt: skip
+ROOM = 1.5  # free memory for each byte of a copy, at least
+SHARDS = 8  # as many of LEAST_SHARD_BYTES or more: while one is hashed and synced the next is written
+LEAST_SHARD_BYTES = 64 * 2**20
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotManifest:
-    """What a complete snapshot holds."""
+class Snapshot:
+    """Weights on disk."""
 
-    version: int
-    files: tuple[FileRecord, ...]  # sorted by path; the manifest itself is not among them
+    path: Path
+    digest: str  # equal for equal weights
+    weight_bytes: int
+    files: tuple[FileRecord, ...] = ()  # all but the manifest
 
-    @property
-    def weight_bytes(self) -> int:
-        """Size of all shards."""
-        return sum(record.size for record in self.files if record.path.endswith(".safetensors"))
 
-    @property
-    def digest(self) -> str:
-        """Equal for two snapshots exactly if their shards are equal, byte for byte."""
-        shards = [
-            f"{record.path} {record.sha256}" for record in self.files if record.path.endswith(".safetensors")
-        ]
-        return hashlib.sha256("\n".join(shards).encode()).hexdigest()
+class Streamed(Protocol):
+    """Weights that are being handed over."""
+
+    async def result(self) -> None: ...
+
+
+class WeightSource(Protocol):
+    """A TrainingBackend, or a copy of its weights."""
+
+    def stream_weights(self, sink: WeightSink) -> Streamed: ...
+
+
+class SnapshotKeeper(Protocol):
+    """Writes snapshots and removes them. DiskSnapshots is one."""
+
+    async def hold(self, backend: TrainingBackend) -> WeightSource | None:
+        """A copy of the weights, for export(); None where memory has no room for one."""
+        ...
+
+    async def export(self, source: WeightSource, version: int) -> Snapshot:
+        """The weights as `version`. One that it made before is verified and returned again."""
+        ...
+
+    async def prune(self, keep: Path) -> None:
+        """Removes every other snapshot."""
+        ...
+
+
+class DiskSnapshots:
+    """A SnapshotKeeper in one folder, `weights/`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str | None = None,
+        model_dir: Path | None = None,
+        warn: Callable[[str], None] = log_warning,
+    ) -> None:
+        """`dtype`: what floating-point weights are stored as, by name; None: as the trainer has them.
+        `model_dir`: where files come from that a server wants beside weights (tokenizer, chat template).
+        """
+        if dtype is not None and dtype not in DTYPES:
+            raise WeightSyncError(f"engines serve no dtype {dtype!r}; use one of {', '.join(DTYPES)}")
+        self._folder = folder
+        self._dtype = None if dtype is None else DTYPES[dtype]
+        self._model_dir = model_dir
+        self._warn = warn
+        self._made: dict[int, Snapshot] = {}  # by version
+        self._cleared = False
+
+    async def hold(self, backend: TrainingBackend) -> HeldWeights | None:
+        return await hold_weights(backend, dtype=self._dtype)
+
+    async def export(self, source: WeightSource, version: int) -> Snapshot:
+        """The weights as `version`.
+
+        What an earlier process left of this version may have other weights: it is never served, and the new
+        snapshot is called v{version}-2 and so on. Raises SnapshotError.
+        """
+        if version in self._made:
+            await trio.to_thread.run_sync(check_snapshot, self._made[version])
+            return self._made[version]
+        if not self._cleared:
+            try:
+                await trio.to_thread.run_sync(clear_after_restart, self._folder, version)
+            except OSError as error:
+                raise SnapshotError(
+                    f"what an earlier run left in {self._folder} cannot be removed ({error}); remove it"
+                ) from error
+            self._cleared = True
+        path, edition = self._folder / f"v{version}", 1
+        while path.exists():
+            edition += 1
+            path = self._folder / f"v{version}-{edition}"
+        made = await export_snapshot(source, path, dtype=self._dtype, model_dir=self._model_dir)
+        self._made[version] = made
+        return made
+
+    async def prune(self, keep: Path) -> None:
+        """Removes every snapshot but `keep`. One that cannot be removed is a warning and tried again next
+        time.
+        """
+        for _, path in list_snapshots(self._folder):
+            if path == keep:
+                continue
+            try:
+                await trio.to_thread.run_sync(remove_snapshot, path)
+            except OSError as error:
+                self._warn(f"the snapshot {path} could not be removed and takes up space: {error}")
+        self._made = {version: made for version, made in self._made.items() if made.path == keep}
+
+
+# --- a copy in memory ---------------------------------------------------------------------------------------
+
+
+class HeldWeights:
+    """A WeightSource: a trainer's weights of one version, in host memory."""
+
+    def __init__(self, model: PreTrainedModel | None) -> None:
+        self.model = model  # for the names of weights in files; its own weights have changed
+        self._buckets: list[list[tuple[str, Tensor]]] = []
+
+    def take(self, bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> None:
+        """Copies one bucket. On the device thread."""
+        self._buckets.append(
+            [
+                (name, tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True))
+                for name, tensor in bucket
+            ]
+        )
+
+    def stream_weights(self, sink: WeightSink) -> Streamed:
+        """Hands the buckets to `sink`, in a thread."""
+        return _Streaming(lambda: [sink(bucket) for bucket in self._buckets])
+
+
+class _Streaming:
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work = work
+
+    async def result(self) -> None:
+        await trio.to_thread.run_sync(self._work, abandon_on_cancel=True)  # sinks ignore what comes later
+
+
+async def hold_weights(backend: TrainingBackend, *, dtype: torch.dtype | None = None) -> HeldWeights | None:
+    """A copy of the trainer's weights in the dtype of a snapshot; None where memory has no room to spare."""
+    model: Any = getattr(backend, "model", None)
+    free = read_free_memory()
+    if free is not None and free < ROOM * count_bytes(model, dtype):
+        return None
+    held = HeldWeights(model)
+    failures: list[Exception] = []
+
+    def sink(bucket: Sequence[tuple[str, Tensor]]) -> None:
+        if not failures:
+            try:
+                held.take(bucket, dtype)
+            except Exception as error:  # raised below: an error in a sink would fail the backend
+                failures.append(error)
+
+    await backend.stream_weights(sink).result()
+    if failures:
+        raise SnapshotError(f"the weights could not be copied: {failures[0]!r}") from failures[0]
+    return held
+
+
+def count_bytes(model: PreTrainedModel | None, dtype: torch.dtype | None) -> int:
+    """Of the parameters as a snapshot stores them; 0 without a model."""
+    parameters = [] if model is None else list(model.parameters())
+    return sum(
+        one.numel() * (dtype if dtype and one.is_floating_point() else one.dtype).itemsize
+        for one in parameters
+    )
+
+
+# --- writing ------------------------------------------------------------------------------------------------
+
+
+async def export_snapshot(
+    source: WeightSource,
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    model_dir: Path | None = None,
+) -> Snapshot:
+    """The snapshot `path` (a new name like v12), complete on disk.
+
+    `shard_bytes`: the most that one file holds; it holds less where few files would make the whole. Raises
+    SnapshotError when the disk refuses; what the source raises. Cancelling leaves a .tmp- directory, because
+    the device thread may still be writing.
+    """
+    if parse_snapshot_name(path.name) is None:
+        raise SnapshotError(f"snapshot {path} must have a name like v12, its version")
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
+    model = getattr(source, "model", None)
+    shard_bytes = min(shard_bytes, max(LEAST_SHARD_BYTES, count_bytes(model, dtype) // SHARDS))
+    try:
+        await trio.to_thread.run_sync(lambda: temporary.mkdir(parents=True))
+        shards = await _stream_shards(source, temporary, FileNames(model), dtype, shard_bytes)
+        return await trio.to_thread.run_sync(
+            lambda: _finish(temporary, path, shards, model=model, dtype=dtype, model_dir=model_dir)
+        )
+    except Exception as error:
+        await trio.to_thread.run_sync(lambda: shutil.rmtree(temporary, ignore_errors=True))
+        if isinstance(error, OSError):
+            raise SnapshotError(
+                f"snapshot {path} cannot be written ({error}); free space there or choose another output.dir"
+            ) from error
+        raise
+
+
+async def _stream_shards(
+    source: WeightSource, folder: Path, names: FileNames, dtype: torch.dtype | None, shard_bytes: int
+) -> list[tuple[FileRecord, list[str]]]:
+    """Each shard's record and the names of its tensors; all of them are hashed and on disk."""
+    to_hash, hashing = trio.open_memory_channel[Path](math.inf)  # no more than there are shards
+    to_sync, syncing = trio.open_memory_channel[Path](math.inf)
+    token = trio.lowlevel.current_trio_token()
+    records: dict[str, FileRecord] = {}
+    failures: list[Exception] = []
+
+    def announce(path: Path) -> None:
+        with suppress(trio.ClosedResourceError):  # the device thread may complete a shard after a cancellation
+            to_hash.send_nowait(path)
+            to_sync.send_nowait(path)
+
+    async def follow(shards: trio.MemoryReceiveChannel[Path], work: Callable[[Path], object]) -> None:
+        async for path in shards:
+            try:
+                await trio.to_thread.run_sync(work, path)
+            except OSError as error:
+                failures.append(error)
+
+    def hash_shard(path: Path) -> None:
+        records[path.name] = hash_file(path)
+
+    writer = ShardWriter(
+        folder,
+        names,
+        dtype=dtype,
+        shard_bytes=shard_bytes,
+        on_shard=lambda path: token.run_sync_soon(announce, path),
+    )
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(follow, hashing, hash_shard)
+        nursery.start_soon(follow, syncing, fsync_path)
+        try:
+            await source.stream_weights(writer.take).result()
+            await trio.to_thread.run_sync(writer.close)
+        except Exception as error:
+            failures.append(error)
+        finally:
+            writer.stop()
+            to_hash.close()
+            to_sync.close()
+    if writer.failure is not None or failures:
+        raise writer.failure or failures[0]
+    return [(records[name], tensors) for name, tensors in writer.shards]
+
+
+def _finish(
+    temporary: Path,
+    path: Path,
+    shards: list[tuple[FileRecord, list[str]]],
+    *,
+    model: PreTrainedModel | None,
+    dtype: torch.dtype | None,
+    model_dir: Path | None,
+) -> Snapshot:
+    """Names the shards, adds the index and what a server wants beside them, the manifest, and renames it."""
+    if not shards:
+        raise SnapshotError(f"snapshot {path} would hold no weights: the backend streamed none")
+    renamed = name_shards(temporary, [(record.path, names) for record, names in shards], always_index=True)
+    written = [FileRecord(renamed[record.path], record.size, record.sha256) for record, _ in shards]
+    for name in COPIED_FILES if model_dir is not None else ():
+        if model_dir is not None and (model_dir / name).is_file():
+            shutil.copyfile(model_dir / name, temporary / name)
+    if model is not None:
+        write_config(model, temporary, dtype)
+    for file in sorted(set(temporary.iterdir()) - {temporary / record.path for record in written}):
+        fsync_path(file)
+        written.append(hash_file(file))
+    files = sorted(written, key=lambda record: record.path)
+    version, _ = parse_snapshot_name(path.name) or (0, 0)
+    content = {"schema": SNAPSHOT_SCHEMA, "version": version, "files": [asdict(record) for record in files]}
+    (temporary / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+    fsync_path(temporary / MANIFEST_NAME)
+    fsync_path(temporary)
+    temporary.rename(path)
+    fsync_path(path.parent)
+    weights = [record for record in files if record.path.endswith(".safetensors")]
+    hashes = "\n".join(f"{record.path} {record.sha256}" for record in weights)
+    size = sum(record.size for record in weights)
+    return Snapshot(path, hashlib.sha256(hashes.encode()).hexdigest(), size, tuple(files))
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Name, size and hash of a file as it reads now. Reads every byte: run it in a thread."""
+    return FileRecord(path.name, path.stat().st_size, compute_sha256(path))
+
+
+# --- the folder ---------------------------------------------------------------------------------------------
 
 
 def parse_snapshot_name(name: str) -> tuple[int, int] | None:
@@ -60,195 +356,41 @@ def parse_snapshot_name(name: str) -> tuple[int, int] | None:
 
 
 def list_snapshots(folder: Path) -> list[tuple[int, Path]]:
-    """(version, path) of every snapshot in `folder`, oldest first; within a version by edition. Incomplete
-    ones have other names.
-    """
+    """(version, path) of every complete snapshot in `folder`, by version and edition."""
     named = [
         (parsed, path) for path in folder.glob("v*") if (parsed := parse_snapshot_name(path.name)) is not None
     ]
     return [(version, path) for (version, _), path in sorted(named)]
 
 
-# --- the manifest -------------------------------------------------------------------------------------------
-
-
-def record_file(path: Path) -> FileRecord:
-    """Size and hash of a file that is on disk when this returns. Reads every byte: run it in a thread."""
-    fsync_path(path)
-    return hash_file(path)
-
-
-def hash_file(path: Path) -> FileRecord:
-    """Size and hash of a file as it reads now. Reads every byte: run it in a thread."""
-    return FileRecord(path.name, path.stat().st_size, compute_sha256(path))
-
-
-def write_manifest(snapshot: Path, manifest: SnapshotManifest) -> None:
-    """Writes and syncs the manifest file."""
-    content = {
-        "schema": SNAPSHOT_SCHEMA,
-        "version": manifest.version,
-        "files": [
-            {"path": record.path, "size": record.size, "sha256": record.sha256} for record in manifest.files
-        ],
-    }
-    (snapshot / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-    fsync_path(snapshot / MANIFEST_NAME)
-
-
-def read_manifest(snapshot: Path) -> SnapshotManifest:
-    """The manifest of a snapshot. Raises SnapshotError naming the file if it is missing, unreadable or of
-    another schema.
-    """
-    path = snapshot / MANIFEST_NAME
-    try:
-        content = json.loads(path.read_bytes())
-        if content["schema"] != SNAPSHOT_SCHEMA:
-            raise SnapshotError(
-                f"{path} has schema {content['schema']!r}; this version reads {SNAPSHOT_SCHEMA}: remove"
-                f" {snapshot}"
-            )
-        files = tuple(
-            FileRecord(_plain_name(record["path"]), int(record["size"]), str(record["sha256"]))
-            for record in content["files"]
-        )
-        return SnapshotManifest(int(content["version"]), files)
-    except FileNotFoundError as error:
-        raise SnapshotError(
-            f"{path} is missing: {snapshot} was not finished or is no snapshot; remove it"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise SnapshotError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); remove {snapshot}"
-        ) from error
-
-
-def _plain_name(name: object) -> str:
-    if not isinstance(name, str) or not name or name != PurePosixPath(name).name or name == "..":
-        raise ValueError(f"path {name!r} is not the name of a file in the snapshot")
-    return name
-
-
-def check_snapshot(snapshot: Path, *, hashes: bool = True) -> SnapshotManifest:
-    """The manifest, if every file is as it says. `hashes` False compares sizes only. Raises SnapshotError
-    naming the file. Blocks.
-    """
-    manifest = read_manifest(snapshot)
-    for record in manifest.files:
-        path = snapshot / record.path
-        if not path.is_file():
-            raise SnapshotError(f"{path} is missing, though the manifest names it; remove {snapshot}")
-        if path.stat().st_size != record.size:
-            raise SnapshotError(
-                f"{path} has {path.stat().st_size} bytes; the manifest says {record.size}: it is damaged,"
-                f" remove {snapshot}"
-            )
-        if hashes and compute_sha256(path) != record.sha256:
-            raise SnapshotError(
-                f"{path} has other bytes than the manifest says (sha256): it is damaged, remove {snapshot}"
-            )
-    try:
-        unnamed = set(read_shard_names(snapshot)) - {record.path for record in manifest.files}
-    except ModelError as error:
-        raise SnapshotError(str(error)) from error
-    if unnamed:
-        raise SnapshotError(
-            f"{snapshot / WEIGHT_INDEX} names {min(unnamed)}, which the manifest does not have; remove"
-            f" {snapshot}"
-        )
-    return manifest
-
-
-# --- making -------------------------------------------------------------------------------------------------
-
-
-def make_temporary(path: Path) -> Path:
-    """A new directory beside `path` whose name no reader looks at."""
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{uuid.uuid4().hex[:8]}")
-    temporary.mkdir(parents=True)
-    return temporary
-
-
-def publish_files(
-    temporary: Path, path: Path, *, version: int, shards: dict[str, FileRecord]
-) -> SnapshotManifest:
-    """The manifest of the snapshot `path`, complete on disk now. `shards`: those in `temporary` that are
-    hashed and synced already. Blocks.
-    """
-    others = [record_file(file) for file in temporary.iterdir() if file.name not in shards]
-    manifest = SnapshotManifest(
-        version, tuple(sorted([*shards.values(), *others], key=lambda record: record.path))
-    )
-    write_manifest(temporary, manifest)
-    fsync_path(temporary)
-    temporary.rename(path)
-    fsync_path(path.parent)
-    return manifest
-
-
-# --- keeping ------------------------------------------------------------------------------------------------
-
-
-class Snapshots:
-    """The snapshots in one folder, and who reads them in this process."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._readers: dict[Path, int] = {}
-
-    @contextmanager
-    def open_reader(self, path: Path) -> Iterator[Path]:
-        """`path`, which stays until the context is left. Raises SnapshotError if it is not there any more."""
-        if not path.is_dir():
-            raise SnapshotError(
-                f"snapshot {path} is not there; it was pruned before it was opened: load the published one"
-            )
-        self._readers[path] = self._readers.get(path, 0) + 1
+def check_snapshot(snapshot: Snapshot) -> None:
+    """Raises SnapshotError naming the file that is missing or not as it was written. Blocks."""
+    for record in snapshot.files:
+        path = snapshot.path / record.path
         try:
-            yield path
-        finally:
-            self._readers[path] -= 1
-            if not self._readers[path]:
-                del self._readers[path]
+            intact = hash_file(path) == record
+        except OSError as error:
+            raise SnapshotError(f"{path} cannot be read ({error}); remove {snapshot.path}") from error
+        if not intact:
+            raise SnapshotError(f"{path} is not as it was written: it is damaged, remove {snapshot.path}")
 
-    def readers(self, path: Path) -> int:
-        """How many read `path` now."""
-        return self._readers.get(path, 0)
 
-    def find_name(self, version: int) -> Path:
-        """A path for `version` that nothing has yet: vN, or vN-2, … where an earlier run left a vN."""
-        edition = 1
-        while (path := self.folder / (f"v{version}" if edition == 1 else f"v{version}-{edition}")).exists():
-            edition += 1
-        return path
-
-    def removable(self, keep: Path) -> list[Path]:
-        """Every snapshot but `keep` that nobody reads."""
-        return [path for _, path in list_snapshots(self.folder) if path != keep and not self.readers(path)]
-
-    def clear_after_restart(self, version: int) -> list[Path]:
-        """Removes what a run that was killed left: half-written snapshots, and versions above `version`,
-        which training will make again.
-
-        The snapshots of `version` itself, which may or may not be of the weights that the trainer has now.
-        Blocks.
-        """
-        for path in self.folder.glob(f"{TEMPORARY_PREFIX}*"):
-            shutil.rmtree(path, ignore_errors=True)
-        found = list_snapshots(self.folder)
-        for newer, path in found:
-            if newer > version:
-                remove_snapshot(path)
-        return [path for same, path in found if same == version]
+def clear_after_restart(folder: Path, version: int) -> None:
+    """Removes what a killed run left: half-written snapshots, and versions above `version`, which training
+    will make again. Blocks. Raises OSError.
+    """
+    for path in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for newer, path in list_snapshots(folder):
+        if newer > version:
+            remove_snapshot(path)
 
 
 def remove_snapshot(path: Path) -> None:
-    """Removes a snapshot so that no reader ever sees half of it: its name goes first. One that is gone is
-    fine. Blocks. Raises OSError.
+    """Removes a snapshot, its name first, so that no reader sees half of it. One that is gone is fine.
+    Blocks. Raises OSError.
     """
     hidden = path.with_name(f"{TEMPORARY_PREFIX}removed-{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
+    with suppress(FileNotFoundError):
         path.rename(hidden)
-    except FileNotFoundError:
-        return
     shutil.rmtree(hidden, ignore_errors=True)  # what stays is cleared at the next start

@@ -1,75 +1,118 @@
-"""One weight update of many engines at once, each in its own task. No torch, no disk: what loads is an
-argument.
+"""One weight update of many engines at once, each in its own task. No torch, no disk.
 
     every engine:  close admission ─► pause ─► load ─► set version ─► resume ─► probe ─► commit
                                         └── fails, is silent or is cancelled ──► resume (attempted always) ──► fail
-    when all have decided, and one at least has committed:  publish
+    when all have decided, and at least one has committed:  publish
 
-An engine that fails is out of service and keeps nobody waiting. None is left paused. When the update is
-cancelled, or the trainer fails, those that have committed by then are published and the rest is out of
-service: whoever serves has the published version.
+An engine that fails serves nobody and delays nobody. When the update is cancelled, or the trainer fails, the
+version is published if an engine has committed it; the other engines are out of service.
 """
 
 from __future__ import annotations
 
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Literal, TypeVar
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar, runtime_checkable
 
 import trio
 
 from rollouts.crash_points import reach
 from rollouts.errors import BackendError, EngineError, EngineSilent, WeightSyncError
 from rollouts.protocols import InferenceEngine
-from rollouts.weight_sync.admission import Admission, DirectAdmission
-from rollouts.weight_sync.probe import (
-    Judge,
-    Probe,
-    ProbeReply,
-    Verified,
-    ask_probe,
-    check_agreement,
-    check_change,
-)
+from rollouts.types import FloatArray
+from rollouts.weight_sync.probe import Probe, Proof, check_agreement, check_change, score_by_engine
 
 T = TypeVar("T")
 Phase = Literal["close", "pause", "load", "set_version", "resume", "probe", "commit"]
 LoadWeights = Callable[[InferenceEngine], Awaitable[object]]
-"""Brings new weights into one paused engine, and names their version."""
+"""Loads new weights into one paused engine and names their version."""
 LoadTogether = Callable[[Sequence[InferenceEngine]], Awaitable[Mapping[str, Exception | None]]]
-"""Brings new weights into several paused engines at once; by engine name what went wrong, None where nothing did."""
+"""Loads new weights into several paused engines at once; by engine name its error, None for success."""
+KEPT_PROOFS = 4  # of each engine: its first version and the last ones
+
+
+class Admission(Protocol):
+    """Decides which engine gets requests. A fleet is one."""
+
+    def close_admission(self, engine: InferenceEngine) -> None:
+        """Sends no new requests to `engine`, and holds its answers back until commit or fail."""
+        ...
+
+    def commit(self, engine: InferenceEngine, version: int) -> bool:
+        """`engine` has proven `version`: it gets requests again, and held answers are delivered. False if it
+        died meanwhile.
+        """
+        ...
+
+    def fail(self, engine: InferenceEngine, error: Exception) -> None:
+        """`engine` is out of service until an update succeeds; held answers are discarded and asked
+        elsewhere.
+        """
+        ...
+
+    def publish(self, version: int) -> None:
+        """Every engine was updated or taken out, and at least one serves `version`."""
+        ...
+
+
+@runtime_checkable
+class UpdatedFleet(Admission, Protocol):
+    """An Admission that knows its engines and announces those that need an update."""
+
+    def members_for_update(self) -> tuple[InferenceEngine, ...]: ...
+
+    def needs_update(self, engine: InferenceEngine) -> bool:
+        """Whether `engine` is up and out of service until an update succeeds."""
+        ...
+
+    @property
+    def stale_members(self) -> trio.MemoryReceiveChannel[InferenceEngine]: ...
+
+
+class DirectAdmission:
+    """Admission of engines that are asked directly: no answer can be held back and no engine taken out."""
+
+    def close_admission(self, engine: InferenceEngine) -> None: ...
+    def commit(self, engine: InferenceEngine, version: int) -> bool:
+        return True
+
+    def fail(self, engine: InferenceEngine, error: Exception) -> None: ...
+    def publish(self, version: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class SilenceLimits:
-    """Seconds that an engine may spend in each phase without any sign of progress. There is no limit on the
-    whole.
-    """
+    """Seconds that an engine may spend in each phase without progress. The whole update has no limit."""
 
     pause: float = 120.0
-    load: float = 900.0  # a server that reads a large model from disk says nothing meanwhile
+    load: float = 900.0  # a server says nothing while it reads a large model from disk
     set_version: float = 60.0
     resume: float = 60.0
     probe: float = 120.0
 
 
-@dataclass(frozen=True, slots=True)
+def log_warning(text: str) -> None:
+    logging.getLogger("rollouts").warning("%s", text)
+
+
+@dataclass(slots=True, eq=False)
 class EngineUpdate:
     """What became of one engine."""
 
     name: str
-    phase: Phase  # reached last
-    error: Exception | None  # why it is out of service; None: it committed
-    pause_s: float  # seconds between pause and resume; 0 where there was nothing to load
-    reply: ProbeReply | None  # its answer to the probe; None for an engine that shares the trainer's weights
-    by_checksum: bool  # only the checksum showed that the weights changed
-    phases: tuple[
-        tuple[Phase, float, float], ...
-    ] = ()  # gone through, in order: when it began, seconds ago at the end of the update, and how long
+    phase: Phase = "close"  # reached last
+    error: Exception | None = None  # why it is out of service
+    committed: bool = False
+    pause_s: float = 0.0  # seconds between pause and resume; 0 where there was nothing to load
+    proof: Proof | None = None  # None for an engine that shares the trainer's weights
+    began: list[tuple[Phase, float]] = field(default_factory=list)  # phases and when they began, trio's clock
+    ended_at: float = 0.0
+
+    def enter(self, phase: Phase) -> None:
+        self.phase = phase
+        self.began.append((phase, trio.current_time()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +124,7 @@ class SyncReport:
 
     @property
     def failed(self) -> tuple[EngineUpdate, ...]:
-        return tuple(update for update in self.engines if update.error is not None)
-
-    @property
-    def verified(self) -> tuple[EngineUpdate, ...]:
-        return tuple(update for update in self.engines if update.error is None)
+        return tuple(update for update in self.engines if not update.committed)
 
     def describe_failures(self) -> str:
         """One line for each engine that failed: its name, the phase, the error."""
@@ -96,135 +135,140 @@ class SyncReport:
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a row of metrics; empty when every engine shares the trainer's weights."""
-        replies = [update.reply for update in self.verified if update.reply is not None]
-        if not replies and not self.failed:
+        proofs = [update.proof for update in self.engines if update.committed and update.proof is not None]
+        if not proofs and not self.failed:
             return {}
         metrics = {
             "time/weight_sync_pause": max(update.pause_s for update in self.engines),
-            "weight_sync/engines_updated": float(len(self.verified)),
+            "weight_sync/engines_updated": float(len(self.engines) - len(self.failed)),
             "weight_sync/engines_failed": float(len(self.failed)),
-            "weight_sync/verified_by_checksum": float(sum(update.by_checksum for update in self.verified)),
         }
-        if replies:
-            metrics["weight_sync/probe_difference/max"] = max(reply.difference for reply in replies)
+        if proofs:
+            metrics["weight_sync/probe_difference/max"] = max(proof.difference for proof in proofs)
         return metrics
 
 
-class ProbeMemory:
-    """What each engine, by name, proved at its first version and at the last few, restarts in between
-    included.
-    """
+class ProvenVersions:
+    """What each engine, by name, proved at its first version and at the last few; restarts keep it."""
 
-    def __init__(self, *, versions: int = 4) -> None:
-        self._versions = versions
-        self._proven: dict[str, list[Verified]] = {}  # oldest first
-        self._doubted: set[str] = (
-            set()
-        )  # whose last update failed: what they say of their version counts for nothing
+    def __init__(self) -> None:
+        self._proofs: dict[str, list[Proof]] = {}  # oldest first
+        self._doubted: set[str] = set()  # engines whose last update failed
 
-    def remember(self, name: str, verified: Verified) -> None:
-        """Of one version the longest answer is kept: a later one may have been compared on its beginning
-        only.
-        """
-        for other in self.all(name):
-            if other.reply.version == verified.reply.version and len(other.reply.token_ids) > len(
-                verified.reply.token_ids
-            ):
-                verified = replace(verified, reply=other.reply)
-        kept = [
-            other for other in self._proven.get(name, []) if other.reply.version != verified.reply.version
-        ]
-        self._proven[name] = [*kept[:1], *kept[1:][-self._versions + 1 :], verified]
+    def all(self, name: str) -> Sequence[Proof]:
+        """Everything remembered of engine `name`, oldest first."""
+        return self._proofs.get(name, ())
+
+    def add(self, name: str, proof: Proof) -> None:
+        kept = [other for other in self.all(name) if other.version != proof.version]
+        self._proofs[name] = [*kept[:1], *kept[1:][2 - KEPT_PROOFS :], proof]
         self._doubted.discard(name)
 
     def doubt(self, name: str) -> None:
-        """An update of engine `name` failed: it has to load again, whatever version it reports."""
+        """Engine `name` has to load again, whatever version it reports."""
         self._doubted.add(name)
 
     def has_proven(self, name: str, version: int) -> bool:
-        """Whether `version` is what engine `name` proved last, and no update of it failed since. It may have
-        been restarted.
-        """
-        proven = self.all(name)
-        return name not in self._doubted and bool(proven) and proven[-1].reply.version == version
-
-    def all(self, name: str) -> Sequence[Verified]:
-        """Everything remembered of engine `name`, oldest first."""
-        return self._proven.get(name, ())
-
-    def reply(self, version: int, name: str) -> ProbeReply | None:
-        """The longest verified answer of `version`, of equals the engine's own; None when nobody's is
-        remembered.
-        """
-        everyone = [
-            verified.reply for proven in (self.all(name), *self._proven.values()) for verified in proven
-        ]
-        return max(
-            (reply for reply in everyone if reply.version == version),
-            key=lambda reply: len(reply.token_ids),
-            default=None,
-        )
+        """Whether engine `name` proved `version` last and no update of it failed since."""
+        proofs = self.all(name)
+        return name not in self._doubted and bool(proofs) and proofs[-1].version == version
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePlan:
     """What all engines of one update share."""
 
     version: int
     probe: Probe
-    judge: Judge
-    memory: ProbeMemory
-    digest: str | None
+    expected: FloatArray  # [T] the trainer's log-probs of the probe at `version`
     load: LoadWeights
-    gathering: _Gathering | None
-    admission: Admission
-    limits: SilenceLimits
-    read_progress: Callable[[InferenceEngine], Hashable]
-    warn: Callable[[str], None]
-    stop: Callable[
-        [BackendError], None
-    ]  # ends the whole update: what failed is the trainer, and no engine is to blame
+    load_together: LoadTogether | None = None  # used in place of `load`, once all engines are paused or out
+    digest: str | None = None  # of the snapshot that is loaded
+    proven: ProvenVersions = field(default_factory=ProvenVersions)
+    admission: Admission = field(default_factory=DirectAdmission)
+    limits: SilenceLimits = field(default_factory=SilenceLimits)
+    warn: Callable[[str], None] = log_warning
 
-    def stay_away(self, engine: InferenceEngine) -> None:
-        """Nobody waits for `engine` to load with the others."""
-        if self.gathering is not None:
-            self.gathering.stay_away(engine)
+
+async def sync_weights_to_engines(
+    engines: Sequence[InferenceEngine],
+    plan: UpdatePlan,
+    *,
+    publish: bool = True,
+    on_publish: Callable[[], None] = lambda: None,
+) -> SyncReport:
+    """What became of each engine, when all have decided. At least one has proven the version, which is
+    published.
+
+    An engine that reports the version and proved it before is only probed. A failure goes to
+    `admission.fail` and to `warn`. `on_publish` is called right after `admission.publish`. Raises
+    WeightSyncError that lists every failure when no engine could be verified: nothing is published then.
+    Raises BackendError at once when the trainer fails. Then, and when cancelled, every paused engine is
+    resumed (shielded, `limits.resume` at most) and those that had not committed are out of service.
+    """
+    for name, count in Counter(engine.features.name for engine in engines).items():
+        if count > 1:
+            raise WeightSyncError(f"{count} engines are named {name!r}; give each a `name` of its own")
+    updates = [EngineUpdate(engine.features.name) for engine in engines]
+    gathering = None if plan.load_together is None else _Gathering(engines, plan.load_together)
+    trainer_failures: list[BackendError] = []
+    try:
+        async with trio.open_nursery() as nursery:
+
+            async def update_engine(run: _Run) -> None:
+                try:
+                    await _update_engine(run)
+                except BackendError as error:
+                    trainer_failures.append(error)
+                    nursery.cancel_scope.cancel()
+
+            for engine, update in zip(engines, updates, strict=True):
+                nursery.start_soon(update_engine, _Run(engine, plan, gathering, update))
+    finally:
+        if publish and any(update.committed for update in updates):
+            plan.admission.publish(plan.version)
+            on_publish()
+            reach("sync.published")
+    if trainer_failures:
+        raise trainer_failures[0]
+    report = SyncReport(plan.version, tuple(updates))
+    if len(report.failed) == len(updates):
+        listed = report.describe_failures() or "  there is no engine that could be reached"
+        cause = updates[0].error if updates else None
+        raise WeightSyncError(
+            f"no engine could be brought to weight version {plan.version}:\n{listed}"
+        ) from cause
+    return report
 
 
 class _Gathering:
-    """Engines that load together: when each has come or will not come, the first to have come calls for all.
-
-    There is no limit here on the transfer's silence: only the transport sees whether it moves.
+    """Engines that load together, as soon as each is paused or will not come. The transport limits its own
+    silence.
     """
 
     def __init__(self, engines: Sequence[InferenceEngine], load_together: LoadTogether) -> None:
         self._expected = {engine.features.name for engine in engines}
         self._load_together = load_together
         self._here: dict[str, InferenceEngine] = {}
-        self._all_here = trio.Event()
-        self._done = trio.Event()
+        self._all_here, self._done = trio.Event(), trio.Event()
         self._outcomes: Mapping[str, Exception | None] = {}
 
-    def stay_away(self, engine: InferenceEngine) -> None:
-        if engine.features.name not in self._here:
-            self._settle(engine.features.name)
-
-    def _settle(self, name: str) -> None:
+    def leave(self, name: str) -> None:
+        """Nobody waits for engine `name` any more."""
         self._expected.discard(name)
         if not self._expected:
             self._all_here.set()
 
     async def load(self, engine: InferenceEngine) -> None:
-        """Returns when `engine` has the weights. Raises what its transport says of it."""
-        name = engine.features.name
-        first = not self._here
+        """Returns when `engine` has the weights. Raises its error."""
+        name, first = engine.features.name, not self._here
         self._here[name] = engine
-        self._settle(name)
+        self.leave(name)
         if first:
             await self._all_here.wait()
             try:
                 self._outcomes = await self._load_together(tuple(self._here.values()))
-            except Exception as error:  # of the transport as a whole: each engine's
+            except Exception as error:  # of the transport as a whole
                 self._outcomes = dict.fromkeys(self._here, error)
             self._done.set()
         await self._done.wait()
@@ -233,329 +277,172 @@ class _Gathering:
             raise failure
 
 
-@dataclass(slots=True, eq=False)
-class _Run:
-    """One engine under way."""
-
-    engine: InferenceEngine
-    plan: _Plan
-    name: str = field(init=False)
-    phase: Phase = "close"
-    error: Exception | None = None
-    pause_s: float = 0.0
-    reply: ProbeReply | None = None
-    by_checksum: bool = False
-    committed: bool = False
-    entered: list[tuple[Phase, float]] = field(
-        default_factory=list
-    )  # phases with the time, of trio's clock, at which they began
-    ended_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.name = self.engine.features.name
-
-    def enter(self, phase: Phase) -> None:
-        self.phase = phase
-        self.entered.append((phase, trio.current_time()))
-
-    def outcome(self) -> EngineUpdate:
-        now, ends = trio.current_time(), [*(began for _, began in self.entered[1:]), self.ended_at]
-        phases: list[tuple[Phase, float, float]] = []
-        for (phase, began), end in zip(
-            self.entered, ends, strict=False
-        ):  # ends has one more where nothing was entered
-            phases.append((phase, now - began, end - began))
-        return EngineUpdate(
-            self.name, self.phase, self.error, self.pause_s, self.reply, self.by_checksum, tuple(phases)
-        )
-
-
-def read_statistics(engine: InferenceEngine) -> Hashable:
-    """What moves while an engine makes progress: its statistics, but for those of its connections, which
-    health checks move too.
-    """
-    return tuple(
-        sorted((name, value) for name, value in engine.statistics().items() if not name.startswith("http/"))
-    )
-
-
-def log_warning(text: str) -> None:
-    logging.getLogger("rollouts").warning("%s", text)
-
-
-async def sync_weights_to_engines(
-    engines: Sequence[InferenceEngine],
-    checkpoint_path: Path | None,
-    *,
-    version: int,
-    probe: Probe,
-    judge: Judge,
-    memory: ProbeMemory | None = None,
-    digest: str | None = None,
-    admission: Admission | None = None,
-    load: LoadWeights | None = None,
-    load_together: LoadTogether | None = None,
-    limits: SilenceLimits | None = None,
-    read_progress: Callable[[InferenceEngine], Hashable] = read_statistics,
-    publish: bool = True,
-    on_publish: Callable[[], None] = lambda: None,
-    warn: Callable[[str], None] = log_warning,
-) -> SyncReport:
-    """What became of each engine, when all have decided. At least one serves `version` and has proven it, and
-    `version` is published.
-
-    All engines at once. Each loads the snapshot `checkpoint_path`, or is given weights by `load`;
-    `load_together` is called once, when every engine is paused or out, with those that are paused. `judge`
-    tells what the trainer thinks of an answer to `probe`; `memory` holds what engines proved before, and
-    learns what they prove now; `digest` is the snapshot's. An engine that reports `version` and proved it
-    before is only probed. One that fails is told to `admission.fail` and to `warn`. `on_publish` is called
-    right after `admission.publish`. Raises WeightSyncError that lists each engine's failure when nobody could
-    be verified; nothing is published then. Raises BackendError at once when the trainer fails (judging, or
-    giving weights). Then, and when cancelled, every paused engine is resumed (shielded, `limits.resume` at
-    most), those that had not committed are out, and what the others committed is published.
-    """
-    check_names(engines)
-    if load is None and load_together is None and checkpoint_path is None:
-        raise WeightSyncError(
-            "an update needs a snapshot (checkpoint_path) or a way to load (load, load_together); give one of"
-            " them"
-        )
-    failures: list[BackendError] = []
-    nursery_scope = trio.CancelScope()
-
-    def stop(error: BackendError) -> None:
-        failures.append(error)
-        nursery_scope.cancel()
-
-    plan = _Plan(
-        version=version,
-        probe=probe,
-        judge=judge,
-        memory=memory if memory is not None else ProbeMemory(),
-        digest=digest,
-        load=load or load_from(checkpoint_path, version),
-        gathering=_Gathering(engines, load_together) if load_together is not None else None,
-        admission=admission if admission is not None else DirectAdmission(),
-        limits=limits or SilenceLimits(),
-        read_progress=read_progress,
-        warn=warn,
-        stop=stop,
-    )
-    runs = [_Run(engine, plan) for engine in engines]
-    try:
-        with nursery_scope:
-            async with trio.open_nursery() as nursery:
-                for run in runs:
-                    nursery.start_soon(_update_engine, run)
-    finally:
-        if publish and any(run.committed for run in runs):
-            plan.admission.publish(version)
-            on_publish()
-            reach("sync.published")
-    if failures:
-        raise failures[0]
-    report = SyncReport(version, tuple(run.outcome() for run in runs))
-    if not report.verified:
-        listed = report.describe_failures() or "  there is no engine that could be reached"
-        cause = report.failed[0].error if report.failed else None
-        raise WeightSyncError(f"no engine could be brought to weight version {version}:\n{listed}") from cause
-    return report
-
-
-def check_names(engines: Sequence[InferenceEngine]) -> None:
-    """Raises WeightSyncError if two engines have one name: what they prove is remembered by it."""
-    for name, count in Counter(engine.features.name for engine in engines).items():
-        if count > 1:
-            raise WeightSyncError(
-                f"{count} engines are named {name!r}; names must be unique in an update, give each its own"
-                " `name`"
-            )
-
-
-def load_from(checkpoint_path: Path | None, version: int) -> LoadWeights:
-    """Loads a snapshot from disk."""
-
-    async def load(engine: InferenceEngine) -> None:
-        assert checkpoint_path is not None
-        await engine.update_weights_from_checkpoint(checkpoint_path, version)
-
-    return load
-
-
 # --- one engine ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One engine, on its way to the version."""
+
+    engine: InferenceEngine
+    plan: UpdatePlan
+    gathering: _Gathering | None
+    update: EngineUpdate
+
+    def leave_gathering(self) -> None:
+        if self.gathering is not None:
+            self.gathering.leave(self.update.name)
+
+    async def watch(self, work: Callable[[], Awaitable[T]]) -> T:
+        """What `work` returns, under the silence limit of the phase."""
+        return await watch_progress(
+            work,
+            silence_s=getattr(self.plan.limits, self.update.phase),
+            read_progress=lambda: read_progress(self.engine),
+            what=f"engine {self.update.name}: phase {self.update.phase}",
+        )
+
+
 async def _update_engine(run: _Run) -> None:
-    plan = run.plan
+    """Commits or fails the engine. Raises BackendError when the trainer failed, and nothing else."""
+    engine, plan, update = run.engine, run.plan, run.update
+    plan.admission.close_admission(engine)
     try:
         await _bring_to_version(run)
-        run.enter("commit")
-        if not plan.admission.commit(run.engine, plan.version):
+        update.enter("commit")
+        if not plan.admission.commit(engine, plan.version):
             raise WeightSyncError("the engine died, or left, while it was updated")
-        run.committed = True
+        update.committed = True
         reach("sync.committed")
     except BackendError as error:
-        run.error = error
-        plan.admission.fail(
-            run.engine,
-            WeightSyncError(
-                f"the trainer failed during the update to weight version {plan.version}: {error}"
-            ),
-        )
-        plan.stop(error)
+        update.error = WeightSyncError(f"the trainer failed during the update: {error}")
+        raise
     except Exception as error:  # whatever it is, it is this engine's, and the others go on
-        run.error = error
-        plan.memory.doubt(run.name)
+        update.error = error
+        plan.proven.doubt(update.name)
         plan.warn(
-            f"engine {run.name} is out of service: the update to weight version {plan.version} failed in"
-            f" phase {run.phase}: {type(error).__name__}: {error}"
+            f"engine {update.name} is out of service: the update to weight version {plan.version} failed in"
+            f" phase {update.phase}: {type(error).__name__}: {error}"
         )
-        plan.admission.fail(run.engine, error)
     finally:
-        run.ended_at = trio.current_time()
-        plan.stay_away(run.engine)
-        if not run.committed and run.error is None:
-            plan.admission.fail(
-                run.engine,
-                WeightSyncError(
-                    f"the update to weight version {plan.version} was cancelled in phase {run.phase}"
-                ),
-            )
+        update.ended_at = trio.current_time()
+        run.leave_gathering()
+        if not update.committed:
+            cancelled = WeightSyncError(f"the update was cancelled in phase {update.phase}")
+            plan.admission.fail(engine, update.error or cancelled)
 
 
 async def _bring_to_version(run: _Run) -> None:
-    """Returns when the engine has proven the version; what it proved is remembered."""
-    plan, engine = run.plan, run.engine
-    plan.admission.close_admission(engine)
+    """Returns when the engine has proven the version."""
+    engine, plan, update = run.engine, run.plan, run.update
     if engine.features.shares_weights:
         await _check_version(run)
         return
-    if not (plan.memory.has_proven(run.name, plan.version) and await _reports_version(run)):
-        plan.memory.doubt(run.name)
+    loaded = plan.proven.has_proven(update.name, plan.version)
+    if loaded:
+        update.enter("set_version")
+        loaded = await run.watch(engine.weight_version) == plan.version
+    if not loaded:
+        plan.proven.doubt(update.name)
         await _replace_weights(run)
-    plan.stay_away(engine)
-    run.enter("probe")
-    request_id = f"probe-{run.name}-v{plan.version}-{uuid.uuid4().hex[:8]}"
-    completion = await _watch(
-        run, lambda: ask_probe(plan.probe, engine, version=plan.version, request_id=request_id)
-    )
-    run.reply = await plan.judge(engine, completion)
-    check_agreement(run.reply, tolerance=plan.probe.tolerance_of(run.name))
-    now = Verified(run.reply, await _read_checksum(run), plan.digest)
-    for proven in plan.memory.all(
-        run.name
-    ):  # a restarted engine may have the weights of any version that it once had
-        run.by_checksum = check_change(proven, now)
-    plan.memory.remember(run.name, now)
+    run.leave_gathering()
+    update.enter("probe")
+    scored = await run.watch(lambda: score_by_engine(plan.probe, engine, version=plan.version))
+    checksum = await _read_checksum(run) if engine.features.checksum else None
+    proof = Proof(plan.version, scored, plan.expected, checksum, plan.digest)
+    check_agreement(proof, tolerance=plan.probe.tolerance)
+    for previous in plan.proven.all(update.name):  # a restart may bring back any earlier version's weights
+        check_change(previous, proof)
+    plan.proven.add(update.name, proof)
+    update.proof = proof
 
 
 async def _replace_weights(run: _Run) -> None:
     """The engine runs again when this returns or raises, unless it cannot be reached."""
-    plan, engine = run.plan, run.engine
+    engine, update = run.engine, run.update
     paused_at, resumed = trio.current_time(), False
     try:
-        run.enter("pause")
-        await _watch(run, lambda: engine.pause("keep" if engine.features.keep_pause else "abort"))
-        run.enter("load")
+        update.enter("pause")
+        await run.watch(lambda: engine.pause("keep" if engine.features.keep_pause else "abort"))
+        update.enter("load")
         reach("sync.before_load")
-        if plan.gathering is not None:
-            await plan.gathering.load(engine)
+        if run.gathering is not None:
+            await run.gathering.load(engine)
         else:
-            await _watch(run, lambda: plan.load(engine))
+            await run.watch(lambda: run.plan.load(engine))
         await _check_version(run)
         reach("sync.after_load")
-        run.enter("resume")
-        await _watch(run, engine.resume)
+        update.enter("resume")
+        await run.watch(engine.resume)
         resumed = True
     finally:
         if not resumed:
             await _resume_after_failure(run)
-        run.pause_s = trio.current_time() - paused_at
+        update.pause_s = trio.current_time() - paused_at
 
 
 async def _resume_after_failure(run: _Run) -> None:
-    """Attempts to resume, whatever is being raised or cancelled; ends within the limit. What it raises is a
-    warning beside the failure.
-    """
-    with trio.move_on_after(run.plan.limits.resume) as scope:
-        scope.shield = True
+    """Attempts to resume whatever is being raised or cancelled; its own failure is a warning."""
+    plan, limit_s = run.plan, run.plan.limits.resume
+    what = f"engine {run.update.name} was not resumed after its update failed"
+    with trio.move_on_after(limit_s, shield=True) as scope:
         try:
             await run.engine.resume()
         except Exception as error:
-            run.plan.warn(
-                f"engine {run.name} could not be resumed after its update failed: {type(error).__name__}:"
-                f" {error}"
-            )
+            plan.warn(f"{what}: {type(error).__name__}: {error}")
     if scope.cancelled_caught:
-        run.plan.warn(
-            f"engine {run.name} did not resume within {run.plan.limits.resume:g} s after its update failed"
-        )
+        plan.warn(f"{what}: it did not answer within {limit_s:g} s")
 
 
 async def _check_version(run: _Run) -> None:
-    run.enter("set_version")
-    reported = await _watch(run, run.engine.weight_version)
+    run.update.enter("set_version")
+    reported = await run.watch(run.engine.weight_version)
     if reported != run.plan.version:
         raise WeightSyncError(
             f"the engine reports weight version {reported} after an update to version {run.plan.version}"
         )
 
 
-async def _reports_version(run: _Run) -> bool:
-    run.enter("set_version")
-    return await _watch(run, run.engine.weight_version) == run.plan.version
-
-
 async def _read_checksum(run: _Run) -> str | None:
-    """The checksum; None where there is none. Raises WeightSyncError where there was one before: who says
-    nothing now may hide old weights.
+    """The checksum; None, with a warning, from an engine that never gave one. Raises WeightSyncError if it
+    gave one before.
     """
-    if not run.engine.features.checksum:
-        return None
     checksum, why, cause = None, "it answered none", None
     try:
-        checksum = await _watch(run, run.engine.checksum)
+        checksum = await run.watch(run.engine.checksum)
     except EngineError as error:
         why, cause = f"{type(error).__name__}: {error}", error
     if checksum is not None:
         return checksum
-    given = [
-        verified.reply.version for verified in run.plan.memory.all(run.name) if verified.checksum is not None
-    ]
+    given = [proof.version for proof in run.plan.proven.all(run.update.name) if proof.checksum is not None]
     if given:
         raise WeightSyncError(
             f"the engine gave no checksum of its weights, as it did at version {given[-1]}: {why}"
         ) from cause
-    run.plan.warn(f"engine {run.name} gave no checksum of its weights: {why}")
+    run.plan.warn(f"engine {run.update.name} gave no checksum of its weights: {why}")
     return None
 
 
-async def _watch(run: _Run, work: Callable[[], Awaitable[T]]) -> T:
-    """What `work` returns. Raises EngineSilent once the phase has shown no progress for as long as its limit
-    allows.
+def read_progress(engine: InferenceEngine) -> Hashable:
+    """An engine's statistics, which move while it makes progress; those of its connections are left out,
+    because health checks move them too.
     """
-    limits: Mapping[Phase, float] = {
-        name: getattr(run.plan.limits, name) for name in ("pause", "load", "set_version", "resume", "probe")
-    }
-    return await watch_progress(
-        work,
-        silence_s=limits[run.phase],
-        read_progress=lambda: run.plan.read_progress(run.engine),
-        what=f"engine {run.name}: phase {run.phase}",
+    return tuple(
+        sorted((name, value) for name, value in engine.statistics().items() if not name.startswith("http/"))
     )
 
 
 async def watch_progress(
     work: Callable[[], Awaitable[T]], *, silence_s: float, read_progress: Callable[[], Hashable], what: str
 ) -> T:
-    """What `work` returns or raises. Looks every `silence_s` seconds: if nothing moved since the last look,
-    `work` is cancelled: EngineSilent.
+    """What `work` returns or raises. Raises EngineSilent when `read_progress` gives the same value twice,
+    `silence_s` seconds apart.
     """
     results: list[T] = []
     failure: Exception | None = None
 
-    async def look() -> None:
-        seen = read_progress()
+    async def look(scope: trio.CancelScope) -> None:
+        seen: Hashable = read_progress()
         while True:
             await trio.sleep(silence_s)
             now = read_progress()
@@ -566,7 +453,7 @@ async def watch_progress(
 
     async with trio.open_nursery() as nursery:
         with trio.CancelScope() as scope:
-            nursery.start_soon(look)
+            nursery.start_soon(look, scope)
             try:
                 results.append(await work())
             except Exception as error:  # kept from the nursery, which would put it into a group

@@ -436,7 +436,11 @@ async def _generate_vllm(vllm: _VLLM, call: _Call) -> _Reply:
     }  # fmt: skip
     if answer.spans is not None:
         choice["weight_versions"] = answer.spans
-    return _send({"request_id": server_id, "choices": [choice]}, answer)
+    record: dict[str, Any] = {"request_id": server_id, "choices": [choice]}
+    if params.get("prompt_logprobs") is not None:
+        scored = zip(ids[1:], answer.prompt_log_probs[1:], strict=True)
+        record["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for token, value in scored)]
+    return _send(record, answer)
 
 
 def _say_vllm_config(vllm: _VLLM) -> dict[str, Any]:
@@ -612,6 +616,9 @@ async def _generate_sglang(sglang: _SGLang, call: _Call) -> _Reply:
         ]
         if answer.spans is not None:
             meta["weight_versions"] = answer.spans
+    if body.get("logprob_start_len") == 0:
+        scored = zip([None, *answer.prompt_log_probs[1:]], ids, strict=True)
+        meta["input_token_logprobs"] = [[log_prob, token, None] for log_prob, token in scored]
     return _send({"text": "", "output_ids": answer.token_ids, "meta_info": meta}, answer)
 
 

@@ -47,6 +47,7 @@ class _Reply(msgspec.Struct, frozen=True):
     log_probs: list[float]
     spans: list[VersionSpan]
     finish: FinishReason
+    prompt_log_probs: tuple[float, ...] = ()
 
 
 @asynccontextmanager
@@ -135,6 +136,7 @@ class FaultyEngine:
             reply.finish,
             vocab_size=self._features.vocab_size,
             where=where,
+            prompt_log_probs=reply.prompt_log_probs,
         )
 
     async def _read_progress(self) -> Hashable:
@@ -309,6 +311,7 @@ class _ProcessClient:
             "token_ids": answer.token_ids,
             "log_probs": answer.log_probs,
             "finish": answer.finish,
+            "prompt_log_probs": answer.prompt_log_probs,
         }
         if answer.spans is not None:
             record["spans"] = [msgspec.structs.asdict(span) for span in answer.spans]

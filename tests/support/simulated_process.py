@@ -87,6 +87,7 @@ class Answer:
     finish: FinishReason
     spoil: BadReply | None = None  # already in the fields, or for spoil_body()
     cut_at: int | None = None  # bytes of the body that arrive
+    prompt_log_probs: tuple[float, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -341,8 +342,13 @@ class SimulatedProcess:
         )
         if finish == "stop" and (not planned or planned[-1] not in running.request.sampling.stop_token_ids):
             finish = "length"
+        scored = compute_log_probs(self.weights, running.request.prompt_ids)
         answer = Answer(
-            tuple(running.token_ids), tuple(running.log_probs), find_spans(running.versions), finish
+            tuple(running.token_ids),
+            tuple(running.log_probs),
+            find_spans(running.versions),
+            finish,
+            prompt_log_probs=tuple(scored.tolist()),
         )
         return answer if fault is None else self._spoil(answer, fault, limit=limit)
 

@@ -40,6 +40,7 @@ class Row:
     versions: list[int] = field(default_factory=list)
     prompt_version: tuple[int, int] | None = None  # weights that computed the keys and values of the prompt
     finish_reason: FinishReason | None = None
+    prompt_log_probs: FloatArray | None = None  # where the request asks for them
 
     def take(self, token_id: int, log_prob: float, version: int) -> None:
         """One more token, and whether it was the last."""
@@ -59,6 +60,7 @@ class Row:
             log_probs=np.asarray(self.log_probs, np.float32),
             weight_versions=np.asarray(self.versions, np.int64),
             finish_reason=self.finish_reason or "abort",
+            prompt_log_probs=self.prompt_log_probs,
         )
 
 
@@ -144,6 +146,8 @@ class DecodeBatch:
             self.rows.append(row)
             row.prompt_version = weights
             self._draws[slot] = make_draw(row.stream, row.request.sampling)
+            if row.request.score_prompt:
+                row.prompt_log_probs = self._score(row.request.prompt_ids)
             groups.setdefault(_prompt_key(row), []).append(slot)
         fresh: list[list[int]] = []
         for key, slots in groups.items():
@@ -154,6 +158,21 @@ class DecodeBatch:
                 fresh.append(slots)
         for chunk in _prefill_chunks(fresh, lambda slots: len(self.rows[slots[0]].request.prompt_ids)):
             self._prefill(chunk, version)
+
+    def _score(self, prompt: IntArray) -> FloatArray:
+        """[T] log-probs of a prompt's tokens at temperature 1, 0 for the first: each after the tokens before
+        it, which are prompts of their own. For a few tokens.
+        """
+        count = len(prompt) - 1
+        if not count:
+            return np.zeros(1, np.float32)
+        ids = self._to_device(np.tril(np.broadcast_to(prompt[:-1], (count, count))))
+        kv = self.decoder.make_slots(max_rows=count, max_length=count)
+        kv.reserve(count, count)
+        places = torch.arange(count, device=ids.device)
+        logits = self.decoder.prefill(ids, places + 1, places, kv)
+        scored = logits.float().log_softmax(-1)[places, self._to_device(prompt[1:])]
+        return np.concatenate([np.zeros(1, np.float32), scored.cpu().numpy()])
 
     def _join(self, slots: Sequence[int], holder: int | None) -> None:
         """Rows whose prompt but for its last token is copied from `holder`; the next step computes the last
