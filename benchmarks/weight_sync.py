@@ -54,9 +54,8 @@ from rollouts.engines.vllm import VLLMEngine, open_vllm_engine
 from rollouts.models.load import load_hf_model, resolve_model
 from rollouts.protocols import InferenceEngine
 from rollouts.types import Completion, GenerateRequest, LossSpec, OptimParams, RolloutBatch, SamplingParams
-from rollouts.weight_sync.disk import export_snapshot
-from rollouts.weight_sync.probe import Probe, make_probe_prompt
-from rollouts.weight_sync.snapshots import remove_snapshot
+from rollouts.weight_sync.probe import make_probe
+from rollouts.weight_sync.snapshots import DiskSnapshots, export_snapshot, remove_snapshot
 from rollouts.weight_sync.sync import WeightSync, stream_into
 
 MODEL = "bundled:smollm2-135m-instruct"
@@ -307,7 +306,7 @@ async def measure_shared(
         "max_context": CONTEXT,
     }
     async with open_local_engine(backend.model, **options) as engine:
-        sync = WeightSync(Probe(make_probe_prompt(vocab_size), tolerance=1e-3))
+        sync = WeightSync(make_probe(vocab_size, tolerance=1e-3))
         seconds: list[float] = []
         for version in range(1, 4):
             await backend.set_weight_version(version).result()
@@ -332,8 +331,8 @@ async def measure_vllm(
         make_fleet(engine) as fleet,
     ):
         sync = WeightSync(
-            Probe(make_probe_prompt(vocab_size), tolerance=1e-3),
-            snapshot_dir=folder / "weights",
+            make_probe(vocab_size, tolerance=1e-3),
+            keeper=DiskSnapshots(folder / "weights"),
             admission=fleet,
         )
         for version in range(1, 2 + 2 * rounds):

@@ -244,7 +244,8 @@ async def open_embedded(
     from rollouts.engines.local import open_local_engine
     from rollouts.models.load import load_hf_model
     from rollouts.weight_sync.open import choose_tolerance
-    from rollouts.weight_sync.probe import Probe, make_probe_prompt
+    from rollouts.weight_sync.probe import make_probe
+    from rollouts.weight_sync.snapshots import DiskSnapshots
     from rollouts.weight_sync.sync import WeightSync
 
     config, alone = run.config, run.ranks is None
@@ -268,10 +269,11 @@ async def open_embedded(
     ) as engine:
         if engine.path != "fast":
             say(engine.describe())
-        probe = Probe(
-            make_probe_prompt(engine.features.vocab_size), choose_tolerance(exact=autocast_dtype is None)
+        probe = make_probe(
+            engine.features.vocab_size, tolerance=choose_tolerance(exact=autocast_dtype is None)
         )
-        sync = WeightSync(probe, snapshot_dir=run.run_dir.weights, spans=run.spans)
+        keeper = DiskSnapshots(run.run_dir.weights, warn=say)
+        sync = WeightSync(probe, keeper=keeper, warn=say, spans=run.spans)
 
         async def sync_afresh(
             backend: TrainingBackend,
@@ -281,7 +283,7 @@ async def open_embedded(
             released: trio.Event | None = None,
         ) -> Mapping[str, float]:
             # SFT never names a new version, and a WeightSync loads what was proven once no second time
-            return await WeightSync(probe, snapshot_dir=run.run_dir.weights)(backend, engines, version)
+            return await WeightSync(probe, keeper=keeper, warn=say)(backend, engines, version)
 
         yield engine, sync if stage == "rl" else sync_afresh
 

@@ -23,7 +23,6 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import trio
 from torch import Tensor
 
@@ -57,7 +56,6 @@ from rollouts.protocols import WeightSink
 from rollouts.types import (
     FloatArray,
     ForwardBackwardResult,
-    IntArray,
     LossSpec,
     OptimParams,
     OptimStepResult,
@@ -431,17 +429,6 @@ class FSDPTrainingBackend:
                 at += len(portion.micro_batch.targets)
         return spread_to_rows(parts, values, batch.tokens)
 
-    def complete_greedily(self, prompt_ids: IntArray, count: int) -> DeviceFuture[FloatArray]:
-        """[count, V] log-probs at each of the policy's own greedy tokens after `prompt_ids`; see
-        rollouts.models.greedy.
-        """
-        fields = {"prompt_ids": prompt_ids.tolist(), "count": count}
-        return self._queue.submit(
-            lambda: self._together(
-                "complete_greedily", lambda: self._trainer.complete_greedily(prompt_ids, count), **fields
-            )
-        )
-
     # --- weights
 
     def set_weight_version(self, version: int) -> DeviceFuture[None]:
@@ -680,9 +667,6 @@ def follow(trainer: ShardedTrainer, command: Command) -> object:
         "skip_step": trainer.skip_step,
         "forward_backward": lambda: trainer.forward_backward(None),
         "forward": lambda: trainer.forward(None),
-        "complete_greedily": lambda: trainer.complete_greedily(
-            np.asarray(fields["prompt_ids"]), fields["count"]
-        ),
         "optim_step": lambda: trainer.optim_step(fields["lr"], fields["max_grad_norm"]),
         "stream_weights": lambda: trainer.stream_weights(None),
         "load_weights": lambda: trainer.load_weights(None),

@@ -48,13 +48,11 @@ from rollouts.device_thread import DeviceFuture, DeviceThread
 from rollouts.errors import BackendError, CheckpointError
 from rollouts.losses import resolve_loss, wants_entropy_gradient
 from rollouts.models.forward_plan import log_plan, plan_forward
-from rollouts.models.greedy import complete_greedily
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.protocols import WeightSink
 from rollouts.types import (
     FloatArray,
     ForwardBackwardResult,
-    IntArray,
     LossSpec,
     Metrics,
     OptimParams,
@@ -264,14 +262,6 @@ class PyTorchTrainingBackend:
                 self.device_thread.check_open()
                 flats.append(self._compute_outputs(part, batch))
         return spread_to_rows(micro_batches, [flat.log_probs.cpu().numpy() for flat in flats], batch.tokens)
-
-    def complete_greedily(self, prompt_ids: IntArray, count: int) -> DeviceFuture[FloatArray]:
-        """[count, V] log-probs at each of the policy's own greedy tokens after `prompt_ids`; see
-        rollouts.models.greedy.
-        """
-        return self._queue.submit(
-            lambda: complete_greedily(self.model, prompt_ids, count, autocast_dtype=self._autocast_dtype)
-        )
 
     # --- weights
 

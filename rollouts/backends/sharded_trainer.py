@@ -54,13 +54,12 @@ from rollouts.distributed.process_group import (
 from rollouts.errors import CheckpointError, ModelError, RolloutsError
 from rollouts.losses import LossFn, LossOutput, resolve_loss, wants_entropy_gradient
 from rollouts.models.export import write_description
-from rollouts.models.greedy import complete_greedily
 from rollouts.models.log_probs import ForwardPlan, TokenOutputs, compute_micro_batch_outputs
 from rollouts.models.parts import Deal, deal_weights, name_parts, write_part
 from rollouts.models.shard_writer import ShardWriter
 from rollouts.models.sharded import get_local, load_sharded_weights, reshard
 from rollouts.protocols import WeightSink
-from rollouts.types import FloatArray, IntArray, Metric, Metrics, merge_metrics
+from rollouts.types import FloatArray, Metric, Metrics, merge_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -176,14 +175,6 @@ class ShardedTrainer:
         reshard(self.model)
         blocks = gather_bytes(self.ranks, np.concatenate([np.zeros(0, np.float32), *found]).tobytes())
         return None if blocks is None else [np.frombuffer(block, np.float32) for block in blocks]
-
-    def complete_greedily(self, prompt_ids: IntArray, count: int) -> FloatArray:
-        """[count, V] log-probs at each greedy token after `prompt_ids`, on every rank: all compute the same,
-        layer by layer together.
-        """
-        rows = complete_greedily(self.model, prompt_ids, count, autocast_dtype=self._autocast_dtype)
-        reshard(self.model)
-        return rows
 
     def _receive_share(self, make_shares: Callable[[], Sequence[Share]] | None) -> Share:
         def encode() -> list[bytes] | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,18 @@ async def check_greedy_repeats_itself(open_engine: OpenEngine) -> None:
         assert (first.log_probs < 0).any(), "log-probs of greedy tokens are those at temperature 1, not 0"
 
 
+async def check_prompts_are_scored(open_engine: OpenEngine) -> None:
+    """An answer that is sent back in a prompt has the log-probs there that it was answered with."""
+    async with open_engine() as engine:
+        answer = await engine.generate(make_request(max_new_tokens=8))
+        prompt = (1, 2, 3, *answer.token_ids.tolist())
+        request = replace(make_request("b", prompt=prompt, max_new_tokens=1), score_prompt=True)
+        scored = (await engine.generate(request)).prompt_log_probs
+        assert scored is not None and scored.shape == (len(prompt),) and scored[0] == 0
+        assert np.allclose(scored[3:], answer.log_probs, atol=1e-3)
+        assert answer.prompt_log_probs is None, "it was not asked for"
+
+
 async def check_stop_token_ends_and_stays(open_engine: OpenEngine) -> None:
     """A stop token ends the completion and is its last token; nothing else ends it before its limit."""
     async with open_engine() as engine:
@@ -419,6 +432,7 @@ CHECKS = (
 MODEL_CHECKS = (
     check_seed_fixes_the_tokens,
     check_greedy_repeats_itself,
+    check_prompts_are_scored,
     check_stop_token_ends_and_stays,
     check_abort_keeps_what_is_there,
     check_pause_ends_what_is_in_flight,

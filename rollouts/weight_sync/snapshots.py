@@ -17,7 +17,7 @@ import math
 import re
 import shutil
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -267,7 +267,9 @@ async def _stream_shards(
     failures: list[Exception] = []
 
     def announce(path: Path) -> None:
-        with suppress(trio.ClosedResourceError):  # the device thread may complete a shard after a cancellation
+        with suppress(
+            trio.ClosedResourceError
+        ):  # the device thread may complete a shard after a cancellation
             to_hash.send_nowait(path)
             to_sync.send_nowait(path)
 

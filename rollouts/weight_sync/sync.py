@@ -134,10 +134,8 @@ class WeightSync:
         published_before = self.published
         try:
             shared = bool(engines) and all(engine.features.shares_weights for engine in engines)
-            expected = np.zeros(0) if shared else await score_by_trainer(self.probe, backend)
-            return await self._sync_patiently(
-                _Step(backend, version, expected, backend, released), engines
-            )
+            expected = np.zeros(0, np.float32) if shared else await score_by_trainer(self.probe, backend)
+            return await self._sync_patiently(_Step(backend, version, expected, backend, released), engines)
         finally:
             self._syncing -= 1
             left, self._left_to_sync = self._left_to_sync, {}
@@ -145,9 +143,7 @@ class WeightSync:
                 if self._fleet is not None and self._fleet.needs_update(engine):  # it announces it again
                     self._fleet.fail(engine, WeightSyncError("the update that was to include it failed"))
 
-    async def _sync_patiently(
-        self, step: _Step, engines: Sequence[InferenceEngine]
-    ) -> Mapping[str, float]:
+    async def _sync_patiently(self, step: _Step, engines: Sequence[InferenceEngine]) -> Mapping[str, float]:
         give_up_at, wait_s = trio.current_time() + self._patience_s, RETRY_BASE_S
         while True:
             arrived = self._arrived  # before the attempt, so that an engine that comes back during it counts
@@ -303,7 +299,9 @@ class WeightSync:
 
 async def _load_snapshot(published: Published, engine: InferenceEngine) -> None:
     if published.snapshot is None:
-        raise WeightSyncError(f"there is no snapshot of version {published.version}; wait for the next update")
+        raise WeightSyncError(
+            f"there is no snapshot of version {published.version}; wait for the next update"
+        )
     await engine.update_weights_from_checkpoint(published.snapshot.path, published.version)
 
 

@@ -16,8 +16,8 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,6 @@ from rollouts.errors import (
     FleetDown,
     InfrastructureError,
     NotEnoughSamples,
-    SnapshotError,
     StalenessError,
     WeightSyncError,
 )
@@ -49,15 +48,15 @@ from rollouts.types import (
     FloatArray,
     ForwardBackwardResult,
     GenerateRequest,
-    IntArray,
     LossSpec,
     RolloutBatch,
     Sample,
     SampleGroup,
     SamplingParams,
 )
-from rollouts.weight_sync.probe import Probe, make_probe_prompt
-from rollouts.weight_sync.sync import Snapshot, WeightSource, WeightSync
+from rollouts.weight_sync.probe import make_probe
+from rollouts.weight_sync.snapshots import Snapshot, WeightSource
+from rollouts.weight_sync.sync import WeightSync
 from rollouts.weight_sync.update import SilenceLimits
 from tests.sim.fleet_schedule import (
     LEAST_FAULTS,
@@ -72,7 +71,6 @@ from tests.support.simulated_process import (
     BadAnswer,
     SimulatedProcess,
     compute_log_probs,
-    draw_tokens,
     open_simulated_process,
     weights_log_prob,
 )
@@ -247,21 +245,6 @@ class SimulatedBackend(FakeBackend):
     def forward(self, batch: RolloutBatch) -> FakeFuture[tuple[FloatArray, ...]]:
         return self._submit(lambda: tuple(compute_log_probs(self.weights, tokens) for tokens in batch.tokens))
 
-    def complete_greedily(self, prompt_ids: IntArray, count: int) -> FakeFuture[FloatArray]:
-        """What simulated servers answer greedily does not depend on the weights, what they think of it does."""
-
-        def run() -> FloatArray:
-            greedy = SamplingParams(max_new_tokens=count, temperature=0.0)
-            tokens = draw_tokens(
-                GenerateRequest(request_id="probe", prompt_ids=prompt_ids, sampling=greedy), VOCAB_SIZE
-            )
-            rows = np.full((count, VOCAB_SIZE), -np.inf, np.float32)
-            for index, token in enumerate(tokens):
-                rows[index, token] = weights_log_prob(self.weights, len(prompt_ids) + index, token)
-            return rows
-
-        return self._submit(run)
-
     def set_weight_version(self, version: int) -> FakeFuture[None]:
         assert version == len(self.lineage), (version, self.lineage)
         self.lineage.append(self._name_next(self.lineage))
@@ -285,7 +268,6 @@ class SimulatedSnapshots:
 
     def __init__(self, export_s: float) -> None:
         self._export_s = export_s
-        self._readers: Counter[Path] = Counter()
         self._kept: set[Path] = set()
         self.missed: list[Path] = []  # loaded after they were removed
 
@@ -302,19 +284,9 @@ class SimulatedSnapshots:
         self._kept.add(path)
         return Snapshot(path, weights, 8)
 
-    @contextmanager
-    def open_reader(self, path: Path) -> Iterator[Path]:
-        if path not in self._kept:
-            raise SnapshotError(f"{path} is gone")
-        self._readers[path] += 1
-        try:
-            yield path
-        finally:
-            self._readers[path] -= 1
-
     async def prune(self, keep: Path) -> None:
         await trio.lowlevel.checkpoint()
-        self._kept = {path for path in self._kept if path == keep or self._readers[path]}
+        self._kept = {path for path in self._kept if path == keep}
 
     def read(self, path: Path) -> str:
         """What a server finds at `path`."""
@@ -463,7 +435,7 @@ class _Simulation:
         """Why this trainer ended."""
         try:
             async with self.open_trainer() as trainer, trio.open_nursery() as nursery:
-                nursery.start_soon(trainer.sync.keep_engines_current, trainer.backend, trainer.fleet)
+                nursery.start_soon(trainer.sync.keep_engines_current)
                 async with trio.open_nursery() as visitors:
                     for number in range(VISITORS):
                         visitors.start_soon(self.visit, trainer, number)
@@ -495,7 +467,7 @@ class _Simulation:
             )
             limit_s = schedule.silence_s * 2
             sync = WeightSync(
-                Probe(make_probe_prompt(VOCAB_SIZE), tolerance=1e-4, num_tokens=4),
+                make_probe(VOCAB_SIZE, tolerance=1e-4),
                 keeper=self.snapshots,
                 admission=fleet,
                 limits=SilenceLimits(

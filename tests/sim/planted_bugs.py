@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,17 +44,11 @@ def publish_before_verify(patch: pytest.MonkeyPatch) -> None:
     real = sync.sync_weights_to_engines
 
     async def sync_eagerly(
-        engines: Sequence[InferenceEngine],
-        path: Path | None,
-        *,
-        version: int,
-        admission: Any,
-        publish: bool = True,
-        **options: Any,
+        engines: Sequence[InferenceEngine], plan: update.UpdatePlan, *, publish: bool = True, **options: Any
     ) -> update.SyncReport:
         if publish:
-            admission.publish(version)
-        return await real(engines, path, version=version, admission=admission, publish=publish, **options)
+            plan.admission.publish(plan.version)
+        return await real(engines, plan, publish=publish, **options)
 
     patch.setattr(sync, "sync_weights_to_engines", sync_eagerly)
 
@@ -71,8 +64,8 @@ def forget_to_resume(patch: pytest.MonkeyPatch) -> None:
 
 def commit_without_proof(patch: pytest.MonkeyPatch) -> None:
     """The version that an engine reports is believed."""
-    patch.setattr(update, "check_agreement", lambda reply, *, tolerance: None)
-    patch.setattr(update, "check_change", lambda previous, now: False)
+    patch.setattr(update, "check_agreement", lambda proof, *, tolerance: None)
+    patch.setattr(update, "check_change", lambda previous, now: None)
 
 
 # --- fleet --------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from rollouts.weight_sync.engine_weights import (
     read_engine_weights,
     sync_as_saved,
 )
-from rollouts.weight_sync.probe import Probe, make_probe_prompt
+from rollouts.weight_sync.probe import make_probe
 from rollouts.weight_sync.sync import WeightSync
 from tests.unit.test_pytorch_backend import open_backend
 
@@ -46,7 +46,7 @@ async def open_both(mode: Literal["shared", "copied"] = "copied") -> AsyncIterat
 
 
 def make_sync() -> WeightSync:
-    return WeightSync(Probe(make_probe_prompt(64), 1e-3))
+    return WeightSync(make_probe(64, tolerance=1e-3))
 
 
 async def train_to(backend: Any, version: int, *, seed: int) -> None:

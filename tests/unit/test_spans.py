@@ -17,7 +17,7 @@ from rollouts.protocols import InferenceEngine
 from rollouts.testing.fakes import FakeTokenizer
 from rollouts.types import Sample, SamplingParams
 from rollouts.weight_sync.sync import record_update
-from rollouts.weight_sync.update import EngineUpdate, Phase, SyncReport
+from rollouts.weight_sync.update import EngineUpdate, SyncReport
 from tests.unit.test_fleet import FakeEngine, update
 from tests.unit.test_weight_sync import World
 
@@ -169,49 +169,22 @@ async def test_requests_and_rewards_of_samples_have_the_engine_the_time_and_the_
 # --- weight updates -----------------------------------------------------------------------------------------
 
 
-def test_an_update_is_a_span_that_holds_its_parts():
-    phases: tuple[tuple[Phase, float, float], ...] = (
-        ("set_version", 10.0, 0.5), ("pause", 9.5, 0.5), ("load", 9.0, 4.0), ("resume", 5.0, 1.0), ("probe", 4.0, 2.0), ("commit", 2.0, 0.0),
-    )  # fmt: skip
-    updated = EngineUpdate("vllm-0", "commit", None, 5.5, None, False, phases)
-    shared = EngineUpdate(
-        "local", "commit", None, 0.0, None, False, (("set_version", 10.0, 0.0), ("commit", 10.0, 0.0))
-    )
-    recorder = SpanRecorder(time_unix=ticking(1.0, 100.0))
-    record_update(recorder, SyncReport(3, (updated, shared)))
-    assert recorder.take() == [
-        Span("weight_sync", "vllm-0", 90.0, 8.0),
-        Span("weight_sync_pause", "vllm-0", 90.5, 5.5),
-        Span("weight_sync_load", "vllm-0", 91.0, 4.0),
-        Span("weight_sync_probe", "vllm-0", 96.0, 2.0),
-    ]
-
-
-async def test_the_phases_of_an_update_follow_each_other(autojump_clock: trio.abc.Clock):
-    """A pause, a check and a resume of 0.1 s each, a load of 1.1 s, and a probe."""
-    world = World()
-    report = await world.update(1, 3.0)
-    assert [phase for phase, _, _ in report.engines[0].phases] == [
-        "pause",
-        "load",
-        "set_version",
-        "resume",
-        "probe",
-        "commit",
-    ]
-    pause, load, check, resume, probe, _ = report.engines[0].phases
-    assert [round(seconds, 6) for _, _, seconds in (pause, load, check, resume)] == [0.1, 1.1, 0.1, 0.1]
-    for (_, ago_s, seconds), (_, next_ago_s, _) in zip(
-        report.engines[0].phases, report.engines[0].phases[1:], strict=False
-    ):
-        assert ago_s - seconds == pytest.approx(next_ago_s)
-    assert probe[2] > 0
-
-
-async def test_the_phases_of_an_engine_that_failed_end_where_it_did(autojump_clock: trio.abc.Clock):
+async def test_an_update_is_a_span_that_holds_its_parts(autojump_clock: trio.abc.Clock):
+    """A pause, a check and a resume of 0.1 s each, a load of 1.1 s or one that fails, and a probe of 0.1 s."""
     world = World()
     world.servers[1].faults["load"] = ["fail"]
+    shared = EngineUpdate("shared", began=[("set_version", 0.0)])
     report = await world.update(1, 3.0)
-    (failed,) = report.failed
-    assert [phase for phase, _, _ in failed.phases] == ["pause", "load"]
-    assert all(seconds >= 0 for _, _, seconds in failed.phases)
+    recorder = SpanRecorder(time_unix=ticking(1.0, 100.0))
+    record_update(recorder, SyncReport(3, (*report.engines[:2], shared)))
+    spans = recorder.take()
+    assert [(span.name, span.track, round(span.duration_s, 6)) for span in spans] == [
+        ("weight_sync", "a", 1.5),
+        ("weight_sync_pause", "a", 1.4),
+        ("weight_sync_load", "a", 1.1),
+        ("weight_sync_probe", "a", 0.1),
+        ("weight_sync", "b", 0.3),
+        ("weight_sync_pause", "b", 0.3),
+        ("weight_sync_load", "b", 0.2),
+    ]
+    assert [round(span.start_unix - spans[0].start_unix, 6) for span in spans[:4]] == [0.0, 0.0, 0.1, 1.4]
