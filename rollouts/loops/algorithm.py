@@ -1,30 +1,32 @@
 """Which algorithm holds in a step of RL: a pure function of the settings, the step, and the coefficient that
 a controller has come to.
 
-[rl], [[rl.changes]] ──► list_algorithms ──► choose_algorithm(config, step, state) ──► the step ──► measured KL
-                                                          ▲                                            │
-                                                      LoopState, in every checkpoint  ◄── update_loop_state
+[rl], [[rl.changes]] ──► list_algorithms ──► choose_algorithm(config, step, state) ──► step ──► measured KL
+                                                          ▲                                       │
+                                                      LoopState, in every checkpoint ◄── update_loop_state
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from rollouts.advantages import ADVANTAGES, AdvantageFn
 from rollouts.config.changes import list_tables
 from rollouts.config.schema import AlgorithmChange, RLTrainingConfig
 from rollouts.errors import CheckpointError, ConfigError, PlugInError
 from rollouts.kl_control import KL_CONTROLS, KLControl, exceeds_kl_limit
-from rollouts.loops.rl_batch import make_loss_spec
+from rollouts.loops.rl_batch import find_trajectories, make_loss_spec
 from rollouts.schedules import choose_at_step, interpolate_linear
-from rollouts.types import ForwardBackwardResult, LossSpec, metric_values
+from rollouts.types import ForwardBackwardResult, LossSpec, RolloutBatch, metric_values
 
 
 @dataclass(slots=True)
 class LoopState:
-    """What the RL loop has learnt and a checkpoint keeps. It changes once a step, when the updates are done."""
+    """What the RL loop keeps in a checkpoint. It changes once a step, when the updates are done."""
 
     kl_coef: float  # of the next step, where rl.kl_control is not fixed
 
@@ -143,11 +145,15 @@ def start_loop_state(config: RLTrainingConfig) -> LoopState:
 
 
 def update_loop_state(
-    state: LoopState, algorithm: Algorithm, control: KLControl, *, kl: float, num_samples: int
+    state: LoopState,
+    algorithm: Algorithm,
+    control: KLControl,
+    batch: RolloutBatch,
+    measured: Mapping[str, float],
 ) -> None:
-    """Moves the coefficient by `kl`, nats per sample, that the step's batch of `num_samples` had; NaN: it was
-    not measured, and nothing moves.
-    """
+    """Moves the coefficient by the KL that the step's batch had; nothing moves if it was not measured."""
+    kl = measured.get("kl/ref_per_sample", math.nan)  # nats per sample
+    num_samples = int(find_trajectories(batch).max()) + 1
     state.kl_coef = control(algorithm.settings.kl_coef, kl, num_samples)
 
 
@@ -186,11 +192,14 @@ def find_advantages(config: RLTrainingConfig, given: Mapping[str, AdvantageFn]) 
     return found
 
 
-def ends_updates(config: RLTrainingConfig, forward: ForwardBackwardResult) -> bool:
-    """Whether no more updates are to be made on the batch after the one of `forward`, because of rl.kl_stop.
+def make_kl_stop(config: RLTrainingConfig) -> Callable[[ForwardBackwardResult], bool] | None:
+    """A function that is True if rl.kl_stop ends the updates on the batch after this one; None without it."""
+    return partial(_exceeds_kl_stop, config) if config.kl_stop else None
 
-    An update whose loss was not finite, or all of whose rows were left out, measured nothing: the next one is
-    made. Raises ConfigError for a loss that does not measure approx_kl/mean.
+
+def _exceeds_kl_stop(config: RLTrainingConfig, forward: ForwardBackwardResult) -> bool:
+    """An update whose loss was not finite, or all of whose rows were left out, measured nothing: the next one
+    is made. Raises ConfigError for a loss that does not measure approx_kl/mean.
     """
     metrics = metric_values(forward.metrics)
     kl = metrics.get("approx_kl/mean")
@@ -202,6 +211,12 @@ def ends_updates(config: RLTrainingConfig, forward: ForwardBackwardResult) -> bo
             " approx_kl/mean; set rl.kl_stop = 0"
         )
     return exceeds_kl_limit(kl, limit=config.kl_stop)
+
+
+def log_change(config: RLTrainingConfig, algorithm: Algorithm, step: int, *, first: bool) -> None:
+    """Logs the algorithm if there are changes: in the first step of a run, and in that of each change."""
+    if config.changes and (first or any(change.from_step == step for change in config.changes)):
+        logging.getLogger("rollouts").warning("rl from step %d on: %s", step, describe_algorithm(algorithm))
 
 
 def describe_algorithm(algorithm: Algorithm) -> str:

@@ -1,7 +1,7 @@
 """Training on losses that need several rows at once: a pass without gradient, the loss's slope for every row,
 a step with these slopes.
 
-    prepare(step) ──► forward ──► RowLoss ──► advantages ──► forward_backward("linear"), optim_step ──► one row of metrics
+    prepare(step) ──► forward ──► RowLoss ──► advantages ──► forward_backward("linear"), optim_step
 
 A loss of sums of log-probs has one slope per row, at every token of it. So rows may be in any micro-batch and
 on any rank, and the gradient is that of the loss of the whole batch; what it costs is the forward pass.
@@ -17,11 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollouts.data.scores import spread_scores
-from rollouts.errors import StepInterrupted
-from rollouts.loops.contributions import list_updates
-from rollouts.loops.hooks import LoopHooks, read_piece_s, run_hooks, save_after_cut
-from rollouts.loops.sft import step_metrics, train, warn_of_skipped_step
-from rollouts.loops.stopping import StopControl
+from rollouts.loops.steps import StepHooks, StepsConfig, surround_steps
+from rollouts.loops.updates import record_updates, step_metrics, train
 from rollouts.metrics.spans import PhaseTimer
 from rollouts.protocols import MetricsLogger, TrainingBackend
 from rollouts.types import FloatArray, LossSpec, RolloutBatch, metric_values
@@ -55,80 +52,43 @@ class LinearisedStep(NamedTuple):
     found: LinearisedRows  # of these rows
 
 
-Prepare = Callable[[int], Awaitable[LinearisedStep]]
-"""From the step, counted from 1."""
-
-
 async def run_linearised_steps(
     backend: TrainingBackend,
-    prepare: Prepare,
+    prepare: Callable[[int], Awaitable[LinearisedStep]],
     metrics_logger: MetricsLogger,
     *,
     stage: str,
-    steps: int,
-    eval_every: int,
+    config: StepsConfig,
     completed_steps: int,
-    hooks: LoopHooks,
+    hooks: StepHooks | None,
 ) -> list[dict[str, float]]:
-    """The metrics of every step that ran, `completed_steps` + 1 to `steps`; `loss/total` and the loss's own
-    metrics are those of the true loss.
-
-    Saves, evaluates and stops as the other loops do; a stop that leaves no time for the step under way cuts
-    it, in the pass before it too.
+    """The metrics of every step that ran, `completed_steps` + 1 to config.steps. `prepare` is called with the
+    step, counted from 1. `loss/total` and the loss's own metrics are those of the true loss.
     """
     history: list[dict[str, float]] = []
-    for step in range(completed_steps + 1, steps + 1):
-        timer = PhaseTimer()
-        try:
+    async with surround_steps(hooks or StepHooks(), config, backend, completed=completed_steps) as steps:
+        for step in range(completed_steps + 1, config.steps + 1):
+            timer = PhaseTimer()
             with timer.phase("log_probs"):
-                rows, found = await finish_or_interrupt(
-                    backend, hooks.stop, "log_probs", lambda step=step: prepare(step)
-                )
+                rows, found = await prepare(step)
             batch = dataclasses.replace(rows, advantages=spread_scores(found.advantages, rows))
             with timer.phase("train"):
-                [(forward, optim)] = await train(
-                    backend, batch, LossSpec("linear", unit="constant", constant=found.total), hooks.stop
+                loss = LossSpec("linear", unit="constant", constant=found.total)
+                [(forward, optim)] = await train(backend, [(batch, loss)])
+            async with steps.completing(step):
+                metrics = step_metrics(forward, optim)
+                if forward.loss is not None:  # that of the surrogate
+                    forward = dataclasses.replace(forward, loss=found.loss)
+                    metrics |= {**metric_values(found.metrics), "loss/total": found.loss}
+                metrics |= timer.metrics()
+                trained_tokens = float(batch.response_lengths.sum())
+                metrics["perf/trained_tokens_per_s"] = trained_tokens / timer.seconds("train")
+                updates = record_updates(f"{stage} step {step}", [batch], [(forward, optim)])
+                await metrics_logger.log_step(
+                    stage, step, step - 1, metrics, updates=updates, spans=timer.spans()
                 )
-        except StepInterrupted as cut:
-            await save_after_cut(
-                hooks,
-                backend,
-                cut,
-                step - 1,
-                saved=step - 1 == completed_steps or hooks.saves_after(step - 1),
-            )
-            break
-        warn_of_skipped_step(stage, step, optim)
-        metrics = step_metrics(forward, optim)
-        true_loss = None if forward.loss is None else found.loss  # takes the place of the surrogate's
-        if true_loss is not None:
-            metrics |= {**metric_values(found.metrics), "loss/total": true_loss}
-        trained_tokens = int(batch.response_lengths.sum())
-        metrics |= {
-            **timer.metrics(),
-            "perf/trained_tokens_per_s": trained_tokens / timer.seconds("train"),
-            **hooks.take_metrics(),
-        }
-        updates = list_updates([batch], [(dataclasses.replace(forward, loss=true_loss), optim)])
-        await metrics_logger.log_step(
-            stage, step, step - 1, metrics, updates=updates, spans=[*timer.spans(), *hooks.take_spans()]
-        )
-        history.append(metrics)
-        if await run_hooks(hooks, step, last_step=steps, eval_every=eval_every):
-            break
+                history.append(metrics)
     return history
-
-
-async def finish_or_interrupt(
-    backend: TrainingBackend, stop: StopControl, phase: str, work: Callable[[], Awaitable[T]]
-) -> T:
-    """What `work` gives. Raises StepInterrupted when a stop cuts it; the backend's pass ends at its next
-    micro-batch.
-    """
-    with stop.phase(phase, piece_s=lambda: read_piece_s(backend)):
-        return await work()
-    backend.interrupt()
-    raise StepInterrupted(f"the step was cut during its {phase}")
 
 
 def sum_rows(values: Sequence[FloatArray]) -> NDArray[np.float64]:

@@ -2,7 +2,7 @@
 batch → one step.
 
 data ──(reference, once)──► samples with reference sums
-  └──► batch ──► policy's sums ──► loss and slopes ──► forward_backward, optim_step ──► one row of metrics a step
+  └──► batch ──► policy's sums ──► loss and slopes ──► forward_backward, optim_step
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from rollouts.data.preference import (
     make_preference_batch,
     select_preference_samples,
 )
-from rollouts.errors import ConfigError, StepInterrupted
-from rollouts.loops.hooks import LoopHooks
+from rollouts.errors import ConfigError
 from rollouts.loops.linearised import (
     AsyncRowLoss,
     LinearisedStep,
-    finish_or_interrupt,
     run_linearised_steps,
     sum_rows,
 )
+from rollouts.loops.steps import StepHooks
 from rollouts.protocols import LogProbScorer, MetricsLogger, TrainingBackend
 from rollouts.types import RolloutBatch, metric_values
 
@@ -55,7 +54,7 @@ async def run_preference_training(
     reference: LogProbScorer | None = None,
     seed: int = 0,
     completed_steps: int = 0,
-    hooks: LoopHooks | None = None,
+    hooks: StepHooks | None = None,
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
@@ -67,14 +66,8 @@ async def run_preference_training(
     before the first step; who wants its memory back calls score_mixture beforehand and passes none. Raises
     ConfigError without the reference that config asks for.
     """
-    hooks = hooks or LoopHooks()
     if config.reference == "precomputed":
-        try:
-            data = await finish_or_interrupt(
-                backend, hooks.stop, "reference", lambda: score_mixture(data, config, reference)
-            )
-        except StepInterrupted:
-            return []
+        data = await score_mixture(data, config, reference)
 
     async def prepare(step: int) -> LinearisedStep:
         samples = select_preference_samples(data, config.batch_size, step - 1, seed)
@@ -88,8 +81,7 @@ async def run_preference_training(
         prepare,
         metrics_logger,
         stage="preference",
-        steps=config.steps,
-        eval_every=config.eval_every,
+        config=config,
         completed_steps=completed_steps,
         hooks=hooks,
     )

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from rollouts.config.schema import RewardModelTrainingConfig
 from rollouts.data.preference import PairSample, PreferenceMixture, select_preference_samples
 from rollouts.data.scores import make_score_batch, read_scores
-from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.linearised import AsyncRowLoss, LinearisedStep, run_linearised_steps
+from rollouts.loops.steps import StepHooks
 from rollouts.protocols import MetricsLogger, TrainingBackend
 from rollouts.types import RolloutBatch
 
@@ -33,7 +33,7 @@ async def run_reward_model_training(
     loss: AsyncRowLoss,
     seed: int = 0,
     completed_steps: int = 0,
-    hooks: LoopHooks | None = None,
+    hooks: StepHooks | None = None,
 ) -> list[dict[str, float]]:
     """The metrics of every step that ran, `completed_steps` + 1 to `config.steps`.
 
@@ -54,10 +54,9 @@ async def run_reward_model_training(
         prepare,
         metrics_logger,
         stage="reward_model",
-        steps=config.steps,
-        eval_every=config.eval_every,
+        config=config,
         completed_steps=completed_steps,
-        hooks=hooks or LoopHooks(),
+        hooks=hooks,
     )
 
 

@@ -22,10 +22,10 @@ from rollouts.advantages import (
 )
 from rollouts.config.schema import CLIPPED_BY_SETTINGS, RLTrainingConfig
 from rollouts.errors import ConfigError, StalenessError, UserFunctionError
+from rollouts.loops.updates import Update
 from rollouts.protocols import LogProbScorer, TrainingBackend
 from rollouts.types import FloatArray, IntArray, LossSpec, RolloutBatch, Sample, number_trajectories
 
-Update = tuple[RolloutBatch, LossSpec]  # what one optimizer step is made of
 MINIBATCH_STREAM = 0x6D696E69  # keeps the draws apart from others with the same seed
 
 
@@ -52,10 +52,14 @@ def check_staleness(lags: FloatArray, *, max_staleness: int) -> None:
 
 
 async def add_log_probs(
-    batch: RolloutBatch, backend: TrainingBackend, reference: LogProbScorer | None, config: RLTrainingConfig
+    batch: RolloutBatch,
+    backend: TrainingBackend,
+    reference: LogProbScorer | None,
+    critic: TrainingBackend | None,
+    config: RLTrainingConfig,
 ) -> RolloutBatch:
-    """The batch with the reference's log-probs when a KL term or controller needs them, and the trainer's own
-    when config.recompute_old.
+    """The batch with the reference's log-probs if a KL term or controller needs them, the trainer's own if
+    config.recompute_old, and the critic's values if there is one.
     """
     if config.kl_coef > 0 or config.kl_control != "fixed":
         if reference is None:
@@ -65,19 +69,9 @@ async def add_log_probs(
         batch = dataclasses.replace(batch, ref_log_probs=await reference.score(batch))
     if config.recompute_old:
         batch = dataclasses.replace(batch, old_log_probs=await backend.forward(batch).result())
+    if critic is not None:
+        batch = dataclasses.replace(batch, old_values=await critic.forward(batch).result())
     return batch
-
-
-def find_advantage(config: RLTrainingConfig) -> AdvantageFn:
-    """The entry of ADVANTAGES that config.advantage names. Raises ConfigError for another name: who runs the
-    loop passes that function.
-    """
-    if config.advantage not in ADVANTAGES:
-        raise ConfigError(
-            f"rl.advantage={config.advantage!r} is not one of {', '.join(ADVANTAGES)}; pass a function of"
-            " your own as advantage="
-        )
-    return ADVANTAGES[config.advantage]
 
 
 def add_advantages(
@@ -125,7 +119,7 @@ def add_advantages(
     returns: tuple[FloatArray, ...] | None = None
     try:
         advantages = compute_advantages(
-            inputs, advantage or find_advantage(config), **config.advantage_params
+            inputs, advantage or ADVANTAGES[config.advantage], **config.advantage_params
         )
         if isinstance(advantages, GAEResult):
             advantages, returns = advantages
@@ -233,8 +227,10 @@ def plan_updates(
 
     Each pass divides the groups anew, in an order that is a pure function of (seed, step, pass); the parts
     differ by one group at most. Rows keep their order inside a part, and advantages are those of the whole
-    batch. A part has a denominator of its own: of unit "constant", its share of the batch's by groups.
+    batch. A part has a denominator of its own: of unit "constant", its share of the batch's by groups. The
+    backend is asked for per-token arrays, which the record keeps.
     """
+    loss = dataclasses.replace(loss, per_token=True)
     if config.minibatches == 1:
         return [(batch, loss)] * config.updates_per_batch
     assert batch.group_indices is not None
@@ -247,11 +243,6 @@ def plan_updates(
             rows = np.flatnonzero(np.isin(batch.group_indices, part))
             updates.append((select_rows(batch, rows), dataclasses.replace(loss, constant=share)))
     return updates
-
-
-def begin_last_pass(updates: int, minibatches: int) -> int:
-    """The number of the first update of the last pass over a batch of which `updates` were made, 1 or more."""
-    return (updates - 1) // minibatches * minibatches
 
 
 def select_rows(batch: RolloutBatch, rows: IntArray) -> RolloutBatch:

@@ -1,32 +1,45 @@
-"""Weights on their way to the engines while the next step trains: one update at a time.
+"""Updates of the engines, one at a time; where generation overlaps training, beside the next step.
 
-loop ──► start(version) ─► update ─► released: the trainer may change its weights ──► the loop goes on
-                              └────► engines serve the version ─► on_updated ─► its metrics wait for the next row
-                              └────► fails: whoever is guarded is cancelled, and the next call raises it
+loop ──► send(step) ─► update ─► released: the trainer may change its weights ──► the loop goes on
+                          └────► engines serve the version ─► engines_updated; metrics wait for the next row
+                          └────► fails: what is guarded is cancelled; the next guarding() or wait() raises it
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
 
 import trio
 
-UpdateEngines = Callable[[int, trio.Event | None], Awaitable[Mapping[str, float]]]
-"""Brings every engine to a version; sets the event, if given, once the trainer may change its weights."""
+from rollouts.config.schema import RLTrainingConfig
+from rollouts.loops.stopping import Stop
+
+
+class GeneratingEngines(Protocol):
+    """What a push needs of an AsyncRolloutManager."""
+
+    @property
+    def is_ahead(self) -> bool: ...
+    def engines_updated(self, version: int) -> None: ...
 
 
 @asynccontextmanager
 async def open_weight_push(
-    update: UpdateEngines, *, beside: bool, on_updated: Callable[[int], None]
+    sync: Callable[..., Awaitable[Mapping[str, float]]],
+    rollout_manager: GeneratingEngines,
+    config: RLTrainingConfig,
+    stop: Stop,
 ) -> AsyncIterator[WeightPush]:
-    """Updates that go on beside training, or, unless `beside`, that start() waits for. One that is under way
-    when the block is left is cancelled.
+    """Updates of the engines by `sync`, a SyncWeights with its backend and engines. They go on beside training
+    where generation does; otherwise send() waits for their end. An update in flight is cancelled when the
+    block is left.
     """
     failure: Exception | None = None
     async with trio.open_nursery() as nursery:
         try:
-            yield WeightPush(update, nursery, beside=beside, on_updated=on_updated)
+            yield WeightPush(nursery, sync, rollout_manager, config, stop)
         except Exception as error:  # raised below, outside the nursery, which would wrap it in a group
             failure = error
         finally:
@@ -39,42 +52,53 @@ class WeightPush:
     """Made by open_weight_push."""
 
     def __init__(
-        self, update: UpdateEngines, nursery: trio.Nursery, *, beside: bool, on_updated: Callable[[int], None]
+        self,
+        nursery: trio.Nursery,
+        sync: Callable[..., Awaitable[Mapping[str, float]]],
+        rollout_manager: GeneratingEngines,
+        config: RLTrainingConfig,
+        stop: Stop,
     ) -> None:
-        self._update = update
         self._nursery = nursery
-        self._beside = beside
-        self._on_updated = on_updated
-        self._ended: trio.Event | None = None  # of the update under way
+        self._sync = sync
+        self._rollout_manager = rollout_manager
+        self._config = config
+        self._stop = stop
+        self._ended: trio.Event | None = None  # of the update in flight
         self._guarded = trio.CancelScope()
         self._failure: Exception | None = None
         self._metrics: dict[str, float] = {}
 
-    async def start(self, version: int) -> None:
-        """Returns when the trainer may go on. Waits for the update before, and raises what that, or this one,
-        came to.
+    async def send(self, step: int) -> None:
+        """Returns when the trainer may go on; after the last step when the update has ended. Does nothing
+        between two updates of the engines.
+
+        Waits for the update before. A stop ends the waiting. Raises no failure, so that the step is logged
+        first.
         """
-        if not self._beside:
-            metrics = await self._update(version, None)
-            self._metrics |= metrics
-            self._on_updated(version)
+        last = step == self._config.steps
+        if step % self._config.sync_every != 0 and not last:
             return
-        await self.wait()
-        released, self._ended = trio.Event(), trio.Event()
-        self._nursery.start_soon(self._push, version, released, self._ended)
-        await released.wait()
-        self._raise_failure()
+        with self._stop.scope():
+            if self._ended is not None:
+                await self._ended.wait()
+            if self._failure is not None:
+                return
+            released, ended = trio.Event(), trio.Event()
+            self._ended = ended
+            self._nursery.start_soon(self._push, step, released, ended)
+            await (released if self._rollout_manager.is_ahead and not last else ended).wait()
 
     async def wait(self) -> None:
-        """Until no update is under way. Raises what the last one failed with."""
+        """Returns when no update is in flight. Raises what the last one failed with."""
         if self._ended is not None:
             await self._ended.wait()
         self._raise_failure()
 
     @contextmanager
     def guarding(self) -> Iterator[None]:
-        """What waits inside for engines is cancelled when the update under way fails, and that is raised in
-        its place; what has ended by then has, and the next call raises it.
+        """The block is cancelled when the update in flight fails, and that failure is raised in its place.
+        If the block ended before, the next call raises it.
         """
         self._raise_failure()
         with trio.CancelScope() as self._guarded:
@@ -83,17 +107,18 @@ class WeightPush:
             self._raise_failure()
 
     def take_metrics(self) -> dict[str, float]:
-        """Of updates that have ended since the last call."""
+        """Metrics of the updates that have ended since the last call."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     async def _push(self, version: int, released: trio.Event, ended: trio.Event) -> None:
         try:
-            metrics = await self._update(version, released)
+            options = {"released": released} if self._rollout_manager.is_ahead else {}
+            metrics = await self._sync(version, **options)
             # not in one line: |= reads its left side before it waits, and take_metrics may come in between
             self._metrics |= metrics
-            self._on_updated(version)
-        except Exception as error:  # raised where the loop asks next
+            self._rollout_manager.engines_updated(version)
+        except Exception as error:
             self._failure = error
             self._guarded.cancel()
         finally:

@@ -12,7 +12,7 @@ from rollouts.config.load import load_config
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.errors import RecordError
 from rollouts.loops.algorithm import Algorithm, LoopState, choose_algorithm, describe_algorithm
-from rollouts.loops.rl_batch import begin_last_pass
+from rollouts.loops.updates import begin_last_pass
 from rollouts.metrics.token_shards import read_token_arrays
 from rollouts.replay.recompute import Columns, check_replayable, recompute
 from rollouts.replay.record import StepRecord, UpdateRows, read_step

@@ -1,0 +1,142 @@
+"""What surrounds the steps of every loop: saving, evaluating, stopping. A loop's body does not know them.
+
+async with surround_steps(hooks, config, backend, completed=k) as steps:
+    for step in range(k + 1, config.steps + 1):
+        …                                    a stop cuts this part, and nothing of the step is kept
+        async with steps.completing(step):   the weights are the step's: a stop waits for the end of the block
+            …                                at its end the step is complete; save and evaluate where due
+a stop, or an error that training did not cause ──► the last complete step is saved as it was
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import trio
+
+from rollouts.errors import FleetDown, NotEnoughSamples, UserFunctionError, WeightSyncError
+from rollouts.loops.stopping import LAST_COUNTS, Stop
+from rollouts.protocols import TrainingBackend
+from rollouts.types import JSONValue
+
+EncodeState = Callable[[], Mapping[str, JSONValue]]
+"""Turns a held state into JSON; called only if it is saved."""
+
+
+async def do_nothing(step: int) -> None:
+    pass
+
+
+async def save_nothing(step: int, state: EncodeState) -> None:
+    pass
+
+
+async def assume_saved(step: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHooks:
+    """What a loop is handed to save and evaluate with. `step` counts completed steps."""
+
+    stop: Stop = field(default_factory=Stop)
+    hold_state: Callable[[], EncodeState] = lambda: dict  # called after every step; what a checkpoint holds
+    save: Callable[[int, EncodeState], Awaitable[None]] = save_nothing
+    is_saved: Callable[[int], Awaitable[bool]] = assume_saved  # whether a save that was begun is in place
+    checkpoint_every: int = 0  # steps; 0: only after the last
+    evaluate: Callable[[int], Awaitable[None]] = do_nothing  # not called after the last step
+
+
+class StepsConfig(Protocol):
+    @property
+    def steps(self) -> int: ...
+    @property
+    def eval_every(self) -> int: ...
+
+
+class Steps:
+    """Made by surround_steps."""
+
+    def __init__(
+        self,
+        hooks: StepHooks,
+        config: StepsConfig,
+        backends: tuple[TrainingBackend, ...],
+        completed: int,
+    ) -> None:
+        self._hooks = hooks
+        self._backends = backends
+        self._config = config
+        self._saved = completed  # the newest step whose save was begun
+        self._note(completed)
+
+    @asynccontextmanager
+    async def completing(
+        self, step: int, *, before_evaluating: Callable[[], Awaitable[None]] | None = None
+    ) -> AsyncIterator[None]:
+        """After the block `step` is complete, and saved and evaluated where that is due. It is saved first,
+        so that a slow evaluation cannot lose a step; a stop cuts the evaluation.
+        """
+        with self._hooks.stop.completing():
+            yield
+            self._note(step)
+            every = self._hooks.checkpoint_every
+            if step == self._config.steps or (every > 0 and step % every == 0):
+                await self._save()
+        await trio.lowlevel.checkpoint()  # where a requested stop ends the loop
+        eval_every = self._config.eval_every
+        if step != self._config.steps and eval_every > 0 and step % eval_every == 0:
+            if before_evaluating is not None:
+                await before_evaluating()
+            await self._hooks.evaluate(step)
+
+    async def save_completed(self) -> None:
+        """Saves the last complete step, unless that is done or updates of the next one have been applied."""
+        if self._saved == self._completed and await self._hooks.is_saved(self._completed):
+            return
+        for reset in [backend.reset() for backend in self._backends]:
+            await reset.result()
+        if self._count_updates() == self._updates:
+            await self._save()
+            return
+        self._hooks.stop.say(
+            f"step {self._completed} is not saved, because updates of step {self._completed + 1} have been"
+            f" applied already; {LAST_COUNTS}"
+        )
+
+    async def _save(self) -> None:
+        self._saved = self._completed
+        await self._hooks.save(self._completed, self._state)
+
+    def _note(self, completed: int) -> None:
+        self._completed = completed
+        self._state = self._hooks.hold_state()
+        self._updates = self._count_updates()
+
+    def _count_updates(self) -> float:
+        return sum(backend.statistics().get("steps", 0.0) for backend in self._backends)
+
+
+@asynccontextmanager
+async def surround_steps(
+    hooks: StepHooks, config: StepsConfig, *backends: TrainingBackend | None, completed: int
+) -> AsyncIterator[Steps]:
+    """Steps `completed` + 1 to config.steps on the backends that are not None. A stop ends the block without
+    an exception.
+    """
+    trained = tuple(backend for backend in backends if backend is not None)
+    steps = Steps(hooks, config, trained, completed)
+    with hooks.stop.completing():
+        try:
+            with hooks.stop.scope() as scope:
+                yield steps
+        except (NotEnoughSamples, UserFunctionError, WeightSyncError, FleetDown):
+            await steps.save_completed()
+            raise
+        if scope.cancelled_caught:
+            for backend in trained:
+                backend.interrupt()
+            await steps.save_completed()

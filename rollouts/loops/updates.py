@@ -1,0 +1,144 @@
+"""The updates of a step, shared by all loops: submit them, await them, and say what the backend answered."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import trio
+
+from rollouts.errors import EarlierStepFailed, StepInterrupted
+from rollouts.metrics.contributions import UpdateRecord
+from rollouts.protocols import TrainFuture, TrainingBackend
+from rollouts.types import (
+    ForwardBackwardResult,
+    LossSpec,
+    OptimStepResult,
+    RolloutBatch,
+    merge_metrics,
+    metric_values,
+)
+
+Update = tuple[RolloutBatch, LossSpec]  # what one optimizer step is made of
+UpdateResult = tuple[ForwardBackwardResult, OptimStepResult]
+
+
+async def train(
+    backend: TrainingBackend,
+    updates: Sequence[Update],
+    *,
+    version: int | None = None,
+    ends_after: Callable[[ForwardBackwardResult], bool] | None = None,
+) -> list[UpdateResult]:
+    """The results of each optimizer step. The backend then has weight version `version`, if given.
+
+    All updates are submitted at once; with `ends_after` one by one, and none after the first for which it is
+    True. A cancellation interrupts the backend at its next micro-batch. If nothing was left to compute, the
+    results are returned all the same.
+    """
+    submitted: list[tuple[TrainFuture[ForwardBackwardResult], TrainFuture[OptimStepResult]]] = []
+    results: list[UpdateResult] = []
+
+    def has_ended() -> bool:
+        stopped = ends_after is not None and len(results) > 0 and ends_after(results[-1][0])
+        return stopped or len(results) == len(updates)
+
+    async def collect() -> None:
+        for forward, optim in submitted[len(results) :]:
+            results.append((await forward.result(), await optim.result()))
+
+    try:
+        while not has_ended():
+            at_once = len(updates) if ends_after is None else 1
+            submitted += [
+                (backend.forward_backward(batch, loss), backend.optim_step())
+                for batch, loss in updates[len(submitted) :][:at_once]
+            ]
+            await collect()
+    except trio.Cancelled:
+        backend.interrupt()
+        with trio.CancelScope(shield=True), suppress(StepInterrupted, EarlierStepFailed):
+            await collect()
+        if not has_ended():
+            raise
+    if version is not None:
+        with trio.CancelScope(shield=True):  # the backend is idle
+            await backend.set_weight_version(version).result()
+    return results
+
+
+def record_updates(
+    where: str,
+    batches: Sequence[RolloutBatch],
+    results: Sequence[UpdateResult],
+    *,
+    kl_coef: float | None = None,
+    part: str = "",
+    contributes: bool = False,
+) -> list[UpdateRecord]:
+    """A record of each update that was made; with kl_stop these are the first of `batches`. Logs why an
+    update changed nothing, as the metrics only count it.
+    """
+    records: list[UpdateRecord] = []
+    for number, (batch, (forward, optim)) in enumerate(zip(batches, results, strict=False)):
+        if optim.skipped is not None:
+            logging.getLogger("rollouts").warning("%s changed nothing: %s", where, optim.skipped)
+        records.append(
+            UpdateRecord(
+                update=number,
+                batch=batch,
+                forward=forward,
+                optim=optim,
+                kl_coef=None if batch.ref_log_probs is None else kl_coef,
+                part=part,
+                contributes=contributes,
+            )
+        )
+    return records
+
+
+# --- metrics ------------------------------------------------------------------------------------------------
+
+
+def begin_last_pass(updates: int, minibatches: int) -> int:
+    """The index of the first update of the last pass over a batch that had `updates`, 1 or more."""
+    return (updates - 1) // minibatches * minibatches
+
+
+def last_pass_metrics(results: Sequence[UpdateResult], minibatches: int) -> dict[str, float]:
+    """The backend's metrics of the last pass over a batch, and the number of updates that were skipped."""
+    last_pass = results[begin_last_pass(len(results), minibatches) :]
+    metrics = step_metrics(merge_forwards([forward for forward, _ in last_pass]), results[-1][1])
+    return metrics | {"optim/skipped_steps": float(sum(optim.skipped is not None for _, optim in results))}
+
+
+def merge_forwards(forwards: Sequence[ForwardBackwardResult]) -> ForwardBackwardResult:
+    """The result that one forward_backward on all parts would have had: Σ loss·denominator / Σ denominator.
+
+    A part that was skipped counts for nothing; if all were, so is the result. A single part is the result, to
+    the bit.
+    """
+    if len(forwards) == 1:
+        return forwards[0]
+    counted = [(forward.loss, forward.denominator) for forward in forwards if forward.loss is not None]
+    denominator = sum(weight for _, weight in counted)
+    return ForwardBackwardResult(
+        loss=sum(loss * weight for loss, weight in counted) / denominator if counted else None,
+        denominator=denominator,
+        metrics=merge_metrics([forward.metrics for forward in forwards]),
+        skipped=None if counted else forwards[-1].skipped,
+    )
+
+
+def step_metrics(forward: ForwardBackwardResult, optim: OptimStepResult) -> dict[str, float]:
+    """The metrics of one update. A skipped one has no loss and no gradient norm."""
+    metrics = metric_values(forward.metrics)
+    metrics["optim/lr"] = optim.lr
+    metrics["optim/clipped"] = float(optim.clipped)
+    metrics["optim/skipped_steps"] = float(optim.skipped is not None)
+    if forward.loss is not None:
+        metrics["loss/total"] = forward.loss
+    if optim.grad_norm is not None:
+        metrics["optim/grad_norm"] = optim.grad_norm
+    return metrics
