@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from rollouts.data.chat import TemplateOptions
 from rollouts.data.sft import SFTMixture
 from rollouts.errors import ConfigError
 from rollouts.loops.algorithm import count_updates, needs_reference
-from rollouts.loops.stopping import StopControl
+from rollouts.loops.stopping import Stop
 from rollouts.metrics.spans import SpanRecorder
 from rollouts.preflight.estimate import read_free_memory
 from rollouts.preflight.functions import Functions, weigh
@@ -74,7 +74,7 @@ class Run:
     # weights
     base_model: Path
     logger: MetricsLogger
-    stop: StopControl  # requested by the first SIGINT or SIGTERM
+    stop: Stop  # requested by the first SIGINT or SIGTERM
     device: str  # where this process computes: cpu, cuda, or cuda:N where it is one of several
     ranks: OpenRanks | None = (
         None  # the processes that train together, of which this is rank 0; None: this one is alone
@@ -89,7 +89,7 @@ class Stage:
     backend: Backend
     critic: Backend | None  # trains beside it, where [rl.critic] asks for one
     saved: Saved  # both, or the backend alone: what checkpoints hold
-    engine: InferenceEngine  # answers requests: the embedded engine, or a fleet
+    engine: InferenceEngine | None  # the embedded engine or a fleet; None: the model has no head to generate
     sync_weights: SyncWeights  # brings every engine to the backend's version
     checkpoints: CheckpointWriter
 
@@ -106,15 +106,20 @@ async def open_stage(run: Run, stage: str, model_path: Path) -> AsyncIterator[St
         open_critic(run, stage, backend, model_path) as critic,
     ):
         saved = backend if critic is None else pair_backends(backend, critic)
-        served = stage == "rl" and run.config.engine.kind != "local"
         dtype = choose_autocast_dtype(choose_autocast(run.config), run.device)
-        open_engine = (
-            open_servers(run, backend, dtype)
-            if served
-            else open_embedded(run, stage, backend, dtype, model_path)
-        )
+        if stage == "reward_model":
+            open_engine = nullcontext((None, sync_nothing))
+        elif stage == "rl" and run.config.engine.kind != "local":
+            open_engine = open_servers(run, backend, dtype)
+        else:
+            open_engine = open_embedded(run, stage, backend, dtype, model_path)
         async with open_engine as (engine, sync_weights), open_checkpoints(run, stage, saved) as checkpoints:
             yield Stage(backend, critic, saved, engine, sync_weights, checkpoints)
+
+
+async def sync_nothing(*arguments: object, **options: object) -> Mapping[str, float]:
+    """No metrics: there is no engine."""
+    return {}
 
 
 def open_backend(

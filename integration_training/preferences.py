@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from integration_training.opening import Run, Stage, open_backend, open_checkpoints, open_scorer, say
+from integration_training.hooks import StageLogger, completed_steps, make_hooks
+from integration_training.opening import Run, Stage, open_scorer, say
 from integration_training.reports import (
     PAIRS,
     evaluate_now,
@@ -16,38 +17,15 @@ from integration_training.reports import (
     has_evaluation,
     sync_for_evaluation,
 )
-from integration_training.saving import completed_steps, restore, save_step
-from rollouts.crash_points import reach
-from rollouts.loops.hooks import LoopHooks
 from rollouts.preflight.preferences import PreparedLabels, PreparedPairs, describe_counts
 
 if TYPE_CHECKING:
     from integration_training.opening import Backend
-    from rollouts.checkpoints.writer import CheckpointWriter
     from rollouts.loops.linearised import AsyncRowLoss
     from rollouts.protocols import LogProbScorer
 
 Measure = Callable[[], Awaitable[dict[str, float]]]
 """Evaluates the held-out samples of a stage under its weights as they are."""
-
-
-def make_hooks(
-    run: Run,
-    checkpoints: CheckpointWriter,
-    save: Callable[[int], Awaitable[None]],
-    evaluate: Callable[[int], Awaitable[None]],
-) -> LoopHooks:
-    """What a loop without prompts is handed."""
-    return LoopHooks(
-        evaluate,
-        save,
-        run.stop.is_requested,
-        run.config.output.checkpoint_every,
-        stop=run.stop,
-        take_metrics=checkpoints.take_metrics,
-        is_saved=checkpoints.is_saved,
-        take_spans=run.spans.take,
-    )
 
 
 def is_due(step: int, eval_every: int) -> bool:
@@ -58,19 +36,11 @@ def is_due(step: int, eval_every: int) -> bool:
 
 
 async def log_pairs(run: Run, stage: str, step: int, version: int, measure: Measure) -> None:
-    """Evaluates the held-out preferences after `step`, unless the record has it. Within a phase of the stop:
-    see log_pairs_once.
-    """
+    """Evaluates the held-out preferences after `step`, unless the record has it."""
     if not has_evaluation(run, stage, step, PAIRS):
         with run.spans.measure("evaluate"):
             metrics = await measure()
         await run.logger.log_evaluation(stage, step, version, PAIRS, metrics)
-
-
-async def log_pairs_once(run: Run, stage: str, step: int, version: int, measure: Measure) -> None:
-    """The same outside of the loop, whose hooks are in a phase already: a phase in a phase would end it."""
-    with run.stop.phase("evaluate"):
-        await log_pairs(run, stage, step, version, measure)
 
 
 # --- on the policy ------------------------------------------------------------------------------------------
@@ -96,8 +66,6 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at
     `start`, which is the reference.
     """
-    from rollouts.errors import StepInterrupted
-    from rollouts.loops.linearised import finish_or_interrupt
     from rollouts.loops.preference import (
         evaluate_preferences,
         run_preference_training,
@@ -124,53 +92,40 @@ async def train_preference(run: Run, opened: Stage, newest: Path | None, start: 
             scorer = open_scorer(run, backend, start, newest, config.micro_batch_tokens, completed_now)
             reference = await stack.enter_async_context(scorer)
         if config.reference == "precomputed":
-            try:
-                async with open_scorer(
-                    run, backend, start, newest, config.micro_batch_tokens, lambda: 0
-                ) as scorer:  # gone before training begins
-                    scored = partial(score_mixture, training, config, scorer)
-                    training = await finish_or_interrupt(backend, run.stop, "reference", scored)
-                    held_out = await finish_or_interrupt(
-                        backend, run.stop, "reference", partial(score_samples, held_out, config, scorer)
-                    )
-            except StepInterrupted:
-                return completed
+            async with open_scorer(
+                run, backend, start, newest, config.micro_batch_tokens, lambda: 0
+            ) as scorer:  # gone before training begins
+                training = await score_mixture(training, config, scorer)
+                held_out = await score_samples(held_out, config, scorer)
 
         async def measure() -> dict[str, float]:
             return await evaluate_preferences(
                 backend, held_out, config, loss=loss, reference=reference, name=PAIRS
             )
 
-        async def save(step: int) -> None:
-            await run.stop.save(
-                lambda: save_step(run, opened, stage, step, {}, reference=reference),
-                what=f"step {step} of {stage}",
-            )
-
         async def evaluate_step(step: int) -> None:
             await log_pairs(run, stage, step, backend.weight_version, measure)
             await sync_for_evaluation(opened)
-            await evaluate_now(run, opened.engine, stage, step)
+            await evaluate_now(run, opened, stage, step)
 
         if is_due(completed, config.eval_every):  # step 0 too; a run that ended before this goes on with it
-            await log_pairs_once(run, stage, completed, backend.weight_version, measure)
+            await log_pairs(run, stage, completed, backend.weight_version, measure)
             if completed:
-                await evaluate_once(run, opened.engine, stage, completed)
-        with run.stop.training():
-            history = await run_preference_training(
-                backend,
-                training,
-                config,
-                run.logger,
-                loss=loss,
-                reference=reference,
-                seed=run.config.seed,
-                completed_steps=completed,
-                hooks=make_hooks(run, opened.checkpoints, save, evaluate_step),
-            )
+                await evaluate_once(run, opened, stage, completed)
+        history = await run_preference_training(
+            backend,
+            training,
+            config,
+            StageLogger(run, opened.checkpoints.take_metrics),
+            loss=loss,
+            reference=reference,
+            seed=run.config.seed,
+            completed_steps=completed,
+            hooks=make_hooks(run, opened, stage, evaluate_step, reference=reference),
+        )
         completed += len(history)
-        if completed == config.steps and not run.stop.is_requested():
-            await log_pairs_once(run, stage, completed, backend.weight_version, measure)
+        if completed == config.steps:
+            await log_pairs(run, stage, completed, backend.weight_version, measure)
     return completed
 
 
@@ -198,68 +153,43 @@ async def evaluate_pairs_once(run: Run, opened: Stage, start: Path) -> None:
             reference=reference,
             name=PAIRS,
         )
-        await log_pairs_once(run, "preference", config.steps, backend.weight_version, measure)
+        await log_pairs(run, "preference", config.steps, backend.weight_version, measure)
 
 
 # --- reward models ------------------------------------------------------------------------------------------
 
 
-async def run_reward_model(
-    run: Run, stage: str, newest: Path | None, start: Path, before: tuple[str, int], *, last: bool
-) -> int:
-    """How many steps of the stage are complete: a scalar head on the model at `start`, or `newest`, trained.
-    Nothing is generated.
-    """
+async def train_reward_model(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
+    """How many steps are complete. Trains the scalar head on the model at `start`, or goes on after `newest`."""
     from rollouts.loops.linearised import on_thread
     from rollouts.loops.reward_model import evaluate_reward_model, run_reward_model_training
     from rollouts.losses.row_losses import make_score_loss, measure_calibration
 
-    config, completed, prepared = run.config.reward_model, completed_steps(newest), run.preferences[stage]
+    config, completed, stage = run.config.reward_model, completed_steps(newest), "reward_model"
+    backend, prepared = opened.backend, run.preferences[stage]
     assert config is not None and isinstance(prepared, PreparedPairs)
     for line in describe_counts(stage, prepared, config.max_length):
         say(line)
-    async with (
-        open_backend(run, stage, newest or start) as backend,
-        open_checkpoints(run, stage, backend) as checkpoints,
-    ):
-        reach("stage.opened")
-        if newest is not None:
-            await restore(backend, newest)
-        on_backend = partial(on_thread, backend.device_thread.submit)
-        measure = partial(
-            evaluate_reward_model,
-            backend,
-            prepared.held_out,
-            measure=on_backend(measure_calibration),
-            name=PAIRS,
-        )
+    on_backend = partial(on_thread, backend.device_thread.submit)
+    calibration = on_backend(measure_calibration)
+    measure = partial(evaluate_reward_model, backend, prepared.held_out, measure=calibration, name=PAIRS)
 
-        async def write(step: int) -> float:
-            await checkpoints.save(step, {}, last=step == config.steps or run.stop.is_requested())
-            return checkpoints.expected_save_s()
+    async def evaluate_step(step: int) -> None:
+        await log_pairs(run, stage, step, backend.weight_version, measure)
 
-        async def save(step: int) -> None:
-            await run.stop.save(lambda: write(step), what=f"step {step} of {stage}")
-
-        async def evaluate_step(step: int) -> None:
-            await log_pairs(run, stage, step, backend.weight_version, measure)
-
-        if run.stop.is_requested():
-            return completed
-        if is_due(completed, config.eval_every):
-            await log_pairs_once(run, stage, completed, backend.weight_version, measure)
-        with run.stop.training():
-            history: Sequence[object] = await run_reward_model_training(
-                backend,
-                prepared.training,
-                config,
-                run.logger,
-                loss=on_backend(make_score_loss(config.centring)),
-                seed=run.config.seed,
-                completed_steps=completed,
-                hooks=make_hooks(run, checkpoints, save, evaluate_step),
-            )
-        completed += len(history)
-        if completed == config.steps and not run.stop.is_requested():
-            await log_pairs_once(run, stage, completed, backend.weight_version, measure)
+    if is_due(completed, config.eval_every):
+        await evaluate_step(completed)
+    history = await run_reward_model_training(
+        backend,
+        prepared.training,
+        config,
+        StageLogger(run, opened.checkpoints.take_metrics),
+        loss=on_backend(make_score_loss(config.centring)),
+        seed=run.config.seed,
+        completed_steps=completed,
+        hooks=make_hooks(run, opened, stage, evaluate_step),
+    )
+    completed += len(history)
+    if completed == config.steps:
+        await evaluate_step(completed)
     return completed

@@ -17,7 +17,6 @@ from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
 from rollouts.errors import StorageError
 from rollouts.models.directories import fsync_path
-from rollouts.protocols import InferenceEngine
 from rollouts.types import SamplingParams
 
 PAIRS = "pairs"  # the evaluation of held-out preferences
@@ -52,27 +51,27 @@ def has_evaluation(run: Run, stage: str, step: int, name: str) -> bool:
     )
 
 
-async def evaluate_once(run: Run, engine: InferenceEngine, stage: str, step: int) -> None:
+async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
     """Evaluates the engine's weights unless this (stage, step) has a row from the same weights."""
     if not evaluated(run, stage, step):
-        with run.stop.phase("evaluate"):
-            await evaluate_now(run, engine, stage, step)
+        await evaluate_now(run, opened, stage, step)
 
 
 async def sync_for_evaluation(opened: Stage) -> None:
     """Brings an engine with weights of its own to the trainer's. RL does it after its steps, SFT only here."""
-    await opened.sync_weights(opened.backend, [opened.engine], opened.backend.weight_version)
+    if opened.engine is not None:
+        await opened.sync_weights(opened.backend, [opened.engine], opened.backend.weight_version)
 
 
-async def evaluate_now(run: Run, engine: InferenceEngine, stage: str, step: int) -> None:
+async def evaluate_now(run: Run, opened: Stage, stage: str, step: int) -> None:
     """Evaluates the engine's weights on the held-out prompts and logs it. A row of an earlier attempt may be
     of weights that were lost.
     """
     from rollouts.evaluation.evaluate import evaluate
     from rollouts.generation.generate import make_chat_generate
 
-    config = run.config.eval
-    if config is None or run.functions.eval_reward is None:
+    config, engine = run.config.eval, opened.engine
+    if config is None or engine is None or run.functions.eval_reward is None:
         return
     with run.spans.measure("evaluate"):
         result = await evaluate(

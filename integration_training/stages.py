@@ -5,14 +5,14 @@ from its own newest one.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import trio
 
+from integration_training.hooks import StageLogger, completed_steps, make_hooks, restore
 from integration_training.opening import (
     Run,
     Stage,
@@ -23,7 +23,7 @@ from integration_training.opening import (
     say,
     warn,
 )
-from integration_training.preferences import evaluate_pairs_once, run_reward_model, train_preference
+from integration_training.preferences import evaluate_pairs_once, train_preference, train_reward_model
 from integration_training.reports import (
     PAIRS,
     evaluate_now,
@@ -32,14 +32,13 @@ from integration_training.reports import (
     has_evaluation,
     sync_for_evaluation,
 )
-from integration_training.saving import completed_steps, restore, save_step
 from rollouts.config.load import training_digest
 from rollouts.config.modes import stage_config
 from rollouts.crash_points import reach
 from rollouts.errors import ConfigError
-from rollouts.loops.hooks import LoopHooks
-from rollouts.protocols import LogProbScorer, RewardFn
-from rollouts.types import Sample, SamplingParams
+from rollouts.loops.steps import EncodeState
+from rollouts.protocols import LogProbScorer, RewardFn, TrainingBackend
+from rollouts.types import RolloutBatch, SamplingParams
 
 if TYPE_CHECKING:
     from rollouts.data.data_buffer import DataBuffer
@@ -50,7 +49,6 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
     """True when every stage is complete, False when the user stopped the run. Each stage starts from the
     checkpoint of the one before.
     """
-    from rollouts.checkpoints.load import find_newest_checkpoint
     from rollouts.checkpoints.resume import choose_checkpoint
     from rollouts.checkpoints.writer import retain
 
@@ -58,9 +56,8 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
     for stage in stages:
         total = stage_config(run.config, stage).steps
         stage_dir = run.run_dir.stage_checkpoints(stage)
-        newest = await trio.to_thread.run_sync(
-            partial(choose_checkpoint, stage_dir, config_hash=config_hash, report=warn)
-        )
+        choose = partial(choose_checkpoint, stage_dir, config_hash=config_hash, report=warn)
+        newest = await trio.to_thread.run_sync(choose)
         await trio.to_thread.run_sync(retain, run.run_dir, stage, choose_keep(run.config), warn)
         completed = completed_steps(newest)
         if completed > total:
@@ -68,35 +65,20 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
                 f"{stage}.steps={total} but {newest} has {completed} steps; set {stage}.steps={completed} or"
                 " more"
             )
-        last = set(stages[stages.index(stage) + 1 :]) <= {
-            "reward_model"
-        }  # no later stage evaluates its weights before it begins
+        # no later stage evaluates its weights before it begins
+        last = set(stages[stages.index(stage) + 1 :]) <= {"reward_model"}
         if (
             completed < total
             or (last and not evaluated(run, stage, total))
             or not has_evaluation(run, stage, total, PAIRS)
         ):
-            run_one = run_reward_model if stage == "reward_model" else run_stage
-            completed = await run_one(run, stage, newest, model_path, before, last=last)
-            await run.logger.log_spans(
-                stage, completed, completed, run.spans.take()
-            )  # of what came after the last step
-            # a backend and its queue know each other: model and moments would stay until a collection came by
-            # itself
-            gc.collect()
-        if run.stop.is_requested():
-            completed = completed_steps(
-                find_newest_checkpoint(stage_dir)
-            )  # a step that no time was left to save is none
-        done = (
-            last
-            and evaluated(run, stage, total)
-            and has_evaluation(run, stage, total, PAIRS)
-            and stage == stages[-1]
-        )
-        if completed < total or (run.stop.is_requested() and not done):
+            completed = await run_stage(run, stage, newest, model_path, before, last=last)
+            # the spans of what came after the last step
+            await run.logger.log_spans(stage, completed, completed, run.spans.take())
+            gc.collect()  # a backend and its queue refer to each other: the model would stay in memory
+        if completed < total:
             return False
-        if stage != "reward_model":  # which the next stage does not start from
+        if stage != "reward_model":  # no stage starts from a reward model
             model_path = run.run_dir.checkpoint(stage, total)
             before = (stage, total)
         reach("stage.complete")
@@ -106,20 +88,37 @@ async def run_stages(run: Run, stages: Sequence[str], model_path: Path) -> bool:
 async def run_stage(
     run: Run, stage: str, newest: Path | None, start: Path, before: tuple[str, int], *, last: bool
 ) -> int:
-    """How many steps of the stage are complete: opened, brought to `newest` or `start`, trained. `before`:
-    what the weights at `start` are of.
+    """How many steps of the stage are complete: opened, brought to `newest` or `start`, trained. `before` is
+    the stage and step whose weights are at `start`. The `last` stage that generates is evaluated when it is
+    complete; every other one where the next begins.
     """
+    total, completed = stage_config(run.config, stage).steps, completed_steps(newest)
+    train = {
+        "sft": train_sft,
+        "preference": train_preference,
+        "reward_model": train_reward_model,
+        "rl": train_rl,
+    }[stage]
     async with open_stage(run, stage, newest or start) as opened:
         reach("stage.opened")
         if newest is not None:
             await restore(opened.saved, newest)
         if stage == "rl":
-            await sync_at_start(
-                opened, newest, trains=completed_steps(newest) < stage_config(run.config, stage).steps
-            )
+            await sync_at_start(opened, newest, trains=completed < total)
         if newest is None:
-            await evaluate_once(run, opened.engine, *before)
-        return await finish_stage(run, stage, opened, newest, start, last=last)
+            await evaluate_once(run, opened, *before)
+        if completed < total:
+            completed = await train(run, opened, newest, start)
+            if completed == total and last:
+                if stage != "rl":
+                    await sync_for_evaluation(opened)
+                await evaluate_now(run, opened, stage, total)
+            return completed
+        if stage == "preference":
+            await evaluate_pairs_once(run, opened, start)
+        if last:
+            await evaluate_once(run, opened, stage, total)
+        return completed
 
 
 async def sync_at_start(opened: Stage, newest: Path | None, *, trains: bool) -> None:
@@ -128,6 +127,7 @@ async def sync_at_start(opened: Stage, newest: Path | None, *, trains: bool) -> 
     """
     from rollouts.weight_sync.engine_weights import sync_as_saved
 
+    assert opened.engine is not None
     if newest is None or not trains:
         await opened.sync_weights(opened.backend, [opened.engine], completed_steps(newest))
     elif await sync_as_saved(
@@ -136,38 +136,13 @@ async def sync_at_start(opened: Stage, newest: Path | None, *, trains: bool) -> 
         await opened.backend.load(newest).result()
 
 
-async def finish_stage(
-    run: Run, stage: str, opened: Stage, newest: Path | None, start: Path, *, last: bool
-) -> int:
-    """How many steps of the stage are complete. The `last` stage that generates is evaluated when it is;
-    every other one, where the next begins.
-    """
-    total, completed = stage_config(run.config, stage).steps, completed_steps(newest)
-    if run.stop.is_requested():
-        return completed
-    if completed == total:
-        if stage == "preference":
-            await evaluate_pairs_once(run, opened, start)
-        if last:
-            await evaluate_once(run, opened.engine, stage, total)
-        return completed
-    train = {"sft": train_sft, "preference": train_preference, "rl": train_rl}[stage]
-    completed = await train(run, opened, newest, start)
-    if completed == total and last and not run.stop.is_requested():
-        if stage != "rl":
-            await sync_for_evaluation(opened)
-        with run.stop.phase("evaluate"):
-            await evaluate_now(run, opened.engine, stage, total)
-    return completed
-
-
 async def train_sft(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
     """How many steps are complete. Starts after `newest`, a checkpoint of this stage, or from the model at
     `start`.
     """
     from rollouts.loops.sft import run_sft_training
 
-    config, data = run.config.sft, run.conversations
+    config, data, completed = run.config.sft, run.conversations, completed_steps(newest)
     assert config is not None and data is not None
     row_count = run.rows.training["sft"].row_count
     for what, count in (
@@ -176,38 +151,26 @@ async def train_sft(run: Run, opened: Stage, newest: Path | None, start: Path) -
     ):
         if count:
             say(f"sft.data: {count} of {row_count} rows {what} max_length={config.max_length}")
-    backend, engine, completed = opened.backend, opened.engine, completed_steps(newest)
-
-    async def save(step: int) -> None:
-        await run.stop.save(lambda: save_step(run, opened, "sft", step, {}), what=f"step {step} of sft")
 
     async def evaluate_step(step: int) -> None:
         await sync_for_evaluation(opened)
-        await evaluate_now(run, engine, "sft", step)
+        await evaluate_now(run, opened, "sft", step)
 
     if completed and config.eval_every and completed % config.eval_every == 0:
-        await evaluate_once(run, engine, "sft", completed)
-
-    with run.stop.training():
-        history = await run_sft_training(
-            backend,
-            data,
-            config,
-            run.logger,
-            seed=run.config.seed,
-            completed_steps=completed,
-            hooks=LoopHooks(
-                evaluate_step,
-                save,
-                run.stop.is_requested,
-                run.config.output.checkpoint_every,
-                stop=run.stop,
-                take_metrics=opened.checkpoints.take_metrics,
-                is_saved=opened.checkpoints.is_saved,
-                take_spans=run.spans.take,
-            ),
-        )
+        await evaluate_once(run, opened, "sft", completed)
+    history = await run_sft_training(
+        opened.backend,
+        data,
+        config,
+        StageLogger(run, opened.checkpoints.take_metrics),
+        seed=run.config.seed,
+        completed_steps=completed,
+        hooks=make_hooks(run, opened, "sft", evaluate_step),
+    )
     return completed + len(history)
+
+
+# --- RL -----------------------------------------------------------------------------------------------------
 
 
 async def train_rl(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
@@ -227,7 +190,7 @@ def make_manager(run: Run, opened: Stage, buffer: DataBuffer, reward: RewardFn |
     from rollouts.generation.generate import make_chat_generate
 
     config = run.config.rl
-    assert config is not None
+    assert config is not None and opened.engine is not None
     return AsyncRolloutManager(
         buffer,
         opened.engine,
@@ -248,46 +211,80 @@ def make_manager(run: Run, opened: Stage, buffer: DataBuffer, reward: RewardFn |
     )
 
 
+class CurriculumBatches:
+    """The manager's batches, whose prompts are drawn by the weights of the curriculum, which learns from each
+    batch. Of the samples that are logged, the spans are kept.
+    """
+
+    def __init__(
+        self, run: Run, backend: TrainingBackend, buffer: DataBuffer, manager: AsyncRolloutManager
+    ) -> None:
+        from rollouts.data.curriculum import start_statistics
+
+        self._run = run
+        self._backend = backend
+        self._buffer = buffer
+        self._manager = manager
+        self.statistics: Mapping[str, Any] = start_statistics(buffer.weights)
+        self.generating_ahead = manager.generating_ahead
+        self.engines_updated = manager.engines_updated
+        self.batch_metrics = manager.batch_metrics
+        self.failed_samples = manager.failed_samples
+
+    @property
+    def is_ahead(self) -> bool:
+        return self._manager.is_ahead
+
+    async def generate_batch(self) -> RolloutBatch:
+        """The manager's next batch."""
+        from rollouts.data.curriculum import call_curriculum, update_statistics
+        from rollouts.metrics.sample_rows import select_evenly
+
+        run, config, buffer = self._run, self._run.config.rl, self._buffer
+        assert config is not None
+        step = self._backend.weight_version + 1
+        if run.functions.curriculum is not None:
+            weights = call_curriculum(
+                run.functions.curriculum, step, self.statistics, function=config.curriculum
+            )
+            buffer.set_weights(weights)
+        batch = await self._manager.generate_batch()
+        self.statistics = update_statistics(
+            self.statistics, batch.samples, step=step, drawn=buffer.drawn_by_source()
+        )
+        for logged in (batch.samples, self._manager.failed_samples()):
+            chosen = select_evenly(len(logged), run.config.output.samples_per_step)
+            run.spans.keep(logged[index].id for index in chosen)
+        return batch
+
+
 async def train_rl_with(
     run: Run, opened: Stage, newest: Path | None, reward: RewardFn | None, reference: LogProbScorer | None
 ) -> int:
     """How many steps are complete, with what scores samples and the reference open."""
     from rollouts.checkpoints.load import load_trainer_state
-    from rollouts.data.curriculum import (
-        call_curriculum,
-        decode_statistics,
-        encode_statistics,
-        start_statistics,
-        update_statistics,
-    )
+    from rollouts.data.curriculum import decode_statistics, encode_statistics
     from rollouts.data.data_buffer import DataBuffer
     from rollouts.loops.algorithm import decode_loop_state, encode_loop_state, start_loop_state
     from rollouts.loops.rl import run_rl_training
-    from rollouts.metrics.sample_rows import select_evenly
 
-    config, backend, engine = run.config.rl, opened.backend, opened.engine
-    assert config is not None
+    config, engine, completed = run.config.rl, opened.engine, completed_steps(newest)
+    assert config is not None and engine is not None
     buffer = DataBuffer(run.rows.training["rl"], seed=run.config.seed)
     manager = make_manager(run, opened, buffer, reward)
-    completed = completed_steps(newest)
-    statistics, loop_state = start_statistics(buffer.weights), start_loop_state(config)
+    batches, loop_state = CurriculumBatches(run, opened.backend, buffer, manager), start_loop_state(config)
     if newest is not None:
         state = load_trainer_state(newest)
         buffer.load_state_dict(state["data_buffer"])
         manager.load_state_dict(state["rollout_manager"])
         reach("resume.state_loaded")
-        statistics = (
-            decode_statistics(state["curriculum"]) if "curriculum" in state else statistics
-        )  # checkpoints before there were curricula
-        loop_state = decode_loop_state(state["loop"]) if "loop" in state else loop_state  # or controllers
+        if "curriculum" in state:  # older checkpoints have neither
+            batches.statistics = decode_statistics(state["curriculum"])
+        loop_state = decode_loop_state(state["loop"]) if "loop" in state else loop_state
 
-    def hold_state() -> Callable[[], dict[str, Any]]:
-        drawn, rollouts, learned, loop = (
-            buffer.state_dict(),
-            manager.snapshot(),
-            statistics,
-            encode_loop_state(loop_state),
-        )
+    def hold_state() -> EncodeState:
+        drawn, rollouts = buffer.state_dict(), manager.snapshot()
+        learned, loop = batches.statistics, encode_loop_state(loop_state)
         return lambda: {
             "data_buffer": drawn,
             "rollout_manager": rollouts.encode(),
@@ -295,76 +292,28 @@ async def train_rl_with(
             "loop": loop,
         }
 
-    before_batch = hold_state()  # of a run that is cut inside a step; encoded only if it is
-
-    def begin_batch(step: int) -> None:
-        nonlocal before_batch
-        before_batch = hold_state()
-        if run.functions.curriculum is not None:
-            buffer.set_weights(
-                call_curriculum(run.functions.curriculum, step, statistics, function=config.curriculum)
-            )
-
-    def learn(step: int, samples: Sequence[Sample]) -> None:
-        nonlocal statistics
-        statistics = update_statistics(statistics, samples, step=step, drawn=buffer.drawn_by_source())
-        for logged in (samples, manager.failed_samples()):
-            run.spans.keep(
-                logged[index].id for index in select_evenly(len(logged), run.config.output.samples_per_step)
-            )
-
-    async def save(step: int) -> None:
-        await run.stop.save(
-            lambda: save_step(run, opened, "rl", step, hold_state()(), reference=reference),
-            what=f"step {step} of rl",
-        )
-
-    async def save_before_batch(step: int) -> None:
-        await run.stop.save(
-            lambda: save_step(run, opened, "rl", step, before_batch(), reference=reference),
-            what=f"step {step} of rl",
-        )
-
     async def evaluate_step(step: int) -> None:
-        await evaluate_now(run, engine, "rl", step)
-
-    if completed and config.eval_every and completed % config.eval_every == 0:
-        await evaluate_once(run, engine, "rl", completed)
-
-    every = run.config.output.checkpoint_every
+        await evaluate_now(run, opened, "rl", step)
 
     def take_metrics() -> dict[str, float]:
         return {**opened.checkpoints.take_metrics(), **getattr(reference, "metrics", {})}
 
-    is_saved, stop = opened.checkpoints.is_saved, run.stop
-    hooks = LoopHooks(
-        evaluate_step,
-        save,
-        stop.is_requested,
-        every,
-        begin_batch,
-        learn,
-        stop,
-        save_before_batch,
-        take_metrics,
-        is_saved,
+    if completed and config.eval_every and completed % config.eval_every == 0:
+        await evaluate_once(run, opened, "rl", completed)
+    history = await run_rl_training(
+        opened.backend,
+        buffer,
+        batches,
+        [engine],
+        config,
+        StageLogger(run, take_metrics),
+        sync_weights=opened.sync_weights,
+        reference=reference,
+        advantages=run.functions.advantages,
+        seed=run.config.seed,
+        state=loop_state,
+        critic=opened.critic,
+        completed_steps=completed,
+        hooks=make_hooks(run, opened, "rl", evaluate_step, hold_state=hold_state, reference=reference),
     )
-    hooks = replace(hooks, take_spans=run.spans.take)
-    with run.stop.training():
-        history = await run_rl_training(
-            backend,
-            buffer,
-            manager,
-            [engine],
-            config,
-            run.logger,
-            sync_weights=opened.sync_weights,
-            reference=reference,
-            advantages=run.functions.advantages,
-            seed=run.config.seed,
-            state=loop_state,
-            critic=opened.critic,
-            completed_steps=completed,
-            hooks=hooks,
-        )
     return completed + len(history)

@@ -51,7 +51,7 @@ from rollouts.errors import (
     RunDirError,
     StorageError,
 )
-from rollouts.loops.stopping import StopControl, end_overdue, end_unconnected, exit_now, watch_signals
+from rollouts.loops.stopping import Stop, end_overdue, end_unconnected, exit_now, watch_signals
 from rollouts.preflight.checks import prepare_rows, read_context_length
 from rollouts.preflight.functions import load_functions, open_functions
 from rollouts.preflight.preferences import (
@@ -244,7 +244,7 @@ async def run_rank(command: Command, config: RunConfig, launch: Launch) -> int:
 
 @asynccontextmanager
 async def open_other_ranks(
-    launch: Launch, config: RunConfig, model_path: Path, stop: StopControl
+    launch: Launch, config: RunConfig, model_path: Path, stop: Stop
 ) -> AsyncIterator[OpenRanks | None]:
     """The connection with the other ranks, which wait for this one; None where it is alone."""
     if launch.world_size == 1:
@@ -261,8 +261,8 @@ async def open_other_ranks(
         ) as opened:
             connecting.cancel()
             tell_config(opened, config, model_path)
-            with stop.telling(opened.hub.end_others):
-                yield opened
+            stop.tell_others = opened.hub.end_others
+            yield opened
 
 
 @asynccontextmanager
@@ -352,7 +352,7 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
     totals = {stage: stage_config(config, stage).steps for stage in command.stages}
     attempt = next_attempt(run_dir)  # before the others are met: from then on they take silence for an end
     async with trio.open_nursery() as nursery:
-        stop = StopControl(say=say)
+        stop = Stop(say=say)
         nursery.start_soon(lambda: watch_signals(stop, launched="TORCHELASTIC_RUN_ID" in os.environ))
         nursery.start_soon(end_overdue, stop)
         finished = False
@@ -362,7 +362,7 @@ async def run_locked(command: Command, config: RunConfig, launch: Launch, held: 
                 open_other_ranks(launch, config, model_path, stop) as ranks,
                 open_record(run_dir, config, attempt, progress, partial(confirm, ranks)) as logger,
             ):
-                with stop.startup():  # inside: the other ranks end as after a finished run
+                with stop.scope():  # inside: the other ranks end as after a finished run
                     run_dir.summary.unlink(missing_ok=True)  # it says that a run is finished
                     reach("start.opened")
                     template, place = (

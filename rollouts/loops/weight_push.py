@@ -32,9 +32,9 @@ async def open_weight_push(
     config: RLTrainingConfig,
     stop: Stop,
 ) -> AsyncIterator[WeightPush]:
-    """Updates of the engines by `sync`, a SyncWeights with its backend and engines. They go on beside training
-    where generation does; otherwise send() waits for their end. An update in flight is cancelled when the
-    block is left.
+    """Updates of the engines by `sync`, a SyncWeights with its backend and engines. They go on beside
+    training where generation does; otherwise send() waits for their end. An update in flight is cancelled
+    when the block is left.
     """
     failure: Exception | None = None
     async with trio.open_nursery() as nursery:

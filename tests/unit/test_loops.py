@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import numpy as np
 import pytest
 import trio
 
-from rollouts.advantages import ADVANTAGES, AdvantageInputs
-from rollouts.cli import check_loss
 from rollouts.config.schema import (
-    CriticConfig,
     DataSourceConfig,
     RLTrainingConfig,
     RolloutConfig,
@@ -22,31 +21,22 @@ from rollouts.config.schema import (
 from rollouts.data.data_buffer import DataBuffer
 from rollouts.data.sft import SFTSample
 from rollouts.errors import (
-    ConfigError,
     FleetDown,
     NotEnoughSamples,
     RolloutsError,
-    StalenessError,
-    UserFunctionError,
     WeightSyncError,
 )
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
-from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import run_rl_training
-from rollouts.loops.rl_batch import (
-    add_advantages,
-    add_log_probs,
-    check_staleness,
-    compute_lags,
-    make_loss_spec,
-)
 from rollouts.loops.sft import run_sft_training
-from rollouts.losses import LOSSES
+from rollouts.loops.steps import EncodeState, StepHooks
+from rollouts.loops.stopping import Stop, end_overdue
+from rollouts.loops.weight_push import WeightPush, open_weight_push
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
 from rollouts.testing.fakes import FakeTokenizer, ScriptedEngine, ScriptedReply, open_fake_backend
-from rollouts.types import FloatArray, GenerateRequest, RolloutBatch, Sample, SamplingParams
+from rollouts.types import GenerateRequest, Sample, SamplingParams
 
 DATA = DataSourceConfig(kind="jsonl", path="unused.jsonl")
 
@@ -88,24 +78,52 @@ class MemoryLogger:
         self.spans += [(stage, step, span) for span in spans]
 
 
+@dataclasses.dataclass
 class Diary:
-    """Hooks that write down when they were called."""
+    """Hooks that write down when they were called, and what the manager and the buffer knew then."""
 
-    def __init__(self, *, stop_after: int | None = None, checkpoint_every: int = 0) -> None:
-        self.entries: list[tuple[str, int]] = []
-        self._stop_after = stop_after
-        self.hooks = LoopHooks(self.evaluate, self.save, self.stop_requested, checkpoint_every)
-        self._asked = 0
+    checkpoint_every: int = 0
+    stop_after: int | None = None  # the stop is requested when that step is complete
+    fails: Exception | None = None  # raised by an evaluation
+    evaluate_s: float = 0.0
+    refused: set[int] = dataclasses.field(default_factory=set)  # steps whose first save did not get in place
+    live: Sequence[Any] = ()  # objects with state_dict()
+    entries: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    states: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.said: list[str] = []
+        self.completed = -1
+        self.stop = Stop(say=self.said.append)
+        self.hooks = StepHooks(
+            stop=self.stop,
+            hold_state=self.hold_state,
+            save=self.save,
+            is_saved=self.is_saved,
+            checkpoint_every=self.checkpoint_every,
+            evaluate=self.evaluate,
+        )
+
+    def hold_state(self) -> EncodeState:
+        self.completed += 1
+        if self.completed == self.stop_after:
+            self.stop.request()
+        states = [one.state_dict() for one in self.live]
+        return lambda: {"states": states}
 
     async def evaluate(self, step: int) -> None:
+        if self.fails is not None:
+            raise self.fails
+        await trio.sleep(self.evaluate_s)
         self.entries.append(("evaluate", step))
 
-    async def save(self, step: int) -> None:
+    async def save(self, step: int, encode: EncodeState) -> None:
         self.entries.append(("save", step))
+        self.states[step] = encode()["states"]
+        await trio.sleep(0.1)
 
-    def stop_requested(self) -> bool:
-        self._asked += 1
-        return self._asked == self._stop_after
+    async def is_saved(self, step: int) -> bool:
+        return step not in self.refused
 
 
 def sft_samples(count: int) -> list[SFTSample]:
@@ -138,20 +156,6 @@ async def test_sft_goes_on_after_the_completed_steps_with_the_rows_it_would_have
     assert [[tokens.tolist() for tokens in batch.tokens] for batch in rest.batches] == first[2:]
 
 
-async def test_a_stop_request_saves_and_ends_after_the_step():
-    diary = Diary(stop_after=2)
-    async with open_fake_backend() as backend:
-        history = await run_sft_training(
-            backend,
-            sft_samples(4),
-            SFTTrainingConfig(data=DATA, steps=9, batch_size=1, eval_every=1),
-            MemoryLogger(),
-            hooks=diary.hooks,
-        )
-    assert len(history) == 2
-    assert diary.entries == [("evaluate", 1), ("save", 2)]
-
-
 def rl_config(**changes: object) -> RLTrainingConfig:
     rollout = RolloutConfig(num_prompts=2, samples_per_prompt=2, max_new_tokens=8)
     return RLTrainingConfig.model_validate({"data": DATA, "steps": 3, "rollout": rollout, **changes})
@@ -178,37 +182,90 @@ def make_manager(
     )
 
 
-async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
-    engine = ScriptedEngine(lambda request: ScriptedReply(token_s=0.5))
-    buffer = DataBuffer([{"prompt": str(n)} for n in range(5)], seed=0)
-    logger, diary, synced = MemoryLogger(), Diary(), []
-    config = rl_config(updates_per_batch=2, eval_every=2)
+@dataclasses.dataclass
+class RLRun:
+    """A run of the RL loop on fakes, whose step takes 3 * step_s."""
 
-    async def sync(backend, engines, version):
-        synced.append((version, backend.weight_version, trio.current_time()))
-        engines[0].set_version(version)
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    diary: Diary = dataclasses.field(default_factory=Diary)
+    reward: Any = None
+    script: Any = None
+    sync: Callable[..., Awaitable[Mapping[str, float]]] | None = None
+    step_s: float = 0.0
+    stop_at_s: float | None = None
+    logger: MemoryLogger = dataclasses.field(default_factory=MemoryLogger)
+
+    async def run(self) -> list[dict[str, float]]:
+        self.engine = engine = ScriptedEngine(*([self.script] if self.script else []))
+        self.buffer = DataBuffer([{"prompt": str(n)} for n in range(60)], seed=0)
+        config = rl_config(**self.changes)
+        history: list[dict[str, float]] = []
+        failure: RolloutsError | None = None
+
+        async def update(backend: Any, engines: Sequence[Any], version: int, **options: Any) -> Any:
+            assert backend.weight_version == version, "the trainer has the weights that are sent"
+            metrics = await self.sync(version, **options) if self.sync else {}
+            engines[0].set_version(version)
+            return metrics
+
+        async with open_fake_backend(step_s=self.step_s) as self.backend, trio.open_nursery() as nursery:
+            self.manager = make_manager(
+                engine,
+                self.buffer,
+                config,
+                lambda: self.backend.weight_version,
+                self.reward or first_is_right,
+            )
+            self.diary.live = self.buffer, self.manager
+            if self.stop_at_s is not None:
+                nursery.start_soon(request_at, self.diary.stop, trio.current_time() + self.stop_at_s)
+            try:
+                history = await run_rl_training(
+                    self.backend, self.buffer, self.manager, [engine], config, self.logger,
+                    sync_weights=update, hooks=self.diary.hooks,
+                )  # fmt: skip
+            except RolloutsError as error:
+                failure = error  # raised below, outside the nursery, which would wrap it in a group
+            nursery.cancel_scope.cancel()
+        assert engine.in_flight == 0
+        if failure is not None:
+            raise failure
+        return history
+
+    def check_complete(self, step: int) -> None:
+        """Every prompt drawn when `step` was saved was trained by then, or is in that state."""
+        buffer, manager = self.diary.states[step]
+        there = sum(len(manager[name]) for name in ("held", "unfinished", "in_flight")) + len(
+            buffer["returned"]
+        )
+        assert manager["ledger"]["trained"] == 2 * step and buffer["cursor"] == 2 * step + there
+
+
+async def request_at(stop: Stop, when: float) -> None:
+    await trio.sleep_until(when)
+    stop.request()
+
+
+async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
+    synced: list[int] = []
+
+    async def sync(version: int) -> dict[str, float]:
+        synced.append(version)
         return {"weight_sync/made_up": 1.0}
 
-    async with open_fake_backend(step_s=10.0) as backend:
-        manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
-        history = await run_rl_training(
-            backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks
-        )
-    assert [(step, version) for _, step, version, _ in logger.steps] == [(1, 0), (2, 1), (3, 2)]
-    assert [(version, trainer) for version, trainer, _ in synced] == [(1, 1), (2, 2), (3, 3)]
-    assert len(backend.batches) == 6, "each batch is used updates_per_batch times"
-    assert [size for _, _, size in logger.samples] == [
-        4,
-        4,
-        4,
-    ], "the trained samples of each step; none failed"
-    assert diary.entries == [("evaluate", 2), ("save", 3)]
+    run = RLRun({"updates_per_batch": 2, "eval_every": 2}, sync=sync, step_s=10.0)
+    history = await run.run()
+    assert [(step, version) for _, step, version, _ in run.logger.steps] == [(1, 0), (2, 1), (3, 2)]
+    assert synced == [1, 2, 3]
+    assert len(run.backend.batches) == 6, "each batch is used updates_per_batch times"
+    assert [size for _, _, size in run.logger.samples] == [4, 4, 4], "the trained samples; none failed"
+    assert run.diary.entries == [("evaluate", 2), ("save", 3)]
     row = history[0]
-    assert row["reward/mean"] == 0.5
-    assert row["off_policy/max"] == 0.0
-    assert row["weight_sync/made_up"] == 1.0
+    assert (row["reward/mean"], row["off_policy/max"], row["weight_sync/made_up"]) == (0.5, 0.0, 1.0)
+    advantages = run.backend.batches[0].advantages
+    assert advantages is not None
     np.testing.assert_allclose(
-        np.unique(np.concatenate(backend.batches[0].advantages)), [-0.70710578, 0.0, 0.70710578], atol=1e-5
+        np.unique(np.concatenate(advantages)), [-0.70710578, 0.0, 0.70710578], atol=1e-5
     )
 
 
@@ -216,12 +273,6 @@ async def test_rl_trains_syncs_and_logs_once_per_step(autojump_clock):
 async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_saved(
     autojump_clock, checkpoint_every, saved
 ):
-    engine, buffer, config = (
-        ScriptedEngine(),
-        DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0),
-        rl_config(),
-    )
-    logger, diary = MemoryLogger(), Diary(checkpoint_every=checkpoint_every)
     asked = 0
 
     async def reward(sample: Sample) -> float:
@@ -231,462 +282,279 @@ async def test_a_run_whose_rewards_keep_failing_stops_with_its_complete_steps_sa
             raise RuntimeError("the grader is gone")
         return float(sample.id.endswith("s000"))
 
-    async def sync(backend, engines, version):
-        engines[0].set_version(version)
-        return {}
-
-    async with open_fake_backend() as backend:
-        manager = make_manager(engine, buffer, config, lambda: backend.weight_version, reward)
-        with pytest.raises(NotEnoughSamples, match="the grader is gone"):
-            await run_rl_training(
-                backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks
-            )
-    assert diary.entries == saved
-    assert logger.samples[-1][1] == 3 and logger.samples[-1][2] > 0, "what failed is in the record"
-    assert buffer.statistics()["returned"] > 0, "the prompts of the batch that failed are back"
+    run = RLRun(diary=Diary(checkpoint_every), reward=reward)
+    with pytest.raises(NotEnoughSamples, match="the grader is gone"):
+        await run.run()
+    assert run.diary.entries == saved
+    assert run.logger.samples[-1][1] == 3 and run.logger.samples[-1][2] > 0, "what failed is in the record"
+    run.check_complete(2)
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("error", [WeightSyncError("a keeps the old weights"), FleetDown("nobody serves")])
 async def test_a_step_whose_weights_reach_no_engine_is_logged_and_saved_before_the_run_stops(
-    autojump_clock, error: RolloutsError
+    autojump_clock, error: RolloutsError, staleness: int
 ):
-    engine, buffer, config = (
-        ScriptedEngine(),
-        DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0),
-        rl_config(),
-    )
-    logger, diary = MemoryLogger(), Diary()
-
-    async def sync(backend, engines, version):
+    async def sync(version: int, *, released: trio.Event | None = None) -> dict[str, float]:
         if version == 2:
             raise error
-        engines[0].set_version(version)
         return {}
 
-    async with open_fake_backend() as backend:
-        manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
-        with pytest.raises(type(error), match=str(error)):
-            await run_rl_training(
-                backend, buffer, manager, [engine], config, logger, sync_weights=sync, hooks=diary.hooks
-            )
-        assert len(backend.batches) == 2, "nothing trains after it"
-    assert diary.entries == [("save", 2)]
-    assert [row[1] for row in logger.steps] == [1, 2]
-
-
-async def test_a_fleet_that_goes_down_while_a_batch_is_made_leaves_the_complete_steps_saved(autojump_clock):
-    def script(request: GenerateRequest) -> ScriptedReply:
-        return ScriptedReply(error=FleetDown("nobody serves") if len(engine.requests) >= 8 else None)
-
-    engine, buffer, config = (
-        ScriptedEngine(script),
-        DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0),
-        rl_config(),
-    )
-    diary = Diary()
-
-    async def sync(backend, engines, version):
-        engines[0].set_version(version)
-        return {}
-
-    async with open_fake_backend() as backend:
-        manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
-        with pytest.raises(FleetDown):
-            await run_rl_training(
-                backend,
-                buffer,
-                manager,
-                [engine],
-                config,
-                MemoryLogger(),
-                sync_weights=sync,
-                hooks=diary.hooks,
-            )
-    assert diary.entries == [("save", 2)]
-    assert buffer.statistics()["returned"] > 0
+    run = RLRun({"max_staleness": staleness, "steps": 9}, sync=sync, step_s=1.0)
+    with pytest.raises(type(error), match=str(error)):
+        await run.run()
+    assert len(run.backend.batches) == 2, "nothing trains after it"
+    assert run.diary.entries == [("save", 2)]
+    assert [row[1] for row in run.logger.steps] == [1, 2]
+    run.check_complete(2)
 
 
 async def test_a_step_is_saved_when_its_evaluation_fails(autojump_clock):
-    engine, buffer, config = (
-        ScriptedEngine(),
-        DataBuffer([{"prompt": str(n)} for n in range(9)], seed=0),
-        rl_config(eval_every=1),
-    )
-    saved: list[int] = []
-
-    async def save(step: int) -> None:
-        saved.append(step)
-
-    async def evaluate(step: int) -> None:
-        raise FleetDown("nobody serves")
-
-    async def sync(backend, engines, version):
-        engines[0].set_version(version)
-        return {}
-
-    async with open_fake_backend() as backend:
-        manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
-        with pytest.raises(FleetDown):
-            await run_rl_training(
-                backend,
-                buffer,
-                manager,
-                [engine],
-                config,
-                MemoryLogger(),
-                sync_weights=sync,
-                hooks=LoopHooks(evaluate, save),
-            )
-    assert saved == [1]
+    run = RLRun({"eval_every": 1}, Diary(fails=FleetDown("nobody serves")))
+    with pytest.raises(FleetDown):
+        await run.run()
+    assert run.diary.entries == [("save", 1)]
 
 
 async def test_with_sync_every_2_the_engine_lags_by_one_step_and_no_more(autojump_clock):
-    engine = ScriptedEngine()
-    buffer = DataBuffer([{"prompt": str(n)} for n in range(5)], seed=0)
-    config = rl_config(steps=4, sync_every=2, max_staleness=1)
     synced: list[int] = []
 
-    async def sync(backend, engines, version, *, released=None):
+    async def sync(version: int, *, released: trio.Event) -> dict[str, float]:
         synced.append(version)
-        engines[0].set_version(version)
         return {}
 
-    async with open_fake_backend() as backend:
-        manager = make_manager(engine, buffer, config, lambda: backend.weight_version)
-        history = await run_rl_training(
-            backend, buffer, manager, [engine], config, MemoryLogger(), sync_weights=sync
-        )
+    history = await RLRun({"steps": 4, "sync_every": 2, "max_staleness": 1}, sync=sync).run()
     assert synced == [2, 4]
     assert [row["off_policy/max"] for row in history] == [0.0, 1.0, 0.0, 1.0]
 
 
-def batch_of(rewards: list[float], groups: list[int], versions: list[int]) -> RolloutBatch:
-    count = len(rewards)
-    mask = np.asarray([False, True, True])
-    return RolloutBatch(
-        tokens=tuple(np.asarray([1, 2, 3]) for _ in range(count)),
-        loss_masks=(mask,) * count,
-        rewards=np.asarray(rewards, np.float32),
-        group_indices=np.asarray(groups),
-        rollout_log_probs=tuple(np.asarray([0.0, -1.0, -2.0], np.float32) for _ in range(count)),
-        weight_versions=tuple(np.asarray([-1, version, version + 1]) for version in versions),
-    )
+# --- stopping -----------------------------------------------------------------------------------------------
 
 
-def test_the_lag_of_a_row_is_that_of_its_oldest_trained_token():
-    batch = batch_of([0, 0], [0, 0], [3, 5])
-    np.testing.assert_array_equal(compute_lags(batch, 6), [3, 1])
-
-
-@pytest.mark.parametrize(("lags", "allowed"), [([0, 2], 1), ([-1, 0], 1)])
-def test_a_row_outside_the_staleness_window_stops_the_loop(lags: list[float], allowed: int):
-    with pytest.raises(StalenessError, match=f"max_staleness={allowed}"):
-        check_staleness(np.asarray(lags, np.float32), max_staleness=allowed)
-
-
-class FixedReference:
-    """A LogProbScorer that answers −1.5 for every trained token."""
-
-    async def score(self, batch: RolloutBatch):
-        return tuple(np.where(mask, np.float32(-1.5), np.float32(0)) for mask in batch.loss_masks)
-
-
-async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
-    config = rl_config(kl_coef=0.1, advantage="centred")
-    async with open_fake_backend() as backend:
-        batch = await add_log_probs(batch_of([1.0, 0.0], [7, 7], [0, 0]), backend, FixedReference(), config)
-    batch, metrics = add_advantages(batch, config)
-    # Σ (mu − ref) = (−1 + 1.5) + (−2 + 1.5) = 0, so the rewards stay 1 and 0 and the centred advantages are
-    # ±½
-    assert metrics["kl/ref_per_sample"] == pytest.approx(0.0, abs=1e-6)
-    assert batch.advantages is not None
-    np.testing.assert_allclose(batch.advantages[0], [0, 0.5, 0.5])
-    np.testing.assert_allclose(batch.advantages[1], [0, -0.5, -0.5])
-
-
-def segmented(batch: RolloutBatch, *ids: str) -> RolloutBatch:
-    return dataclasses.replace(
-        batch, samples=tuple(Sample(id=id_, prompt="p", reward=0.0, group_index=7) for id_ in ids)
-    )
-
-
-def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
-    rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
-    batch, _ = add_advantages(rows, rl_config(advantage="rloo"))
-    assert batch.advantages is not None
-    assert [row.tolist() for row in batch.advantages] == [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0]]
-    assert batch.mean_advantages is not None
-    assert batch.mean_advantages.tolist() == [1.0, 1.0, -1.0]
+async def run_sft(
+    diary: Diary, at_s: float, *, step_s: float, micro_batch_s: float = 0.0, **changes: object
+) -> int:
+    """The steps of an SFT run that was asked to stop. forward_backward and optim_step take step_s each."""
+    config = SFTTrainingConfig.model_validate({"data": DATA, "steps": 9, "batch_size": 2, **changes})
+    steps: list[int] = []
+    async with (
+        open_fake_backend(step_s=step_s, micro_batch_s=micro_batch_s) as backend,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(request_at, diary.stop, trio.current_time() + at_s)
+        history = await run_sft_training(backend, sft_samples(6), config, MemoryLogger(), hooks=diary.hooks)
+        steps.append(len(history))
+        nursery.cancel_scope.cancel()
+    return steps[0]
 
 
 @pytest.mark.parametrize(
-    "answer", [[0.5, -2.0], [[9.0, 0.25, 0.75], [9.0, 9.0, 9.0]]], ids=["per row", "per token"]
-)
-def test_a_rows_mean_advantage_is_over_the_tokens_that_train(answer: Any):
-    rows = batch_of([1.0, 0.0], [7, 7], [0, 0])
-    rows = dataclasses.replace(rows, loss_masks=(rows.loss_masks[0], np.zeros(3, np.bool_)))
-    batch, _ = add_advantages(
-        rows, rl_config(advantage="mine:grade"), lambda _: [np.asarray(row) for row in answer]
-    )
-    assert batch.mean_advantages is not None
-    assert batch.mean_advantages.tolist() == [0.5, 0.0], "0 of a row without any"
-
-
-def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
-    reference = tuple(
-        np.asarray([0.0, -1.0 - kl, -2.0], np.float32) for kl in (1.0, 2.0, 5.0)
-    )  # KL of each row in nats
-    rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
-    batch, metrics = add_advantages(
-        dataclasses.replace(rows, ref_log_probs=reference), rl_config(advantage="raw", kl_coef=0.1)
-    )
-    assert batch.advantages is not None
-    np.testing.assert_allclose(
-        [row[1] for row in batch.advantages], [0.7, 0.7, -0.5], rtol=1e-6
-    )  # 1 − .1·(1 + 2), 0 − .1·5
-    assert metrics["kl/ref_per_sample"] == pytest.approx(4.0), "the mean of 3 and 5: over trajectories"
-
-
-def with_parts(batch: RolloutBatch, *parts: Mapping[str, float]) -> RolloutBatch:
-    samples = tuple(
-        Sample(id=f"s{row}", prompt="p", reward=0.0, rewards=part) for row, part in enumerate(parts)
-    )
-    return dataclasses.replace(batch, samples=samples)
-
-
-def test_every_advantage_of_the_table_works_by_its_name():
-    parts = [{"right": right, "greedy_reward": 0.25} for right in (1.0, 0.0, 1.0)]
-    rows = with_parts(batch_of([1.0, 0.0, 0.5], [7, 7, 7], [0, 0, 0]), *parts)
-    for name in ADVANTAGES.keys() - {"gae"}:  # which needs a critic: below
-        batch, metrics = add_advantages(rows, rl_config(advantage=name))
-        assert batch.advantages is not None and len(batch.advantages) == 3
-        assert metrics["advantage/abs_mean"] > 0
-    remax, _ = add_advantages(rows, rl_config(advantage="remax"))
-    assert remax.advantages is not None
-    np.testing.assert_allclose(remax.advantages[0], [0, 0.75, 0.75])
-
-
-def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token():
-    # one row: mask 0 1 1, lp −1 and −2, ref −1.5 and −3, β = .1: token rewards −.05 and 1 − .1; V = .5 and
-    # .25
-    def row(*values: float) -> tuple[FloatArray, ...]:
-        return (np.asarray(values, np.float32),)
-
-    batch = dataclasses.replace(
-        batch_of([1.0], [0], [0]),
-        rollout_log_probs=row(0, -1, -2),
-        ref_log_probs=row(0, -1.5, -3),
-        old_values=row(9, 0.5, 0.25),
-    )
-    critic = CriticConfig()
-    found, metrics = add_advantages(
-        batch,
-        rl_config(
-            critic=critic, advantage="gae", kl_coef=0.1, advantage_params={"lam": 0.5, "whiten": False}
-        ),
-    )
-    # δ = (−.05 + .25 − .5, .9 − .25) = (−.3, .65); A = (−.3 + .5·.65, .65); returns A + V
-    assert found.advantages is not None and found.returns is not None
-    np.testing.assert_allclose(found.advantages[0], [0.0, 0.025, 0.65], rtol=1e-5)
-    np.testing.assert_allclose(found.returns[0], [0.0, 0.525, 0.9], rtol=1e-5)
-    np.testing.assert_allclose(found.mean_advantages, [0.3375], rtol=1e-5)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    assert metrics["kl/ref_per_sample"] == pytest.approx(1.5)
-    assert metrics["advantage/abs_mean"] == pytest.approx(0.3375, rel=1e-5)
-    free, _ = add_advantages(
-        batch, rl_config(critic=critic, advantage="gae", advantage_params={"lam": 0.5, "whiten": False})
-    )
-    np.testing.assert_allclose(free.returns[0], [0.0, 0.5 + (-0.25 + 0.5 * 0.75), 1.0], rtol=1e-5)  # pyright: ignore[reportOptionalSubscript]
-
-
-def test_an_advantage_function_that_writes_into_its_lengths_changes_nothing_of_the_batch():
-    def spoil(inputs: AdvantageInputs) -> list[float]:
-        assert inputs.lengths is not None
-        inputs.lengths[:] = 99
-        return [1.0, 2.0]
-
-    batch, _ = add_advantages(batch_of([1.0, 0.0], [7, 7], [0, 0]), rl_config(advantage="mine:spoil"), spoil)
-    assert batch.response_lengths.tolist() == [2, 2]
-
-
-def test_an_advantage_without_returns_is_no_use_to_a_critic():
-    batch = dataclasses.replace(batch_of([1.0], [0], [0]), old_values=(np.zeros(3, np.float32),))
-    with pytest.raises(UserFunctionError, match="gives no returns, which the critic is trained on"):
-        add_advantages(batch, rl_config(critic=CriticConfig(), advantage="mine:grade"), lambda _: [1.0])
-    with pytest.raises(ConfigError, match="needs a critic's values"):
-        add_advantages(batch_of([1.0], [0], [0]), rl_config(critic=CriticConfig(), advantage="gae"))
-
-
-def test_gdpo_weighs_by_the_weights_of_the_reward():
-    rows = with_parts(
-        batch_of([0.0, 0.0], [7, 7], [0, 0]),
-        {"right": 1.0, "style": 0.0},
-        {"right": 0.0, "style": 1.0, "extra": 1.0},
-    )
-    even, _ = add_advantages(rows, rl_config(advantage="gdpo"))
-    weights = RolloutConfig(num_prompts=1, samples_per_prompt=2, reward_weights={"right": 3.0, "style": 1.0})
-    tilted, _ = add_advantages(rows, rl_config(advantage="gdpo", rollout=weights))
-    assert even.advantages is not None and tilted.advantages is not None
-    np.testing.assert_array_equal(even.advantages[0], [0, 0, 0])
-    np.testing.assert_allclose(
-        tilted.advantages[0], [0, 0.70710678, 0.70710678], rtol=1e-5
-    )  # over the batch (1, -1)/sqrt(2)
-
-
-def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters():
-    def by_token(inputs, *, scale: float):
-        return [np.asarray([9.0, scale, 2 * scale]) * reward for reward in inputs.rewards]
-
-    config = rl_config(advantage="m:by_token", advantage_params={"scale": 0.5})
-    batch, metrics = add_advantages(batch_of([1.0, -1.0], [7, 7], [0, 0]), config, by_token)
-    assert batch.advantages is not None
-    assert [row.tolist() for row in batch.advantages] == [[0.0, 0.5, 1.0], [0.0, -0.5, -1.0]]
-    assert metrics["advantage/abs_mean"] == 0.75
-    with pytest.raises(
-        ConfigError,
-        match=r"rl\.advantage='m:by_token' is not one of grpo, .* pass a function of your own as advantage=",
-    ):
-        add_advantages(batch_of([1.0], [7], [0]), config)
-
-
-def test_gdpo_is_refused_where_the_kl_term_would_be_lost():
-    with pytest.raises(ValueError, match="advantage='gdpo' with kl_in='reward'"):
-        rl_config(advantage="gdpo", kl_coef=0.1)
-    assert rl_config(advantage="gdpo", kl_coef=0.1, kl_in="loss", kl_estimator="k2").kl_coef == 0.1
-
-
-def test_an_advantage_that_fails_is_named():
-    with pytest.raises(
-        UserFunctionError,
-        match=r"rl\.advantage='gdpo' failed: ValueError: advantage 'gdpo' needs named rewards",
-    ):
-        add_advantages(batch_of([1.0, 0.0], [7, 7], [0, 0]), rl_config(advantage="gdpo"))
-    with pytest.raises(UserFunctionError, match=r"rl\.advantage='m:f' failed: ZeroDivisionError"):
-        add_advantages(batch_of([1.0], [7], [0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
-
-
-@pytest.mark.parametrize("loss", ["gspo", "gmpo", "cispo", "m:f"])
-def test_a_clip_that_the_loss_does_not_read_is_refused(loss: str):
-    with pytest.raises(
-        ValueError,
-        match=(
-            rf"clip_high=0\.28 with loss='{loss}'; it is read by ppo_clip and clip_cov only: .* in"
-            r" loss_params"
-        ),
-    ):
-        rl_config(loss=loss, clip_high=0.28)
-    with pytest.raises(ValueError, match=r"clip_low=0\.1 with loss="):
-        rl_config(loss=loss, clip_low=0.1)
-    rl_config(loss=loss, clip_low=0.2, clip_high=0.2)  # as a resolved config has them
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
+    ("at_s", "changes", "diary", "steps", "entries"),
     [
-        (
-            {"loss_params": {"correction": "token_tis"}},
-            "there are no old log-probs: the ratio is against the engine already",
-        ),
-        ({"loss_params": {"kl_coef": 0.1}}, r"kl_coef=0\.1 needs ref_log_probs and the batch has none"),
-        (
-            {"loss_params": {"kl_coef": 0.1, "kl_estimator": "k9"}, "kl_coef": 0.1},
-            "kl_estimator='k9' is not known",
-        ),
-        ({"loss_params": {"clip_low": -1.0}}, r"clip_low=-1\.0 must be above 0"),
-        ({"loss_params": {"entropy_fraction": 7}}, "entropy_fraction=7 must be above 0 and at most 1"),
-        ({"loss_params": {"dual_clip": 0.5}}, r"dual_clip=0\.5 must be above 1"),
-        ({"loss_params": {"kl_importance": "false"}}, "kl_importance='false' must be true or false"),
-        (
-            {"loss": "gspo", "loss_params": {"clip_low": "wide"}},
-            "loss 'gspo' fails with clip_low='wide': TypeError",
-        ),
+        (10, {}, Diary(), 0, []),  # the first step is cut: there is nothing to save
+        (70, {}, Diary(), 1, [("save", 1)]),  # the second step is cut
+        (70, {}, Diary(checkpoint_every=1), 1, [("save", 1)]),  # and the first is saved already
+        (70, {}, Diary(checkpoint_every=1, refused={1}), 1, [("save", 1), ("save", 1)]),
+        (100, {}, Diary(), 2, [("save", 2)]),  # in its optimizer step, which leaves nothing to compute
+        (70, {"eval_every": 1}, Diary(evaluate_s=50), 1, [("save", 1)]),  # the evaluation is cut
+        (500, {"steps": 2}, Diary(), 2, [("save", 2)]),
     ],
 )
-def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes, message):
-    config = rl_config(**changes)
-    with pytest.raises(ConfigError, match=message):
-        check_loss(config)
+async def test_a_stop_cuts_what_is_under_way_and_saves_the_last_complete_step(
+    autojump_clock, at_s, changes, diary, steps, entries
+):
+    began = trio.current_time()
+    assert await run_sft(diary, at_s, step_s=30, micro_batch_s=3, **changes) == steps
+    assert diary.entries == entries
+    if at_s == 70:
+        assert trio.current_time() - began <= 73.2, "a micro-batch and a save after the signal"
 
 
-def test_a_loss_that_will_find_what_it_needs_is_not_refused():
-    check_loss(
-        rl_config(
-            recompute_old=True,
-            loss_params={
-                "correction": "token_tis * veto",
-                "entropy_coef": 0.01,
-                "policy_entropy_fraction": 0.2,
-            },
+async def test_a_batch_in_the_making_is_given_back_and_the_step_before_is_saved_as_it_was(autojump_clock):
+    def script(request: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(token_s=0.5 if request.request_id < "g00000002" else 1000.0)
+
+    for staleness in (0, 1):
+        run = RLRun({"steps": 9, "max_staleness": staleness}, script=script, stop_at_s=30)
+        assert len(await run.run()) == 1
+        assert run.diary.entries == [("save", 1)]
+        run.check_complete(1)
+
+
+async def test_an_update_of_engines_that_hangs_is_cut_and_its_step_is_complete(autojump_clock):
+    async def sync(version: int) -> dict[str, float]:
+        await trio.sleep_forever()
+        return {}
+
+    run = RLRun(sync=sync, step_s=1.0, stop_at_s=100)
+    assert len(await run.run()) == 1
+    assert run.diary.entries == [("save", 1)] and len(run.logger.steps) == 1
+
+
+async def test_a_step_cut_between_two_of_its_updates_is_not_saved_and_that_is_said(autojump_clock):
+    run = RLRun({"updates_per_batch": 3}, step_s=10.0, stop_at_s=15)
+    assert await run.run() == []
+    assert run.diary.entries == []
+    run = RLRun({"updates_per_batch": 3}, step_s=10.0, stop_at_s=85)  # the first step ends at 70 s
+    assert len(await run.run()) == 1
+    assert run.diary.entries == []
+    assert run.diary.said == [
+        (
+            "step 1 is not saved, because updates of step 2 have been applied already; the newest complete"
+            " checkpoint counts"
         )
-    )
-    check_loss(
-        rl_config(
-            kl_coef=0.1,
-            kl_in="loss",
-            kl_estimator="k1",
-            loss_params={"kl_importance": True},
-            normalise_by="constant",
+    ]
+
+
+async def test_scopes_are_cancelled_from_the_inside_and_a_completing_block_ends_first(autojump_clock):
+    stop, order = Stop(), list[str]()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(request_at, stop, trio.current_time() + 3)
+        with stop.scope() as outer:
+            with stop.completing():
+                with stop.scope() as inner:
+                    await trio.sleep_forever()
+                await trio.sleep(5)
+                order.append("completed")
+            await trio.sleep_forever()
+    assert inner.cancelled_caught and outer.cancelled_caught and order == ["completed"]
+    assert trio.current_time() == 8
+
+
+async def test_what_hangs_is_ended_before_the_deadline_and_other_ranks_are_told(autojump_clock):
+    stop, events = Stop(), list[tuple[str, float]]()
+
+    async def tell() -> None:
+        events.append(("told", trio.current_time()))
+        await trio.sleep_forever()
+
+    stop.tell_others = tell
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(
+            lambda: end_overdue(stop, end_process=lambda: events.append(("ended", trio.current_time())))
         )
-    )
-    for name in LOSSES:
-        check_loss(rl_config(loss=name))
+        stop.request()
+    assert events == [("told", 22.0), ("ended", 24.0)]
 
 
-def test_a_cap_beside_a_correction_is_refused():
-    """The correction takes the place of the capped weight, so the cap would be dropped."""
-    message = "with correction='icepop'; a correction takes the place of the capped weight"
-    with pytest.raises(ValueError, match=rf"importance_cap=3\.0 {message}"):
-        rl_config(recompute_old=True, importance_cap=3.0, loss_params={"correction": "icepop"})
-    with pytest.raises(ValueError, match=rf"importance_cap=4\.0 {message}"):
-        rl_config(recompute_old=True, loss_params={"correction": "icepop", "importance_cap": 4.0})
-    resolved = rl_config(recompute_old=True, loss_params={"correction": "icepop"}).model_dump()
-    assert RLTrainingConfig.model_validate(resolved).importance_cap == 2.0
+# --- WeightPush ---------------------------------------------------------------------------------------------
 
 
-async def test_recompute_old_asks_the_trainer():
-    async with open_fake_backend() as backend:
-        batch = await add_log_probs(batch_of([1.0], [0], [0]), backend, None, rl_config(recompute_old=True))
-    assert batch.old_log_probs is not None
-    np.testing.assert_array_equal(batch.old_log_probs[0], [0, -1, -1])
+class Updates:
+    """Updates that take hold_s of the trainer and load_s more. `failures`: of a version, after seconds."""
+
+    def __init__(self, *, hold_s: float = 1.0, load_s: float = 9.0) -> None:
+        self.hold_s, self.load_s = hold_s, load_s
+        self.failures: dict[int, tuple[float, Exception]] = {}
+        self.events: list[tuple[str, int, float]] = []
+        self.is_ahead = True
+
+    async def __call__(self, version: int, *, released: trio.Event | None = None) -> Mapping[str, float]:
+        began = trio.current_time()
+        self.events.append(("begins", version, began))
+        after_s, error = self.failures.get(version, (math.inf, None))
+        with trio.move_on_at(began + after_s):
+            await trio.sleep(self.hold_s)
+            if released is not None:
+                released.set()
+            await trio.sleep(self.load_s)
+        if error is not None:
+            raise error
+        return {f"updated/{version}": 1.0}
+
+    def engines_updated(self, version: int) -> None:
+        self.events.append(("engines have", version, trio.current_time()))
+
+    def open(self) -> AbstractAsyncContextManager[WeightPush]:
+        return open_weight_push(self, self, rl_config(steps=9), Stop())
 
 
-async def test_a_kl_term_without_a_reference_is_refused():
-    async with open_fake_backend() as backend:
-        with pytest.raises(ConfigError, match=r"kl_coef=0\.1"):
-            await add_log_probs(batch_of([1.0], [0], [0]), backend, None, rl_config(kl_coef=0.1))
+async def test_an_update_goes_on_beside_training_and_the_next_one_waits_for_it(autojump_clock):
+    updates = Updates()
+    async with updates.open() as push:
+        await push.send(1)
+        assert trio.current_time() == 1 and push.take_metrics() == {}
+        await push.send(2)
+        assert trio.current_time() == 11, "10 s of the first, and 1 s of its own"
+        assert push.take_metrics() == {"updated/1": 1.0}
+        await push.send(9)
+        assert trio.current_time() == 30, "the last one is waited for"
+        assert push.take_metrics() == {"updated/2": 1.0, "updated/9": 1.0}
+        await push.send(1)
+    assert [event[:2] for event in updates.events[-3:]] == [
+        ("begins", 9),
+        ("engines have", 9),
+        ("begins", 1),
+    ], "leaving cancels an update in flight"
 
 
-def test_the_loss_is_named_with_the_numbers_of_the_config():
-    spec = make_loss_spec(
-        rl_config(clip_high=0.28, kl_coef=0.02, kl_in="loss", kl_estimator="k3", normalise_by="constant")
-    )
-    assert spec.name == "ppo_clip"
-    assert spec.params == {
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-        "importance_cap": 2.0,
-        "kl_coef": 0.02,
-        "kl_estimator": "k3",
-    }
-    assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
-    assert make_loss_spec(rl_config(loss="cispo", loss_params={"ratio_high": 4.0})).params == {
-        "ratio_high": 4.0
-    }
-    assert make_loss_spec(rl_config(loss="cispo", recompute_old=True, importance_cap=3.0)).params == {
-        "importance_cap": 3.0
-    }
-    assert make_loss_spec(rl_config(loss="clip_cov", clip_high=0.28)).params == {
-        "clip_low": 0.2,
-        "clip_high": 0.28,
-    }
-    with_importance = rl_config(
-        loss_params={"kl_importance": True}, kl_coef=0.1, kl_in="loss", kl_estimator="k1"
-    )
-    assert (
-        make_loss_spec(with_importance).params.items()
-        >= {
-            "kl_estimator": "k1",
-            "kl_importance": True,
-        }.items()
-    )
-    with_kl = make_loss_spec(rl_config(loss="gspo", kl_coef=0.02, kl_in="loss", kl_estimator="k2"))
-    assert with_kl.params == {"kl_coef": 0.02, "kl_estimator": "k2"}
+async def test_without_overlap_an_update_is_waited_for(autojump_clock):
+    updates = Updates()
+    updates.is_ahead = False
+    async with updates.open() as push:
+        await push.send(1)
+        assert trio.current_time() == 10 and push.take_metrics() == {"updated/1": 1.0}
+
+
+async def test_a_failure_cancels_what_is_guarded_and_is_raised_once_by_whoever_asks_next(autojump_clock):
+    updates = Updates()
+    updates.failures = {1: (5, FleetDown("nobody serves")), 2: (5, WeightSyncError("late"))}
+    async with updates.open() as push:
+        await push.send(1)
+        with pytest.raises(FleetDown, match="nobody serves"), push.guarding():
+            await trio.sleep_forever()
+        assert trio.current_time() == 5
+        await push.send(2)
+        with push.guarding(), trio.CancelScope(shield=True):
+            await trio.sleep(10)  # a batch that has left the manager is trained on
+        await push.send(3)
+        assert updates.events[-1][1] == 2, "none is begun after a failure that nobody has heard of"
+        with pytest.raises(WeightSyncError, match="late"):
+            await push.wait()
+        with pytest.raises(KeyError, match="own"), push.guarding():
+            raise KeyError("own")
+
+
+async def test_an_update_longer_than_a_step_is_in_the_row_of_the_last_step_when_it_ended(autojump_clock):
+    """Steps take 3 s, an update 1 s of the trainer and 4 s more."""
+    updates = Updates(hold_s=1.0, load_s=4.0)
+    run = RLRun({"steps": 4, "max_staleness": 4}, sync=updates, step_s=1.0)
+    await run.run()
+    assert [(what, version, at) for what, version, at in updates.events] == [
+        ("begins", 1, 3), ("begins", 2, 8), ("begins", 3, 13), ("begins", 4, 18)
+    ]  # fmt: skip
+    rows = [
+        [step for _, step, _, metrics in run.logger.steps if f"updated/{version}" in metrics]
+        for version in (1, 2, 3, 4)
+    ]
+    assert rows == [[2], [3], [4], [4]]
+
+
+async def test_an_update_that_fails_while_slow_engines_make_a_batch_cuts_that_at_once(autojump_clock):
+    updates = Updates(hold_s=0.5, load_s=100.0)
+    updates.failures[1] = (20, WeightSyncError("lost"))
+
+    def script(request: GenerateRequest) -> ScriptedReply:
+        return ScriptedReply(token_s=0.5 if request.request_id < "g00000002" else 1000.0)
+
+    run = RLRun({"steps": 9, "max_staleness": 1}, script=script, sync=updates, step_s=1.0)
+    with pytest.raises(WeightSyncError, match="lost"):
+        await run.run()
+    assert trio.current_time() < 40
+    assert run.diary.entries == [("save", 1)]
+    run.check_complete(1)
+
+
+async def test_a_batch_that_left_the_manager_when_the_update_failed_is_trained(autojump_clock):
+    updates = Updates(hold_s=0.0, load_s=100.0)
+    updates.failures[1] = (5, WeightSyncError("lost"))  # while the samples of the second batch are written
+    run = RLRun({"steps": 9, "max_staleness": 4}, sync=updates, step_s=1.0)
+
+    async def log_slowly(*arguments: Any) -> None:
+        await trio.sleep(10)
+
+    run.logger.log_samples = log_slowly
+    with pytest.raises(WeightSyncError, match="lost"):
+        await run.run()
+    assert run.diary.entries == [("save", 2)]
+    run.check_complete(2)

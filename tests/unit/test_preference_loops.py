@@ -48,9 +48,8 @@ from rollouts.losses.row_losses import (
 from rollouts.models.optim import create_adamw_optimizer
 from rollouts.testing.fakes import open_fake_backend
 from rollouts.types import LossSpec
-from tests.unit.test_loops import Diary, MemoryLogger
+from tests.unit.test_loops import Diary, MemoryLogger, request_at
 from tests.unit.test_pytorch_backend import make_model
-from tests.unit.test_stopping import StoppedRun, request_at
 
 torch.set_num_threads(1)
 OPTIM = OptimConfig(lr=1e-3, max_grad_norm=None)
@@ -576,10 +575,20 @@ def test_slopes_of_a_pair_are_dpos_by_hand():
 # --- stops, on fakes in virtual time ------------------------------------------------------------------------
 
 
-async def run_stopped(run: StoppedRun, *, reference_s: float = 0.0, **changes: Any) -> list[dict[str, float]]:
+@pytest.mark.parametrize(
+    ("at_s", "reference_s", "entries"),
+    [
+        (10.0, 0.0, []),  # the first step is cut
+        (100.0, 0.0, [("save", 1)]),  # in the second step's pass without gradient
+        (130.0, 0.0, [("save", 1)]),  # and in the one with it
+        (50.0, 1000.0, []),  # the reference hangs
+    ],
+)
+async def test_a_step_is_cut_in_either_pass_and_the_one_before_is_saved(
+    autojump_clock, at_s: float, reference_s: float, entries: list[tuple[str, int]]
+):
     """A pass without gradient, one with it and the optimizer's step take 30 s each; micro-batches 3 s."""
-    history: list[list[dict[str, float]]] = []
-    sums = make_pair_loss("dpo", {})
+    diary, sums, began = Diary(), make_pair_loss("dpo", {}), trio.current_time()
 
     class SlowReference:
         async def score(self, batch: Any) -> tuple[Any, ...]:
@@ -590,40 +599,12 @@ async def run_stopped(run: StoppedRun, *, reference_s: float = 0.0, **changes: A
         return sums(*args, **kwargs)
 
     async with open_fake_backend(step_s=30.0, micro_batch_s=3.0) as backend, trio.open_nursery() as nursery:
-        hooks = run.hooks(backend)
-        run.began = trio.current_time()
-        nursery.start_soon(request_at, run.stop, run.began + run.at_s)
-        config = config_of(steps=9, loss_params={}, **changes)
-        with run.stop.training():
-            data = make_preference_mixture(make_pairs(6))
-            history.append(
-                await run_preference_training(
-                    backend, data, config, MemoryLogger(), loss=loss, reference=SlowReference(), hooks=hooks
-                )
-            )
+        nursery.start_soon(request_at, diary.stop, began + at_s)
+        config = config_of(steps=9, loss_params={}, reference="live")
+        history = await run_preference_training(
+            backend, make_preference_mixture(make_pairs(6)), config, MemoryLogger(),
+            loss=loss, reference=SlowReference(), hooks=diary.hooks,
+        )  # fmt: skip
         nursery.cancel_scope.cancel()
-    return history[0]
-
-
-@pytest.mark.parametrize(
-    "at_s", [100.0, 130.0]
-)  # in the second step's pass without gradient, and in the one with it
-async def test_a_step_that_does_not_fit_is_cut_in_either_pass_and_the_one_before_is_saved(
-    autojump_clock, at_s
-):
-    run = StoppedRun(at_s=at_s)
-    assert len(await run_stopped(run)) == 1
-    assert run.saved == [("before", 1, 1, at_s + 3)], "3 s after the signal"
-
-
-async def test_a_first_step_that_is_cut_leaves_nothing_to_save(autojump_clock):
-    run = StoppedRun(at_s=10.0)
-    assert await run_stopped(run) == []
-    assert run.saved == []
-
-
-@pytest.mark.parametrize("reference", ["precomputed", "live"])
-async def test_a_reference_that_hangs_does_not_hold_the_stop(autojump_clock, reference):
-    run = StoppedRun(at_s=50.0)
-    assert await run_stopped(run, reference_s=1000.0, reference=reference) == []
-    assert run.saved == []
+    assert (len(history), diary.entries) == (len(entries), entries)
+    assert trio.current_time() <= began + at_s + 3.2, "a micro-batch after the signal"

@@ -30,7 +30,7 @@ from rollouts.loops.algorithm import (
 from rollouts.loops.rl_batch import add_advantages, measure_kl
 from rollouts.losses.compat import PRESETS, to_rl_settings
 from rollouts.preflight.functions import load_advantages
-from tests.unit.test_loops import batch_of, segmented
+from tests.unit.test_rl_batch import batch_of, segmented
 
 DATA = DataSourceConfig(kind="jsonl", path="unused.jsonl")
 
@@ -229,11 +229,12 @@ def test_a_controller_moves_the_coefficient_of_the_next_step():
         kl_coef=0.1, kl_control="proportional", kl_control_params={"target": 2.0, "horizon": 100}
     )
     state, control = start_loop_state(config), make_kl_control(config)
+    batch = batch_of([0.0] * 50, [0] * 50, [0] * 50)
     seen: list[float] = []
     for step, kl in enumerate([4.0, 1.9, math.nan], start=1):
         algorithm = choose_algorithm(config, step, state)
         seen.append(algorithm.settings.kl_coef)
-        update_loop_state(state, algorithm, control, kl=kl, num_samples=50)
+        update_loop_state(state, algorithm, control, batch, {"kl/ref_per_sample": kl})
     # errors 4/2 − 1 cut to 0.2, and 1.9/2 − 1 = −0.05, each times 50/100
     assert seen == pytest.approx([0.1, 0.1 * 1.1, 0.1 * 1.1 * 0.975])
     assert state.kl_coef == pytest.approx(seen[-1]), "what was not measured moves nothing"
@@ -245,11 +246,12 @@ def test_a_change_that_names_the_coefficient_is_where_the_controller_goes_on_fro
         {"from_step": 3, "kl_coef": 0.5}, kl_coef=0.1, kl_control="two_sided", kl_control_params=bounds
     )
     state, control = start_loop_state(config), make_kl_control(config)
+    batch = batch_of([0.0] * 50, [0] * 50, [0] * 50)
     seen: list[float] = []
     for step in range(1, 6):
         algorithm = choose_algorithm(config, step, state)
         seen.append(algorithm.settings.kl_coef)
-        update_loop_state(state, algorithm, control, kl=5.0, num_samples=4)
+        update_loop_state(state, algorithm, control, batch, {"kl/ref_per_sample": 5.0})
     assert seen == [0.1, 0.2, 0.5, 1.0, 2.0]
 
 

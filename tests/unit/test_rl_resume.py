@@ -26,8 +26,8 @@ from rollouts.loops.algorithm import (
     encode_loop_state,
     start_loop_state,
 )
-from rollouts.loops.hooks import LoopHooks
 from rollouts.loops.rl import run_rl_training
+from rollouts.loops.steps import EncodeState, StepHooks
 from rollouts.metrics.contributions import UpdateRecord
 from rollouts.metrics.spans import Span
 from rollouts.models.tiny import make_tiny
@@ -129,19 +129,20 @@ async def run(
             manager.load_state_dict(saved["manager"])
             state = decode_loop_state(saved["loop"])
 
-        async def save(step: int) -> None:
+        def hold_state() -> EncodeState:
+            if stop_after and len(rows.steps) == stop_after:
+                hooks.stop.request()
+            drawn, rollouts, loop = buffer.state_dict(), manager.snapshot(), encode_loop_state(state)
+            return lambda: {"buffer": drawn, "manager": rollouts.encode(), "loop": loop}
+
+        async def save(step: int, encode: EncodeState) -> None:
             await backend.save(folder / f"step_{step}").result()
-            parts = {
-                "buffer": buffer.state_dict(),
-                "manager": manager.snapshot().encode(),
-                "loop": encode_loop_state(state),
-            }
-            (folder / f"step_{step}.json").write_text(json.dumps(parts))
+            (folder / f"step_{step}.json").write_text(json.dumps(encode()))
 
         async def sync(backend: Any, engines: Sequence[Any], version: int) -> Mapping[str, float]:
             return {}
 
-        hooks = LoopHooks(save_checkpoint=save, stop_requested=lambda: len(rows.steps) == stop_after)
+        hooks = StepHooks(hold_state=hold_state, save=save)
         arguments: dict[str, Any] = {
             "reference": reference,
             "seed": 5,

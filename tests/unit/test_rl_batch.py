@@ -1,0 +1,574 @@
+"""What the RL loop does to a batch: log-probs, advantages, the loss by name, and the updates made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import trio
+
+from rollouts.advantages import ADVANTAGES, AdvantageInputs
+from rollouts.cli import check_loss
+from rollouts.config.schema import CriticConfig, RLTrainingConfig, RolloutConfig
+from rollouts.errors import ConfigError, StalenessError, UserFunctionError
+from rollouts.loops import rl
+from rollouts.loops.algorithm import choose_algorithm, find_advantages, make_kl_stop, start_loop_state
+from rollouts.loops.rl_batch import (
+    add_advantages,
+    add_log_probs,
+    check_staleness,
+    compute_lags,
+    make_loss_spec,
+    plan_updates,
+    select_rows,
+)
+from rollouts.loops.updates import merge_forwards, train
+from rollouts.losses import LOSSES
+from rollouts.testing.fakes import FakeBackend, open_fake_backend
+from rollouts.types import (
+    FloatArray,
+    ForwardBackwardResult,
+    LossSpec,
+    Mean,
+    OptimStepResult,
+    RolloutBatch,
+    Sample,
+)
+from tests.unit.test_loops import rl_config
+
+
+def batch_of(rewards: list[float], groups: list[int], versions: list[int]) -> RolloutBatch:
+    count = len(rewards)
+    mask = np.asarray([False, True, True])
+    return RolloutBatch(
+        tokens=tuple(np.asarray([1, 2, 3]) for _ in range(count)),
+        loss_masks=(mask,) * count,
+        rewards=np.asarray(rewards, np.float32),
+        group_indices=np.asarray(groups),
+        rollout_log_probs=tuple(np.asarray([0.0, -1.0, -2.0], np.float32) for _ in range(count)),
+        weight_versions=tuple(np.asarray([-1, version, version + 1]) for version in versions),
+    )
+
+
+def test_the_lag_of_a_row_is_that_of_its_oldest_trained_token():
+    batch = batch_of([0, 0], [0, 0], [3, 5])
+    np.testing.assert_array_equal(compute_lags(batch, 6), [3, 1])
+
+
+@pytest.mark.parametrize(("lags", "allowed"), [([0, 2], 1), ([-1, 0], 1)])
+def test_a_row_outside_the_staleness_window_stops_the_loop(lags: list[float], allowed: int):
+    with pytest.raises(StalenessError, match=f"max_staleness={allowed}"):
+        check_staleness(np.asarray(lags, np.float32), max_staleness=allowed)
+
+
+class FixedReference:
+    """A LogProbScorer that answers −1.5 for every trained token."""
+
+    async def score(self, batch: RolloutBatch):
+        return tuple(np.where(mask, np.float32(-1.5), np.float32(0)) for mask in batch.loss_masks)
+
+
+async def test_kl_in_the_reward_is_taken_off_before_the_group_statistics():
+    config = rl_config(kl_coef=0.1, advantage="centred")
+    async with open_fake_backend() as backend:
+        batch = await add_log_probs(
+            batch_of([1.0, 0.0], [7, 7], [0, 0]), backend, FixedReference(), None, config
+        )
+    batch, metrics = add_advantages(batch, config)
+    # Σ (mu − ref) = (−1 + 1.5) + (−2 + 1.5) = 0, so the rewards stay 1 and 0 and the centred advantages are
+    # ±½
+    assert metrics["kl/ref_per_sample"] == pytest.approx(0.0, abs=1e-6)
+    assert batch.advantages is not None
+    np.testing.assert_allclose(batch.advantages[0], [0, 0.5, 0.5])
+    np.testing.assert_allclose(batch.advantages[1], [0, -0.5, -0.5])
+
+
+def segmented(batch: RolloutBatch, *ids: str) -> RolloutBatch:
+    return dataclasses.replace(
+        batch, samples=tuple(Sample(id=id_, prompt="p", reward=0.0, group_index=7) for id_ in ids)
+    )
+
+
+def test_segments_of_one_trajectory_count_once_in_the_advantages_of_a_batch():
+    rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
+    batch, _ = add_advantages(rows, rl_config(advantage="rloo"))
+    assert batch.advantages is not None
+    assert [row.tolist() for row in batch.advantages] == [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, -1.0, -1.0]]
+    assert batch.mean_advantages is not None
+    assert batch.mean_advantages.tolist() == [1.0, 1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    "answer", [[0.5, -2.0], [[9.0, 0.25, 0.75], [9.0, 9.0, 9.0]]], ids=["per row", "per token"]
+)
+def test_a_rows_mean_advantage_is_over_the_tokens_that_train(answer: Any):
+    rows = batch_of([1.0, 0.0], [7, 7], [0, 0])
+    rows = dataclasses.replace(rows, loss_masks=(rows.loss_masks[0], np.zeros(3, np.bool_)))
+    batch, _ = add_advantages(
+        rows, rl_config(advantage="mine:grade"), lambda _: [np.asarray(row) for row in answer]
+    )
+    assert batch.mean_advantages is not None
+    assert batch.mean_advantages.tolist() == [0.5, 0.0], "0 of a row without any"
+
+
+def test_the_kl_that_is_taken_off_is_that_of_the_whole_trajectory():
+    reference = tuple(
+        np.asarray([0.0, -1.0 - kl, -2.0], np.float32) for kl in (1.0, 2.0, 5.0)
+    )  # KL of each row in nats
+    rows = segmented(batch_of([1.0, 1.0, 0.0], [7, 7, 7], [0, 0, 0]), "g7-s0", "g7-s0.1", "g7-s1")
+    batch, metrics = add_advantages(
+        dataclasses.replace(rows, ref_log_probs=reference), rl_config(advantage="raw", kl_coef=0.1)
+    )
+    assert batch.advantages is not None
+    np.testing.assert_allclose(
+        [row[1] for row in batch.advantages], [0.7, 0.7, -0.5], rtol=1e-6
+    )  # 1 − .1·(1 + 2), 0 − .1·5
+    assert metrics["kl/ref_per_sample"] == pytest.approx(4.0), "the mean of 3 and 5: over trajectories"
+
+
+def with_parts(batch: RolloutBatch, *parts: Mapping[str, float]) -> RolloutBatch:
+    samples = tuple(
+        Sample(id=f"s{row}", prompt="p", reward=0.0, rewards=part) for row, part in enumerate(parts)
+    )
+    return dataclasses.replace(batch, samples=samples)
+
+
+def test_every_advantage_of_the_table_works_by_its_name():
+    parts = [{"right": right, "greedy_reward": 0.25} for right in (1.0, 0.0, 1.0)]
+    rows = with_parts(batch_of([1.0, 0.0, 0.5], [7, 7, 7], [0, 0, 0]), *parts)
+    for name in ADVANTAGES.keys() - {"gae"}:  # which needs a critic: below
+        batch, metrics = add_advantages(rows, rl_config(advantage=name))
+        assert batch.advantages is not None and len(batch.advantages) == 3
+        assert metrics["advantage/abs_mean"] > 0
+    remax, _ = add_advantages(rows, rl_config(advantage="remax"))
+    assert remax.advantages is not None
+    np.testing.assert_allclose(remax.advantages[0], [0, 0.75, 0.75])
+
+
+def test_with_a_critic_the_batch_gets_returns_and_the_kl_term_goes_on_each_token():
+    # one row: mask 0 1 1, lp −1 and −2, ref −1.5 and −3, β = .1: token rewards −.05 and 1 − .1; V = .5 and
+    # .25
+    def row(*values: float) -> tuple[FloatArray, ...]:
+        return (np.asarray(values, np.float32),)
+
+    batch = dataclasses.replace(
+        batch_of([1.0], [0], [0]),
+        rollout_log_probs=row(0, -1, -2),
+        ref_log_probs=row(0, -1.5, -3),
+        old_values=row(9, 0.5, 0.25),
+    )
+    critic = CriticConfig()
+    found, metrics = add_advantages(
+        batch,
+        rl_config(
+            critic=critic, advantage="gae", kl_coef=0.1, advantage_params={"lam": 0.5, "whiten": False}
+        ),
+    )
+    # δ = (−.05 + .25 − .5, .9 − .25) = (−.3, .65); A = (−.3 + .5·.65, .65); returns A + V
+    assert found.advantages is not None and found.returns is not None
+    np.testing.assert_allclose(found.advantages[0], [0.0, 0.025, 0.65], rtol=1e-5)
+    np.testing.assert_allclose(found.returns[0], [0.0, 0.525, 0.9], rtol=1e-5)
+    np.testing.assert_allclose(found.mean_advantages, [0.3375], rtol=1e-5)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    assert metrics["kl/ref_per_sample"] == pytest.approx(1.5)
+    assert metrics["advantage/abs_mean"] == pytest.approx(0.3375, rel=1e-5)
+    free, _ = add_advantages(
+        batch, rl_config(critic=critic, advantage="gae", advantage_params={"lam": 0.5, "whiten": False})
+    )
+    np.testing.assert_allclose(free.returns[0], [0.0, 0.5 + (-0.25 + 0.5 * 0.75), 1.0], rtol=1e-5)  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_an_advantage_function_that_writes_into_its_lengths_changes_nothing_of_the_batch():
+    def spoil(inputs: AdvantageInputs) -> list[float]:
+        assert inputs.lengths is not None
+        inputs.lengths[:] = 99
+        return [1.0, 2.0]
+
+    batch, _ = add_advantages(batch_of([1.0, 0.0], [7, 7], [0, 0]), rl_config(advantage="mine:spoil"), spoil)
+    assert batch.response_lengths.tolist() == [2, 2]
+
+
+def test_an_advantage_without_returns_is_no_use_to_a_critic():
+    batch = dataclasses.replace(batch_of([1.0], [0], [0]), old_values=(np.zeros(3, np.float32),))
+    with pytest.raises(UserFunctionError, match="gives no returns, which the critic is trained on"):
+        add_advantages(batch, rl_config(critic=CriticConfig(), advantage="mine:grade"), lambda _: [1.0])
+    with pytest.raises(ConfigError, match="needs a critic's values"):
+        add_advantages(batch_of([1.0], [0], [0]), rl_config(critic=CriticConfig(), advantage="gae"))
+
+
+def test_gdpo_weighs_by_the_weights_of_the_reward():
+    rows = with_parts(
+        batch_of([0.0, 0.0], [7, 7], [0, 0]),
+        {"right": 1.0, "style": 0.0},
+        {"right": 0.0, "style": 1.0, "extra": 1.0},
+    )
+    even, _ = add_advantages(rows, rl_config(advantage="gdpo"))
+    weights = RolloutConfig(num_prompts=1, samples_per_prompt=2, reward_weights={"right": 3.0, "style": 1.0})
+    tilted, _ = add_advantages(rows, rl_config(advantage="gdpo", rollout=weights))
+    assert even.advantages is not None and tilted.advantages is not None
+    np.testing.assert_array_equal(even.advantages[0], [0, 0, 0])
+    np.testing.assert_allclose(
+        tilted.advantages[0], [0, 0.70710678, 0.70710678], rtol=1e-5
+    )  # over the batch (1, -1)/sqrt(2)
+
+
+def test_an_advantage_of_ones_own_may_answer_per_token_and_takes_its_parameters():
+    def by_token(inputs, *, scale: float):
+        return [np.asarray([9.0, scale, 2 * scale]) * reward for reward in inputs.rewards]
+
+    config = rl_config(advantage="m:by_token", advantage_params={"scale": 0.5})
+    batch, metrics = add_advantages(batch_of([1.0, -1.0], [7, 7], [0, 0]), config, by_token)
+    assert batch.advantages is not None
+    assert [row.tolist() for row in batch.advantages] == [[0.0, 0.5, 1.0], [0.0, -0.5, -1.0]]
+    assert metrics["advantage/abs_mean"] == 0.75
+    with pytest.raises(ConfigError, match=r"'m:by_token' is not one of grpo, .* pass a function of your own"):
+        find_advantages(config, {})
+
+
+def test_gdpo_is_refused_where_the_kl_term_would_be_lost():
+    with pytest.raises(ValueError, match="advantage='gdpo' with kl_in='reward'"):
+        rl_config(advantage="gdpo", kl_coef=0.1)
+    assert rl_config(advantage="gdpo", kl_coef=0.1, kl_in="loss", kl_estimator="k2").kl_coef == 0.1
+
+
+def test_an_advantage_that_fails_is_named():
+    with pytest.raises(
+        UserFunctionError,
+        match=r"rl\.advantage='gdpo' failed: ValueError: advantage 'gdpo' needs named rewards",
+    ):
+        add_advantages(batch_of([1.0, 0.0], [7, 7], [0, 0]), rl_config(advantage="gdpo"))
+    with pytest.raises(UserFunctionError, match=r"rl\.advantage='m:f' failed: ZeroDivisionError"):
+        add_advantages(batch_of([1.0], [7], [0]), rl_config(advantage="m:f"), lambda inputs: 1 / 0)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "cispo", "m:f"])
+def test_a_clip_that_the_loss_does_not_read_is_refused(loss: str):
+    with pytest.raises(
+        ValueError,
+        match=(
+            rf"clip_high=0\.28 with loss='{loss}'; it is read by ppo_clip and clip_cov only: .* in"
+            r" loss_params"
+        ),
+    ):
+        rl_config(loss=loss, clip_high=0.28)
+    with pytest.raises(ValueError, match=r"clip_low=0\.1 with loss="):
+        rl_config(loss=loss, clip_low=0.1)
+    rl_config(loss=loss, clip_low=0.2, clip_high=0.2)  # as a resolved config has them
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"loss_params": {"correction": "token_tis"}},
+            "there are no old log-probs: the ratio is against the engine already",
+        ),
+        ({"loss_params": {"kl_coef": 0.1}}, r"kl_coef=0\.1 needs ref_log_probs and the batch has none"),
+        (
+            {"loss_params": {"kl_coef": 0.1, "kl_estimator": "k9"}, "kl_coef": 0.1},
+            "kl_estimator='k9' is not known",
+        ),
+        ({"loss_params": {"clip_low": -1.0}}, r"clip_low=-1\.0 must be above 0"),
+        ({"loss_params": {"entropy_fraction": 7}}, "entropy_fraction=7 must be above 0 and at most 1"),
+        ({"loss_params": {"dual_clip": 0.5}}, r"dual_clip=0\.5 must be above 1"),
+        ({"loss_params": {"kl_importance": "false"}}, "kl_importance='false' must be true or false"),
+        (
+            {"loss": "gspo", "loss_params": {"clip_low": "wide"}},
+            "loss 'gspo' fails with clip_low='wide': TypeError",
+        ),
+    ],
+)
+def test_a_loss_that_could_never_take_a_step_is_refused_before_the_run(changes, message):
+    config = rl_config(**changes)
+    with pytest.raises(ConfigError, match=message):
+        check_loss(config)
+
+
+def test_a_loss_that_will_find_what_it_needs_is_not_refused():
+    check_loss(
+        rl_config(
+            recompute_old=True,
+            loss_params={
+                "correction": "token_tis * veto",
+                "entropy_coef": 0.01,
+                "policy_entropy_fraction": 0.2,
+            },
+        )
+    )
+    check_loss(
+        rl_config(
+            kl_coef=0.1,
+            kl_in="loss",
+            kl_estimator="k1",
+            loss_params={"kl_importance": True},
+            normalise_by="constant",
+        )
+    )
+    for name in LOSSES:
+        check_loss(rl_config(loss=name))
+
+
+def test_a_cap_beside_a_correction_is_refused():
+    """The correction takes the place of the capped weight, so the cap would be dropped."""
+    message = "with correction='icepop'; a correction takes the place of the capped weight"
+    with pytest.raises(ValueError, match=rf"importance_cap=3\.0 {message}"):
+        rl_config(recompute_old=True, importance_cap=3.0, loss_params={"correction": "icepop"})
+    with pytest.raises(ValueError, match=rf"importance_cap=4\.0 {message}"):
+        rl_config(recompute_old=True, loss_params={"correction": "icepop", "importance_cap": 4.0})
+    resolved = rl_config(recompute_old=True, loss_params={"correction": "icepop"}).model_dump()
+    assert RLTrainingConfig.model_validate(resolved).importance_cap == 2.0
+
+
+async def test_recompute_old_asks_the_trainer():
+    async with open_fake_backend() as backend:
+        batch = await add_log_probs(
+            batch_of([1.0], [0], [0]), backend, None, None, rl_config(recompute_old=True)
+        )
+    assert batch.old_log_probs is not None
+    np.testing.assert_array_equal(batch.old_log_probs[0], [0, -1, -1])
+
+
+async def test_a_kl_term_without_a_reference_is_refused():
+    async with open_fake_backend() as backend:
+        with pytest.raises(ConfigError, match=r"kl_coef=0\.1"):
+            await add_log_probs(batch_of([1.0], [0], [0]), backend, None, None, rl_config(kl_coef=0.1))
+
+
+def test_the_loss_is_named_with_the_numbers_of_the_config():
+    spec = make_loss_spec(
+        rl_config(clip_high=0.28, kl_coef=0.02, kl_in="loss", kl_estimator="k3", normalise_by="constant")
+    )
+    assert spec.name == "ppo_clip"
+    assert spec.params == {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "importance_cap": 2.0,
+        "kl_coef": 0.02,
+        "kl_estimator": "k3",
+    }
+    assert (spec.unit, spec.constant) == ("constant", 2 * 2 * 8)
+    assert make_loss_spec(rl_config(loss="cispo", loss_params={"ratio_high": 4.0})).params == {
+        "ratio_high": 4.0
+    }
+    assert make_loss_spec(rl_config(loss="cispo", recompute_old=True, importance_cap=3.0)).params == {
+        "importance_cap": 3.0
+    }
+    assert make_loss_spec(rl_config(loss="clip_cov", clip_high=0.28)).params == {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+    }
+    with_importance = rl_config(
+        loss_params={"kl_importance": True}, kl_coef=0.1, kl_in="loss", kl_estimator="k1"
+    )
+    assert (
+        make_loss_spec(with_importance).params.items()
+        >= {
+            "kl_estimator": "k1",
+            "kl_importance": True,
+        }.items()
+    )
+    with_kl = make_loss_spec(rl_config(loss="gspo", kl_coef=0.02, kl_in="loss", kl_estimator="k2"))
+    assert with_kl.params == {"kl_coef": 0.02, "kl_estimator": "k2"}
+
+
+# --- updates ------------------------------------------------------------------------------------------------
+
+LOSS = LossSpec("ppo_clip")
+
+
+def rollout(prompts: int) -> dict[str, int]:
+    return {"num_prompts": prompts, "samples_per_prompt": 2, "max_new_tokens": 8}
+
+
+def batch_of_groups(groups: Sequence[int]) -> RolloutBatch:
+    """Row i has reward i, so that rows can be told apart."""
+    return batch_of([float(row) for row in range(len(groups))], list(groups), [0] * len(groups))
+
+
+def rows_of(batch: RolloutBatch) -> list[int]:
+    assert batch.rewards is not None
+    return [int(reward) for reward in batch.rewards]
+
+
+# --- minibatches --------------------------------------------------------------------------------------------
+
+
+def test_with_one_part_every_pass_is_the_batch_itself():
+    batch = batch_of_groups([3, 3, 4, 4])
+    updates = plan_updates(batch, LOSS, rl_config(updates_per_batch=3), seed=1, step=2)
+    assert [part is batch for part, _ in updates] == [True] * 3
+
+
+def test_each_pass_has_every_group_once_whole_and_in_the_order_of_its_rows():
+    batch = batch_of_groups([9, 9, 4, 7, 4, 7, 2, 2, 2, 1])
+    config = rl_config(updates_per_batch=3, minibatches=2, rollout=rollout(5))
+    updates = plan_updates(batch, LOSS, config, seed=1, step=2)
+    assert len(updates) == 6
+    passes = [updates[first : first + 2] for first in (0, 2, 4)]
+    for parts in passes:
+        assert sorted(row for part, _ in parts for row in rows_of(part)) == list(range(10))
+        sizes = [len(np.unique(part.group_indices)) for part, _ in parts if part.group_indices is not None]
+        assert sizes == [3, 2]
+        for part, _ in parts:
+            assert rows_of(part) == sorted(rows_of(part))
+            assert part.group_indices is not None and batch.group_indices is not None
+            assert all(
+                (batch.group_indices == group).sum() == (part.group_indices == group).sum()
+                for group in part.group_indices
+            )
+    assert len({tuple(rows_of(parts[0][0])) for parts in passes}) > 1, "the passes divide it anew"
+
+
+def test_the_division_is_a_pure_function_of_seed_step_and_pass():
+    batch = batch_of_groups([group for group in range(12) for _ in range(2)])
+    config = rl_config(updates_per_batch=2, minibatches=3, rollout=rollout(12))
+
+    def divide(seed: int, step: int) -> list[list[int]]:
+        return [rows_of(part) for part, _ in plan_updates(batch, LOSS, config, seed=seed, step=step)]
+
+    assert divide(1, 2) == divide(1, 2)
+    assert len({str(divide(seed, step)) for seed, step in ((1, 2), (1, 3), (2, 2), (2, 1))}) == 4
+
+
+def test_a_part_has_its_share_of_a_constant_denominator():
+    config = rl_config(minibatches=2, normalise_by="constant", rollout=rollout(3))
+    loss = make_loss_spec(config)
+    assert loss.constant == 3 * 2 * 8
+    updates = plan_updates(batch_of_groups([0, 0, 1, 1, 2, 2]), loss, config, seed=1, step=1)
+    assert [part_loss.constant for _, part_loss in updates] == [pytest.approx(32), pytest.approx(16)], (
+        "two groups of three, then one"
+    )
+
+
+def test_the_rows_of_a_part_bring_everything_that_is_theirs():
+    batch = batch_of_groups([0, 0, 1])
+    samples = tuple(Sample(id=f"s{row}", prompt="p", reward=0.0) for row in range(3))
+    batch = dataclasses.replace(
+        batch, samples=samples, metadata=({"n": 0}, {"n": 1}, {"n": 2}), temperature=0.7
+    )
+    part = select_rows(batch, np.asarray([2, 0]))
+    assert [sample.id for sample in part.samples] == ["s2", "s0"]
+    assert (part.metadata, part.temperature, rows_of(part)) == (({"n": 2}, {"n": 0}), 0.7, [2, 0])
+    assert part.rollout_log_probs is not None and len(part.rollout_log_probs) == 2
+    assert (
+        part.old_log_probs is None
+        and part.group_indices is not None
+        and part.group_indices.tolist() == [1, 0]
+    )
+
+
+def training_metrics(config: RLTrainingConfig, results: list[Any]) -> dict[str, float]:
+    algorithm = choose_algorithm(config, 1, start_loop_state(config))
+    return rl.training_metrics(config, algorithm, batch_of_groups([0]), results, [], 1)
+
+
+def test_the_row_of_metrics_is_that_of_the_whole_last_pass():
+    parts = [
+        (2.0, 30.0, 6.0),
+        (1.0, 10.0, 4.0),
+        (0.5, 20.0, 2.0),
+        (0.1, 20.0, 8.0),
+    ]  # loss, denominator, Σ of a metric
+    results = [
+        (
+            ForwardBackwardResult(
+                loss=loss, denominator=count, metrics={"approx_kl/mean": Mean(total, count)}
+            ),
+            OptimStepResult(step=step, lr=1e-3 * step, grad_norm=float(step), clipped=False),
+        )
+        for step, (loss, count, total) in enumerate(parts, start=1)
+    ]
+    config = rl_config(updates_per_batch=2, minibatches=2)
+    metrics = training_metrics(config, results)
+    assert metrics["loss/total"] == pytest.approx(0.3)
+    assert metrics["approx_kl/mean"] == pytest.approx(10.0 / 40.0)
+    assert (metrics["optim/lr"], metrics["optim/grad_norm"], metrics["optim/updates"]) == (4e-3, 4.0, 4.0)
+    stopped = training_metrics(config, results[:3])
+    assert (stopped["loss/total"], stopped["optim/updates"]) == (0.5, 3.0), (
+        "of the pass that was not finished"
+    )
+    assert "optim/updates" not in training_metrics(rl_config(), results[:1])
+
+
+def test_a_part_without_a_loss_counts_for_nothing():
+    bad = ForwardBackwardResult(loss=None, denominator=10.0, metrics={}, skipped="the loss is nan")
+    good = ForwardBackwardResult(loss=2.0, denominator=30.0, metrics={"a/mean": Mean(6.0, 3.0)})
+    merged = merge_forwards([bad, good])
+    assert (merged.loss, merged.denominator, merged.skipped) == (2.0, 30.0, None)
+    assert merge_forwards([bad, bad]).skipped == "the loss is nan"
+    assert merge_forwards([good]) is good
+
+
+# --- the hard stop ------------------------------------------------------------------------------------------
+
+
+class MeasuringBackend(FakeBackend):
+    """A FakeBackend whose updates measure these values of approx_kl/mean, one after the other; None: the loss
+    was not finite.
+    """
+
+    def __init__(self, *kls: float | None, step_s: float = 0.0, micro_batch_s: float = 0.0) -> None:
+        super().__init__(step_s=step_s, micro_batch_s=micro_batch_s, failures={})
+        self._kls = list(kls)
+
+    def forward_backward(self, batch: RolloutBatch, loss: LossSpec) -> Any:
+        future = super().forward_backward(batch, loss)
+        kl = self._kls.pop(0)
+        skipped = "the loss is nan" if kl is None else None
+        metrics = {} if kl is None else {"approx_kl/mean": Mean(kl * 4, 4)}
+        future._result = ForwardBackwardResult(
+            loss=None if skipped else 1.0, denominator=4.0, metrics=metrics, skipped=skipped
+        )
+        return future
+
+
+def update(times: int) -> list[tuple[RolloutBatch, LossSpec]]:
+    return [(batch_of_groups([0, 0]), LOSS)] * times
+
+
+STOPS = make_kl_stop(rl_config(kl_stop=0.02, updates_per_batch=4))
+
+
+@pytest.mark.parametrize(
+    ("kls", "made"),
+    [
+        ((0.0, 0.01, 0.02, 0.03), 4),  # at the limit is not beyond it
+        ((0.0, 0.021, 0.0, 0.0), 2),
+        ((0.5, 0.0, 0.0, 0.0), 1),
+        ((0.0, float("inf"), 0.0, 0.0), 2),
+        ((0.0, float("nan"), 0.0, 0.0), 2),
+        ((0.0, None, 0.01, 0.5), 4),  # one that changed nothing ends nothing
+    ],
+)
+async def test_no_update_is_made_after_one_that_measured_more_than_the_limit(kls, made, autojump_clock):
+    backend = MeasuringBackend(*kls)
+    results = await train(backend, update(4), version=7, ends_after=STOPS)
+    assert len(results) == len(backend.batches) == made
+    assert backend.weight_version == 7, "the step counts as one whatever was left out"
+    assert backend.statistics()["submitted"] == 2 * made + 1
+
+
+async def test_a_loss_that_does_not_measure_the_kl_is_refused(autojump_clock):
+    async with open_fake_backend() as backend:
+        with pytest.raises(
+            ConfigError,
+            match=r"rl\.kl_stop=0\.02 with rl\.loss='ppo_clip', which does not measure approx_kl/mean",
+        ):
+            await train(backend, update(2), ends_after=STOPS)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "made", "steps"), [(5, 0, 0), (15, 0, 1), (25, 0, 1), (35, 2, 2), (45, 2, 2)]
+)
+async def test_a_cancelled_step_is_whole_only_if_nothing_was_left_to_compute(
+    seconds: float, made: int, steps: int, autojump_clock
+):
+    """At 5 s and 25 s a forward pass is cut; at 15 s and 35 s an optimizer step ends, at 35 s the last."""
+    backend = MeasuringBackend(0.0, 0.5, step_s=10.0)
+    results: list[Any] = []
+    with trio.move_on_after(seconds):
+        results = await train(backend, update(3), version=1, ends_after=STOPS)
+    assert (len(results), backend.statistics()["steps"]) == (made, steps)
+    assert backend.weight_version == (made > 0)
