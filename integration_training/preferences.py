@@ -160,7 +160,7 @@ async def evaluate_pairs_once(run: Run, opened: Stage, start: Path) -> None:
 
 
 async def train_reward_model(run: Run, opened: Stage, newest: Path | None, start: Path) -> int:
-    """How many steps are complete. Trains the scalar head on the model at `start`, or goes on after `newest`."""
+    """How many steps are complete. Trains a scalar head on the model at `start`, or `newest`."""
     from rollouts.loops.linearised import on_thread
     from rollouts.loops.reward_model import evaluate_reward_model, run_reward_model_training
     from rollouts.losses.row_losses import make_score_loss, measure_calibration

@@ -58,7 +58,7 @@ async def evaluate_once(run: Run, opened: Stage, stage: str, step: int) -> None:
 
 
 async def sync_for_evaluation(opened: Stage) -> None:
-    """Brings an engine with weights of its own to the trainer's. RL does it after its steps, SFT only here."""
+    """Brings an engine with weights of its own to the trainer's. RL does it after its steps."""
     if opened.engine is not None:
         await opened.sync_weights(opened.backend, [opened.engine], opened.backend.weight_version)
 

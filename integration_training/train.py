@@ -1,9 +1,9 @@
 """Trains a language model in stages: supervised fine-tuning, preferences (the DPO family, KTO), a reward
 model, reinforcement learning.
 
-    python   integration_training/train.py --config FILE --mode sft+rl [--section.key value …] [--dry-run] [--resume]
-    python   integration_training/train.py … --distributed.ranks N                                   N processes that train one model
-    torchrun --nproc-per-node=N integration_training/train.py …                                      the same, under a launcher
+    python integration_training/train.py --config FILE --mode sft+rl [--section.key value …] [--resume]
+    python integration_training/train.py … --distributed.ranks N        N processes that train one model
+    torchrun --nproc-per-node=N integration_training/train.py …         the same, under a launcher
 
 --mode joins stages by +: sft, preference (or dpo), reward_model, rl (or ppo, which is RL with a critic). This
 is the one place where all parts meet: here the command line and the start; what a stage has open is in

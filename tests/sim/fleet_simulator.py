@@ -1,9 +1,9 @@
 """Random runs of RL over a fleet of servers that fail, in virtual time, each made of one integer; what must
 hold is checked after every event.
 
-    run_rl_training ─► AsyncRolloutManager ─► Fleet ─► FaultyEngine, over simulated processes that suffer a fault plan
+    run_rl_training ─► AsyncRolloutManager ─► Fleet ─► FaultyEngine, over simulated processes with faults
           │                                     ▲
-          └─► SimulatedBackend (checks what it trains on)  WeightSync, keep_engines_current ─► snapshots that are only names
+          └─► SimulatedBackend (checks what it trains on)  WeightSync, keep_engines_current ─► names as snapshots
 
 All but the ends are the real thing. Weights are a word; an engine's log-probs depend on the word that it
 really serves, so a token from other weights than it says is found out when it trains. A trainer that stops,
@@ -516,8 +516,8 @@ class _Simulation:
         try:
             await self.sync_weights(trainer.backend, [trainer.fleet], start)
             history = await run_rl_training(
-                trainer.backend, trainer.buffer.buffer, trainer.manager, [trainer.fleet], schedule.config, _NoLog(),
-                sync_weights=self.sync_weights, completed_steps=start, hooks=hooks,
+                trainer.backend, trainer.buffer.buffer, trainer.manager, [trainer.fleet], schedule.config,
+                _NoLog(), sync_weights=self.sync_weights, completed_steps=start, hooks=hooks,
             )  # fmt: skip
         except (WeightSyncError, FleetDown, NotEnoughSamples) as error:
             self.check_books(trainer)

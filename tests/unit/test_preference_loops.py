@@ -345,8 +345,8 @@ async def test_a_run_that_goes_on_is_the_unbroken_one(tmp_path):
     data = make_preference_mixture(samples)
     async with open_backend() as backend:
         await run_preference_training(
-            backend, data, config.model_copy(update={"steps": 2}), MemoryLogger(), loss=on_thread(backend.device_thread.submit, loss),
-            reference=PlainReference(reference_model()), seed=3,
+            backend, data, config.model_copy(update={"steps": 2}), MemoryLogger(),
+            loss=on_thread(backend.device_thread.submit, loss), reference=PlainReference(reference_model()), seed=3,
         )  # fmt: skip
         await backend.save(tmp_path / "two").result()
     async with open_backend(make_model(seed=4)) as backend:

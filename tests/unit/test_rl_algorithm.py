@@ -209,7 +209,8 @@ def test_changes_survive_the_run_directory_and_decide_whether_it_is_the_same_run
     )
     config = load_config(tmp_path / "run.toml")
     assert config.rl is not None and config.rl.changes == [
-        AlgorithmChange(from_step=4, loss="gspo"), AlgorithmChange(from_step=6, advantage=f"{tmp_path}/mine.py:f")
+        AlgorithmChange(from_step=4, loss="gspo"),
+        AlgorithmChange(from_step=6, advantage=f"{tmp_path}/mine.py:f")
     ]  # fmt: skip
     (tmp_path / "resolved.toml").write_text(dump_config(config))
     assert load_config(tmp_path / "resolved.toml") == config
