@@ -1,9 +1,9 @@
 """Inference servers that this process starts, watches, restarts and never leaves behind.
 
-    open_engine_processes ── one guard a server ──► vLLM or SGLang on 127.0.0.1, a port of its own, a key of this run
+    open_engine_processes ──► vLLM or SGLang on 127.0.0.1, each with a port and a key of this run
         ready: the health path answers, our key is accepted, no key is not
         wait_exited(): why a server ended · restart(): the same port and key again
-    leaving the context, or the end of this process by any signal: nothing of a server is left (process_guard.py)
+    leaving the context, or the end of this process by any signal: nothing of a server is left
 
 The key never stands in a command line. vLLM reads it from its environment; SGLang only from flags or a YAML
 file, so it gets a file that its owner alone may read and that is gone once the server is up. SGLang also
@@ -12,19 +12,13 @@ prints it into its log: logs are readable by their owner only, and it is blotted
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import secrets
-import shlex
-import signal
 import socket
-import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,8 +26,8 @@ import trio
 
 from rollouts.engines.http import open_http_client
 from rollouts.errors import ConfigError, EngineError, EngineSetupError, InfrastructureError
+from rollouts.processes.process import Process, open_process
 
-GUARD = Path(__file__).with_name("process_guard.py")
 MODULES = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server"}
 HEALTH_PATHS = {"vllm": "/health", "sglang": "/ready"}  # SGLang's /health generates a token, for a second
 KEYED_PATH = "/v1/models"  # answered by both at once, and only with the key
@@ -48,14 +42,14 @@ PORT_TAKEN = (
     "errno 98",
     "eaddrinuse",
 )  # in a log, lower case
-TAIL_LINES, TAIL_BYTES = 20, 64 * 1024
-KILL_S = 30.0  # for SIGKILL to take effect on a whole tree; a GPU driver may hold a process for seconds
+TAIL_LINES = 20  # of a server's log in messages
 # The trainer's own: a server that finds torchrun's variables believes to be one of its ranks, and another
 # environment's modules break it.
 NOT_INHERITED = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE",
-    "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_API_KEY",
-)  # fmt: skip
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK"),
+    *("ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "VLLM_API_KEY"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,31 +67,24 @@ class EngineCommand:
     )  # wins over what is inherited and over what is set here
 
 
+@dataclass(slots=True, eq=False)
 class EngineProcess:
     """One server: its address, and what happens to its process. Made by open_engine_processes."""
 
-    def __init__(
-        self,
-        command: EngineCommand,
-        *,
-        name: str,
-        log_path: Path,
-        secret_dir: Path,
-        env: Mapping[str, str],
-        start_s: float,
-        stop_s: float,
-    ):
-        self.name = name
-        self.api_key = ""  # made anew for each port that is tried
-        self.log_path = log_path
-        self.port = 0
-        self.starts = 0
-        self._command = command
-        self._env = env
-        self._key_file = secret_dir / f"{name}.yaml"
-        self._start_s, self._stop_s = start_s, stop_s
-        self._life: GuardedProcess | None = None
-        self._turn = trio.Lock()  # one start or restart at a time
+    name: str
+    log_path: Path
+    api_key: str = ""  # made anew for each port that is tried
+    port: int = 0
+    starts: int = 0
+    process: Process | None = None  # the one that was started last
+    _: KW_ONLY
+    _command: EngineCommand
+    _env: Mapping[str, str]
+    _key_file: Path
+    _start_s: float
+    _stop_s: float
+    _life: AsyncExitStack = field(default_factory=AsyncExitStack)  # ends the process
+    _turn: trio.Lock = field(default_factory=trio.Lock)  # one start, restart or stop at a time
 
     @property
     def url(self) -> str:
@@ -106,22 +93,20 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         """Of the server process that was started last; its workers are below it."""
-        return 0 if self._life is None else self._life.pid
+        return self.process.pid if self.process is not None else 0
 
     async def wait_exited(self) -> str:
-        """Why the server ended, with the last lines of its log; waits until it has, and until nothing of it
-        is left.
-        """
-        assert self._life is not None, "not started"
-        life = self._life
-        await life.wait_ended()
-        return f"{self._describe(life)}\n{self._read_tail(life)}"
+        """Why the server ended, with the last lines of its log; waits until nothing of it is left."""
+        assert self.process is not None, "not started"
+        process = self.process
+        await process.wait_ended()
+        return f"{self._describe_end(process)}\n{self._read_tail(process)}"
 
     async def restart(self) -> None:
         """Stops what is left and starts the server again on the same port with the same key; returns when it
         is ready.
 
-        Raises EngineSetupError if it does not become ready. The one who asks decides how often to ask again.
+        Raises EngineSetupError if it does not become ready.
         """
         async with self._turn:
             await self._stop()
@@ -137,9 +122,8 @@ class EngineProcess:
         async with self._turn:
             for left in reversed(range(PORT_TRIES)):
                 self.port = find_free_port()
-                self.api_key = secrets.token_hex(
-                    32
-                )  # whoever took the port before may have been asked with the last one
+                # Whoever took the port before may have been asked with the last key.
+                self.api_key = secrets.token_hex(32)
                 try:
                     await self._launch()
                     return
@@ -160,173 +144,80 @@ class EngineProcess:
                 await self._stop()
 
     async def _stop(self) -> None:
-        life = self._life
-        if life is None:
-            return
         with trio.CancelScope(shield=True):
-            life.guard.terminate()
-            with trio.move_on_after(self._stop_s + 1.0):
-                await life.wait_ended()
-            if not life.has_ended:
-                await life.release()  # the guard kills at once when its stdin closes
-                with trio.move_on_after(KILL_S):
-                    await life.wait_ended()
-            await life.release()
-        if not life.has_ended:
-            raise EngineError(
-                f"{self.name} (pid {life.pid}) did not end {KILL_S:g} s after SIGKILL; it may hold memory"
-                " until the system lets it go"
-            )
+            if self.process is not None:
+                self.process.terminate()
+                with trio.move_on_after(self._stop_s + 1.0):
+                    await self.process.wait_ended()
+            await self._life.aclose()
 
     async def _launch(self) -> None:
-        """A new life, ready. Raises EngineSetupError, or _PortTaken."""
-        arguments = make_arguments(self._command, port=self.port, key_file=self._key_file)
-        env = {**self._env, **({"VLLM_API_KEY": self.api_key} if self._command.kind == "vllm" else {})}
-        self.starts += 1
-        if self._command.kind == "sglang":
+        """A new process, ready. Raises EngineSetupError, or _PortTaken."""
+        env = dict(self._env)
+        if self._command.kind == "vllm":
+            env["VLLM_API_KEY"] = self.api_key
+        else:
             write_private(self._key_file, f'api-key: "{self.api_key}"\n')
-        headline = f"start {self.starts} of {self.name}"
+        self.starts += 1
         try:
-            life = self._life = await start_guarded(
-                arguments, env, self.log_path, headline=headline, grace_s=self._stop_s
+            process = self.process = await self._life.enter_async_context(
+                open_process(
+                    make_arguments(self._command, port=self.port, key_file=self._key_file),
+                    env=env,
+                    log=self.log_path,
+                    headline=f"start {self.starts} of {self.name}",
+                    grace_s=self._stop_s,
+                )
             )
-            await self._wait_ready(life)
+            await self._wait_ready(process)
         finally:
             self._key_file.unlink(missing_ok=True)
 
-    async def _wait_ready(self, life: GuardedProcess) -> None:
-        ready = foreign = False
+    async def _wait_ready(self, process: Process) -> None:
+        state = "starting"
         with trio.move_on_after(self._start_s):
             async with trio.open_nursery() as nursery:
 
                 async def notice_end() -> None:
-                    await life.wait_ended()
+                    await process.wait_ended()
                     nursery.cancel_scope.cancel()
 
                 nursery.start_soon(notice_end)
-                await life.wait_started()
+                await process.wait_started()
                 # Nothing tells when a server is up, so it is asked again and again.
                 pause_s, longest_s = ASK_S
-                while not (ready or foreign):
-                    state = await ask_ready(
-                        self.url, self.api_key, health_path=HEALTH_PATHS[self._command.kind]
-                    )
-                    ready, foreign = state == "ready", state == "foreign"
-                    if state == "starting":
-                        await trio.sleep(pause_s)
-                        pause_s = min(2 * pause_s, longest_s)
+                path = HEALTH_PATHS[self._command.kind]
+                while (state := await ask_ready(self.url, self.api_key, health_path=path)) == "starting":
+                    await trio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, longest_s)
                 nursery.cancel_scope.cancel()
-        if ready and not life.has_ended:
+        if state == "ready" and not process.has_ended:
             return
-        if foreign:
+        if state == "foreign":
             raise _PortTaken(f"another server answers at {self.url}")
-        tail = self._read_tail(life)
-        if life.has_ended and any(words in tail.lower() for words in PORT_TAKEN):
+        tail = self._read_tail(process)
+        if process.has_ended and any(words in tail.lower() for words in PORT_TAKEN):
             raise _PortTaken(f"{self.name} found port {self.port} taken\n{tail}")
         what = (
-            f"{self._describe(life)} before it was ready"
-            if life.has_ended
+            f"{self._describe_end(process)} before it was ready"
+            if process.has_ended
             else f"{self.name} was not ready after start_s={self._start_s:g}"
         )
         raise EngineSetupError(
             f"{what}; what it said last is the reason, or set engine.python and engine.args otherwise\n{tail}"
         )
 
-    def _describe(self, life: GuardedProcess) -> str:
-        if "failed" in life.said:
-            return f"{self.name} did not start: {life.said['failed']}"
-        code = life.said.get("ended")
-        if code is None:
-            return f"{self.name} (pid {life.pid}) was stopped with its guard"
-        if code < 0:
-            return f"{self.name} (pid {life.pid}) was killed by {describe_signal(-code)}"
-        return f"{self.name} (pid {life.pid}) ended with exit code {code}"
+    def _describe_end(self, process: Process) -> str:
+        return f"{self.name} (pid {process.pid}) {process.describe_end()}"
 
-    def _read_tail(self, life: GuardedProcess) -> str:
-        """The last lines of this life's log and where it is, without the key."""
-        lines = read_tail(self.log_path, start=life.log_start).replace(self.api_key or "<key>", "<key>")
-        return f"last lines of {self.log_path}:\n{lines}"
+    def _read_tail(self, process: Process) -> str:
+        """The last lines of this start's log and where it is, without the key."""
+        lines = process.read_tail().replace(self.api_key or "<key>", "<key>").splitlines()[-TAIL_LINES:]
+        return "\n".join([f"last lines of {self.log_path}:", *lines])
 
 
 class _PortTaken(EngineSetupError):
     """Somebody else listens there."""
-
-
-@dataclass(slots=True, eq=False)
-class GuardedProcess:
-    """One start of a server, through the pipes of its guard."""
-
-    guard: trio.Process
-    log_start: int  # bytes that the log had before
-    said: dict = field(default_factory=dict)  # by the guard: started, failed, ended
-    rest: bytes = b""
-    at_end: bool = False
-    turn: trio.Lock = field(default_factory=trio.Lock)  # who reads
-
-    @property
-    def pid(self) -> int:
-        return self.said.get("started", 0)
-
-    @property
-    def has_ended(self) -> bool:
-        return self.at_end and self.guard.returncode is not None
-
-    async def wait_started(self) -> None:
-        """Until the server process exists, or will not."""
-        while not (self.said or self.at_end):
-            await self._read_some()
-
-    async def wait_ended(self) -> None:
-        """Until the server and all below it are gone: the guards hold the pipe until then."""
-        while not self.at_end:
-            await self._read_some()
-        await self.guard.wait()
-
-    async def _read_some(self) -> None:
-        async with self.turn:
-            if self.at_end:
-                return
-            assert self.guard.stdout is not None
-            data = await self.guard.stdout.receive_some(4096)
-            *lines, self.rest = (self.rest + data).split(b"\n")
-            for line in lines:
-                self.said |= json.loads(line)
-            self.at_end = not data
-
-    async def release(self) -> None:
-        """Closes our end of the guard's pipes; if it still runs, it kills everything now."""
-        if self.guard.stdin is not None:
-            await trio.aclose_forcefully(self.guard.stdin)
-        if self.at_end and self.guard.stdout is not None:
-            await trio.aclose_forcefully(self.guard.stdout)
-
-
-async def start_guarded(
-    arguments: Sequence[str], env: Mapping[str, str], log_path: Path, *, headline: str, grace_s: float
-) -> GuardedProcess:
-    """The guard started and the server on its way, writing to the log after a dated line. Any program may be
-    guarded so; its stdin is empty.
-    """
-    settings = {"command": list(arguments), "parent_pid": os.getpid(), "grace_s": grace_s, "inner": False}
-    log = os.open(log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
-        os.fchmod(log, 0o600)  # one that was there already may be open to others, and SGLang prints its key
-        start = os.fstat(log).st_size
-        os.write(
-            log,
-            f"=== {datetime.now(UTC).isoformat(timespec='seconds')} {headline}: {shlex.join(arguments)}\n".encode(),
-        )
-        guard = await trio.lowlevel.open_process(
-            [sys.executable, "-I", "-S", str(GUARD), json.dumps(settings)],
-            stdin=-1,
-            stdout=-1,
-            stderr=log,
-            env=env,
-            start_new_session=True,
-        )
-        return GuardedProcess(guard, start)
-    finally:
-        os.close(log)
 
 
 @asynccontextmanager
@@ -348,72 +239,52 @@ async def open_engine_processes(
     stopped then.
     """
     check_command(command)
-    if count < 1 or (gpus and len(gpus) % count):
+    if count < 1 or len(gpus) % count:
         raise ConfigError(
             f"engine.count={count} must be at least 1 and divide the {len(gpus)} GPUs given to the servers"
         )
     log_dir.mkdir(parents=True, exist_ok=True)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = None if runs_on_gpu(command) else max(1, cores // count)
     share = len(gpus) // count
-    threads = (
-        None
-        if runs_on_gpu(command)
-        else max(1, len(os.sched_getaffinity(0)) // count if hasattr(os, "sched_getaffinity") else 1)
-    )
     with tempfile.TemporaryDirectory(prefix="rollouts-engines-") as secret_dir:
-        processes = []
-        for index in range(count):
-            own_gpus = gpus[index * share : (index + 1) * share]
-            env = make_environment(command, os.environ, threads=threads, gpus=own_gpus)
-            name = f"{command.kind}-{index}"
-            processes.append(
-                EngineProcess(
-                    command,
-                    name=name,
-                    log_path=log_dir / f"{name}.log",
-                    secret_dir=Path(secret_dir),
-                    env=env,
-                    start_s=start_s,
-                    stop_s=stop_s,
-                )
+        processes = [
+            EngineProcess(
+                name := f"{command.kind}-{index}",
+                log_dir / f"{name}.log",
+                _command=command,
+                _env=make_environment(
+                    command, os.environ, threads=threads, gpus=gpus[index * share : (index + 1) * share]
+                ),
+                _key_file=Path(secret_dir) / f"{name}.yaml",
+                _start_s=start_s,
+                _stop_s=stop_s,
             )
+            for index in range(count)
+        ]
         try:
-            await _start_all(processes)
+            await _call_all([process.start for process in processes], stop_at_first=True)
             yield tuple(processes)
         finally:
-            await _stop_all(processes)
+            with trio.CancelScope(shield=True):
+                await _call_all([process.stop for process in processes], stop_at_first=False)
 
 
-async def _start_all(processes: Sequence[EngineProcess]) -> None:
-    """All are ready. Raises the error of the first that is not, at once: then the others are not waited for."""
+async def _call_all(calls: Sequence[Callable[[], Awaitable[None]]], *, stop_at_first: bool) -> None:
+    """Calls all at once. Raises the first EngineError; with `stop_at_first` the others are cancelled then."""
     errors: list[EngineError] = []
     async with trio.open_nursery() as nursery:
 
-        async def start(process: EngineProcess) -> None:
+        async def call(function: Callable[[], Awaitable[None]]) -> None:
             try:
-                await process.start()
+                await function()
             except EngineError as error:
                 errors.append(error)
-                nursery.cancel_scope.cancel()
+                if stop_at_first:
+                    nursery.cancel_scope.cancel()
 
-        for process in processes:
-            nursery.start_soon(start, process)
-    if errors:
-        raise errors[0]
-
-
-async def _stop_all(processes: Sequence[EngineProcess]) -> None:
-    errors: list[EngineError] = []
-
-    async def stop(process: EngineProcess) -> None:
-        try:
-            await process.stop()
-        except EngineError as error:
-            errors.append(error)
-
-    with trio.CancelScope(shield=True):
-        async with trio.open_nursery() as nursery:
-            for process in processes:
-                nursery.start_soon(stop, process)
+        for function in calls:
+            nursery.start_soon(call, function)
     if errors:
         raise errors[0]
 
@@ -600,14 +471,6 @@ def make_environment(
     return {**env, **command.env}
 
 
-def describe_signal(number: int) -> str:
-    """Its name, or for one that has none (say a real-time signal) its number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def find_free_port() -> int:
     """A port on the loopback interface that nobody had a moment ago."""
     with socket.socket() as probe:
@@ -620,12 +483,3 @@ def write_private(path: Path, text: str) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
-
-
-def read_tail(path: Path, *, start: int) -> str:
-    """The last lines of a text file after byte `start`."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(start, size - TAIL_BYTES))
-        return "\n".join(file.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
-    return ""

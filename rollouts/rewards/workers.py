@@ -81,18 +81,17 @@ class Worker:
     async def receive_line(self, limit: int) -> bytes:
         """Its next line. Raises EOFError if it closes the channel, BadAnswer above `limit` bytes."""
         assert self.process.channel is not None
-        while (end := self.received.find(b"\n")) < 0:
+        while b"\n" not in self.received:
+            if self.received[:1] not in (b"", b"{"):
+                raise BadAnswer("an answer that is none")
+            if len(self.received) > limit:
+                raise BadAnswer(f"an answer of more than output_bytes={limit}")
             part = await self.process.channel.receive_some(1 << 16)
             if not part:
                 raise EOFError
             self.received += part
-            if not self.received.startswith(b"{"):
-                raise BadAnswer("an answer that is none")
-            if len(self.received) > limit:
-                raise BadAnswer(f"an answer of more than output_bytes={limit}")
-        line = bytes(self.received[:end])
-        del self.received[: end + 1]
-        return line
+        line, _, self.received = self.received.partition(b"\n")
+        return bytes(line)
 
     def has_unread(self) -> bool:
         """Whether there are bytes that no request asked for."""

@@ -1,0 +1,211 @@
+"""Child processes of a trainer are limited, tell how they ended, and leave nothing, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trio
+
+from rollouts.processes.process import Process, open_process
+
+FAKE = Path(__file__).with_name("fake_inference_server.py")
+linux_only = pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems do not let a process adopt orphans"
+)
+PYTHON = [sys.executable, "-I", "-S"]
+
+
+def environment(pids: Path) -> dict[str, str]:
+    """A child that ignores SIGTERM, with two descendants in sessions of their own."""
+    behaviour = {"never": True, "strays": True, "stubborn": True, "pids": str(pids)}
+    return {"VLLM_API_KEY": "k", "FAKE_SERVER": json.dumps(behaviour)}
+
+
+@asynccontextmanager
+async def open_tree(path: Path, **options: float) -> AsyncIterator[tuple[Process, list[int]]]:
+    """The child with its descendants and guards: child, two strays, inner and outer guard."""
+    pids = path / "pids"
+    async with open_process(
+        [*PYTHON, str(FAKE)], env=environment(pids), log=path / "log", **options
+    ) as process:
+        await process.wait_started()
+        await wait_until(lambda: pids.exists() and pids.read_text() != "")
+        inner = parent_of(process.pid)
+        yield process, [*map(int, pids.read_text().split()), inner, parent_of(inner)]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+async def wait_until(condition) -> None:
+    with trio.fail_after(30):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.01)
+
+
+@linux_only
+@pytest.mark.parametrize("end", ["leave", "kill", "terminate", "child", "inner", "outer", "both waiters"])
+async def test_nothing_is_left_of_a_tree(tmp_path: Path, end: str):
+    async with open_tree(tmp_path, grace_s=0.2) as (process, pids):
+        assert len(pids) == 5 and all(map(is_alive, pids))
+        if end == "kill":
+            process.kill()
+        elif end == "terminate":
+            process.terminate()
+        elif end != "leave":
+            os.kill(pids[{"inner": 3, "outer": 4}.get(end, 0)], signal.SIGKILL)
+        if end != "leave":
+            codes: list[int | None] = []
+
+            async def wait() -> None:
+                codes.append(await process.wait_ended())
+
+            with trio.fail_after(30):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(wait)
+                    nursery.start_soon(wait)
+            assert codes == [-9 if end in ("child", "both waiters") else None] * 2
+            assert not any(map(is_alive, pids[:3]))
+    assert not any(map(is_alive, pids[:3]))
+    await wait_until(lambda: not any(map(is_alive, pids)))  # the guards close their sockets just before
+
+
+PARENT = """
+import json, sys, trio
+from pathlib import Path
+from rollouts.processes.process import open_process
+
+async def main():
+    argv, env, path, linger_s = json.loads(sys.argv[1])
+    options = {"env": env, "log": Path(path), "with_channel": True, "linger_s": linger_s}
+    async with open_process(argv, **options) as process:
+        await process.wait_started()
+        print(process.pid, flush=True)
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+
+async def start_parent(argv: list[str], env: dict[str, str], log: Path, linger_s: float):
+    """A trainer with a child: its process, and the child's id."""
+    words = json.dumps([argv, env, str(log), linger_s])
+    parent = await trio.lowlevel.open_process([sys.executable, "-c", PARENT, words], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    with trio.fail_after(60):
+        child = int(await parent.stdout.receive_some(100))
+    return parent, child
+
+
+async def kill_parent(parent: trio.Process) -> None:
+    assert parent.stdout is not None
+    parent.kill()
+    await parent.wait()
+    await parent.stdout.aclose()
+
+
+@linux_only
+@pytest.mark.parametrize("first", [None, "inner", "outer"])
+async def test_nothing_survives_a_trainer_that_is_killed(tmp_path: Path, first: str | None):
+    """Not even if a guard is killed just before it."""
+    pids = tmp_path / "pids"
+    parent, child = await start_parent([*PYTHON, str(FAKE)], environment(pids), tmp_path / "log", 0.0)
+    await wait_until(lambda: pids.exists() and pids.read_text() != "")
+    inner = parent_of(child)
+    tree = [*map(int, pids.read_text().split()), inner, parent_of(inner)]
+    assert len(tree) == 5 and all(map(is_alive, tree))
+    if first:
+        os.kill(tree[{"inner": 3, "outer": 4}[first]], signal.SIGKILL)
+    await kill_parent(parent)
+    await wait_until(lambda: not any(map(is_alive, tree)))
+
+
+@linux_only
+@pytest.mark.parametrize(("work", "done"), [("pass", True), ("time.sleep(1e6)", False)])
+async def test_a_process_that_lingers_finishes_its_work_after_a_killed_trainer(
+    tmp_path: Path, work: str, done: bool
+):
+    code = f"import sys, time; sys.stdin.read(); {work}; open('{tmp_path}/done', 'w')"
+    parent, child = await start_parent([*PYTHON, "-c", code], {}, tmp_path / "log", 20.0 if done else 0.3)
+    await kill_parent(parent)
+    await wait_until(lambda: not is_alive(child))
+    assert (tmp_path / "done").exists() == done
+
+
+async def test_leaving_a_process_that_lingers_does_not_wait_for_it(tmp_path: Path):
+    code = f"import sys; sys.stdin.read(); open('{tmp_path}/done', 'w')"
+    async with open_process([*PYTHON, "-c", code], with_channel=True, linger_s=60.0) as process:
+        await process.wait_started()
+    assert not process.has_ended
+    await wait_until((tmp_path / "done").exists)
+    os.waitpid(process.guard_pid, 0)  # noqa: ASYNC222
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "how"),
+    [
+        ([*PYTHON, "-c", "raise SystemExit(3)"], 3, "ended with exit code 3"),
+        (["sh", "-c", "kill -9 $$"], -9, "was killed by SIGKILL"),
+        (["sh", "-c", "kill -40 $$"], -40, "was killed by signal 40"),
+        (["/no/such/program"], None, "did not start: /no/such/program does not start: "),
+    ],
+)
+async def test_an_end_is_described(argv: list[str], code: int | None, how: str):
+    async with open_process(argv) as process:
+        assert await process.wait_ended() == code
+        assert process.describe_end().startswith(how)
+
+
+async def test_a_child_has_an_empty_stdin_and_no_files_of_the_trainers():
+    code = "import os, sys; print(repr(sys.stdin.read()), sorted(os.listdir('/dev/fd')), flush=True)"
+    readable, writable = os.pipe()
+    os.set_inheritable(writable, True)
+    async with open_process([*PYTHON, "-c", code]) as process:
+        assert await process.wait_ended() == 0
+        process.read_output()
+        assert process.read_tail() == "'' ['0', '1', '2', '3']\n", "the last one is the listing's own"
+    os.close(readable)
+    os.close(writable)
+
+
+async def test_memory_is_limited_also_of_what_a_child_starts():
+    code = "import os; pid = os.fork(); pid and os._exit(os.waitpid(pid, 0)[1] >> 8); bytearray(1 << 30)"
+    async with open_process([*PYTHON, "-c", code], memory_bytes=1 << 28) as process:
+        assert await process.wait_ended() == 1
+        process.read_output()
+        assert "MemoryError" in process.read_tail()
+
+
+async def test_output_above_its_limit_is_told_and_only_its_end_is_kept():
+    async with open_process(["yes"], output_bytes=1 << 20) as process:
+        with trio.fail_after(30):
+            await process.wait_printed_too_much()
+        assert 1 << 20 < process.printed <= (1 << 20) + (1 << 16)
+        assert process.read_tail() == "y\n" * (1 << 15)
+
+
+async def test_a_log_is_appended_to_and_closed_to_others(tmp_path: Path):
+    log = tmp_path / "log"
+    log.write_text("an earlier run\n")
+    log.chmod(0o644)
+    async with open_process(["echo", "hello"], log=log, headline="start 1") as process:
+        assert await process.wait_ended() == 0
+        assert process.read_tail().endswith(" start 1: echo hello\nhello\n")
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert log.read_text().startswith("an earlier run\n=== ")
