@@ -87,7 +87,7 @@ def run_init(arguments: argparse.Namespace) -> int:
 
 def run_explain(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Prints settings. Raises ConfigError for a setting that does not exist, or a config that is wrong."""
-    from rollouts.config.explain import explain_config, explain_key, explain_markdown
+    from rollouts.config.explain import explain_config, explain_markdown
     from rollouts.config.load import load_with_origins
 
     if arguments.markdown:
@@ -102,11 +102,7 @@ def run_explain(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             f" {overrides[0]} …"
         )
     values = load_with_origins(words[0], overrides)[1] if has_config else None
-    try:
-        text = explain_key(key, values) if key else explain_config("", values)
-    except KeyError as error:
-        raise ConfigError(error.args[0]) from error
-    print(text, end="", flush=True)
+    print(explain_config(key, values), end="", flush=True)
     return 0
 
 

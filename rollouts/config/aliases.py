@@ -1,26 +1,32 @@
-"""What other frameworks call our settings: suggested with our name, never accepted, for what they count often
-differs.
-"""
+"""What earlier versions and other frameworks call our settings."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from rollouts.config.spelling import edit_distance
+# Settings of earlier versions, by as much of the end of their dotted names as tells them apart, and what
+# replaces them. A resolved config that has one stays readable.
+REMOVED: Mapping[str, str] = {
+    "reference.server_model": "a reference's server serves one model, whose name is asked for",
+}
 
 # Our settings (several where two stages have one, or where one of theirs is two of ours), what differs (in
-# brackets), and below them their names: as many of the last parts of a dotted name as tell it apart.
+# brackets), and below them their names: as many of the last parts of a dotted name as tell it apart. They are
+# suggested, never accepted, for what they count often differs.
 NAMES_ELSEWHERE = """
 rl.rollout.samples_per_prompt:
-    group_size num_generations n_samples_per_prompt num_samples rollout_n rollout.n actor_rollout_ref.rollout.n rollouts_per_example
-    n_samples gconfig.n_samples num_generations_per_prompt grpo.num_generations_per_prompt sampling.n generator.n_samples_per_prompt
+    group_size num_generations n_samples_per_prompt num_samples rollout_n rollout.n
+    actor_rollout_ref.rollout.n rollouts_per_example
+    n_samples gconfig.n_samples num_generations_per_prompt grpo.num_generations_per_prompt sampling.n
+    generator.n_samples_per_prompt
     samples_per_group num_return_sequences num_samples_per_prompt
 eval.samples_per_prompt:
     n_samples_per_eval_prompt eval_n_samples_per_prompt val_kwargs.n actor_rollout_ref.rollout.val_kwargs.n
 rl.rollout.num_prompts:
-    data.train_batch_size trainer.train_batch_size rollout_batch_size prompts_per_step num_prompts_per_step grpo.num_prompts_per_step
+    data.train_batch_size trainer.train_batch_size rollout_batch_size prompts_per_step num_prompts_per_step
+    grpo.num_prompts_per_step
     train_dataset.batch_size num_unique_prompts_rollout groups_per_batch prompts_per_batch data.gen_batch_size
 rl.rollout.over_sampling (as a multiple of num_prompts):
     gen_batch_size
@@ -34,29 +40,31 @@ rl.rollout.num_prompts sft.batch_size (there it counts samples, here prompts: di
     train_batch_size
 rl.rollout.num_prompts (there it counts samples, here prompts: divide it by samples_per_prompt):
     generation_batch_size
-rl.rollout.num_prompts sft.batch_size (there samples of an optimizer step; here a step trains num_prompts * samples_per_prompt samples):
+rl.rollout.num_prompts sft.batch_size (there samples a step; here a step trains num_prompts * samples_per_prompt):
     global_batch_size
-rl.rollout.num_prompts (there samples of an optimizer step; here a step trains num_prompts * samples_per_prompt samples):
+rl.rollout.num_prompts (there samples a step; here a step trains num_prompts * samples_per_prompt):
     train_global_batch_size policy.train_global_batch_size
 rl.minibatches (there the size of a part, here the number of parts that each pass divides a batch into):
     ppo_mini_batch_size policy_mini_batch_size
-rl.rollout.num_prompts sft.batch_size (there it counts samples, here prompts; how many fit in memory at once is micro_batch_tokens):
+rl.rollout.num_prompts sft.batch_size (there samples, here prompts; what fits at once is micro_batch_tokens):
     per_device_train_batch_size
-rl.micro_batch_tokens sft.micro_batch_tokens (gradients are accumulated as needed; this is how many tokens fit at once):
+rl.micro_batch_tokens sft.micro_batch_tokens (gradients are accumulated as needed; so many tokens fit at once):
     gradient_accumulation_steps
 rl.micro_batch_tokens sft.micro_batch_tokens (there it counts rows, here padded tokens of one forward pass):
-    micro_train_batch_size micro_batch_size ppo_micro_batch_size_per_gpu micro_train_batch_size_per_gpu train_micro_batch_size
+    micro_train_batch_size micro_batch_size ppo_micro_batch_size_per_gpu micro_train_batch_size_per_gpu
+    train_micro_batch_size
 engine.max_rows:
     micro_rollout_batch_size max_num_seqs max_concurrent_rollouts
 rl.micro_batch_tokens sft.micro_batch_tokens:
     ppo_max_token_len_per_gpu max_tokens_per_gpu max_tokens_per_mb mb_spec.max_tokens_per_mb
 rl.rollout.max_new_tokens eval.max_new_tokens:
-    max_tokens max_completion_length max_completion_tokens max_response_len max_response_length data.max_response_length
+    max_tokens max_completion_length max_completion_tokens max_response_len max_response_length
+    data.max_response_length
     rollout_max_response_len max_generate_length generate_max_len gconfig.max_new_tokens response_length
     sampling_params.max_generate_length
 eval.max_new_tokens:
     eval_max_response_len
-rl.rollout.max_new_tokens (prompts are never cut here; this is the longest response, and prompt and response must fit the model's context):
+rl.rollout.max_new_tokens (prompts are never cut; both must fit the model's context):
     max_prompt_length prompt_max_len rollout_max_prompt_len
 sft.max_length:
     max_seq_length max_seq_len seq_len max_len
@@ -67,7 +75,8 @@ rl.rollout.temperature:
 eval.temperature:
     eval_temperature val_kwargs.temperature
 rl.optim.lr sft.optim.lr:
-    learning_rate actor.optim.lr actor_learning_rate optimizer.lr actor_rollout_ref.actor.optim.lr policy.optimizer.kwargs.lr
+    learning_rate actor.optim.lr actor_learning_rate optimizer.lr actor_rollout_ref.actor.optim.lr
+    policy.optimizer.kwargs.lr
     policy.optimizer_config.lr optimizer_config.lr
 rl.optim.schedule sft.optim.schedule:
     lr_scheduler_type lr_scheduler lr_decay_style
@@ -90,23 +99,26 @@ rl.optim.eps sft.optim.eps:
 rl.optim.weight_decay sft.optim.weight_decay:
     l2 wd
 rl.steps sft.steps:
-    max_steps num_steps num_rollout total_training_steps trainer.total_training_steps max_num_steps grpo.max_num_steps total_train_steps
+    max_steps num_steps num_rollout total_training_steps trainer.total_training_steps max_num_steps
+    grpo.max_num_steps total_train_steps
     train_iters
-rl.steps sft.steps (runs are counted in steps here: one epoch is the number of rows divided by the prompts or conversations of a step):
+rl.steps sft.steps (an epoch is the number of rows divided by those of a step):
     num_train_epochs total_epochs num_epochs max_epochs num_epoch epochs
-rl.steps (runs are counted in steps here: one epoch is the number of rows divided by the prompts or conversations of a step):
+rl.steps (an epoch is the number of rows divided by those of a step):
     num_episodes
 output.dir:
     output_dir save_path default_local_dir ckpt_path save_dir checkpoint_dir run_dir fileroot log_path
 output.checkpoint_every:
-    save_steps save_interval save_freq trainer.save_freq ckpt.interval ckpt_interval save_period checkpointing.save_period
+    save_steps save_interval save_freq trainer.save_freq ckpt.interval ckpt_interval save_period
+    checkpointing.save_period
     saver.freq_steps
 output.keep_checkpoints:
     save_total_limit keep_last ckpt.keep_last max_actor_ckpt_to_keep max_ckpt_num
 output.keep_checkpoints (the newest stay, not the best):
     keep_top_k
 rl.eval_every sft.eval_every:
-    eval_steps eval_interval test_freq trainer.test_freq eval.interval val_period evaluator.freq_steps eval_freq
+    eval_steps eval_interval test_freq trainer.test_freq eval.interval val_period evaluator.freq_steps
+    eval_freq
 name:
     run_name experiment_name trainer.experiment_name
 seed:
@@ -132,7 +144,8 @@ rl.clip_low:
 rl.clip_high:
     epsilon_high eps_clip_high clip_ratio_high ratio_clip_max eps_clip_higher
 rl.advantage:
-    advantage_estimator adv_estimator algorithm.adv_estimator scale_rewards norm_adv_by_std_in_grpo normalize_rewards
+    advantage_estimator adv_estimator algorithm.adv_estimator scale_rewards norm_adv_by_std_in_grpo
+    normalize_rewards
 rl.advantage (write advantage = "rloo"):
     use_leave_one_out_baseline
 rl.loss:
@@ -150,7 +163,8 @@ rl.kl_control:
 rl.kl_control_params (proportional takes target and horizon):
     kl_horizon kl_target kl_ctrl.horizon kl_ctrl.target_kl
 rl.max_staleness (counted in trainer steps; the default of 0 is strictly on-policy):
-    max_off_policy_steps max_head_offpolicyness max_async_level async_level staleness_threshold max_staleness_steps
+    max_off_policy_steps max_head_offpolicyness max_async_level async_level staleness_threshold
+    max_staleness_steps
     max_trajectory_age_steps max_policy_age max_lag async_steps
 rl.sync_every:
     update_weights_interval weight_sync_interval vllm_sync_interval sync_steps
@@ -159,7 +173,8 @@ rl.importance_cap (used with recompute_old = true):
 rl.recompute_old:
     use_tis vllm_importance_sampling_correction recompute_logprob
 rl.rollout.reward eval.reward (write module:function or file.py:function):
-    reward_fn reward_func reward_funcs reward_function custom_rm_path rm_type reward_name rm_path remote_rm_url reward_model_path
+    reward_fn reward_func reward_funcs reward_function custom_rm_path rm_type reward_name rm_path
+    remote_rm_url reward_model_path
     custom_reward_function.path
 rl.rollout.generate (write module:function or file.py:function):
     agent_func_path custom_generate_function_path rollout_function_path rollout_func workflow generate_fn
@@ -178,7 +193,8 @@ rl.rollout.max_attempts:
 rl.rollout.reward_timeout_s:
     reward_timeout timeout
 model.name:
-    model_name model_name_or_path model_path hf_checkpoint model.path actor.path pretrain actor_rollout_ref.model.path policy.model_name
+    model_name model_name_or_path model_path hf_checkpoint model.path actor.path pretrain
+    actor_rollout_ref.model.path policy.model_name
     policy.model.path tokenizer_path ref_load
 model.autocast (the weights stay float32 and the arithmetic is "bfloat16", "off" or "auto"):
     torch_dtype dtype bf16 fp16 precision mixed_precision
@@ -229,7 +245,8 @@ engine.urls (a list of http:// addresses):
 engine.count:
     vllm_num_engines num_engines num_inference_engines rollout_num_engines
 engine.args (a list of the server's own arguments, like ["--gpu-memory-utilization", "0.8"]):
-    vllm_gpu_memory_utilization gpu_memory_utilization sglang_mem_fraction_static enforce_eager vllm_enable_prefix_caching
+    vllm_gpu_memory_utilization gpu_memory_utilization sglang_mem_fraction_static enforce_eager
+    vllm_enable_prefix_caching
 engine.dtype:
     vllm_dtype rollout_dtype
 engine.context_length:
@@ -241,7 +258,8 @@ engine.max_concurrency:
 engine.silence_s (seconds without any progress; there is no limit on the whole request):
     request_timeout vllm_server_timeout timeout
 distributed.ranks (processes on this machine; on several machines start it by torchrun):
-    n_gpus_per_node gpus_per_node num_gpus_per_node actor_num_gpus_per_node trainer.n_gpus_per_node nproc_per_node num_gpus world_size
+    n_gpus_per_node gpus_per_node num_gpus_per_node actor_num_gpus_per_node trainer.n_gpus_per_node
+    nproc_per_node num_gpus world_size
 distributed.shard_size:
     fsdp_size data_parallel_shard_degree dp_shard_size
 distributed.cpu_offload (weights, gradients and optimizer state together):
@@ -251,8 +269,7 @@ deterministic:
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Alias:
+class Alias(NamedTuple):
     """Our settings for somebody else's name."""
 
     keys: tuple[str, ...]  # dotted
@@ -273,16 +290,7 @@ ALIASES: Mapping[str, Alias] = dict(_parse_names(NAMES_ELSEWHERE))
 
 
 def find_alias(dotted: str) -> Alias | None:
-    """What a name of another framework is here: by as many of its last parts as are known; a long one also
-    with one character wrong.
-
-    Dashes and capitals do not matter.
-    """
+    """What a name of another framework is here, by as many of its last parts as are known."""
     parts = dotted.lstrip("-").lower().replace("-", "_").split(".")
-    for count in range(len(parts), 0, -1):
-        alias = ALIASES.get(".".join(parts[-count:]))
-        if alias is not None:
-            return alias
-    if len(parts[-1]) < 8:
-        return None
-    return next((alias for name, alias in ALIASES.items() if edit_distance(parts[-1], name) <= 1), None)
+    names = (".".join(parts[start:]) for start in range(len(parts)))
+    return next((ALIASES[name] for name in names if name in ALIASES), None)

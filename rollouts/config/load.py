@@ -1,5 +1,4 @@
-"""A TOML file and the flags of a command line become one RunConfig, and back. Every problem is named in one
-ConfigError.
+"""A TOML file and the flags of a command line become one RunConfig, and back.
 
 A path or file.py:function is taken relative to the file that names it; one given by a flag, relative to the
 working directory. Both are made absolute, so that the resolved config means the same wherever it is read.
@@ -7,53 +6,38 @@ working directory. Both are made absolute, so that the resolved config means the
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import tomli_w
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from rollouts.config.aliases import find_alias
-from rollouts.config.explain import SetValue, describe_unknown_key
-from rollouts.config.keys import ConfigKey, config_keys, format_value, is_nullable, members_of
-from rollouts.config.lines import find_lines
-from rollouts.config.schema import RunConfig, Section
+from rollouts.config.explain import SetValue
+from rollouts.config.keys import (
+    ConfigKey,
+    config_keys,
+    describe_unknown_key,
+    find_key,
+    find_removed,
+    format_value,
+    members_of,
+)
+from rollouts.config.schema import NONE, RunConfig, Section
 from rollouts.config.spelling import nearest
 from rollouts.errors import ConfigError, RunDirError
 
-NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
-NUL = "\0"
-MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 4095  # what Linux and macOS take at most
-SHOWN = 60  # characters of a path that is too long
-STAGE_DATA = ("sft.data", "rl.data", "preference.data", "reward_model.data", "eval.data")
-PATHS = (*(f"{data}.path" for data in STAGE_DATA), "model.chat_template")
-DATASETS = tuple(f"{data}.dataset" for data in STAGE_DATA)  # a name on the hub or of reasoning-gym, or a path
-FUNCTIONS = (
-    *(f"{data}.function" for data in STAGE_DATA),
-    *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "reward_combine", "filters")),
-    *("rl.curriculum", "rl.advantage", "rl.changes.advantage", "eval.reward"),
-)
 # On resume: what a run writes and how long it goes on, not what it computes.
 MAY_CHANGE = (
-    *(
-        "name",
-        "output",
-        "distributed",
-        "sft.steps",
-        "sft.eval_every",
-        "rl.steps",
-        "rl.eval_every",
-        "rl.rollout.reward_timeout_s",
-    ),
+    *("name", "output", "distributed", "sft.steps", "sft.eval_every", "rl.steps", "rl.eval_every"),
     *("preference.steps", "preference.eval_every", "reward_model.steps", "reward_model.eval_every"),
+    "rl.rollout.reward_timeout_s",
     "model.device",  # a run that promised equal bits has only one
 )
 # How fast it computes may change too, unless the run promised equal bits: these change the order of sums.
@@ -77,25 +61,66 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 def load_with_origins(
     path: Path | str, overrides: Sequence[str] = ()
 ) -> tuple[RunConfig, dict[str, SetValue]]:
-    """`load_config`, and every setting's value with where it comes from: FILE:LINE, the flag, or "default".
-    Raises ConfigError alike.
-    """
-    file = Path(path)
-    text = _read_text(file)
-    settings = _parse_toml(text, path)
-    problems = _Problems(str(path), find_lines(text))
+    """`load_config`, and every setting's value with where it comes from. Raises ConfigError alike."""
+    settings = read_toml(Path(path))
+    origins = dict.fromkeys(flatten(settings), str(path))
+    problems: list[str] = []
     for flag, text in _split_overrides(overrides, problems):
-        _apply_override(settings, flag, text, problems)
-    _replace_none(settings)
-    _check_text(settings, problems)
-    _make_paths_absolute(settings, file.absolute().parent, problems)
-    config = _validate(settings, problems)
-    if config is None:
-        raise ConfigError(problems.text())
-    values = _flatten(_plain(config))
-    return config, {
-        key: SetValue(format_value(value), problems.origin_of(key)) for key, value in values.items()
-    }
+        try:
+            origins[_apply_override(settings, flag.removeprefix("--"), text)] = flag
+        except ConfigError as error:
+            problems.append(f"{flag}: {error}")
+
+    def source_of(key: str) -> str:
+        return next((origins[name] for name in _and_around(key) if name in origins), str(path))
+
+    config: RunConfig | None = None
+    try:
+        config = RunConfig.model_validate(settings, context=Path(path).absolute().parent)
+    except ValidationError as error:
+        described = (_describe_problem(detail, settings) for detail in error.errors(include_url=False))
+        first = dict(reversed(list(described)))  # of each key: a union has a problem for each member
+        problems += [f"{source_of(key)}: {message}" for key, message in reversed(first.items())]
+    if problems or config is None:
+        one = len(problems) == 1
+        raise ConfigError(problems[0] if one else "\n  ".join([f"{len(problems)} problems:", *problems]))
+    values = flatten(_plain(config))
+    return config, {key: SetValue(format_value(values[key]), origins.get(key, "default")) for key in values}
+
+
+def load_recorded(path: Path) -> RunConfig:
+    """The config that a run of this or an earlier version has written: settings that are gone are left out.
+
+    Raises ConfigError.
+    """
+    settings = read_toml(path)
+    _drop_removed(settings, "")
+    try:
+        return RunConfig.model_validate(settings, context=path.absolute().parent)
+    except ValidationError as error:
+        problems = [_describe_problem(detail, settings)[1] for detail in error.errors(include_url=False)]
+        raise ConfigError(f"{path}: {'; '.join(problems)}") from error
+
+
+def _drop_removed(table: Any, prefix: str) -> None:
+    for item in table if isinstance(table, list) else [table]:
+        for name in list(item) if isinstance(item, dict) else ():
+            if f"{prefix}{name}" not in config_keys() and find_removed(f"{prefix}{name}"):
+                del item[name]
+            else:
+                _drop_removed(item[name], f"{prefix}{name}.")
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    """The tables of a file. Raises ConfigError for one that cannot be read or is not TOML."""
+    try:
+        settings = tomllib.loads(file.read_bytes().decode("utf-8"))
+        flatten(settings)  # raises RecursionError where tables are nested too deep for everything else
+        return settings
+    except FileNotFoundError as error:
+        raise ConfigError(f"{file}: there is no such file; name a TOML file with --config FILE") from error
+    except (OSError, ValueError, RecursionError) as error:  # a NUL in the name, not UTF-8, not TOML
+        raise ConfigError(f"{str(file)!r} cannot be read as TOML: {error}") from error
 
 
 def dump_config(config: RunConfig) -> str:
@@ -112,21 +137,13 @@ def dump_config(config: RunConfig) -> str:
         ) from error
 
 
-def config_digest(config: RunConfig) -> str:
-    """SHA-256, in hex, of every setting. Equal configs have equal digests, in whatever order a file names its
-    keys.
-    """
-    text = json.dumps(_plain(config), sort_keys=True, ensure_ascii=False, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def training_digest(config: RunConfig) -> str:
     """SHA-256, in hex, of every setting that decides what is trained: two configs that check_same_run takes
     for one run have the same.
 
     Of a path only its last part counts, so that a run may be copied to another place. A setting that has its
-    default is left out, so that a version with one setting more takes the checkpoints of the version before;
-    what changed a default is not seen here, but by check_same_run.
+    default is left out, so that a version with one setting more or less takes the checkpoints of the version
+    before; what changed a default is not seen here, but by check_same_run.
     """
     free = _free_on_resume(config)
     decisive = {
@@ -137,8 +154,8 @@ def training_digest(config: RunConfig) -> str:
 
 
 def _set_apart(config: Section, defaults: Section | None = None, prefix: str = "") -> dict[str, Any]:
-    """Dotted keys, as _flatten(_plain(config)) has them, of what has not its default. A table that is there
-    though none need be is a key too.
+    """The settings without their default values, by dotted key. A table that is there though it may be left
+    out is a key too.
     """
     apart: dict[str, Any] = {}
     for name, info in type(config).model_fields.items():
@@ -152,7 +169,7 @@ def _set_apart(config: Section, defaults: Section | None = None, prefix: str = "
                 apart |= {} if usual else {numbered: {}}
                 apart |= _set_apart(table, usual, f"{numbered}.")
             elif value != default:
-                apart |= _flatten({key: NONE if value is None else value})
+                apart |= flatten({key: NONE if value is None else value})
     return apart
 
 
@@ -180,18 +197,13 @@ def check_same_run(saved: RunConfig, now: RunConfig) -> None:
     it.
     """
     free = _free_on_resume(saved)
-    before, after = _flatten(_plain(saved)), _flatten(_plain(now))
-    differing = [
-        f"  {key}: {format_value(before[key]) if key in before else 'unset'} then,"
-        f" {format_value(after[key]) if key in after else 'unset'} now"
-        for key in dict.fromkeys([*before, *after])
-        if before.get(key) != after.get(key) and not _is_within(key, free)
+    lines = [
+        f"  {line}" for key, line in _differences(saved, now, "then", "now") if not _is_within(key, free)
     ]
-    if differing:
-        lines = "\n".join(differing)
+    if lines:
         raise RunDirError(
             "the run directory was made with other settings; go on with those, or name another"
-            f" --output.dir:\n{lines}"
+            " --output.dir:\n" + "\n".join(lines)
         )
 
 
@@ -199,204 +211,85 @@ def check_same_config(config: RunConfig, dumped: str, *, whose: str) -> None:
     """Raises ConfigError, naming the first setting, where `config` differs from the one that dump_config
     wrote as `dumped`.
     """
-    own, other = _flatten(tomllib.loads(dump_config(config))), _flatten(tomllib.loads(dumped))
-    for key in dict.fromkeys([*other, *own]):
-        if own.get(key) != other.get(key):
-            here, there = (format_value(values[key]) if key in values else "unset" for values in (own, other))
-            raise ConfigError(
-                f"{key} is {here} here and {there} on {whose}; start all ranks with the same config file and"
-                " flags"
-            )
+    other = RunConfig.model_validate(tomllib.loads(dumped))
+    for _, line in _differences(config, other, "here", f"on {whose}"):
+        raise ConfigError(f"{line}; start all ranks with the same config file and flags")
 
 
-# --- problems -----------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Problems:
-    """What is wrong so far, and which keys came from a flag."""
-
-    file: str
-    file_lines: Mapping[str, int] = field(default_factory=dict)  # dotted key → line of the file
-    flags: dict[str, str] = field(default_factory=dict)  # dotted key → flag as typed
-    lines: list[str] = field(default_factory=list)
-
-    def add(self, source: str, message: str) -> None:
-        self.lines.append(f"{source}: {message}")
-
-    def source_of(self, key: str) -> str:
-        """The flag that set `key` or a table around it; otherwise the file, with the line of the key or of
-        the table around it.
-        """
-        flag = next((self.flags[name] for name in _and_around(key) if name in self.flags), None)
-        line = next((self.file_lines[name] for name in _and_around(key) if name in self.file_lines), None)
-        return flag or (f"{self.file}:{line}" if line else self.file)
-
-    def origin_of(self, key: str) -> str:
-        """Where the value of `key` was set: the flag, FILE:LINE, or "default"."""
-        flag = next((self.flags[name] for name in _and_around(key) if name in self.flags), None)
-        line = self.file_lines.get(key)
-        return flag or (f"{self.file}:{line}" if line else "default")
-
-    def text(self) -> str:
-        lines = list(dict.fromkeys(self.lines))
-        return (
-            lines[0]
-            if len(lines) == 1
-            else f"{len(lines)} problems:\n" + "\n".join(f"  {line}" for line in lines)
-        )
-
-
-def _and_around(key: str) -> Iterable[str]:
-    """The key and the tables around it, the innermost first."""
-    parts = key.split(".")
-    return (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-
-
-# --- the file -----------------------------------------------------------------------------------------------
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_bytes().decode("utf-8")
-    except FileNotFoundError as error:
-        raise ConfigError(f"{file}: there is no such file; name a TOML file with --config FILE") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file}: not UTF-8 at byte {error.start}; a TOML file is UTF-8 text") from error
-    except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:  # a NUL character
-        raise ConfigError(f"{str(file)!r} cannot be the name of a file: {error}") from error
-
-
-def _parse_toml(text: str, path: Path | str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
+def _differences(one: RunConfig, two: RunConfig, here: str, there: str) -> Iterable[tuple[str, str]]:
+    before, after = flatten(_plain(one)), flatten(_plain(two))
+    for key in dict.fromkeys([*before, *after]):
+        if before.get(key) != after.get(key):
+            first, second = (format_value(s[key]) if key in s else "unset" for s in (before, after))
+            yield key, f"{key}: {first} {here}, {second} {there}"
 
 
 # --- flags --------------------------------------------------------------------------------------------------
 
 
-def _split_overrides(overrides: Sequence[str], problems: _Problems) -> Iterable[tuple[str, str]]:
+def _split_overrides(overrides: Sequence[str], problems: list[str]) -> Iterable[tuple[str, str]]:
     words = list(overrides)
     while words:
         word = words.pop(0)
-        if not word.startswith("--") or word == "--":
-            problems.add(word, "a stray word; settings are given as --section.key value")
-            continue
         flag, equals, text = word.partition("=")
-        if not equals:
-            if not words or words[0].startswith("--"):
-                problems.add(flag, f"has no value; write {flag} VALUE")
-                continue
-            text = words.pop(0)
-        yield flag, text
+        if not word.startswith("--") or word == "--":
+            problems.append(f"{word}: a stray word; settings are given as --section.key value")
+        elif equals:
+            yield flag, text
+        elif not words or words[0].startswith("--"):
+            problems.append(f"{flag}: has no value; write {flag} VALUE")
+        else:
+            yield flag, words.pop(0)
 
 
-def _apply_override(settings: dict[str, Any], flag: str, text: str, problems: _Problems) -> None:
-    dotted = flag.removeprefix("--")
-    if not all(dotted.split(".")):
-        problems.add(flag, "names no setting; settings are given as --section.key value")
-        return
-    key = _setting_at(dotted)
+def _apply_override(settings: dict[str, Any], dotted: str, text: str) -> str:
+    """Puts the value into the tables of the file. Returns the key that it set. Raises ConfigError."""
+    key = find_key(dotted)
     if key is None:
-        problems.add(flag, describe_unknown_key(dotted))
-        return
+        raise ConfigError(describe_unknown_key(dotted))
     if key.is_table or (key.takes_any_key and key.key == dotted):
-        problems.add(flag, f"{dotted} is a table; set one of its keys, for example {_example_of(key)}")
-        return
-    section = dotted.partition(".")[0]
-    if section not in settings and config_keys()[section].default == "unset":
-        required = [
-            other.key
-            for other in config_keys().values()
-            if other.table == section and other.default == "required"
-        ]
-        problems.add(
-            flag,
-            f"the file has no [{section}] table to change; add one with {', '.join(required)}, or leave the"
-            " flag out",
-        )
-        return
-    beyond = _find_beyond(settings, dotted)
-    if beyond:
-        problems.add(flag, beyond)
-        return
-    tables = _walk_to(settings, dotted.split(".")[:-1])
-    if len(tables) > 1:
-        problems.add(
-            flag,
-            f"there are {len(tables)} of {key.table}; say which: --{key.table}.0.{key.name},"
-            f" --{key.table}.1.{key.name}, …",
-        )
-    for table in tables[:1]:  # none: the file has a value where a table belongs, and validation says so
+        raise ConfigError(f"{dotted} is a table; set one of its keys, as --{dotted}.NAME VALUE")
+    section, *path = dotted.split(".")
+    if path and section not in settings and config_keys()[section].default == "unset":
+        raise ConfigError(f"the file has no [{section}] table; add one, or leave the flag out")
+    table: Any = settings
+    for part in dotted.split(".")[:-1]:
+        if isinstance(table, list) and not part.isdecimal():
+            if len(table) > 1:
+                raise ConfigError(f"there are {len(table)} of {key.table}; number them: --{key.table}.0.…")
+            table = table[0]
+        if isinstance(table, dict) and part.isdecimal():  # a list of one, written as a table
+            table = [table]
+        if isinstance(table, list):
+            if int(part) >= len(table):
+                raise ConfigError(f"{key.table} has {len(table)} tables in the file, numbered from 0")
+            table = table[int(part)]
+        elif isinstance(table, dict):
+            table = table.setdefault(part, {})
+    table = table[0] if isinstance(table, list) and len(table) == 1 else table
+    if isinstance(table, list):
+        raise ConfigError(f"there are {len(table)} of {key.table}; number them: --{key.table}.0.{key.name}")
+    if isinstance(table, dict):  # else the file has a value where a table belongs, and pydantic says so
         table[dotted.rpartition(".")[2]] = _parse_override(text, key)
-        problems.flags[dotted] = flag
-
-
-def _find_beyond(settings: dict[str, Any], dotted: str) -> str:
-    """What is wrong with a number in the name of a flag: there is no such table, or nothing to number; empty
-    if nothing is.
-    """
-    parts = dotted.split(".")
-    for length in (index for index, part in enumerate(parts) if part.isdecimal()):
-        holder = ".".join(part for part in parts[:length] if not part.isdecimal())
-        held = config_keys().get(holder)
-        count = len(_tables_at(settings, holder))
-        if held is not None and held.is_list and int(parts[length]) >= count:
-            rest = ".".join(parts[length + 1 :])
-            tables = f"{count} table{'s' if count > 1 else ''}"
-            return (
-                f"{holder} has {tables} in the file, numbered from 0; write"
-                f" --{holder}.{max(0, count - 1)}.{rest}"
-            )
-    return ""
-
-
-def _walk_to(settings: dict[str, Any], parts: Sequence[str]) -> list[dict[str, Any]]:
-    """The tables under that name, made where there is none; a number chooses one of a list of tables."""
-    found: list[Any] = [settings]
-    for part in parts:
-        if part.isdecimal() and int(part) < len(found):
-            found = [found[int(part)]]
-            continue
-        inner = [table.setdefault(part, {}) for table in found if isinstance(table, dict)]
-        found = [item for value in inner for item in (value if isinstance(value, list) else [value])]
-    return [table for table in found if isinstance(table, dict)]
-
-
-def _setting_at(dotted: str) -> ConfigKey | None:
-    """The setting of that name; for a key that the user may choose freely, the table that holds it."""
-    known = config_keys()
-    if dotted in known:
-        return known[dotted]
-    parts = [
-        part for part in dotted.split(".") if not part.isdecimal()
-    ]  # rl.data.0.size is rl.data.size of the first source
-    if ".".join(parts) in known:
-        return known[".".join(parts)]
-    holders = (known.get(".".join(parts[:length])) for length in range(len(parts) - 1, 0, -1))
-    return next(
-        (holder for holder in holders if holder is not None and holder.takes_any_key and all(parts)), None
-    )
-
-
-def _example_of(key: ConfigKey) -> str:
-    inside = [other.key for other in config_keys().values() if other.table == key.key and not other.is_table]
-    return f"--{inside[0]} VALUE" if inside else f"--{key.key}.NAME VALUE"
+    return dotted
 
 
 def _parse_override(text: str, key: ConfigKey) -> object:
-    members = members_of(key.annotation)
-    if _is_text_only(members) and not text.startswith(('"', "'")):
-        return text
+    """The value of a flag; a path or function in it is relative to the working directory."""
+    if _is_text_only(members_of(key.annotation)) and not text.startswith(('"', "'")):
+        value: object = text
+    else:
+        try:
+            [value] = tomllib.loads(f"value = {text}").values()
+        except ValueError:  # no TOML, or a second line
+            value = text
+    if key.takes_any_key:
+        return value
+    field = key.section.model_fields[key.name]
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return parsed["value"] if len(parsed) == 1 else text
+        return TypeAdapter(field.rebuild_annotation()).validate_python(value, context=Path.cwd())
+    except ValidationError:
+        return value  # which is reported with everything else
 
 
 def _is_text_only(members: Sequence[Any]) -> bool:
@@ -405,234 +298,63 @@ def _is_text_only(members: Sequence[Any]) -> bool:
     return kinds - {type(None)} == {str}
 
 
-# --- before validation --------------------------------------------------------------------------------------
+# --- problems -----------------------------------------------------------------------------------------------
 
 
-def _replace_none(settings: dict[str, Any]) -> None:
-    for key in config_keys().values():
-        for table in _tables_at(settings, key.table):
-            if table.get(key.name) == NONE and is_nullable(key.annotation):
-                table[key.name] = None
+def _and_around(key: str) -> Iterable[str]:
+    """The key and the tables around it, the innermost first."""
+    parts = key.split(".")
+    return (".".join(parts[:length]) for length in range(len(parts), 0, -1))
 
 
-def _check_text(value: Any, problems: _Problems, key: str = "") -> None:
-    """Notes every text that no file name, model or log can hold: with a NUL character, or bytes of a command
-    line that are not UTF-8.
-    """
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            _check_text(inner, problems, f"{key}.{name}" if key else name)
-    elif isinstance(value, list):
-        numbered = any(isinstance(item, Mapping) for item in value)
-        for index, item in enumerate(value):
-            _check_text(item, problems, f"{key}.{index}" if numbered else key)
-    elif isinstance(value, str) and not _is_plain(value):
-        what = "a NUL character" if NUL in value else "bytes that are not UTF-8"
-        problems.add(
-            problems.source_of(key),
-            f"{key} = {value!r}: the text has {what}; remove {'it' if NUL in value else 'them'}",
-        )
-
-
-def _is_plain(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return NUL not in text
-
-
-def _make_paths_absolute(settings: dict[str, Any], file_dir: Path, problems: _Problems) -> None:
-    makers = (
-        *((dotted, _absolute_path) for dotted in PATHS),
-        *((dotted, _absolute_function) for dotted in FUNCTIONS),
-        *((dotted, _absolute_if_there) for dotted in DATASETS),
-        ("model.name", _absolute_model),
-        ("output.dir", _unchanged_path),
-    )
-    for dotted, make_absolute in makers:
-        table_name, _, name = dotted.rpartition(".")
-        tables = _tables_at(settings, table_name)
-        for index, table in enumerate(tables):
-            numbered = f"{table_name}.{index}.{name}"
-            base = Path.cwd() if dotted in problems.flags or numbered in problems.flags else file_dir
-            value = table.get(name)
-            if dotted in DATASETS and table.get("kind") != "hf":
-                continue
-            values = value if isinstance(value, list) else [value]
-            made = [
-                _try_path(item, base, make_absolute, numbered if len(tables) > 1 else dotted, problems)
-                for item in values
-            ]
-            if name in table:
-                table[name] = made if isinstance(value, list) else made[0]
-
-
-def _try_path(
-    value: Any, base: Path, make_absolute: Callable[[str, Path], str], key: str, problems: _Problems
-) -> Any:
-    """The value as a path, or as it is when it is no text; what cannot be a path is noted."""
-    if not isinstance(value, str) or not value or not _is_plain(value):
-        return value
-    try:
-        return make_absolute(value, base)
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~name of a user that there is not
-        reason = getattr(error, "strerror", None) or str(error)
-        shown = value if len(value) <= SHOWN else f"{value[:SHOWN]}… ({len(value)} characters)"
-        problems.add(
-            problems.source_of(key),
-            f"{key} = {format_value(shown)} cannot be a path: {reason}; name a file or directory that can be",
-        )
-        return value
-
-
-def _tables_at(settings: dict[str, Any], dotted: str) -> list[dict[str, Any]]:
-    """The tables of that name: none, one, or those of a list."""
-    tables: list[Any] = [settings]
-    for part in dotted.split(".") if dotted else ():
-        inner = [table.get(part) for table in tables]
-        tables = [
-            item
-            for found in inner
-            for item in (found if isinstance(found, list) else [found])
-            if isinstance(item, dict)
-        ]
-    return tables
-
-
-def _absolute_path(path: str, base: Path) -> str:
-    _unchanged_path(path, base)
-    return str((base / Path(path).expanduser()).resolve())
-
-
-def _unchanged_path(path: str, base: Path) -> str:
-    """The path itself. Raises OSError if it is, or one of its parts, longer than any file system takes."""
-    lengths = [len(os.fsencode(part)) for part in Path(path).parts]
-    if max(lengths, default=0) > MAX_NAME_BYTES or len(os.fsencode(base / path)) > MAX_PATH_BYTES:
-        raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-    return path
-
-
-def _absolute_function(name: str, base: Path) -> str:
-    file, colon, function = name.rpartition(":")
-    return f"{_absolute_path(file, base)}:{function}" if colon and file.endswith(".py") else name
-
-
-def _absolute_if_there(name: str, base: Path) -> str:
-    # "org/name" on the hub looks like a relative path: it is one only if such a thing is there, or if it says
-    # so
-    is_path = name.startswith((".", "~", "/")) or (
-        ":" not in name and _is_there(_unchanged_path(name, base), base)
-    )
-    return _absolute_path(name, base) if is_path else name
-
-
-def _absolute_model(name: str, base: Path) -> str:
-    is_gguf_file = name.endswith(".gguf") and (":" not in name or _is_there(name, base, Path.is_file))
-    is_path = (
-        is_gguf_file
-        or name.startswith((".", "~", "/"))
-        or (":" not in name and _is_there(_unchanged_path(name, base), base, Path.is_dir))
-    )
-    return _absolute_path(name, base) if is_path else name
-
-
-def _is_there(name: str, base: Path, test: Callable[[Path], bool] = Path.exists) -> bool:
-    try:
-        return test(base / name)
-    except OSError:  # a directory on the way that may not be read, a name that is too long
-        return False
-
-
-# --- validation ---------------------------------------------------------------------------------------------
-
-
-def _validate(settings: dict[str, Any], problems: _Problems) -> RunConfig | None:
-    config = None
-    try:
-        config = RunConfig.model_validate(settings)
-    except ValidationError as error:
-        for detail in error.errors(include_url=False):
-            dotted, message = _explain_problem(detail, settings)
-            problems.add(problems.source_of(dotted), message)
-    return None if problems.lines else config
-
-
-def _explain_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """(dotted key, message) of one pydantic error; of one source among several, the key has its number:
-    rl.data.1.path.
-    """
-    dotted, key = _locate(detail["loc"], settings)
-    value = format_value(detail["input"])
-    kind = detail["type"]
+def _describe_problem(detail: ErrorDetails, settings: Mapping[str, Any]) -> tuple[str, str]:
+    """(dotted key, message) of one pydantic error."""
+    dotted = _locate(detail["loc"], settings)
+    value, kind, message = detail["input"], detail["type"], detail["msg"]
     if kind == "extra_forbidden":
-        return dotted, describe_unknown_key(dotted) + _names_inside(dotted, detail["input"])
+        inside = flatten({dotted: value}) if isinstance(value, Mapping) else {}
+        aliases = [(name, alias) for name in inside if (alias := find_alias(name)) is not None]
+        named = [f"; {name} is {' or '.join(alias.keys)} here" for name, alias in aliases]
+        return dotted, describe_unknown_key(dotted) + "".join(named)
     if kind == "missing":
-        hint = f": {key.meaning}" if key and key.meaning else ""
-        return dotted, f"{dotted} is missing{hint}"
+        return dotted, f"{dotted} is missing"
     if kind == "value_error":
-        rule = str(detail.get("ctx", {}).get("error", detail["msg"]))
+        rule = str(detail.get("ctx", {}).get("error", message))
         return dotted, f"{dotted}: {rule}" if dotted else rule
-    if key and kind == "literal_error" and isinstance(detail["input"], str):
-        close = nearest(
-            detail["input"], [choice for member in members_of(key.annotation) for choice in get_args(member)]
+    if kind == "literal_error" and isinstance(value, str):
+        key = find_key(dotted)
+        choices = (
+            [choice for member in members_of(key.annotation) for choice in get_args(member)] if key else []
         )
-        return dotted, f"{dotted} = {value}; it must be {key.type_text}" + (
-            f"; did you mean {format_value(close)}?" if close else ""
-        )
-    assert key is not None, dotted  # only an unknown key has no setting
-    if kind == "finite_number":
-        return dotted, f"{dotted} = {value}; it must be {key.type_text}, and finite"
-    rule = "a number, true or false, or text" if key.takes_any_key and dotted != key.key else key.type_text
-    return dotted, f"{dotted} = {value}; it must be {rule}" + _hint_about_quotes(detail["input"], key)
+        close = nearest(value, [choice for choice in choices if isinstance(choice, str)])
+        message += f"; did you mean {format_value(close)}?" if close else ""
+    return dotted, f"{dotted} = {format_value(value)}: {message}"
 
 
-def _locate(loc: Sequence[int | str], settings: Mapping[str, Any]) -> tuple[str, ConfigKey | None]:
-    """The dotted key that a pydantic location means, and its setting; union members that pydantic appends are
-    left off.
+def _locate(loc: Sequence[int | str], settings: Mapping[str, Any]) -> str:
+    """The dotted key that a pydantic location means, without the members of unions that pydantic appends, and
+    without the number of a list item where the file has a single table.
     """
     parts: list[str] = []
+    value: Any = settings
     for part in loc:
-        held = _setting_at(".".join(parts))
-        if held is not None and held.is_list and isinstance(part, int):
-            parts += [str(part)] if len(_tables_at(dict(settings), held.key)) > 1 else []
-            continue
-        if held is None or held.is_table or held.takes_any_key or isinstance(part, int):
-            parts.append(str(part))
-        if held is not None and not held.is_table:
+        if isinstance(value, Mapping) and isinstance(part, str):
+            parts.append(part)
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and value and isinstance(value[0], Mapping):
+            parts += [str(part)] if len(value) > 1 else []
+            value = value[part]
+        elif not (isinstance(value, Mapping) and isinstance(part, int)):
             break
-    dotted = ".".join(parts)
-    return dotted, _setting_at(dotted) or _setting_at(dotted.rpartition(".")[0])
-
-
-def _names_inside(table: str, value: object) -> str:
-    """What the settings of another framework in an unknown table are called here."""
-    names = [f"{table}.{name}" for name in _flatten(value)] if isinstance(value, Mapping) else []
-    found = [(name, alias) for name in names if (alias := find_alias(name)) is not None]
-    said = [
-        f"{name} is {' or '.join(alias.keys)} here{f' ({alias.note})' if alias.note else ''}"
-        for name, alias in found
-    ]
-    return "".join(f"; {words}" for words in said)
-
-
-def _hint_about_quotes(value: object, key: ConfigKey) -> str:
-    if not isinstance(value, str) or str in members_of(key.annotation):
-        return ""
-    if any(get_origin(member) is list for member in members_of(key.annotation)):
-        return f"; write {format_value([value])}"
-    inner = _parse_override(value, key)
-    return (
-        f"; write it without quotes: {format_value(inner)}" if isinstance(inner, bool | int | float) else ""
-    )
+    return ".".join(parts)
 
 
 # --- plain values -------------------------------------------------------------------------------------------
 
 
 def _plain(config: Section) -> dict[str, Any]:
-    """Values that TOML knows: unset settings are left out, a nullable one that is off but not by default is
-    the word "none".
+    """Values that TOML knows: unset settings are left out; one that is off, but not by default, is the word
+    "none".
     """
     plain: dict[str, Any] = {}
     for name, info in type(config).model_fields.items():
@@ -649,14 +371,15 @@ def _plain(config: Section) -> dict[str, Any]:
     return plain
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted key; the items of a list of tables are numbered."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}.")
+            flat |= flatten(value, f"{prefix}{name}.")
         elif isinstance(value, list) and value and isinstance(value[0], Mapping):
             for index, item in enumerate(value):
-                flat |= _flatten(item, f"{prefix}{name}.{index}.")
+                flat |= flatten(item, f"{prefix}{name}.{index}.")
         else:
             flat[f"{prefix}{name}"] = value
     return flat

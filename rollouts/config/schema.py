@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -25,7 +29,25 @@ class Section(BaseModel):
         frozen=True, extra="forbid", allow_inf_nan=False, strict=True, use_attribute_docstrings=True
     )
 
+    @field_validator("*")
+    @classmethod
+    def _has_plain_text(cls, value: Any) -> Any:
+        for text in _texts(value):
+            if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError("the text has a NUL character, or bytes that are not UTF-8; remove them")
+        return value
 
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
+NONE = "none"  # TOML has no null: the word switches off a nullable setting that is not text
+Off = BeforeValidator(lambda value: None if value == NONE else value)
 PositiveInt = Annotated[int, Field(ge=1)]
 NaturalInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -35,13 +57,72 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 
 
+# --- paths: absolute where the context of a validation is the directory that they are relative to -----------
+
+
+def _resolve(path: str, base: Path) -> str:
+    _check_path(path)
+    try:
+        return str((base / Path(path).expanduser()).resolve())
+    except (OSError, RuntimeError) as error:  # RuntimeError: ~name of a user that there is not
+        raise ValueError(f"it cannot be a path: {error}; name a file or directory that can be") from error
+
+
+def _check_path(path: str) -> str:
+    if len(path.encode()) > 4095 or max(len(part.encode()) for part in Path(path, ".").parts or ("",)) > 255:
+        raise ValueError(f"it cannot be a path: {len(path)} characters are too many; choose a shorter one")
+    return path
+
+
+def _absolute_path(path: str, info: ValidationInfo) -> str:
+    return _resolve(path, info.context) if path and info.context else path
+
+
+def _absolute_function(name: str, info: ValidationInfo) -> str:
+    file, colon, function = name.rpartition(":")
+    return f"{_absolute_path(file, info)}:{function}" if colon and file.endswith(".py") else name
+
+
+def _absolute_dataset(name: str, info: ValidationInfo) -> str:
+    if info.data.get("kind") != "hf" or not name or not info.context:
+        return name
+    # org/name on the hub looks like a relative path: it is one only if such a thing is there, or it says so
+    is_path = name.startswith((".", "~", "/")) or (":" not in name and _is_there(name, info, Path.exists))
+    return _absolute_path(name, info) if is_path else name
+
+
+def _absolute_model(name: str, info: ValidationInfo) -> str:
+    if not name or not info.context:
+        return name
+    is_path = (
+        name.startswith((".", "~", "/"))
+        or (name.endswith(".gguf") and (":" not in name or _is_there(name, info, Path.is_file)))
+        or (":" not in name and _is_there(name, info, Path.is_dir))
+    )
+    return _absolute_path(name, info) if is_path else name
+
+
+def _is_there(name: str, info: ValidationInfo, test: Callable[[Path], bool]) -> bool:
+    try:
+        return test(Path(info.context or "") / _check_path(name))
+    except OSError:  # a directory on the way that may not be read
+        return False
+
+
+PathText = Annotated[str, AfterValidator(_absolute_path)]
+FunctionText = Annotated[str, AfterValidator(_absolute_function)]
+DatasetText = Annotated[str, AfterValidator(_absolute_dataset)]
+ModelText = Annotated[str, AfterValidator(_absolute_model)]
+DirText = Annotated[str, AfterValidator(_check_path)]  # stays as it is
+
+
 TRACKERS = ("tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prometheus")
 
 
 class OutputConfig(Section):
     """Where the run writes."""
 
-    dir: str = ""
+    dir: DirText = ""
     """empty: runs/NAME"""
     checkpoint_every: NaturalInt = 0
     """steps; 0: only at the end of a stage and when stopped"""
@@ -79,9 +160,9 @@ class OutputConfig(Section):
 class ModelConfig(Section):
     """Which model trains and how its numbers are kept."""
 
-    name: str = "bundled:smollm2-135m-instruct"
+    name: ModelText = "bundled:smollm2-135m-instruct"
     """bundled:…, tiny:byte (random), a directory, or a hub name"""
-    chat_template: str = ""
+    chat_template: PathText = ""
     """a file to use instead of the tokenizer's own chat template"""
     template_params: dict[str, Any] = {}
     """passed to the chat template, for example enable_thinking = false"""
@@ -116,11 +197,11 @@ class DataSourceConfig(Section):
 
     kind: SourceKind
     """files of rows, a dataset of the hub, rows made by reasoning-gym or by a Python function"""
-    path: str = ""
+    path: PathText = ""
     """jsonl and parquet: the file, relative to the config file; a pattern with * means several, in the order
     of their names
     """
-    dataset: str = ""
+    dataset: DatasetText = ""
     """hf: a name on the hub, or a directory; reasoning_gym: the dataset's name, or "composite"."""
     subset: str = ""
     """hf: the dataset's configuration"""
@@ -128,11 +209,11 @@ class DataSourceConfig(Section):
     """hf: the split"""
     streaming: bool = False
     """hf: read the first `size` rows in order without downloading the rest"""
-    function: str = ""
+    function: FunctionText = ""
     """python: module:function or file.py:function, called with size=, seed= and params; gives rows"""
     params: dict[str, Any] = {}
     """reasoning_gym: passed to create_dataset; python: passed to the function"""
-    size: PositiveInt | None = None
+    size: Annotated[PositiveInt | None, Off] = None
     """how many rows to take; None: all there are (reasoning_gym and python need a size)"""
     seed: Seed = 0
     """reasoning_gym and python: which rows are made"""
@@ -188,7 +269,7 @@ class OptimConfig(Section):
     """added to the root of the mean square"""
     weight_decay: NaturalFloat = 0.0
     """decoupled from the gradient, as in AdamW"""
-    max_grad_norm: PositiveFloat | None = 1.0
+    max_grad_norm: Annotated[PositiveFloat | None, Off] = 1.0
     """None: no clipping"""
     max_nonfinite_steps: PositiveInt = 3
     """stop after so many steps in a row whose loss or gradient is not finite"""
@@ -240,21 +321,21 @@ class RolloutConfig(Section):
     """tokens of one response, at most"""
     temperature: PositiveFloat = 1.0
     """of sampling; the trainer divides its logits by it too"""
-    generate: str = ""
+    generate: FunctionText = ""
     """module:function or file.py:function; empty: one chat turn"""
-    reward: str = ""
+    reward: FunctionText = ""
     """module:function or file.py:function, of one sample"""
-    group_reward: str = ""
+    group_reward: FunctionText = ""
     """module:function or file.py:function, of all samples of a group; instead of reward"""
     reward_model: str = ""
     """added to reward, or instead of it: "stage" (this run's reward_model stage), a directory or a hub name
     """
     reward_weights: dict[str, float] = {}
     """weight of each named part of the reward; empty: the reward is what the function says"""
-    reward_combine: str = ""
+    reward_combine: FunctionText = ""
     """module:function or file.py:function from the named parts to the reward; instead of reward_weights
     """
-    filters: list[str] = []
+    filters: list[FunctionText] = []
     """group filters, run in order; names of rollouts.filters, module:function or file.py:function"""
     max_attempts: PositiveInt = 20
     """a batch may draw at most num_prompts * max_attempts groups"""
@@ -278,31 +359,31 @@ class AlgorithmChange(Section):
 
     from_step: Annotated[int, Field(ge=2)]
     """the first step that has them"""
-    advantage: str | None = None
+    advantage: FunctionText | None = None
     """as in [rl], with advantage_params"""
-    advantage_params: dict[str, float | int | bool | str] | None = None
+    advantage_params: Annotated[dict[str, float | int | bool | str] | None, Off] = None
     """passed to the advantage by keyword, all of them"""
     loss: str | None = None
     """as in [rl], with loss_params, clip_low and clip_high"""
-    loss_params: dict[str, float | int | bool | str] | None = None
+    loss_params: Annotated[dict[str, float | int | bool | str] | None, Off] = None
     """passed to the loss by keyword, all of them"""
-    normalise_by: Literal["tokens", "sequences", "sequence_sums", "constant"] | None = None
+    normalise_by: Annotated[Literal["tokens", "sequences", "sequence_sums", "constant"] | None, Off] = None
     """as in [rl]"""
-    clip_low: PositiveFloat | None = None
+    clip_low: Annotated[PositiveFloat | None, Off] = None
     """as in [rl]"""
-    clip_high: PositiveFloat | None = None
+    clip_high: Annotated[PositiveFloat | None, Off] = None
     """as in [rl]"""
-    kl_coef: NaturalFloat | None = None
+    kl_coef: Annotated[NaturalFloat | None, Off] = None
     """with a kl_control that is not fixed: where it goes on from"""
-    kl_ramp_steps: PositiveInt | None = None
+    kl_ramp_steps: Annotated[PositiveInt | None, Off] = None
     """over so many steps kl_coef moves here in a straight line; None: at once"""
-    kl_in: Literal["reward", "loss"] | None = None
+    kl_in: Annotated[Literal["reward", "loss"] | None, Off] = None
     """as in [rl]"""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Off] = None
     """as in [rl]"""
-    recompute_old: bool | None = None
+    recompute_old: Annotated[bool | None, Off] = None
     """as in [rl]"""
-    importance_cap: PositiveFloat | None = None
+    importance_cap: Annotated[PositiveFloat | None, Off] = None
     """as in [rl]"""
 
 
@@ -329,14 +410,14 @@ class RLTrainingConfig(Section):
     """Reinforcement learning."""
 
     data: Sources
-    curriculum: str = ""
+    curriculum: FunctionText = ""
     """module:function or file.py:function from (step, statistics) to the weights of the sources"""
     steps: PositiveInt
     """training steps of the stage"""
     rollout: RolloutConfig
     critic: CriticConfig | None = None
     """with it the advantage is "gae", unless another that gives returns is named"""
-    advantage: str = "grpo"
+    advantage: FunctionText = "grpo"
     """a key of rollouts.advantages.ADVANTAGES, module:function or file.py:function"""
     advantage_params: dict[str, float | int | bool | str] = {}
     """passed to the advantage by keyword"""
@@ -703,7 +784,7 @@ class EvalConfig(Section):
     """Evaluation on held-out prompts. Rows whose prompt occurs here are left out of every training stage."""
 
     data: Sources
-    reward: str = ""
+    reward: FunctionText = ""
     """empty: rl.rollout.reward"""
     max_new_tokens: PositiveInt = 256
     """tokens of one response, at most"""

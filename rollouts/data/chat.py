@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
-from rollouts.config.explain import nearest
+from rollouts.config.spelling import nearest
 from rollouts.data.messages import parse_messages
 from rollouts.errors import ConfigError, DataError, ModelError
 from rollouts.types import BoolArray, ChatMessage, IntArray, JSONValue, check_json, parse_tool_arguments

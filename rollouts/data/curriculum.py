@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from rollouts.config.explain import nearest
+from rollouts.config.spelling import nearest
 from rollouts.data.mixture import SOURCE_FIELD
 from rollouts.errors import DataError, UserFunctionError
 from rollouts.types import JSONValue, Sample

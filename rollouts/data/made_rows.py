@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rollouts.config.explain import nearest
+from rollouts.config.spelling import nearest
 from rollouts.config.plugins import load_function
 from rollouts.config.schema import DataSourceConfig
 from rollouts.data.files import FoundRow

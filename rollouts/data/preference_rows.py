@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollouts.config.explain import nearest
+from rollouts.config.spelling import nearest
 from rollouts.data.messages import parse_messages
 from rollouts.data.rows import Row, RowProblem, as_messages, check_chat, check_prompt
 from rollouts.types import ChatMessage

@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from rollouts.config.explain import nearest
+from rollouts.config.spelling import nearest
 from rollouts.data.messages import check_messages, parse_messages, parse_tools
 from rollouts.errors import DataError
 from rollouts.types import ChatMessage, JSONValue, check_json

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from rollouts.config.load import check_same_run, load_config
+from rollouts.config.load import check_same_run, load_recorded
 from rollouts.config.schema import RunConfig
 from rollouts.errors import RunDirError
 from rollouts.run_dir import RunDir, check_links, is_locked, read_holder
@@ -57,7 +57,7 @@ def check_run_dir(run_dir: RunDir, config: RunConfig, *, resume: bool, locked: b
             " directory with --output.dir DIR"
         )
     if used:
-        check_same_run(load_config(run_dir.config, ()), config)
+        check_same_run(load_recorded(run_dir.config), config)
 
 
 # --- one run at a time --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollouts.config.load import load_config
+from rollouts.config.load import load_recorded
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.errors import RecordError
 from rollouts.loops.algorithm import Algorithm, LoopState, choose_algorithm, describe_algorithm
@@ -96,7 +96,7 @@ def replay_step(root: Path, *, stage: str, step: int, update: int | None = None)
         raise RecordError(f"stage {stage!r} has no contributions, which a replay needs; it replays rl")
     run_dir = RunDir(root)
     record = read_step(run_dir, stage, step)
-    config = load_config(run_dir.config).rl
+    config = load_recorded(run_dir.config).rl
     if config is None:
         raise RecordError(f"{run_dir.config} has no [rl]; it is not of the run that wrote the record")
     algorithm = find_algorithm(config, step, record)
