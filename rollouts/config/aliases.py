@@ -9,6 +9,7 @@ from typing import NamedTuple
 # Settings of earlier versions, by as much of the end of their dotted names as tells them apart, and what
 # replaces them. A resolved config that has one stays readable.
 REMOVED: Mapping[str, str] = {
+    "output.metric_aliases": "trackers get metrics under the names of docs/run_directory.md",
     "reference.server_model": "a reference's server serves one model, whose name is asked for",
 }
 

@@ -84,7 +84,7 @@ def test_explain_prints_the_settings_of_a_table(capsys: pytest.CaptureFixture[st
 
 def test_explain_tells_where_a_value_comes_from(config: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["explain", str(config), "rl.steps"]) == 0
-    assert f"value     3  ({config}:3)" in capsys.readouterr().out
+    assert f"rl.steps = 3  ({config})" in capsys.readouterr().out
     assert main(["explain", str(config), "rl.steps", "--rl.steps", "5"]) == 0
     assert "value     5  (--rl.steps)" in capsys.readouterr().out
     assert main(["explain", str(config), "rl.clip_low"]) == 0
@@ -103,13 +103,13 @@ def test_explain_writes_the_page_of_settings(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("argv", "wanted"),
     [
-        (["explain", "rl.rolout"], "did you mean rollout?"),
+        (["explain", "rl.rolout"], "did you mean rl.rollout?"),
         (["explain", "num_generations"], "did you mean rl.rollout.samples_per_prompt?"),
-        (["explain", "CONFIG", "rl.stps"], "did you mean steps?"),
+        (["explain", "CONFIG", "rl.stps"], "did you mean rl.steps?"),
         (["explain", "gone.toml", "rl.steps"], "there is no such file"),
         (["explain", "rl.steps", "--rl.steps", "5"], "name the config that it changes"),
-        (["explain", "CONFIG", "rl.steps", "--rl.stps", "5"], "did you mean steps?"),
-        (["check", "CONFIG", "--rl.stps", "5"], "did you mean steps?"),
+        (["explain", "CONFIG", "rl.steps", "--rl.stps", "5"], "did you mean rl.steps?"),
+        (["check", "CONFIG", "--rl.stps", "5"], "did you mean rl.steps?"),
         (["check", "gone.toml"], "there is no such file"),
         (["check", "EMPTY"], "there is nothing to train"),
     ],

@@ -13,7 +13,7 @@ import trio
 from rich.console import Console
 from safetensors.numpy import save_file
 
-from rollouts.config.load import FUNCTIONS, load_config
+from rollouts.config.load import load_config
 from rollouts.errors import ConfigError, ModelError
 from rollouts.preflight.checks import check_run, look_at_run, read_context_length
 from rollouts.preflight.estimate import (
@@ -341,6 +341,11 @@ data = { kind = "python", function = "r.py:rows", size = 1 }
 data = { kind = "python", function = "r.py:rows", size = 1 }
 reward = "r.py:score"
 """
+FUNCTIONS = (
+    *(f"{stage}.data.function" for stage in ("sft", "rl", "eval")),
+    *(f"rl.rollout.{name}" for name in ("generate", "reward", "group_reward", "reward_combine", "filters")),
+    *("rl.curriculum", "rl.advantage", "eval.reward"),
+)
 FUNCTIONS_FILE = """
 def rows(size, seed):
     return [{"prompt": "p"}]
@@ -410,7 +415,7 @@ def test_an_advantage_that_is_misspelt_or_gets_a_wrong_parameter_is_an_error(hou
     text = RL.replace("[rl.rollout]", 'advantage = "groo"\n[rl.rollout]')
     (message,) = errors(look(house, text))
     assert message.startswith(
-        "rl.advantage: rl.advantage='groo' does not name a function (did you mean grpo?); write a name of"
+        "rl.advantage: rl.advantage='groo' does not name a function (did you mean rloo?); write a name of"
         " grpo, centred"
     )
     text = RL.replace("[rl.rollout]", 'advantage = "opo"\nadvantage_params = { k = 2 }\n[rl.rollout]')
