@@ -67,7 +67,7 @@ def _tables(prefix: str) -> list[tuple[ConfigKey | None, Sequence[ConfigKey]]]:
     found: list[tuple[ConfigKey | None, Sequence[ConfigKey]]] = []
     seen: set[type[Section]] = set()
     loose = [key for key in keys if not key.is_table and not _is_under(key.table, prefix)]
-    if prefix and loose or not prefix:
+    if (prefix and loose) or not prefix:
         found.append((None, loose if prefix else [key for key in keys if not key.table and not key.is_table]))
     for table in (key for key in keys if key.is_table):
         inside = [key for key in keys if key.table == table.key and not key.is_table]
