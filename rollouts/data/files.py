@@ -47,7 +47,7 @@ def find_source_files(source: DataSourceConfig, name: str) -> list[Path]:
     path = Path(source.path)
     if path.exists() or not glob.has_magic(source.path):
         return [path]
-    found = sorted(file for file in map(Path, glob.glob(source.path, recursive=True)) if file.is_file())
+    found = sorted(file for file in map(Path, glob.glob(source.path, recursive=True)) if file.is_file())  # noqa: PTH207
     if not found:
         raise DataError(
             f"{name}.path={source.path!r}: no file has such a name (looked for {path.absolute()})"
