@@ -163,11 +163,12 @@ def run_check_run(root: Path, *, deep: bool) -> int:
     from rollouts.preflight.findings import Finding, print_findings, reporting
     from rollouts.preflight.written_run import check_written_run
     from rollouts.run_dir import RunDir
+    from rollouts.trackers.commands import check_followable
     from rollouts.trackers.launch import is_behind, read_left_out
-    from rollouts.trackers.position import check_followable, position_path
+    from rollouts.trackers.position import position_path
     from rollouts.trackers.sinks import SINKS
 
-    check_followable(RunDir(root))
+    check_followable(root)
     findings = check_written_run(RunDir(root), deep=deep)
     for name in SINKS:
         if position_path(root, name).exists():

@@ -1,3 +1,5 @@
-"""Trackers: services that show metrics. Each is fed by a follower of the run's files, in a process of its
-own, so that none can stop a run.
+"""Services that show metrics, fed from a run's files by one process beside it, so that none can stop a run.
+
+run ──► its files ──► follower: a task for each tracker ──► sink ──► service
+                        └─ RUN/trackers/NAME.json: how far it is
 """

@@ -6,18 +6,28 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from rollouts.errors import ConfigError, TrackerError
+from rollouts.errors import ConfigError, RunDirError, TrackerError
 
-# As in rollouts.trackers.sinks; here so that --help loads little.
-NAMES = ("tensorboard", "trackio", "wandb", "mlflow", "otlp", "statsd", "prometheus")
+NAMES = (
+    "tensorboard",
+    "trackio",
+    "wandb",
+    "mlflow",
+    "otlp",
+    "statsd",
+    "prometheus",
+)  # so that --help is quick
+PATIENCE_S = 300.0  # after the end of the run, without a row taken
+LOOK_S = 0.5  # between two looks whether the run is over
 EXIT_CODES = (
     "exit codes: 0 nothing is left to be sent; 1 a tracker did not take everything; 2 wrong usage; 3 with"
     " --once, another process, as the run's own, follows the run for a tracker already; 130 Ctrl-C"
 )
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: Any) -> None:
     """Adds the subcommand `track`."""
     what = "send a run's metrics to trackers, also while it runs, from where the last time ended"
     parser = commands.add_parser("track", help=what, description=what, epilog=EXIT_CODES, allow_abbrev=False)
@@ -45,50 +55,56 @@ def run_track(arguments: argparse.Namespace) -> int:
     """
     import trio
 
-    from rollouts.run_dir import RunDir
+    from rollouts.run_dir import RunDir, find_activity
+    from rollouts.trackers.follower import SinkHung, follow_all, hiding_output
     from rollouts.trackers.launch import describe_catching_up
-    from rollouts.trackers.position import (
-        Position,
-        check_followable,
-        describe_left_out,
-        position_path,
-        read_position,
-    )
-    from rollouts.trackers.supervisor import Limits, supervise, wait_unlocked
+    from rollouts.trackers.position import Position, position_path, read_position
 
     root, names = arguments.run_dir, list(dict.fromkeys(arguments.to))
     check_names(names)
-    check_followable(RunDir(root))
+    check_followable(root)
     for name in names:
         read_position(position_path(root, name))  # one that cannot be read is said before anything starts
-    wait_over = trio.lowlevel.checkpoint if arguments.once else partial(wait_unlocked, RunDir(root))
-    outcomes = None
+
+    async def follow() -> dict[str, Any]:
+        over = trio.Event()
+
+        async def wait_over() -> None:
+            while not arguments.once and find_activity(RunDir(root)).may_go_on:  # noqa: ASYNC110
+                await trio.sleep(LOOK_S)  # no system tells when a lock is given back
+            over.set()
+
+        async with hiding_output(), trio.open_nursery() as nursery:
+            nursery.start_soon(wait_over)
+            outcomes = await follow_all(
+                root,
+                names,
+                over=over,
+                say_for=lambda name: partial(say, name),
+                once=arguments.once,
+                patience_s=PATIENCE_S,
+            )
+            nursery.cancel_scope.cancel()
+        return outcomes
+
+    outcomes, code = dict.fromkeys(names, "behind"), 130
     try:
-        follow = partial(
-            supervise,
-            root,
-            names,
-            wait_over=wait_over,
-            limits=Limits(),
-            say_for=lambda name: say,
-            once=arguments.once,
-        )
-        outcomes = trio.run(follow)
-    except* KeyboardInterrupt:  # trio hands it out of a nursery in a group
-        say(f"stopped; {describe_catching_up(root, names)}")
-    if outcomes is None:
-        return 130
+        outcomes, code = trio.run(follow), 0
+    except* KeyboardInterrupt:
+        say("stopped", describe_catching_up(root, names))
+    except* SinkHung:
+        code = 1
+    if code == 130:
+        return code
     more = {"sent": "", "behind": ", not all", "held": "; another process follows the run for it already"}
     for name in names:
         position = read_position(position_path(root, name)) or Position("")
-        left_out = describe_left_out(position)
-        print(
-            f"{name}: {position.number - position.left_out.rows} rows"
-            f" sent{f' ({left_out})' if left_out else ''}{more[outcomes[name]]}"
-        )
+        left_out = position.describe_left_out()
+        sent = position.number - position.left_out.rows
+        print(f"{name}: {sent} rows sent{f' ({left_out})' if left_out else ''}{more[outcomes[name]]}")
     behind = [name for name in names if outcomes[name] == "behind"]
     if behind:
-        say(describe_catching_up(root, behind))
+        print(describe_catching_up(root, behind), file=sys.stderr, flush=True)
         return 1
     return 3 if "held" in outcomes.values() else 0
 
@@ -101,16 +117,20 @@ def check_names(names: list[str]) -> None:
     for name in names:
         if name not in SINKS:
             near = nearest(name, list(SINKS))
-            raise ConfigError(
-                f"--to {name}: not a tracker; {f'did you mean {near}? ' if near else ''}known are"
-                f" {', '.join(SINKS)}"
-            )
+            meant = f"did you mean {near}? " if near else ""
+            raise ConfigError(f"--to {name}: not a tracker; {meant}known are {', '.join(SINKS)}")
         try:
             check_sink(name)
         except TrackerError as error:
             raise ConfigError(f"--to {name}: {error}") from error
 
 
-def say(text: str) -> None:
+def check_followable(root: Path) -> None:
+    """Raises RunDirError if this is no run directory."""
+    if not any((root / name).exists() for name in ("config.toml", "metrics.jsonl", "evaluations.jsonl")):
+        raise RunDirError(f"{root} has neither config.toml nor metrics.jsonl; name a run directory")
+
+
+def say(name: str, text: str) -> None:
     """Tells the person at the terminal."""
-    print(text, file=sys.stderr, flush=True)
+    print(f"{name}: {text}", file=sys.stderr, flush=True)

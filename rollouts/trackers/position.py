@@ -1,10 +1,8 @@
-"""How far a tracker has followed a run: RUN/trackers/NAME.json, and the rows after that place.
+"""How far a tracker has followed a run, in RUN/trackers/NAME.json, and the rows after that place.
 
-files     where the next row begins, per file        everything before it was taken
-sending   where the rows being sent end              stored before they are sent: after a kill exactly these are sent again
+files     where the next row begins, per file: everything before it was taken
 number    rows taken so far, or left out
 left_out  how many of them the service refused for good, and which was the last
-handed    rows that a library took after these, without saying whether the service has them: sent again after a kill
 mark      what the sink said of them
 """
 
@@ -16,24 +14,14 @@ import math
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.errors import RunDirError
-from rollouts.run_dir import RunDir
-from rollouts.trackers.sinks import Mark, TrackedRow
+from rollouts.trackers.sinks import Mark, Place, TrackedRow
 
 SCHEMA = 1
-BATCH_BYTES = 8 << 20  # of one batch; a single longer row is a batch of its own
-TAIL_BYTES = 1 << 16  # of a file's end that are read at once when its last newline is looked for
-
-
-class Place(NamedTuple):
-    """A place in a file of the run."""
-
-    part: int  # 0 is NAME.jsonl, n is NAME.n.jsonl
-    offset: int  # bytes from the beginning of the part, always the beginning of a row
 
 
 class LeftOut(NamedTuple):
@@ -43,38 +31,32 @@ class LeftOut(NamedTuple):
     last: str = ""  # which row was the last of them
 
 
+NOTHING = LeftOut()
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """How far one tracker has followed one run."""
 
     id: str  # 32 hex digits; the run's identity in the tracker
-    files: Mapping[str, Place] = field(
-        default_factory=dict
-    )  # a file that is not in it begins at its beginning
-    sending: Mapping[str, Place] | None = None
+    files: Mapping[str, Place] = field(default_factory=dict)
     number: int = 0
-    handed: int = 0
     mark: Mark | None = None
-    left_out: LeftOut = field(default_factory=LeftOut)
+    left_out: LeftOut = NOTHING
 
-    def place(self, file: str) -> Place:
-        return self.files.get(file, Place(0, 0))
+    def describe_left_out(self) -> str:
+        """What the tracker will never have, empty where that is nothing."""
+        rows, last = self.left_out
+        values = (self.mark or {}).get("left_out")
+        said = [f"{rows} refused for good and left out, the last: {last}"] if rows else []
+        return "; ".join([*said, *([f"{values} values left out by the service"] if values else [])])
 
 
 class Batch(NamedTuple):
-    """Rows to send, and where each file's next row begins after them."""
+    """Rows to send, and where each file's next row begins after them and the lines that are no rows."""
 
     rows: list[TrackedRow]
     ends: dict[str, Place]
-    places: list[Place]  # for each row, where the next one of its file begins
-
-    def find_ends(self, begin: int, end: int) -> dict[str, Place]:
-        """Where each file's next row begins after rows `begin` to `end` of the batch, without what was passed
-        over after the last of them.
-        """
-        return {
-            row.file: place for row, place in zip(self.rows[begin:end], self.places[begin:end], strict=True)
-        }
 
 
 def position_path(root: Path, name: str) -> Path:
@@ -84,27 +66,18 @@ def position_path(root: Path, name: str) -> Path:
 def read_position(path: Path) -> Position | None:
     """None where there is none yet. Raises RunDirError for a file that says something else."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    try:
-        held = json.loads(text)
+        held = json.loads(path.read_text(encoding="utf-8"))
         if held["schema"] != SCHEMA:
             raise ValueError(f"schema {held['schema']}, not {SCHEMA}")
-        sending = held["sending"]
-        return Position(
-            id=str(held["id"]),
-            files=_parse_places(held["files"]),
-            sending=None if sending is None else _parse_places(sending),
-            number=int(held["number"]),
-            handed=int(held["handed"]),
-            mark=held["mark"],
-            left_out=(
-                LeftOut(int(held["left_out"]["rows"]), str(held["left_out"]["last"]))
-                if "left_out" in held
-                else LeftOut()
-            ),
-        )
+        files = {
+            file: Place(int(place["part"]), int(place["offset"])) for file, place in held["files"].items()
+        }
+        if any(min(place) < 0 for place in files.values()):
+            raise ValueError("a place below 0")
+        left_out = LeftOut(**held.get("left_out", {}))
+        return Position(str(held["id"]), files, int(held["number"]), held.get("mark"), left_out)
+    except FileNotFoundError:
+        return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunDirError(
             f"{path} does not say how far the tracker is ({error!r}); remove it to send the whole run again,"
@@ -113,16 +86,12 @@ def read_position(path: Path) -> Position | None:
 
 
 def write_position(path: Path, position: Position) -> None:
-    """The whole position under this name, on disk when this returns, or what was there before. Raises
-    OSError.
-    """
+    """The whole position is on disk under this name when this returns. Raises OSError."""
     held = {
         "schema": SCHEMA,
         "id": position.id,
-        "files": _dump_places(position.files),
-        "sending": None if position.sending is None else _dump_places(position.sending),
+        "files": {file: place._asdict() for file, place in position.files.items()},
         "number": position.number,
-        "handed": position.handed,
         "mark": position.mark,
         "left_out": position.left_out._asdict(),
     }
@@ -146,196 +115,72 @@ def open_position(path: Path) -> Position:
     return position
 
 
-def advance(position: Position, ends: Mapping[str, Place], rows: int, mark: Mark | None) -> Position:
-    """The position after `rows` rows up to `ends` were taken. A sink that says no mark keeps its last one."""
-    return replace(
-        position,
-        files={**position.files, **ends},
-        sending=None,
-        number=position.number + rows,
-        mark=position.mark if mark is None else mark,
-    )
-
-
-def describe_left_out(position: Position) -> str:
-    """What the tracker will never have, empty where that is nothing."""
-    rows, last = position.left_out
-    values = (position.mark or {}).get(
-        "left_out"
-    )  # of a sink whose service may take a batch without some of its values
-    said = [f"{rows} refused for good and left out, the last: {last}"] if rows else []
-    said += [f"{values} values left out by the service"] if isinstance(values, int) and values else []
-    return "; ".join(said)
-
-
 # --- the rows after a position ------------------------------------------------------------------------------
 
 
 def read_batch(
-    root: Path,
-    files: Sequence[str],
-    position: Position,
-    *,
-    limit: int,
-    say: Callable[[str], None],
-    batch_bytes: int = BATCH_BYTES,
+    root: Path, files: Sequence[str], position: Position, *, limit: int, say: Callable[[str], None]
 ) -> Batch:
-    """Whole rows after the position: exactly the ones being sent if some are, else up to `limit`, of all
-    files together by their time.
+    """Up to `limit` whole rows after the position, of all files together by their time.
 
     Within a file rows keep their order. A line that is no row is passed over and said; one without its
     newline is waited for. Raises OSError.
     """
-    sources = [_read_lines(root, file, position, say) for file in files]
-    rows: list[TrackedRow] = []
-    ends: dict[str, Place] = {}
-    places: list[Place] = []
-    size = 0
-    for line in heapq.merge(*sources, key=lambda line: line.time_unix):
-        if position.sending is None and (len(rows) == limit or (rows and size + line.size > batch_bytes)):
-            break
-        size += line.size
-        ends[line.file] = line.end
-        if line.row is not None:
-            rows.append(TrackedRow(line.file, line.row, position.number + len(rows)))
-            places.append(line.end)
-    return Batch(rows, ends if position.sending is None else dict(position.sending), places)
+    sources = [read_lines(root, file, position.files.get(file, Place()), say) for file in files]
+    batch = Batch([], {})
+    for _, file, row, end in heapq.merge(*sources, key=lambda line: line[0]):
+        if row is not None:
+            if len(batch.rows) == limit:
+                break
+            batch.rows.append(TrackedRow(file, row, position.number + len(batch.rows), end))
+        batch.ends[file] = end
+    return batch
 
 
-def count_unsent(root: Path, files: Sequence[str], position: Position) -> int:
-    """Bytes of rows that were not taken yet. A torn last line, as a killed writer leaves, is no row. Raises
-    OSError.
-    """
-    unsent = 0
-    for file in files:
-        part, offset = position.place(file)
-        while (path := part_path(root, file, part)).exists():
-            has_next = part_path(root, file, part + 1).exists()
-            unsent += max(0, (path.stat().st_size if has_next else find_last_row_end(path, offset)) - offset)
-            part, offset = part + 1, 0
-    return unsent
-
-
-def find_last_row_end(path: Path, start: int) -> int:
-    """Where the last line of a file ends that has its newline; `start` if none that begins after it has one.
-    Raises OSError.
-    """
-    with path.open("rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > start:
-            begin = max(start, end - TAIL_BYTES)
-            file.seek(begin)
-            newline = file.read(end - begin).rfind(b"\n")
-            if newline >= 0:
-                return begin + newline + 1
-            end = begin
-    return start
-
-
-def part_path(root: Path, file: str, part: int) -> Path:
-    """The file that holds a part of a record: part 0 has the plain name."""
-    return root / (f"{file}.jsonl" if part == 0 else f"{file}.{part}.jsonl")
-
-
-class _Line(NamedTuple):
-    time_unix: float
-    file: str
-    row: Mapping[str, Any] | None  # None: a line that is no row
-    end: Place
-    size: int
-
-
-def _read_lines(root: Path, file: str, position: Position, say: Callable[[str], None]) -> Iterator[_Line]:
-    """The whole lines of a file after its place; up to the end of what is being sent if something is."""
-    part, offset = position.place(file)
-    stop = None if position.sending is None else position.sending.get(file, Place(part, offset))
+def read_lines(
+    root: Path, file: str, place: Place, say: Callable[[str], None]
+) -> Iterator[tuple[float, str, Mapping[str, Any] | None, Place]]:
+    """(time, file, row, where the next row begins) of each whole line; row None: it is none."""
+    part, offset = place
     while True:
-        # Looked at before the part is read: the writer begins a part only when it has written the last row of
-        # the one before.
-        has_next = part_path(root, file, part + 1).exists()
-        for line, end in _read_part(part_path(root, file, part), offset, last=not has_next, say=say):
-            if stop is not None and Place(part, offset) >= stop:
-                return
-            offset = end
-            row = _parse_row(line)
-            if row is None:
-                say(
-                    f"{part_path(root, file, part).name}: no row ends at byte {end} ({line[:40]!r}…): passed"
-                    " over"
-                )
-            time_unix = float("-inf") if row is None else float(row["time_unix"])
-            yield _Line(time_unix, file, row, Place(part, end), len(line))
-        if not has_next or (stop is not None and Place(part, offset) >= stop):
+        path = root / (f"{file}.{part}.jsonl" if part else f"{file}.jsonl")
+        # Looked at before the part is read: a part begins when the last row of the one before is written.
+        has_next = (root / f"{file}.{part + 1}.jsonl").exists()
+        if path.exists():
+            with path.open("rb") as opened:
+                opened.seek(find_row_start(opened.fileno(), offset))
+                for line in opened:
+                    if not line.endswith(b"\n") and not has_next:
+                        return
+                    end = Place(part, opened.tell())
+                    row = parse_row(line)
+                    if row is None:
+                        say(f"{path.name}: no row ends at byte {end.offset} ({line[:40]!r}…): passed over")
+                    yield -math.inf if row is None else float(row["time_unix"]), file, row, end
+        if not has_next:
             return
         part, offset = part + 1, 0
 
 
-def _read_part(
-    path: Path, offset: int, *, last: bool, say: Callable[[str], None]
-) -> Iterator[tuple[bytes, int]]:
-    """(line, where the next begins). A line without a newline is left where it is in the last part, for more
-    of it may come.
-    """
-    try:
-        file = path.open("rb")
-    except FileNotFoundError:
-        return
-    with file:
-        if offset:
-            offset = _find_row_start(file.fileno(), path, offset, say)
-            file.seek(offset)
-        for line in file:
-            if not line.endswith(b"\n") and last:
-                return
-            offset += len(line)
-            yield line, offset
-
-
-def _find_row_start(descriptor: int, path: Path, offset: int, say: Callable[[str], None]) -> int:
-    """`offset`, or the beginning of the line before it where no row begins there: a power cut took the file's
-    end, and others were written since.
-    """
-    size = os.fstat(descriptor).st_size
-    if offset <= size and os.pread(descriptor, 1, offset - 1) == b"\n":
-        return offset
-    start = min(offset, size)
+def find_row_start(descriptor: int, offset: int) -> int:
+    """`offset`, or where its line begins: a power cut may have taken the file's end, and rows were added."""
+    start = min(offset, os.fstat(descriptor).st_size)
     while start > 0 and os.pread(descriptor, 1, start - 1) != b"\n":
         start -= 1
-    say(f"{path.name} is not what it was at byte {offset}, as after a power cut: goes on at byte {start}")
     return start
 
 
-def _parse_row(line: bytes) -> Mapping[str, Any] | None:
-    """A row with the fields that every row has."""
+def parse_row(line: bytes) -> Mapping[str, Any] | None:
+    """A row with the fields that every row has; None for another line."""
     try:
         row = json.loads(line)
-        whole = (
-            isinstance(row["stage"], str) and isinstance(row["step"], int) and isinstance(row["attempt"], int)
+        kinds = (
+            (row["stage"], str),
+            (row["step"], int),
+            (row["attempt"], int),
+            (row["time_unix"], int | float),
         )
-        timed = isinstance(row["time_unix"], int | float) and math.isfinite(row["time_unix"])
+        whole = all(isinstance(value, kind) for value, kind in kinds) and math.isfinite(row["time_unix"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    return row if whole and timed else None
-
-
-def _parse_places(held: Mapping[str, Any]) -> dict[str, Place]:
-    places = {file: Place(int(place["part"]), int(place["offset"])) for file, place in held.items()}
-    if any(part < 0 or offset < 0 for part, offset in places.values()):
-        raise ValueError(f"a place below 0 in {held}")
-    return places
-
-
-def _dump_places(places: Mapping[str, Place]) -> dict[str, dict[str, int]]:
-    return {file: place._asdict() for file, place in places.items()}
-
-
-def check_followable(run_dir: RunDir) -> None:
-    """Raises RunDirError if this is no run directory."""
-    if not run_dir.root.is_dir():
-        raise RunDirError(
-            f"{run_dir.root} is not a directory; name a run directory, for example one in runs/"
-        )
-    if not any(path.exists() for path in (run_dir.config, run_dir.metrics, run_dir.evaluations)):
-        raise RunDirError(
-            f"{run_dir.root} has neither config.toml nor metrics.jsonl: it is not a run directory"
-        )
+    return row if whole else None

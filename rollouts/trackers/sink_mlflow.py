@@ -9,15 +9,13 @@ ones: rows that are sent again change nothing there. Steps that a resumed run re
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable, TrackerError
-from rollouts.trackers.sinks import RunInfo, TrackedRow
+from rollouts.trackers.sinks import RunInfo, TrackedRow, clean_name
 
 TAG = "rollouts.run_id"
-FORBIDDEN = re.compile(r"[^/\w.\- :]")  # in the name of a metric or parameter
 METRICS_PER_CALL, PARAMS_PER_CALL, PARAM_CHARS = 1000, 100, 500  # what every server takes
 WORDS = 300  # characters of a server's words that are worth a line
 # A server that does not answer is asked again by the follower, not for minutes by the client; a user's own
@@ -54,7 +52,7 @@ def find_run(client: Any, run: RunInfo) -> str:
     from mlflow.entities import Param  # pyright: ignore[reportMissingImports]
 
     made = client.create_run(experiment_id, run_name=run.name).info.run_id
-    params = [Param(clean_name(name), value[:PARAM_CHARS]) for name, value in flatten(run.config)]
+    params = [Param(clean_name(name, "/"), value[:PARAM_CHARS]) for name, value in flatten(run.config)]
     for start in range(0, len(params), PARAMS_PER_CALL):
         client.log_batch(made, params=params[start : start + PARAMS_PER_CALL])
     client.set_tag(made, TAG, run.id)  # last: a run without it is not found, and made again whole
@@ -73,7 +71,11 @@ class MlflowSink:
         """One call for each thousand metrics. Raises SinkRefused, SinkUnavailable or RowsRefused."""
         from mlflow.entities import Metric  # pyright: ignore[reportMissingImports]
 
-        metrics = [Metric(*value) for tracked in rows for value in list_metrics(tracked)]
+        metrics = [
+            Metric(clean_name(name, "/"), float(value), round(row.row["time_unix"] * 1000), row.row["step"])
+            for row in rows
+            for name, value in row.staged_metrics().items()
+        ]
         try:
             for start in range(0, len(metrics), METRICS_PER_CALL):
                 self._client.log_batch(
@@ -91,18 +93,6 @@ class MlflowSink:
 
     def close(self) -> None:
         """The run stays as it is: a resumed run goes on with it."""
-
-
-def list_metrics(tracked: TrackedRow) -> Iterator[tuple[str, float, int, int]]:
-    """(name, value, milliseconds since 1970, step) of each number of a row."""
-    row = tracked.row
-    for name, value in {**tracked.staged_metrics(), f"{row['stage']}/attempt": row["attempt"]}.items():
-        yield clean_name(name), float(value), round(row["time_unix"] * 1000), row["step"]
-
-
-def clean_name(name: str) -> str:
-    """The name in characters that MLflow takes: `avg@4` becomes `avg_at_4`."""
-    return FORBIDDEN.sub("_", name.replace("@", "_at_"))
 
 
 def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

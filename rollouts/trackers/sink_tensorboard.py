@@ -88,8 +88,7 @@ class TensorBoardSink:
 
     def _write(self, tracked: TrackedRow) -> None:
         row, stage = tracked.row, str(tracked.row["stage"])
-        metrics = {**tracked.metrics(), **tracked.aliases}
-        events = [make_event(row["time_unix"], row["step"], metrics)]
+        events = [make_event(row["time_unix"], row["step"], tracked.metrics())]
         if tracked.file == "metrics" and row["attempt"] > self._attempts.get(stage, row["attempt"]):
             events.insert(
                 0,

@@ -44,12 +44,12 @@ class TrackioSink:
                 project=self._project,
                 run=self._run.name,
                 run_id=self._run.id,
-                metrics_list=[describe(tracked) for tracked in rows],
+                metrics_list=[tracked.staged_metrics() for tracked in rows],
                 steps=[tracked.row["step"] for tracked in rows],
                 timestamps=[
                     datetime.fromtimestamp(tracked.row["time_unix"], UTC).isoformat() for tracked in rows
                 ],
-                log_ids=[f"{self._run.id}-{tracked.number}" for tracked in rows],
+                log_ids=[f"{self._run.id}-{tracked.key}" for tracked in rows],
                 config=dict(self._run.config) or None,
             )
         except (OSError, Error) as error:
@@ -57,8 +57,3 @@ class TrackioSink:
 
     def close(self) -> None:
         """Nothing is held open between rows."""
-
-
-def describe(tracked: TrackedRow) -> dict[str, float]:
-    """What trackio shows of a row."""
-    return {**tracked.staged_metrics(), f"{tracked.row['stage']}/attempt": tracked.row["attempt"]}

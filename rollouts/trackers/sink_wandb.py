@@ -55,17 +55,17 @@ class WandbSink:
     def __init__(self, opened: Any, teardown: Callable[[], None]) -> None:
         self._run = opened
         self._teardown = teardown
-        self._defined: set[str] = set()  # stages and aliases whose axis is known
+        self._stages: set[str] = set()  # whose axis is defined
 
     def send(self, rows: Sequence[TrackedRow]) -> None:
         """Hands the rows to wandb's own process."""
         for tracked in rows:
             stage = tracked.row["stage"]
-            self._define(f"{stage}/*", f"{stage}/step")
-            for name in tracked.aliases:
-                self._define(name, f"{stage}/step")
-            head = {f"{stage}/step": tracked.row["step"], f"{stage}/attempt": tracked.row["attempt"]}
-            self._run.log({**tracked.staged_metrics(), **head}, step=tracked.number)
+            if stage not in self._stages:
+                self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+                self._stages.add(stage)
+            values = {**tracked.staged_metrics(), f"{stage}/step": tracked.row["step"]}
+            self._run.log(values, step=tracked.number)
 
     def close(self) -> None:
         """Returns when the service has everything, or the file of a run that is offline."""
@@ -73,11 +73,3 @@ class WandbSink:
         # finish may return before wandb's own process has written the end of its file, and that is killed
         # after this one
         self._teardown()
-
-    def _define(self, name: str, axis: str) -> None:
-        """Draws a metric over its stage's steps. An alias that several stages have is drawn over those of the
-        first.
-        """
-        if name not in self._defined:
-            self._defined.add(name)
-            self._run.define_metric(name, step_metric=axis)

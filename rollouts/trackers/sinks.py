@@ -1,98 +1,97 @@
 """What a tracker is to the follower: a sink that takes rows or says why not.
 
-    files of the run ──► follower (rollouts.trackers.follower) ──► sink ──► the tracker's service or files
-
-A module of a sink has `open_sink(run: RunInfo) -> Sink`. It is imported in the follower's worker process
-alone, so that nobody else pays for the tracker's package.
+A module of a sink has `open_sink(run: RunInfo) -> Sink`. Only the follower's process imports it.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rollouts.errors import TrackerError
 from rollouts.types import JSONValue
 
-FILES = (
-    "metrics",
-    "evaluations",
-    "spans",
-    "samples",
-)  # the files of a run that can be followed, in the order in which a batch has them
 HEAD_FIELDS = frozenset({"schema", "stage", "step", "policy_version", "attempt", "time_unix", "name"})
 Mark = Mapping[str, JSONValue]
+
+
+class Place(NamedTuple):
+    """A place in a file of the run: the beginning of a row."""
+
+    part: int = 0  # 0 is NAME.jsonl, n is NAME.n.jsonl
+    offset: int = 0  # bytes from the beginning of the part
+
+
+START = Place()
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedRow:
     """One row of a file of the run."""
 
-    file: str  # of FILES
+    file: str  # metrics, evaluations or spans
     row: Mapping[str, Any]  # as written: head and values
-    # of all rows that this tracker was ever sent, from 0; a row that is sent again has the number it had
-    number: int = 0
-    aliases: Mapping[str, float] = field(
-        default_factory=dict
-    )  # its metrics under the names of another framework; see output.metric_aliases
+    number: int = 0  # of all rows that this tracker was sent, from 0
+    end: Place = START  # where the next row of the file begins
 
-    def staged_metrics(self) -> dict[str, float]:
-        """metrics() for a service without stages: `STAGE/name`, for steps begin again with each stage;
-        aliases as dashboards know them.
-        """
-        stage = self.row["stage"]
-        return {**{f"{stage}/{name}": value for name, value in self.metrics().items()}, **self.aliases}
+    @property
+    def key(self) -> str:
+        """Tells the row from all others of the run, also when it is sent again."""
+        return f"{self.file}-{self.end.part}-{self.end.offset}"
 
     def metrics(self) -> dict[str, float]:
-        """The numbers of the row beside its head, by name; aliases are not among them."""
+        """The numbers of the row beside its head, by name."""
         return {
             name: value
             for name, value in self.row.items()
             if name not in HEAD_FIELDS and isinstance(value, int | float) and not isinstance(value, bool)
         }
 
+    def staged_metrics(self) -> dict[str, float]:
+        """metrics() as `STAGE/name`, and `STAGE/attempt`, for a service without stages: steps begin again
+        with each stage.
+        """
+        values = {**self.metrics(), "attempt": self.row["attempt"]}
+        return {f"{self.row['stage']}/{name}": value for name, value in values.items()}
+
+    def labels(self) -> dict[str, Any]:
+        """Stage and attempt, and the name of an evaluation, for a service with labels."""
+        named = {"evaluation": self.row["name"]} if self.file == "evaluations" else {}
+        return {"stage": self.row["stage"], "attempt": self.row["attempt"], **named}
+
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
     """The run that is followed."""
 
-    # 32 hex digits, made when this tracker began to follow, kept with its position: what makes the run one in
-    # the service
-    id: str
+    id: str  # 32 hex digits, kept with the position: what makes the run one in the service
     name: str  # of the run directory
     root: Path
-    config: Mapping[str, Any]  # as resolved, what looks like a secret left out
+    config: Mapping[str, Any]  # as resolved, without secrets
     environment: Mapping[str, str]  # where keys and addresses come from
-    mark: Mark | None = (
-        None  # what `send` returned last before the position was stored; None at the beginning
-    )
+    mark: Mark | None = None  # what `send` returned last before the position was stored
 
 
 class Sink(Protocol):
-    """Made by open_sink, used by one thread."""
+    """Made by open_sink, used by one call at a time."""
 
     def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
-        """Returns when the service has the rows: at the latest after the kind's deadline, or the process is
-        killed and the rows are sent again.
+        """Returns when the service has the rows; a mark is stored with the position, for the next open_sink.
 
-        Rows come in the order of each file. After a failure or a kill the sink is opened anew, and the first
-        batch is exactly the rows of the last one, in the same order and with the same numbers (of one that
-        confirms at close, all rows since it was opened come again). A mark is stored with the position, and
-        handed back in RunInfo when the sink is opened again. Under `left_out` a mark may count values that
-        the service took the batches without. Raises SinkUnavailable (tried again later), SinkRefused (a
-        person must act: tried rarely) or RowsRefused (these rows are at fault: they come again in halves, and
-        one that is refused alone is left out). Anything else counts as unavailable.
+        After a failure the sink is opened anew and the rows come again, in the order of each file. Under
+        `left_out` a mark may count values that the service did not take. Raises SinkUnavailable (tried again
+        later), SinkRefused (a person must act: tried rarely) or RowsRefused (these rows are at fault: they
+        come again in halves, and one that is refused alone is left out). Anything else counts as unavailable.
         """
         ...
 
     def close(self) -> None:
-        """Gives back what the sink holds. Raises as send, where the service turns out not to have what was
-        sent.
-        """
+        """Gives back what the sink holds. Raises as send."""
         ...
 
 
@@ -100,68 +99,47 @@ class Sink(Protocol):
 class SinkKind:
     """A tracker that can be named in output.trackers."""
 
-    module: str  # has open_sink
-    files: tuple[str, ...]  # which rows it wants, of FILES
-    packages: tuple[str, ...] = ()  # modules that must be importable
-    extra: str = ""  # of this distribution, that installs them
+    package: str  # module that must be importable
+    files: tuple[str, ...] = ("metrics", "evaluations")  # of which rows are sent
     deadline_s: float = 60.0  # for opening, one batch or closing; what takes longer hangs
     batch_rows: int = 256  # most rows of one send
-    confirms_at_close: bool = (
-        False  # its library takes rows without saying whether the service has them, until it is closed
-    )
+    confirms_at_close: bool = False  # its library says only then whether the service has the rows
 
 
 SINKS: Mapping[str, SinkKind] = {
-    "tensorboard": SinkKind(
-        "rollouts.trackers.sink_tensorboard", ("metrics", "evaluations"), ("tensorboard",), "tensorboard"
-    ),
-    "trackio": SinkKind(
-        "rollouts.trackers.sink_trackio", ("metrics", "evaluations"), ("trackio",), "trackio"
-    ),
-    "wandb": SinkKind(
-        "rollouts.trackers.sink_wandb",
-        ("metrics", "evaluations"),
-        ("wandb",),
-        "wandb",
-        deadline_s=120.0,
-        confirms_at_close=True,
-    ),
-    "mlflow": SinkKind("rollouts.trackers.sink_mlflow", ("metrics", "evaluations"), ("mlflow",), "mlflow"),
-    "otlp": SinkKind(
-        "rollouts.trackers.otlp", ("metrics", "evaluations", "spans"), ("opentelemetry.proto",), "otlp"
-    ),
-    "statsd": SinkKind("rollouts.trackers.statsd", ("metrics", "evaluations")),
-    "prometheus": SinkKind("rollouts.trackers.prometheus", ("metrics", "evaluations")),
+    "tensorboard": SinkKind("tensorboard"),
+    "trackio": SinkKind("trackio"),
+    "wandb": SinkKind("wandb", deadline_s=120.0, confirms_at_close=True),
+    "mlflow": SinkKind("mlflow"),
+    "otlp": SinkKind("opentelemetry.exporter.otlp.proto.http", ("metrics", "evaluations", "spans")),
+    "statsd": SinkKind("datadog"),
+    "prometheus": SinkKind("prometheus_client"),
 }
-
-
-def find_missing(name: str) -> list[str]:
-    """Modules that the tracker needs and this Python does not have. Imports no more than their parent
-    packages.
-    """
-    missing: list[str] = []
-    for module in SINKS[name].packages:
-        try:
-            found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:  # of the parent package
-            found = None
-        if found is None:
-            missing.append(module)
-    return missing
 
 
 def check_sink(name: str) -> None:
     """Raises TrackerError, with the command that installs it, if the tracker's package is missing."""
-    missing = find_missing(name)
-    if missing:
-        install = f"pip install 'rollouts-rl[{SINKS[name].extra}]'"
+    package = SINKS[name].package
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # of the parent package
+        found = None
+    if found is None:
         raise TrackerError(
-            f"tracker {name} needs the package {missing[0].partition('.')[0]}, which is not installed:"
-            f" {install}"
+            f"tracker {name} needs the package {package}, which is not installed: pip install"
+            f" 'rollouts-rl[{name}]'"
         )
 
 
 def open_sink(name: str, run: RunInfo) -> Sink:
     """The sink of a kind. Raises TrackerError for a missing package, and as the sink's own open_sink."""
     check_sink(name)
-    return importlib.import_module(SINKS[name].module).open_sink(run)
+    return importlib.import_module(f"rollouts.trackers.sink_{name}").open_sink(run)
+
+
+def clean_name(name: str, separator: str) -> str:
+    """A metric's name with the separator for slashes and only letters, digits, dots and underscores else:
+    `eval/x/avg@4` becomes `eval.x.avg_at_4`.
+    """
+    text = name.replace("/", separator).replace("@", "_at_")
+    return re.sub(rf"[^A-Za-z0-9_.{separator}]", "_", text)

@@ -13,8 +13,8 @@ import pytest
 from rollouts.metrics.jsonl import read_rows
 from rollouts.run_dir import RunDir
 from tests.e2e.conftest import Train
+from tests.support.tracker_runs import read_events
 from tests.unit.test_trackers_processes import find_processes
-from tests.unit.tracker_files import read_events
 
 pytest.importorskip("tensorboard")
 SECRETS = {

@@ -1,4 +1,4 @@
-"""An OTLP collector on this machine that does as it is told, and what the tests of sinks send to it."""
+"""An OTLP collector on this machine that does as it is told."""
 
 from __future__ import annotations
 
@@ -7,42 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-
-from rollouts.trackers.sinks import RunInfo, TrackedRow
-
-ID = "0123456789abcdef" * 2
-BEGAN = 1_800_000_000.0
-
-
-def make_info(run_id: str = ID, **environment: str) -> RunInfo:
-    return RunInfo(run_id, "my run", Path("/nowhere"), {}, environment)
-
-
-def make_row(step: int, **more: object) -> dict[str, object]:
-    head = {
-        "schema": 1,
-        "stage": "rl",
-        "step": step,
-        "policy_version": step - 1,
-        "attempt": 1,
-        "time_unix": BEGAN + step,
-    }
-    return {**head, **more}
-
-
-def make_span(step: int, **more: object) -> dict[str, object]:
-    return make_row(
-        step, **{"name": "train", "track": "trainer", "start_unix": BEGAN, "duration_s": 1.5, **more}
-    )
-
-
-def metrics_rows(count: int) -> list[TrackedRow]:
-    rows = [
-        make_row(step, **{"reward/mean": step / 4, "loss/total": -0.5 * step, "time/step": 2.0})
-        for step in range(1, count + 1)
-    ]
-    return [TrackedRow("metrics", row, number) for number, row in enumerate(rows)]
 
 
 def free_port(kind: int = socket.SOCK_STREAM) -> int:

@@ -1,0 +1,108 @@
+"""What the tests of trackers share: files of a run, and a follower whose tracker fails as a file says."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+CONFIG = 'name = "t"\nseed = 1\n[engine.env]\nAPI_KEY = "planted-in-config"\n'
+BEGAN = 1_800_000_000.0
+
+# mode in FAULT: "refuse", "wrong-key", "hang", "middle" (half of the rows, then an error), "kill" (after the
+# rows, before the position). Followed by a number, it holds for so many sends.
+FOLLOWER = """
+import os, signal, sys, time
+from dataclasses import replace
+from pathlib import Path
+from rollouts.errors import SinkRefused, SinkUnavailable
+from rollouts.trackers import follower, sinks
+
+FAULT = Path({fault!r})
+
+class Faulty:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def send(self, rows):
+        mode, _, left = (FAULT.read_text() if FAULT.exists() else "").partition(" ")
+        if left:
+            FAULT.write_text(f"{{mode}} {{int(left) - 1}}" if int(left) > 1 else "")
+        if mode == "refuse":
+            raise SinkUnavailable("refused")
+        if mode == "wrong-key":
+            raise SinkRefused("wrong key")
+        if mode == "hang":
+            time.sleep(3600)
+        if mode == "middle":
+            self.inner.send(rows[: len(rows) // 2])
+            raise SinkUnavailable("failed in the middle")
+        mark = self.inner.send(rows)
+        if mode == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return mark
+
+    def close(self):
+        self.inner.close()
+
+def open_named(name, run):
+    sink = sinks.open_sink(name, run)
+    return Faulty(sink) if name == {tracker!r} else sink
+
+follower.LOOK_S = 0.05
+kinds = {{name: replace(kind, deadline_s={deadline_s}, batch_rows=7) for name, kind in sinks.SINKS.items()}}
+follower.main(sys.argv[1:], kinds=kinds, open_named=open_named)
+"""
+
+
+def make_run(root: Path) -> Path:
+    root.mkdir(parents=True)
+    (root / "config.toml").write_text(CONFIG)
+    return root
+
+
+def make_row(
+    step: int, *, attempt: int = 1, stage: str = "rl", time_unix: float | None = None, **fields: object
+):
+    """A row as the run writes it; its time is BEGAN + a thousand seconds an attempt + a second a step."""
+    head = {
+        "schema": 1,
+        "stage": stage,
+        "step": step,
+        "policy_version": step - 1,
+        "attempt": attempt,
+        "time_unix": BEGAN + 1000 * attempt + step if time_unix is None else time_unix,
+    }
+    return {**head, **(fields or {"loss/total": -float(step * attempt), "reward/mean": 0.5 * step})}
+
+
+def make_span(step: int, **fields: object):
+    return make_row(
+        step, **{"name": "train", "track": "trainer", "start_unix": BEGAN, "duration_s": 1.5, **fields}
+    )
+
+
+def append(root: Path, *rows: dict[str, object], file: str = "metrics", part: int = 0) -> None:
+    with (root / (f"{file}.{part}.jsonl" if part else f"{file}.jsonl")).open("a") as opened:
+        opened.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_follower(
+    folder: Path, tracker: str = "tensorboard", *, deadline_s: float = 1.0
+) -> tuple[list[str], Path]:
+    """(the command of a follower whose tracker has faults, the file that says which)."""
+    fault, script = folder / "fault", folder / "follower.py"
+    script.write_text(FOLLOWER.format(fault=str(fault), tracker=tracker, deadline_s=deadline_s))
+    return [sys.executable, str(script)], fault
+
+
+def read_events(root: Path, stage: str = "rl") -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard shows of a stage: (step, value) by tag, as its own reader says."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = str(root / "trackers" / "tensorboard" / stage)
+    events = EventAccumulator(folder, size_guidance={"tensors": 0, "scalars": 0})
+    events.Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }

@@ -1,0 +1,192 @@
+"""One follower of a run: what is sent, once or again, and what failures and refusals of a service cost."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+from rollouts.errors import RowsRefused, SinkRefused, SinkUnavailable, TrackerError
+from rollouts.trackers import follower
+from rollouts.trackers.follower import Following, SinkHung, choose_wait, follow, follow_all
+from rollouts.trackers.position import open_position, position_path
+from rollouts.trackers.sinks import Mark, RunInfo, SinkKind, TrackedRow
+from tests.support.tracker_runs import BEGAN, append, make_row, make_run
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("LOOK_S", "FIRST_WAIT_S", "LAST_WAIT_S"):
+        monkeypatch.setattr(follower, name, 0.01)
+    return make_run(tmp_path / "run")
+
+
+@dataclass
+class FakeSink:
+    """Stores rows; raises the next of its faults, before the rows are stored or after."""
+
+    store: list[TrackedRow] = field(default_factory=list)
+    faults: list[Exception | None] = field(default_factory=list)
+    after: bool = False
+    bad: frozenset[int] = frozenset()  # steps that are refused for good
+    most: int = 99  # rows of one send
+    on_fault: Callable[[], None] = lambda: None
+    close_faults: list[Exception | None] = field(default_factory=list)
+    infos: list[RunInfo] = field(default_factory=list)
+
+    def open(self, run: RunInfo) -> FakeSink:
+        self.infos.append(run)
+        return self
+
+    def send(self, rows: Sequence[TrackedRow]) -> Mark | None:
+        if len(rows) > self.most or self.bad & set(steps(rows)):
+            raise RowsRefused("bad value")
+        fault = self.faults.pop(0) if self.faults else None
+        if self.after or fault is None:
+            self.store += rows
+        if fault is not None:
+            self.on_fault()
+            raise fault
+        return {"rows": len(self.store)}
+
+    def close(self) -> None:
+        if self.close_faults and (fault := self.close_faults.pop(0)):
+            raise fault
+
+
+def steps(rows: Sequence[TrackedRow]) -> list[int]:
+    return [row.row["step"] for row in rows]
+
+
+async def run_follower(
+    root: Path, sink: FakeSink, *, patience_s: float = math.inf, **kind: Any
+) -> tuple[str, list[str]]:
+    """(outcome, what was said) of following a run that is over."""
+    said: list[str] = []
+    over = trio.Event()
+    over.set()
+    (root / "trackers").mkdir(exist_ok=True)
+    settings = SinkKind("", **{"batch_rows": 3, **kind})
+    following = Following(root, "fake", settings, sink.open, said.append, over, patience_s)
+    return await follow(following), said
+
+
+def read_stored(root: Path) -> tuple[int, int]:
+    """(rows taken or left out, rows left out) on disk."""
+    position = open_position(position_path(root, "fake"))
+    return position.number, position.left_out.rows
+
+
+async def test_everything_is_sent_once_and_a_second_follower_goes_on_from_there(root: Path):
+    append(root, *(make_row(step) for step in range(1, 8)))
+    sink = FakeSink()
+    assert await run_follower(root, sink) == ("sent", [])
+    append(root, make_row(8))
+    assert await run_follower(root, sink) == ("sent", [])
+    assert [(row.row["step"], row.number) for row in sink.store] == [(step, step - 1) for step in range(1, 9)]
+    assert [info.mark for info in sink.infos] == [None, {"rows": 7}]
+    assert sink.infos[0].id == sink.infos[1].id
+    assert (sink.infos[0].name, sink.infos[0].config["name"]) == ("run", "t")
+
+
+async def test_a_service_that_is_away_gets_the_rows_later_and_that_is_said_once(root: Path):
+    append(root, *(make_row(step) for step in range(1, 5)))
+    sink = FakeSink(faults=[None, *[SinkUnavailable("no route")] * 4])
+    outcome, said = await run_follower(root, sink)
+    assert (outcome, steps(sink.store)) == ("sent", [1, 2, 3, 4])
+    assert said == ["does not take rows: no route; tried again until it does", "takes rows again"]
+
+
+async def test_rows_of_which_the_answer_was_lost_come_again_with_their_numbers_and_keys(root: Path):
+    append(root, *(make_row(step) for step in range(1, 5)))
+    sink = FakeSink(faults=[OSError("reset")], after=True)
+    assert (await run_follower(root, sink))[0] == "sent"
+    assert steps(sink.store) == [1, 2, 3, 1, 2, 3, 4]
+    assert sink.store[:3] == sink.store[3:6]
+
+
+@pytest.mark.parametrize("error", [SinkRefused("wrong key"), TrackerError("PORT=x is no port")])
+async def test_a_refusal_ends_the_follower_when_the_run_is_over(root: Path, error: Exception):
+    append(root, make_row(1))
+    sink = FakeSink(faults=[error])
+    assert await run_follower(root, sink) == ("behind", [f"refuses rows: {error}"])
+
+
+async def test_a_service_that_stays_away_is_given_up_after_the_patience(root: Path):
+    append(root, make_row(1))
+    sink = FakeSink(faults=[SinkUnavailable("no route")] * 1000)
+    assert (await run_follower(root, sink, patience_s=0.05))[0] == "behind"
+
+
+@pytest.mark.parametrize(
+    ("bad", "most", "refused"), [({3}, 99, 1), ({1, 2, 3}, 99, 3), (set(), 2, 0), ({2, 8}, 1, 2)]
+)
+@pytest.mark.parametrize("confirms_at_close", [False, True])
+async def test_rows_refused_for_good_are_named_counted_and_left_out_and_the_others_arrive_once(
+    root: Path, bad: set[int], most: int, refused: int, confirms_at_close: bool
+):
+    append(root, *(make_row(step) for step in range(1, 9)))
+    sink = FakeSink(bad=frozenset(bad), most=most)
+    outcome, said = await run_follower(root, sink, batch_rows=8, confirms_at_close=confirms_at_close)
+    assert outcome == "sent"
+    assert steps(sink.store) == [step for step in range(1, 9) if step not in bad]
+    assert len(said) == refused
+    assert all("(stage rl, step" in text and "is left out: bad value" in text for text in said)
+    assert read_stored(root) == (8, refused)
+
+
+async def test_after_an_outage_in_the_middle_only_the_rest_of_the_batch_comes_again(root: Path):
+    """Though an earlier row of another file was written meanwhile."""
+    append(root, *(make_row(step) for step in range(1, 9)))
+    late = make_row(1, time_unix=BEGAN, name="heldout")
+    sink = FakeSink(
+        bad=frozenset({2}),
+        faults=[None, None, SinkUnavailable("away")],
+        on_fault=lambda: append(root, late, file="evaluations"),
+    )
+    assert (await run_follower(root, sink, batch_rows=8))[0] == "sent"
+    sent = [(row.file, row.row["step"]) for row in sink.store]
+    assert sorted(sent) == [("evaluations", 1), *(("metrics", step) for step in (1, 3, 4, 5, 6, 7, 8))]
+
+
+async def test_a_library_that_confirms_at_close_has_its_rows_counted_only_then(root: Path):
+    append(root, *(make_row(step) for step in range(1, 5)))
+    sink = FakeSink(close_faults=[OSError("upload failed"), None])
+    assert (await run_follower(root, sink, confirms_at_close=True))[0] == "sent"
+    assert [row.number for row in sink.store] == [0, 1, 2, 3] * 2
+    assert read_stored(root) == (4, 0)
+
+
+async def test_a_sink_that_hangs_ends_the_follower_and_others_lose_nothing(root: Path):
+    append(root, make_row(1))
+    over, good = trio.Event(), FakeSink()
+    said: list[str] = []
+    kinds = {name: SinkKind("", deadline_s=0.3) for name in ("hanging", "good")}
+
+    def open_named(name: str, run: RunInfo) -> FakeSink:
+        if name == "hanging":
+            time.sleep(1.0)
+        return good
+
+    with pytest.RaisesGroup(SinkHung, flatten_subgroups=True):
+        await follow_all(
+            root, list(kinds), over=over, say_for=lambda name: said.append, kinds=kinds, open_named=open_named
+        )
+    assert steps(good.store) == [1]
+    assert said == ["hung for 0.3 s and was ended"]
+
+
+@pytest.mark.parametrize(
+    ("failures", "asked_s", "least", "most"),
+    [(1, None, 0.25, 0.5), (4, None, 2, 4), (9999, None, 30, 60), (1, 20.0, 20, 20), (1, 1e9, 300, 300)],
+)
+def test_waits_double_up_to_a_limit_and_heed_the_service(
+    failures: int, asked_s: float | None, least: float, most: float
+):
+    assert least <= choose_wait(failures, asked_s) <= most
