@@ -10,13 +10,13 @@ versions, and on a backend without a model. A rollout's cost is the CPU time of 
 same stub calls made by nothing but a nursery, over the rollouts that came to their end; the first steps are
 left out.
 
-    sizes      samples in flight, 64 to 8192, on 8 engines, groups of 8; staleness 0 (each batch waited for) and 1 (carried over)
+    sizes      samples in flight, 64 to 8192, on 8 engines, groups of 8; staleness 0 and 1
     engines    1 to 64, 2048 in flight
     groups     of 4 to 64, 2048 in flight
-    logging    CPU time inside log_step and log_samples (16 rows a step) over that of the driver; and one row for every rollout, beside a writer
-               that dumps the whole record, arrays too, with json and flushes it, as many do
-    collector  of that cost, what Python's garbage collector takes; it is set as train.py sets it, unless --python-collector
-    memory     Python's own count: per rollout in flight, and per token of rollouts that are held, by the slope between two lengths
+    logging    CPU time inside log_step and log_samples (16 rows a step) over that of the driver; a row for
+               every rollout, beside a writer that dumps the whole record with json and flushes it
+    collector  of that cost, what Python's garbage collector takes, set as train.py sets it
+    memory     Python's own count: per rollout in flight, and per token of rollouts that are held
 
 Peers: the driver's own smallest size, and that writer. Targets: <= 1.3 times the cost from 64 to 8192 in
 flight, <= 0.03 of the CPU time for logging, <= 40 kB a rollout in flight and <= 10 B a token held. `--quick`:
@@ -55,7 +55,8 @@ from benchmarks.harness import Ratio, compute_ratio, finish, take_turns
 from integration_training.train import COLLECTOR_THRESHOLDS
 from rollouts.config.schema import RLTrainingConfig
 from rollouts.data.data_buffer import DataBuffer
-from rollouts.engines.fleet import Fleet, FleetSettings, Member, open_fleet
+from rollouts.engines.fleet import Fleet, open_fleet
+from rollouts.engines.fleet_members import FleetSettings, Member
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.generate import make_chat_generate
 from rollouts.loops.rl import run_rl_training
@@ -142,15 +143,20 @@ class Record:
 
 def make_config(shape: Shape, *, steps: int) -> RLTrainingConfig:
     """P * G samples a batch, all of them in flight at once."""
-    return RLTrainingConfig.model_validate({
-        "data": {"kind": "jsonl", "path": "unused.jsonl"},
-        "steps": steps,
-        "max_staleness": shape.staleness,
-        "rollout": {
-            "num_prompts": shape.in_flight // shape.group, "samples_per_prompt": shape.group, "over_sampling": 1.0,
-            "max_new_tokens": 2 * shape.longest, "max_attempts": 64,
-        },
-    })  # fmt: skip
+    return RLTrainingConfig.model_validate(
+        {
+            "data": {"kind": "jsonl", "path": "unused.jsonl"},
+            "steps": steps,
+            "max_staleness": shape.staleness,
+            "rollout": {
+                "num_prompts": shape.in_flight // shape.group,
+                "samples_per_prompt": shape.group,
+                "over_sampling": 1.0,
+                "max_new_tokens": 2 * shape.longest,
+                "max_attempts": 64,
+            },
+        }
+    )
 
 
 def commit_all(fleet: Fleet, engines: Sequence[StubEngine], version: int) -> None:
@@ -183,7 +189,7 @@ async def drive(
     async with AsyncExitStack() as stack:
         watch = stack.enter_context(watch_collector())
         seats = 2 * shape.in_flight  # of each engine, so that nobody waits for a seat
-        settings = FleetSettings(start_concurrency=seats, max_concurrency=seats)
+        settings = FleetSettings(max_concurrency=seats)
         fleet = await stack.enter_async_context(
             open_fleet([Member(engine) for engine in engines], settings=settings, warn=print)
         )
@@ -307,7 +313,7 @@ async def look_at_batch(
     answers = Answers(shape.shortest, shape.longest)
     engines = [StubEngine(f"stub-{index}", answers) for index in range(shape.engines)]
     config = make_config(shape, steps=1)
-    settings = FleetSettings(start_concurrency=shape.in_flight, max_concurrency=shape.in_flight)
+    settings = FleetSettings(max_concurrency=shape.in_flight)
     async with (
         open_fleet([Member(engine) for engine in engines], settings=settings, warn=print) as fleet,
         open_fake_backend() as backend,
@@ -371,11 +377,19 @@ def write_whole_records(path: Path, samples: Sequence[Sample]) -> None:
     with path.open("a", encoding="utf-8") as file:
         for sample in samples:
             record = {
-                "id": sample.id, "prompt": sample.prompt, "response": sample.response, "tokens": sample.tokens.tolist(),
-                "loss_mask": sample.loss_mask.tolist(), "log_probs": sample.rollout_log_probs.tolist(),
-                "weight_versions": sample.weight_versions.tolist(), "reward": sample.reward, "rewards": dict(sample.rewards),
-                "group_index": sample.group_index, "status": sample.status.value, "metadata": dict(sample.metadata),
-            }  # fmt: skip
+                "id": sample.id,
+                "prompt": sample.prompt,
+                "response": sample.response,
+                "tokens": sample.tokens.tolist(),
+                "loss_mask": sample.loss_mask.tolist(),
+                "log_probs": sample.rollout_log_probs.tolist(),
+                "weight_versions": sample.weight_versions.tolist(),
+                "reward": sample.reward,
+                "rewards": dict(sample.rewards),
+                "group_index": sample.group_index,
+                "status": sample.status.value,
+                "metadata": dict(sample.metadata),
+            }
             file.write(json.dumps(record) + "\n")
             file.flush()
 
@@ -410,7 +424,7 @@ def measure_rows(samples: Sequence[Sample], *, rounds: int) -> tuple[float, floa
 
 
 def measure_turns(shapes: Mapping[str, Shape], *, rollouts: int, rounds: int) -> dict[str, Cost]:
-    """The mean cost of each, printed; forth and back, so that a machine that changes its pace does it to all."""
+    """The mean cost of each, printed; measured forth and back, against a machine that changes its pace."""
     found: dict[str, list[Cost]] = {label: [] for label in shapes}
     for number in range(rounds):
         for label in list(shapes)[:: -1 if number % 2 else 1]:

@@ -10,7 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from rollouts.config.schema import EngineConfig
-from rollouts.engines.fleet import Fleet, FleetSettings, Member, open_fleet
+from rollouts.engines.fleet import Fleet, open_fleet
+from rollouts.engines.fleet_members import FleetSettings, Member
 from rollouts.engines.processes import EngineCommand, open_engine_processes
 from rollouts.engines.sglang import open_sglang_engine
 from rollouts.engines.vllm import open_vllm_engine

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
-import numpy as np
 import trio
 
 from rollouts.engines.http import HttpReply
-from rollouts.engines.wire import show
+from rollouts.engines.wire import make_empty_completion, show
 from rollouts.errors import (
     EngineClosed,
     EngineError,
@@ -218,7 +217,7 @@ class EngineServer:
                 f"{self.name} has lost request {request.request_id!r}: it works, and counts fewer requests"
                 " than it was sent"
             )
-        return _nothing(request)
+        return make_empty_completion(request)
 
     async def _pass_gate(self, entry: _InFlight) -> None:
         while self._paused and not entry.aborted and not self._closed:
@@ -420,14 +419,3 @@ def read_retry_after(headers: Mapping[str, str]) -> float | None:
     """Seconds of a Retry-After header; None if there is none, or it is a date or no number."""
     value = headers.get("retry-after", "").strip()
     return float(value) if value.isascii() and value.isdecimal() else None
-
-
-def _nothing(request: GenerateRequest) -> Completion:
-    none = np.zeros(0, np.int64)
-    return Completion(
-        request_id=request.request_id,
-        token_ids=none,
-        log_probs=np.zeros(0, np.float32),
-        weight_versions=none,
-        finish_reason="abort",
-    )

@@ -110,6 +110,18 @@ def make_completion(
     )
 
 
+def make_empty_completion(request: GenerateRequest) -> Completion:
+    """The answer to a request that was aborted before anything of it could be kept."""
+    none = np.zeros(0, np.int64)
+    return Completion(
+        request_id=request.request_id,
+        token_ids=none,
+        log_probs=np.zeros(0, np.float32),
+        weight_versions=none,
+        finish_reason="abort",
+    )
+
+
 def expand_spans(spans: Iterable[VersionSpan], count: int, *, where: str) -> np.ndarray:
     """[count] the version of each token. Raises ReplyError unless the spans follow each other from 0 to
     `count`, versions never falling.

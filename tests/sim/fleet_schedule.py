@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollouts.config.schema import RLTrainingConfig
-from rollouts.engines.fleet_state import FleetSettings
+from rollouts.engines.fleet_members import FleetSettings
 from tests.support.fault_plan import FaultPlan, draw_fault_plan
 from tests.support.simulated_process import ServerSpeed
 
@@ -89,8 +89,7 @@ def draw_fleet_schedule(seed: int) -> FleetSchedule:
         servers=servers,
         faults=_draw_faults(seed, [server.name for server in servers]),
         settings=FleetSettings(
-            start_concurrency=draw.choice([2, 6, 16]),
-            max_concurrency=draw.choice([16, 64]),
+            max_concurrency=draw.choice([2, 6, 16, 64]),
             affinity_slack=draw.choice([0, 2, 8]),
             max_attempts=draw.choice([2, 4, 20]),
             down_limit_s=draw.choice([60.0, 600.0]),

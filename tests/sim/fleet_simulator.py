@@ -27,8 +27,8 @@ import trio
 import trio.testing
 
 from rollouts.data.data_buffer import DataBuffer
-from rollouts.engines import fleet_state
-from rollouts.engines.fleet import Fleet, Member, open_fleet
+from rollouts.engines.fleet import Fleet, open_fleet
+from rollouts.engines.fleet_members import Member
 from rollouts.errors import (
     FleetDown,
     InfrastructureError,
@@ -662,14 +662,11 @@ class _Simulation:
         fleet, version = trainer.fleet, trainer.backend.weight_version
         published, is_syncing = fleet.published_version, trainer.sync._lock.locked()
         for name, live in fleet._live.items():
-            state = live.state
+            state = live
             if state.version is not None and state.version > trainer.most_committed:
                 trainer.most_committed = state.version
-            if state.in_flight > len(live.calls):
-                self.fail(
-                    "seats",
-                    f"{name} has {state.in_flight} in flight by its count, {len(live.calls)} hold a seat",
-                )
+            if left := [call for call in live.calls if call.request.request_id not in fleet._requests.calls]:
+                self.fail("seats", f"{name} keeps seats of {len(left)} requests that have ended")
             process = self.processes[name]
             if state.updating:
                 trainer.updating.add(name)
@@ -678,7 +675,7 @@ class _Simulation:
             if name in trainer.updating:
                 trainer.updating.remove(name)
                 trainer.incarnations[name] = process.incarnation
-            if fleet_state.in_service(state):
+            if state.in_service:
                 self.check_serving(name, state.version, trainer, published)
                 continue
             if (
@@ -852,20 +849,17 @@ class _Simulation:
         return [
             name
             for name, live in trainer.fleet._live.items()
-            if not fleet_state.in_service(live.state)
-            and not live.state.leaving
-            and (
-                self.processes[name].up
-                or (self.servers[name].can_restart and not fleet_state.gave_up(live.state))
-            )
+            if not live.in_service
+            and not live.leaving
+            and (self.processes[name].up or (self.servers[name].can_restart and not live.gave_up))
         ]
 
     def check_idle(self, trainer: _Trainer) -> None:
         fleet = trainer.fleet
         left = {
-            "requests": len(fleet._calls),
-            "queued": fleet._queue.waiting,
-            **{f"{name} seats": len(live.calls) + live.state.in_flight for name, live in fleet._live.items()},
+            "requests": len(fleet._requests.calls),
+            "queued": len(fleet._requests.waiting),
+            **{f"{name} seats": len(live.calls) for name, live in fleet._live.items()},
             **{f"{name} tasks": len(engine._server._in_flight) for name, engine in trainer.engines.items()},
             **{
                 f"{name} requests": process.in_flight
@@ -901,5 +895,5 @@ class _Simulation:
     def describe(self) -> str:
         if self.trainer is None:
             return "no trainer"
-        states = "; ".join(fleet_state.describe(live.state) for live in self.trainer.fleet._live.values())
+        states = "; ".join(live.describe() for live in self.trainer.fleet._live.values())
         return f"version {self.trainer.backend.weight_version}, {self.report.steps} steps; {states}"

@@ -5,15 +5,14 @@ every one of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import trio
 
-from rollouts.engines import fleet_state
-from rollouts.engines.fleet import Fleet
-from rollouts.engines.fleet_state import EngineState
+from rollouts.engines.fleet_members import FleetMember
+from rollouts.engines.fleet_requests import FleetRequests
 from rollouts.generation import async_rollout_manager
 from rollouts.generation.async_rollout_manager import AsyncRolloutManager
 from rollouts.generation.ledger import Ledger
@@ -74,40 +73,42 @@ def commit_without_proof(patch: pytest.MonkeyPatch) -> None:
 def deliver_during_updates(patch: pytest.MonkeyPatch) -> None:
     """Replies are not held back until their engine has proven what made them."""
 
-    async def deliver(self: Fleet, call: Any, live: Any, ticket: Any, completion: Any) -> Any:
+    async def deliver(self: FleetRequests, call: Any, live: Any) -> None:
         await trio.lowlevel.checkpoint()
-        return completion
 
-    patch.setattr(Fleet, "_sit_out_update", deliver)
+    patch.setattr(FleetRequests, "_sit_out_update", deliver)
+    patch.setattr(FleetRequests, "_check_version", lambda self, call, live, completion: completion)
 
 
 def forget_failed_requests(patch: pytest.MonkeyPatch) -> None:
     """A request whose engine failed is never asked again."""
 
-    async def wait_forever(self: Fleet, call: Any, attempts: int) -> None:
+    async def wait_forever(self: FleetRequests, call: Any, attempts: int) -> None:
         await trio.sleep_forever()
 
-    patch.setattr(Fleet, "_back_off", wait_forever)
+    patch.setattr(FleetRequests, "_back_off", wait_forever)
 
 
 def keep_the_seat_of_failed_requests(patch: pytest.MonkeyPatch) -> None:
-    def failed(
-        state: EngineState, ticket: Any, error: str, now: float, settings: Any, *, draw: float
-    ) -> EngineState:
-        return fleet_state.doubted(state, ticket, error, now, settings, draw=draw)
+    real = FleetRequests._leave_seat
 
-    patch.setattr(fleet_state, "request_failed", failed)
+    def leave(self: FleetRequests, call: Any, live: Any) -> None:
+        if call.avoid is None:
+            real(self, call, live)
+
+    patch.setattr(FleetRequests, "_leave_seat", leave)
 
 
 def serve_restarted_engines(patch: pytest.MonkeyPatch) -> None:
     """Without an update: with the weights that the server began with."""
-    real = fleet_state.came_back
+    real = FleetMember._come_back
 
-    def come_back(state: EngineState, now: float, settings: Any) -> EngineState:
-        back = real(state, now, settings)
-        return back if back.version is None else replace(back, condition="healthy", duty=None)
+    def come_back(self: FleetMember) -> None:
+        real(self)
+        if self.version is not None:
+            self._set("healthy")
 
-    patch.setattr(fleet_state, "came_back", come_back)
+    patch.setattr(FleetMember, "_come_back", come_back)
 
 
 # --- manager ------------------------------------------------------------------------------------------------

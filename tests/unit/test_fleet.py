@@ -17,9 +17,8 @@ import pytest
 import trio
 import trio.testing
 
-from rollouts.engines import fleet_state
-from rollouts.engines.fleet import Fleet, Member, open_fleet
-from rollouts.engines.fleet_state import FleetSettings
+from rollouts.engines.fleet import Fleet, open_fleet
+from rollouts.engines.fleet_members import FleetSettings, Member
 from rollouts.errors import (
     EngineClosed,
     EngineError,
@@ -202,9 +201,9 @@ async def fleet_of(
         if commit:
             update(fleet, 0)
         yield fleet
-        assert not fleet._calls
+        assert not fleet._requests.calls
         assert fleet.statistics()["fleet/queued"] == 0
-        assert all(live.state.in_flight == 0 and not live.calls for live in fleet._live.values())
+        assert all(not live.calls for live in fleet._live.values())
 
 
 def update(fleet: Fleet, version: int) -> None:
@@ -217,7 +216,7 @@ def update(fleet: Fleet, version: int) -> None:
 
 
 def state_of(fleet: Fleet, name: str) -> str:
-    return fleet._live[name].state.condition
+    return fleet._live[name].condition
 
 
 async def gather(fleet: Fleet, *requests: GenerateRequest) -> dict[str, Completion | Exception]:
@@ -268,37 +267,10 @@ async def test_a_group_stays_on_one_engine_until_that_is_much_busier(autojump_cl
 
 async def test_a_full_fleet_queues_in_order_of_arrival(autojump_clock):
     a = FakeEngine("a")
-    async with fleet_of(a, settings=FleetSettings(start_concurrency=1, max_concurrency=1)) as fleet:
+    async with fleet_of(a, settings=FleetSettings(max_concurrency=1)) as fleet:
         await gather(fleet, *(ask(f"r{i}", affinity="g" if i % 2 else "") for i in range(6)))
     assert a.asked == [f"r{i}" for i in range(6)]
     assert a.asked_at == [0, 1, 2, 3, 4, 5]
-
-
-async def test_the_limit_grows_while_it_binds_and_is_bounded(autojump_clock):
-    a = FakeEngine("a")
-    async with fleet_of(
-        a, settings=FleetSettings(start_concurrency=2, max_concurrency=6, load_every=10**9)
-    ) as fleet:
-        await gather(fleet, *(ask(f"r{i}") for i in range(60)))
-        assert fleet.statistics()["engine/a/limit"] == 6
-    assert a.most_running == 6
-
-
-async def test_an_engine_with_a_long_queue_inside_gets_fewer(autojump_clock):
-    a = FakeEngine("a", slots=4)
-    async with fleet_of(
-        a, settings=FleetSettings(start_concurrency=16, max_concurrency=16, load_every=8)
-    ) as fleet:
-        limits: list[float] = []
-
-        async def look() -> None:
-            await trio.sleep(1.5)
-            limits.append(fleet.statistics()["engine/a/limit"])
-            await trio.sleep(3)
-            limits.append(fleet.statistics()["engine/a/limit"])
-
-        await gather_with(fleet, look, *(ask(f"r{i}") for i in range(256)))
-        assert limits[0] == 8 and 5 <= limits[1] < 8  # half; then the four that run and a little
 
 
 async def test_ids_are_unique_in_the_fleet(autojump_clock):
@@ -401,7 +373,7 @@ async def test_one_broken_moment_of_many_requests_is_one_failure(autojump_clock)
         await gather(fleet, *(ask(f"r{i}") for i in range(50)))
         assert state_of(fleet, "a") == "healthy"
         assert fleet.statistics()["engine/a/failures"] == 50
-        assert fleet._live["a"].state.life == 0
+        assert fleet._live["a"].ticket.life == 0
 
 
 async def test_refusals_and_bugs_are_the_callers(autojump_clock):
@@ -433,7 +405,7 @@ async def test_a_server_that_answers_404_at_once_loses_no_request_and_draws_no_o
 
     a, b = FakeEngine("a", script=refuse), FakeEngine("b", seconds=10)
     warnings: list[str] = []
-    async with fleet_of(a, b, warnings=warnings) as fleet:
+    async with fleet_of(a, b, warnings=warnings, settings=FleetSettings(max_concurrency=64)) as fleet:
         results = await gather(fleet, *(ask(f"r{i}") for i in range(200)))
         assert all(isinstance(result, Completion) for result in results.values())
         assert state_of(fleet, "a") in ("dead", "stale") and len(a.asked) < 200
@@ -446,25 +418,6 @@ async def test_a_404_everywhere_is_the_engines_failure_and_keeps_its_cause(autoj
         with pytest.raises(InfrastructureError, match="a: EngineError: generate gave 404") as caught:
             await fleet.generate(ask("r"))
         assert type(caught.value.__cause__) is EngineError
-
-
-@pytest.mark.parametrize(
-    "error", [EngineError("GET /metrics gave 404"), RequestRefused("GET /load gave 405")]
-)
-async def test_an_engine_whose_load_cannot_be_asked_is_doubted_and_the_fleet_goes_on(autojump_clock, error):
-    class Engine(FakeEngine):
-        async def load(self) -> EngineLoad:
-            await trio.lowlevel.checkpoint()
-            raise error
-
-    async with fleet_of(
-        Engine("a"), FakeEngine("b"), settings=FleetSettings(start_concurrency=1, load_every=1)
-    ) as fleet:
-        results = await gather(fleet, *(ask(f"r{i}") for i in range(8)))
-        assert all(isinstance(result, Completion) for result in results.values())
-        await trio.sleep(5)
-        assert state_of(fleet, "a") == "healthy"
-        assert fleet.statistics()[f"fleet/failures/{type(error).__name__}"] >= 1
 
 
 async def test_a_request_that_fails_everywhere_gets_its_last_error(autojump_clock):
@@ -494,7 +447,7 @@ async def test_retry_after_is_respected_and_the_limit_halved_once_a_burst(autoju
         return EngineOverloaded("429", retry_after_s=30)
 
     a = FakeEngine("a", script=fail_first(8, overloaded, wait_s=1))
-    async with fleet_of(a, settings=FleetSettings(start_concurrency=8)) as fleet:
+    async with fleet_of(a, settings=FleetSettings(max_concurrency=8)) as fleet:
         await gather(fleet, *(ask(f"r{i}") for i in range(8)))
         assert a.asked_at[:8] == [0] * 8 and min(a.asked_at[8:]) == 31
         assert a.asked_at.count(31) == 4
@@ -1053,7 +1006,7 @@ async def test_an_error_inside_the_fleets_context_comes_out_as_it_is():
 async def test_abort_all_answers_everyone(autojump_clock):
     a, b = FakeEngine("a", seconds=100), FakeEngine("b", script=fail_first(1, unreachable))
     b.health_hangs = True
-    settings = FleetSettings(start_concurrency=2, max_concurrency=2, retry_base_s=50, retry_cap_s=50)
+    settings = FleetSettings(max_concurrency=2, retry_base_s=50, retry_cap_s=50)
     async with fleet_of(a, b, settings=settings) as fleet:
         async with trio.open_nursery() as nursery:
             results: dict[str, Completion | Exception] = {}
@@ -1111,12 +1064,11 @@ async def test_a_paused_fleet_admits_nothing(autojump_clock):
         await fleet.release_memory()
         await fleet.restore_memory()
         assert a.calls == b.calls == ["pause wait", "resume", "release", "restore"]
-        assert set(await fleet.update_weights_from_checkpoint(Path("w"), 0)) == {"a", "b"}
 
 
 async def test_load_is_the_sum(autojump_clock):
     a, b = FakeEngine("a", slots=1), FakeEngine("b")
-    async with fleet_of(a, b, settings=FleetSettings(start_concurrency=2, max_concurrency=2)) as fleet:
+    async with fleet_of(a, b, settings=FleetSettings(max_concurrency=2)) as fleet:
         loads: list[EngineLoad] = []
 
         async def look() -> None:
@@ -1137,7 +1089,7 @@ async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
         except EngineClosed as error:
             results.append(error)
 
-    settings = FleetSettings(start_concurrency=1)
+    settings = FleetSettings(max_concurrency=1)
     async with (
         trio.open_nursery() as nursery,
         open_fleet([Member(a)], settings=settings, warn=print) as fleet,
@@ -1147,7 +1099,7 @@ async def test_leaving_the_fleet_ends_everyones_wait(autojump_clock):
             nursery.start_soon(one, fleet, name)
             await trio.testing.wait_all_tasks_blocked()
         assert a.asked == ["r"] and fleet.statistics()["fleet/queued"] == 1
-    assert len(results) == 2 and not fleet._calls and not a.running
+    assert len(results) == 2 and not fleet._requests.calls and not a.running
     with pytest.raises(trio.EndOfChannel):
         await fleet.stale_members.receive()
     with pytest.raises(EngineClosed):
@@ -1176,7 +1128,7 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock):
 
     engines = [FakeEngine(name, script=sometimes) for name in "abc"]
     answered = 0
-    async with fleet_of(*engines, settings=FleetSettings(start_concurrency=16, max_concurrency=64)) as fleet:
+    async with fleet_of(*engines, settings=FleetSettings(max_concurrency=64)) as fleet:
 
         async def one(name: str) -> None:
             nonlocal answered
@@ -1189,7 +1141,7 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock):
                 nursery.start_soon(one, f"r{i}")
                 if i % 100 == 0:
                     await trio.sleep(0.7 * draws.random())
-        assert len(fleet._queue) <= 64
+        assert not fleet._requests.waiting and not fleet._requests._order
         assert answered > 500 and fleet.statistics()["fleet/retries"] > 50
     assert not any(engine.running for engine in engines)
 
@@ -1197,7 +1149,7 @@ async def test_ten_thousand_cancellations_leave_nothing(autojump_clock):
 async def test_many_requests_spread_over_many_engines(autojump_clock):
     """64 engines, 4,096 requests in flight at once, evenly spread."""
     engines = [FakeEngine(f"e{i}") for i in range(64)]
-    async with fleet_of(*engines, settings=FleetSettings(start_concurrency=128)) as fleet:
+    async with fleet_of(*engines, settings=FleetSettings(max_concurrency=128)) as fleet:
         async with trio.open_nursery() as nursery:
             for i in range(4096):
                 nursery.start_soon(fleet.generate, ask(f"r{i}"))
@@ -1260,7 +1212,7 @@ class Chaos:
                 if any(fleet.statistics()[f"engine/{name}/version"] == version for name in self.processes):
                     fleet.publish(version)
             for live in fleet._live.values():
-                assert not fleet_state.in_service(live.state) or live.state.version == fleet.published_version
+                assert not live.in_service or live.version == fleet.published_version
 
     async def run(self, fleet: Fleet, count: int) -> None:
         async with trio.open_nursery() as background:
