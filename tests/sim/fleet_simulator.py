@@ -3,7 +3,7 @@ hold is checked after every event.
 
     run_rl_training ─► AsyncRolloutManager ─► Fleet ─► FaultyEngine, over simulated processes with faults
           │                                     ▲
-          └─► SimulatedBackend (checks what it trains on)  WeightSync, keep_engines_current ─► names as snapshots
+          └─► SimulatedBackend (checks what it trains on)   WeightSync ─► names as snapshots
 
 All but the ends are the real thing. Weights are a word; an engine's log-probs depend on the word that it
 really serves, so a token from other weights than it says is found out when it trains. A trainer that stops,
